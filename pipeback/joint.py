@@ -1,0 +1,117 @@
+"""One optimizer over several stages, which steps them in one call.
+
+The user's optimizers, one a stage, are what schedulers and readers see; their rates are copied when a micro-batch
+is pushed and never written. The step is made by a twin on the same parameters and the same state.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Group = dict[str, Any]
+
+# Optimizers that treat every parameter on its own: joining stages changes no bit.
+_SEPARABLE = {
+    getattr(torch.optim, name)
+    for name in ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad", "Adadelta", "ASGD", "Rprop")
+}
+
+
+class Options:
+    """The options of every stage's parameter groups at one moment."""
+
+    def __init__(
+        self, optimizers: Sequence[torch.optim.Optimizer], groups: list[list[Group]] | None = None
+    ) -> None:
+        self.groups = groups or [
+            [{k: _value(v) for k, v in g.items() if k != "params"} for g in opt.param_groups] for opt in optimizers
+        ]
+        self.rates = [
+            tuple(float(mine.get("lr", 0.0)) for g, mine in zip(opt.param_groups, some, strict=True) for _ in g["params"])
+            for opt, some in zip(optimizers, self.groups, strict=True)
+        ]
+        """η of every weight of every stage."""
+
+    def current(self, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
+        """Whether the optimizers still have these options."""
+        for opt, groups in zip(optimizers, self.groups, strict=True):
+            for group, mine in zip(opt.param_groups, groups, strict=True):
+                for key, value in mine.items():
+                    if group[key] != value:
+                        return False
+        return True
+
+
+def _value(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def joinable(optimizers: Sequence[torch.optim.Optimizer]) -> bool:
+    """Whether one step over all of these equals a step of each: one separable class of torch's, no step hooks."""
+    kind = type(optimizers[0])
+    return kind in _SEPARABLE and all(
+        type(opt) is kind and not opt._optimizer_step_pre_hooks and not opt._optimizer_step_post_hooks
+        for opt in optimizers
+    )
+
+
+class Joint:
+    """The twin of the optimizers of `stages`: has `.step()`, `.param_groups` and `.state` like any optimizer."""
+
+    def __init__(self, stages: Sequence[Any]) -> None:
+        self._stages = stages
+        self._twin = copy.copy(stages[0].optimizer)
+        self._twin.__dict__.pop("step", None)  # a scheduler's wrapper is bound to the original
+        self._states: list[Any] = []
+        self._chosen: tuple[Any, ...] | None = None
+
+    @property
+    def param_groups(self) -> list[Group]:
+        return self._twin.param_groups
+
+    @property
+    def state(self) -> Any:
+        return self._twin.state
+
+    def step(self) -> None:
+        self._twin.step()
+
+    def at(self, options: Sequence[Options]) -> Joint:
+        """Set the options that each stage's update uses, and follow a state that was loaded into an optimizer."""
+        chosen = tuple(map(id, options))
+        if self._chosen != chosen:
+            self._held = list(options)  # keeps the ids from being reused
+            self._chosen = chosen
+            self._twin.param_groups = self._groups(options)
+        states = [stage.optimizer.state for stage in self._stages]
+        if len(states) != len(self._states) or any(a is not b for a, b in zip(states, self._states, strict=True)):
+            self._states = states
+            if len(states) == 1:
+                self._twin.state = states[0]
+            else:
+                shared: defaultdict[Tensor, Any] = defaultdict(dict)
+                for stage in self._stages:
+                    shared.update({w: stage.optimizer.state[w] for w in stage.weights})
+                self._twin.state = shared
+        return self
+
+    def _groups(self, options: Sequence[Options]) -> list[Group]:
+        pairs = [
+            (dict(mine), group["params"])
+            for stage, chosen in zip(self._stages, options, strict=True)
+            for group, mine in zip(stage.optimizer.param_groups, chosen.groups[stage.index], strict=True)
+            if stage.weights
+        ]
+        # the loop and the foreach implementation have equal bits on the CPU; fused has not and is never switched on
+        for mine, params in pairs:
+            if mine.get("foreach", 0) is None and not mine.get("fused") and params and params[0].device.type == "cpu":
+                mine["foreach"] = True
+        if pairs and all(mine == pairs[0][0] for mine, _ in pairs):
+            return [{**pairs[0][0], "params": [w for _, params in pairs for w in params]}]
+        return [{**mine, "params": list(params)} for mine, params in pairs]

@@ -1,0 +1,43 @@
+"""A loss that is not there yet: a tensor over a future."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+
+class LazyLoss(Tensor):
+    """A 0-d tensor whose value is waited for when it is read: float, .item(), +, torch.stack, format, …
+
+    Only the shape is known at once; a dtype or device that is asked for also waits. Nothing it takes part in has gradients.
+    """
+
+    _read: Callable[[], Tensor]
+
+    @staticmethod
+    def __new__(cls, read: Callable[[], Tensor]) -> LazyLoss:
+        loss = torch.Tensor._make_wrapper_subclass(cls, ())  # type: ignore[attr-defined]
+        loss._read = read
+        return loss
+
+    def value(self) -> Tensor:
+        """The loss itself; waits for it, and raises what made it fail."""
+        return self._read()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map(_present, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map(_present, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _present(value: Any) -> Any:
+    return value.value() if isinstance(value, LazyLoss) else value

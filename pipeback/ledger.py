@@ -1,0 +1,52 @@
+"""Which version of the weights every forward and every backward used: the last million of them."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, overload
+
+
+class Record(NamedTuple):
+    """F or B of a micro-batch at a stage ran on the weights after `version` updates of that stage."""
+
+    stage: int
+    kind: str
+    mb: int
+    version: int
+
+
+class Ledger(Sequence[Record]):
+    """Records in the order in which a worker made them, 20 bytes each; the oldest go first when it is full."""
+
+    def __init__(self, limit: int = 1_000_000) -> None:
+        self.limit = limit
+        self._who, self._mb, self._version = array("i"), array("q"), array("q")
+
+    def add(self, kind: str, stage: int, mb: int, version: int) -> None:
+        self._who.append(2 * stage + (kind == "B"))
+        self._mb.append(mb)
+        self._version.append(version)
+        if len(self._who) >= 2 * self.limit:
+            self._trim()
+
+    def _trim(self) -> None:
+        for column in (self._who, self._mb, self._version):
+            del column[: -self.limit]
+
+    def __len__(self) -> int:
+        return min(len(self._who), self.limit)
+
+    def __iter__(self) -> Iterator[Record]:
+        for n in range(len(self._who) - len(self), len(self._who)):
+            yield Record(self._who[n] >> 1, "FB"[self._who[n] & 1], self._mb[n], self._version[n])
+
+    @overload
+    def __getitem__(self, index: int) -> Record: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Record]: ...
+    def __getitem__(self, index: int | slice) -> Record | list[Record]:
+        if isinstance(index, slice):
+            return list(self)[index]
+        at = range(len(self._who) - len(self), len(self._who))[index]
+        return Record(self._who[at] >> 1, "FB"[self._who[at] & 1], self._mb[at], self._version[at])

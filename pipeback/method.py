@@ -1,0 +1,284 @@
+"""What a method is: which weights F runs on, which weights B runs on, and how U moves the weights.
+
+    F(i):  ŵ = forward_weights(w)          B(i):  w̃ = backward_weights(w, ŵ)          U:  w ← update(w)
+
+Every hook has the identity as its default, so a method is only what it changes. Hooks run without gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
+from itertools import islice
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from pipeback.events import Schedule
+from pipeback.timeline import delays
+
+
+class When(NamedTuple):
+    """Where and when a hook is called.
+
+    When several stages are served by one call (`Method.merges`), `rates` and `delays` hold the numbers of each
+    weight, and the other fields are those of the first stage.
+    """
+
+    stage: int  # s
+    stages: int  # S
+    mb: int  # i; of an update, the last micro-batch that it includes
+    version: int  # updates this stage has made
+    delay: int  # D, counted on the schedule, steady state
+    rates: Sequence[float] = ()  # η in force when i was pushed, one a weight
+    delays: Sequence[int] = ()  # D, one a weight
+    start: int = 0  # the first micro-batch since the pipeline was last drained
+    base: int = 0  # the version at that moment
+    entry: int = 0  # the version of stage 0 when i entered there (methods with `needs_entry`)
+
+
+Weights = list[Tensor]  # the trainable parameters of a stage, in the order of module.parameters()
+State = dict[str, Any]  # a method's own state: lists of tensors (or None), one a weight, and plain numbers
+
+
+class Shift(NamedTuple):
+    """w + c·x, not yet computed: the stage computes it in place, for several stages at once.
+
+    coefficients: one number a weight. directions: tensors shaped like the weights; None leaves a weight as it is.
+    """
+
+    weights: Weights
+    coefficients: Sequence[float]
+    directions: Sequence[Tensor | None]
+
+
+class Past(NamedTuple):
+    """The weights after `version` updates; the stage keeps as many as `Method.history` says."""
+
+    version: int
+
+
+Chosen = Weights | Shift | Past
+
+
+def add_scaled(weights: Weights, coefficients: Sequence[float], directions: Sequence[Tensor | None]) -> None:
+    """w ← w + c·x in place for every weight that has a direction: one call, one rounding rule for any number of weights."""
+    if any(x is None for x in directions):
+        there = [n for n, x in enumerate(directions) if x is not None]
+        if not there:
+            return
+        weights, coefficients = [weights[n] for n in there], [coefficients[n] for n in there]
+        directions = [directions[n] for n in there]
+    kinds = {(w.dtype, w.device) for w in weights}
+    units = {kind: torch.ones((), dtype=kind[0], device=kind[1]) for kind in kinds}
+    ones = [*units.values()] * len(weights) if len(units) == 1 else [units[w.dtype, w.device] for w in weights]
+    torch._foreach_addcmul_(weights, directions, ones, list(coefficients))  # type: ignore[arg-type]
+
+
+class OptimizerLike(Protocol):
+    """What `update` is given: the stage's optimizer (or one over several stages), at the rates of its micro-batch."""
+
+    param_groups: list[dict[str, Any]]
+    state: Any
+
+    def step(self) -> Any: ...
+
+
+class Method:
+    """The base of every method; subclasses override what they change and nothing else.
+
+    schedule        (stage, stages) -> program; its delays are counted, never restated
+    copies          where weights live beside the current ones: "live" nowhere, "scratch" one buffer for shifted
+                    weights, "stash" every version that a micro-batch in flight still needs
+    state_copies    method state, in copies of the weights
+    merges          the hooks work weight by weight, on the numbers `when.rates` and `when.delays`, and keep their
+                    state in lists with one entry a weight: one call may serve several stages
+    flush_each_push every push is a flush of its own
+    needs_entry     the hooks read `when.entry`
+    """
+
+    schedule: Schedule
+    copies: Literal["live", "scratch", "stash"] = "live"
+    state_copies: int = 0
+    merges: bool = False
+    flush_each_push: bool = False
+    needs_entry: bool = False
+
+    def schedule_at(self, start: int, pushed: int) -> Schedule:
+        """The schedule that begins, in an empty pipeline, at micro-batch `start` with a push of `pushed`."""
+        return self.schedule
+
+    def check(self, optimizer: torch.optim.Optimizer, stages: int) -> None:
+        """Raise a ValueError that names the alternative when the equations do not allow this optimizer."""
+
+    def delays(self, stages: int) -> list[int]:
+        """D of every stage: own updates between reading F's weights and B, counted on the schedule."""
+        return delays(self.schedule, stages)
+
+    def check_stages(self, stages: int) -> None:
+        """Raise a ValueError that names the cure when the method cannot run on so many stages."""
+
+    def history(self, stage: int, stages: int) -> int:
+        """Older versions to keep, beyond those in flight, because a later forward may ask for them."""
+        return 0
+
+    def held(self, stage: int, stages: int) -> int:
+        """Copies of the weights at the peak, the live one included: what the memory law checks."""
+        if self.copies == "stash":
+            return 1 + self.delays(stages)[stage]
+        return 2 if self.copies == "scratch" else 1
+
+    def init(self, weights: Weights) -> State:
+        """The state before the first micro-batch."""
+        return {}
+
+    def forward_weights(self, weights: Weights, state: State, when: When) -> Chosen:
+        """What F(i) runs on."""
+        return weights
+
+    def backward_weights(self, weights: Weights, used: Weights | None, state: State, when: When) -> Chosen:
+        """What B(i) runs on; `used` is what F(i) ran on where `copies` is "stash", else None."""
+        return weights
+
+    def update(self, weights: Weights, optimizer: OptimizerLike, state: State, when: When) -> State:
+        """Move the weights by the averaged gradient in their `.grad`; returns the new state."""
+        optimizer.step()
+        return state
+
+    def options(self) -> dict[str, Any]:
+        """The method's options as plain values: what a saved state must agree with."""
+        names = [f.name for f in fields(self)] if is_dataclass(self) else list(vars(self))
+        values = {name: getattr(self, name) for name in names}
+        return {k: v for k, v in values.items() if v is None or isinstance(v, (bool, int, float, str))}
+
+    def __repr__(self) -> str:
+        inner = ", ".join(f"{k}={v!r}" for k, v in self.options().items())
+        return f"{type(self).__name__}({inner})"
+
+
+H = TypeVar("H")
+
+
+def overrides(method: Method, hook: str) -> bool:
+    """Whether the method changes this hook; an identity is not called on the hot path."""
+    return getattr(type(method), hook) is not getattr(Method, hook)
+
+
+class _Chain(Method):
+    """Methods one around the other; see `chain`."""
+
+    def __init__(self, methods: Sequence[Method]) -> None:
+        self.methods = tuple(methods)
+        first = self.methods[0]
+        for other in self.methods[1:]:
+            if _sample(other.schedule) != _sample(first.schedule):
+                raise ValueError(f"chain: {first!r} and {other!r} have different schedules; give both the same slack=")
+        self.schedule = first.schedule
+        ranks = ("live", "scratch", "stash")
+        self.copies = max((m.copies for m in self.methods), key=ranks.index)
+        self.state_copies = sum(m.state_copies for m in self.methods)
+        self.merges = all(m.merges for m in self.methods)
+        self.flush_each_push = first.flush_each_push
+        self.needs_entry = any(m.needs_entry for m in self.methods)
+
+    def schedule_at(self, start: int, pushed: int) -> Schedule:
+        return self.methods[0].schedule_at(start, pushed)
+
+    def check(self, optimizer: torch.optim.Optimizer, stages: int) -> None:
+        for method in self.methods:
+            method.check(optimizer, stages)
+
+    def delays(self, stages: int) -> list[int]:
+        return self.methods[0].delays(stages)
+
+    def check_stages(self, stages: int) -> None:
+        for method in self.methods:
+            method.check_stages(stages)
+
+    def history(self, stage: int, stages: int) -> int:
+        return max(m.history(stage, stages) for m in self.methods)
+
+    def held(self, stage: int, stages: int) -> int:
+        return max(m.held(stage, stages) for m in self.methods)
+
+    def init(self, weights: Weights) -> State:
+        return {f"{n}/{key}": value for n, m in enumerate(self.methods) for key, value in m.init(weights).items()}
+
+    def forward_weights(self, weights: Weights, state: State, when: When) -> Chosen:
+        chosen: Chosen = weights
+        for n, method in enumerate(self.methods):
+            chosen = method.forward_weights(computed(chosen), _part(state, n), when)
+        return chosen
+
+    def backward_weights(self, weights: Weights, used: Weights | None, state: State, when: When) -> Chosen:
+        chosen: Chosen = weights
+        for n, method in enumerate(self.methods):
+            chosen = method.backward_weights(computed(chosen), used, _part(state, n), when)
+        return chosen
+
+    def update(self, weights: Weights, optimizer: OptimizerLike, state: State, when: When) -> State:
+        fresh: State = {}
+        _Onion(self.methods, 0, weights, optimizer, state, when, fresh).step()
+        return fresh
+
+    def options(self) -> dict[str, Any]:
+        return {f"{n}/{type(m).__name__}/{k}": v for n, m in enumerate(self.methods) for k, v in m.options().items()}
+
+    def __repr__(self) -> str:
+        return f"chain({', '.join(map(repr, self.methods))})"
+
+
+def chain(*methods: Method) -> Method:
+    """Compose methods, outermost first: each one's `optimizer.step()` is the update of the next.
+
+    The shifts of F and B are applied in the same order. All must have one schedule.
+
+    >>> import pipeback
+    >>> pipeback.chain(pipeback.methods.create("lwp", form="weight"), pipeback.methods.create("sc"))
+    chain(LinearWeightPrediction(form='weight', horizon=None, slack=2), SpikeCompensation(horizon=None, slack=2))
+    """
+    if not methods:
+        raise ValueError("chain needs at least one method")
+    return methods[0] if len(methods) == 1 else _Chain(methods)
+
+
+class _Onion:
+    """The optimizer that method n of a chain sees: its step is the update of method n + 1."""
+
+    def __init__(
+        self, methods: Sequence[Method], n: int, weights: Weights, inner: OptimizerLike, state: State, when: When, fresh: State
+    ) -> None:
+        self.methods, self.n, self.weights, self.inner = methods, n, weights, inner
+        self.method_state, self.when, self.fresh = state, when, fresh
+        self.param_groups, self.state = inner.param_groups, inner.state
+
+    def step(self) -> None:
+        n = self.n
+        if n == len(self.methods):
+            self.inner.step()
+            return
+        inside = _Onion(self.methods, n + 1, self.weights, self.inner, self.method_state, self.when, self.fresh)
+        state = self.methods[n].update(self.weights, inside, _part(self.method_state, n), self.when)
+        self.fresh.update({f"{n}/{key}": value for key, value in state.items()})
+
+
+def _part(state: State, n: int) -> State:
+    prefix = f"{n}/"
+    return {key[len(prefix) :]: value for key, value in state.items() if key.startswith(prefix)}
+
+
+def _sample(schedule: Schedule) -> list[Any]:
+    return [list(islice(schedule(s, 3), 48)) for s in range(3)]
+
+
+def computed(chosen: Chosen) -> Weights:
+    """The tensors of a choice, for whoever needs them at once."""
+    if isinstance(chosen, Past):
+        raise ValueError("a chain cannot predict from a past version")
+    if not isinstance(chosen, Shift):
+        return chosen
+    return [
+        w if x is None else w + c * x
+        for w, c, x in zip(chosen.weights, chosen.coefficients, chosen.directions, strict=True)
+    ]

@@ -1,0 +1,71 @@
+"""The methods by name: ours, and those of other packages that declare an entry point in the group `pipeback.methods`."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterable
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Any
+
+from pipeback.method import Method
+
+GROUP = "pipeback.methods"
+
+# imported when first asked for, so that a broken plug-in breaks only itself
+_OURS = {
+    "sgd": "sgd:Sequential",
+    "gpipe": "gpipe:GPipe",
+    "one_f_one_b": "one_f_one_b:OneForwardOneBackward",
+    "pb": "pb:PipelinedBackpropagation",
+    "pipedream": "pipedream:PipeDream",
+    "pipedream_2bw": "pipedream_2bw:PipeDream2BW",
+    "pipemare": "pipemare:PipeMare",
+    "spectrain": "spectrain:SpecTrain",
+    "lwp": "lwp:LinearWeightPrediction",
+    "sc": "sc:SpikeCompensation",
+    "cerebras": "cerebras:Cerebras",
+}
+
+
+def available() -> list[str]:
+    """Names that `create` and `Pipeline(method=...)` take; ours first, then those of other packages."""
+    return [*_OURS, *sorted({point.name for point in entry_points(group=GROUP)} - set(_OURS))]
+
+
+def create(name: str, **options: Any) -> Method:
+    """Build a method: `create("gpipe", micro_batches=4)`.
+
+    Raises ValueError for an unknown name or option and suggests the nearest.
+    """
+    build = _find(name)
+    known = [p for p in inspect.signature(build).parameters if p != "self"]
+    for option in options:
+        if option not in known:
+            raise ValueError(f"method {name!r} has no option {option!r}{_nearest(option, known)}; it takes {', '.join(known) or 'none'}")
+    missing = [
+        p.name for p in inspect.signature(build).parameters.values()
+        if p.default is p.empty and p.kind is not p.VAR_KEYWORD and p.name not in options
+    ]  # fmt: skip
+    if missing:
+        raise ValueError(f"method {name!r} needs the option {missing[0]}=")
+    method = build(**options)
+    if not isinstance(method, Method):
+        raise ValueError(f"method {name!r} built a {type(method).__name__}; a plug-in must build a pipeback.Method")
+    return method
+
+
+def _find(name: str) -> Callable[..., Any]:
+    if name in _OURS:
+        module, _, attribute = _OURS[name].partition(":")
+        return getattr(import_module(f"{__name__}.{module}"), attribute)
+    for point in entry_points(group=GROUP):
+        if point.name == name:
+            return point.load()
+    raise ValueError(f"unknown method {name!r}{_nearest(name, available())}; available: {', '.join(available())}")
+
+
+def _nearest(word: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {near[0]!r}?" if near else ""

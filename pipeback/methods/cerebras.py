@@ -1,0 +1,45 @@
+"""The combination that Kosson et al. recommend: LWP^v_D + SC_D.
+
+    F on ŵ = w_t − η·D·v_t        B on w_t
+    v ← m·v + g        w ← w − η·(a·v + b·g)        a = m^D,  b = (1 − m^D)/(1 − m)
+
+The prediction uses v, not the spiked step. η in F is the rate that was in force when the micro-batch was pushed.
+
+Kosson et al., arXiv 2003.11666, section 3.3 (MLSys 2021). Momentum SGD. Weight copies: 1 and a scratch.
+It helps while D·(1 − m) ≪ 1, that is at small updates with the momentum scaled to them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from pipeback.method import Chosen, Method, OptimizerLike, Shift, State, Weights, When
+from pipeback.momentum import require_momentum_sgd, spike, spiked_step, velocity
+from pipeback.schedules import flowing
+
+
+@dataclass(repr=False)
+class Cerebras(Method):
+    """slack: 2 as published."""
+
+    slack: int = 2
+
+    def __post_init__(self) -> None:
+        self.schedule = flowing(self.slack)
+        self.copies = "scratch"
+        self.merges = True
+
+    def check(self, optimizer: torch.optim.Optimizer, stages: int) -> None:
+        require_momentum_sgd(optimizer, "cerebras", 'lwp with form="weight"')
+
+    def init(self, weights: Weights) -> State:
+        return {"velocity": [None] * len(weights)}
+
+    def forward_weights(self, weights: Weights, state: State, when: When) -> Chosen:
+        return Shift(weights, [-rate * D for rate, D in zip(when.rates, when.delays, strict=True)], state["velocity"])
+
+    def update(self, weights: Weights, optimizer: OptimizerLike, state: State, when: When) -> State:
+        spiked_step(optimizer, weights, lambda n, m: spike(m, when.delays[n]))
+        return {"velocity": velocity(optimizer, weights)}

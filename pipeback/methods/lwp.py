@@ -1,0 +1,65 @@
+"""Linear weight prediction (LWP).
+
+    velocity form   F on ŵ = w_t − η·T·v_t
+    weight form     F on ŵ = w_t + T·(w_t − w_{t−1})        B on w_t        w ← step(w, g)        T = D by default
+
+The forward runs on where the weights will be when its gradient is applied, if they keep moving as they do. Both forms
+agree for momentum SGD at a constant rate; the weight form works with every optimizer. η is the rate that was in
+force when the micro-batch was pushed, v torch's momentum buffer, 0 before the first step.
+
+Kosson et al., arXiv 2003.11666, section 3.2. Weight copies: 1 and a scratch; the weight form keeps one more as state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from pipeback.method import Chosen, Method, OptimizerLike, Shift, State, Weights, When
+from pipeback.momentum import require_momentum_sgd, velocity
+from pipeback.schedules import flowing
+
+
+@dataclass(repr=False)
+class LinearWeightPrediction(Method):
+    """form: "velocity" or "weight". horizon: T in updates; None: the stage's delay D. slack: 2 as published."""
+
+    form: Literal["velocity", "weight"] = "velocity"
+    horizon: float | None = None
+    slack: int = 2
+
+    def __post_init__(self) -> None:
+        if self.form not in ("velocity", "weight"):
+            raise ValueError(f'lwp: form must be "velocity" or "weight", but is {self.form!r}')
+        self.schedule = flowing(self.slack)
+        self.copies = "scratch"
+        self.state_copies = int(self.form == "weight")
+        self.merges = True
+
+    def check(self, optimizer: torch.optim.Optimizer, stages: int) -> None:
+        if self.form == "velocity":
+            require_momentum_sgd(optimizer, 'lwp with form="velocity"', 'lwp with form="weight"')
+
+    def init(self, weights: Weights) -> State:
+        if self.form == "velocity":
+            return {"velocity": [None] * len(weights)}
+        return {"displacement": [torch.zeros_like(w) for w in weights]}
+
+    def forward_weights(self, weights: Weights, state: State, when: When) -> Chosen:
+        horizons = when.delays if self.horizon is None else [self.horizon] * len(weights)
+        if self.form == "velocity":
+            return Shift(weights, [-rate * T for rate, T in zip(when.rates, horizons, strict=True)], state["velocity"])
+        return Shift(weights, horizons, state["displacement"])
+
+    def update(self, weights: Weights, optimizer: OptimizerLike, state: State, when: When) -> State:
+        if self.form == "velocity":
+            optimizer.step()
+            return {"velocity": velocity(optimizer, weights)}
+        moved = state["displacement"]  # becomes w_{t+1} − w_t without a further copy of the weights
+        torch._foreach_copy_(moved, weights)
+        optimizer.step()
+        torch._foreach_neg_(moved)
+        torch._foreach_add_(moved, weights)
+        return state

@@ -1,0 +1,29 @@
+"""1F1B with a flush (PipeDream-Flush).
+
+    g ← (1/M) Σ_{i<M} G(w, x_i)        w ← step(w, g)        D = 0
+
+GPipe's arithmetic in another order: backwards begin as soon as they can. Narayanan et al., arXiv 2006.09503.
+Any optimizer. Weight copies: 1; min(M, S − s) micro-batches of activations; bubble (S − 1)/(M + S − 1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipeback.events import Schedule
+from pipeback.method import Method
+from pipeback.schedules import one_f_one_b
+
+
+@dataclass(repr=False)
+class OneForwardOneBackward(Method):
+    """micro_batches: M micro-batches a flush, counted across pushes; None: one flush a push, whatever its length."""
+
+    micro_batches: int | None = None
+
+    def __post_init__(self) -> None:
+        self.schedule = one_f_one_b(1 if self.micro_batches is None else self.micro_batches)
+        self.flush_each_push = self.micro_batches is None
+
+    def schedule_at(self, start: int, pushed: int) -> Schedule:
+        return one_f_one_b(pushed) if self.micro_batches is None else self.schedule

@@ -1,0 +1,24 @@
+"""Plain pipelined backpropagation (PB).
+
+    g_t = G(w_F = w_{t−D}, w_B = w_t)        w ← step(w, g)        D = slack · (S − 1 − s)
+
+The forward of a micro-batch used weights that are D updates old when its gradient is applied; the backward uses
+the newest. Pétrowski et al. 1993; Kosson et al., arXiv 2003.11666, section 2. Any optimizer. Weight copies: 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipeback.method import Method
+from pipeback.schedules import flowing
+
+
+@dataclass(repr=False)
+class PipelinedBackpropagation(Method):
+    """slack: 2 as published (full duplex), 1 for the delays of asynchronous 1F1B, 0 for none."""
+
+    slack: int = 2
+
+    def __post_init__(self) -> None:
+        self.schedule = flowing(self.slack)

@@ -1,0 +1,45 @@
+"""PipeDream: weight stashing.
+
+    g_t = G(w_F = w_{t−D}, w_B = w_{t−D})        w ← step(w, g)        D = slack · (S − 1 − s)
+    vertical sync:  every stage uses the version that stage 0 used for the micro-batch
+
+B runs on the weights F used, so the gradient is a true one, of old weights. Narayanan et al., SOSP 2019
+(arXiv 1806.03377), sections 3.3 and 4. Left out: replicated stages. Any optimizer.
+Weight copies: D + 1, one a version in flight; with vertical sync D_0 + 1 at every stage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipeback.method import Chosen, Method, Past, State, Weights, When
+from pipeback.schedules import flowing
+from pipeback.timeline import delays
+
+
+@dataclass(repr=False)
+class PipeDream(Method):
+    """slack: 1 as published, 2 for PB's delays. vertical_sync: one version number through all stages."""
+
+    slack: int = 1
+    vertical_sync: bool = False
+
+    def __post_init__(self) -> None:
+        self.schedule = flowing(self.slack)
+        self.copies = "stash"
+        self.needs_entry = self.vertical_sync
+
+    def delays(self, stages: int) -> list[int]:
+        counted = delays(self.schedule, stages)
+        return [counted[0]] * stages if self.vertical_sync else counted
+
+    def history(self, stage: int, stages: int) -> int:
+        # the next forward here is of a micro-batch that entered stage 0 this many updates ago
+        return self.delays(stages)[stage] - delays(self.schedule, stages)[stage]
+
+    def forward_weights(self, weights: Weights, state: State, when: When) -> Chosen:
+        return Past(when.entry) if self.vertical_sync else weights
+
+    def backward_weights(self, weights: Weights, used: Weights | None, state: State, when: When) -> Chosen:
+        assert used is not None
+        return used

@@ -1,0 +1,52 @@
+"""PipeDream-2BW: double-buffered weights.
+
+    W^(t+1) = W^(t) − η ∇f(W^(t−1))        micro-batch i (from 0): F and B on version max(⌊i/m⌋ − 1, 0)
+
+A new version every m ≥ S micro-batches, and a delay of one group at every stage. Narayanan et al., arXiv 2006.09503,
+section 3.1. Left out: recomputation. Any optimizer. Weight copies: 2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipeback.method import Chosen, Method, Past, State, Weights, When
+from pipeback.schedules import flowing
+
+
+@dataclass(repr=False)
+class PipeDream2BW(Method):
+    """micro_batches: m micro-batches a group, at least what runs ahead at stage 0 plus one. slack: 1 as published."""
+
+    micro_batches: int
+    slack: int = 1
+
+    def __post_init__(self) -> None:
+        self.schedule = flowing(self.slack, every=self.micro_batches)
+        self.copies = "stash"
+
+    def check_stages(self, stages: int) -> None:
+        least = self.slack * (stages - 1) + 1
+        if self.micro_batches < least:
+            raise ValueError(
+                f"pipedream_2bw: micro_batches={self.micro_batches} is too few for {stages} stages, two versions would not do; "
+                f"use at least {least}, or pipedream, which keeps every version"
+            )
+
+    def delays(self, stages: int) -> list[int]:
+        # not the programs' own count: the version function makes the last stage as late as the others
+        return [1] * stages
+
+    def history(self, stage: int, stages: int) -> int:
+        return 1
+
+    def held(self, stage: int, stages: int) -> int:
+        return 2
+
+    def forward_weights(self, weights: Weights, state: State, when: When) -> Chosen:
+        group = (when.mb - when.start) // self.micro_batches
+        return Past(when.base + max(group - 1, 0))
+
+    def backward_weights(self, weights: Weights, used: Weights | None, state: State, when: When) -> Chosen:
+        assert used is not None
+        return used

@@ -1,0 +1,108 @@
+"""PipeMare: asynchronous training with rescheduled rates and a discrepancy correction.
+
+    T1   η_k = η / τ^p,  p = 1 − min(k/K, 1)        τ = max(1, (micro-batches in flight)/N)
+    T2   B on w_t − D·δ,  δ ← γ·δ + (1 − γ)·(w_{t+1} − w_t),  γ = d^(1/D)
+    T3   the first `warmup` micro-batches synchronous, in flushes of N; T1 and T2 are the identity, δ is tracked
+
+| symbol | argument      |                                                                       |
+| K      | anneal        | updates until the rate is the base rate, counted from the end of T3   |
+| d      | decay         | what is left of a displacement in δ after D updates, in (0, 1)        |
+| N      | micro_batches | micro-batches an update                                               |
+
+Yang et al., arXiv 1910.05124 (MLSys 2021), sections 3.1 to 3.3; constants as commonly described. Left out: the
+recomputing variant. F runs on w_t. Any optimizer. Weight copies: 1, with T2 a scratch; δ is one more as state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from pipeback.events import Op, Schedule, until
+from pipeback.method import Chosen, Method, OptimizerLike, Shift, State, Weights, When
+from pipeback.schedules import fill_drain, flowing
+from pipeback.timeline import in_flight
+
+
+@dataclass(repr=False)
+class PipeMare(Method):
+    """anneal: K, required with T1. t1, t2: switch each off. warmup: micro-batches of T3, 0 for none. slack: 2 as published."""
+
+    anneal: int | None = None
+    t1: bool = True
+    t2: bool = True
+    warmup: int = 0
+    micro_batches: int = 1
+    decay: float = 0.135
+    slack: int = 2
+
+    def __post_init__(self) -> None:
+        if self.t1 and (self.anneal is None or self.anneal < 1):
+            raise ValueError(
+                f"pipemare: anneal= must be at least 1, the updates after which T1 ends, but is {self.anneal!r}; a quarter of the "
+                "first constant-rate phase is common; or switch it off with t1=False"
+            )
+        if not 0 < self.decay < 1:
+            raise ValueError(f"pipemare: decay must lie between 0 and 1, but is {self.decay!r}")
+        if self.warmup < 0:
+            raise ValueError(f"pipemare: warmup counts micro-batches, at least 0, but is {self.warmup!r}")
+        self.schedule = flowing(self.slack, every=self.micro_batches)
+        self.copies = "scratch" if self.t2 else "live"
+        self.state_copies = int(self.t2)
+
+    def schedule_at(self, start: int, pushed: int) -> Schedule:
+        rest = self.warmup - start
+        return self.schedule if rest <= 0 else _then(fill_drain(self.micro_batches), rest, self.schedule)
+
+    def init(self, weights: Weights) -> State:
+        state: State = {"updates": 0}  # since the end of the warm-up
+        return {**state, "drift": [torch.zeros_like(w) for w in weights]} if self.t2 else state
+
+    def backward_weights(self, weights: Weights, used: Weights | None, state: State, when: When) -> Chosen:
+        if not self.t2 or not when.delay or when.mb < self.warmup:
+            return weights
+        return Shift(weights, [-when.delay] * len(weights), state["drift"])
+
+    def update(self, weights: Weights, optimizer: OptimizerLike, state: State, when: When) -> State:
+        warm = when.mb < self.warmup
+        before = [w.detach().clone() for w in weights] if self.t2 else []
+        rates = [group["lr"] for group in optimizer.param_groups]
+        if self.t1 and not warm:
+            assert self.anneal is not None
+            power = 1 - min(state["updates"] / self.anneal, 1)
+            factor = self._tau(when) ** power
+            for group in optimizer.param_groups:
+                group["lr"] = group["lr"] / factor
+        try:
+            optimizer.step()
+        finally:
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+        if self.t2 and when.delay:
+            gamma = self.decay ** (1 / when.delay)
+            moved = torch._foreach_sub(weights, before)
+            torch._foreach_mul_(state["drift"], gamma)
+            torch._foreach_add_(state["drift"], moved, alpha=1 - gamma)
+        return {**state, "updates": state["updates"] + (not warm)}
+
+    def _tau(self, when: When) -> float:
+        return max(1.0, _flying(self.slack, self.micro_batches, when.stages)[when.stage] / self.micro_batches)
+
+
+@cache
+def _flying(slack: int, every: int, stages: int) -> list[int]:
+    return in_flight(flowing(slack, every=every), stages)
+
+
+def _then(first: Schedule, micro_batches: int, second: Schedule) -> Schedule:
+    """`first` for so many micro-batches, drained, and `second` from there on."""
+
+    def program(stage: int, stages: int) -> Iterator[Op]:
+        yield from until(first(stage, stages), micro_batches)
+        for op in second(stage, stages):
+            yield Op(op.kind, op.mb + micro_batches)
+
+    return program

@@ -1,0 +1,40 @@
+"""Generalised spike compensation (SC).
+
+    v ← m·v + g        w ← w − η·(a·v + b·g)        a = m^T,  b = (1 − m^T)/(1 − m)        T = D by default
+
+What momentum would have done with this gradient over the T updates that it comes late is done at once. T = 0 is
+momentum SGD, T = 1 Nesterov's; a/(1 − m) + b = 1/(1 − m), so a gradient's total effect is unchanged. v stays un-spiked.
+
+Kosson et al., arXiv 2003.11666, section 3.1. F and B run on w_t. Momentum SGD. Weight copies: 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from pipeback.method import Method, OptimizerLike, State, Weights, When
+from pipeback.momentum import require_momentum_sgd, spike, spiked_step
+from pipeback.schedules import flowing
+
+
+@dataclass(repr=False)
+class SpikeCompensation(Method):
+    """horizon: T in updates; None: the stage's delay D. slack: 2 as published."""
+
+    horizon: float | None = None
+    slack: int = 2
+
+    def __post_init__(self) -> None:
+        self.schedule = flowing(self.slack)
+        self.merges = True
+
+    def check(self, optimizer: torch.optim.Optimizer, stages: int) -> None:
+        require_momentum_sgd(optimizer, "sc", 'lwp with form="weight"', positive=False)
+
+    def update(self, weights: Weights, optimizer: OptimizerLike, state: State, when: When) -> State:
+        horizons: Sequence[float] = when.delays if self.horizon is None else [self.horizon] * len(weights)
+        spiked_step(optimizer, weights, lambda n, m: spike(m, horizons[n]))
+        return state

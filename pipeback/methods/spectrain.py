@@ -1,0 +1,72 @@
+"""SpecTrain: speculative weights.
+
+    v1   F on w_t − h_F·η·v        B on w_t − h_B·η·v        w ← step(w, g)
+    v2   F on w_t − D·η·v          B on what F used
+
+v1's horizons h are own updates that end after the operation starts and before B(i) starts on stage 0, counted on
+the timeline: F and B of a micro-batch aim at one version everywhere. η is the rate when the micro-batch was pushed.
+
+Chen et al., arXiv 1809.02839, section 3.2, and the code of the authors' lab (v2). Momentum SGD; PipeOptim's rule for
+Adam is left out. Weight copies: v1 1 and a scratch; v2 1 and one a micro-batch in flight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+import torch
+
+from pipeback.method import Chosen, Method, OptimizerLike, Shift, State, Weights, When
+from pipeback.momentum import require_momentum_sgd, velocity
+from pipeback.schedules import flowing
+from pipeback.timeline import Horizon, horizons, in_flight
+
+
+@dataclass(repr=False)
+class SpecTrain(Method):
+    """version: 1 as published, 2 keeps the prediction for the backward. slack: 1 as published."""
+
+    version: Literal[1, 2] = 1
+    slack: int = 1
+
+    def __post_init__(self) -> None:
+        if self.version not in (1, 2):
+            raise ValueError(f"spectrain: version must be 1 or 2, but is {self.version!r}")
+        self.schedule = flowing(self.slack)
+        self.copies = "scratch" if self.version == 1 else "stash"
+
+    def check(self, optimizer: torch.optim.Optimizer, stages: int) -> None:
+        require_momentum_sgd(optimizer, "spectrain", 'lwp with form="weight"')
+
+    def held(self, stage: int, stages: int) -> int:
+        if self.version == 1:
+            return 2
+        flying = in_flight(self.schedule, stages)[stage]
+        return 1 + flying if flying > 1 else 1  # the last stage predicts nothing
+
+    def init(self, weights: Weights) -> State:
+        return {"velocity": [None] * len(weights)}
+
+    def forward_weights(self, weights: Weights, state: State, when: When) -> Chosen:
+        h = _horizons(self.slack, when.stages)[when.stage].forward if self.version == 1 else when.delay
+        return self._ahead(weights, state, when, h)
+
+    def backward_weights(self, weights: Weights, used: Weights | None, state: State, when: When) -> Chosen:
+        if self.version == 2:
+            assert used is not None
+            return used
+        return self._ahead(weights, state, when, _horizons(self.slack, when.stages)[when.stage].backward)
+
+    def update(self, weights: Weights, optimizer: OptimizerLike, state: State, when: When) -> State:
+        optimizer.step()
+        return {"velocity": velocity(optimizer, weights)}
+
+    def _ahead(self, weights: Weights, state: State, when: When, h: int) -> Chosen:
+        return Shift(weights, [-rate * h for rate in when.rates], state["velocity"]) if h else weights
+
+
+@cache
+def _horizons(slack: int, stages: int) -> list[Horizon]:
+    return horizons(flowing(slack), stages)

@@ -1,0 +1,182 @@
+"""Which operation may run next: a deterministic order over all stages, the same on every worker.
+
+Any order that respects the programs of the stages and the flow of data gives the same weights, bit for bit.
+The default groups: forwards sweep downstream, then every backward that is ready is one wave, then every update.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from pipeback.events import Kind, Op, Schedule, until
+
+
+class Wave(NamedTuple):
+    """Operations of one kind, at most one a stage, upstream first.
+
+    Forwards of a wave run in the order given (one may feed the next). Backwards and updates of a wave do not
+    depend on each other, so that they can run as one.
+    """
+
+    kind: Kind
+    ops: list[tuple[int, int]]  # (stage, micro-batch)
+
+
+POLICIES = ("grouped", "upstream", "sticky", "random")
+
+
+class Order:
+    """The order in which one worker after the other, or one loop alone, runs the programs of all stages.
+
+    policy: `grouped` (waves, the default), or one operation at a time: `upstream` (lowest stage first),
+    `sticky` (change stage only when blocked) or `random` (seeded).
+    """
+
+    def __init__(self, schedule: Schedule, stages: int, *, policy: str = "grouped", seed: int = 0) -> None:
+        if policy not in POLICIES:
+            raise ValueError(f"order {policy!r} is unknown; choose one of {', '.join(POLICIES)}")
+        self.stages, self.policy = stages, policy
+        self.arrived = 0
+        self._last = 0
+        self._random = random.Random(seed)
+        self.restart(schedule)
+
+    def restart(self, schedule: Schedule) -> None:
+        """Begin `schedule` anew at the next micro-batch to arrive; the pipeline must be empty."""
+        n = self.stages
+        self.start = self.arrived  # the programs count from here
+        self._programs = [schedule(s, n) for s in range(n)]
+        self._heads: list[Op | None] = [next(program) for program in self._programs]
+        self._fetched = [1] * n  # operations taken from each program, the head included
+        self.forwards, self.backwards, self.updated = [0] * n, [0] * n, [0] * n  # micro-batches since the start
+
+    @property
+    def empty(self) -> bool:
+        """Whether everything that arrived is in the weights of every stage."""
+        return min(self.updated) == self.arrived - self.start
+
+    def advance(self, arrived: int) -> Iterator[Wave]:
+        """Every operation that data flow and programs allow once `arrived` micro-batches are there."""
+        self.arrived = arrived
+        yield from self._waves()
+        if not self.empty and all(h is not None and not self._awaits_input(s, h) for s, h in enumerate(self._heads)):
+            raise RuntimeError("the schedule deadlocks: " + self._where())
+
+    def close(self, arrived: int) -> Iterator[Wave]:
+        """Finish what has arrived, the ragged end included; `restart` begins again."""
+        yield from self.advance(arrived)
+        n = arrived - self.start
+        for s, program in enumerate(self._programs):
+            self._programs[s] = until(self._rest(s, program), n, self.backwards[s], self.updated[s])
+            self._heads[s] = next(self._programs[s], None)
+        yield from self._waves()
+        if not self.empty:
+            raise RuntimeError("the schedule deadlocks at its end: " + self._where())
+
+    def state(self) -> dict[str, Any]:
+        """Plain numbers from which `resume` finds this place again; only between `advance` calls."""
+        return {
+            "arrived": self.arrived,
+            "start": self.start,
+            "fetched": list(self._fetched),
+            "forwards": list(self.forwards),
+            "backwards": list(self.backwards),
+            "updated": list(self.updated),
+        }
+
+    def resume(self, schedule: Schedule, state: dict[str, Any]) -> None:
+        """Take up `schedule` where `state` was taken."""
+        self.arrived = state["start"]
+        self.restart(schedule)
+        self.arrived = state["arrived"]
+        for s, fetched in enumerate(state["fetched"]):
+            for _ in range(fetched - 1):
+                self._heads[s] = next(self._programs[s])
+        self._fetched = list(state["fetched"])
+        self.forwards, self.backwards = list(state["forwards"]), list(state["backwards"])
+        self.updated = list(state["updated"])
+
+    # -- which heads are ready -----------------------------------------------------------------------------------
+
+    def _ready(self, s: int) -> bool:
+        head = self._heads[s]
+        if head is None:
+            return False
+        kind, i = head
+        if kind == "F":
+            return i < (self.forwards[s - 1] if s else self.arrived - self.start)
+        if kind == "B":
+            return s == self.stages - 1 or i < self.backwards[s + 1]
+        return True
+
+    def _awaits_input(self, s: int, head: Op) -> bool:
+        return s == 0 and head.kind == "F" and head.mb >= self.arrived - self.start
+
+    def _take(self, s: int) -> tuple[int, int]:
+        """Run the head of stage s: count it, fetch the next."""
+        kind, i = self._heads[s]  # type: ignore[misc]  # a ready head is there
+        done = self.forwards if kind == "F" else self.backwards if kind == "B" else self.updated
+        if kind == "U":
+            if i != self.backwards[s] - 1:
+                raise RuntimeError(f"stage {s}: U{i} must name the last micro-batch gone backward, B{self.backwards[s] - 1}")
+        elif i != done[s] or (kind == "B" and i >= self.forwards[s]):
+            raise RuntimeError(f"stage {s}: {kind}{i} is out of turn; programs go through micro-batches in order")
+        done[s] = i + 1
+        self._heads[s] = next(self._programs[s], None)
+        self._fetched[s] += 1
+        return s, i + self.start
+
+    def _waves(self) -> Iterator[Wave]:
+        if self.policy != "grouped":
+            yield from self._singles()
+            return
+        heads, take, last = self._heads, self._take, self.stages - 1
+        forwards, backwards = self.forwards, self.backwards
+        stages = range(self.stages)
+        while True:
+            ops = []
+            upstream = self.arrived - self.start  # forwards that the stage before has done
+            for s in stages:
+                head = heads[s]
+                if head is not None and head[0] == "F" and head[1] < upstream:
+                    ops.append(take(s))
+                upstream = forwards[s]
+            if ops:
+                yield Wave("F", ops)
+                continue
+            # upstream first: a backward counts what its neighbour had done before this wave
+            for s in stages:
+                head = heads[s]
+                if head is not None and head[0] == "B" and (s == last or head[1] < backwards[s + 1]):
+                    ops.append(take(s))
+            if ops:
+                yield Wave("B", ops)
+                continue
+            for s in stages:
+                head = heads[s]
+                if head is not None and head[0] == "U":
+                    ops.append(take(s))
+            if not ops:
+                return
+            yield Wave("U", ops)
+
+    def _singles(self) -> Iterator[Wave]:
+        while ready := [s for s in range(self.stages) if self._ready(s)]:
+            if self.policy == "random":
+                s = self._random.choice(ready)
+            else:
+                s = self._last if self.policy == "sticky" and self._last in ready else ready[0]
+            self._last = s
+            kind = self._heads[s].kind  # type: ignore[union-attr]
+            yield Wave(kind, [self._take(s)])
+
+    def _rest(self, s: int, program: Iterator[Op]) -> Iterator[Op]:
+        head = self._heads[s]
+        if head is not None:
+            yield head
+        yield from program
+
+    def _where(self) -> str:
+        return ", ".join(f"stage {s} waits for {h}" for s, h in enumerate(self._heads) if h is not None)

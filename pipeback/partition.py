@@ -1,0 +1,76 @@
+"""A model into per-layer stages, and stages onto workers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import nn
+
+
+class Part(NamedTuple):
+    """One stage's module and the name it has in the user's model."""
+
+    name: str
+    module: nn.Module
+
+
+def split(model: nn.Module | Sequence[nn.Module]) -> list[Part]:
+    """The children of an nn.Sequential, or the modules of a list, one stage each.
+
+    Raises TypeError for anything else, ValueError for an empty model, for weights that two stages share and for
+    weights on the meta device; nothing is changed.
+    """
+    if isinstance(model, nn.Sequential):
+        # not named_children(), which names a module that stands twice (one ReLU, say) only once
+        parts = [Part(name, module) for name, module in zip(model._modules, model, strict=True)]
+    elif isinstance(model, (list, tuple, nn.ModuleList)):
+        parts = [Part(str(n), module) for n, module in enumerate(model)]
+    else:
+        raise TypeError(
+            f"model must be an nn.Sequential or a list of modules, one stage each, but is {type(model).__name__}; "
+            "write it as nn.Sequential(...)"
+        )
+    if not parts:
+        raise ValueError("the model is empty: it needs at least one module, and each becomes a stage")
+    owner: dict[int, tuple[int, str]] = {}
+    for s, (name, module) in enumerate(parts):
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"stage {s} must be a module, but is {type(module).__name__}; wrap a function in a module")
+        for key, parameter in module.named_parameters():
+            if parameter.is_meta:
+                raise ValueError(f"stage {s} ({name}): {key} is on the meta device; give it values before training")
+            first, other = owner.setdefault(id(parameter), (s, key))
+            if first != s:
+                raise ValueError(
+                    f"stages {first} and {s} share a parameter ({parts[first].name}.{other} is {name}.{key}); "
+                    "a stage updates its weights alone, so give each its own or put both layers into one stage"
+                )
+    return parts
+
+
+def balance(times: Sequence[float], workers: int) -> list[int]:
+    """The worker of each stage: neighbours together, the slowest worker as fast as can be.
+
+    times: seconds of each stage. workers: at most as many as stages. The exact optimum over contiguous groups, by
+    dynamic programming in O(S²·workers); every worker gets at least one stage.
+    """
+    n = len(times)
+    if not 1 <= workers <= n:
+        raise ValueError(f"workers must lie between 1 and the number of stages, {n}, but is {workers}")
+    total = [0.0]
+    for time in times:
+        total.append(total[-1] + time)
+    # best[k][j]: (time of the slowest of k workers on the first j stages, where the last of them begins)
+    best = [[(float("inf"), 0)] * (n + 1) for _ in range(workers + 1)]
+    best[0][0] = (0.0, 0)
+    for k in range(1, workers + 1):
+        for j in range(k, n + 1):
+            best[k][j] = min((max(best[k - 1][i][0], total[j] - total[i]), i) for i in range(k - 1, j))
+    owner = [0] * n
+    end = n
+    for k in range(workers, 0, -1):
+        begin = best[k][end][1]
+        owner[begin:end] = [k - 1] * (end - begin)
+        end = begin
+    return owner

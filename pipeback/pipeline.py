@@ -1,0 +1,697 @@
+"""Pipeline: THE loop. Micro-batches come in, the order says what may run, the workers run it."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from pipeback import methods, snapshot
+from pipeback.joint import Options
+from pipeback.lazy import LazyLoss
+from pipeback.ledger import Record
+from pipeback.link import Channels, Closed, LocalLink, ThreadLink
+from pipeback.method import Method
+from pipeback.order import POLICIES, Order
+from pipeback.partition import balance, split
+from pipeback.rehearsal import rehearse, rehearse_shape
+from pipeback.stage import OptimizerFactory, Stage, Value
+from pipeback.timeline import in_flight
+from pipeback.worker import StageError, Worker
+
+FORMAT = 1  # of state_dict
+
+
+class Memory(NamedTuple):
+    """What training holds, measured."""
+
+    weights: int  # bytes of one copy of the trainable weights
+    copies: float  # copies of the weights at the peak, weighted by stage size; 1.0 = the live ones alone
+    state: float  # the method's own state, in copies of the weights
+    activations: int  # bytes kept for backwards at the peak: one micro-batch's, times those in flight
+
+
+class Loop:
+    """One worker's loop: an order, the same on every worker, and the worker that does its own part."""
+
+    def __init__(self, worker: Worker, order: Order, method: Method) -> None:
+        self.worker, self.order, self.method = worker, order, method
+        self.fresh = True  # the next micro-batch begins the schedule anew
+
+    def push(self, batches: Sequence[tuple[Value, Any, int]], options: Options) -> None:
+        """Let micro-batches in one by one, and do all that may then be done."""
+        order, worker, link = self.order, self.worker, self.worker.link
+        if self.fresh:
+            self._begin(len(batches))
+        last = worker.count - 1
+        for x, target, size in batches:
+            i = order.arrived
+            worker.options[i], worker.sizes[i] = options, size
+            if 0 in worker.stages:
+                link.send("F", 0, i, x)
+            if last in worker.stages:
+                link.send("Y", last, i, target)
+            worker.run(order.advance(i + 1))
+        if self.method.flush_each_push:
+            self.drain()
+
+    def drain(self) -> None:
+        """Finish what is in flight; the schedule begins anew with the next micro-batch."""
+        if not self.fresh:
+            self.worker.run(self.order.close(self.order.arrived))
+            self.worker.sizes.clear()
+            self.fresh = True
+
+    def _begin(self, pushed: int) -> None:
+        order, worker = self.order, self.worker
+        order.restart(self.method.schedule_at(order.arrived, pushed))
+        worker.start, worker.base = order.arrived, next(iter(worker.stages.values())).version
+        worker.entered = worker.base
+        self.fresh = False
+
+
+class Pipeline:
+    """Train `model` by pipelined backpropagation.
+
+    model       nn.Sequential or list of modules, one stage each; the modules are trained in place
+    loss        (output, target) -> 0-d tensor, the mean over the micro-batch
+    optimizer   parameters -> torch.optim.Optimizer, called once a stage
+    method      a name of `pipeback.methods.available()` or a `Method`
+    micro_batch_size  samples of a micro-batch, the last of a push may be short; None: what is pushed is one micro-batch
+    workers     threads in this process that share the stages by measured time; None: one event loop, no thread
+    store       None: weights stay on the device of their module
+    clip_norm   largest gradient norm of a stage, applied to the averaged gradient before the method sees it
+    weights     "equal": micro-batches weigh equally, short ones too; "samples": by their number of samples
+    check_finite  raise when a loss is NaN or infinite, naming micro-batch and stage, before its backward
+    order       "grouped", or "upstream", "sticky", "random": other orders with the same weights
+    seed        of order="random"
+
+    Raises ValueError or TypeError, naming stage or option and the cure, before anything is trained.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        *,
+        loss: Callable[[Any, Any], Tensor],
+        optimizer: OptimizerFactory,
+        method: str | Method = "cerebras",
+        micro_batch_size: int | None = None,
+        workers: int | None = None,
+        store: None = None,
+        clip_norm: float | None = None,
+        weights: Literal["equal", "samples"] = "equal",
+        check_finite: bool = False,
+        order: str = "grouped",
+        seed: int = 0,
+    ) -> None:
+        parts = split(model)
+        self.method = methods.create(method) if isinstance(method, str) else method
+        _check_options(self.method, loss, optimizer, micro_batch_size, workers, store, clip_norm, weights, order, len(parts))
+        self._model = model if isinstance(model, nn.Module) else nn.Sequential(*(part.module for part in parts))
+        self._micro_batch_size, self._weights, self._order, self._seed = micro_batch_size, weights, order, seed
+        self._clip_norm, self._check_finite, self._workers = clip_norm, check_finite, workers
+        n = len(parts)
+        self.method.check_stages(n)
+        self.delays: list[int] = self.method.delays(n)
+        """Own updates of each stage between F(i) and B(i), counted on the schedule."""
+        self._stages = [
+            Stage(s, n, part.module, part.name, self.method, _factory(optimizer, s), loss if s == n - 1 else None)
+            for s, part in enumerate(parts)
+        ]
+        for stage in self._stages:
+            _check_optimizer(stage, self.method)
+            with torch.no_grad():
+                stage.state = self.method.init(stage.weights)  # type: ignore[arg-type]
+        self.optimizers: list[torch.optim.Optimizer] = [stage.optimizer for stage in self._stages]
+        """One a stage; set rates here or attach schedulers. Options are copied when a micro-batch is pushed."""
+        self._options = Options(self.optimizers)
+        self._arrived = 0
+        self._smallest: int | None = None  # the smallest micro-batch rehearsed
+        self._seconds: list[float] = [1.0] * n
+        self._error: BaseException | None = None
+        self._runtime: _Inline | _Threads | None = None
+
+    # -- training ------------------------------------------------------------------------------------------------
+
+    def push(self, x: Value, y: Any = None) -> Tensor:
+        """Train on x and y; returns the mean loss of the micro-batches just pushed, a detached 0-d tensor.
+
+        x: a tensor (N, …) or a tuple of such; y: what `loss` takes as target, cut along the first dimension like x.
+        In flight work stays in flight. With workers the loss is lazy: reading it waits.
+        """
+        self._open()
+        batches = self._cut(x, y)
+        self._rehearse(batches)
+        if not self._options.current(self.optimizers):
+            self._options = Options(self.optimizers)
+        assert self._runtime is not None
+        first = self._arrived
+        self._arrived += len(batches)
+        try:
+            losses = self._runtime.push(first, batches, self._options)
+        except Exception as error:
+            self._error = error
+            raise
+        if self._weights == "samples" and len(batches) > 1:
+            return losses([size for _, _, size in batches])
+        return losses(None)
+
+    def wait(self) -> None:
+        """Quiesce: return when everything that data flow and programs allow has been done."""
+        self._open()
+        if self._runtime is not None:
+            self._do(self._runtime.wait)
+
+    def drain(self) -> None:
+        """Finish what is in flight; what is pushed afterwards fills the pipeline anew."""
+        self._open()
+        if self._runtime is not None:
+            self._do(self._runtime.drain)
+
+    def evaluate(self, x: Value) -> Any:
+        """The model's output for x (N, …) in evaluation mode on the newest weights, without gradients.
+
+        What is in flight, buffers and the training mode of every module stay as they are.
+        """
+        self.wait()
+        modes = [(module, module.training) for stage in self._stages for module in stage.module.modules()]
+        try:
+            for module, _ in modes:
+                module.training = False
+            value = x
+            with torch.no_grad():
+                for stage in self._stages:
+                    _, given = stage.enter(value)
+                    value = stage.module(given)
+        finally:
+            for module, mode in modes:
+                module.training = mode
+        return value
+
+    def close(self) -> None:
+        """Stop the worker threads, if any; what is in flight is lost."""
+        if self._runtime is not None:
+            self._runtime.close()
+            self._runtime = None
+        self._error = self._error or RuntimeError("close() was called")
+
+    # -- looking in ----------------------------------------------------------------------------------------------
+
+    @property
+    def model(self) -> nn.Module:
+        """The user's module with its newest weights (a list is given back as an nn.Sequential of its modules)."""
+        self.wait()
+        return self._model
+
+    @property
+    def ledger(self) -> Sequence[Record]:
+        """Records (stage, kind, mb, version) of every F and B; each worker keeps the last million of its own."""
+        self.wait()
+        return [] if self._runtime is None else self._runtime.ledger()
+
+    def memory(self) -> Memory:
+        """Weights, copies, method state and activations; the numbers the memory law compares with the declared ones."""
+        self.wait()
+        one = sum(stage.bytes() for stage in self._stages)
+        held = sum(max(stage.peak_copies, stage.copies()) * stage.bytes() for stage in self._stages)
+        state = 0
+        for stage in self._stages:
+            owned = {id(v) for s in stage.optimizer.state.values() for v in s.values()}
+            tensors = [t for v in stage.state.values() if isinstance(v, list) for t in v if t is not None]
+            state += sum(t.numel() * t.element_size() for t in tensors if id(t) not in owned)
+        activations = sum(stage.activation_bytes * stage.peak_flights for stage in self._stages)
+        return Memory(one, held / one if one else 1.0, state / one if one else 0.0, activations)
+
+    def record(self, on: bool = True) -> None:
+        """Measure every operation from now on (same bits, one operation at a time), for `pipeback.draw.trace`."""
+        self.wait()
+        self._tracing = on
+        if self._runtime is not None:
+            self._runtime.record(on)
+
+    @property
+    def recorded(self) -> list[tuple[float, float, int, str, int]]:
+        """What `record` measured: (start, end, stage, kind, micro-batch) in seconds, all workers on one clock."""
+        self.wait()
+        return [] if self._runtime is None else self._runtime.recorded()
+
+    @property
+    def owner(self) -> list[int]:
+        """The worker of each stage."""
+        if self._workers is None:
+            return [0] * len(self._stages)
+        return balance(self._seconds, self._workers) if self._runtime is None else self._runtime.owner
+
+    # -- state ---------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything, micro-batches in flight included: {"format", "stages": tensors a stage, "plain": JSON values}.
+
+        Copies, so that later pushes do not change it. Loads with `torch.load(weights_only=True)`; the same layout for
+        every runtime. Training on from it gives the same bits.
+        """
+        self.wait()
+        numbers: dict[int, int] = {}
+        groups: list[Any] = []
+
+        def number(options: Options) -> int:
+            if id(options) not in numbers:
+                numbers[id(options)] = len(groups)
+                groups.append([_plain_groups(g) for g in options.groups])
+            return numbers[id(options)]
+
+        waiting = {} if self._runtime is None else self._runtime.waiting()
+        tensors, plain = [], []
+        for stage in self._stages:
+            mine = {name: m for name, m in waiting.items() if name[1] == stage.index}
+            t, p = snapshot.save(stage, mine, number)
+            tensors.append(t)
+            plain.append(p)
+        current = number(Options(self.optimizers))
+        return {
+            "format": FORMAT,
+            "stages": tensors,
+            "plain": {
+                "method": type(self.method).__name__,
+                "method_options": self.method.options(),
+                "optimizer": [type(opt).__name__ for opt in self.optimizers],
+                "arrived": self._arrived,
+                "loop": None if self._runtime is None else self._runtime.progress(number),
+                "stages": plain,
+                "groups": groups,
+                "current": current,
+            },
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up a state of `state_dict`; checked as a whole before anything changes. Reopens a closed pipeline."""
+        plain = self._fits(state)
+        if self._runtime is not None:
+            self._runtime.close()
+            self._runtime = None
+        for opt, groups in zip(self.optimizers, plain["groups"][plain["current"]], strict=True):
+            for group, saved in zip(opt.param_groups, groups, strict=True):
+                group.update(_group(saved, group))
+        options = [self._options_from(groups) for groups in plain["groups"]]
+        messages: dict[tuple[str, int, int], Any] = {}
+        for stage, tensors, p in zip(self._stages, state["stages"], plain["stages"], strict=True):
+            messages.update(snapshot.load(stage, tensors, p, options))
+        self._options = options[plain["current"]]
+        self._arrived, self._smallest, self._error = plain["arrived"], None, None
+        if plain["loop"] is not None:
+            self._start()
+            assert self._runtime is not None
+            self._runtime.resume(plain["loop"], messages, options)
+
+    def _fits(self, state: dict[str, Any]) -> dict[str, Any]:
+        if not isinstance(state, dict) or "format" not in state or "plain" not in state:
+            raise ValueError("this is not a state of Pipeline.state_dict(); load a model's own state into pipe.model")
+        if state["format"] != FORMAT:
+            raise ValueError(f"the state has format {state['format']}, this version of pipeback reads {FORMAT}; update pipeback")
+        plain = state["plain"]
+        name, options = type(self.method).__name__, self.method.options()
+        if (plain["method"], plain["method_options"]) != (name, options):
+            raise ValueError(
+                f"the state belongs to method {plain['method']} {plain['method_options']}, this pipeline runs {name} {options}; "
+                "build the pipeline with the method of the state"
+            )
+        if len(state["stages"]) != len(self._stages):
+            raise ValueError(
+                f"the state has {len(state['stages'])} stages, this pipeline {len(self._stages)}; it belongs to another model"
+            )
+        mine = [type(opt).__name__ for opt in self.optimizers]
+        if plain["optimizer"] != mine:
+            raise ValueError(f"the state belongs to optimizers {sorted(set(plain['optimizer']))}, here are {sorted(set(mine))}")
+        for stage, tensors in zip(self._stages, state["stages"], strict=True):
+            snapshot.check(stage, tensors)
+        return plain
+
+    def _options_from(self, groups: list[list[dict[str, Any]]]) -> Options:
+        mine = [
+            [_group(saved, group) for saved, group in zip(some, opt.param_groups, strict=True)]
+            for some, opt in zip(groups, self.optimizers, strict=True)
+        ]
+        return Options(self.optimizers, mine)
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    _tracing = False
+
+    def _open(self) -> None:
+        if self._error is not None:
+            raise RuntimeError(f"the pipeline is closed: {self._error}; load_state_dict() reopens it") from self._error
+
+    def _do(self, what: Callable[[], None]) -> None:
+        try:
+            what()
+        except Exception as error:
+            self._error = error
+            raise
+
+    def _cut(self, x: Value, y: Any) -> list[tuple[Value, Any, int]]:
+        """Micro-batches (x, y, samples) of what was pushed."""
+        parts = x if isinstance(x, tuple) else (x,)
+        if not parts or not all(isinstance(part, Tensor) for part in parts):
+            raise TypeError(f"push takes a tensor or a tuple of tensors, but got {type(x).__name__}")
+        if any(part.dim() == 0 for part in parts):
+            raise ValueError("push takes batches: the first dimension counts samples, but a 0-d tensor was given")
+        length = len(parts[0])
+        targets = [t for t in (y if isinstance(y, tuple) else (y,)) if isinstance(t, Tensor) and t.dim()]
+        if length == 0:
+            raise ValueError("the batch that was pushed is empty")
+        size = self._micro_batch_size
+        if size is None:
+            return [(x, y, length)]
+        if any(len(part) != length for part in (*parts, *targets)):
+            lengths = [len(part) for part in (*parts, *targets)]
+            raise ValueError(f"x and y must have one length to be cut into micro-batches of {size}, but have {lengths}")
+
+        def piece(value: Any, begin: int) -> Any:
+            if isinstance(value, tuple):
+                return tuple(piece(part, begin) for part in value)
+            return value[begin : begin + size] if isinstance(value, Tensor) and value.dim() else value
+
+        return [(piece(x, b), piece(y, b), min(size, length - b)) for b in range(0, length, size)]
+
+    def _rehearse(self, batches: Sequence[tuple[Value, Any, int]]) -> None:
+        x, y, size = min(batches, key=lambda batch: batch[2])
+        if self._smallest is None:
+            self._seconds = rehearse(self._stages, self.method, self.delays, *batches[0][:2])
+            if size < batches[0][2]:
+                rehearse_shape(self._stages, x, y)
+            if self._runtime is None:
+                self._start()
+        elif size < self._smallest:
+            rehearse_shape(self._stages, x, y)
+        self._smallest = size if self._smallest is None else min(size, self._smallest)
+
+    def _start(self) -> None:
+        """Build the runtime: one loop here, or one loop a thread."""
+        stages = self._stages
+
+        def loop(mine: Sequence[Stage], link: Any) -> Loop:
+            worker = Worker(
+                mine, self.method, self.delays, link,
+                clip_norm=self._clip_norm, samples=self._weights == "samples", check_finite=self._check_finite,
+            )  # fmt: skip
+            order = Order(self.method.schedule, len(stages), policy=self._order, seed=self._seed)
+            return Loop(worker, order, self.method)
+
+        if self._workers is None:
+            self._runtime = _Inline(loop(stages, LocalLink()))
+        else:
+            owner = balance(self._seconds, self._workers)
+            threads = torch.get_num_threads()
+            if self._workers * threads > max(torch.multiprocessing.cpu_count(), self._workers):
+                warnings.warn(
+                    f"{self._workers} workers with {threads} threads each share {torch.multiprocessing.cpu_count()} cores; "
+                    "call torch.set_num_threads(1) before training",
+                    stacklevel=4,
+                )
+            channels = Channels(owner, 2 * max(in_flight(self.method.schedule, len(stages))) + 2)
+            loops = [
+                loop([s for s in stages if owner[s.index] == w], ThreadLink(w, channels)) for w in range(self._workers)
+            ]
+            self._runtime = _Threads(loops, channels)
+            weakref.finalize(self, self._runtime.close)
+        self._runtime.record(self._tracing)
+
+
+Read = Callable[["list[int] | None"], Tensor]
+
+
+class _Inline:
+    """The event loop: everything in the caller's thread."""
+
+    def __init__(self, loop: Loop) -> None:
+        self.loop = loop
+        self.owner = [0] * loop.worker.count
+        self.losses: dict[int, Tensor] = {}
+        loop.worker.report = self.losses.__setitem__
+
+    def push(self, first: int, batches: Sequence[tuple[Value, Any, int]], options: Options) -> Read:
+        self.loop.push(batches, options)
+        wanted = range(first, first + len(batches))
+        missing = [i for i in wanted if i not in self.losses]
+        if missing:
+            raise RuntimeError(f"the schedule holds micro-batch {missing[0]} back; a forward must not wait for later arrivals")
+        losses = [self.losses.pop(i) for i in wanted]
+        return lambda sizes: _mean(losses, sizes)
+
+    def wait(self) -> None:
+        pass
+
+    def drain(self) -> None:
+        self.loop.drain()
+
+    def close(self) -> None:
+        pass
+
+    def ledger(self) -> Sequence[Record]:
+        return self.loop.worker.ledger
+
+    def record(self, on: bool) -> None:
+        self.loop.worker.trace = [] if on else None
+
+    def recorded(self) -> list[Any]:
+        return list(self.loop.worker.trace or [])
+
+    def waiting(self) -> dict[tuple[str, int, int], Any]:
+        return self.loop.worker.link.waiting()
+
+    def progress(self, number: Callable[[Any], int]) -> dict[str, Any]:
+        return _progress(self.loop, [self.loop], number)
+
+    def resume(self, saved: dict[str, Any], messages: dict[Any, Any], options: list[Options]) -> None:
+        _resume(self.loop, saved, messages, options)
+
+
+class _Threads:
+    """One thread a worker, each with its own loop; commands go through bounded queues."""
+
+    def __init__(self, loops: list[Loop], channels: Channels, depth: int = 8) -> None:
+        self.loops, self.channels, self.owner = loops, channels, channels.owner
+        self.commands: list[queue.Queue[Any]] = [queue.Queue(depth) for _ in loops]
+        self.futures: dict[int, Future[Tensor]] = {}
+        self.failure: list[BaseException] = []
+        loops[-1].worker.report = _deliver(self.futures)
+        for loop, commands in zip(loops, self.commands, strict=True):
+            arguments = (loop, commands, self.channels, self.failure, self.futures)
+            threading.Thread(target=_serve, args=arguments, daemon=True, name="pipeback worker").start()
+
+    def _say(self, command: Any) -> None:
+        for commands in self.commands:
+            while True:
+                self._raise()
+                try:
+                    commands.put(command, timeout=0.2)
+                    break
+                except queue.Full:
+                    continue
+
+    def _raise(self) -> None:
+        if self.failure:
+            raise self.failure[0]
+
+    def push(self, first: int, batches: Sequence[tuple[Value, Any, int]], options: Options) -> Read:
+        futures: list[Future[Tensor]] = [Future() for _ in batches]
+        self.futures.update(zip(range(first, first + len(batches)), futures, strict=True))
+        self._say(("push", batches, options))
+        return lambda sizes: LazyLoss(lambda: _mean([future.result() for future in futures], sizes))
+
+    def wait(self) -> None:
+        for commands in self.commands:
+            commands.join()
+        self._raise()
+
+    def drain(self) -> None:
+        self._say(("drain",))
+        self.wait()
+
+    def close(self) -> None:
+        self.channels.closed.set()
+        for commands in self.commands:
+            while True:  # make room: whatever is queued is lost
+                try:
+                    commands.put_nowait(None)
+                    break
+                except queue.Full:
+                    try:
+                        commands.get_nowait()
+                        commands.task_done()
+                    except queue.Empty:
+                        pass
+
+    def ledger(self) -> Sequence[Record]:
+        return [record for loop in self.loops for record in loop.worker.ledger]
+
+    def record(self, on: bool) -> None:
+        for loop in self.loops:
+            loop.worker.trace = [] if on else None
+
+    def recorded(self) -> list[Any]:
+        return sorted(slot for loop in self.loops for slot in loop.worker.trace or [])
+
+    def waiting(self) -> dict[tuple[str, int, int], Any]:
+        return {name: m for loop in self.loops for name, m in loop.worker.link.waiting().items()}
+
+    def progress(self, number: Callable[[Any], int]) -> dict[str, Any]:
+        return _progress(self.loops[0], self.loops, number)
+
+    def resume(self, saved: dict[str, Any], messages: dict[Any, Any], options: list[Options]) -> None:
+        for loop in self.loops:
+            _resume(loop, saved, messages, options)
+
+
+def _deliver(futures: dict[int, Future[Tensor]]) -> Callable[[int, Tensor], None]:
+    return lambda mb, loss: futures.pop(mb).set_result(loss)
+
+
+def _serve(
+    loop: Loop, commands: queue.Queue[Any], channels: Channels, failure: list[BaseException], futures: dict[int, Future[Tensor]]
+) -> None:
+    """A worker thread: obey until told to stop; the first error of any worker closes all."""
+    while True:
+        command = commands.get()
+        try:
+            if command is None:
+                return
+            if not channels.closed.is_set():
+                if command[0] == "push":
+                    loop.push(*command[1:])
+                else:
+                    loop.drain()
+        except Closed:
+            pass
+        except BaseException as error:
+            failure.append(error)
+            channels.closed.set()
+        finally:
+            if failure:
+                for mb in list(futures):
+                    future = futures.pop(mb, None)
+                    if future is not None and not future.done():
+                        future.set_exception(failure[0])
+            commands.task_done()
+
+
+def _mean(losses: Sequence[Tensor], sizes: list[int] | None) -> Tensor:
+    """The mean loss of a push; with sizes, weighted by samples."""
+    if len(losses) == 1:
+        return losses[0]
+    stacked = torch.stack(list(losses))
+    if sizes is None:
+        return stacked.mean()
+    weights = torch.tensor(sizes, dtype=stacked.dtype, device=stacked.device)
+    return (stacked * weights).sum() / weights.sum()
+
+
+def _progress(loop: Loop, loops: Sequence[Loop], number: Callable[[Any], int]) -> dict[str, Any]:
+    """Where a loop is: the same on every worker but for what only some still remember."""
+    worker = loop.worker
+    return {
+        "order": loop.order.state(),
+        "fresh": loop.fresh,
+        "start": worker.start,
+        "base": worker.base,
+        "entered": worker.entered,
+        "entries": {str(i): v for each in loops for i, v in each.worker.entries.items()},
+        "options": {str(i): number(o) for each in loops for i, o in each.worker.options.items()},
+        "sizes": {str(i): n for each in loops for i, n in each.worker.sizes.items()},
+    }
+
+
+def _resume(loop: Loop, saved: dict[str, Any], messages: dict[Any, Any], options: list[Options]) -> None:
+    worker = loop.worker
+    start, state = saved["order"]["start"], saved["order"]
+    loop.order.resume(loop.method.schedule_at(start, 1), state)
+    loop.fresh, worker.start, worker.base, worker.entered = saved["fresh"], saved["start"], saved["base"], saved["entered"]
+    worker.entries = {int(i): v for i, v in saved["entries"].items()}
+    worker.options = {int(i): options[n] for i, n in saved["options"].items()}
+    worker.sizes = {int(i): n for i, n in saved["sizes"].items()}
+    worker.link.waiting().update({name: m for name, m in messages.items() if name[1] in worker.stages})
+
+
+def _plain_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{k: v.item() if isinstance(v, Tensor) else v for k, v in group.items()} for group in groups]
+
+
+def _group(saved: dict[str, Any], mine: dict[str, Any]) -> dict[str, Any]:
+    """Options as they were, in the types that this optimizer uses."""
+    fixed = {}
+    for key, value in saved.items():
+        if isinstance(mine.get(key), Tensor):
+            value = torch.as_tensor(value, dtype=mine[key].dtype, device=mine[key].device)
+        elif isinstance(mine.get(key), tuple):
+            value = tuple(value)
+        fixed[key] = value
+    return fixed
+
+
+def _factory(optimizer: OptimizerFactory, s: int) -> OptimizerFactory:
+    def build(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        made = optimizer(params)
+        if not isinstance(made, torch.optim.Optimizer):
+            raise TypeError(
+                f"stage {s}: optimizer must be a function from parameters to a torch.optim.Optimizer, but returned "
+                f"{type(made).__name__}; for example optimizer=lambda params: torch.optim.SGD(params, lr=0.1)"
+            )
+        given = {id(p) for p in params}
+        found = {id(p) for group in made.param_groups for p in group["params"]}
+        if given != found:
+            raise ValueError(f"stage {s}: the optimizer must take exactly the parameters it is given, once; do not filter them")
+        return made
+
+    return build
+
+
+def _check_optimizer(stage: Stage, method: Method) -> None:
+    opt = stage.optimizer
+    if isinstance(opt, torch.optim.LBFGS):
+        raise ValueError(
+            f"stage {stage.index}: LBFGS evaluates the loss several times a step, which a pipeline cannot; use SGD, Adam or AdamW"
+        )
+    if stage.weights:
+        try:
+            method.check(opt, stage.stages)
+        except ValueError as error:
+            raise ValueError(f"stage {stage.index} ({stage.name}): {error}") from None
+
+
+def _check_options(
+    method: Any, loss: Any, optimizer: Any, micro_batch_size: Any, workers: Any, store: Any, clip_norm: Any, weights: Any,
+    order: Any, stages: int,
+) -> None:  # fmt: skip
+    if not isinstance(method, Method):
+        raise TypeError(f"method must be a name or a pipeback.Method, but is {type(method).__name__}")
+    for name, value in (("loss", loss), ("optimizer", optimizer)):
+        if not callable(value):
+            raise TypeError(f"{name} must be a function, but is {type(value).__name__}")
+    for name, value in (("micro_batch_size", micro_batch_size), ("workers", workers)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ValueError(f"{name} must be a whole number of at least 1 or None, but is {value!r}")
+    if workers is not None and workers > stages:
+        raise ValueError(f"workers={workers} but the model has {stages} stages; use at most one worker a stage")
+    if store is not None:
+        raise ValueError(f"store={store!r}: this version keeps weights on the device of their module; use store=None")
+    if clip_norm is not None and not clip_norm > 0:
+        raise ValueError(f"clip_norm must be above 0 or None, but is {clip_norm!r}")
+    if weights not in ("equal", "samples"):
+        raise ValueError(f'weights must be "equal" or "samples", but is {weights!r}')
+    if order not in POLICIES:
+        raise ValueError(f"order must be one of {', '.join(POLICIES)}, but is {order!r}")
+    if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        raise ValueError(
+            "a process group of several ranks is initialised, but this version runs in one process; use workers= for threads"
+        )
+
+
+__all__ = ["Memory", "Pipeline", "StageError"]

@@ -1,0 +1,268 @@
+"""The rehearsal: one micro-batch goes through every stage before F(0), and everything that can be known is checked.
+
+Buffers, weights and random state are put back; no gradient reaches an optimizer. What is learnt stays with the
+stages: who draws random numbers, who changes its input in place, how many bytes a micro-batch keeps, how long it takes.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeback import inflight
+from pipeback.method import Method
+from pipeback.stage import Stage, Value, cut
+
+FEW = 16  # values a channel under which batch statistics are called poor
+
+
+def rehearse(stages: Sequence[Stage], method: Method, delays: Sequence[int], x: Value, target: Any) -> list[float]:
+    """Check every stage on micro-batch (x, target); returns the seconds of F + B of each stage.
+
+    Raises TypeError or ValueError naming the stage and the cure; then nothing has changed.
+    """
+    seconds = []
+    value = _detached(x)
+    for stage in stages:
+        with _untouched(stage), _watch_norms(stage):
+            _learn_run(stage, value)
+            value, output = _first_run(stage, value, target)
+            if method.copies != "stash" and delays[stage.index] and stage.weights:
+                _refuse_stashed_functions(stage, output.given, target, method)
+            seconds.append(_measure(stage, output.given, target))
+        value = _detached(value)
+    return seconds
+
+
+def rehearse_shape(stages: Sequence[Stage], x: Value, target: Any) -> None:
+    """The cheap part, for a micro-batch smaller than any before: outputs and normalisations."""
+    value = _detached(x)
+    for stage in stages:
+        with _untouched(stage), _watch_norms(stage), torch.no_grad():
+            leaves, given = stage.enter(value)
+            value = _checked(stage, stage.run(_copied(given), target), given)
+
+
+class _Output:
+    """A rehearsed graph."""
+
+    def __init__(self, given: Value, leaves: tuple[Tensor, ...], roots: list[Tensor]) -> None:
+        self.given, self.leaves, self.roots = given, leaves, roots
+
+
+def _learn_run(stage: Stage, value: Value) -> None:
+    """Whether the module draws random numbers, and whether it changes its input in place."""
+    _, given = stage.enter(value)
+    copies = _copied(given)
+    before = stage.generator.get_state()
+    with torch.no_grad():
+        _guarded(stage, copies, None, loss=False)
+    draws = not torch.equal(before, stage.generator.get_state())
+    stage.generator.set_state(before)
+    if draws and stage.stream is None:
+        seed = (torch.initial_seed() * 1_000_003 + stage.index) % 2**63  # (seed, s): whoever holds the stage
+        stage.stream = torch.Generator(stage.generator.device).manual_seed(seed).get_state()
+    parts = copies if isinstance(copies, tuple) else (copies,)
+    stage.clones_input = any(part._version for part in parts)
+
+
+def _first_run(stage: Stage, value: Value, target: Any) -> tuple[Value, _Output]:
+    leaves, given = stage.enter(value)
+    output = _checked(stage, _guarded(stage, given, target), given)
+    roots = [y for y in (output if isinstance(output, tuple) else (output,)) if y.requires_grad]
+    stage.activation_bytes = inflight.held_bytes(roots, leaves, list(stage.module.parameters()))
+    inputs = [x for x in leaves if x.requires_grad] + stage.params
+    if roots and inputs:
+        grads = torch.autograd.grad(roots, inputs, [torch.ones_like(y) for y in roots], allow_unused=True)
+        asked = len(inputs) - len(stage.params)
+        sent = inflight.storages([g for g in grads[:asked] if g is not None])
+        kept = inflight.storages([g for g in grads[asked:] if g is not None])
+        stage.keeps_gradients = bool(sent & kept) or len(kept) < sum(g is not None for g in grads[asked:])
+    return cut(output), _Output(value, leaves, roots)
+
+
+def _guarded(stage: Stage, given: Value, target: Any, loss: bool = True) -> Value:
+    try:
+        return stage.run(given, target) if loss else stage.module(given)
+    except (_Refused, TypeError) as error:
+        raise type(error)(f"{_name(stage)}: {error}") if isinstance(error, TypeError) else error from None
+    except Exception as error:
+        raise ValueError(f"{_name(stage)}: the forward failed on the first micro-batch: {error}") from error
+
+
+def _checked(stage: Stage, output: Any, given: Value) -> Value:
+    """What crosses a boundary is a tensor or a tuple of tensors; what leaves the last stage is a loss."""
+    if stage.last and stage.loss is not None:
+        if not isinstance(output, Tensor) or output.dim() != 0 or not output.is_floating_point():
+            found = f"shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+            raise ValueError(
+                f"loss must return a 0-d floating-point tensor, the mean over the micro-batch, but returned {found}; "
+                'reduce it, for example with reduction="mean"'
+            )
+        return output
+    parts = output if isinstance(output, tuple) else (output,)
+    if not parts or not all(isinstance(part, Tensor) for part in parts):
+        inner = f" of {', '.join(type(part).__name__ for part in parts)}" if isinstance(output, tuple) else ""
+        raise TypeError(
+            f"{_name(stage)}: the output must be a tensor or a tuple of tensors, but is {type(output).__name__}{inner}; "
+            "return what the next stage needs as a tuple"
+        )
+    return output
+
+
+def _measure(stage: Stage, value: Value, target: Any) -> float:
+    """Seconds of one F and B: a first run has been made, so this one is warm."""
+    begin = time.perf_counter()
+    leaves, given = stage.enter(value)
+    output = stage.run(given, target)
+    roots = [y for y in (output if isinstance(output, tuple) else (output,)) if y.requires_grad]
+    inputs = [x for x in leaves if x.requires_grad] + stage.params
+    if roots and inputs:
+        torch.autograd.grad(roots, inputs, [torch.ones_like(y) for y in roots], allow_unused=True)
+    return time.perf_counter() - begin
+
+
+# -- functions of the weights ------------------------------------------------------------------------------------------
+
+
+def _refuse_stashed_functions(stage: Stage, value: Value, target: Any, method: Method) -> None:
+    """Raise if the graph saves something computed from the weights alone: its backward would use old weights.
+
+    Found by numbers: a saved tensor that does not change with the input, but does with the weights. Weights are
+    drawn at random for this, so that zeros (a residual branch at its start) hide nothing.
+    """
+    other = _other_input(value)
+    if other is None:
+        return
+    known = inflight.storages(list(stage.module.parameters()))
+
+    def graph(x: Value) -> list[tuple[str, Tensor]]:
+        with torch.random.fork_rng(devices=[]):
+            _, given = stage.enter(x)
+            output = stage.run(given, target)
+            roots = [y for y in (output if isinstance(output, tuple) else (output,)) if y.requires_grad]
+            return [
+                (name, t.detach().clone())
+                for name, t, _ in inflight.saved(roots)
+                if t.is_floating_point() and t.numel() and t.untyped_storage().data_ptr() not in known
+            ]
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(stage.index)
+        originals = [p.detach().clone() for p in stage.params]
+        try:
+            _disturb(stage, originals)
+            first, second = graph(value), graph(other)
+            _disturb(stage, originals)
+            third = graph(value)
+        finally:
+            for p, original in zip(stage.params, originals, strict=True):
+                p.data.copy_(original)
+    names = [name for name, _ in first]
+    if [name for name, _ in second] != names or [name for name, _ in third] != names:
+        return  # the graph depends on the data; nothing can be said
+    for (name, a), (_, b), (_, c) in zip(first, second, third, strict=True):
+        if a.shape == b.shape and torch.equal(a, b) and a.shape == c.shape and not torch.equal(a, c):
+            raise ValueError(
+                f"{_name(stage)}: its graph saves a function of the weights ({name}, {tuple(a.shape)}), as autocast, weight or "
+                f"spectral norm and pruning masks do, so that {method!r} would silently run its backward on old weights. "
+                'Use method="pipedream", which means to, or compute it outside the graph'
+            )
+
+
+def _disturb(stage: Stage, originals: Sequence[Tensor]) -> None:
+    for p, original in zip(stage.params, originals, strict=True):
+        scale = original.float().abs().mean().item() or 1.0
+        p.data.copy_(original + scale * torch.randn_like(original))
+
+
+def _other_input(value: Value) -> Value | None:
+    """Another input of the same form; None where none can be made."""
+    parts = value if isinstance(value, tuple) else (value,)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        others = [p + (p.std(correction=0) + 1) * torch.randn_like(p) if p.is_floating_point() else p.flip(-1) for p in parts]
+    if all(torch.equal(a, b) for a, b in zip(parts, others, strict=True)):
+        return None
+    return tuple(others) if isinstance(value, tuple) else others[0]
+
+
+# -- normalisations ----------------------------------------------------------------------------------------------------
+
+
+class _Refused(ValueError):
+    """A refusal that already names its stage."""
+
+
+@contextmanager
+def _watch_norms(stage: Stage) -> Iterator[None]:
+    handles = [
+        module.register_forward_pre_hook(lambda m, args, key=key: _check_norm(stage, key, m, args[0]))
+        for key, module in stage.module.named_modules()
+        if isinstance(module, (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm))
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _check_norm(stage: Stage, key: str, norm: nn.Module, x: Tensor) -> None:
+    if not isinstance(x, Tensor) or not norm.training:
+        return
+    batch = isinstance(norm, nn.modules.batchnorm._BatchNorm)
+    if batch:
+        values = x.numel() // x.shape[1]
+    elif isinstance(norm, nn.GroupNorm):
+        values = x[0].numel() // norm.num_groups
+    elif isinstance(norm, nn.LayerNorm):
+        values = int(torch.Size(norm.normalized_shape).numel())
+    else:  # an instance norm: each sample and channel of its own, unbatched inputs included
+        values = x[0, 0].numel() if x.dim() > 2 else x.shape[-1]
+    kind = type(norm).__name__
+    where = f"{_name(stage)}: {kind} {key!r}" if key else f"{_name(stage)}: {kind}"
+    if values <= 1:
+        cure = "use GroupNorm or LayerNorm, or a larger micro-batch" if batch else "normalise over more than one value"
+        raise _Refused(f"{where} would see one value a {'channel' if batch else 'group'}, which it turns into zero; {cure}")
+    if batch and values < FEW:
+        warnings.warn(
+            f"{where} takes its statistics from {values} values a channel, which is poor; "
+            "GroupNorm or LayerNorm do not depend on the micro-batch",
+            stacklevel=2,
+        )
+
+
+# -- leaving no trace --------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _untouched(stage: Stage) -> Iterator[None]:
+    """Buffers and random state afterwards as before."""
+    buffers = [(b, b.detach().clone()) for b in stage.module.buffers()]
+    generator = stage.generator
+    state = generator.get_state()
+    try:
+        yield
+    finally:
+        generator.set_state(state)
+        for buffer, value in buffers:
+            buffer.data.copy_(value)
+
+
+def _copied(value: Value) -> Value:
+    return tuple(part.clone() for part in value) if isinstance(value, tuple) else value.clone()
+
+
+def _detached(value: Value) -> Value:
+    return cut(value)
+
+
+def _name(stage: Stage) -> str:
+    return f"stage {stage.index} ({stage.name})"

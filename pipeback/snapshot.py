@@ -1,0 +1,206 @@
+"""The state of a stage as tensors by name and plain values, and back: one layout for every runtime and store.
+
+Tensor names: weight/NAME, buffer/NAME, optimizer/N/KEY, method/KEY/N, grad/N, version/V/N, random,
+flight/I/{x,target,saved,used}/N and message/KIND/I/N, with N counting the weights or the parts of a value, V versions
+and I micro-batches. Everything else is JSON: numbers, strings, lists and dictionaries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeback import inflight
+from pipeback.stage import Flight, Stage
+
+Tensors = dict[str, Tensor]
+Plain = dict[str, Any]
+
+
+class Corrupt(ValueError):
+    """A state that does not fit this pipeline; the message says where and what to do."""
+
+
+def save(stage: Stage, messages: dict[tuple[str, int, int], Any], number: Callable[[Any], int]) -> tuple[Tensors, Plain]:
+    """Copies of everything a stage holds.
+
+    messages: what was sent to this stage and not yet received. number: gives the options of a flight a number.
+    """
+    tensors: Tensors = {}
+    plain: Plain = {"version": stage.version, "count": stage.count, "optimizer": {}, "method": {}, "flights": {}}
+    _put(tensors, "weight", dict(stage.module.named_parameters()))
+    _put(tensors, "buffer", dict(stage.module.named_buffers()))
+    aliases: dict[int, str] = {}
+    for n, w in enumerate(stage.weights):
+        for key, value in stage.optimizer.state.get(w, {}).items():
+            if isinstance(value, Tensor):
+                tensors[f"optimizer/{n}/{key}"] = value.detach().clone()
+                aliases[id(value)] = f"optimizer/{n}/{key}"
+            else:
+                plain["optimizer"].setdefault(str(n), {})[key] = value
+    for key, value in stage.state.items():
+        if isinstance(value, list):
+            # what the method only reads of the optimizer (a velocity) is stored once, and found again by name
+            plain["method"][key] = [None if x is None else aliases.get(id(x), f"method/{key}/{n}") for n, x in enumerate(value)]
+            for n, x in enumerate(value):
+                if x is not None and id(x) not in aliases:
+                    tensors[f"method/{key}/{n}"] = x.detach().clone()
+        else:
+            plain["method"][key] = value
+    plain["grads"] = [g is not None for g in stage.grads]
+    _put(tensors, "grad", {str(n): g for n, g in enumerate(stage.grads) if g is not None})
+    plain["options"] = None if stage.options is None else number(stage.options)
+    for version, weights in stage.versions.items():
+        _put(tensors, f"version/{version}", {str(n): w for n, w in enumerate(weights)})
+    plain["versions"] = sorted(stage.versions)
+    if stage.stream is not None:
+        tensors["random"] = stage.stream.clone()
+    for mb, flight in stage.flights.items():
+        plain["flights"][str(mb)] = _save_flight(stage, mb, flight, tensors, number)
+    plain["messages"] = [
+        [kind, mb, _save_value(tensors, f"message/{kind}/{mb}", value)] for (kind, _, mb), value in messages.items()
+    ]
+    return tensors, plain
+
+
+def _save_flight(stage: Stage, mb: int, flight: Flight, tensors: Tensors, number: Callable[[Any], int]) -> Plain:
+    roots = _roots(flight.output)
+    values, names = inflight.keep(roots, _known(stage, flight.leaves, flight.target))
+    _put(tensors, f"flight/{mb}/saved", {str(n): value for n, value in enumerate(values)})
+    if flight.owned is not None:
+        _put(tensors, f"flight/{mb}/used", {str(n): w for n, w in enumerate(flight.owned)})
+    x = flight.leaves if flight.tuple_input else flight.leaves[0]
+    return {
+        "x": _save_value(tensors, f"flight/{mb}/x", x),
+        "target": _save_value(tensors, f"flight/{mb}/target", flight.target),
+        "saved": names,
+        "version": flight.version,
+        "owned": flight.owned is not None,
+        "entry": flight.entry,
+        "options": number(flight.options),
+    }
+
+
+def load(stage: Stage, tensors: Tensors, plain: Plain, options: list[Any]) -> dict[tuple[str, int, int], Any]:
+    """Put a saved state into the stage; returns the waiting messages. `check` must have passed."""
+    with torch.no_grad():
+        for kind, mine in _named(stage).items():
+            for name, value in mine.items():
+                value.data.copy_(tensors[f"{kind}/{name}"])
+        stage.version, stage.count = plain["version"], plain["count"]
+        state = stage.optimizer.state
+        state.clear()
+        for n, w in enumerate(stage.weights):
+            prefix = f"optimizer/{n}/"
+            entries = {k[len(prefix) :]: v for k, v in tensors.items() if k.startswith(prefix)}
+            # a step counter stays where the optimizer keeps it, on the CPU; the rest goes to the weight
+            state_of = {k: v.clone() if v.dim() == 0 else v.to(w.device, copy=True) for k, v in entries.items()}
+            state_of.update(plain["optimizer"].get(str(n), {}))
+            if state_of:
+                state[w] = state_of
+        stage.state = {
+            key: [_method_tensor(stage, name, tensors) for name in value] if isinstance(value, list) else value
+            for key, value in plain["method"].items()
+        }
+        grads = plain["grads"]
+        stage.grads = [_to(stage, tensors[f"grad/{n}"]) if there else None for n, there in enumerate(grads)]
+        stage.versions = {
+            v: [_to(stage, tensors[f"version/{v}/{n}"]) for n in range(len(stage.weights))] for v in plain["versions"]
+        }
+        stage.stream = tensors["random"].clone() if "random" in tensors else None
+    stage.options = None if plain["options"] is None else options[plain["options"]]
+    stage.flights = {int(mb): _load_flight(stage, int(mb), p, tensors, options) for mb, p in plain["flights"].items()}
+    return {
+        (kind, stage.index, mb): _load_value(stage, tensors, f"message/{kind}/{mb}", shape)
+        for kind, mb, shape in plain["messages"]
+    }
+
+
+def _load_flight(stage: Stage, mb: int, plain: Plain, tensors: Tensors, options: list[Any]) -> Flight:
+    x = _load_value(stage, tensors, f"flight/{mb}/x", plain["x"])
+    target = _load_value(stage, tensors, f"flight/{mb}/target", plain["target"])
+    leaves, output = inflight.rerun(stage, x, target)
+    values = [_to(stage, tensors[f"flight/{mb}/saved/{n}"]) for n in range(len(plain["saved"]))]
+    where = f"stage {stage.index} ({stage.name}), micro-batch {mb}"
+    inflight.put_back(_roots(output), _known(stage, leaves, target), values, plain["saved"], where)
+    flight = Flight(leaves, output, target, plain["version"], isinstance(x, tuple))
+    if plain["owned"]:
+        flight.owned = [_to(stage, tensors[f"flight/{mb}/used/{n}"]) for n in range(len(stage.weights))]
+    flight.entry, flight.options = plain["entry"], options[plain["options"]]
+    return flight
+
+
+def check(stage: Stage, tensors: Tensors) -> None:
+    """Raise `Corrupt` unless the weights and buffers of the state are this stage's, by name and shape."""
+    for kind, mine in _named(stage).items():
+        theirs = {k.removeprefix(f"{kind}/"): v for k, v in tensors.items() if k.startswith(f"{kind}/")}
+        where = f"stage {stage.index} ({stage.name})"
+        if different := sorted(set(mine) ^ set(theirs)):
+            has = "the state lacks" if different[0] in mine else "the model lacks"
+            raise Corrupt(f"{where}: {has} {kind} {different[0]!r}; this state belongs to another model")
+        for name, value in mine.items():
+            if value.shape != theirs[name].shape or value.dtype != theirs[name].dtype:
+                raise Corrupt(
+                    f"{where}: {kind} {name!r} is {tuple(value.shape)} {value.dtype} here, but "
+                    f"{tuple(theirs[name].shape)} {theirs[name].dtype} in the state; this state belongs to another model"
+                )
+
+
+def _named(stage: Stage) -> dict[str, dict[str, Tensor]]:
+    return {"weight": dict(stage.module.named_parameters()), "buffer": dict(stage.module.named_buffers())}
+
+
+def _put(tensors: Tensors, prefix: str, values: dict[str, Tensor]) -> None:
+    tensors.update({f"{prefix}/{name}": value.detach().clone() for name, value in values.items()})
+
+
+def _to(stage: Stage, tensor: Tensor) -> Tensor:
+    return tensor.clone() if stage.device is None else tensor.to(stage.device, copy=True)
+
+
+def _method_tensor(stage: Stage, name: str | None, tensors: Tensors) -> Tensor | None:
+    if name is None:
+        return None
+    if name.startswith("optimizer/"):
+        _, n, key = name.split("/", 2)
+        return stage.optimizer.state[stage.weights[int(n)]][key]
+    return _to(stage, tensors[name])
+
+
+def _roots(output: Any) -> list[Tensor]:
+    return [y for y in (output if isinstance(output, tuple) else (output,)) if y.requires_grad]
+
+
+def _known(stage: Stage, leaves: tuple[Tensor, ...], target: Any) -> set[int]:
+    """Memory that a graph may refer to without it being stored: weights, inputs and targets."""
+    targets = target if isinstance(target, tuple) else (target,)
+    return inflight.storages([*stage.module.parameters(), *leaves, *(t for t in targets if isinstance(t, Tensor))])
+
+
+def _save_value(tensors: Tensors, prefix: str, value: Any) -> Any:
+    """Store a tensor or a tuple of tensors and Nones; returns its shape as JSON."""
+    if isinstance(value, Tensor):
+        tensors[f"{prefix}/0"] = value.detach().clone()
+        return "tensor"
+    if isinstance(value, tuple):
+        for n, part in enumerate(value):
+            if isinstance(part, Tensor):
+                tensors[f"{prefix}/{n}"] = part.detach().clone()
+        return ["tensor" if isinstance(part, Tensor) else _json(part, prefix) for part in value]
+    return _json(value, prefix)
+
+
+def _json(value: Any, where: str) -> Any:
+    if value is None or isinstance(value, (bool, int, float)):
+        return {"value": value}
+    raise TypeError(f"{where}: a {type(value).__name__} cannot be saved; targets in flight must be tensors or numbers")
+
+
+def _load_value(stage: Stage, tensors: Tensors, prefix: str, shape: Any) -> Any:
+    def part(n: int, kind: Any) -> Any:
+        return _to(stage, tensors[f"{prefix}/{n}"]) if kind == "tensor" else kind["value"]
+
+    return tuple(part(n, kind) for n, kind in enumerate(shape)) if isinstance(shape, list) else part(0, shape)

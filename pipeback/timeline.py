@@ -1,0 +1,155 @@
+"""When operations run under given costs; delays and horizons, counted on the programs themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fractions import Fraction
+from itertools import islice
+from typing import NamedTuple
+
+from pipeback.events import Op, Schedule, until
+
+Time = int | float | Fraction
+
+
+class Slot(NamedTuple):
+    """One operation on the clock: it occupies its stage's worker from `start` to `end`."""
+
+    start: Time
+    end: Time
+    stage: int
+    op: Op
+
+
+class Horizon(NamedTuple):
+    """How many own updates lie ahead when an operation starts (SpecTrain's h)."""
+
+    forward: int
+    backward: int
+
+
+UNIT: Mapping[str, Time] = {"F": 1, "B": 1, "U": 0}
+
+
+def timeline(
+    schedule: Schedule,
+    stages: int,
+    micro_batches: int,
+    costs: Mapping[str, Time] | Sequence[Mapping[str, Time]] = UNIT,
+    workers: Sequence[int] | None = None,
+) -> Iterator[Slot]:
+    """Run `micro_batches` through the schedule, everything as early as programs, data and workers allow.
+
+    costs: time of F, B and U, one mapping for all stages or one a stage.
+    workers: the worker that owns each stage (default: one worker a stage); a worker runs one operation at a time,
+    of those ready the one that can start first, a backward before a forward.
+    Yields slots in order of their start. Sending takes no time.
+    """
+    per_stage = [costs] * stages if isinstance(costs, Mapping) else list(costs)
+    owner = list(range(stages)) if workers is None else list(workers)
+    if len(per_stage) != stages or len(owner) != stages:
+        raise ValueError(f"costs and workers need one entry a stage: {stages}, not {len(per_stage)} and {len(owner)}")
+    programs = [until(schedule(s, stages), micro_batches) for s in range(stages)]
+    heads: list[Op | None] = [next(program, None) for program in programs]
+    ended: dict[tuple[str, int, int], Time] = {}  # (kind, stage, micro-batch) -> end
+    free: dict[int, Time] = {w: 0 for w in owner}
+    while any(head is not None for head in heads):
+        best: tuple[Time, int, int] | None = None
+        for s, head in enumerate(heads):
+            if head is None:
+                continue
+            begin = _input_at(head, s, stages, ended)
+            if begin is not None:
+                rank = (max(begin, free[owner[s]]), "UBF".index(head.kind), s)
+                best = rank if best is None else min(best, rank)
+        if best is None:
+            waiting = ", ".join(f"stage {s} for {head}" for s, head in enumerate(heads) if head is not None)
+            raise RuntimeError(f"the schedule deadlocks, waiting: {waiting}")
+        start, _, s = best
+        op = heads[s]
+        assert op is not None
+        end = start + per_stage[s][op.kind]
+        ended[op.kind, s, op.mb] = free[owner[s]] = end
+        heads[s] = next(programs[s], None)
+        yield Slot(start, end, s, op)
+
+
+def _input_at(op: Op, s: int, stages: int, ended: Mapping[tuple[str, int, int], Time]) -> Time | None:
+    """When the input of `op` is there; None while that is not known."""
+    if op.kind == "F" and s > 0:
+        return ended.get(("F", s - 1, op.mb))
+    if op.kind == "B" and s < stages - 1:
+        return ended.get(("B", s + 1, op.mb))
+    return 0
+
+
+def bubble(slots: Iterable[Slot], workers: Sequence[int] | None = None) -> float:
+    """Share of the makespan that a worker is idle, averaged over the workers (one a stage by default)."""
+    slots = list(slots)
+    if not slots:
+        return 0.0
+    owners = {workers[slot.stage] if workers else slot.stage for slot in slots}
+    span = max(slot.end for slot in slots) - min(slot.start for slot in slots)
+    busy = sum(slot.end - slot.start for slot in slots)
+    return float(1 - busy / (span * len(owners))) if span else 0.0
+
+
+def delays(schedule: Schedule, stages: int) -> list[int]:
+    """Own updates of each stage between F(i) and B(i) in the steady state; within a group, the largest."""
+    return [_steady(schedule, s, stages).delay for s in range(stages)]
+
+
+def in_flight(schedule: Schedule, stages: int) -> list[int]:
+    """The most micro-batches between their forward and their backward, at each stage, in the steady state."""
+    return [_steady(schedule, s, stages).in_flight for s in range(stages)]
+
+
+def horizons(schedule: Schedule, stages: int, costs: Mapping[str, Time] = UNIT) -> list[Horizon]:
+    """Own updates that end after an operation on i starts and before B(i) starts on stage 0, in the steady state.
+
+    With `flowing(1)` and unit costs these are SpecTrain's ⌊k/2⌋ + N − k − 1 (forward) and ⌊k/2⌋ (backward).
+    """
+    i, until_mb = 6 * stages + 12, 8 * stages + 24  # a micro-batch well inside the steady state
+    start: dict[tuple[str, int], Time] = {}
+    updates: list[list[Time]] = [[] for _ in range(stages)]
+    for slot in timeline(schedule, stages, until_mb, costs):
+        if slot.op.kind == "U":
+            updates[slot.stage].append(slot.end)
+        elif slot.op.mb == i:
+            start[slot.op.kind, slot.stage] = slot.start
+    target = start["B", 0]
+
+    def ahead(kind: str, s: int) -> int:
+        return sum(start[kind, s] < end < target for end in updates[s])
+
+    return [Horizon(ahead("F", s), ahead("B", s)) for s in range(stages)]
+
+
+class _Steady(NamedTuple):
+    delay: int
+    in_flight: int
+
+
+def _steady(schedule: Schedule, stage: int, stages: int) -> _Steady:
+    """Count on the program: the largest over a window of the same length as everything before it."""
+    window = 0
+    found: list[_Steady] = []
+    # double the window until the count no longer changes: the fill, and any length of a group, are then behind
+    while len(found) < 3 or found[-1] != found[-2] or found[-2] != found[-3]:
+        window = 2 * window or 8 * (stages + 1)
+        updates = delay = running = most = 0
+        seen: dict[int, int] = {}
+        for n, (kind, i) in enumerate(islice(schedule(stage, stages), window)):
+            if kind == "F":
+                seen[i] = updates
+                running += 1
+                most = max(most, running) if n >= window // 2 else most
+            elif kind == "B":
+                delay = max(delay, updates - seen.pop(i)) if n >= window // 2 else delay
+                running -= 1
+            else:
+                updates += 1
+        found.append(_Steady(delay, most))
+        if len(found) > 16:
+            raise RuntimeError(f"stage {stage}: the delay of this schedule does not settle; is the program endless?")
+    return found[-1]
