@@ -14,6 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeback.method import Bundle
+from pipeback.momentum import plain_sgd, sgd_step
+
 Group = dict[str, Any]
 
 # Optimizers that treat every parameter on its own: joining stages changes no bit.
@@ -29,9 +32,7 @@ class Options:
     def __init__(
         self, optimizers: Sequence[torch.optim.Optimizer], groups: list[list[Group]] | None = None
     ) -> None:
-        self.groups = groups or [
-            [{k: _value(v) for k, v in g.items() if k != "params"} for g in opt.param_groups] for opt in optimizers
-        ]
+        self.groups = groups or [[{k: _value(v) for k, v in g.items()} for g in opt.param_groups] for opt in optimizers]
         self.rates = [
             tuple(float(mine.get("lr", 0.0)) for g, mine in zip(opt.param_groups, some, strict=True) for _ in g["params"])
             for opt, some in zip(optimizers, self.groups, strict=True)
@@ -40,12 +41,7 @@ class Options:
 
     def current(self, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
         """Whether the optimizers still have these options."""
-        for opt, groups in zip(optimizers, self.groups, strict=True):
-            for group, mine in zip(opt.param_groups, groups, strict=True):
-                for key, value in mine.items():
-                    if group[key] != value:
-                        return False
-        return True
+        return all(opt.param_groups == groups for opt, groups in zip(optimizers, self.groups, strict=True))
 
 
 def _value(value: Any) -> Any:
@@ -80,7 +76,10 @@ class Joint:
         return self._twin.state
 
     def step(self) -> None:
-        self._twin.step()
+        if self._plain_sgd:
+            sgd_step(self)
+        else:
+            self._twin.step()
 
     def at(self, options: Sequence[Options]) -> Joint:
         """Set the options that each stage's update uses, and follow a state that was loaded into an optimizer."""
@@ -89,6 +88,7 @@ class Joint:
             self._held = list(options)  # keeps the ids from being reused
             self._chosen = chosen
             self._twin.param_groups = self._groups(options)
+            self._plain_sgd = type(self._twin) is torch.optim.SGD and all(map(plain_sgd, self._twin.param_groups))
         states = [stage.optimizer.state for stage in self._stages]
         if len(states) != len(self._states) or any(a is not b for a, b in zip(states, self._states, strict=True)):
             self._states = states
@@ -103,7 +103,7 @@ class Joint:
 
     def _groups(self, options: Sequence[Options]) -> list[Group]:
         pairs = [
-            (dict(mine), group["params"])
+            ({k: v for k, v in mine.items() if k != "params"}, group["params"])
             for stage, chosen in zip(self._stages, options, strict=True)
             for group, mine in zip(stage.optimizer.param_groups, chosen.groups[stage.index], strict=True)
             if stage.weights
@@ -113,5 +113,5 @@ class Joint:
             if mine.get("foreach", 0) is None and not mine.get("fused") and params and params[0].device.type == "cpu":
                 mine["foreach"] = True
         if pairs and all(mine == pairs[0][0] for mine, _ in pairs):
-            return [{**pairs[0][0], "params": [w for _, params in pairs for w in params]}]
-        return [{**mine, "params": list(params)} for mine, params in pairs]
+            return [{**pairs[0][0], "params": Bundle(w for _, params in pairs for w in params)}]
+        return [{**mine, "params": Bundle(params)} for mine, params in pairs]

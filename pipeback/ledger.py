@@ -23,10 +23,12 @@ class Ledger(Sequence[Record]):
         self.limit = limit
         self._who, self._mb, self._version = array("i"), array("q"), array("q")
 
-    def add(self, kind: str, stage: int, mb: int, version: int) -> None:
-        self._who.append(2 * stage + (kind == "B"))
-        self._mb.append(mb)
-        self._version.append(version)
+    def add(self, kind: str, stages: Sequence[int], mbs: Sequence[int], versions: Sequence[int]) -> None:
+        """Records of one kind, one a stage."""
+        backward = kind == "B"
+        self._who.extend([2 * s + backward for s in stages])
+        self._mb.extend(mbs)
+        self._version.extend(versions)
         if len(self._who) >= 2 * self.limit:
             self._trim()
 

@@ -62,17 +62,29 @@ class Past(NamedTuple):
 Chosen = Weights | Shift | Past
 
 
+class Bundle(list[Tensor]):
+    """The weights of one stage or of several; remembers what joint calls over them need."""
+
+    _ones: list[Tensor] | None = None
+
+    @property
+    def ones(self) -> list[Tensor]:
+        """A 1 beside each weight, of its dtype and on its device."""
+        if self._ones is None:
+            units = {kind: torch.ones((), dtype=kind[0], device=kind[1]) for kind in {(w.dtype, w.device) for w in self}}
+            self._ones = [units[w.dtype, w.device] for w in self]
+        return self._ones
+
+
 def add_scaled(weights: Weights, coefficients: Sequence[float], directions: Sequence[Tensor | None]) -> None:
-    """w ← w + c·x in place for every weight that has a direction: one call, one rounding rule for any number of weights."""
+    """w ← w + c·x in place for every weight that has a direction: one call, one rounding for any number of weights."""
     if any(x is None for x in directions):
         there = [n for n, x in enumerate(directions) if x is not None]
         if not there:
             return
         weights, coefficients = [weights[n] for n in there], [coefficients[n] for n in there]
         directions = [directions[n] for n in there]
-    kinds = {(w.dtype, w.device) for w in weights}
-    units = {kind: torch.ones((), dtype=kind[0], device=kind[1]) for kind in kinds}
-    ones = [*units.values()] * len(weights) if len(units) == 1 else [units[w.dtype, w.device] for w in weights]
+    ones = weights.ones if isinstance(weights, Bundle) else Bundle(weights).ones
     torch._foreach_addcmul_(weights, directions, ones, list(coefficients))  # type: ignore[arg-type]
 
 

@@ -114,16 +114,23 @@ class Order:
     def _awaits_input(self, s: int, head: Op) -> bool:
         return s == 0 and head.kind == "F" and head.mb >= self.arrived - self.start
 
-    def _take(self, s: int) -> tuple[int, int]:
+    def _take(self, s: int, head: Op) -> tuple[int, int]:
         """Run the head of stage s: count it, fetch the next."""
-        kind, i = self._heads[s]  # type: ignore[misc]  # a ready head is there
-        done = self.forwards if kind == "F" else self.backwards if kind == "B" else self.updated
-        if kind == "U":
-            if i != self.backwards[s] - 1:
-                raise RuntimeError(f"stage {s}: U{i} must name the last micro-batch gone backward, B{self.backwards[s] - 1}")
-        elif i != done[s] or (kind == "B" and i >= self.forwards[s]):
-            raise RuntimeError(f"stage {s}: {kind}{i} is out of turn; programs go through micro-batches in order")
-        done[s] = i + 1
+        kind, i = head
+        if kind == "F":
+            turn = self.forwards[s]
+            self.forwards[s] = i + 1
+        elif kind == "B":
+            turn = self.backwards[s] if i < self.forwards[s] else -1
+            self.backwards[s] = i + 1
+        else:
+            turn = self.backwards[s] - 1
+            self.updated[s] = i + 1
+        if i != turn:
+            raise RuntimeError(
+                f"stage {s}: {head} is out of turn; a program goes through micro-batches in order, forward before backward, "
+                "and an update names the last micro-batch gone backward"
+            )
         self._heads[s] = next(self._programs[s], None)
         self._fetched[s] += 1
         return s, i + self.start
@@ -134,30 +141,26 @@ class Order:
             return
         heads, take, last = self._heads, self._take, self.stages - 1
         forwards, backwards = self.forwards, self.backwards
-        stages = range(self.stages)
         while True:
             ops = []
             upstream = self.arrived - self.start  # forwards that the stage before has done
-            for s in stages:
-                head = heads[s]
+            for s, head in enumerate(heads):
                 if head is not None and head[0] == "F" and head[1] < upstream:
-                    ops.append(take(s))
+                    ops.append(take(s, head))
                 upstream = forwards[s]
             if ops:
                 yield Wave("F", ops)
                 continue
             # upstream first: a backward counts what its neighbour had done before this wave
-            for s in stages:
-                head = heads[s]
+            for s, head in enumerate(heads):
                 if head is not None and head[0] == "B" and (s == last or head[1] < backwards[s + 1]):
-                    ops.append(take(s))
+                    ops.append(take(s, head))
             if ops:
                 yield Wave("B", ops)
                 continue
-            for s in stages:
-                head = heads[s]
+            for s, head in enumerate(heads):
                 if head is not None and head[0] == "U":
-                    ops.append(take(s))
+                    ops.append(take(s, head))
             if not ops:
                 return
             yield Wave("U", ops)
@@ -169,8 +172,9 @@ class Order:
             else:
                 s = self._last if self.policy == "sticky" and self._last in ready else ready[0]
             self._last = s
-            kind = self._heads[s].kind  # type: ignore[union-attr]
-            yield Wave(kind, [self._take(s)])
+            head = self._heads[s]
+            assert head is not None  # it is ready
+            yield Wave(head.kind, [self._take(s, head)])
 
     def _rest(self, s: int, program: Iterator[Op]) -> Iterator[Op]:
         head = self._heads[s]

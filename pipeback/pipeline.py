@@ -621,12 +621,12 @@ def _resume(loop: Loop, saved: dict[str, Any], messages: dict[Any, Any], options
 
 
 def _plain_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{k: v.item() if isinstance(v, Tensor) else v for k, v in group.items()} for group in groups]
+    return [{k: v.item() if isinstance(v, Tensor) else v for k, v in g.items() if k != "params"} for g in groups]
 
 
 def _group(saved: dict[str, Any], mine: dict[str, Any]) -> dict[str, Any]:
     """Options as they were, in the types that this optimizer uses."""
-    fixed = {}
+    fixed = {"params": mine["params"]}
     for key, value in saved.items():
         if isinstance(mine.get(key), Tensor):
             value = torch.as_tensor(value, dtype=mine[key].dtype, device=mine[key].device)

@@ -77,13 +77,6 @@ def _first_run(stage: Stage, value: Value, target: Any) -> tuple[Value, _Output]
     output = _checked(stage, _guarded(stage, given, target), given)
     roots = [y for y in (output if isinstance(output, tuple) else (output,)) if y.requires_grad]
     stage.activation_bytes = inflight.held_bytes(roots, leaves, list(stage.module.parameters()))
-    inputs = [x for x in leaves if x.requires_grad] + stage.params
-    if roots and inputs:
-        grads = torch.autograd.grad(roots, inputs, [torch.ones_like(y) for y in roots], allow_unused=True)
-        asked = len(inputs) - len(stage.params)
-        sent = inflight.storages([g for g in grads[:asked] if g is not None])
-        kept = inflight.storages([g for g in grads[asked:] if g is not None])
-        stage.keeps_gradients = bool(sent & kept) or len(kept) < sum(g is not None for g in grads[asked:])
     return cut(output), _Output(value, leaves, roots)
 
 

@@ -50,8 +50,9 @@ def save(stage: Stage, messages: dict[tuple[str, int, int], Any], number: Callab
                     tensors[f"method/{key}/{n}"] = x.detach().clone()
         else:
             plain["method"][key] = value
-    plain["grads"] = [g is not None for g in stage.grads]
-    _put(tensors, "grad", {str(n): g for n, g in enumerate(stage.grads) if g is not None})
+    sums = {str(n): p.grad for n, p in enumerate(stage.params) if p.grad is not None and stage.count}
+    plain["grads"] = list(sums)
+    _put(tensors, "grad", sums)
     plain["options"] = None if stage.options is None else number(stage.options)
     for version, weights in stage.versions.items():
         _put(tensors, f"version/{version}", {str(n): w for n, w in enumerate(weights)})
@@ -105,8 +106,8 @@ def load(stage: Stage, tensors: Tensors, plain: Plain, options: list[Any]) -> di
             key: [_method_tensor(stage, name, tensors) for name in value] if isinstance(value, list) else value
             for key, value in plain["method"].items()
         }
-        grads = plain["grads"]
-        stage.grads = [_to(stage, tensors[f"grad/{n}"]) if there else None for n, there in enumerate(grads)]
+        for n, p in enumerate(stage.params):
+            p.grad = _to(stage, tensors[f"grad/{n}"]) if str(n) in plain["grads"] else None
         stage.versions = {
             v: [_to(stage, tensors[f"version/{v}/{n}"]) for n in range(len(stage.weights))] for v in plain["versions"]
         }

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pipeback.method import Method, State, Weights
+from pipeback.method import Bundle, Method, State, Weights
 
 Value = Any  # what crosses a boundary: a tensor or a tuple of tensors
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -54,7 +54,7 @@ class Stage:
         self.index, self.stages, self.module, self.name, self.loss = index, stages, module, name, loss
         self.last = index == stages - 1
         self.params = [p for p in module.parameters() if p.requires_grad]
-        self.weights = [nn.Parameter(p.data) for p in self.params]
+        self.weights = Bundle(nn.Parameter(p.data) for p in self.params)
         first = next(module.parameters(), None)
         self.device = None if first is None else first.device
         # a stage without weights still has an optimizer, so that schedulers attach to every stage alike
@@ -66,12 +66,10 @@ class Stage:
         self.flights: dict[int, Flight] = {}
         self.versions: dict[int, Weights] = {}  # older weights that are still needed, by version
         self.scratch: Weights | None = [torch.empty_like(w) for w in self.weights] if method.copies == "scratch" else None
-        self.grads: list[Tensor | None] = []  # summed over the micro-batches of the coming update
-        self.count = 0.0  # how many micro-batches (or samples) are in the sum
+        self.count = 0.0  # micro-batches (or samples) whose gradients are summed for the coming update
         self.options: Any = None  # the options of the last micro-batch gone backward
         self.stream: Tensor | None = None  # the random state of a stage that draws
         self.clones_input = False  # a module that changes its input in place gets a copy
-        self.keeps_gradients = False  # a weight's gradient may share memory with the input's
         self.activation_bytes = 0  # of one micro-batch, measured in the rehearsal
         self.peak_flights = 0
         self.peak_copies = 1.0
@@ -79,30 +77,21 @@ class Stage:
     # -- the three operations ------------------------------------------------------------------------------------
 
     def forward(self, mb: int, x: Value, target: Any = None) -> Value:
-        """F(mb) on whatever the weights hold; returns the output cut from the graph (on the last stage the loss)."""
+        """F(mb) on whatever the weights hold; returns the output (on the last stage the loss, without its graph)."""
         leaves, given = self.enter(x)
-        if self.stream is None:
-            output = self.run(given, target)
-        else:
-            with _drawing:
-                generator = self.generator
-                outside = generator.get_state()
-                generator.set_state(self.stream)
-                try:
-                    output = self.run(given, target)
-                finally:
-                    self.stream = generator.get_state()
-                    generator.set_state(outside)
-        self.flights[mb] = Flight(leaves, output, target, self.version, isinstance(x, tuple))
+        output = self.run(given, target) if self.stream is None else self._drawing_run(given, target)
+        self.flights[mb] = Flight(leaves, output, target, self.version, type(x) is tuple)
         if len(self.flights) > self.peak_flights:
             self.peak_flights = len(self.flights)
-        return cut(output)
+        return output.detach() if self.last else output
 
     def backward(self, mb: int, grad: Value = None) -> Value:
-        """B(mb): adds to the gradient sum and returns the gradient of the input, shaped like the input."""
-        roots, seeds, inputs = self.roots(mb, grad)
-        found = torch.autograd.grad(roots, inputs, seeds, allow_unused=True) if roots else ()
-        return self.accept(mb, found)
+        """B(mb): adds to the gradients of the weights; returns the gradient of the input, shaped like the input."""
+        roots: list[Tensor] = []
+        seeds: list[Tensor] = []
+        flight = self.begin_backward(mb, grad, roots, seeds)
+        differentiate(roots, seeds)
+        return self.end_backward(flight)
 
     def update(self, mb: int) -> None:
         """U(mb) of plain training: one step on the averaged gradient. Methods go through `Worker`."""
@@ -114,78 +103,84 @@ class Stage:
 
     def enter(self, x: Value) -> tuple[tuple[Tensor, ...], Value]:
         """Leaves of a graph of their own from what was sent: all of them, and as the module takes them."""
-        parts = x if isinstance(x, tuple) else (x,)
-        leaves = []
-        for part in parts:
-            leaf = part.detach()
-            if self.device is not None and leaf.device != self.device:
-                leaf = leaf.to(self.device)
-            if self.index > 0 and leaf.is_floating_point():
-                leaf.requires_grad_()
-            leaves.append(leaf)
-        given: list[Tensor] = leaves
-        if self.clones_input:
-            given = [leaf.clone() for leaf in leaves]
-        return tuple(leaves), tuple(given) if isinstance(x, tuple) else given[0]
+        if type(x) is not tuple:
+            leaf = self._leaf(x)
+            return (leaf,), leaf.clone() if self.clones_input else leaf
+        leaves = tuple(self._leaf(part) for part in x)
+        return leaves, tuple(leaf.clone() for leaf in leaves) if self.clones_input else leaves
+
+    def _leaf(self, x: Tensor) -> Tensor:
+        leaf = x.detach()
+        if self.device is not None and leaf.device != self.device:
+            leaf = leaf.to(self.device)
+        if self.index and leaf.is_floating_point():
+            leaf.requires_grad_()
+        return leaf
 
     def run(self, given: Value, target: Any) -> Value:
         """The module, and on the last stage the loss."""
-        output = self.module(given)
         if self.last and self.loss is not None:
-            return self.loss(output, target)
-        return output
+            return self.loss(self.module(given), target)
+        return self.module(given)
 
-    def roots(self, mb: int, grad: Value) -> tuple[list[Tensor], list[Tensor | None], list[Tensor]]:
-        """What autograd needs for B(mb): outputs, their gradients, and the inputs to differentiate by."""
-        flight = self.flights[mb]
-        outputs = flight.output if isinstance(flight.output, tuple) else (flight.output,)
-        grads = grad if isinstance(grad, tuple) else (grad,)
-        roots: list[Tensor] = []
-        seeds: list[Tensor | None] = []
-        for y, g in zip(outputs, grads, strict=True):
-            if y.requires_grad and (g is not None or self.last):
-                roots.append(y)
-                seeds.append(g if g is None or g.device == y.device else g.to(y.device))
-        if not roots:
-            return [], [], []
-        return roots, seeds, [x for x in flight.leaves if x.requires_grad] + self.params
+    def _drawing_run(self, given: Value, target: Any) -> Value:
+        """`run` on the stage's own random stream."""
+        with _drawing:
+            generator = self.generator
+            outside = generator.get_state()
+            generator.set_state(self.stream)
+            try:
+                return self.run(given, target)
+            finally:
+                self.stream = generator.get_state()
+                generator.set_state(outside)
 
-    def accept(self, mb: int, found: Sequence[Tensor | None]) -> Value:
-        """Take B(mb)'s results, in the order of `roots`' inputs; returns the gradient to send upstream."""
+    def begin_backward(self, mb: int, grad: Value, roots: list[Tensor], seeds: list[Tensor]) -> Flight:
+        """Append what B(mb) differentiates, and the gradients it starts from (on the last stage None means 1)."""
         flight = self.flights.pop(mb)
-        leaves = flight.leaves
-        if not found:
-            self.add([None] * len(self.params))
-            upstream: list[Tensor | None] = [None] * len(leaves)
-        else:
-            asked = sum(x.requires_grad for x in leaves)
-            given = iter(found[:asked])
-            upstream = [next(given) if x.requires_grad else None for x in leaves]
-            self.add(found[asked:])
         self.options = flight.options
-        return tuple(upstream) if len(upstream) != 1 else upstream[0]
+        output = flight.output
+        if type(output) is tuple:
+            grads = grad if type(grad) is tuple else (grad,) * len(output)
+            for y, g in zip(output, grads, strict=True):
+                if y.requires_grad and g is not None:
+                    roots.append(y)
+                    seeds.append(g)
+        elif output.requires_grad:
+            if grad is None and self.last:
+                grad = torch.ones_like(output)
+            if grad is not None:
+                roots.append(output)
+                seeds.append(grad)
+        return flight
 
-    def add(self, grads: Sequence[Tensor | None]) -> None:
-        """Sum the gradients of one more micro-batch, in micro-batch order."""
+    def end_backward(self, flight: Flight) -> Value:
+        """Count the micro-batch; returns the gradient to send upstream, None where there is none."""
         self.count += 1
-        if not self.grads:
-            self.grads = [None if g is None else g.clone() for g in grads] if self.keeps_gradients else list(grads)
-            return
-        self.grads = [g if old is None else old if g is None else old + g for old, g in zip(self.grads, grads, strict=True)]
+        if flight.tuple_input:
+            return tuple(x.grad for x in flight.leaves)
+        return flight.leaves[0].grad
 
-    def average(self, clip_norm: float | None, divisor: float | None = None) -> None:
-        """Divide the sum once by the true count, clip it, and hand it to the optimizer as `.grad`."""
-        count = self.count if divisor is None else divisor
-        grads = self.grads
+    def average(self, clip_norm: float | None) -> None:
+        """Divide the gradient sum once by the true count, clip it, and hand it to the optimizer.
+
+        The sum is what autograd left in the parameters' `.grad`, in micro-batch order.
+        """
+        count, self.count = self.count, 0.0
+        if count == 1 and clip_norm is None:
+            for w, p in zip(self.weights, self.params, strict=True):
+                w.grad, p.grad = p.grad, None
+            return
+        grads = [p.grad for p in self.params]
         if count != 1:
             grads = [None if g is None else g / count for g in grads]
-        if clip_norm is not None and any(g is not None for g in grads):
-            norm = torch.nn.utils.get_total_norm([g for g in grads if g is not None])
-            scale = torch.clamp(clip_norm / (norm + 1e-6), max=1.0)
+        there = [g for g in grads if g is not None]
+        if clip_norm is not None and there:
+            # not clip_grad_norm_, which would change a gradient that was just sent upstream
+            scale = torch.clamp(clip_norm / (torch.nn.utils.get_total_norm(there) + 1e-6), max=1.0)
             grads = [None if g is None else g * scale.to(g.dtype) for g in grads]
-        for w, g in zip(self.weights, grads, strict=True):
-            w.grad = g
-        self.grads, self.count = [], 0.0
+        for w, p, g in zip(self.weights, self.params, grads, strict=True):
+            w.grad, p.grad = g, None
 
     @property
     def generator(self) -> torch.Generator:
@@ -239,3 +234,22 @@ def cut(output: Value) -> Value:
     if isinstance(output, tuple):
         return tuple(part.detach() for part in output)
     return output.detach()
+
+
+def differentiate(roots: list[Tensor], seeds: list[Tensor]) -> None:
+    """One autograd call through any number of graphs: gradients are added to the leaves' `.grad`."""
+    if roots:
+        _Join.apply(seeds, *roots).backward()
+
+
+class _Join(torch.autograd.Function):
+    """One root above many graphs, which hands each its gradient: autograd starts faster from one than from many."""
+
+    @staticmethod
+    def forward(ctx: Any, seeds: list[Tensor], *roots: Tensor) -> Tensor:
+        ctx.seeds = [g if g.device == y.device else g.to(y.device) for g, y in zip(seeds, roots, strict=True)]
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return (None, *ctx.seeds)

@@ -16,9 +16,9 @@ from torch import Tensor
 from pipeback.joint import Joint, Options, joinable
 from pipeback.ledger import Ledger
 from pipeback.link import Link
-from pipeback.method import Method, Past, Shift, State, Weights, When, add_scaled, overrides
+from pipeback.method import Bundle, Method, Past, Shift, State, Weights, When, add_scaled, overrides
 from pipeback.order import Wave
-from pipeback.stage import Stage
+from pipeback.stage import Flight, Stage, differentiate
 
 
 Ops = Sequence[tuple[int, int]]  # (stage, micro-batch)
@@ -54,12 +54,14 @@ class Worker:
         self.sizes: dict[int, int] = {}  # samples of a micro-batch, where they weigh
         self.ledger = Ledger()
         self.trace: list[tuple[float, float, int, str, int]] | None = None  # (start, end, stage, kind, micro-batch), s
+        self.stash = method.copies == "stash"
         self._forward_hook = overrides(method, "forward_weights")
         self._backward_hook = overrides(method, "backward_weights") or method.copies == "stash"
         self._update_hook = overrides(method, "update")
         self._joints: dict[tuple[int, ...], Joint | None] = {}
         self._spreads: dict[tuple[int, ...], tuple[list[Options], tuple[float, ...], tuple[int, ...]]] = {}
         self._lists: dict[tuple[Any, ...], Weights] = {}
+        self._states: dict[tuple[int, ...], tuple[list[State], State]] = {}
         self._last = max(self.stages)
 
     # -- the loop ------------------------------------------------------------------------------------------------
@@ -107,8 +109,7 @@ class Worker:
                     y = stage.forward(i, x, target)
                 except Exception as error:
                     raise StageError(f"{_name(stage)}, micro-batch {i}: the forward failed: {error}") from error
-                flight = stage.flights[i]
-                flight.options = self.options[i]
+                stage.flights[i].options = self.options[i]
                 if stage.last:
                     if self.check_finite and not torch.isfinite(y):
                         raise StageError(self._first_bad(i, y))
@@ -121,70 +122,53 @@ class Worker:
             if held:
                 with torch.no_grad():
                     self._release_forward(held, ops)
-        for s, i in ops:
-            stage = stages[s]
-            flight = stage.flights[i]
-            self.ledger.add("F", s, i, flight.version)
-            if self.method.needs_entry:
-                flight.entry = self.entries.pop(i) if s == self._last else self.entries[i]
-            if stage.stash:
-                stage.peak_copies = max(stage.peak_copies, stage.copies())
+        numbers, mbs = zip(*ops, strict=True)
+        self.ledger.add("F", numbers, mbs, [stages[s].flights[i].version for s, i in ops])
+        if self.method.needs_entry:
+            for s, i in ops:
+                stages[s].flights[i].entry = self.entries.pop(i) if s == self._last else self.entries[i]
+        if self.stash:
+            for s in numbers:
+                stages[s].peak_copies = max(stages[s].peak_copies, stages[s].copies())
 
     def backward(self, ops: Ops) -> None:
         """B of each (stage, micro-batch), as one autograd call."""
         link, stages = self.link, self.stages
-        grads = [None if stages[s].last else link.recv("B", s, i) for s, i in ops]
-        held: list[_Held] = []
         versions: dict[int, int] = {}
+        held: list[_Held] = []
         if self._backward_hook:
             with torch.no_grad():
                 held, versions = self._hold_backward(ops)
+        roots: list[Tensor] = []
+        seeds: list[Tensor] = []
+        flights = []
+        for s, i in ops:
+            stage = stages[s]
+            grad = None if stage.last else link.recv("B", s, i)
+            if self.samples and stage.last:
+                grad = torch.full_like(stage.flights[i].output, self.sizes[i])
+            flights.append(stage.begin_backward(i, grad, roots, seeds))
         try:
-            found, counts = self._differentiate(ops, grads)
+            differentiate(roots, seeds)
+        except Exception as error:
+            raise StageError(self._culprit(ops, flights, error)) from error
         finally:
             if held:
                 with torch.no_grad():
                     for h in held:
                         h.undo()
-        at = 0
-        for (s, i), n in zip(ops, counts, strict=True):
+        numbers, mbs = zip(*ops, strict=True)
+        self.ledger.add("B", numbers, mbs, [versions.get(s, stages[s].version) for s in numbers])
+        for (s, i), flight in zip(ops, flights, strict=True):
             stage = stages[s]
-            self.ledger.add("B", s, i, versions.get(s, stage.version))
+            upstream = stage.end_backward(flight)
             if self.samples:
-                stage.count += self.sizes[i] - 1  # `add` counts one
-            upstream = stage.accept(i, found[at : at + n])
-            at += n
-            if s > 0:
+                stage.count += self.sizes[i] - 1  # a micro-batch was counted as one
+            if s:
                 link.send("B", s - 1, i, upstream)
-            if stage.stash:
-                stage.release()
-
-    def _differentiate(
-        self, ops: Ops, grads: Sequence[Any]
-    ) -> tuple[Sequence[Tensor | None], list[int]]:
-        roots: list[Tensor] = []
-        seeds: list[Tensor | None] = []
-        inputs: list[Tensor] = []
-        counts: list[int] = []
-        for (s, i), grad in zip(ops, grads, strict=True):
-            if self.samples and grad is None and self.stages[s].last:
-                grad = self._weight(s, i)
-            mine = self.stages[s].roots(i, grad)
-            roots += mine[0]
-            seeds += mine[1]
-            inputs += mine[2]
-            counts.append(len(mine[2]))
-        if not roots:
-            return (), counts
-        try:
-            return torch.autograd.grad(roots, inputs, seeds, allow_unused=True), counts
-        except Exception as error:
-            s, i = self._culprit(ops, grads, error)
-            raise StageError(f"{_name(self.stages[s])}, micro-batch {i}: the backward failed: {error}") from error
-
-    def _weight(self, s: int, i: int) -> Tensor:
-        """The gradient of the loss where a micro-batch weighs as much as its samples."""
-        return torch.full_like(self.stages[s].flights[i].output, self.sizes[i])
+        if self.stash:
+            for s in numbers:
+                stages[s].release()
 
     def update(self, ops: Ops) -> None:
         """U of each (stage, micro-batch): joined into one step where method and optimizers allow it."""
@@ -217,8 +201,10 @@ class Worker:
                 return
             when = self._when(stages, mbs, [stage.options for stage in stages])
             with torch.no_grad():
-                state = self.method.update(self._weights(stages), optimizer, _gather(stages), when)
-            _scatter(stages, state)
+                before = self._gather(stages)
+                after = self.method.update(self._weights(stages), optimizer, before, when)
+            if after is not before:
+                _scatter(stages, after)
         except Exception as error:
             raise StageError(f"{_name(stages[0])}, micro-batch {mbs[0]}: the update failed: {error}") from error
 
@@ -243,7 +229,7 @@ class Worker:
         for stages, mbs in self._parts(ops):
             weights = self._weights(stages)
             when = self._when(stages, mbs, [self.options[i] for i in mbs])
-            chosen = self.method.forward_weights(weights, _gather(stages), when)
+            chosen = self.method.forward_weights(weights, self._gather(stages), when)
             if chosen is weights:
                 continue
             if isinstance(chosen, Past):
@@ -277,7 +263,7 @@ class Worker:
             if stage.stash:  # one stage a part
                 used = flights[0].owned or stage.past(flights[0].version)
             when = self._when(stages, mbs, [flight.options for flight in flights], flights[0].entry)
-            chosen = self.method.backward_weights(weights, used, _gather(stages), when)
+            chosen = self.method.backward_weights(weights, used, self._gather(stages), when)
             if chosen is used:
                 versions[stage.index] = flights[0].version
                 if used is not weights and used is not stage.weights:
@@ -321,8 +307,23 @@ class Worker:
     def _joined(self, name: str, stages: Sequence[Stage]) -> Weights:
         key = (name, *(stage.index for stage in stages))
         if key not in self._lists:
-            self._lists[key] = [w for stage in stages for w in getattr(stage, name)]
+            self._lists[key] = Bundle(w for stage in stages for w in getattr(stage, name))
         return self._lists[key]
+
+    def _gather(self, stages: Sequence[Stage]) -> State:
+        """The method's state over several stages: lists one after the other, numbers of the first."""
+        if len(stages) == 1:
+            return stages[0].state
+        key = tuple([stage.index for stage in stages])
+        states = [stage.state for stage in stages]
+        cached = self._states.get(key)
+        if cached is None or any(a is not b for a, b in zip(cached[0], states, strict=True)):
+            merged = {
+                name: [x for state in states for x in state[name]] if isinstance(value, list) else value
+                for name, value in states[0].items()
+            }
+            cached = self._states[key] = (states, merged)
+        return cached[1]
 
     def _when(self, stages: Sequence[Stage], mbs: Sequence[int], options: Sequence[Options], entry: int = 0) -> When:
         first, i = stages[0], mbs[0]
@@ -339,18 +340,19 @@ class Worker:
 
     # -- naming what failed --------------------------------------------------------------------------------------
 
-    def _culprit(self, ops: Ops, grads: Sequence[Any], error: Exception) -> tuple[int, int]:
+    def _culprit(self, ops: Ops, flights: Sequence[Flight], error: Exception) -> str:
         """Which backward of a joined call failed: the one that fails in the same way alone."""
-        if len(ops) > 1:
-            for (s, i), grad in zip(ops, grads, strict=True):
-                roots, seeds, inputs = self.stages[s].roots(i, grad)
-                try:
-                    if roots:
-                        torch.autograd.grad(roots, inputs, seeds, allow_unused=True, retain_graph=True)
-                except Exception as again:
-                    if type(again) is type(error) and str(again) == str(error):
-                        return s, i
-        return ops[0]
+        s, i = ops[0]
+        for op, flight in zip(ops, flights, strict=True):
+            outputs = flight.output if isinstance(flight.output, tuple) else (flight.output,)
+            roots = [y for y in outputs if y.requires_grad]
+            try:
+                differentiate(roots, [torch.ones_like(y) for y in roots])
+            except Exception as again:
+                if type(again) is type(error) and str(again) == str(error):
+                    s, i = op
+                    break
+        return f"{_name(self.stages[s])}, micro-batch {i}: the backward failed: {error}"
 
     def _first_bad(self, i: int, loss: Tensor) -> str:
         for s in sorted(self.stages):
@@ -398,16 +400,6 @@ def _swap(a: Weights, b: Weights) -> None:
 
 def _name(stage: Stage) -> str:
     return f"stage {stage.index} ({stage.name})"
-
-
-def _gather(stages: Sequence[Stage]) -> State:
-    """The method's state over several stages: lists one after the other, numbers of the first."""
-    if len(stages) == 1:
-        return stages[0].state
-    return {
-        key: [x for stage in stages for x in stage.state[key]] if isinstance(value, list) else value
-        for key, value in stages[0].state.items()
-    }
 
 
 def _scatter(stages: Sequence[Stage], state: State) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from pipeback.method import Chosen, Method, OptimizerLike, Shift, State, Weights, When
-from pipeback.momentum import require_momentum_sgd, spike, spiked_step, velocity
+from pipeback.momentum import require_momentum_sgd, sgd_step, velocity
 from pipeback.schedules import flowing
 
 
@@ -41,5 +41,6 @@ class Cerebras(Method):
         return Shift(weights, [-rate * D for rate, D in zip(when.rates, when.delays, strict=True)], state["velocity"])
 
     def update(self, weights: Weights, optimizer: OptimizerLike, state: State, when: When) -> State:
-        spiked_step(optimizer, weights, lambda n, m: spike(m, when.delays[n]))
-        return {"velocity": velocity(optimizer, weights)}
+        sgd_step(optimizer, weights, when.delays)
+        v = velocity(optimizer, weights, state["velocity"])
+        return state if v is state["velocity"] else {"velocity": v}

@@ -56,7 +56,8 @@ class LinearWeightPrediction(Method):
     def update(self, weights: Weights, optimizer: OptimizerLike, state: State, when: When) -> State:
         if self.form == "velocity":
             optimizer.step()
-            return {"velocity": velocity(optimizer, weights)}
+            v = velocity(optimizer, weights, state["velocity"])
+            return state if v is state["velocity"] else {"velocity": v}
         moved = state["displacement"]  # becomes w_{t+1} − w_t without a further copy of the weights
         torch._foreach_copy_(moved, weights)
         optimizer.step()

@@ -10,13 +10,12 @@ Kosson et al., arXiv 2003.11666, section 3.1. F and B run on w_t. Momentum SGD. 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from pipeback.method import Method, OptimizerLike, State, Weights, When
-from pipeback.momentum import require_momentum_sgd, spike, spiked_step
+from pipeback.momentum import require_momentum_sgd, sgd_step
 from pipeback.schedules import flowing
 
 
@@ -35,6 +34,6 @@ class SpikeCompensation(Method):
         require_momentum_sgd(optimizer, "sc", 'lwp with form="weight"', positive=False)
 
     def update(self, weights: Weights, optimizer: OptimizerLike, state: State, when: When) -> State:
-        horizons: Sequence[float] = when.delays if self.horizon is None else [self.horizon] * len(weights)
-        spiked_step(optimizer, weights, lambda n, m: spike(m, horizons[n]))
+        horizons = when.delays if self.horizon is None else [self.horizon] * len(weights)
+        sgd_step(optimizer, weights, horizons)
         return state

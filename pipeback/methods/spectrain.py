@@ -61,7 +61,8 @@ class SpecTrain(Method):
 
     def update(self, weights: Weights, optimizer: OptimizerLike, state: State, when: When) -> State:
         optimizer.step()
-        return {"velocity": velocity(optimizer, weights)}
+        v = velocity(optimizer, weights, state["velocity"])
+        return state if v is state["velocity"] else {"velocity": v}
 
     def _ahead(self, weights: Weights, state: State, when: When, h: int) -> Chosen:
         return Shift(weights, [-rate * h for rate in when.rates], state["velocity"]) if h else weights
