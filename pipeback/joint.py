@@ -24,6 +24,8 @@ _SEPARABLE = {
     getattr(torch.optim, name)
     for name in ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad", "Adadelta", "ASGD", "Rprop")
 }
+# Those whose foreach implementation has the bits of their loop on the CPU (a test compares them all).
+_FOREACH = {getattr(torch.optim, name) for name in ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad")}
 
 
 class Options:
@@ -108,9 +110,9 @@ class Joint:
             for group, mine in zip(stage.optimizer.param_groups, chosen.groups[stage.index], strict=True)
             if stage.weights
         ]
-        # the loop and the foreach implementation have equal bits on the CPU; fused has not and is never switched on
+        # fused implementations have other bits and are never switched on
         for mine, params in pairs:
-            if mine.get("foreach", 0) is None and not mine.get("fused") and params and params[0].device.type == "cpu":
+            if type(self._twin) in _FOREACH and mine["foreach"] is None and not mine.get("fused") and not params[0].is_cuda:
                 mine["foreach"] = True
         if pairs and all(mine == pairs[0][0] for mine, _ in pairs):
             return [{**pairs[0][0], "params": Bundle(w for _, params in pairs for w in params)}]

@@ -136,27 +136,25 @@ def _refuse_stashed_functions(stage: Stage, value: Value, target: Any, method: M
     known = inflight.storages(list(stage.module.parameters()))
 
     def graph(x: Value) -> list[tuple[str, Tensor]]:
-        with torch.random.fork_rng(devices=[]):
-            _, given = stage.enter(x)
-            output = stage.run(given, target)
-            roots = [y for y in (output if isinstance(output, tuple) else (output,)) if y.requires_grad]
-            return [
-                (name, t.detach().clone())
-                for name, t, _ in inflight.saved(roots)
-                if t.is_floating_point() and t.numel() and t.untyped_storage().data_ptr() not in known
-            ]
+        stage.generator.manual_seed(0)  # the same masks each time; `_untouched` puts the state back
+        _, given = stage.enter(x)
+        output = stage.run(given, target)
+        roots = [y for y in (output if isinstance(output, tuple) else (output,)) if y.requires_grad]
+        return [
+            (name, t.detach().clone())
+            for name, t, _ in inflight.saved(roots)
+            if t.is_floating_point() and t.numel() and t.untyped_storage().data_ptr() not in known
+        ]
 
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(stage.index)
-        originals = [p.detach().clone() for p in stage.params]
-        try:
-            _disturb(stage, originals)
-            first, second = graph(value), graph(other)
-            _disturb(stage, originals)
-            third = graph(value)
-        finally:
-            for p, original in zip(stage.params, originals, strict=True):
-                p.data.copy_(original)
+    originals = [p.detach().clone() for p in stage.params]
+    try:
+        _disturb(originals, stage, 1)
+        first, second = graph(value), graph(other)
+        _disturb(originals, stage, 2)
+        third = graph(value)
+    finally:
+        for p, original in zip(stage.params, originals, strict=True):
+            p.data.copy_(original)
     names = [name for name, _ in first]
     if [name for name, _ in second] != names or [name for name, _ in third] != names:
         return  # the graph depends on the data; nothing can be said
@@ -169,21 +167,28 @@ def _refuse_stashed_functions(stage: Stage, value: Value, target: Any, method: M
             )
 
 
-def _disturb(stage: Stage, originals: Sequence[Tensor]) -> None:
+def _disturb(originals: Sequence[Tensor], stage: Stage, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
     for p, original in zip(stage.params, originals, strict=True):
         scale = original.float().abs().mean().item() or 1.0
-        p.data.copy_(original + scale * torch.randn_like(original))
+        p.data.copy_(original + scale * _noise(original, generator))
 
 
 def _other_input(value: Value) -> Value | None:
     """Another input of the same form; None where none can be made."""
     parts = value if isinstance(value, tuple) else (value,)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        others = [p + (p.std(correction=0) + 1) * torch.randn_like(p) if p.is_floating_point() else p.flip(-1) for p in parts]
+    generator = torch.Generator().manual_seed(0)
+    others = [
+        p + (p.std(correction=0) + 1) * _noise(p, generator) if p.is_floating_point() else p.flip(-1) if p.dim() else p
+        for p in parts
+    ]
     if all(torch.equal(a, b) for a, b in zip(parts, others, strict=True)):
         return None
     return tuple(others) if isinstance(value, tuple) else others[0]
+
+
+def _noise(like: Tensor, generator: torch.Generator) -> Tensor:
+    return torch.randn(like.shape, generator=generator).to(like)
 
 
 # -- normalisations ----------------------------------------------------------------------------------------------------

@@ -57,6 +57,7 @@ def save(stage: Stage, messages: dict[tuple[str, int, int], Any], number: Callab
     for version, weights in stage.versions.items():
         _put(tensors, f"version/{version}", {str(n): w for n, w in enumerate(weights)})
     plain["versions"] = sorted(stage.versions)
+    plain["clones_input"] = stage.clones_input  # a graph can only be built anew when this is known
     if stage.stream is not None:
         tensors["random"] = stage.stream.clone()
     for mb, flight in stage.flights.items():
@@ -112,6 +113,7 @@ def load(stage: Stage, tensors: Tensors, plain: Plain, options: list[Any]) -> di
             v: [_to(stage, tensors[f"version/{v}/{n}"]) for n in range(len(stage.weights))] for v in plain["versions"]
         }
         stage.stream = tensors["random"].clone() if "random" in tensors else None
+    stage.clones_input = plain["clones_input"]
     stage.options = None if plain["options"] is None else options[plain["options"]]
     stage.flights = {int(mb): _load_flight(stage, int(mb), p, tensors, options) for mb, p in plain["flights"].items()}
     return {

@@ -1,0 +1,97 @@
+"""What the laws run over: every method in every variant, small networks and their data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import pipeback
+from pipeback import methods
+
+STAGES = 5
+
+# label -> method for S stages; every name of methods.available() appears (a test says so)
+CASES: dict[str, Callable[[int], pipeback.Method]] = {
+    "sgd": lambda S: methods.create("sgd"),
+    "gpipe": lambda S: methods.create("gpipe"),
+    "gpipe-4": lambda S: methods.create("gpipe", micro_batches=4),
+    "one_f_one_b": lambda S: methods.create("one_f_one_b"),
+    "one_f_one_b-3": lambda S: methods.create("one_f_one_b", micro_batches=3),
+    "pb": lambda S: methods.create("pb"),
+    "pb-slack1": lambda S: methods.create("pb", slack=1),
+    "pipedream": lambda S: methods.create("pipedream"),
+    "pipedream-slack2": lambda S: methods.create("pipedream", slack=2),
+    "pipedream-vertical": lambda S: methods.create("pipedream", vertical_sync=True),
+    "pipedream_2bw": lambda S: methods.create("pipedream_2bw", micro_batches=S + 1),
+    "pipemare": lambda S: methods.create("pipemare", anneal=12),
+    "pipemare-t1": lambda S: methods.create("pipemare", anneal=12, t2=False),
+    "pipemare-t2": lambda S: methods.create("pipemare", t1=False),
+    "pipemare-t3": lambda S: methods.create("pipemare", anneal=6, warmup=8, micro_batches=2),
+    "spectrain": lambda S: methods.create("spectrain"),
+    "spectrain-slack2": lambda S: methods.create("spectrain", slack=2),
+    "spectrain-v2": lambda S: methods.create("spectrain", version=2),
+    "lwp": lambda S: methods.create("lwp"),
+    "lwp-weight": lambda S: methods.create("lwp", form="weight"),
+    "lwp-horizon3": lambda S: methods.create("lwp", horizon=3),
+    "sc": lambda S: methods.create("sc"),
+    "sc-horizon2": lambda S: methods.create("sc", horizon=2),
+    "cerebras": lambda S: methods.create("cerebras"),
+    "lwp-weight+sc": lambda S: pipeback.chain(methods.create("lwp", form="weight"), methods.create("sc")),
+}
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.02, momentum=0.9, weight_decay=1e-3),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
+}
+
+# what the equations of these methods allow
+MOMENTUM_ONLY = {"lwp", "lwp-horizon3", "cerebras", "spectrain", "spectrain-slack2", "spectrain-v2"}
+SGD_ONLY = {"sc", "sc-horizon2", "lwp-weight+sc"}
+
+
+def allowed(case: str, optimizer: str) -> bool:
+    if case in MOMENTUM_ONLY:
+        return optimizer == "momentum"
+    return case not in SGD_ONLY or optimizer in ("sgd", "momentum")
+
+
+def network(stages: int = STAGES, width: int = 6, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Sequential:
+    """Linear + Tanh a stage."""
+    torch.manual_seed(seed)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(stages)]).to(dtype)
+
+
+def data(count: int, samples: int = 3, width: int = 6, dtype: torch.dtype = torch.float32, seed: int = 1) -> list[Any]:
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda: torch.randn(samples, width, generator=generator, dtype=dtype)  # noqa: E731
+    return [(draw(), draw()) for _ in range(count)]
+
+
+def pipeline(model: nn.Module, method: Any, optimizer: str = "momentum", **options: Any) -> pipeback.Pipeline:
+    return pipeback.Pipeline(
+        model, loss=nn.functional.mse_loss, optimizer=OPTIMIZERS[optimizer], method=method, **options
+    )
+
+
+def weights(pipe: pipeback.Pipeline) -> torch.Tensor:
+    """All weights and buffers in one vector."""
+    state = pipe.model.state_dict()
+    return torch.cat([value.detach().flatten().double() for value in state.values()])
+
+
+def everything(pipe: pipeback.Pipeline) -> torch.Tensor:
+    """All that a pipeline holds, in one vector: weights, buffers, optimizer and method state, versions, streams, flights.
+
+    Left out are raw bytes that a graph keeps: an oneDNN workspace has gaps that nobody ever writes.
+    """
+    parts = []
+    for tensors in pipe.state_dict()["stages"]:
+        for name, tensor in sorted(tensors.items()):
+            if not (name.startswith("flight/") and tensor.dtype == torch.uint8):
+                parts.append(tensor.flatten().double())
+    return torch.cat(parts)

@@ -1,0 +1,84 @@
+"""Law: weight copies and method state, counted while running, are what the method declares; nothing grows."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from tests.laws.cases import CASES, STAGES, data, network, pipeline
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_copies_and_state_are_as_declared(case):
+    method = CASES[case](STAGES)
+    pipe = pipeline(network(), method)
+    for x, y in data(40):
+        pipe.push(x, y)
+        for stage in pipe._stages:
+            assert stage.copies() <= method.held(stage.index, STAGES)
+    found = pipe.memory()
+    one = [stage.bytes() for stage in pipe._stages]
+    declared = sum(method.held(s, STAGES) * one[s] for s in range(STAGES)) / sum(one)
+    assert found.weights == sum(one)
+    assert found.copies == declared
+    assert found.state == method.state_copies
+
+
+def tensors_alive():
+    """Tensors and their bytes, by asking the garbage collector: nobody's bookkeeping."""
+    gc.collect()
+    found = {}
+    for thing in gc.get_objects():
+        if issubclass(type(thing), torch.Tensor) and not thing.is_meta:
+            found[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
+    return sum(found.values())
+
+
+@pytest.mark.parametrize("case", ["pb", "pipedream", "cerebras", "pipedream_2bw", "spectrain-v2", "gpipe-4"])
+def test_the_collector_agrees_with_the_declaration(case):
+    """Bytes of tensors of a quiet pipeline: weights × copies + optimizer state + activations, and no more."""
+    torch.manual_seed(0)
+    width = 48  # weights dominate activations
+    method = CASES[case](3)
+    before = tensors_alive()
+    model = nn.Sequential(*[nn.Linear(width, width) for _ in range(3)])
+    pipe = pipeline(model, method)
+    for x, y in data(24, samples=1, width=width):
+        pipe.push(x, y)
+    del x, y
+    memory = pipe.memory()
+    copies = sum(stage.copies() * stage.bytes() for stage in pipe._stages)
+    momentum = memory.weights
+    found = tensors_alive() - before
+    slack = memory.activations + 64 * 1024 // 8
+    assert copies + momentum <= found <= copies + momentum + slack
+
+
+@pytest.mark.parametrize("case", ["pb", "cerebras", "pipedream", "spectrain-v2"])
+def test_memory_is_constant_over_training(case):
+    pipe = pipeline(network(3), CASES[case](3))
+    batches = data(50)
+
+    def train(n):
+        for i in range(n):
+            pipe.push(*batches[i % 50])
+        return tensors_alive(), len(pipe._stages[0].flights), len(pipe._runtime.loop.worker.options)
+
+    train(100)
+    early = train(0)
+    assert train(900) == early
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("case", CASES)
+def test_memory_is_constant_over_10000_micro_batches(case):
+    pipe = pipeline(network(3), CASES[case](3))
+    batches = data(60)
+    for i in range(120):
+        pipe.push(*batches[i % 60])
+    early = tensors_alive()
+    for i in range(120, 10_020):
+        pipe.push(*batches[i % 60])
+    assert tensors_alive() == early
+    assert len(pipe.ledger) == min(1_000_000, sum(r.stage >= 0 for r in pipe.ledger))

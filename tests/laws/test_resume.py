@@ -1,0 +1,181 @@
+"""Law: save at any micro-batch, in flight, load in a new process, and train on: the same bits."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import pipeback
+from tests.laws.cases import CASES, OPTIMIZERS, STAGES, allowed, data, everything, network, pipeline
+
+CHILD = """
+import sys, torch
+from tests.laws import cases
+from tests.laws.test_resume import LAYERS, layered
+torch.set_num_threads(1)
+for line in torch.load(sys.argv[1], weights_only=True):
+    label, optimizer, layer = line["label"], line["optimizer"], line["layer"]
+    if layer is None:
+        pipe = cases.pipeline(cases.network(seed=99), cases.CASES[label](cases.STAGES), optimizer, workers=line["workers"])
+        batches = cases.data(24)
+    else:
+        pipe, batches = layered(layer, label, seed=99)
+    pipe.load_state_dict(line["state"])
+    for x, y in batches[line["at"]:]:
+        pipe.push(x, y)
+    line["result"] = cases.everything(pipe)
+    pipe.drain()
+    line["drained"] = cases.everything(pipe)
+    print(torch.equal(line["result"], line["wanted"]) and torch.equal(line["drained"], line["wanted_drained"]), label, layer, line["at"])
+"""
+
+
+def in_a_new_process(lines, tmp_path):
+    torch.save(lines, tmp_path / "states.pt")
+    found = subprocess.run([sys.executable, "-c", CHILD, str(tmp_path / "states.pt")], capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    rows = found.stdout.splitlines()
+    assert len(rows) == len(lines)
+    assert [row for row in rows if not row.startswith("True")] == []
+
+
+def record(pipe, batches, at, label, optimizer="momentum", workers=None, layer=None):
+    for x, y in batches[:at]:
+        pipe.push(x, y)
+    state = pipe.state_dict()
+    for x, y in batches[at:]:
+        pipe.push(x, y)
+    wanted = everything(pipe)
+    pipe.drain()
+    return {
+        "label": label, "optimizer": optimizer, "at": at, "workers": workers, "layer": layer,
+        "state": state, "wanted": wanted, "wanted_drained": everything(pipe),
+    }  # fmt: skip
+
+
+def test_every_method_in_a_new_process(tmp_path):
+    lines = []
+    for n, case in enumerate(CASES):
+        for optimizer in ("momentum", "adam"):
+            if allowed(case, optimizer):
+                at = 9 + n % 9
+                pipe = pipeline(network(), CASES[case](STAGES), optimizer)
+                lines.append(record(pipe, data(24), at, case, optimizer, workers=2 if n % 4 == 0 else None))
+    in_a_new_process(lines, tmp_path)
+
+
+class Attention(nn.Module):
+    """nn.TransformerEncoderLayer as a stage."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, batch_first=True)
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.LSTM(8, 8, batch_first=True)
+
+    def forward(self, x):
+        return self.layer(x)[0]
+
+
+class Skip(nn.Module):
+    """Carries a tuple across the boundary."""
+
+    def __init__(self, opens):
+        super().__init__()
+        self.linear, self.opens = nn.Linear(8, 8), opens
+
+    def forward(self, x):
+        if self.opens:
+            return torch.relu(self.linear(x)), x
+        return self.linear(x[0]) + x[1]
+
+
+LAYERS = {
+    "linear": lambda: [nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.ReLU())],
+    "layer norm": lambda: [nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU())],
+    "dropout": lambda: [nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.4))],
+    "conv": lambda: [nn.Conv1d(5, 5, 3, padding=1), nn.GroupNorm(1, 5), nn.ReLU(inplace=True)],
+    "batch norm": lambda: [nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(5))],
+    "attention": lambda: [Attention()],
+    "lstm": lambda: [Recurrent()],
+    "embedding": lambda: [nn.Sequential(nn.Embedding(16, 8), nn.LayerNorm(8))],
+    "tuples": lambda: [Skip(True), Skip(False)],
+}
+
+
+def layered(layer, method, seed=0):
+    torch.manual_seed(seed)
+    middle = LAYERS[layer]() + LAYERS[layer]() if layer != "embedding" else LAYERS[layer]()
+    pipe = pipeback.Pipeline(
+        nn.Sequential(*middle, nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)),
+        loss=lambda out, target: nn.functional.cross_entropy(out.flatten(0, 1), target.flatten()),
+        optimizer=OPTIMIZERS["momentum"], method=method,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(2)
+    batches = []
+    for _ in range(24):
+        x = torch.randn(4, 5, 8, generator=generator)
+        if layer == "embedding":
+            x = torch.randint(0, 16, (4, 5), generator=generator)
+        batches.append((x, torch.randint(0, 4, (4, 5), generator=generator)))
+    return pipe, batches
+
+
+@pytest.mark.filterwarnings("ignore:.*takes its statistics", "ignore:.*enable_nested_tensor")
+def test_every_layer_in_a_new_process(tmp_path):
+    lines = []
+    for n, layer in enumerate(LAYERS):
+        for method in ("pb", "pipedream"):
+            pipe, batches = layered(layer, method)
+            lines.append(record(pipe, batches, 10 + n % 5, method, layer=layer))
+    in_a_new_process(lines, tmp_path)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("case", CASES)
+def test_every_moment(case, tmp_path):
+    in_a_new_process([record(pipeline(network(), CASES[case](STAGES)), data(24), at, case) for at in range(1, 24)], tmp_path)
+
+
+def test_saving_changes_nothing_and_later_pushes_do_not_change_the_state():
+    batches = data(20)
+    silent, saving = (pipeline(network(), "cerebras") for _ in range(2))
+    for x, y in batches[:12]:
+        silent.push(x, y)
+        saving.push(x, y)
+        state = saving.state_dict()
+    copy = {k: v.clone() for k, v in state["stages"][0].items()}
+    for x, y in batches[12:]:
+        silent.push(x, y)
+        saving.push(x, y)
+    assert torch.equal(everything(silent), everything(saving))
+    assert all(torch.equal(state["stages"][0][k], v) for k, v in copy.items())
+
+
+def test_rates_remembered_in_flight_are_saved():
+    """U(i) uses the rate of the moment when i was pushed, also when a state was saved in between."""
+    batches = data(20)
+
+    def train(pipe, begin, end):
+        for i in range(begin, end):
+            for opt in pipe.optimizers:
+                opt.param_groups[0]["lr"] = 0.05 / (1 + i)
+            pipe.push(*batches[i])
+
+    whole = pipeline(network(), "cerebras")
+    train(whole, 0, 20)
+    half, other = pipeline(network(), "cerebras"), pipeline(network(seed=5), "cerebras")
+    train(half, 0, 11)
+    other.load_state_dict(half.state_dict())
+    assert other.optimizers[0].param_groups[0]["lr"] == 0.05 / 11
+    train(other, 11, 20)
+    assert torch.equal(everything(whole), everything(other))

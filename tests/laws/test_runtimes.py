@@ -1,0 +1,67 @@
+"""Law: runtimes agree, bit for bit: the event loop and any number of threads."""
+
+import pytest
+import torch
+from torch import nn
+
+from tests.laws.cases import CASES, STAGES, data, everything, network, pipeline
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_threads_equal_the_event_loop(case):
+    batches = data(19)
+
+    def run(workers):
+        pipe = pipeline(network(), CASES[case](STAGES), workers=workers)
+        losses = [pipe.push(x, y) for x, y in batches]
+        flying = everything(pipe)
+        pipe.drain()
+        losses += [pipe.push(x, y) for x, y in batches[:4]]
+        result = torch.stack([loss.clone() for loss in losses]), flying, everything(pipe)
+        pipe.close()
+        return result
+
+    expected = run(None)
+    for workers in (1, 2, 4):
+        for found, wanted in zip(run(workers), expected, strict=True):
+            assert torch.equal(found, wanted), f"{workers} workers differ from the event loop"
+
+
+def drawing(width=6):
+    """Dropout in every stage, batch statistics in two."""
+    torch.manual_seed(3)
+    return nn.Sequential(
+        *[
+            nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width) if s % 2 else nn.LayerNorm(width), nn.Dropout(0.3))
+            for s in range(STAGES)
+        ]
+    )
+
+
+@pytest.mark.filterwarnings("ignore:.*takes its statistics")
+@pytest.mark.parametrize("case", ["pb", "cerebras", "pipedream", "gpipe-4"])
+def test_random_layers_and_buffers_agree_too(case):
+    batches = data(17, samples=8)
+
+    def run(**options):
+        torch.manual_seed(7)  # the streams of the stages come from (seed, stage), not from who draws first
+        pipe = pipeline(drawing(), CASES[case](STAGES), **options)
+        losses = torch.stack([pipe.push(x, y).clone() for x, y in batches])
+        result = losses, everything(pipe)
+        pipe.close()
+        return result
+
+    expected = run()
+    for options in ({"workers": 2}, {"workers": 3}, {"order": "random"}):
+        for found, wanted in zip(run(**options), expected, strict=True):
+            assert torch.equal(found, wanted), f"{options} differs"
+
+
+def test_random_layers_leave_the_callers_generator_alone():
+    torch.manual_seed(11)
+    before = torch.get_rng_state()
+    pipe = pipeline(drawing(), "pb")
+    torch.set_rng_state(before)
+    for x, y in data(3, samples=16):
+        pipe.push(x, y)
+    assert torch.equal(torch.get_rng_state(), before)
