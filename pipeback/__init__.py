@@ -1,7 +1,7 @@
 """pipeback: train deep networks by pipelined backpropagation.
 
-    pipe = pipeback.Pipeline(model, loss=loss, optimizer=lambda params: torch.optim.SGD(params, lr=0.1), method="pb")
-    loss = pipe.push(x, y)
+pipe = pipeback.Pipeline(model, loss=loss, optimizer=lambda params: torch.optim.SGD(params, lr=0.1), method="pb")
+loss = pipe.push(x, y)
 """
 
 from pipeback import methods, schedules, timeline
@@ -29,8 +29,8 @@ __all__ = [
     "When",
     "chain",
     "methods",
-    "schedules",
     "scale_hyperparameters",
+    "schedules",
     "timeline",
     "until",
 ]

@@ -46,11 +46,14 @@ def grid(schedule: Schedule, stages: int, micro_batches: int, width: int | None 
     number = len(str(stages - 1))
     shown, more = (span, "") if width is None or width >= span else (width, " …")
     return "\n".join(
-        f"{s:>{number}} │ " + (" ".join(text.ljust(cell) for text in row[:shown]) + more).rstrip() for s, row in enumerate(rows)
+        f"{s:>{number}} │ " + (" ".join(text.ljust(cell) for text in row[:shown]) + more).rstrip()
+        for s, row in enumerate(rows)
     )
 
 
-def picture(slots: Iterable[Slot], ax: Axes | None = None, *, title: str | None = None, until: Time | None = None) -> Axes:
+def picture(
+    slots: Iterable[Slot], ax: Axes | None = None, *, title: str | None = None, until: Time | None = None
+) -> Axes:
     """Draw a timeline: a row a stage, a box an operation, with its micro-batch where it fits.
 
     slots: of `timeline` (units of time) or of `measured` (seconds). until: where the time axis ends.
@@ -66,7 +69,9 @@ def picture(slots: Iterable[Slot], ax: Axes | None = None, *, title: str | None 
     begin = float(min(slot.start for slot in slots))
     end = float(until if until is not None else max(slot.end for slot in slots))
     if ax is None:
-        _, ax = plt.subplots(figsize=(min(16.0, max(6.0, 0.34 * (end - begin) + 1.2)), 0.42 * stages + 1.3), layout="constrained")
+        _, ax = plt.subplots(
+            figsize=(min(16.0, max(6.0, 0.34 * (end - begin) + 1.2)), 0.42 * stages + 1.3), layout="constrained"
+        )
     shown = [slot for slot in slots if slot.op.kind != "U" and slot.start < end]
     for kind in "FB":
         some = [slot for slot in shown if slot.op.kind == kind]
@@ -77,12 +82,16 @@ def picture(slots: Iterable[Slot], ax: Axes | None = None, *, title: str | None 
             height=0.86, color=_COLOURS[kind], edgecolor="white", linewidth=0.8,
         )  # fmt: skip
     # a number in every box, as long as the boxes are wide enough to hold it
-    inches = ax.figure.get_size_inches()[0] * ax.get_position().width
+    figure = ax.get_figure(root=True)
+    assert figure is not None
+    inches = figure.get_size_inches()[0] * ax.get_position().width
     width = min((float(slot.end - slot.start) for slot in shown), default=0.0) / ((end - begin) or 1.0) * inches
     if width > 0.17:
         for slot in shown:
             middle = float(slot.start + min(slot.end, end)) / 2 - begin
-            ax.text(middle, slot.stage, str(slot.op.mb), ha="center", va="center", fontsize=min(9.0, 30 * width), color=_INK)
+            ax.text(
+                middle, slot.stage, str(slot.op.mb), ha="center", va="center", fontsize=min(9.0, 30 * width), color=_INK
+            )
     ax.set_ylim(stages - 0.5, -0.5)
     ax.set_xlim(0, end - begin)
     ax.set_yticks(range(stages) if stages <= 24 else range(0, stages, 5))
@@ -94,7 +103,9 @@ def picture(slots: Iterable[Slot], ax: Axes | None = None, *, title: str | None 
     if title is not None:
         ax.set_title(title, loc="left", fontsize=11, color=_INK)
     handles = [Patch(color=_COLOURS["F"], label="forward"), Patch(color=_COLOURS["B"], label="backward")]
-    ax.legend(handles=handles, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False, borderaxespad=0.2, fontsize=9)
+    ax.legend(
+        handles=handles, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False, borderaxespad=0.2, fontsize=9
+    )
     return ax
 
 
@@ -124,7 +135,8 @@ def trace(pipe: Pipeline, path: str | PathLike[str]) -> dict[str, Any]:
     ]
     events += [
         {
-            "ph": "X", "name": f"{slot.op} s{slot.stage}", "cat": names[slot.op.kind], "pid": 0, "tid": owner[slot.stage],
+            "ph": "X", "name": f"{slot.op} s{slot.stage}", "cat": names[slot.op.kind],
+            "pid": 0, "tid": owner[slot.stage],
             "ts": 1e6 * slot.start, "dur": 1e6 * (slot.end - slot.start),
             "args": {"stage": slot.stage, "micro-batch": slot.op.mb, "operation": names[slot.op.kind]},
         }

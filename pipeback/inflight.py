@@ -37,7 +37,9 @@ def saved(roots: Sequence[Tensor]) -> Iterator[tuple[str, Tensor, Raw]]:
         names = [name for name in dir(node) if name.startswith("_raw_saved_")]
         for name in names:
             raw = getattr(node, name)
-            value = getattr(node, name.removeprefix("_raw") if hasattr(node, name.removeprefix("_raw")) else "saved_tensors")
+            value = getattr(
+                node, name.removeprefix("_raw") if hasattr(node, name.removeprefix("_raw")) else "saved_tensors"
+            )
             raws = raw if isinstance(raw, (list, tuple)) else [raw]
             values = value if isinstance(value, (list, tuple)) else [value]
             for each, tensor in zip(raws, values, strict=True):
@@ -60,7 +62,9 @@ def keep(roots: Sequence[Tensor], known: set[int]) -> tuple[list[Tensor], list[s
     return values, names
 
 
-def put_back(roots: Sequence[Tensor], known: set[int], values: Sequence[Tensor], names: Sequence[str], where: str) -> None:
+def put_back(
+    roots: Sequence[Tensor], known: set[int], values: Sequence[Tensor], names: Sequence[str], where: str
+) -> None:
     """Make the backward of this graph, built anew, use `values` instead of what it saved itself."""
     found = [(name, raw) for name, t, raw in saved(roots) if t.untyped_storage().data_ptr() not in known]
     if [name for name, _ in found] != list(names):

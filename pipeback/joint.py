@@ -31,12 +31,12 @@ _FOREACH = {getattr(torch.optim, name) for name in ("SGD", "Adam", "AdamW", "RMS
 class Options:
     """The options of every stage's parameter groups at one moment."""
 
-    def __init__(
-        self, optimizers: Sequence[torch.optim.Optimizer], groups: list[list[Group]] | None = None
-    ) -> None:
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], groups: list[list[Group]] | None = None) -> None:
         self.groups = groups or [[{k: _value(v) for k, v in g.items()} for g in opt.param_groups] for opt in optimizers]
         self.rates = [
-            tuple(float(mine.get("lr", 0.0)) for g, mine in zip(opt.param_groups, some, strict=True) for _ in g["params"])
+            tuple(
+                float(mine.get("lr", 0.0)) for g, mine in zip(opt.param_groups, some, strict=True) for _ in g["params"]
+            )
             for opt, some in zip(optimizers, self.groups, strict=True)
         ]
         """η of every weight of every stage."""
@@ -112,7 +112,12 @@ class Joint:
         ]
         # fused implementations have other bits and are never switched on
         for mine, params in pairs:
-            if type(self._twin) in _FOREACH and mine["foreach"] is None and not mine.get("fused") and not params[0].is_cuda:
+            if (
+                type(self._twin) in _FOREACH
+                and mine["foreach"] is None
+                and not mine.get("fused")
+                and not params[0].is_cuda
+            ):
                 mine["foreach"] = True
         if pairs and all(mine == pairs[0][0] for mine, _ in pairs):
             return [{**pairs[0][0], "params": Bundle(w for _, params in pairs for w in params)}]

@@ -13,14 +13,14 @@ from torch.utils._pytree import tree_map
 class LazyLoss(Tensor):
     """A 0-d tensor whose value is waited for when it is read: float, .item(), +, torch.stack, format, …
 
-    Only the shape is known at once; a dtype or device that is asked for also waits. Nothing it takes part in has gradients.
+    Only the shape is known at once; a dtype or device that is asked for also waits. There are no gradients.
     """
 
     _read: Callable[[], Tensor]
 
     @staticmethod
     def __new__(cls, read: Callable[[], Tensor]) -> LazyLoss:
-        loss = torch.Tensor._make_wrapper_subclass(cls, ())  # type: ignore[attr-defined]
+        loss = torch.Tensor._make_wrapper_subclass(cls, ())
         loss._read = read
         return loss
 
@@ -34,7 +34,9 @@ class LazyLoss(Tensor):
         return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         args, kwargs = tree_map(_present, (args, kwargs or {}))
         return func(*args, **kwargs)
 

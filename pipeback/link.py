@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from itertools import pairwise
 from typing import Any, Protocol
 
 Message = Any  # a tensor, or a tuple of tensors and Nones
@@ -52,7 +53,7 @@ class Channels:
     def __init__(self, owner: list[int], bound: int) -> None:
         self.owner = owner
         self.closed = threading.Event()
-        pairs = {(a, b) for a, b in zip(owner, owner[1:], strict=False) if a != b}
+        pairs = {(a, b) for a, b in pairwise(owner) if a != b}
         self.queues: dict[tuple[int, int], queue.Queue[Any]] = {
             pair: queue.Queue(bound) for a, b in pairs for pair in ((a, b), (b, a))
         }

@@ -71,28 +71,33 @@ class Bundle(list[Tensor]):
     def ones(self) -> list[Tensor]:
         """A 1 beside each weight, of its dtype and on its device."""
         if self._ones is None:
-            units = {kind: torch.ones((), dtype=kind[0], device=kind[1]) for kind in {(w.dtype, w.device) for w in self}}
+            units = {
+                kind: torch.ones((), dtype=kind[0], device=kind[1]) for kind in {(w.dtype, w.device) for w in self}
+            }
             self._ones = [units[w.dtype, w.device] for w in self]
         return self._ones
 
 
 def add_scaled(weights: Weights, coefficients: Sequence[float], directions: Sequence[Tensor | None]) -> None:
     """w ← w + c·x in place for every weight that has a direction: one call, one rounding for any number of weights."""
-    if any(x is None for x in directions):
+    given = [x for x in directions if x is not None]
+    if len(given) < len(directions):
         there = [n for n, x in enumerate(directions) if x is not None]
         if not there:
             return
         weights, coefficients = [weights[n] for n in there], [coefficients[n] for n in there]
-        directions = [directions[n] for n in there]
     ones = weights.ones if isinstance(weights, Bundle) else Bundle(weights).ones
-    torch._foreach_addcmul_(weights, directions, ones, list(coefficients))  # type: ignore[arg-type]
+    torch._foreach_addcmul_(weights, given, ones, list(coefficients))
 
 
 class OptimizerLike(Protocol):
     """What `update` is given: the stage's optimizer (or one over several stages), at the rates of its micro-batch."""
 
-    param_groups: list[dict[str, Any]]
-    state: Any
+    @property
+    def param_groups(self) -> list[dict[str, Any]]: ...
+
+    @property
+    def state(self) -> Any: ...
 
     def step(self) -> Any: ...
 
@@ -259,7 +264,14 @@ class _Onion:
     """The optimizer that method n of a chain sees: its step is the update of method n + 1."""
 
     def __init__(
-        self, methods: Sequence[Method], n: int, weights: Weights, inner: OptimizerLike, state: State, when: When, fresh: State
+        self,
+        methods: Sequence[Method],
+        n: int,
+        weights: Weights,
+        inner: OptimizerLike,
+        state: State,
+        when: When,
+        fresh: State,
     ) -> None:
         self.methods, self.n, self.weights, self.inner = methods, n, weights, inner
         self.method_state, self.when, self.fresh = state, when, fresh

@@ -1,6 +1,6 @@
 """Momentum SGD opened up: its velocity, a spiked step, and the scaling of its hyper-parameters.
 
-    g ← ±∇f + λ·w        v ← m·v + g        w ← w − η·(a·v + b·g)        (torch.optim.SGD: a = 1, b = 0)
+g ← ±∇f + λ·w        v ← m·v + g        w ← w − η·(a·v + b·g)        (torch.optim.SGD: a = 1, b = 0)
 """
 
 from __future__ import annotations
@@ -79,9 +79,12 @@ def sgd_step(optimizer: OptimizerLike, weights: Weights | None = None, horizons:
 
     horizons: one a weight, T of spike compensation, w ← w − η·(a·v + b·g); where T = 0 the bits are still torch's.
     """
-    late = dict(zip(weights, horizons, strict=True)) if weights is not None and len(optimizer.param_groups) > 1 else None
+    late = (
+        dict(zip(weights, horizons, strict=True)) if weights is not None and len(optimizer.param_groups) > 1 else None
+    )
     for group in optimizer.param_groups:
-        params, grads = group["params"], [w.grad for w in group["params"]]
+        params: Weights = group["params"]
+        grads: Any = [w.grad for w in params]
         mine = horizons if late is None else tuple(late[w] for w in params)
         if any(g is None for g in grads):
             there = [n for n, g in enumerate(grads) if g is not None]
@@ -95,7 +98,7 @@ def sgd_step(optimizer: OptimizerLike, weights: Weights | None = None, horizons:
                 grads = torch._foreach_neg(grads)
             if decay:
                 grads = torch._foreach_add(grads, params, alpha=decay)
-            steps = _velocities(optimizer, params, grads, momentum) if momentum else grads
+            steps: Any = _velocities(optimizer, params, grads, momentum) if momentum else grads
             if not any(mine):
                 torch._foreach_add_(params, steps, alpha=-rate)
             else:
@@ -103,7 +106,12 @@ def sgd_step(optimizer: OptimizerLike, weights: Weights | None = None, horizons:
 
 
 def _spiked(
-    params: Weights, steps: Sequence[Tensor], grads: Sequence[Tensor], rate: float, momentum: float, horizons: tuple[float, ...]
+    params: Weights,
+    steps: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    rate: float,
+    momentum: float,
+    horizons: tuple[float, ...],
 ) -> None:
     prompt, by_velocity, by_gradient = _spikes(rate, momentum, horizons)
     for n in prompt:
@@ -126,14 +134,14 @@ def _spikes(
     return prompt, [p and -rate * p[0] for p in pairs], [p and -rate * p[1] for p in pairs]
 
 
-def _velocities(optimizer: OptimizerLike, params: Weights, grads: Sequence[Tensor], momentum: float) -> list[Tensor]:
+def _velocities(optimizer: OptimizerLike, params: Weights, grads: Sequence[Any], momentum: float) -> list[Tensor]:
     """v ← m·v + g in torch's own momentum buffers; the first v is g."""
     state = optimizer.state
     found = [state[w].get("momentum_buffer") for w in params]
     fresh = [n for n, v in enumerate(found) if v is None]
     if not fresh:
         torch._foreach_mul_(found, _factor(momentum, params))
-        torch._foreach_add_(found, grads, alpha=1)
+        torch._foreach_add_(found, list(grads), alpha=1)
         return found
     old = [n for n, v in enumerate(found) if v is not None]
     if old:
@@ -145,7 +153,7 @@ def _velocities(optimizer: OptimizerLike, params: Weights, grads: Sequence[Tenso
 
 
 def _factor(value: float, params: Weights) -> float | Tensor:
-    """The factor as foreach takes it fastest: on the CPU a 0-d tensor costs a quarter of a number, with the same bits."""
+    """The factor as foreach takes it fastest: on the CPU a 0-d tensor, a quarter of the time, the same bits."""
     unit = params.ones[0] if isinstance(params, Bundle) else None
     if unit is None or unit.device.type != "cpu" or unit.dtype not in (torch.float32, torch.float64):
         return value

@@ -128,7 +128,7 @@ class Order:
             self.updated[s] = i + 1
         if i != turn:
             raise RuntimeError(
-                f"stage {s}: {head} is out of turn; a program goes through micro-batches in order, forward before backward, "
+                f"stage {s}: {head} is out of turn; a program takes micro-batches in order, forward before backward, "
                 "and an update names the last micro-batch gone backward"
             )
         self._heads[s] = next(self._programs[s], None)

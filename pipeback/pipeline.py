@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import queue
-import threading
+import os
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -15,13 +13,13 @@ from torch import Tensor, nn
 
 from pipeback import methods, snapshot
 from pipeback.joint import Options
-from pipeback.lazy import LazyLoss
 from pipeback.ledger import Record
-from pipeback.link import Channels, Closed, LocalLink, ThreadLink
+from pipeback.link import Channels, LocalLink, ThreadLink
 from pipeback.method import Method
 from pipeback.order import POLICIES, Order
 from pipeback.partition import balance, split
 from pipeback.rehearsal import rehearse, rehearse_shape
+from pipeback.runtime import Batch, Inline, Loop, Messages, Runtime, Threads
 from pipeback.stage import OptimizerFactory, Stage, Value
 from pipeback.timeline import in_flight
 from pipeback.worker import StageError, Worker
@@ -36,45 +34,6 @@ class Memory(NamedTuple):
     copies: float  # copies of the weights at the peak, weighted by stage size; 1.0 = the live ones alone
     state: float  # the method's own state, in copies of the weights
     activations: int  # bytes kept for backwards at the peak: one micro-batch's, times those in flight
-
-
-class Loop:
-    """One worker's loop: an order, the same on every worker, and the worker that does its own part."""
-
-    def __init__(self, worker: Worker, order: Order, method: Method) -> None:
-        self.worker, self.order, self.method = worker, order, method
-        self.fresh = True  # the next micro-batch begins the schedule anew
-
-    def push(self, batches: Sequence[tuple[Value, Any, int]], options: Options) -> None:
-        """Let micro-batches in one by one, and do all that may then be done."""
-        order, worker, link = self.order, self.worker, self.worker.link
-        if self.fresh:
-            self._begin(len(batches))
-        last = worker.count - 1
-        for x, target, size in batches:
-            i = order.arrived
-            worker.options[i], worker.sizes[i] = options, size
-            if 0 in worker.stages:
-                link.send("F", 0, i, x)
-            if last in worker.stages:
-                link.send("Y", last, i, target)
-            worker.run(order.advance(i + 1))
-        if self.method.flush_each_push:
-            self.drain()
-
-    def drain(self) -> None:
-        """Finish what is in flight; the schedule begins anew with the next micro-batch."""
-        if not self.fresh:
-            self.worker.run(self.order.close(self.order.arrived))
-            self.worker.sizes.clear()
-            self.fresh = True
-
-    def _begin(self, pushed: int) -> None:
-        order, worker = self.order, self.worker
-        order.restart(self.method.schedule_at(order.arrived, pushed))
-        worker.start, worker.base = order.arrived, next(iter(worker.stages.values())).version
-        worker.entered = worker.base
-        self.fresh = False
 
 
 class Pipeline:
@@ -114,7 +73,9 @@ class Pipeline:
     ) -> None:
         parts = split(model)
         self.method = methods.create(method) if isinstance(method, str) else method
-        _check_options(self.method, loss, optimizer, micro_batch_size, workers, store, clip_norm, weights, order, len(parts))
+        _check_options(
+            self.method, loss, optimizer, micro_batch_size, workers, store, clip_norm, weights, order, len(parts)
+        )
         self._model = model if isinstance(model, nn.Module) else nn.Sequential(*(part.module for part in parts))
         self._micro_batch_size, self._weights, self._order, self._seed = micro_batch_size, weights, order, seed
         self._clip_norm, self._check_finite, self._workers = clip_norm, check_finite, workers
@@ -129,7 +90,7 @@ class Pipeline:
         for stage in self._stages:
             _check_optimizer(stage, self.method)
             with torch.no_grad():
-                stage.state = self.method.init(stage.weights)  # type: ignore[arg-type]
+                stage.state = self.method.init(stage.weights)
         self.optimizers: list[torch.optim.Optimizer] = [stage.optimizer for stage in self._stages]
         """One a stage; set rates here or attach schedulers. Options are copied when a micro-batch is pushed."""
         self._options = Options(self.optimizers)
@@ -137,7 +98,7 @@ class Pipeline:
         self._smallest: int | None = None  # the smallest micro-batch rehearsed
         self._seconds: list[float] = [1.0] * n
         self._error: BaseException | None = None
-        self._runtime: _Inline | _Threads | None = None
+        self._runtime: Runtime | None = None
 
     # -- training ------------------------------------------------------------------------------------------------
 
@@ -301,7 +262,7 @@ class Pipeline:
             for group, saved in zip(opt.param_groups, groups, strict=True):
                 group.update(_group(saved, group))
         options = [self._options_from(groups) for groups in plain["groups"]]
-        messages: dict[tuple[str, int, int], Any] = {}
+        messages: Messages = {}
         for stage, tensors, p in zip(self._stages, state["stages"], plain["stages"], strict=True):
             messages.update(snapshot.load(stage, tensors, p, options))
         self._options = options[plain["current"]]
@@ -315,21 +276,25 @@ class Pipeline:
         if not isinstance(state, dict) or "format" not in state or "plain" not in state:
             raise ValueError("this is not a state of Pipeline.state_dict(); load a model's own state into pipe.model")
         if state["format"] != FORMAT:
-            raise ValueError(f"the state has format {state['format']}, this version of pipeback reads {FORMAT}; update pipeback")
+            raise ValueError(
+                f"the state has format {state['format']}, this version of pipeback reads {FORMAT}; update pipeback"
+            )
         plain = state["plain"]
         name, options = type(self.method).__name__, self.method.options()
         if (plain["method"], plain["method_options"]) != (name, options):
             raise ValueError(
-                f"the state belongs to method {plain['method']} {plain['method_options']}, this pipeline runs {name} {options}; "
+                f"the state belongs to method {plain['method']} {plain['method_options']}, here runs {name} {options}; "
                 "build the pipeline with the method of the state"
             )
         if len(state["stages"]) != len(self._stages):
             raise ValueError(
-                f"the state has {len(state['stages'])} stages, this pipeline {len(self._stages)}; it belongs to another model"
+                f"the state has {len(state['stages'])} stages, here are {len(self._stages)}; it is of another model"
             )
         mine = [type(opt).__name__ for opt in self.optimizers]
         if plain["optimizer"] != mine:
-            raise ValueError(f"the state belongs to optimizers {sorted(set(plain['optimizer']))}, here are {sorted(set(mine))}")
+            raise ValueError(
+                f"the state belongs to optimizers {sorted(set(plain['optimizer']))}, here are {sorted(set(mine))}"
+            )
         for stage, tensors in zip(self._stages, state["stages"], strict=True):
             snapshot.check(stage, tensors)
         return plain
@@ -356,7 +321,7 @@ class Pipeline:
             self._error = error
             raise
 
-    def _cut(self, x: Value, y: Any) -> list[tuple[Value, Any, int]]:
+    def _cut(self, x: Value, y: Any) -> list[Batch]:
         """Micro-batches (x, y, samples) of what was pushed."""
         parts = x if isinstance(x, tuple) else (x,)
         if not parts or not all(isinstance(part, Tensor) for part in parts):
@@ -381,7 +346,9 @@ class Pipeline:
 
         return [(piece(x, b), piece(y, b), min(size, length - b)) for b in range(0, length, size)]
 
-    def _rehearse(self, batches: Sequence[tuple[Value, Any, int]]) -> None:
+    def _rehearse(self, batches: Sequence[Batch]) -> None:
+        if self._workers is not None and (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")):
+            raise ValueError("workers: autocast does not reach other threads; enter it inside the modules")
         x, y, size = min(batches, key=lambda batch: batch[2])
         if self._smallest is None:
             self._seconds = rehearse(self._stages, self.method, self.delays, *batches[0][:2])
@@ -406,13 +373,13 @@ class Pipeline:
             return Loop(worker, order, self.method)
 
         if self._workers is None:
-            self._runtime = _Inline(loop(stages, LocalLink()))
+            self._runtime = Inline(loop(stages, LocalLink()))
         else:
             owner = balance(self._seconds, self._workers)
-            threads = torch.get_num_threads()
-            if self._workers * threads > max(torch.multiprocessing.cpu_count(), self._workers):
+            threads, cores = torch.get_num_threads(), os.cpu_count() or 1
+            if self._workers * threads > max(cores, self._workers):
                 warnings.warn(
-                    f"{self._workers} workers with {threads} threads each share {torch.multiprocessing.cpu_count()} cores; "
+                    f"{self._workers} workers with {threads} threads each share {cores} cores; "
                     "call torch.set_num_threads(1) before training",
                     stacklevel=4,
                 )
@@ -420,204 +387,9 @@ class Pipeline:
             loops = [
                 loop([s for s in stages if owner[s.index] == w], ThreadLink(w, channels)) for w in range(self._workers)
             ]
-            self._runtime = _Threads(loops, channels)
+            self._runtime = Threads(loops, channels)
             weakref.finalize(self, self._runtime.close)
         self._runtime.record(self._tracing)
-
-
-Read = Callable[["list[int] | None"], Tensor]
-
-
-class _Inline:
-    """The event loop: everything in the caller's thread."""
-
-    def __init__(self, loop: Loop) -> None:
-        self.loop = loop
-        self.owner = [0] * loop.worker.count
-        self.losses: dict[int, Tensor] = {}
-        loop.worker.report = self.losses.__setitem__
-
-    def push(self, first: int, batches: Sequence[tuple[Value, Any, int]], options: Options) -> Read:
-        self.loop.push(batches, options)
-        wanted = range(first, first + len(batches))
-        missing = [i for i in wanted if i not in self.losses]
-        if missing:
-            raise RuntimeError(f"the schedule holds micro-batch {missing[0]} back; a forward must not wait for later arrivals")
-        losses = [self.losses.pop(i) for i in wanted]
-        return lambda sizes: _mean(losses, sizes)
-
-    def wait(self) -> None:
-        pass
-
-    def drain(self) -> None:
-        self.loop.drain()
-
-    def close(self) -> None:
-        pass
-
-    def ledger(self) -> Sequence[Record]:
-        return self.loop.worker.ledger
-
-    def record(self, on: bool) -> None:
-        self.loop.worker.trace = [] if on else None
-
-    def recorded(self) -> list[Any]:
-        return list(self.loop.worker.trace or [])
-
-    def waiting(self) -> dict[tuple[str, int, int], Any]:
-        return self.loop.worker.link.waiting()
-
-    def progress(self, number: Callable[[Any], int]) -> dict[str, Any]:
-        return _progress(self.loop, [self.loop], number)
-
-    def resume(self, saved: dict[str, Any], messages: dict[Any, Any], options: list[Options]) -> None:
-        _resume(self.loop, saved, messages, options)
-
-
-class _Threads:
-    """One thread a worker, each with its own loop; commands go through bounded queues."""
-
-    def __init__(self, loops: list[Loop], channels: Channels, depth: int = 8) -> None:
-        self.loops, self.channels, self.owner = loops, channels, channels.owner
-        self.commands: list[queue.Queue[Any]] = [queue.Queue(depth) for _ in loops]
-        self.futures: dict[int, Future[Tensor]] = {}
-        self.failure: list[BaseException] = []
-        loops[-1].worker.report = _deliver(self.futures)
-        for loop, commands in zip(loops, self.commands, strict=True):
-            arguments = (loop, commands, self.channels, self.failure, self.futures)
-            threading.Thread(target=_serve, args=arguments, daemon=True, name="pipeback worker").start()
-
-    def _say(self, command: Any) -> None:
-        for commands in self.commands:
-            while True:
-                self._raise()
-                try:
-                    commands.put(command, timeout=0.2)
-                    break
-                except queue.Full:
-                    continue
-
-    def _raise(self) -> None:
-        if self.failure:
-            raise self.failure[0]
-
-    def push(self, first: int, batches: Sequence[tuple[Value, Any, int]], options: Options) -> Read:
-        futures: list[Future[Tensor]] = [Future() for _ in batches]
-        self.futures.update(zip(range(first, first + len(batches)), futures, strict=True))
-        self._say(("push", batches, options))
-        return lambda sizes: LazyLoss(lambda: _mean([future.result() for future in futures], sizes))
-
-    def wait(self) -> None:
-        for commands in self.commands:
-            commands.join()
-        self._raise()
-
-    def drain(self) -> None:
-        self._say(("drain",))
-        self.wait()
-
-    def close(self) -> None:
-        self.channels.closed.set()
-        for commands in self.commands:
-            while True:  # make room: whatever is queued is lost
-                try:
-                    commands.put_nowait(None)
-                    break
-                except queue.Full:
-                    try:
-                        commands.get_nowait()
-                        commands.task_done()
-                    except queue.Empty:
-                        pass
-
-    def ledger(self) -> Sequence[Record]:
-        return [record for loop in self.loops for record in loop.worker.ledger]
-
-    def record(self, on: bool) -> None:
-        for loop in self.loops:
-            loop.worker.trace = [] if on else None
-
-    def recorded(self) -> list[Any]:
-        return sorted(slot for loop in self.loops for slot in loop.worker.trace or [])
-
-    def waiting(self) -> dict[tuple[str, int, int], Any]:
-        return {name: m for loop in self.loops for name, m in loop.worker.link.waiting().items()}
-
-    def progress(self, number: Callable[[Any], int]) -> dict[str, Any]:
-        return _progress(self.loops[0], self.loops, number)
-
-    def resume(self, saved: dict[str, Any], messages: dict[Any, Any], options: list[Options]) -> None:
-        for loop in self.loops:
-            _resume(loop, saved, messages, options)
-
-
-def _deliver(futures: dict[int, Future[Tensor]]) -> Callable[[int, Tensor], None]:
-    return lambda mb, loss: futures.pop(mb).set_result(loss)
-
-
-def _serve(
-    loop: Loop, commands: queue.Queue[Any], channels: Channels, failure: list[BaseException], futures: dict[int, Future[Tensor]]
-) -> None:
-    """A worker thread: obey until told to stop; the first error of any worker closes all."""
-    while True:
-        command = commands.get()
-        try:
-            if command is None:
-                return
-            if not channels.closed.is_set():
-                if command[0] == "push":
-                    loop.push(*command[1:])
-                else:
-                    loop.drain()
-        except Closed:
-            pass
-        except BaseException as error:
-            failure.append(error)
-            channels.closed.set()
-        finally:
-            if failure:
-                for mb in list(futures):
-                    future = futures.pop(mb, None)
-                    if future is not None and not future.done():
-                        future.set_exception(failure[0])
-            commands.task_done()
-
-
-def _mean(losses: Sequence[Tensor], sizes: list[int] | None) -> Tensor:
-    """The mean loss of a push; with sizes, weighted by samples."""
-    if len(losses) == 1:
-        return losses[0]
-    stacked = torch.stack(list(losses))
-    if sizes is None:
-        return stacked.mean()
-    weights = torch.tensor(sizes, dtype=stacked.dtype, device=stacked.device)
-    return (stacked * weights).sum() / weights.sum()
-
-
-def _progress(loop: Loop, loops: Sequence[Loop], number: Callable[[Any], int]) -> dict[str, Any]:
-    """Where a loop is: the same on every worker but for what only some still remember."""
-    worker = loop.worker
-    return {
-        "order": loop.order.state(),
-        "fresh": loop.fresh,
-        "start": worker.start,
-        "base": worker.base,
-        "entered": worker.entered,
-        "entries": {str(i): v for each in loops for i, v in each.worker.entries.items()},
-        "options": {str(i): number(o) for each in loops for i, o in each.worker.options.items()},
-        "sizes": {str(i): n for each in loops for i, n in each.worker.sizes.items()},
-    }
-
-
-def _resume(loop: Loop, saved: dict[str, Any], messages: dict[Any, Any], options: list[Options]) -> None:
-    worker = loop.worker
-    start, state = saved["order"]["start"], saved["order"]
-    loop.order.resume(loop.method.schedule_at(start, 1), state)
-    loop.fresh, worker.start, worker.base, worker.entered = saved["fresh"], saved["start"], saved["base"], saved["entered"]
-    worker.entries = {int(i): v for i, v in saved["entries"].items()}
-    worker.options = {int(i): options[n] for i, n in saved["options"].items()}
-    worker.sizes = {int(i): n for i, n in saved["sizes"].items()}
-    worker.link.waiting().update({name: m for name, m in messages.items() if name[1] in worker.stages})
 
 
 def _plain_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -647,7 +419,9 @@ def _factory(optimizer: OptimizerFactory, s: int) -> OptimizerFactory:
         given = {id(p) for p in params}
         found = {id(p) for group in made.param_groups for p in group["params"]}
         if given != found:
-            raise ValueError(f"stage {s}: the optimizer must take exactly the parameters it is given, once; do not filter them")
+            raise ValueError(
+                f"stage {s}: the optimizer must take exactly the parameters it is given, once; do not filter them"
+            )
         return made
 
     return build
@@ -657,7 +431,7 @@ def _check_optimizer(stage: Stage, method: Method) -> None:
     opt = stage.optimizer
     if isinstance(opt, torch.optim.LBFGS):
         raise ValueError(
-            f"stage {stage.index}: LBFGS evaluates the loss several times a step, which a pipeline cannot; use SGD, Adam or AdamW"
+            f"stage {stage.index}: LBFGS evaluates the loss several times a step, a pipeline cannot; use SGD or Adam"
         )
     if stage.weights:
         try:
@@ -667,9 +441,17 @@ def _check_optimizer(stage: Stage, method: Method) -> None:
 
 
 def _check_options(
-    method: Any, loss: Any, optimizer: Any, micro_batch_size: Any, workers: Any, store: Any, clip_norm: Any, weights: Any,
-    order: Any, stages: int,
-) -> None:  # fmt: skip
+    method: Any,
+    loss: Any,
+    optimizer: Any,
+    micro_batch_size: Any,
+    workers: Any,
+    store: Any,
+    clip_norm: Any,
+    weights: Any,
+    order: Any,
+    stages: int,
+) -> None:
     if not isinstance(method, Method):
         raise TypeError(f"method must be a name or a pipeback.Method, but is {type(method).__name__}")
     for name, value in (("loss", loss), ("optimizer", optimizer)):
@@ -688,9 +470,13 @@ def _check_options(
         raise ValueError(f'weights must be "equal" or "samples", but is {weights!r}')
     if order not in POLICIES:
         raise ValueError(f"order must be one of {', '.join(POLICIES)}, but is {order!r}")
-    if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+    if (
+        torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+        and torch.distributed.get_world_size() > 1
+    ):
         raise ValueError(
-            "a process group of several ranks is initialised, but this version runs in one process; use workers= for threads"
+            "a process group of several ranks is initialised, but this version runs in one process; use workers="
         )
 
 

@@ -45,7 +45,7 @@ def rehearse_shape(stages: Sequence[Stage], x: Value, target: Any) -> None:
     value = _detached(x)
     for stage in stages:
         with _untouched(stage), _watch_norms(stage), torch.no_grad():
-            leaves, given = stage.enter(value)
+            _, given = stage.enter(value)
             value = _checked(stage, stage.run(_copied(given), target), given)
 
 
@@ -103,7 +103,7 @@ def _checked(stage: Stage, output: Any, given: Value) -> Value:
     if not parts or not all(isinstance(part, Tensor) for part in parts):
         inner = f" of {', '.join(type(part).__name__ for part in parts)}" if isinstance(output, tuple) else ""
         raise TypeError(
-            f"{_name(stage)}: the output must be a tensor or a tuple of tensors, but is {type(output).__name__}{inner}; "
+            f"{_name(stage)}: the output must be a tensor or a tuple of tensors, not {type(output).__name__}{inner}: "
             "return what the next stage needs as a tuple"
         )
     return output
@@ -136,9 +136,11 @@ def _refuse_stashed_functions(stage: Stage, value: Value, target: Any, method: M
     known = inflight.storages(list(stage.module.parameters()))
 
     def graph(x: Value) -> list[tuple[str, Tensor]]:
-        stage.generator.manual_seed(0)  # the same masks each time; `_untouched` puts the state back
-        _, given = stage.enter(x)
-        output = stage.run(given, target)
+        torch.clear_autocast_cache()  # or it would hide that the weights have changed
+        with _untouched(stage):  # the same buffers and masks each time
+            stage.generator.manual_seed(0)
+            _, given = stage.enter(x)
+            output = stage.run(given, target)
         roots = [y for y in (output if isinstance(output, tuple) else (output,)) if y.requires_grad]
         return [
             (name, t.detach().clone())
@@ -153,6 +155,7 @@ def _refuse_stashed_functions(stage: Stage, value: Value, target: Any, method: M
         _disturb(originals, stage, 2)
         third = graph(value)
     finally:
+        torch.clear_autocast_cache()
         for p, original in zip(stage.params, originals, strict=True):
             p.data.copy_(original)
     names = [name for name, _ in first]
@@ -161,9 +164,9 @@ def _refuse_stashed_functions(stage: Stage, value: Value, target: Any, method: M
     for (name, a), (_, b), (_, c) in zip(first, second, third, strict=True):
         if a.shape == b.shape and torch.equal(a, b) and a.shape == c.shape and not torch.equal(a, c):
             raise ValueError(
-                f"{_name(stage)}: its graph saves a function of the weights ({name}, {tuple(a.shape)}), as autocast, weight or "
-                f"spectral norm and pruning masks do, so that {method!r} would silently run its backward on old weights. "
-                'Use method="pipedream", which means to, or compute it outside the graph'
+                f"{_name(stage)}: its graph saves a function of the weights ({name}, {tuple(a.shape)}), as autocast, "
+                f"weight or spectral norm and pruning masks do; {method!r} would silently run its backward on old "
+                'weights. Use method="pipedream", which means to, or compute it outside the graph'
             )
 
 
@@ -228,7 +231,9 @@ def _check_norm(stage: Stage, key: str, norm: nn.Module, x: Tensor) -> None:
     where = f"{_name(stage)}: {kind} {key!r}" if key else f"{_name(stage)}: {kind}"
     if values <= 1:
         cure = "use GroupNorm or LayerNorm, or a larger micro-batch" if batch else "normalise over more than one value"
-        raise _Refused(f"{where} would see one value a {'channel' if batch else 'group'}, which it turns into zero; {cure}")
+        raise _Refused(
+            f"{where} would see one value a {'channel' if batch else 'group'}, which it turns into zero; {cure}"
+        )
     if batch and values < FEW:
         warnings.warn(
             f"{where} takes its statistics from {values} values a channel, which is poor; "

@@ -24,7 +24,9 @@ class Corrupt(ValueError):
     """A state that does not fit this pipeline; the message says where and what to do."""
 
 
-def save(stage: Stage, messages: dict[tuple[str, int, int], Any], number: Callable[[Any], int]) -> tuple[Tensors, Plain]:
+def save(
+    stage: Stage, messages: dict[tuple[str, int, int], Any], number: Callable[[Any], int]
+) -> tuple[Tensors, Plain]:
     """Copies of everything a stage holds.
 
     messages: what was sent to this stage and not yet received. number: gives the options of a flight a number.
@@ -44,7 +46,9 @@ def save(stage: Stage, messages: dict[tuple[str, int, int], Any], number: Callab
     for key, value in stage.state.items():
         if isinstance(value, list):
             # what the method only reads of the optimizer (a velocity) is stored once, and found again by name
-            plain["method"][key] = [None if x is None else aliases.get(id(x), f"method/{key}/{n}") for n, x in enumerate(value)]
+            plain["method"][key] = [
+                None if x is None else aliases.get(id(x), f"method/{key}/{n}") for n, x in enumerate(value)
+            ]
             for n, x in enumerate(value):
                 if x is not None and id(x) not in aliases:
                     tensors[f"method/{key}/{n}"] = x.detach().clone()
@@ -148,7 +152,7 @@ def check(stage: Stage, tensors: Tensors) -> None:
             if value.shape != theirs[name].shape or value.dtype != theirs[name].dtype:
                 raise Corrupt(
                     f"{where}: {kind} {name!r} is {tuple(value.shape)} {value.dtype} here, but "
-                    f"{tuple(theirs[name].shape)} {theirs[name].dtype} in the state; this state belongs to another model"
+                    f"{tuple(theirs[name].shape)} {theirs[name].dtype} in the state, which belongs to another model"
                 )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pipeback.method import Bundle, Method, State, Weights
 
 Value = Any  # what crosses a boundary: a tensor or a tuple of tensors
-OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+OptimizerFactory = Callable[[Any], torch.optim.Optimizer]  # given a list of parameters
 
 _drawing = threading.Lock()  # the default generator is one a process; a stage that draws has it to itself
 
@@ -54,18 +54,21 @@ class Stage:
         self.index, self.stages, self.module, self.name, self.loss = index, stages, module, name, loss
         self.last = index == stages - 1
         self.params = [p for p in module.parameters() if p.requires_grad]
-        self.weights = Bundle(nn.Parameter(p.data) for p in self.params)
+        self.weights: Weights = Bundle(nn.Parameter(p.data) for p in self.params)
         first = next(module.parameters(), None)
         self.device = None if first is None else first.device
         # a stage without weights still has an optimizer, so that schedulers attach to every stage alike
         self.optimizer = optimizer(list(self.weights) or [nn.Parameter(torch.empty(0))])
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # a twin steps; schedulers need not warn
         self.state: State = {}
         self.stash = method.copies == "stash"
         self.history = method.history(index, stages)
         self.version = 0
         self.flights: dict[int, Flight] = {}
         self.versions: dict[int, Weights] = {}  # older weights that are still needed, by version
-        self.scratch: Weights | None = [torch.empty_like(w) for w in self.weights] if method.copies == "scratch" else None
+        self.scratch: Weights | None = (
+            [torch.empty_like(w) for w in self.weights] if method.copies == "scratch" else None
+        )
         self.count = 0.0  # micro-batches (or samples) whose gradients are summed for the coming update
         self.options: Any = None  # the options of the last micro-batch gone backward
         self.stream: Tensor | None = None  # the random state of a stage that draws
@@ -125,6 +128,7 @@ class Stage:
 
     def _drawing_run(self, given: Value, target: Any) -> Value:
         """`run` on the stage's own random stream."""
+        assert self.stream is not None
         with _drawing:
             generator = self.generator
             outside = generator.get_state()
@@ -212,12 +216,14 @@ class Stage:
     def past(self, version: int) -> Weights:
         """The weights after `version` updates: the live ones, or a kept copy."""
         if version == self.version:
-            return self.weights  # type: ignore[return-value]
+            return self.weights
         try:
             return self.versions[version]
         except KeyError:
             kept = [*sorted(self.versions), self.version]
-            raise RuntimeError(f"version {version} was asked for, but only {kept} are kept; raise Method.history") from None
+            raise RuntimeError(
+                f"version {version} was asked for, but only {kept} are kept; raise Method.history"
+            ) from None
 
     def copies(self) -> float:
         """Copies of the weights held now: the live one, scratch, kept versions and shifted weights in flight."""

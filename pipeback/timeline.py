@@ -52,7 +52,7 @@ def timeline(
     programs = [until(schedule(s, stages), micro_batches) for s in range(stages)]
     heads: list[Op | None] = [next(program, None) for program in programs]
     ended: dict[tuple[str, int, int], Time] = {}  # (kind, stage, micro-batch) -> end
-    free: dict[int, Time] = {w: 0 for w in owner}
+    free: dict[int, Time] = dict.fromkeys(owner, 0)
     while any(head is not None for head in heads):
         best: tuple[Time, int, int] | None = None
         for s, head in enumerate(heads):
@@ -132,10 +132,10 @@ class _Steady(NamedTuple):
 
 def _steady(schedule: Schedule, stage: int, stages: int) -> _Steady:
     """Count on the program: the largest over a window of the same length as everything before it."""
-    window = 0
+    window = updates = 0
     found: list[_Steady] = []
-    # double the window until the count no longer changes: the fill, and any length of a group, are then behind
-    while len(found) < 3 or found[-1] != found[-2] or found[-2] != found[-3]:
+    # double the window until the count no longer changes and groups have passed: the fill is then behind
+    while len(found) < 3 or found[-1] != found[-2] or found[-2] != found[-3] or updates < 8:
         window = 2 * window or 8 * (stages + 1)
         updates = delay = running = most = 0
         seen: dict[int, int] = {}

@@ -20,7 +20,6 @@ from pipeback.method import Bundle, Method, Past, Shift, State, Weights, When, a
 from pipeback.order import Wave
 from pipeback.stage import Flight, Stage, differentiate
 
-
 Ops = Sequence[tuple[int, int]]  # (stage, micro-batch)
 
 
@@ -100,6 +99,7 @@ class Worker:
         if self._forward_hook:
             with torch.no_grad():
                 held = self._hold_forward(ops)
+            _forget_casts()
         try:
             for s, i in ops:
                 stage = stages[s]
@@ -122,6 +122,7 @@ class Worker:
             if held:
                 with torch.no_grad():
                     self._release_forward(held, ops)
+                _forget_casts()
         numbers, mbs = zip(*ops, strict=True)
         self.ledger.add("F", numbers, mbs, [stages[s].flights[i].version for s, i in ops])
         if self.method.needs_entry:
@@ -183,9 +184,9 @@ class Worker:
         for part in parts:
             some = [stages[n] for n in part]
             self._step(some, [ops[n][1] for n in part], joint or self._joint(some))
+        _forget_casts()
         for stage in stages:
             stage.version += 1
-            stage.optimizer._opt_called = True  # type: ignore[attr-defined]  # tells schedulers that steps are made
             for w in stage.weights:
                 w.grad = None
 
@@ -301,7 +302,7 @@ class Worker:
 
     def _scratch(self, stages: Sequence[Stage]) -> Weights:
         if stages[0].scratch is None:
-            raise RuntimeError(f'{self.method!r} shifts weights but declares copies="{self.method.copies}"; say "scratch"')
+            raise RuntimeError(f'{self.method!r} shifts weights, but its copies are "live"; declare copies = "scratch"')
         return self._joined("scratch", stages)
 
     def _joined(self, name: str, stages: Sequence[Stage]) -> Weights:
@@ -341,17 +342,13 @@ class Worker:
     # -- naming what failed --------------------------------------------------------------------------------------
 
     def _culprit(self, ops: Ops, flights: Sequence[Flight], error: Exception) -> str:
-        """Which backward of a joined call failed: the one that fails in the same way alone."""
-        s, i = ops[0]
-        for op, flight in zip(ops, flights, strict=True):
-            outputs = flight.output if isinstance(flight.output, tuple) else (flight.output,)
-            roots = [y for y in outputs if y.requires_grad]
-            try:
-                differentiate(roots, [torch.ones_like(y) for y in roots])
-            except Exception as again:
-                if type(again) is type(error) and str(again) == str(error):
-                    s, i = op
-                    break
+        """Which backward of a joined call failed.
+
+        Autograd goes from the newest graph to the oldest, and a graph that is done has given its input a gradient: it
+        was the newest of those that are not done.
+        """
+        undone = [op for op, f in zip(ops, flights, strict=True) if all(x.grad is None for x in f.leaves)]
+        s, i = max(undone or ops[:1], key=lambda op: (op[1], op[0]))
         return f"{_name(self.stages[s])}, micro-batch {i}: the backward failed: {error}"
 
     def _first_bad(self, i: int, loss: Tensor) -> str:
@@ -396,6 +393,12 @@ def _swap(a: Weights, b: Weights) -> None:
     kept = [w.detach().clone() for w in a]
     torch._foreach_copy_(a, b)
     torch._foreach_copy_(b, kept)
+
+
+def _forget_casts() -> None:
+    """Under autocast, torch keeps copies of weights by identity; ours change in place."""
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        torch.clear_autocast_cache()
 
 
 def _name(stage: Stage) -> str:

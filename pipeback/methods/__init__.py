@@ -1,4 +1,4 @@
-"""The methods by name: ours, and those of other packages that declare an entry point in the group `pipeback.methods`."""
+"""The methods by name: ours, and other packages' entry points in the group `pipeback.methods`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def create(name: str, **options: Any) -> Method:
     known = [p for p in inspect.signature(build).parameters if p != "self"]
     for option in options:
         if option not in known:
-            raise ValueError(f"method {name!r} has no option {option!r}{_nearest(option, known)}; it takes {', '.join(known) or 'none'}")
+            takes = f"it takes {', '.join(known)}" if known else "it takes none"
+            raise ValueError(f"method {name!r} has no option {option!r}{_nearest(option, known)}; {takes}")
     missing = [
         p.name for p in inspect.signature(build).parameters.values()
         if p.default is p.empty and p.kind is not p.VAR_KEYWORD and p.name not in options

@@ -29,8 +29,8 @@ class PipeDream2BW(Method):
         least = self.slack * (stages - 1) + 1
         if self.micro_batches < least:
             raise ValueError(
-                f"pipedream_2bw: micro_batches={self.micro_batches} is too few for {stages} stages, two versions would not do; "
-                f"use at least {least}, or pipedream, which keeps every version"
+                f"pipedream_2bw: micro_batches={self.micro_batches} is too few for {stages} stages; "
+                f"two versions suffice from {least}; use that or more, or pipedream, which keeps every version"
             )
 
     def delays(self, stages: int) -> list[int]:

@@ -29,7 +29,7 @@ from pipeback.timeline import in_flight
 
 @dataclass(repr=False)
 class PipeMare(Method):
-    """anneal: K, required with T1. t1, t2: switch each off. warmup: micro-batches of T3, 0 for none. slack: 2 as published."""
+    """anneal: K, required with T1. t1, t2: switch each off. warmup: micro-batches of T3. slack: 2 as published."""
 
     anneal: int | None = None
     t1: bool = True
@@ -42,8 +42,8 @@ class PipeMare(Method):
     def __post_init__(self) -> None:
         if self.t1 and (self.anneal is None or self.anneal < 1):
             raise ValueError(
-                f"pipemare: anneal= must be at least 1, the updates after which T1 ends, but is {self.anneal!r}; a quarter of the "
-                "first constant-rate phase is common; or switch it off with t1=False"
+                f"pipemare: anneal= must be at least 1, the updates after which T1 ends, but is {self.anneal!r}; "
+                "a quarter of the first constant-rate phase is common, and t1=False switches T1 off"
             )
         if not 0 < self.decay < 1:
             raise ValueError(f"pipemare: decay must lie between 0 and 1, but is {self.decay!r}")

@@ -28,7 +28,19 @@ def run(method, micro_batches=30, stages=STAGES, **options):
     return {(r.stage, r.kind, r.mb): r.version for r in pipe.ledger}, pipe
 
 
-LIVE = ["sgd", "gpipe-4", "one_f_one_b-3", "pb", "pb-slack1", "pipemare", "spectrain", "lwp", "lwp-weight", "sc", "cerebras"]
+LIVE = [
+    "sgd",
+    "gpipe-4",
+    "one_f_one_b-3",
+    "pb",
+    "pb-slack1",
+    "pipemare",
+    "spectrain",
+    "lwp",
+    "lwp-weight",
+    "sc",
+    "cerebras",
+]
 
 
 @pytest.mark.parametrize("case", LIVE)

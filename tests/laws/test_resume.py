@@ -143,7 +143,9 @@ def test_every_layer_in_a_new_process(tmp_path):
 @pytest.mark.soak
 @pytest.mark.parametrize("case", CASES)
 def test_every_moment(case, tmp_path):
-    in_a_new_process([record(pipeline(network(), CASES[case](STAGES)), data(24), at, case) for at in range(1, 24)], tmp_path)
+    in_a_new_process(
+        [record(pipeline(network(), CASES[case](STAGES)), data(24), at, case) for at in range(1, 24)], tmp_path
+    )
 
 
 def test_saving_changes_nothing_and_later_pushes_do_not_change_the_state():

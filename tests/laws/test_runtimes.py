@@ -32,7 +32,9 @@ def drawing(width=6):
     torch.manual_seed(3)
     return nn.Sequential(
         *[
-            nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width) if s % 2 else nn.LayerNorm(width), nn.Dropout(0.3))
+            nn.Sequential(
+                nn.Linear(width, width), nn.BatchNorm1d(width) if s % 2 else nn.LayerNorm(width), nn.Dropout(0.3)
+            )
             for s in range(STAGES)
         ]
     )

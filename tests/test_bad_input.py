@@ -1,0 +1,363 @@
+"""Bad input: every message names the stage or the option and the cure, and nothing has been trained when it comes."""
+
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import pipeback
+from tests.laws.cases import OPTIMIZERS, data, network, pipeline, weights
+
+
+def build(model, method="pb", optimizer="momentum", **options):
+    return pipeline(model, method, optimizer, **options)
+
+
+def refused(message, model, x=None, y=None, error=ValueError, **options):
+    """Building or the first push raises, and no weight or buffer has moved."""
+    before = {k: v.clone() for m in model for k, v in m.state_dict(prefix=str(id(m))).items()}
+    x, y = (torch.randn(4, 6) if x is None else x), (torch.randn(4, 6) if y is None else y)
+    with pytest.raises(error, match=message):
+        build(model, **options).push(x, y)
+    after = {k: v for m in model for k, v in m.state_dict(prefix=str(id(m))).items()}
+    assert all(torch.equal(before[k], after[k]) for k in before)
+
+
+class Gives(nn.Module):
+    def __init__(self, give):
+        super().__init__()
+        self.linear, self.give = nn.Linear(6, 6), give
+
+    def forward(self, x):
+        return self.give(self.linear(x))
+
+
+def test_models():
+    refused("the model is empty", nn.Sequential())
+    with pytest.raises(TypeError, match="must be an nn.Sequential or a list of modules.*is Linear"):
+        build(nn.Linear(6, 6))
+    with pytest.raises(TypeError, match="stage 1 must be a module, but is function"):
+        build([nn.Linear(6, 6), lambda x: x])
+    with pytest.raises(ValueError, match=r"stage 0 \(0\): weight is on the meta device"):
+        build([nn.Linear(6, 6, device="meta")])
+
+
+def test_a_parameter_shared_by_two_stages():
+    shared = nn.Linear(6, 6)
+    refused(
+        r"stages 0 and 2 share a parameter \(0.weight is 2.weight\).*one stage",
+        nn.Sequential(shared, nn.ReLU(), shared),
+    )
+    relu = nn.ReLU()
+    build(nn.Sequential(nn.Linear(6, 6), relu, nn.Linear(6, 6), relu)).push(*data(1)[0])  # without weights it may
+
+
+@pytest.mark.parametrize(
+    ("give", "found"),
+    [
+        (lambda x: {"x": x}, "not dict"),
+        (lambda x: [x, x], "not list"),
+        (lambda x: (x, None), "not tuple of Tensor, NoneType"),
+        (lambda x: (), "not tuple of "),
+        (lambda x: 3.0, "not float"),
+    ],
+)
+def test_outputs(give, found):
+    refused(rf"stage 1 \(1\): the output must be a tensor or a tuple of tensors, {found}",
+            [nn.Linear(6, 6), Gives(give), nn.Linear(6, 6)], error=TypeError)  # fmt: skip
+
+
+def test_a_forward_that_fails():
+    refused(r"stage 1 \(1\): the forward failed on the first micro-batch: .*shapes", [nn.Linear(6, 6), nn.Linear(5, 6)])
+
+
+@pytest.mark.parametrize(
+    ("norm", "x", "message"),
+    [
+        (nn.BatchNorm1d(6), torch.randn(1, 6), "BatchNorm1d '1' would see one value a channel.*GroupNorm or LayerNorm"),
+        (nn.GroupNorm(6, 6), torch.randn(4, 6), "GroupNorm '1' would see one value a group"),
+        (nn.InstanceNorm1d(6), torch.randn(2, 6, 1), "InstanceNorm1d '1' would see one value a group"),
+        (nn.LayerNorm(1), torch.randn(4, 6, 1), "LayerNorm '1' would see one value a group"),
+    ],
+)
+def test_a_normalisation_of_one_value(norm, x, message):
+    model = [nn.Sequential(nn.Identity(), norm), nn.Sequential(nn.Flatten(), nn.Linear(6, 6))]
+    refused(rf"stage 0 \(0\): {message}", model, x, torch.randn(len(x), 6))
+
+
+def test_a_normalisation_of_few_values_warns():
+    pipe = build([nn.BatchNorm1d(6), nn.Linear(6, 6)])
+    with pytest.warns(
+        UserWarning, match=r"stage 0 \(0\): BatchNorm1d takes its statistics from 4 values a channel.*poor"
+    ):
+        pipe.push(torch.randn(4, 6), torch.randn(4, 6))
+
+
+def test_a_short_last_micro_batch_is_checked_too():
+    pipe = build([nn.BatchNorm1d(6), nn.Linear(6, 6)], micro_batch_size=32)
+    before = weights(build([nn.BatchNorm1d(6), nn.Linear(6, 6)]))
+    with pytest.raises(ValueError, match="would see one value a channel"):
+        pipe.push(torch.randn(65, 6), torch.randn(65, 6))
+    assert len(before) == len(weights(pipe))
+    assert len(pipe.ledger) == 0
+
+
+class WeightNorm(nn.Module):
+    """weight_norm, spectral_norm and the like, as users write them."""
+
+    def __init__(self, wrap):
+        super().__init__()
+        self.linear = wrap(nn.Linear(6, 6))
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+class Masked(nn.Linear):
+    def __init__(self):
+        super().__init__(6, 6)
+        self.register_buffer("mask", torch.rand(6, 6).gt(0.5).float())
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight * self.mask, self.bias)
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [
+        lambda: WeightNorm(nn.utils.parametrizations.weight_norm),
+        lambda: WeightNorm(nn.utils.parametrizations.spectral_norm),
+        lambda: WeightNorm(nn.utils.parametrizations.orthogonal),
+        Masked,
+    ],
+    ids=["weight norm", "spectral norm", "orthogonal", "mask"],
+)
+def test_functions_of_the_weights_would_be_stashed_silently(stage):
+    torch.manual_seed(0)
+    model = [nn.Linear(6, 6), stage(), nn.Linear(6, 6)]
+    refused(r"stage 1 \(1\): its graph saves a function of the weights.*method=\"pipedream\"", model)
+    build(model, "pipedream").push(torch.randn(4, 6), torch.randn(4, 6))
+    build(model, "gpipe").push(torch.randn(4, 6), torch.randn(4, 6))  # no delay, no harm
+
+
+def test_autocast_does_not_reach_other_threads():
+    pipe = build(network(), "pipedream", workers=2)
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(ValueError, match="workers: autocast"):
+        pipe.push(torch.randn(4, 6), torch.randn(4, 6))
+
+
+def test_autocast_sees_new_weights_within_one_push():
+    """Torch keeps cast weights by identity for as long as the context lasts; updates must not be lost on them."""
+    x, y = torch.randn(8, 6), torch.randn(8, 6)
+    together, apart = build(network(), "sgd", micro_batch_size=2), build(network(), "sgd")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        together.push(x, y)
+    for i in range(0, 8, 2):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            apart.push(x[i : i + 2], y[i : i + 2])
+    assert torch.equal(weights(together), weights(apart))
+
+
+def test_autocast_would_stash_silently():
+    pipe = build(network())
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(ValueError, match=r"stage 1.*autocast"):
+        pipe.push(torch.randn(4, 6), torch.randn(4, 6))
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [
+        lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Dropout(0.5)),
+        lambda: nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 6), nn.GELU()),
+        lambda: nn.Sequential(nn.Linear(6, 6), nn.Softmax(-1), nn.PReLU(6)),
+        lambda: nn.TransformerEncoderLayer(6, 2, 12, batch_first=True),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*takes its statistics", "ignore:.*enable_nested_tensor")
+def test_ordinary_layers_are_not_suspected(stage):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), stage(), nn.Linear(6, 6))
+    nn.init.zeros_(model[2].weight)  # zeros hide nothing and accuse nobody
+    build(model).push(torch.randn(8, 6), torch.randn(8, 6))
+
+
+def test_losses():
+    loss = lambda out, target: (out - target) ** 2  # noqa: E731
+    with pytest.raises(ValueError, match=r"loss must return a 0-d floating-point tensor.*shape \(4, 6\)"):
+        pipeback.Pipeline(network(), loss=loss, optimizer=OPTIMIZERS["sgd"]  # fmt: skip
+                          , method="pb").push(torch.randn(4, 6), torch.randn(4, 6))  # fmt: skip
+
+
+def test_a_loss_that_is_not_finite_is_raised_before_its_backward():
+    model = network()
+    pipe = build(model, check_finite=True)
+    batches = data(12)
+    for x, y in batches[:8]:
+        pipe.push(x, y)
+    before = weights(pipe)
+    with pytest.raises(pipeback.StageError, match=r"stage 4 \(4\), micro-batch 8: the loss is nan.*clip_norm="):
+        pipe.push(batches[8][0], batches[8][1] * float("nan"))
+    with pytest.raises(RuntimeError, match=r"the pipeline is closed: stage 4.*load_state_dict\(\) reopens it"):
+        pipe.push(*batches[9])
+    assert torch.equal(before, torch.cat([p.detach().flatten().double() for p in model.parameters()]))
+
+
+def test_the_stage_that_overflowed_first_is_named():
+    pipe = build([nn.Linear(6, 6), Gives(lambda x: x * torch.inf), nn.Linear(6, 6), nn.Linear(6, 6)], check_finite=True)
+    with pytest.raises(pipeback.StageError, match=r"stage 1 \(1\), micro-batch 0: the output is not finite"):
+        pipe.push(torch.randn(4, 6), torch.randn(4, 6))
+
+
+def test_optimizers():
+    with pytest.raises(ValueError, match="LBFGS evaluates the loss several times.*use SGD or Adam"):
+        pipeback.Pipeline(network(), loss=nn.functional.mse_loss, optimizer=torch.optim.LBFGS, method="pb")
+    with pytest.raises(TypeError, match="stage 0: optimizer must be a function from parameters.*returned list"):
+        pipeback.Pipeline(network(), loss=nn.functional.mse_loss, optimizer=list, method="pb")
+    with pytest.raises(TypeError, match="optimizer must be a function, but is SGD"):
+        optimizer = torch.optim.SGD(network().parameters(), lr=0.1)
+        pipeback.Pipeline(network(), loss=nn.functional.mse_loss, optimizer=optimizer, method="pb")
+    with pytest.raises(ValueError, match="stage 0: the optimizer must take exactly the parameters it is given"):
+        own = network().parameters()
+        pipeback.Pipeline(
+            network(), loss=nn.functional.mse_loss, optimizer=lambda p: torch.optim.SGD(own, 0.1), method="pb"
+        )
+
+
+@pytest.mark.parametrize("name", ["lwp", "cerebras", "spectrain", "sc"])
+def test_equations_that_an_optimizer_does_not_allow(name):
+    def made(optimizer):
+        return pipeback.Pipeline(network(), loss=nn.functional.mse_loss, optimizer=optimizer, method=name)
+
+    for optimizer in ("adam", "adamw"):
+        with pytest.raises(
+            ValueError, match=r"stage 0 \(0\): .*momentum SGD, but the optimizer is Adam.*form=\"weight\""
+        ):
+            made(OPTIMIZERS[optimizer])
+    with pytest.raises(ValueError, match='plain momentum, but nesterov=True.*form="weight"'):
+        made(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True))
+    with pytest.raises(ValueError, match=r'plain momentum, but dampening=0.5.*form="weight"'):
+        made(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5))
+    if name == "sc":
+        made(OPTIMIZERS["sgd"])
+    else:
+        with pytest.raises(ValueError, match='momentum=0; set momentum or use lwp with form="weight"'):
+            made(OPTIMIZERS["sgd"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"micro_batch_size": 0}, "micro_batch_size must be a whole number of at least 1 or None, but is 0"),
+        ({"workers": 1.5}, "workers must be a whole number"),
+        ({"workers": 6}, "workers=6 but the model has 5 stages"),
+        ({"clip_norm": -1.0}, "clip_norm must be above 0 or None"),
+        ({"weights": "even"}, 'weights must be "equal" or "samples"'),
+        ({"order": "best"}, "order must be one of grouped, upstream, sticky, random"),
+        ({"store": "disk:here"}, "store='disk:here'.*use store=None"),
+        ({"method": "pip"}, "unknown method 'pip'; did you mean"),
+        ({"method": "pipemare"}, "anneal= must be at least 1"),
+    ],
+)
+def test_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        build(network(), **options)
+
+
+def test_pushes():
+    pipe = build(network(), micro_batch_size=2)
+    for x, y, error, message in [
+        ([1.0], None, TypeError, "push takes a tensor or a tuple of tensors, but got list"),
+        (torch.tensor(1.0), None, ValueError, "0-d tensor"),
+        (torch.randn(0, 6), torch.randn(0, 6), ValueError, "is empty"),
+        (torch.randn(4, 6), torch.randn(3, 6), ValueError, r"one length.*\[4, 3\]"),
+    ]:
+        with pytest.raises(error, match=message):
+            pipe.push(x, y)
+    assert torch.isfinite(pipe.push(*data(1)[0]))  # none of these closed it
+
+
+class Explodes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.bad = bool((x == 77).any())
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        if ctx.bad:
+            raise RuntimeError("bang")
+        return g
+
+
+class Bomb(nn.Module):
+    def __init__(self, forward):
+        super().__init__()
+        self.linear, self.where = nn.Linear(6, 6), forward
+
+    def forward(self, x):
+        if self.where and bool((x == 77).any()):
+            raise RuntimeError("bang")
+        return x + 0 * self.linear(Explodes.apply(x))
+
+
+@pytest.mark.parametrize("workers", [None, 2])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_error_inside_a_stage_closes_the_pipeline_and_a_state_reopens_it(where, workers):
+    pipe = build([nn.Identity(), Bomb(where == "forward"), nn.Linear(6, 6), nn.Linear(6, 6)], workers=workers)
+    for x, y in data(9):
+        pipe.push(x, y)
+    state = pipe.state_dict()
+    with pytest.raises(pipeback.StageError, match=rf"stage 1 \(1\), micro-batch 9: the {where} failed: bang"):
+        pipe.push(torch.full((3, 6), 77.0), torch.zeros(3, 6))
+        pipe.drain()
+    for call in (lambda: pipe.push(*data(1)[0]), pipe.wait, pipe.drain, pipe.state_dict, lambda: pipe.model):
+        with pytest.raises(RuntimeError, match="the pipeline is closed: stage 1"):
+            call()
+    pipe.load_state_dict(state)
+    assert torch.isfinite(pipe.push(*data(1)[0]))
+    pipe.drain()
+    pipe.close()
+
+
+def test_states_of_another_model_or_method():
+    pipe = build(network())
+    pipe.push(*data(1)[0])
+    state = pipe.state_dict()
+    for other, message in [
+        (
+            build(network(), "sc"),
+            r"belongs to method PipelinedBackpropagation \{'slack': 2\}, here runs SpikeCompensation",
+        ),
+        (build(network(), pipeback.methods.create("pb", slack=1)), "here runs PipelinedBackpropagation {'slack': 1}"),
+        (build(network(stages=4)), "the state has 5 stages, here are 4"),
+        (build(network(width=7)), r"stage 0 \(0\): weight '0.weight' is \(7, 7\).*\(6, 6\).*another model"),
+        (
+            build([nn.Linear(6, 6)] * 1 + [nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4)]),
+            "the model lacks|lacks weight",
+        ),
+        (build(network(), optimizer="adam"), r"belongs to optimizers \['SGD'\], here are \['Adam'\]"),
+    ]:
+        before = weights(other)
+        with pytest.raises(ValueError, match=message):
+            other.load_state_dict(state)
+        assert torch.equal(before, weights(other))
+    with pytest.raises(ValueError, match="not a state of Pipeline.state_dict"):
+        pipe.load_state_dict(network().state_dict())
+    with pytest.raises(ValueError, match="format 99, this version of pipeback reads 1"):
+        pipe.load_state_dict({**state, "format": 99})
+
+
+def test_states_hold_no_pickles(tmp_path):
+    pipe = build(network(), "pipedream")
+    for x, y in data(9):
+        pipe.push(x, y)
+    torch.save(pipe.state_dict(), tmp_path / "state.pt")
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    import json
+
+    assert json.loads(json.dumps(state["plain"])) == state["plain"]
+    assert all(isinstance(t, torch.Tensor) for tensors in state["stages"] for t in tensors.values())
+    with pytest.raises(pickle.UnpicklingError):
+        torch.save({"bad": build}, tmp_path / "bad.pt")
+        torch.load(tmp_path / "bad.pt", weights_only=True)

@@ -1,0 +1,84 @@
+"""Imports point down only; the first floor needs no torch; importing pipeback brings in nothing heavy but torch."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent / "pipeback"
+
+# a module imports only from lower floors, or from those named before it on its own
+FLOORS = [
+    ["events", "schedules", "order", "timeline", "ledger"],
+    [
+        "method", "momentum", "lazy", "link", "partition", "inflight",
+        "stage", "joint", "worker", "snapshot", "runtime", "rehearsal",
+    ],
+    ["methods", "pipeline", "draw"],
+]  # fmt: skip
+RANK = {name: n for n, name in enumerate(name for floor in FLOORS for name in floor)}
+
+
+def imports(path):
+    """Modules of pipeback that a file imports when it runs (not those for type checkers alone)."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    typing_only = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if id(node) in typing_only:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from (
+                [f"pipeback.{alias.name}" for alias in node.names] if node.module == "pipeback" else [node.module]
+            )
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("*.py")), ids=lambda path: path.name)
+def test_imports_point_down(path):
+    if path.name == "__init__.py":
+        return
+    assert path.stem in RANK, f"{path.name} stands on no floor: name it in FLOORS"
+    for name in imports(path):
+        if name.startswith("pipeback."):
+            other = name.split(".")[1]
+            assert RANK[other] < RANK[path.stem], f"{path.stem} imports {other}, which is not below it"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "methods").glob("[a-z]*.py")), ids=lambda path: path.name)
+def test_a_method_knows_neither_stages_nor_other_methods(path):
+    allowed = {f"pipeback.{name}" for name in ("events", "schedules", "timeline", "method", "momentum")}
+    assert {name for name in imports(path) if name.startswith("pipeback")} <= allowed
+
+
+def test_the_first_floor_runs_without_torch():
+    names = [f"pipeback.{name}" for name in FLOORS[0]]
+    code = f"""
+import importlib, sys, types
+class NoTorch:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "torch":
+            raise ImportError("there is no torch here")
+sys.meta_path.insert(0, NoTorch())
+package = types.ModuleType("pipeback"); package.__path__ = [{str(ROOT)!r}]
+sys.modules["pipeback"] = package
+for name in {names!r}:
+    importlib.import_module(name)
+from pipeback.timeline import delays
+from pipeback.schedules import flowing
+assert delays(flowing(2), 3) == [4, 2, 0]
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_core_needs_torch_alone():
+    code = "import sys, pipeback; print(*sorted(n for n in ('matplotlib', 'hydra', 'lightning', 'wandb', 'sklearn', 'rich') if n in sys.modules))"
+    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert found.stdout.strip() == ""

@@ -1,0 +1,104 @@
+"""The order: what it lets run, its agreement with the programs, deadlocks, saving and resuming."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeback.events import Op, until
+from pipeback.order import POLICIES, Order
+from pipeback.schedules import fill_drain, flowing, one_f_one_b
+
+
+def flat(waves):
+    return [(s, Op(wave.kind, i)) for wave in waves for s, i in wave.ops]
+
+
+def test_the_steady_state_is_one_wave_of_each_kind():
+    order = Order(flowing(2), 4)
+    for n in range(1, 12):
+        waves = list(order.advance(n))
+    assert [(wave.kind, wave.ops) for wave in waves] == [
+        ("F", [(0, 10), (1, 10), (2, 10), (3, 10)]),
+        ("B", [(0, 4), (1, 6), (2, 8), (3, 10)]),
+        ("U", [(0, 4), (1, 6), (2, 8), (3, 10)]),
+    ]
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.one_of(
+        st.builds(fill_drain, st.integers(1, 5)),
+        st.builds(one_f_one_b, st.integers(1, 5)),
+        st.builds(flowing, st.integers(0, 2), st.integers(1, 4)),
+    ),
+    st.integers(1, 5),
+    st.lists(st.integers(1, 4), min_size=1, max_size=5),
+    st.sampled_from(POLICIES),
+    st.integers(0, 3),
+)
+def test_every_policy_runs_the_programs_and_nothing_else(schedule, stages, pushes, policy, seed):
+    order = Order(schedule, stages, policy=policy, seed=seed)
+    done, arrived = [], 0
+    for n in pushes:
+        arrived += n
+        done += flat(order.advance(arrived))
+    done += flat(order.close(arrived))
+    for s in range(stages):
+        assert [op for t, op in done if t == s] == list(until(schedule(s, stages), arrived))
+    seen = set()
+    for s, op in done:
+        if op.kind == "F" and s:
+            assert (s - 1, op) in seen
+        if op.kind == "B" and s < stages - 1:
+            assert (s + 1, op) in seen
+        seen.add((s, op))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2), st.integers(1, 4), st.integers(1, 12), st.integers(0, 3))
+def test_the_quiet_state_does_not_depend_on_the_order(slack, stages, arrived, seed):
+    """After n arrivals the set of operations done is the same under every policy."""
+    found = [set(flat(Order(flowing(slack), stages, policy=p, seed=seed).advance(arrived))) for p in POLICIES]
+    assert all(some == found[0] for some in found)
+
+
+def test_restart_counts_micro_batches_on():
+    order = Order(flowing(2), 2)
+    list(order.advance(3))
+    list(order.close(3))
+    assert order.empty
+    order.restart(flowing(1))
+    assert flat(order.advance(4)) == [(0, Op("F", 3)), (1, Op("F", 3)), (1, Op("B", 3)), (1, Op("U", 3))]
+
+
+@pytest.mark.parametrize("at", [1, 5, 9])
+def test_resume_goes_on_where_the_state_was_taken(at):
+    whole, first, second = (Order(flowing(1, every=3), 3) for _ in range(3))
+    expected = flat(whole.advance(12))
+    before = flat(first.advance(at))
+    second.resume(flowing(1, every=3), first.state())
+    assert set(before) | set(flat(second.advance(12))) == set(expected)
+
+
+def test_a_deadlock_is_named():
+    def impossible(stage, stages):
+        yield Op("F", 0)
+        if stage == 1:
+            yield Op("F", 1)
+        yield from (Op("B", 0), Op("U", 0), Op("F", 1), Op("B", 1), Op("U", 1))
+
+    with pytest.raises(RuntimeError, match=r"deadlocks: stage 0 waits for B0, stage 1 waits for F1"):
+        list(Order(impossible, 2).advance(2))
+
+
+def test_a_program_out_of_turn_is_named():
+    def backwards_first(stage, stages):
+        yield from (Op("B", 0), Op("F", 0), Op("U", 0))
+
+    with pytest.raises(RuntimeError, match="stage 0: B0 is out of turn"):
+        list(Order(backwards_first, 1).advance(1))
+
+
+def test_an_unknown_policy_is_refused():
+    with pytest.raises(ValueError, match="choose one of grouped, upstream, sticky, random"):
+        Order(flowing(1), 2, policy="fast")

@@ -1,0 +1,179 @@
+"""Schedules against the grids drawn beside them, their ragged ends, their delays, horizons and bubbles."""
+
+from fractions import Fraction
+from itertools import islice
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeback.draw import grid
+from pipeback.events import Op, until
+from pipeback.schedules import fill_drain, flowing, one_f_one_b
+from pipeback.timeline import Horizon, bubble, delays, horizons, in_flight, timeline
+
+GRIDS = {
+    "fill_drain(4)": (
+        fill_drain(4),
+        """
+        0 │ F0 F1 F2 F3 .  .  .  .  B0 B1 B2 B3
+        1 │ .  F0 F1 F2 F3 .  .  B0 B1 B2 B3 .
+        2 │ .  .  F0 F1 F2 F3 B0 B1 B2 B3 .  .
+        """,
+    ),
+    "one_f_one_b(4)": (
+        one_f_one_b(4),
+        """
+        0 │ F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3
+        1 │ .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .
+        2 │ .  .  F0 B0 F1 B1 F2 B2 F3 B3 .  .
+        """,
+    ),
+    "flowing(2)": (
+        flowing(2),
+        """
+        0 │ F0 F1 F2 F3 F4 B0 F5 B1 F6 B2 …
+        1 │ .  F0 F1 F2 B0 F3 B1 F4 B2 F5 …
+        2 │ .  .  F0 B0 F1 B1 F2 B2 F3 B3 …
+        """,
+    ),
+    "flowing(1)": (
+        flowing(1),
+        """
+        0 │ F0 F1 F2 .  .  B0 F3 B1 F4 B2 …
+        1 │ .  F0 F1 .  B0 F2 B1 F3 B2 F4 …
+        2 │ .  .  F0 B0 F1 B1 F2 B2 F3 B3 …
+        """,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_grids(name):
+    schedule, picture = GRIDS[name]
+    wanted = [line.strip() for line in picture.strip().splitlines()]
+    flows = name.startswith("flowing")
+    found = grid(schedule, 3, 8 if flows else 4, width=10 if flows else None)
+    assert found.splitlines() == wanted
+
+
+def text(ops):
+    return " ".join(map(str, ops))
+
+
+def test_until_issues_the_update_of_a_ragged_end():
+    assert text(until(fill_drain(4)(0, 2), 6)) == "F0 F1 F2 F3 B0 B1 B2 B3 U3 F4 F5 B4 B5 U5"
+    assert text(until(one_f_one_b(4)(0, 3), 5)) == "F0 F1 F2 B0 F3 B1 B2 B3 U3 F4 B4 U4"
+    assert text(until(one_f_one_b(8)(0, 3), 2)) == "F0 F1 B0 B1 U1"
+    assert text(until(flowing(1, every=2)(0, 2), 3)) == "F0 F1 B0 F2 B1 U1 B2 U2"
+    assert text(until(flowing(2)(0, 2), 0)) == ""
+
+
+SCHEDULES = st.one_of(
+    st.builds(fill_drain, st.integers(1, 6)),
+    st.builds(one_f_one_b, st.integers(1, 6)),
+    st.builds(flowing, st.integers(0, 3), st.integers(1, 5)),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(SCHEDULES, st.integers(1, 5), st.integers(0, 14))
+def test_until_is_complete_and_in_order(schedule, stages, n):
+    for s in range(stages):
+        ops = list(until(schedule(s, stages), n))
+        assert [op.mb for op in ops if op.kind == "F"] == list(range(n))
+        assert [op.mb for op in ops if op.kind == "B"] == list(range(n))
+        updates = [op.mb for op in ops if op.kind == "U"]
+        assert updates == sorted(set(updates)) and (not n or updates[-1] == n - 1)
+        for at, op in enumerate(ops):
+            if op.kind == "B":
+                assert Op("F", op.mb) in ops[:at]
+            if op.kind == "U":
+                assert ops[at - 1] == Op("B", op.mb)
+
+
+@settings(max_examples=40, deadline=None)
+@given(SCHEDULES, st.integers(1, 5), st.integers(1, 12))
+def test_a_timeline_respects_programs_and_data(schedule, stages, n):
+    end = {}
+    for slot in timeline(schedule, stages, n, {"F": 2, "B": 3, "U": Fraction(1, 2)}):
+        kind, i = slot.op
+        if kind == "F" and slot.stage:
+            assert end["F", slot.stage - 1, i] <= slot.start
+        if kind == "B" and slot.stage < stages - 1:
+            assert end["B", slot.stage + 1, i] <= slot.start
+        end[kind, slot.stage, i] = slot.end
+    assert sum(kind == "B" for kind, _, _ in end) == stages * n
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 7])
+def test_delays_are_counted(stages):
+    for slack in (0, 1, 2, 3):
+        wanted = [slack * (stages - 1 - s) for s in range(stages)]
+        assert delays(flowing(slack), stages) == wanted
+        assert in_flight(flowing(slack), stages) == [d + 1 for d in wanted]
+    assert delays(fill_drain(4), stages) == delays(one_f_one_b(4), stages) == [0] * stages
+    assert in_flight(fill_drain(5), stages) == [5] * stages
+    assert in_flight(one_f_one_b(5), stages) == [min(5, stages - s) for s in range(stages)]
+
+
+def test_delays_within_a_group_are_the_largest():
+    assert delays(flowing(2, every=3), 4) == [2, 2, 1, 0]  # 6, 4, 2 and 0 micro-batches ahead, three an update
+    assert delays(flowing(1, every=200), 3) == [1, 1, 0]  # also when a group is longer than any fill
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
+def test_spectrain_horizons_fall_out_of_the_timeline(stages):
+    wanted = [Horizon(k // 2 + stages - k - 1, k // 2) for k in range(stages)]
+    assert horizons(flowing(1), stages) == wanted
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 3), (4, 4), (5, 16)])
+def test_bubbles(p, m):
+    wanted = (p - 1) / (m + p - 1)
+    assert bubble(timeline(fill_drain(m), p, m)) == pytest.approx(wanted, abs=1e-12)
+    assert bubble(timeline(one_f_one_b(m), p, m)) == pytest.approx(wanted, abs=1e-12)
+    assert bubble(timeline(flowing(0), p, m)) == pytest.approx(1 - 1 / p, abs=1e-12)
+
+
+def test_filling_and_draining_takes_the_steps_of_the_convention():
+    """N samples take N + 2(S − 1) steps of one forward and one backward each: at the last stage, back to back."""
+    stages, n = 4, 12
+    slots = [s for s in timeline(flowing(2), stages, n) if s.op.kind != "U"]
+    last = [s for s in slots if s.stage == stages - 1]
+    assert max(s.end for s in last) - min(s.start for s in last) == 2 * n
+    assert max(s.end for s in slots) == 2 * n + 2 * (stages - 1)
+
+
+def test_workers_share_stages():
+    slots = list(timeline(flowing(2), 4, 40, workers=[0, 0, 1, 1]))
+    for worker in (0, 1):
+        mine = sorted((s.start, s.end) for s in slots if s.stage // 2 == worker and s.end > s.start)
+        assert all(a[1] <= b[0] for a, b in zip(mine, mine[1:], strict=False))
+    assert bubble(slots, [0, 0, 1, 1]) < 0.06
+
+
+def test_a_deadlock_is_named():
+    def impossible(stage, stages):
+        i = 0
+        while True:  # stage 1 wants two forwards before a backward, stage 0 a backward before the second forward
+            if stage:
+                yield from (Op("F", i), Op("F", i + 1), Op("B", i), Op("B", i + 1), Op("U", i + 1))
+            else:
+                yield from (Op("F", i), Op("B", i), Op("F", i + 1), Op("B", i + 1), Op("U", i + 1))
+            i += 2
+
+    with pytest.raises(RuntimeError, match=r"deadlocks.*stage 0 for B0, stage 1 for F1"):
+        list(timeline(impossible, 2, 4))
+
+
+def test_programs_are_endless():
+    assert len(list(islice(flowing(2)(0, 3), 10_000))) == 10_000
+
+
+@pytest.mark.parametrize(
+    "build", [lambda: fill_drain(0), lambda: one_f_one_b(-1), lambda: flowing(-1), lambda: flowing(1, every=0)]
+)
+def test_nonsense_is_refused(build):
+    with pytest.raises(ValueError, match=r"must be a whole number of at least \d, but is"):
+        build()
