@@ -1,0 +1,1 @@
+"""The Hydra configuration of the recipes; installed as `pipeback.conf`."""

@@ -1,0 +1,43 @@
+"""`pipeback train|compare|report|draw|bench ...` is the same as `python recipes/<command>.py ...`."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from difflib import get_close_matches
+
+COMMANDS = {
+    "train": "train one method and watch it:           pipeback train method=cerebras",
+    "compare": "every method on the same data:           pipeback compare experiment=digits",
+    "report": "rebuild the report of finished runs:     pipeback report outputs/compare/digits",
+    "draw": "draw a schedule:                         pipeback draw --help",
+    "bench": "speed and memory, as ratios in one run:  pipeback bench",
+}
+
+
+def usage() -> str:
+    lines = "\n".join(f"  {name:<9}{line}" for name, line in COMMANDS.items())
+    return f"usage: pipeback COMMAND [OPTION=VALUE ...]\n\n{lines}\n\npipeback COMMAND --help tells its options."
+
+
+def main(argv: list[str] | None = None) -> None:
+    command, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    if command in ("-h", "--help", "help"):
+        print(usage())
+        return
+    if command not in COMMANDS:
+        near = get_close_matches(command, COMMANDS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        sys.exit(f"pipeback: unknown command {command!r}{hint}\n\n{usage()}")
+    sys.argv = [f"pipeback {command}", *rest]
+    try:
+        recipe = importlib.import_module(f"pipeback.recipes.{command}")
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("pipeback"):
+            raise
+        sys.exit(f"pipeback {command} needs {error.name}: pip install 'pipeback[recipes]'")
+    recipe.main()
+
+
+if __name__ == "__main__":
+    main()

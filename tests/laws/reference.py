@@ -1,0 +1,360 @@
+"""Training by the published equations in float64 numpy: a recurrence over micro-batches, without events or library.
+
+    forward   z = x W_Fᵀ + b_F,  y = tanh z (last stage: y = z),  loss = mean (y − target)²
+    backward  dz = g (1 − y²) with the y of the forward,  dW = dzᵀ x,  db = Σ dz,  dx = dz W_B
+    update    g = (Σ over the group, in order) / k,  clipped,  then the rule of the optimizer
+
+Micro-batch j, counted from when the pipeline was last empty with n₀ updates in the weights, at stage s of S:
+
+    F(j) reads version n₀ + ⌊max(0, j − slack·(S−1−s)) / k⌋        B(j) reads version n₀ + ⌊j / k⌋
+
+Both are at most what micro-batches before j have made. So micro-batch j can be taken forward, backward and into the
+weights before j + 1 is looked at: time does not appear, only a history of versions for each stage, all of it kept.
+
+    S stages, s stage, j micro-batch, k micro-batches an update (`every`), u updates = version, D delay in updates,
+    w weights, v velocity, m momentum, η rate, g gradient as it enters v: after clipping, sign and L2 decay
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+Array = np.ndarray[Any, np.dtype[np.float64]]
+Tensors = tuple[Array, ...]  # of one stage: W (out, in), b (out,)
+Options = Mapping[str, Any]  # of one tensor: what its torch param group holds
+Snapshot = Sequence[Sequence[Options]]  # options[stage][tensor] in force when a micro-batch was pushed
+
+
+class Version(NamedTuple):
+    """One stage after some number of updates."""
+
+    w: Tensors
+    v: Tensors  # torch's momentum_buffer, zero before the first step; Adam: exp_avg
+    q: Tensors  # Adam: exp_avg_sq
+    delta: Tensors  # PipeMare: average displacement
+
+
+class Moved(NamedTuple):
+    """One tensor after a step."""
+
+    w: Array
+    v: Array
+    q: Array
+
+
+def forward(w: Tensors, x: Array, last: bool) -> Array:
+    z = x @ w[0].T + w[1]
+    return z if last else np.tanh(z)
+
+
+def backward(w: Tensors, x: Array, y: Array, g: Array, last: bool) -> tuple[Tensors, Array]:
+    """Gradients of (W, b) and of x; the weights of the backward enter through dx alone."""
+    dz = g if last else g * (1 - y * y)
+    return (dz.T @ x, dz.sum(axis=0)), dz @ w[0]
+
+
+def clipped(gradients: Tensors, largest: float | None) -> Tensors:
+    """g ← g · min(1, c / (‖g‖ + 1e-6)), the norm over all tensors of the stage."""
+    if largest is None:
+        return gradients
+    norm = np.sqrt(sum((g * g).sum() for g in gradients))
+    return tuple(g * min(1.0, largest / (norm + 1e-6)) for g in gradients)
+
+
+# -- what one tensor does in a step ----------------------------------------------------------------------------------
+
+
+def entering(w: Array, g: Array, o: Options) -> Array:
+    """g ← ±g + λ w: what enters the velocity."""
+    return (-g if o.get("maximize") else g) + o.get("weight_decay", 0) * w
+
+
+def sgd(u: int, w: Array, v: Array, q: Array, g: Array, o: Options) -> Moved:
+    """v ← m v + (1 − dampening) g, the first time v = g;  w ← w − η v  (Nesterov: w ← w − η (g + m v))."""
+    g, m = entering(w, g, o), o.get("momentum", 0)
+    if not m:
+        return Moved(w - o["lr"] * g, v, q)
+    v = m * v + (1 - o.get("dampening", 0)) * g if u else g
+    return Moved(w - o["lr"] * (g + m * v if o.get("nesterov") else v), v, q)
+
+
+def adam(u: int, w: Array, v: Array, q: Array, g: Array, o: Options) -> Moved:
+    """v ← β₁v + (1−β₁)g, q ← β₂q + (1−β₂)g², w ← w − η v̂ / (√q̂ + ε) with v̂ = v/(1−β₁ᵘ), q̂ = q/(1−β₂ᵘ), u from 1."""
+    g = entering(w, g, o)
+    (b1, b2), u = o.get("betas", (0.9, 0.999)), u + 1
+    v, q = b1 * v + (1 - b1) * g, b2 * q + (1 - b2) * g * g
+    return Moved(w - o["lr"] * (v / (1 - b1**u)) / (np.sqrt(q / (1 - b2**u)) + o.get("eps", 1e-8)), v, q)
+
+
+def adamw(u: int, w: Array, v: Array, q: Array, g: Array, o: Options) -> Moved:
+    """w ← (1 − ηλ) w, then Adam without decay in the gradient."""
+    return adam(u, (1 - o["lr"] * o.get("weight_decay", 0)) * w, v, q, g, {**o, "weight_decay": 0})
+
+
+def spiked(horizon: float, u: int, w: Array, v: Array, q: Array, g: Array, o: Options) -> Moved:
+    """SC: v ← m v + g, w ← w − η (a v + b g) with a = m^T, b = (1 − m^T)/(1 − m); v itself stays un-spiked."""
+    g, m = entering(w, g, o), o.get("momentum", 0)
+    v = m * v + g
+    a = m**horizon
+    b = (1 - a) / (1 - m)
+    return Moved(w - o["lr"] * (a * v + b * g), v, q)
+
+
+RULES = {"sgd": sgd, "adam": adam, "adamw": adamw}
+
+
+# -- the recurrence, and what each method puts in its place ----------------------------------------------------------
+
+
+class Recurrence:
+    """F, B and U on the plain weights: sequential (slack 0), GPipe and 1F1B (slack 0, every = M), PB (slack 2).
+
+    A flush of M micro-batches has all its forwards and backwards on one version, ⌊j/M⌋, and so is slack 0, every M,
+    whatever the order inside the flush; every = None is a flush that only `drain` ends.
+    """
+
+    def __init__(
+        self, weights: Sequence[Tensors], rule: str, *, slack: int, every: int | None = 1, clip: float | None = None
+    ) -> None:
+        self.stages, self.rule, self.slack, self.every, self.clip = len(weights), RULES[rule], slack, every, clip
+        zeros = [tuple(np.zeros_like(p) for p in w) for w in weights]
+        self.history = [[Version(w, zero, zero, zero)] for w, zero in zip(weights, zeros, strict=True)]
+        self.pushed = 0  # micro-batches so far
+        self.start, self.base = 0, 0  # micro-batches and updates when the pipeline was last empty
+        self.ledger: list[tuple[int, str, int, int]] = []  # (stage, kind, micro-batch, version)
+        self._group: list[list[Tensors]] = []  # gradients not yet in an update: [micro-batch][stage]
+        self._options: Snapshot = ()
+
+    def ahead(self, s: int) -> int:
+        """Forwards that stage s runs ahead of its backwards."""
+        return self.slack * (self.stages - 1 - s)
+
+    def delay(self, s: int) -> int:
+        """D: most updates between the version that F reads and the one that B's gradient moves; here the largest
+        of ⌊j/k⌋ − ⌊(j − ahead)/k⌋, which is ⌈ahead / k⌉.
+        """
+        return -(-self.ahead(s) // (self.every or self.ahead(s) or 1))
+
+    def done(self, j: int) -> int:
+        """Version after the updates that the first j micro-batches since the last empty pipeline have made."""
+        return self.base + (max(0, j) // self.every if self.every else 0)
+
+    def version_forward(self, s: int, j: int) -> int:
+        return self.done(j - self.ahead(s))
+
+    def version_backward(self, s: int, j: int) -> int:
+        return self.done(j)
+
+    def forward_weights(self, s: int, u: int, options: Sequence[Options]) -> Tensors:
+        return self.history[s][u].w
+
+    def backward_weights(self, s: int, u: int, used: Tensors, options: Sequence[Options]) -> Tensors:
+        return self.history[s][u].w
+
+    def step(self, s: int, u: int, i: int, p: int, g: Array, options: Options) -> Moved:
+        """Update u (counted from 0) of tensor p of stage s; i is the last micro-batch in it."""
+        now = self.history[s][u]
+        return self.rule(u, now.w[p], now.v[p], now.q[p], g, options)
+
+    def displaced(self, s: int, u: int, moved: Tensors) -> Tensors:
+        return self.history[s][u].delta
+
+    def push(self, x: Array, target: Array, options: Snapshot) -> float:
+        """Take one micro-batch all the way; its loss."""
+        i, j, last = self.pushed, self.pushed - self.start, self.stages - 1
+        xs, used = [x], []
+        for s in range(self.stages):
+            u = self.version_forward(s, j)
+            used.append(self.forward_weights(s, u, options[s]))
+            xs.append(forward(used[s], xs[s], s == last))
+            self.ledger.append((s, "F", i, u))
+        error = xs[-1] - target
+        g = 2 * error / error.size
+        gradients: list[Tensors] = []
+        for s in reversed(range(self.stages)):
+            u = self.version_backward(s, j)
+            own, g = backward(self.backward_weights(s, u, used[s], options[s]), xs[s], xs[s + 1], g, s == last)
+            gradients.insert(0, own)
+            self.ledger.append((s, "B", i, u))
+        self._group.append(gradients)
+        self._options = options  # of the last micro-batch in the group
+        self.pushed += 1
+        if len(self._group) == self.every:
+            self._update()
+        return float((error * error).mean())
+
+    def _update(self) -> None:
+        count = len(self._group)
+        for s in range(self.stages):
+            u = len(self.history[s]) - 1
+            total = self._group[0][s]
+            for more in self._group[1:]:
+                total = tuple(a + b for a, b in zip(total, more[s], strict=True))
+            mean = clipped(tuple(g / count for g in total), self.clip)
+            w, v, q = zip(
+                *(self.step(s, u, self.pushed - 1, p, g, self._options[s][p]) for p, g in enumerate(mean)), strict=True
+            )
+            self.history[s].append(Version(w, v, q, self.displaced(s, u, w)))
+        self._group = []
+
+    def drain(self) -> None:
+        """Finish what is in flight, a short group included; the next micro-batch finds an empty pipeline."""
+        if self._group:
+            self._update()
+        self.start, self.base = self.pushed, len(self.history[0]) - 1
+
+    def weights(self) -> list[Tensors]:
+        """The quiesced state: stage s has gone backward as far as its programs and arrivals allow, j < n − ahead."""
+        return [self.history[s][self.done(self.pushed - self.start - self.ahead(s))].w for s in range(self.stages)]
+
+
+class PipeDream(Recurrence):
+    """B on the weights that F used. Vertical sync: every stage on the version that stage 0 has at F."""
+
+    def __init__(self, *args: Any, vertical_sync: bool = False, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.vertical_sync = vertical_sync
+
+    def delay(self, s: int) -> int:
+        return super().delay(0 if self.vertical_sync else s)
+
+    def version_forward(self, s: int, j: int) -> int:
+        return super().version_forward(0 if self.vertical_sync else s, j)
+
+    def version_backward(self, s: int, j: int) -> int:
+        return self.version_forward(s, j)
+
+    def backward_weights(self, s: int, u: int, used: Tensors, options: Sequence[Options]) -> Tensors:
+        return used
+
+
+class TwoBW(PipeDream):
+    """PipeDream-2BW: F and B on version max(⌊j/k⌋ − 1, 0), the same at every stage: D is one group."""
+
+    def delay(self, s: int) -> int:
+        return 1
+
+    def version_forward(self, s: int, j: int) -> int:
+        return max(self.done(j) - 1, self.base)
+
+
+class PipeMare(Recurrence):
+    """T1: η / τ^p, τ = max(1, (slack(S−1−s) + 1)/N), p = 1 − min(k/K, 1), k own updates since the end of T3.
+    T2: δ ← γδ + (1−γ)(w_new − w_old), γ = d^(1/D);  B on w − D δ.
+    T3: the first `warmup` micro-batches in flushes of N, T1 and T2 the identity but δ tracked.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        anneal: int,
+        t1: bool = True,
+        t2: bool = True,
+        warmup: int = 0,
+        decay: float = 0.135,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.anneal, self.t1, self.t2, self.warmup, self.decay = anneal, t1, t2, warmup, decay
+        self.flows_from = 0  # updates made by the warm-up
+
+    def version_forward(self, s: int, j: int) -> int:
+        return self.done(j if self.start + j < self.warmup else j - self.ahead(s))
+
+    def backward_weights(self, s: int, u: int, used: Tensors, options: Sequence[Options]) -> Tensors:
+        now = self.history[s][u]
+        if not self.t2 or self.pushed < self.warmup:
+            return now.w
+        return tuple(w - self.delay(s) * d for w, d in zip(now.w, now.delta, strict=True))
+
+    def step(self, s: int, u: int, i: int, p: int, g: Array, options: Options) -> Moved:
+        if self.t1 and i >= self.warmup:
+            assert self.every
+            tau = max(1.0, (self.ahead(s) + 1) / self.every)
+            power = 1 - min((u - self.flows_from) / self.anneal, 1)
+            options = {**options, "lr": options["lr"] / tau**power}
+        return super().step(s, u, i, p, g, options)
+
+    def displaced(self, s: int, u: int, moved: Tensors) -> Tensors:
+        if not self.delay(s):
+            return super().displaced(s, u, moved)
+        gamma = self.decay ** (1 / self.delay(s))
+        now = self.history[s][u]
+        return tuple(gamma * d + (1 - gamma) * (new - old) for d, new, old in zip(now.delta, moved, now.w, strict=True))
+
+    def push(self, x: Array, target: Array, options: Snapshot) -> float:
+        loss = super().push(x, target, options)
+        if self.pushed == self.warmup:  # the last flush leaves the pipeline empty
+            self.drain()
+            self.flows_from = self.base
+        return loss
+
+    def weights(self) -> list[Tensors]:
+        if self.pushed < self.warmup:
+            return [self.history[s][self.done(self.pushed - self.start)].w for s in range(self.stages)]
+        return super().weights()
+
+
+class SpecTrain(Recurrence):
+    """v1: F on w − h_F η v, B on w − h_B η v, h_F = D + ⌊s/2⌋, h_B = ⌊s/2⌋.  v2: F on w − D η v, kept for B.
+
+    h_F at any slack ≥ 1: stage s starts F(i) one unit before B(i − D) and its neighbour upstream starts B(i) one unit
+    later, a micro-batch every two units. So until B(i) at stage 0, s units after B(i) at s, it ends the updates
+    i − D, …, i + ⌊s/2⌋ − 1 after F(i) began, those from i on after B(i) began.
+    """
+
+    def __init__(self, *args: Any, version: int = 1, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.version = version
+
+    def version_backward(self, s: int, j: int) -> int:
+        return super().version_backward(s, j) if self.version == 1 else self.version_forward(s, j)
+
+    def _predicted(self, s: int, u: int, horizon: int, options: Sequence[Options]) -> Tensors:
+        now = self.history[s][u]
+        return tuple(w - horizon * o["lr"] * v for w, v, o in zip(now.w, now.v, options, strict=True))
+
+    def forward_weights(self, s: int, u: int, options: Sequence[Options]) -> Tensors:
+        return self._predicted(s, u, self.delay(s) + (s // 2 if self.version == 1 else 0), options)
+
+    def backward_weights(self, s: int, u: int, used: Tensors, options: Sequence[Options]) -> Tensors:
+        return self._predicted(s, u, s // 2, options) if self.version == 1 else used
+
+
+class Corrected(Recurrence):
+    """LWP: F on w − η T v (`predict="velocity"`) or w + T (w_u − w_{u−1}) (`"weight"`), B on w. SC: the spiked step.
+
+    predict without spike is LWP, spike alone SC, velocity and spike `cerebras`, weight and spike LWP^w + SC.
+    horizon, spike_horizon: T of either, the delay D where None.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        predict: str | None = None,
+        horizon: float | None = None,
+        spike: bool = False,
+        spike_horizon: float | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.predict, self.horizon, self.spike, self.spike_horizon = predict, horizon, spike, spike_horizon
+
+    def forward_weights(self, s: int, u: int, options: Sequence[Options]) -> Tensors:
+        now, before = self.history[s][u], self.history[s][max(u - 1, 0)]
+        t = self.delay(s) if self.horizon is None else self.horizon
+        if self.predict == "velocity":
+            return tuple(w - o["lr"] * t * v for w, v, o in zip(now.w, now.v, options, strict=True))
+        if self.predict == "weight":
+            return tuple(w + t * (w - old) for w, old in zip(now.w, before.w, strict=True))
+        return now.w
+
+    def step(self, s: int, u: int, i: int, p: int, g: Array, options: Options) -> Moved:
+        if not self.spike:
+            return super().step(s, u, i, p, g, options)
+        now = self.history[s][u]
+        t = self.delay(s) if self.spike_horizon is None else self.spike_horizon
+        return spiked(t, u, now.w[p], now.v[p], now.q[p], g, options)
