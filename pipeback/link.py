@@ -18,6 +18,10 @@ class Link(Protocol):
 
     def recv(self, kind: str, stage: int, mb: int) -> Message: ...
 
+    def wait(self, kind: str, stage: int, mb: int) -> None:
+        """Return when `recv` would."""
+        ...
+
     def waiting(self) -> dict[tuple[str, int, int], Message]:
         """Messages sent but not received, by name; the pipeline must be quiet."""
         ...
@@ -34,6 +38,9 @@ class LocalLink:
 
     def recv(self, kind: str, stage: int, mb: int) -> Message:
         return self._box.pop((kind, stage, mb))
+
+    def wait(self, kind: str, stage: int, mb: int) -> None:
+        pass
 
     def waiting(self) -> dict[tuple[str, int, int], Message]:
         return self._box
@@ -90,6 +97,10 @@ class ThreadLink(LocalLink):
             self.channels.put((self.worker, receiver), ((kind, stage, mb), tensor))
 
     def recv(self, kind: str, stage: int, mb: int) -> Message:
+        self.wait(kind, stage, mb)
+        return self._box.pop((kind, stage, mb))
+
+    def wait(self, kind: str, stage: int, mb: int) -> None:
         name = (kind, stage, mb)
         if name not in self._box:
             neighbour = stage - 1 if kind == "F" else stage + 1
@@ -97,7 +108,6 @@ class ThreadLink(LocalLink):
             while name not in self._box:
                 key, tensor = self.channels.get(pair)
                 self._box[key] = tensor
-        return self._box.pop(name)
 
     def waiting(self) -> dict[tuple[str, int, int], Message]:
         for (_, receiver), box in self.channels.queues.items():

@@ -66,6 +66,8 @@ class Bundle(list[Tensor]):
     """The weights of one stage or of several; remembers what joint calls over them need."""
 
     _ones: list[Tensor] | None = None
+    velocities: list[Tensor] | None = None  # their momentum buffers, once all have one
+    _chosen: tuple[tuple[int, ...], Bundle] | None = None
 
     @property
     def ones(self) -> list[Tensor]:
@@ -76,6 +78,12 @@ class Bundle(list[Tensor]):
             }
             self._ones = [units[w.dtype, w.device] for w in self]
         return self._ones
+
+    def only(self, numbers: tuple[int, ...]) -> Bundle:
+        """Some of them; the same bundle when asked again."""
+        if self._chosen is None or self._chosen[0] != numbers:
+            self._chosen = (numbers, Bundle(self[n] for n in numbers))
+        return self._chosen[1]
 
 
 def add_scaled(weights: Weights, coefficients: Sequence[float], directions: Sequence[Tensor | None]) -> None:

@@ -50,12 +50,19 @@ def require_momentum_sgd(optimizer: Any, method: str, alternative: str, *, posit
             raise ValueError(f"{method} predicts from the velocity, but momentum=0; set momentum or use {alternative}")
 
 
-def velocity(optimizer: OptimizerLike, weights: Weights, known: list[Tensor | None]) -> list[Tensor | None]:
-    """v of each weight: torch's own momentum buffers, None before the first step (v = 0); `known` if still true."""
+def velocity(optimizer: OptimizerLike, weights: Weights) -> list[Tensor | None]:
+    """v of each weight: torch's own momentum buffers, None before the first step (v = 0).
+
+    The same list every time, once all weights have stepped.
+    """
     state = optimizer.state
-    if known[0] is not None and all(state[weights[n]].get("momentum_buffer") is known[n] for n in (0, -1)):
-        return known if all(v is not None for v in known) else [state[w].get("momentum_buffer") for w in weights]
-    return [state[w].get("momentum_buffer") for w in weights]
+    known = weights.velocities if isinstance(weights, Bundle) else None
+    if known is not None and all(state[weights[n]].get("momentum_buffer") is known[n] for n in (0, -1)):
+        return known  # type: ignore[return-value]
+    found = [state[w].get("momentum_buffer") for w in weights]
+    if isinstance(weights, Bundle) and all(v is not None for v in found):
+        weights.velocities = found
+    return found
 
 
 def spike(momentum: float, horizon: float) -> tuple[float, float]:
@@ -83,7 +90,7 @@ def sgd_step(optimizer: OptimizerLike, weights: Weights | None = None, horizons:
         dict(zip(weights, horizons, strict=True)) if weights is not None and len(optimizer.param_groups) > 1 else None
     )
     for group in optimizer.param_groups:
-        params: Weights = group["params"]
+        params = group["params"]
         grads: Any = [w.grad for w in params]
         mine = horizons if late is None else tuple(late[w] for w in params)
         if any(g is None for g in grads):
@@ -102,42 +109,42 @@ def sgd_step(optimizer: OptimizerLike, weights: Weights | None = None, horizons:
             if not any(mine):
                 torch._foreach_add_(params, steps, alpha=-rate)
             else:
-                _spiked(params, steps, grads, rate, momentum, tuple(mine))
+                _spiked(
+                    params if isinstance(params, Bundle) else Bundle(params), steps, grads, rate, momentum, tuple(mine)
+                )
 
 
 def _spiked(
-    params: Weights,
+    params: Bundle,
     steps: Sequence[Tensor],
     grads: Sequence[Tensor],
     rate: float,
     momentum: float,
     horizons: tuple[float, ...],
 ) -> None:
-    prompt, by_velocity, by_gradient = _spikes(rate, momentum, horizons)
+    prompt, late, by_velocity, by_gradient = _spikes(rate, momentum, horizons)
     for n in prompt:
         params[n].add_(steps[n], alpha=-rate)
-    late, steps, grads = params, list(steps), list(grads)
     if prompt:
-        kept = [n for n, c in enumerate(by_velocity) if c is not None]
-        late, steps, grads = [params[n] for n in kept], [steps[n] for n in kept], [grads[n] for n in kept]
-    add_scaled(late, [c for c in by_velocity if c is not None], steps)
-    add_scaled(late, [c for c in by_gradient if c is not None], grads)
+        params, steps, grads = params.only(late), [steps[n] for n in late], [grads[n] for n in late]
+    add_scaled(params, by_velocity, steps)
+    add_scaled(params, by_gradient, grads)
 
 
 @lru_cache(maxsize=256)
 def _spikes(
     rate: float, momentum: float, horizons: tuple[float, ...]
-) -> tuple[list[int], list[float | None], list[float | None]]:
-    """Weights whose step is torch's own, and the coefficients −η·a of v and −η·b of g of the others."""
-    pairs = [spike(momentum, T) if T else None for T in horizons]
-    prompt = [n for n, pair in enumerate(pairs) if pair is None]
-    return prompt, [p and -rate * p[0] for p in pairs], [p and -rate * p[1] for p in pairs]
+) -> tuple[tuple[int, ...], tuple[int, ...], list[float], list[float]]:
+    """Weights whose step is torch's own, the others, and the others' coefficients −η·a of v and −η·b of g."""
+    prompt = tuple(n for n, T in enumerate(horizons) if not T)
+    late = tuple(n for n, T in enumerate(horizons) if T)
+    pairs = [spike(momentum, horizons[n]) for n in late]
+    return prompt, late, [-rate * a for a, _ in pairs], [-rate * b for _, b in pairs]
 
 
 def _velocities(optimizer: OptimizerLike, params: Weights, grads: Sequence[Any], momentum: float) -> list[Tensor]:
     """v ← m·v + g in torch's own momentum buffers; the first v is g."""
-    state = optimizer.state
-    found = [state[w].get("momentum_buffer") for w in params]
+    found: Any = velocity(optimizer, params)
     fresh = [n for n, v in enumerate(found) if v is None]
     if not fresh:
         torch._foreach_mul_(found, _factor(momentum, params))
@@ -148,11 +155,11 @@ def _velocities(optimizer: OptimizerLike, params: Weights, grads: Sequence[Any],
         torch._foreach_mul_([found[n] for n in old], momentum)
         torch._foreach_add_([found[n] for n in old], [grads[n] for n in old], alpha=1)
     for n in fresh:
-        found[n] = state[params[n]]["momentum_buffer"] = torch.clone(grads[n]).detach()
+        found[n] = optimizer.state[params[n]]["momentum_buffer"] = torch.clone(grads[n]).detach()
     return found
 
 
-def _factor(value: float, params: Weights) -> float | Tensor:
+def _factor(value: float, params: Weights) -> Any:
     """The factor as foreach takes it fastest: on the CPU a 0-d tensor, a quarter of the time, the same bits."""
     unit = params.ones[0] if isinstance(params, Bundle) else None
     if unit is None or unit.device.type != "cpu" or unit.dtype not in (torch.float32, torch.float64):

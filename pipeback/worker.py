@@ -80,10 +80,12 @@ class Worker:
             if self.trace is None:
                 do(ops)
             else:
-                for op in ops:
+                for s, i in ops:
+                    if kind == "F" or (kind == "B" and not mine[s].last):
+                        self.link.wait(kind, s, i)  # waiting is not working
                     begin = time.perf_counter()
-                    do([op])
-                    self.trace.append((begin, time.perf_counter(), op[0], kind, op[1]))
+                    do([(s, i)])
+                    self.trace.append((begin, time.perf_counter(), s, kind, i))
 
     def _follow(self, kind: str, ops: Ops) -> None:
         for s, i in ops:

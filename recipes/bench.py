@@ -17,6 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -93,7 +94,7 @@ def event_loop(repeats: int, count: int = 150) -> None:
     runs: dict[str, Callable[[], None]] = {"plain loop": plain}
     for name in METHODS:
         pipe = pipeline(name)
-        runs[name] = lambda pipe=pipe: [pipe.push(x[i], y[i]) for i in range(count)]  # type: ignore[misc]
+        runs[name] = partial(push_all, pipe, x, y)
     seconds = interleaved(runs, repeats)
     print("one process, one thread: 20 stages of width 64, micro-batch 1")
     print(f"{'':<14}{'ms a micro-batch':>18}{'of the plain loop':>20}{'   spread':>16}")
@@ -101,6 +102,11 @@ def event_loop(repeats: int, count: int = 150) -> None:
         ratios = [a / b for a, b in zip(seconds["plain loop"], some, strict=True)]
         print(f"{name:<14}{statistics.median(some) / count * 1e3:>18.3f}{statistics.median(ratios):>20.2f}"
               f"{min(ratios):>10.2f} … {max(ratios):.2f}")  # fmt: skip
+
+
+def push_all(pipe: pipeback.Pipeline, x: Tensor, y: Tensor) -> None:
+    for i in range(len(x)):
+        pipe.push(x[i], y[i])
 
 
 def interleaved(runs: dict[str, Callable[[], None]], repeats: int) -> dict[str, list[float]]:
@@ -180,7 +186,7 @@ def memory(stages: int = 20) -> None:
         for _ in range(5 * stages):
             pipe.push(x, y)
         found, method = pipe.memory(), pipe.method
-        sizes = [sum(p.numel() for p in part.parameters()) for part in pipe.model]  # type: ignore[union-attr]
+        sizes = [sum(p.numel() for p in part.parameters()) for part in pipe.model.children()]
         declared = sum(method.held(s, stages) * size for s, size in enumerate(sizes)) / sum(sizes)
         print(f"{name:<16}{found.copies:>8.2f}{declared:>10.2f}{found.state:>8.2f}{method.state_copies:>10.2f}")
     pipe = pipeline("cerebras", 4)
@@ -195,7 +201,7 @@ def memory(stages: int = 20) -> None:
 def alive() -> int:
     """Bytes of all tensors that the garbage collector knows."""
     gc.collect()
-    storages = {}
+    storages: dict[int, int] = {}
     for thing in gc.get_objects():
         if issubclass(type(thing), Tensor) and not thing.is_meta:
             storages[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()

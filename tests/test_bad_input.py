@@ -184,9 +184,9 @@ def test_ordinary_layers_are_not_suspected(stage):
 
 def test_losses():
     loss = lambda out, target: (out - target) ** 2  # noqa: E731
+    pipe = pipeback.Pipeline(network(), loss=loss, optimizer=OPTIMIZERS["sgd"], method="pb")
     with pytest.raises(ValueError, match=r"loss must return a 0-d floating-point tensor.*shape \(4, 6\)"):
-        pipeback.Pipeline(network(), loss=loss, optimizer=OPTIMIZERS["sgd"]  # fmt: skip
-                          , method="pb").push(torch.randn(4, 6), torch.randn(4, 6))  # fmt: skip
+        pipe.push(torch.randn(4, 6), torch.randn(4, 6))
 
 
 def test_a_loss_that_is_not_finite_is_raised_before_its_backward():

@@ -10,7 +10,9 @@ import pipeback
 from pipeback import methods
 from tests.laws.cases import CASES, data, network, pipeline, weights
 
-NAMES = "sgd gpipe one_f_one_b pb pipedream pipedream_2bw pipemare spectrain lwp sc cerebras".split()
+NAMES = [
+    "sgd", "gpipe", "one_f_one_b", "pb", "pipedream", "pipedream_2bw", "pipemare", "spectrain", "lwp", "sc", "cerebras",
+]  # fmt: skip
 
 
 def test_the_names_of_the_field():

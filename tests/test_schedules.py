@@ -1,7 +1,7 @@
 """Schedules against the grids drawn beside them, their ragged ends, their delays, horizons and bubbles."""
 
 from fractions import Fraction
-from itertools import islice
+from itertools import islice, pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -149,7 +149,7 @@ def test_workers_share_stages():
     slots = list(timeline(flowing(2), 4, 40, workers=[0, 0, 1, 1]))
     for worker in (0, 1):
         mine = sorted((s.start, s.end) for s in slots if s.stage // 2 == worker and s.end > s.start)
-        assert all(a[1] <= b[0] for a, b in zip(mine, mine[1:], strict=False))
+        assert all(a[1] <= b[0] for a, b in pairwise(mine))
     assert bubble(slots, [0, 0, 1, 1]) < 0.06
 
 

@@ -42,5 +42,5 @@ class Cerebras(Method):
 
     def update(self, weights: Weights, optimizer: OptimizerLike, state: State, when: When) -> State:
         sgd_step(optimizer, weights, when.delays)
-        v = velocity(optimizer, weights, state["velocity"])
+        v = velocity(optimizer, weights)
         return state if v is state["velocity"] else {"velocity": v}

@@ -56,7 +56,7 @@ class LinearWeightPrediction(Method):
     def update(self, weights: Weights, optimizer: OptimizerLike, state: State, when: When) -> State:
         if self.form == "velocity":
             optimizer.step()
-            v = velocity(optimizer, weights, state["velocity"])
+            v = velocity(optimizer, weights)
             return state if v is state["velocity"] else {"velocity": v}
         moved = state["displacement"]  # becomes w_{t+1} − w_t without a further copy of the weights
         torch._foreach_copy_(moved, weights)

@@ -61,7 +61,7 @@ class SpecTrain(Method):
 
     def update(self, weights: Weights, optimizer: OptimizerLike, state: State, when: When) -> State:
         optimizer.step()
-        v = velocity(optimizer, weights, state["velocity"])
+        v = velocity(optimizer, weights)
         return state if v is state["velocity"] else {"velocity": v}
 
     def _ahead(self, weights: Weights, state: State, when: When, h: int) -> Chosen:

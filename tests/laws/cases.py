@@ -85,7 +85,7 @@ def weights(pipe: pipeback.Pipeline) -> torch.Tensor:
 
 
 def everything(pipe: pipeback.Pipeline) -> torch.Tensor:
-    """All that a pipeline holds, in one vector: weights, buffers, optimizer and method state, versions, streams, flights.
+    """All that a pipeline holds, in one vector: weights, buffers, optimizer, method, versions, streams, flights.
 
     Left out are raw bytes that a graph keeps: an oneDNN workspace has gaps that nobody ever writes.
     """

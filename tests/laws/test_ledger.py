@@ -79,7 +79,7 @@ def test_2bw_version_function(stages, group):
 
 
 def test_versions_go_on_after_a_drain():
-    """Refilling: the first forwards after a drain all see the drained weights; 2BW and vertical sync count from there."""
+    """The first forwards after a drain all see the drained weights; 2BW and vertical sync count from there."""
     for case in ("pb", "pipedream", "pipedream-vertical", "pipedream_2bw"):
         pipe = pipeline(network(), CASES[case](STAGES))
         batches = data(40)

@@ -18,7 +18,8 @@ torch.set_num_threads(1)
 for line in torch.load(sys.argv[1], weights_only=True):
     label, optimizer, layer = line["label"], line["optimizer"], line["layer"]
     if layer is None:
-        pipe = cases.pipeline(cases.network(seed=99), cases.CASES[label](cases.STAGES), optimizer, workers=line["workers"])
+        method = cases.CASES[label](cases.STAGES)
+        pipe = cases.pipeline(cases.network(seed=99), method, optimizer, workers=line["workers"])
         batches = cases.data(24)
     else:
         pipe, batches = layered(layer, label, seed=99)
@@ -28,7 +29,8 @@ for line in torch.load(sys.argv[1], weights_only=True):
     line["result"] = cases.everything(pipe)
     pipe.drain()
     line["drained"] = cases.everything(pipe)
-    print(torch.equal(line["result"], line["wanted"]) and torch.equal(line["drained"], line["wanted_drained"]), label, layer, line["at"])
+    same = torch.equal(line["result"], line["wanted"]) and torch.equal(line["drained"], line["wanted_drained"])
+    print(same, label, layer, line["at"])
 """
 
 
