@@ -1,0 +1,51 @@
+"""What the documents say runs: the docstrings' examples, README's and CONTRIBUTING's code."""
+
+import doctest
+import importlib
+import re
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+import pipeback
+from tests.laws.cases import data, network, pipeline
+
+ROOT = Path(__file__).parent.parent
+
+
+def blocks(document, language="python"):
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / document).read_text(encoding="utf-8"), re.DOTALL)
+
+
+@pytest.mark.parametrize("name", ["events", "momentum", "method", "draw"])
+def test_examples_in_docstrings(name):
+    found = doctest.testmod(importlib.import_module(f"pipeback.{name}"))
+    assert found.attempted and not found.failed
+
+
+def test_the_method_of_contributing_is_a_method(monkeypatch):
+    module = types.ModuleType("damped")
+    monkeypatch.setitem(sys.modules, "damped", module)  # dataclasses look their module up
+    exec(blocks("CONTRIBUTING.md")[0], module.__dict__)
+    pipe = pipeline(network(), module.Damped())
+    for x, y in data(20):
+        loss = pipe.push(x, y)
+    assert torch.isfinite(loss) and pipe.delays == [8, 6, 4, 2, 0]
+
+
+def test_the_first_lines_of_the_readme():
+    code = blocks("README.md")[0].replace("torch.nn.Sequential(...)", "network()")
+    test_x, test_y = torch.randn(10, 6), torch.randint(0, 6, (10,))
+    loader = [(torch.randn(4, 6), torch.randint(0, 6, (4,))) for _ in range(3)]
+    scope = {"network": network, "loader": loader, "test_x": test_x, "test_y": test_y}
+    exec(code, scope)
+    assert 0 <= scope["accuracy"] <= 1 and scope["pipe"].delays == [8, 6, 4, 2, 0]
+    assert len(code.strip().splitlines()) <= 9
+
+
+def test_the_readme_names_every_method_and_every_option():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert [n for n in pipeback.methods.available() if f"| `{n}` |" not in text] == []
