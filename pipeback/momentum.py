@@ -23,8 +23,8 @@ def scale_hyperparameters(rate: float, momentum: float, reference: int, size: in
     rate, momentum: η_r and m_r, tuned at `reference` = N_r samples an update; size: N, the new update size.
     Returns (η, m). Kosson et al., arXiv 2003.11666; Chiley et al., arXiv 1905.05894.
 
-    >>> "%.4g %.8f" % scale_hyperparameters(0.1, 0.9, reference=256, size=32)
-    '0.001636 0.98691628'
+    >>> "%.5g %.8f" % scale_hyperparameters(0.1, 0.9, reference=256, size=32)
+    '0.0016355 0.98691628'
     """
     if reference < 1 or size < 1:
         raise ValueError(f"update sizes are samples an update, at least 1: reference={reference}, size={size}")

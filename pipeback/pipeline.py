@@ -91,6 +91,8 @@ class Pipeline:
             _check_optimizer(stage, self.method)
             with torch.no_grad():
                 stage.state = self.method.init(stage.weights)
+        if not any(stage.weights for stage in self._stages):
+            raise ValueError("the model has no trainable parameters; set requires_grad before building the pipeline")
         self.optimizers: list[torch.optim.Optimizer] = [stage.optimizer for stage in self._stages]
         """One a stage; set rates here or attach schedulers. Options are copied when a micro-batch is pushed."""
         self._options = Options(self.optimizers)
@@ -109,15 +111,19 @@ class Pipeline:
         In flight work stays in flight. With workers the loss is lazy: reading it waits.
         """
         self._open()
+        if torch.is_inference_mode_enabled():
+            raise RuntimeError("push trains, which inference mode forbids; call it outside torch.inference_mode()")
         batches = self._cut(x, y)
-        self._rehearse(batches)
+        with torch.enable_grad():
+            self._rehearse(batches)
         if not self._options.current(self.optimizers):
             self._options = Options(self.optimizers)
         assert self._runtime is not None
         first = self._arrived
         self._arrived += len(batches)
         try:
-            losses = self._runtime.push(first, batches, self._options)
+            with torch.enable_grad():
+                losses = self._runtime.push(first, batches, self._options)
         except Exception as error:
             self._error = error
             raise

@@ -35,6 +35,8 @@ class Gives(nn.Module):
 
 def test_models():
     refused("the model is empty", nn.Sequential())
+    with pytest.raises(ValueError, match="no trainable parameters; set requires_grad"):
+        build(network().requires_grad_(False))
     with pytest.raises(TypeError, match="must be an nn.Sequential or a list of modules.*is Linear"):
         build(nn.Linear(6, 6))
     with pytest.raises(TypeError, match="stage 1 must be a module, but is function"):

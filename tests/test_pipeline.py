@@ -372,3 +372,14 @@ def test_stages_on_a_gpu(method):
     for x, y in data(20):
         a, b = pipe.push(x, y.cpu()), reference.push(x, y)
         torch.testing.assert_close(a.cpu(), b, rtol=1e-3, atol=1e-4)
+
+
+def test_push_trains_also_under_no_grad():
+    free, bound = pipeline(network(), "pb"), pipeline(network(), "pb")
+    for x, y in data(12):
+        free.push(x, y)
+        with torch.no_grad():
+            bound.push(x, y)
+    assert torch.equal(weights(free), weights(bound))
+    with torch.inference_mode(), pytest.raises(RuntimeError, match=r"outside torch.inference_mode\(\)"):
+        free.push(*data(1)[0])
