@@ -65,19 +65,29 @@ Chosen = Weights | Shift | Past
 class Bundle(list[Tensor]):
     """The weights of one stage or of several; remembers what joint calls over them need."""
 
-    _ones: list[Tensor] | None = None
     velocities: list[Tensor] | None = None  # their momentum buffers, once all have one
+    _factors: dict[Sequence[float], list[Tensor]] | None = None
+    _uniform: bool | None = None
     _chosen: tuple[tuple[int, ...], Bundle] | None = None
 
     @property
-    def ones(self) -> list[Tensor]:
-        """A 1 beside each weight, of its dtype and on its device."""
-        if self._ones is None:
-            units = {
-                kind: torch.ones((), dtype=kind[0], device=kind[1]) for kind in {(w.dtype, w.device) for w in self}
-            }
-            self._ones = [units[w.dtype, w.device] for w in self]
-        return self._ones
+    def uniform(self) -> bool:
+        """Whether all are on the CPU, and all float32 or all float64: a number may then stand as a 0-d tensor.
+
+        Foreach calls take 0-d tensors several times faster there, and with the same bits.
+        """
+        if self._uniform is None:
+            kinds = {(w.device.type, w.dtype) for w in self}
+            self._uniform = kinds in ({("cpu", torch.float32)}, {("cpu", torch.float64)})
+        return self._uniform
+
+    def factors(self, numbers: tuple[float, ...]) -> list[Tensor]:
+        """The numbers as 0-d tensors of the weights' dtype; the same list when asked again."""
+        if self._factors is None or len(self._factors) > 8:
+            self._factors = {}
+        if numbers not in self._factors:
+            self._factors[numbers] = list(torch.tensor(numbers, dtype=self[0].dtype).unbind())
+        return self._factors[numbers]
 
     def only(self, numbers: tuple[int, ...]) -> Bundle:
         """Some of them; the same bundle when asked again."""
@@ -94,8 +104,13 @@ def add_scaled(weights: Weights, coefficients: Sequence[float], directions: Sequ
         if not there:
             return
         weights, coefficients = [weights[n] for n in there], [coefficients[n] for n in there]
-    ones = weights.ones if isinstance(weights, Bundle) else Bundle(weights).ones
-    torch._foreach_addcmul_(weights, given, ones, list(coefficients))
+    if not isinstance(weights, Bundle):
+        weights = Bundle(weights)
+    if weights.uniform:
+        torch._foreach_addcmul_(weights, given, weights.factors(tuple(coefficients)))
+    else:
+        ones = [torch.ones((), dtype=w.dtype, device=w.device) for w in weights]
+        torch._foreach_addcmul_(weights, given, ones, list(coefficients))
 
 
 class OptimizerLike(Protocol):

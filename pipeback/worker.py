@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeback.joint import Joint, Options, joinable
+from pipeback.joint import Options, joinable
 from pipeback.ledger import Ledger
 from pipeback.link import Link
-from pipeback.method import Bundle, Method, Past, Shift, State, Weights, When, add_scaled, overrides
+from pipeback.method import Method, Past, Shift, Weights, add_scaled, overrides
 from pipeback.order import Wave
 from pipeback.stage import Flight, Stage, differentiate
+from pipeback.team import Team
 
 Ops = Sequence[tuple[int, int]]  # (stage, micro-batch)
 
@@ -57,10 +58,8 @@ class Worker:
         self._forward_hook = overrides(method, "forward_weights")
         self._backward_hook = overrides(method, "backward_weights") or method.copies == "stash"
         self._update_hook = overrides(method, "update")
-        self._joints: dict[tuple[int, ...], Joint | None] = {}
-        self._spreads: dict[tuple[int, ...], tuple[list[Options], tuple[float, ...], tuple[int, ...]]] = {}
-        self._lists: dict[tuple[Any, ...], Weights] = {}
-        self._states: dict[tuple[int, ...], tuple[list[State], State]] = {}
+        self._steps: dict[tuple[int, ...], list[Team]] = {}  # who is updated together, by the stages of a wave
+        self._hooks: dict[tuple[int, ...], list[Team]] = {}  # whose F or B one call of a hook serves
         self._last = max(self.stages)
 
     # -- the loop ------------------------------------------------------------------------------------------------
@@ -175,52 +174,47 @@ class Worker:
 
     def update(self, ops: Ops) -> None:
         """U of each (stage, micro-batch): joined into one step where method and optimizers allow it."""
-        stages = [self.stages[s] for s, _ in ops]
+        numbers = tuple([s for s, _ in ops])
+        stages = [self.stages[s] for s in numbers]
         with torch.no_grad():
             for stage in stages:
                 stage.average(self.clip_norm)
-                if stage.stash:
+                if self.stash:
                     stage.keep()
-        joint = self._joint(stages)
-        parts = [list(range(len(ops)))] if joint else [[n] for n in range(len(ops))]
-        for part in parts:
-            some = [stages[n] for n in part]
-            self._step(some, [ops[n][1] for n in part], joint or self._joint(some))
+        teams = self._steps.get(numbers)
+        if teams is None:
+            joined = joinable([s.optimizer for s in stages]) and (self.method.merges or not self._update_hook)
+            teams = self._steps[numbers] = self._teams(stages, joined)
+        last = dict(ops)
+        for team in teams:
+            self._step(team, last[team.first.index])
         _forget_casts()
         for stage in stages:
             stage.version += 1
             for w in stage.weights:
                 w.grad = None
 
-    def _step(self, stages: Sequence[Stage], mbs: Sequence[int], joint: Joint | None) -> None:
-        stages = [stage for stage in stages if stage.weights]
-        if not stages:
-            return
-        assert joint is not None
-        optimizer = joint.at([stage.options for stage in stages])
+    def _step(self, team: Team, mb: int) -> None:
+        options = [stage.options for stage in team.stages]
+        optimizer = team.optimizer.at(options)
         try:
             if not self._update_hook:
                 optimizer.step()
                 return
-            when = self._when(stages, mbs, [stage.options for stage in stages])
+            before = team.state
             with torch.no_grad():
-                before = self._gather(stages)
-                after = self.method.update(self._weights(stages), optimizer, before, when)
+                when = team.when(mb, options, self.start, self.base, 0)
+                after = self.method.update(team.weights, optimizer, before, when)
             if after is not before:
-                _scatter(stages, after)
+                team.state = after
         except Exception as error:
-            raise StageError(f"{_name(stages[0])}, micro-batch {mbs[0]}: the update failed: {error}") from error
+            raise StageError(f"{_name(team.first)}, micro-batch {mb}: the update failed: {error}") from error
 
-    def _joint(self, stages: Sequence[Stage]) -> Joint | None:
-        """The twin optimizer of these stages; None where several cannot be joined."""
-        key = tuple(stage.index for stage in stages)
-        if key not in self._joints:
-            some = [stage for stage in stages if stage.weights]
-            ok = len(stages) == 1 or (
-                (self.method.merges or not self._update_hook) and joinable([stage.optimizer for stage in stages])
-            )
-            self._joints[key] = Joint(some) if ok and some else None
-        return self._joints[key]
+    def _teams(self, stages: Sequence[Stage], joined: bool) -> list[Team]:
+        some = [stage for stage in stages if stage.weights]
+        if joined:
+            return [Team(some, self.delays)] if some else []
+        return [Team([stage], self.delays) for stage in some]
 
     # -- which weights F and B run on ----------------------------------------------------------------------------
     #
@@ -229,117 +223,69 @@ class Worker:
 
     def _hold_forward(self, ops: Ops) -> list[_Held]:
         held: list[_Held] = []
-        for stages, mbs in self._parts(ops):
-            weights = self._weights(stages)
-            when = self._when(stages, mbs, [self.options[i] for i in mbs])
-            chosen = self.method.forward_weights(weights, self._gather(stages), when)
-            if chosen is weights:
+        mbs = dict(ops)
+        for team in self._served(ops):
+            i, stage = mbs[team.first.index], team.first
+            options = [self.options[mbs[s.index]] for s in team.stages]
+            when = team.when(i, options, self.start, self.base, self.entries.get(i, 0))
+            chosen = self.method.forward_weights(team.weights, team.state, when)
+            if chosen is team.weights:
                 continue
             if isinstance(chosen, Past):
-                stage = stages[0]
                 if chosen.version != stage.version:
-                    held.append(_exchange(stages, stage.weights, stage.past(chosen.version), version=chosen.version))
+                    held.append(_exchange(team, stage.past(chosen.version), version=chosen.version))
             else:
-                held.append(self._place(stages, weights, chosen))
+                held.append(_place(team, chosen))
         return held
 
     def _release_forward(self, held: Sequence[_Held], ops: Ops) -> None:
-        flights = {s: self.stages[s].flights.get(i) for s, i in ops}
+        mbs = dict(ops)
         for h in held:
             h.undo()
-            for stage in h.stages:
-                flight = flights[stage.index]
+            if h.version is None and not self.stash:
+                continue
+            for stage in h.team.stages:
+                flight = stage.flights.get(mbs[stage.index])
                 if flight is None:  # its forward failed
                     continue
                 if h.version is not None:
                     flight.version = h.version
-                elif stage.stash:
+                else:
                     flight.owned = h.buffer
 
     def _hold_backward(self, ops: Ops) -> tuple[list[_Held], dict[int, int]]:
         held: list[_Held] = []
         versions: dict[int, int] = {}  # where B runs on another version than the newest
-        for stages, mbs in self._parts(ops):
-            weights, stage = self._weights(stages), stages[0]
-            flights = [stage.flights[i] for stage, i in zip(stages, mbs, strict=True)]
+        mbs = dict(ops)
+        for team in self._served(ops):
+            stage = team.first
+            flights = [s.flights[mbs[s.index]] for s in team.stages]
+            flight = flights[0]
             used = None
-            if stage.stash:  # one stage a part
-                used = flights[0].owned or stage.past(flights[0].version)
-            when = self._when(stages, mbs, [flight.options for flight in flights], flights[0].entry)
-            chosen = self.method.backward_weights(weights, used, self._gather(stages), when)
+            if self.stash:  # one stage a team
+                used = flight.owned or stage.past(flight.version)
+            when = team.when(mbs[stage.index], [f.options for f in flights], self.start, self.base, flight.entry)
+            chosen = self.method.backward_weights(team.weights, used, team.state, when)
             if chosen is used:
-                versions[stage.index] = flights[0].version
-                if used is not weights and used is not stage.weights:
-                    held.append(_exchange(stages, weights, used))
+                versions[stage.index] = flight.version
+                if used is not team.weights:
+                    held.append(_exchange(team, used))
             elif isinstance(chosen, Past):
                 versions[stage.index] = chosen.version
                 if chosen.version != stage.version:
-                    held.append(_exchange(stages, weights, stage.past(chosen.version)))
-            elif chosen is not weights:
-                held.append(self._place(stages, weights, chosen))
+                    held.append(_exchange(team, stage.past(chosen.version)))
+            elif chosen is not team.weights:
+                held.append(_place(team, chosen))
         return held, versions
 
-    def _parts(self, ops: Ops) -> list[tuple[list[Stage], list[int]]]:
+    def _served(self, ops: Ops) -> list[Team]:
         """The stages that one call of a hook serves: all of the wave, or one by one."""
-        some = [(self.stages[s], i) for s, i in ops if self.stages[s].weights]
-        if self.method.merges and self.method.copies != "stash":
-            return [([stage for stage, _ in some], [i for _, i in some])] if some else []
-        return [([stage], [i]) for stage, i in some]
-
-    def _place(self, stages: list[Stage], weights: Weights, chosen: Weights | Shift) -> _Held:
-        """Put shifted weights into the live storage."""
-        if stages[0].stash:
-            buffer = [w.detach().clone() for w in weights]
-        else:
-            buffer = self._scratch(stages)
-            torch._foreach_copy_(buffer, weights)
-        if isinstance(chosen, Shift):
-            add_scaled(weights, chosen.coefficients, chosen.directions)
-        else:
-            torch._foreach_copy_(weights, chosen)
-        return _Held(stages, weights, buffer, swap=stages[0].stash)
-
-    def _weights(self, stages: Sequence[Stage]) -> Weights:
-        return self._joined("weights", stages)
-
-    def _scratch(self, stages: Sequence[Stage]) -> Weights:
-        if stages[0].scratch is None:
-            raise RuntimeError(f'{self.method!r} shifts weights, but its copies are "live"; declare copies = "scratch"')
-        return self._joined("scratch", stages)
-
-    def _joined(self, name: str, stages: Sequence[Stage]) -> Weights:
-        key = (name, *(stage.index for stage in stages))
-        if key not in self._lists:
-            self._lists[key] = Bundle(w for stage in stages for w in getattr(stage, name))
-        return self._lists[key]
-
-    def _gather(self, stages: Sequence[Stage]) -> State:
-        """The method's state over several stages: lists one after the other, numbers of the first."""
-        if len(stages) == 1:
-            return stages[0].state
-        key = tuple([stage.index for stage in stages])
-        states = [stage.state for stage in stages]
-        cached = self._states.get(key)
-        if cached is None or any(a is not b for a, b in zip(cached[0], states, strict=True)):
-            merged = {
-                name: [x for state in states for x in state[name]] if isinstance(value, list) else value
-                for name, value in states[0].items()
-            }
-            cached = self._states[key] = (states, merged)
-        return cached[1]
-
-    def _when(self, stages: Sequence[Stage], mbs: Sequence[int], options: Sequence[Options], entry: int = 0) -> When:
-        first, i = stages[0], mbs[0]
-        key = tuple(stage.index for stage in stages)
-        cached = self._spreads.get(key)
-        if cached is None or any(a is not b for a, b in zip(cached[0], options, strict=True)):
-            rates = tuple(r for stage, o in zip(stages, options, strict=True) for r in o.rates[stage.index])
-            delays = tuple(self.delays[stage.index] for stage in stages for _ in stage.weights)
-            cached = self._spreads[key] = (list(options), rates, delays)
-        return When(
-            first.index, self.count, i, first.version, self.delays[first.index],
-            cached[1], cached[2], self.start, self.base, self.entries.get(i, entry),
-        )  # fmt: skip
+        numbers = tuple([s for s, _ in ops])
+        teams = self._hooks.get(numbers)
+        if teams is None:
+            joined = self.method.merges and not self.stash
+            teams = self._hooks[numbers] = self._teams([self.stages[s] for s in numbers], joined)
+        return teams
 
     # -- naming what failed --------------------------------------------------------------------------------------
 
@@ -371,23 +317,36 @@ _CURE = "lower the rate, set clip_norm=, or train on with check_finite=False"
 class _Held:
     """The live weights hold something else; `buffer` holds the current ones, or swaps with them."""
 
-    __slots__ = ("buffer", "stages", "swap", "version", "weights")
+    __slots__ = ("buffer", "swap", "team", "version")
 
-    def __init__(
-        self, stages: list[Stage], weights: Weights, buffer: Weights, *, swap: bool, version: int | None = None
-    ) -> None:
-        self.stages, self.weights, self.buffer, self.swap, self.version = stages, weights, buffer, swap, version
+    def __init__(self, team: Team, buffer: Weights, *, swap: bool, version: int | None = None) -> None:
+        self.team, self.buffer, self.swap, self.version = team, buffer, swap, version
 
     def undo(self) -> None:
         if self.swap:
-            _swap(self.weights, self.buffer)
+            _swap(self.team.weights, self.buffer)
         else:
-            torch._foreach_copy_(self.weights, self.buffer)
+            torch._foreach_copy_(self.team.weights, self.buffer)
 
 
-def _exchange(stages: list[Stage], weights: Weights, buffer: Weights, version: int | None = None) -> _Held:
-    _swap(weights, buffer)
-    return _Held(stages, weights, buffer, swap=True, version=version)
+def _exchange(team: Team, buffer: Weights, version: int | None = None) -> _Held:
+    _swap(team.weights, buffer)
+    return _Held(team, buffer, swap=True, version=version)
+
+
+def _place(team: Team, chosen: Weights | Shift) -> _Held:
+    """Put shifted weights into the live storage."""
+    weights, stash = team.weights, team.first.stash
+    if stash:
+        buffer = [w.detach().clone() for w in weights]
+    else:
+        buffer = team.scratch
+        torch._foreach_copy_(buffer, weights)
+    if isinstance(chosen, Shift):
+        add_scaled(weights, chosen.coefficients, chosen.directions)
+    else:
+        torch._foreach_copy_(weights, chosen)
+    return _Held(team, buffer, swap=stash)
 
 
 def _swap(a: Weights, b: Weights) -> None:
@@ -405,14 +364,3 @@ def _forget_casts() -> None:
 
 def _name(stage: Stage) -> str:
     return f"stage {stage.index} ({stage.name})"
-
-
-def _scatter(stages: Sequence[Stage], state: State) -> None:
-    if len(stages) == 1:
-        stages[0].state = state
-        return
-    at = 0
-    for stage in stages:
-        n = len(stage.weights)
-        stage.state = {k: v[at : at + n] if isinstance(v, list) else v for k, v in state.items()}
-        at += n

@@ -122,7 +122,7 @@ def interleaved(runs: dict[str, Callable[[], None]], repeats: int) -> dict[str, 
     return seconds
 
 
-WIDE, DEEP, SAMPLES = 512, 8, 48  # stages of a few milliseconds
+WIDE, DEEP, SAMPLES = 512, 8, 128  # stages of a few milliseconds
 
 
 def two_threads(repeats: int, count: int = 12) -> None:

@@ -14,7 +14,7 @@ FLOORS = [
     ["events", "schedules", "order", "timeline", "ledger"],
     [
         "method", "momentum", "lazy", "link", "partition", "inflight",
-        "stage", "joint", "worker", "snapshot", "runtime", "rehearsal",
+        "stage", "joint", "team", "worker", "snapshot", "runtime", "rehearsal",
     ],
     ["methods", "pipeline", "draw"],
 ]  # fmt: skip

@@ -119,14 +119,17 @@ def test_report_is_self_contained(compared):
     page = (compared[0] / "report.html").read_text()
     assert page.count("data:image/png;base64,") == 3
     assert 'src="http' not in page and "href=" not in page
-    for text in ("pipedream slack=2", "weight\ncopies", "bubble\n%", "torch", "micro_batch_size: 1"):
+    made = ("pipeback compare quick=true data.samples=96", "6 runs in here", f"{torch.__version__}</dd>")
+    for text in ("pipedream slack=2", "weight\ncopies", "bubble\n%", "micro_batch_size: 1", *made):
         assert text in page
 
 
 def test_report_is_rebuilt_from_files(compared, tmp_path):
     done = pipeback("report", compared[0], "out=again.html", "title='Again & again'", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "<h1>Again &amp; again</h1>" in (tmp_path / "again.html").read_text()
+    page = (tmp_path / "again.html").read_text()
+    assert "<h1>Again &amp; again</h1>" in page
+    assert f"pipeback report {compared[0]} out=again.html" in page  # as it was typed
     assert (tmp_path / "tables.md").read_text() == (compared[0] / "tables.md").read_text()
 
 
