@@ -1,18 +1,31 @@
 """pipeback: train deep networks by pipelined backpropagation.
 
-pipe = pipeback.Pipeline(model, loss=loss, optimizer=lambda params: torch.optim.SGD(params, lr=0.1), method="pb")
-loss = pipe.push(x, y)
+    pipe = pipeback.Pipeline(model, loss=loss, optimizer=lambda params: torch.optim.SGD(params, lr=0.1), method="pb")
+    loss = pipe.push(x, y)
+
+Names are imported when first used, so that schedules and timelines need no torch.
 """
 
-from pipeback import methods, schedules, timeline
-from pipeback.events import Op, Schedule, until
-from pipeback.ledger import Record
-from pipeback.method import Method, Past, Shift, State, Weights, When, chain
-from pipeback.momentum import scale_hyperparameters
-from pipeback.pipeline import Memory, Pipeline
-from pipeback.worker import StageError
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pipeback import draw, methods, schedules, timeline
+    from pipeback.events import Op, Schedule, until
+    from pipeback.ledger import Record
+    from pipeback.method import Method, Past, Shift, State, Weights, When, chain
+    from pipeback.momentum import scale_hyperparameters
+    from pipeback.pipeline import Memory, Pipeline
+    from pipeback.worker import StageError
 
 __version__ = "0.1.0"
+
+_HOME = {
+    "Op": "events", "Schedule": "events", "until": "events", "Record": "ledger",
+    "Method": "method", "Past": "method", "Shift": "method", "State": "method", "Weights": "method", "When": "method",
+    "chain": "method", "scale_hyperparameters": "momentum", "Memory": "pipeline", "Pipeline": "pipeline",
+    "StageError": "worker",
+}  # fmt: skip
 
 __all__ = [
     "Memory",
@@ -28,9 +41,22 @@ __all__ = [
     "Weights",
     "When",
     "chain",
+    "draw",
     "methods",
     "scale_hyperparameters",
     "schedules",
     "timeline",
     "until",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(f"pipeback.{_HOME[name]}"), name)
+    if name in __all__:
+        return import_module(f"pipeback.{name}")
+    raise AttributeError(f"module 'pipeback' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -7,6 +7,7 @@ then). To restore, the forward is run again for the structure, and the stored va
 
 from __future__ import annotations
 
+from ast import literal_eval
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -52,28 +53,66 @@ def storages(tensors: Sequence[Tensor]) -> set[int]:
     return {t.untyped_storage().data_ptr() for t in tensors if t.numel()}
 
 
-def keep(roots: Sequence[Tensor], known: set[int]) -> tuple[list[Tensor], list[str]]:
-    """Copies of what the graph saved outside the memory `known` (weights and inputs), and the names, in order."""
-    values, names = [], []
+def keep(roots: Sequence[Tensor], known: set[int], where: str) -> tuple[list[Tensor], list[str]]:
+    """Copies of what the graph saved outside the memory `known` (weights and inputs), and a signature of the graph.
+
+    The signature names every saved tensor and every saved number, in order: numbers cannot be put back, so a forward
+    that finds others (a threshold taken from the data, say) must be noticed.
+    """
+    values, signature = [], []
     for name, tensor, _ in saved(roots):
         if tensor.untyped_storage().data_ptr() not in known:
             values.append(tensor.detach().clone())
-            names.append(name)
-    return values, names
+            signature.append(name)
+    for node, key, value in _attributes(roots):
+        if isinstance(value, Tensor):
+            values.append(value.detach().clone())
+        elif value is not None and not isinstance(value, (bool, int, float, str)):
+            raise TypeError(
+                f"{where}: {type(node).__name__} keeps ctx.{key}, a {type(value).__name__}, which cannot be stored; "
+                "keep tensors with ctx.save_for_backward, and numbers"
+            )
+        signature.append(f"{type(node).__name__}.ctx.{key}={'' if isinstance(value, Tensor) else repr(value)}")
+    return values, signature + _numbers(roots)
 
 
 def put_back(
-    roots: Sequence[Tensor], known: set[int], values: Sequence[Tensor], names: Sequence[str], where: str
+    roots: Sequence[Tensor], known: set[int], values: Sequence[Tensor], signature: Sequence[str], where: str
 ) -> None:
     """Make the backward of this graph, built anew, use `values` instead of what it saved itself."""
     found = [(name, raw) for name, t, raw in saved(roots) if t.untyped_storage().data_ptr() not in known]
-    if [name for name, _ in found] != list(names):
+    attributes = list(_attributes(roots))
+    count = len(found) + len(attributes)
+    kept = [item.partition("=") for item in signature[len(found) : count]]
+    names = [name for name, _ in found] + [f"{type(node).__name__}.ctx.{key}" for node, key, _ in attributes]
+    wanted = [*signature[: len(found)], *(name for name, _, _ in kept), *signature[count:]]
+    if names + _numbers(roots) != wanted:
         raise ValueError(
-            f"{where}: the forward builds another graph than when the state was saved "
-            f"({len(found)} saved tensors against {len(names)}); is it the same model, in the same mode?"
+            f"{where}: the forward builds another graph than when the state was saved; is it the same model, in the "
+            "same mode? (a graph that depends on the data, or numbers taken from it, cannot be restored)"
         )
-    for (_, raw), value in zip(found, values, strict=True):
-        raw.register_hooks(_forget, _Give(value))
+    given = iter(values)
+    for _, raw in found:
+        raw.register_hooks(_forget, _Give(next(given)))
+    for (node, key, _), (_, _, text) in zip(attributes, kept, strict=True):
+        setattr(node, key, literal_eval(text) if text else next(given))
+
+
+def _attributes(roots: Sequence[Tensor]) -> Iterator[tuple[Any, str, Any]]:
+    """What custom Functions have put on their ctx."""
+    for node in nodes(roots):
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            yield from ((node, key, value) for key, value in sorted(vars(node).items()))
+
+
+def _numbers(roots: Sequence[Tensor]) -> list[str]:
+    """The numbers that torch's own nodes have saved."""
+    return [
+        f"{type(node).__name__}.{name}={value!r}"
+        for node in nodes(roots)
+        for name in dir(node)
+        if name.startswith("_saved_") and isinstance(value := getattr(node, name), (bool, int, float))
+    ]
 
 
 def _forget(tensor: Tensor) -> None:

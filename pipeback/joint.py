@@ -6,7 +6,6 @@ is pushed and never written. The step is made by a twin on the same parameters a
 
 from __future__ import annotations
 
-import copy
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -50,24 +49,29 @@ def _value(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
+def hooked(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether someone listens to this optimizer's steps."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
 def joinable(optimizers: Sequence[torch.optim.Optimizer]) -> bool:
     """Whether one step over all of these equals a step of each: one separable class of torch's, no step hooks."""
     kind = type(optimizers[0])
-    return kind in _SEPARABLE and all(
-        type(opt) is kind and not opt._optimizer_step_pre_hooks and not opt._optimizer_step_post_hooks
-        for opt in optimizers
-    )
+    return kind in _SEPARABLE and all(type(opt) is kind and not hooked(opt) for opt in optimizers)
 
 
 class Joint:
     """The twin of the optimizers of `stages`: has `.step()`, `.param_groups` and `.state` like any optimizer."""
 
-    def __init__(self, stages: Sequence[Any]) -> None:
-        self._stages = stages
-        self._twin = copy.copy(stages[0].optimizer)
+    def __init__(self, stages: Sequence[Any], weights: Bundle) -> None:
+        self._stages, self._weights = stages, weights
+        first = stages[0].optimizer
+        self._twin = object.__new__(type(first))  # not copy.copy, which keeps hooks and a subclass' own state back
+        self._twin.__dict__.update(first.__dict__)
         self._twin.__dict__.pop("step", None)  # a scheduler's wrapper is bound to the original
-        self._states: list[Any] = []
-        self._chosen: tuple[Any, ...] | None = None
+        self._twin.param_groups = []
+        self._known: list[tuple[Any, Any]] = []  # of every stage the optimizer's state and that of its first weight
+        self._chosen: list[Options] = []
 
     @property
     def param_groups(self) -> list[Group]:
@@ -78,30 +82,34 @@ class Joint:
         return self._twin.state
 
     def step(self) -> None:
-        if self._plain_sgd:
+        if self._plain_sgd and not hooked(self._twin):
             sgd_step(self)
         else:
             self._twin.step()
 
     def at(self, options: Sequence[Options]) -> Joint:
         """Set the options that each stage's update uses, and follow a state that was loaded into an optimizer."""
-        chosen = tuple(map(id, options))
-        if self._chosen != chosen:
-            self._held = list(options)  # keeps the ids from being reused
-            self._chosen = chosen
+        if len(options) != len(self._chosen) or any(a is not b for a, b in zip(options, self._chosen, strict=True)):
+            self._chosen = list(options)
             self._twin.param_groups = self._groups(options)
             self._plain_sgd = type(self._twin) is torch.optim.SGD and all(map(plain_sgd, self._twin.param_groups))
-        states = [stage.optimizer.state for stage in self._stages]
-        if len(states) != len(self._states) or any(a is not b for a, b in zip(states, self._states, strict=True)):
-            self._states = states
-            if len(states) == 1:
-                self._twin.state = states[0]
-            else:
-                shared: defaultdict[Tensor, Any] = defaultdict(dict)
-                for stage in self._stages:
-                    shared.update({w: stage.optimizer.state[w] for w in stage.weights})
-                self._twin.state = shared
+        known = [(stage.optimizer.state, stage.optimizer.state.get(stage.weights[0])) for stage in self._stages]
+        if not self._known or any(a is not c or b is not d for (a, b), (c, d) in zip(known, self._known, strict=True)):
+            self._follow()
         return self
+
+    def _follow(self) -> None:
+        """Share the state of every weight with its stage's own optimizer."""
+        if len(self._stages) == 1:
+            self._twin.state = self._stages[0].optimizer.state
+        else:
+            shared: defaultdict[Tensor, Any] = defaultdict(dict)
+            for stage in self._stages:
+                shared.update({w: stage.optimizer.state[w] for w in stage.weights})
+            self._twin.state = shared
+        self._known = [(stage.optimizer.state, stage.optimizer.state.get(stage.weights[0])) for stage in self._stages]
+        for bundle in (self._weights, *(group["params"] for group in self._twin.param_groups)):
+            bundle.velocities = None
 
     def _groups(self, options: Sequence[Options]) -> list[Group]:
         pairs = [
@@ -110,15 +118,16 @@ class Joint:
             for group, mine in zip(stage.optimizer.param_groups, chosen.groups[stage.index], strict=True)
             if stage.weights
         ]
-        # fused implementations have other bits and are never switched on
+        pairs = [(mine, params) for mine, params in pairs if params]
         for mine, params in pairs:
-            if (
-                type(self._twin) in _FOREACH
-                and mine["foreach"] is None
-                and not mine.get("fused")
-                and not params[0].is_cuda
-            ):
+            if type(self._twin) in _FOREACH and not params[0].is_cuda and _looped(mine):
                 mine["foreach"] = True
         if pairs and all(mine == pairs[0][0] for mine, _ in pairs):
             return [{**pairs[0][0], "params": Bundle(w for _, params in pairs for w in params)}]
         return [{**mine, "params": Bundle(params)} for mine, params in pairs]
+
+
+def _looped(group: Group) -> bool:
+    """Whether torch would step this group in a loop where foreach has the same bits; fused is never switched on."""
+    odd = any(group.get(name) for name in ("fused", "differentiable", "capturable")) or isinstance(group["lr"], Tensor)
+    return group["foreach"] is None and not odd

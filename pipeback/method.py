@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from itertools import islice
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from types import FunctionType
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from pipeback.events import Schedule
-from pipeback.timeline import delays
+from pipeback.timeline import delays, in_flight
 
 
 class When(NamedTuple):
@@ -66,28 +67,28 @@ class Bundle(list[Tensor]):
     """The weights of one stage or of several; remembers what joint calls over them need."""
 
     velocities: list[Tensor] | None = None  # their momentum buffers, once all have one
-    _factors: dict[Sequence[float], list[Tensor]] | None = None
-    _uniform: bool | None = None
+    _ones: list[Tensor] | None = None
+    _factor: tuple[float, Tensor] | None = None
     _chosen: tuple[tuple[int, ...], Bundle] | None = None
 
     @property
-    def uniform(self) -> bool:
-        """Whether all are on the CPU, and all float32 or all float64: a number may then stand as a 0-d tensor.
+    def ones(self) -> list[Tensor]:
+        """A 1 beside each weight, of its dtype and on its device."""
+        if self._ones is None:
+            kinds = {(w.dtype, w.device) for w in self}
+            units = {kind: torch.ones((), dtype=kind[0], device=kind[1]) for kind in kinds}
+            self._ones = [units[w.dtype, w.device] for w in self]
+        return self._ones
 
-        Foreach calls take 0-d tensors several times faster there, and with the same bits.
-        """
-        if self._uniform is None:
-            kinds = {(w.device.type, w.dtype) for w in self}
-            self._uniform = kinds in ({("cpu", torch.float32)}, {("cpu", torch.float64)})
-        return self._uniform
-
-    def factors(self, numbers: tuple[float, ...]) -> list[Tensor]:
-        """The numbers as 0-d tensors of the weights' dtype; the same list when asked again."""
-        if self._factors is None or len(self._factors) > 8:
-            self._factors = {}
-        if numbers not in self._factors:
-            self._factors[numbers] = list(torch.tensor(numbers, dtype=self[0].dtype).unbind())
-        return self._factors[numbers]
+    def factor(self, value: float) -> float | Tensor:
+        """The factor as foreach multiplies by it fastest: a 0-d tensor on the CPU, with the bits of the number."""
+        unit = self.ones[0]
+        plain = unit.device.type == "cpu" and unit.dtype in (torch.float32, torch.float64)
+        if not plain or any(one is not unit for one in self.ones):
+            return value
+        if self._factor is None or self._factor[0] != value:
+            self._factor = (value, torch.full_like(unit, value))
+        return self._factor[1]
 
     def only(self, numbers: tuple[int, ...]) -> Bundle:
         """Some of them; the same bundle when asked again."""
@@ -104,13 +105,9 @@ def add_scaled(weights: Weights, coefficients: Sequence[float], directions: Sequ
         if not there:
             return
         weights, coefficients = [weights[n] for n in there], [coefficients[n] for n in there]
-    if not isinstance(weights, Bundle):
-        weights = Bundle(weights)
-    if weights.uniform:
-        torch._foreach_addcmul_(weights, given, weights.factors(tuple(coefficients)))
-    else:
-        ones = [torch.ones((), dtype=w.dtype, device=w.device) for w in weights]
-        torch._foreach_addcmul_(weights, given, ones, list(coefficients))
+    ones = weights.ones if isinstance(weights, Bundle) else Bundle(weights).ones
+    # c·x is rounded, then the sum: not x·c with a factor of one, which some kernels fuse for long tensors only
+    torch._foreach_addcmul_(weights, given, ones, list(coefficients))
 
 
 class OptimizerLike(Protocol):
@@ -136,6 +133,7 @@ class Method:
                     state in lists with one entry a weight: one call may serve several stages
     flush_each_push every push is a flush of its own
     needs_entry     the hooks read `when.entry`
+    steps_itself    `update` makes the step without calling `optimizer.step()`: in a chain it stands last
     """
 
     schedule: Schedule
@@ -144,6 +142,11 @@ class Method:
     merges: bool = False
     flush_each_push: bool = False
     needs_entry: bool = False
+    steps_itself: bool = False
+
+    def __init_subclass__(cls) -> None:
+        if isinstance(cls.__dict__.get("schedule"), FunctionType):
+            cls.schedule = staticmethod(cls.__dict__["schedule"])  # a function as a class attribute is no method
 
     def schedule_at(self, start: int, pushed: int) -> Schedule:
         """The schedule that begins, in an empty pipeline, at micro-batch `start` with a push of `pushed`."""
@@ -197,9 +200,6 @@ class Method:
         return f"{type(self).__name__}({inner})"
 
 
-H = TypeVar("H")
-
-
 def overrides(method: Method, hook: str) -> bool:
     """Whether the method changes this hook; an identity is not called on the hot path."""
     return getattr(type(method), hook) is not getattr(Method, hook)
@@ -214,6 +214,9 @@ class _Chain(Method):
         for other in self.methods[1:]:
             if _sample(other.schedule) != _sample(first.schedule):
                 raise ValueError(f"chain: {first!r} and {other!r} have different schedules; give both the same slack=")
+        for method in self.methods[:-1]:
+            if method.steps_itself:
+                raise ValueError(f"chain: {method!r} makes the step itself, with nothing inside; put it last")
         self.schedule = first.schedule
         ranks = ("live", "scratch", "stash")
         self.copies = max((m.copies for m in self.methods), key=ranks.index)
@@ -235,11 +238,12 @@ class _Chain(Method):
     def check_stages(self, stages: int) -> None:
         for method in self.methods:
             method.check_stages(stages)
-
-    def history(self, stage: int, stages: int) -> int:
-        return max(m.history(stage, stages) for m in self.methods)
+            if any(method.history(s, stages) for s in range(stages)):
+                raise ValueError(f"chain: {method!r} runs forwards on older versions, which no other method can shift")
 
     def held(self, stage: int, stages: int) -> int:
+        if self.copies == "stash" and any(m.copies == "scratch" for m in self.methods):
+            return 1 + in_flight(self.schedule, stages)[stage]  # the shifted weights of every micro-batch in flight
         return max(m.held(stage, stages) for m in self.methods)
 
     def init(self, weights: Weights) -> State:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -50,15 +50,20 @@ def require_momentum_sgd(optimizer: Any, method: str, alternative: str, *, posit
             raise ValueError(f"{method} predicts from the velocity, but momentum=0; set momentum or use {alternative}")
 
 
+def check_horizon(method: str, horizon: Any) -> None:
+    """Raise a ValueError unless the horizon is None or a number of updates."""
+    if horizon is not None and not (isinstance(horizon, (int, float)) and 0 <= horizon < float("inf")):
+        raise ValueError(f"{method}: horizon is a number of updates, 0 or more, or None for D; not {horizon!r}")
+
+
 def velocity(optimizer: OptimizerLike, weights: Weights) -> list[Tensor | None]:
     """v of each weight: torch's own momentum buffers, None before the first step (v = 0).
 
     The same list every time, once all weights have stepped.
     """
     state = optimizer.state
-    known = weights.velocities if isinstance(weights, Bundle) else None
-    if known is not None and all(state[weights[n]].get("momentum_buffer") is known[n] for n in (0, -1)):
-        return known  # type: ignore[return-value]
+    if isinstance(weights, Bundle) and weights.velocities is not None:
+        return weights.velocities  # type: ignore[return-value]
     found = [state[w].get("momentum_buffer") for w in weights]
     if isinstance(weights, Bundle) and all(v is not None for v in found):
         weights.velocities = found
@@ -147,8 +152,7 @@ def _velocities(optimizer: OptimizerLike, params: Weights, grads: Sequence[Any],
     found: Any = velocity(optimizer, params)
     fresh = [n for n, v in enumerate(found) if v is None]
     if not fresh:
-        quick = isinstance(params, Bundle) and params.uniform
-        torch._foreach_mul_(found, params.factors((momentum,))[0] if quick else momentum)
+        torch._foreach_mul_(found, cast(Any, params.factor(momentum) if isinstance(params, Bundle) else momentum))
         torch._foreach_add_(found, list(grads), alpha=1)
         return found
     old = [n for n, v in enumerate(found) if v is not None]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 
 class Part(NamedTuple):
@@ -33,18 +34,30 @@ def split(model: nn.Module | Sequence[nn.Module]) -> list[Part]:
         )
     if not parts:
         raise ValueError("the model is empty: it needs at least one module, and each becomes a stage")
+    if isinstance(model, nn.Sequential) and type(model).forward is not nn.Sequential.forward:
+        raise TypeError(
+            f"{type(model).__name__} has a forward of its own, which stages one after the other would not follow; "
+            "give its modules as a list, in the order in which they run"
+        )
     owner: dict[int, tuple[int, str]] = {}
     for s, (name, module) in enumerate(parts):
         if not isinstance(module, nn.Module):
             raise TypeError(f"stage {s} must be a module, but is {type(module).__name__}; wrap a function in a module")
         for key, parameter in module.named_parameters():
+            if isinstance(parameter, UninitializedParameter):
+                raise ValueError(f"stage {s} ({name}): {key} has no shape yet; run a lazy module once before training")
             if parameter.is_meta:
                 raise ValueError(f"stage {s} ({name}): {key} is on the meta device; give it values before training")
-            first, other = owner.setdefault(id(parameter), (s, key))
+        parameters, buffers = list(module.named_parameters()), list(module.named_buffers())
+        for n, (key, tensor) in enumerate([*parameters, *buffers]):
+            kind = "parameter" if n < len(parameters) else "buffer"
+            if not tensor.numel():
+                continue
+            first, other = owner.setdefault(tensor.data_ptr(), (s, key))  # memory, not identity: views share too
             if first != s:
                 raise ValueError(
-                    f"stages {first} and {s} share a parameter ({parts[first].name}.{other} is {name}.{key}); "
-                    "a stage updates its weights alone, so give each its own or put both layers into one stage"
+                    f"stages {first} and {s} share a {kind} ({parts[first].name}.{other} is {name}.{key}); "
+                    "a stage changes its own alone, so give each its own or put both layers into one stage"
                 )
     return parts
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -20,9 +22,9 @@ from pipeback.order import POLICIES, Order
 from pipeback.partition import balance, split
 from pipeback.rehearsal import rehearse, rehearse_shape
 from pipeback.runtime import Batch, Inline, Loop, Messages, Runtime, Threads
-from pipeback.stage import OptimizerFactory, Stage, Value
+from pipeback.stage import OptimizerFactory, Stage, Value, cut
 from pipeback.timeline import in_flight
-from pipeback.worker import StageError, Worker
+from pipeback.worker import Worker
 
 FORMAT = 1  # of state_dict
 
@@ -49,6 +51,8 @@ class Pipeline:
     clip_norm   largest gradient norm of a stage, applied to the averaged gradient before the method sees it
     weights     "equal": micro-batches weigh equally, short ones too; "samples": by their number of samples
     check_finite  raise when a loss is NaN or infinite, naming micro-batch and stage, before its backward
+    weight_functions  what to do when a graph saves a function of the weights (autocast, weight norm, masks), so that a
+                method that does not stash runs part of its backward on old weights: "refuse" or "warn"
     order       "grouped", or "upstream", "sticky", "random": other orders with the same weights
     seed        of order="random"
 
@@ -68,14 +72,15 @@ class Pipeline:
         clip_norm: float | None = None,
         weights: Literal["equal", "samples"] = "equal",
         check_finite: bool = False,
+        weight_functions: Literal["refuse", "warn"] = "refuse",
         order: str = "grouped",
         seed: int = 0,
     ) -> None:
         parts = split(model)
         self.method = methods.create(method) if isinstance(method, str) else method
-        _check_options(
-            self.method, loss, optimizer, micro_batch_size, workers, store, clip_norm, weights, order, len(parts)
-        )
+        _check_functions(self.method, loss, optimizer)
+        _check_numbers(len(parts), micro_batch_size=micro_batch_size, workers=workers, clip_norm=clip_norm)
+        _check_choices(store, weights=weights, weight_functions=weight_functions, order=order)
         self._model = model if isinstance(model, nn.Module) else nn.Sequential(*(part.module for part in parts))
         self._micro_batch_size, self._weights, self._order, self._seed = micro_batch_size, weights, order, seed
         self._clip_norm, self._check_finite, self._workers = clip_norm, check_finite, workers
@@ -88,6 +93,7 @@ class Pipeline:
             for s, part in enumerate(parts)
         ]
         for stage in self._stages:
+            stage.seed = torch.initial_seed()
             _check_optimizer(stage, self.method)
             with torch.no_grad():
                 stage.state = self.method.init(stage.weights)
@@ -101,6 +107,11 @@ class Pipeline:
         self._seconds: list[float] = [1.0] * n
         self._error: BaseException | None = None
         self._runtime: Runtime | None = None
+        self._finalizer: Any = None  # stops the threads of a pipeline that nobody holds
+        self._warn = weight_functions == "warn"
+        self._modes: list[bool] = []  # training mode of every stage when it was rehearsed
+        self._tracing = False
+        self._lock = threading.RLock()  # one caller at a time
 
     # -- training ------------------------------------------------------------------------------------------------
 
@@ -108,67 +119,69 @@ class Pipeline:
         """Train on x and y; returns the mean loss of the micro-batches just pushed, a detached 0-d tensor.
 
         x: a tensor (N, …) or a tuple of such; y: what `loss` takes as target, cut along the first dimension like x.
-        In flight work stays in flight. With workers the loss is lazy: reading it waits.
+        What is in flight stays in flight. With workers the loss is lazy: reading it waits. x and y must stay unchanged
+        until their backward is done.
         """
-        self._open()
-        if torch.is_inference_mode_enabled():
-            raise RuntimeError("push trains, which inference mode forbids; call it outside torch.inference_mode()")
-        batches = self._cut(x, y)
-        with torch.enable_grad():
+        with self._lock, torch.enable_grad():
+            self._open()
+            if torch.is_inference_mode_enabled():
+                raise RuntimeError("push trains, which inference mode forbids; call it outside torch.inference_mode()")
+            batches = self._cut(x, y)
+            for stage in self._stages:
+                stage.check_weights()
             self._rehearse(batches)
-        if not self._options.current(self.optimizers):
-            self._options = Options(self.optimizers)
-        assert self._runtime is not None
-        first = self._arrived
-        self._arrived += len(batches)
-        try:
-            with torch.enable_grad():
-                losses = self._runtime.push(first, batches, self._options)
-        except Exception as error:
-            self._error = error
-            raise
-        if self._weights == "samples" and len(batches) > 1:
-            return losses([size for _, _, size in batches])
-        return losses(None)
+            if not self._options.current(self.optimizers):
+                for stage in self._stages:
+                    _check_groups(stage)
+                self._options = Options(self.optimizers)
+            assert self._runtime is not None
+            first = self._arrived
+            self._arrived += len(batches)
+            losses = self._do(partial(self._runtime.push, first, batches, self._options))
+            weigh = self._weights == "samples" and len(batches) > 1
+            return losses([size for _, _, size in batches] if weigh else None)
 
     def wait(self) -> None:
         """Quiesce: return when everything that data flow and programs allow has been done."""
-        self._open()
-        if self._runtime is not None:
-            self._do(self._runtime.wait)
+        with self._lock:
+            self._open()
+            if self._runtime is not None:
+                self._do(self._runtime.wait)
 
     def drain(self) -> None:
         """Finish what is in flight; what is pushed afterwards fills the pipeline anew."""
-        self._open()
-        if self._runtime is not None:
-            self._do(self._runtime.drain)
+        with self._lock, torch.enable_grad():
+            self._open()
+            if self._runtime is not None:
+                self._do(self._runtime.drain)
 
     def evaluate(self, x: Value) -> Any:
         """The model's output for x (N, …) in evaluation mode on the newest weights, without gradients.
 
         What is in flight, buffers and the training mode of every module stay as they are.
         """
-        self.wait()
-        modes = [(module, module.training) for stage in self._stages for module in stage.module.modules()]
-        try:
-            for module, _ in modes:
-                module.training = False
-            value = x
-            with torch.no_grad():
+        with self._lock, torch.no_grad():
+            self.wait()
+            modes = [(module, module.training) for stage in self._stages for module in stage.module.modules()]
+            try:
+                for module, _ in modes:
+                    module.training = False
+                value = x
                 for stage in self._stages:
                     _, given = stage.enter(value)
+                    if value is x and not stage.clones_input:  # nothing is known of the module before the first push
+                        given = tuple(p.clone() for p in given) if isinstance(given, tuple) else given.clone()
                     value = stage.module(given)
-        finally:
-            for module, mode in modes:
-                module.training = mode
-        return value
+            finally:
+                for module, mode in modes:
+                    module.training = mode
+            return cut(value)
 
     def close(self) -> None:
         """Stop the worker threads, if any; what is in flight is lost."""
-        if self._runtime is not None:
-            self._runtime.close()
-            self._runtime = None
-        self._error = self._error or RuntimeError("close() was called")
+        with self._lock:
+            self._stop()
+            self._error = self._error or RuntimeError("close() was called")
 
     # -- looking in ----------------------------------------------------------------------------------------------
 
@@ -225,7 +238,11 @@ class Pipeline:
         Copies, so that later pushes do not change it. Loads with `torch.load(weights_only=True)`; the same layout for
         every runtime. Training on from it gives the same bits.
         """
-        self.wait()
+        with self._lock:
+            self.wait()
+            return self._state()
+
+    def _state(self) -> dict[str, Any]:
         numbers: dict[int, int] = {}
         groups: list[Any] = []
 
@@ -251,6 +268,8 @@ class Pipeline:
                 "method_options": self.method.options(),
                 "optimizer": [type(opt).__name__ for opt in self.optimizers],
                 "arrived": self._arrived,
+                "weights": self._weights,
+                "seconds": self._seconds,
                 "loop": None if self._runtime is None else self._runtime.progress(number),
                 "stages": plain,
                 "groups": groups,
@@ -259,20 +278,28 @@ class Pipeline:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a state of `state_dict`; checked as a whole before anything changes. Reopens a closed pipeline."""
-        plain = self._fits(state)
-        if self._runtime is not None:
-            self._runtime.close()
-            self._runtime = None
+        """Take up a state of `state_dict`. Reopens a closed pipeline.
+
+        Raises ValueError before anything changes when method, optimizers, weights or buffers differ; when the rest
+        does not fit (the same weights under other layers), the pipeline is closed.
+        """
+        with self._lock:
+            plain = self._fits(state)
+            self._stop()
+            self._error = None
+            self._do(partial(self._take_up, state["stages"], plain))
+
+    def _take_up(self, tensors: list[snapshot.Tensors], plain: dict[str, Any]) -> None:
         for opt, groups in zip(self.optimizers, plain["groups"][plain["current"]], strict=True):
             for group, saved in zip(opt.param_groups, groups, strict=True):
                 group.update(_group(saved, group))
         options = [self._options_from(groups) for groups in plain["groups"]]
         messages: Messages = {}
-        for stage, tensors, p in zip(self._stages, state["stages"], plain["stages"], strict=True):
-            messages.update(snapshot.load(stage, tensors, p, options))
+        with torch.enable_grad():
+            for stage, mine, p in zip(self._stages, tensors, plain["stages"], strict=True):
+                messages.update(snapshot.load(stage, mine, p, options))
         self._options = options[plain["current"]]
-        self._arrived, self._smallest, self._error = plain["arrived"], None, None
+        self._arrived, self._smallest, self._seconds = plain["arrived"], None, plain["seconds"]
         if plain["loop"] is not None:
             self._start()
             assert self._runtime is not None
@@ -296,6 +323,11 @@ class Pipeline:
             raise ValueError(
                 f"the state has {len(state['stages'])} stages, here are {len(self._stages)}; it is of another model"
             )
+        if plain["weights"] != self._weights:
+            raise ValueError(f"the state was trained with weights={plain['weights']!r}, here is {self._weights!r}")
+        counts = [len(groups) for groups in plain["groups"][plain["current"]]]
+        if counts != [len(opt.param_groups) for opt in self.optimizers]:
+            raise ValueError("the optimizers of the state have other parameter groups than those here")
         mine = [type(opt).__name__ for opt in self.optimizers]
         if plain["optimizer"] != mine:
             raise ValueError(
@@ -314,18 +346,25 @@ class Pipeline:
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    _tracing = False
-
     def _open(self) -> None:
         if self._error is not None:
             raise RuntimeError(f"the pipeline is closed: {self._error}; load_state_dict() reopens it") from self._error
 
-    def _do(self, what: Callable[[], None]) -> None:
+    def _do(self, what: Callable[[], Any]) -> Any:
+        """Do it; whatever it raises closes the pipeline, for a wave may be half done."""
         try:
-            what()
-        except Exception as error:
+            return what()
+        except BaseException as error:
             self._error = error
             raise
+
+    def _stop(self) -> None:
+        if self._finalizer is not None:
+            self._finalizer.detach()
+            self._finalizer = None
+        if self._runtime is not None:
+            self._runtime.close()
+            self._runtime = None
 
     def _cut(self, x: Value, y: Any) -> list[Batch]:
         """Micro-batches (x, y, samples) of what was pushed."""
@@ -334,6 +373,11 @@ class Pipeline:
             raise TypeError(f"push takes a tensor or a tuple of tensors, but got {type(x).__name__}")
         if any(part.dim() == 0 for part in parts):
             raise ValueError("push takes batches: the first dimension counts samples, but a 0-d tensor was given")
+        for part in y if isinstance(y, tuple) else (y,):
+            if part is not None and not isinstance(part, (Tensor, bool, int, float)):
+                found = type(part).__name__
+                raise TypeError(f"y must be a tensor, a number, None, or a tuple of these, but has a {found}")
+        y = tuple(map(_detached, y)) if isinstance(y, tuple) else _detached(y)
         length = len(parts[0])
         targets = [t for t in (y if isinstance(y, tuple) else (y,)) if isinstance(t, Tensor) and t.dim()]
         if length == 0:
@@ -355,15 +399,21 @@ class Pipeline:
     def _rehearse(self, batches: Sequence[Batch]) -> None:
         if self._workers is not None and (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")):
             raise ValueError("workers: autocast does not reach other threads; enter it inside the modules")
+        modes = [stage.module.training for stage in self._stages]
         x, y, size = min(batches, key=lambda batch: batch[2])
-        if self._smallest is None:
-            self._seconds = rehearse(self._stages, self.method, self.delays, *batches[0][:2])
-            if size < batches[0][2]:
-                rehearse_shape(self._stages, x, y)
-            if self._runtime is None:
-                self._start()
-        elif size < self._smallest:
+        known = self._smallest is not None and modes == self._modes
+        if known and self._smallest is not None and size >= self._smallest:
+            return
+        if self._runtime is not None:
+            self._do(self._runtime.wait)  # buffers and random state are borrowed and put back
+        if not known:
+            first = batches[0]
+            self._seconds = rehearse(self._stages, self.method, self.delays, first[0], first[1], warn=self._warn)
+        if not known or size < batches[0][2]:
             rehearse_shape(self._stages, x, y)
+        if self._runtime is None:
+            self._start()
+        self._modes = modes
         self._smallest = size if self._smallest is None else min(size, self._smallest)
 
     def _start(self) -> None:
@@ -394,7 +444,7 @@ class Pipeline:
                 loop([s for s in stages if owner[s.index] == w], ThreadLink(w, channels)) for w in range(self._workers)
             ]
             self._runtime = Threads(loops, channels)
-            weakref.finalize(self, self._runtime.close)
+            self._finalizer = weakref.finalize(self, self._runtime.close)
         self._runtime.record(self._tracing)
 
 
@@ -437,53 +487,61 @@ def _check_optimizer(stage: Stage, method: Method) -> None:
     opt = stage.optimizer
     if isinstance(opt, torch.optim.LBFGS):
         raise ValueError(
-            f"stage {stage.index}: LBFGS evaluates the loss several times a step, a pipeline cannot; use SGD or Adam"
+            f"{stage.label}: LBFGS evaluates the loss several times a step, a pipeline cannot; use SGD or Adam"
         )
     if stage.weights:
         try:
             method.check(opt, stage.stages)
         except ValueError as error:
-            raise ValueError(f"stage {stage.index} ({stage.name}): {error}") from None
+            raise ValueError(f"{stage.label}: {error}") from None
 
 
-def _check_options(
-    method: Any,
-    loss: Any,
-    optimizer: Any,
-    micro_batch_size: Any,
-    workers: Any,
-    store: Any,
-    clip_norm: Any,
-    weights: Any,
-    order: Any,
-    stages: int,
-) -> None:
+def _check_groups(stage: Stage) -> None:
+    found = {id(p) for group in stage.optimizer.param_groups for p in group["params"]}
+    if stage.weights and found != {id(w) for w in stage.weights}:
+        raise ValueError(f"{stage.label}: parameters were added to its optimizer; build a new Pipeline")
+
+
+def _check_functions(method: Any, loss: Any, optimizer: Any) -> None:
     if not isinstance(method, Method):
         raise TypeError(f"method must be a name or a pipeback.Method, but is {type(method).__name__}")
+    if not callable(getattr(method, "schedule", None)):
+        raise TypeError(f"method {type(method).__name__} has no schedule; set one, for example flowing(2)")
     for name, value in (("loss", loss), ("optimizer", optimizer)):
         if not callable(value):
             raise TypeError(f"{name} must be a function, but is {type(value).__name__}")
-    for name, value in (("micro_batch_size", micro_batch_size), ("workers", workers)):
+    if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
+        raise ValueError("loss has weights of its own, which no stage would train; put them into the last stage")
+
+
+def _check_numbers(stages: int, **options: Any) -> None:
+    for name in ("micro_batch_size", "workers"):
+        value = options[name]
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise ValueError(f"{name} must be a whole number of at least 1 or None, but is {value!r}")
-    if workers is not None and workers > stages:
-        raise ValueError(f"workers={workers} but the model has {stages} stages; use at most one worker a stage")
-    if store is not None:
-        raise ValueError(f"store={store!r}: this version keeps weights on the device of their module; use store=None")
+    if options["workers"] is not None and options["workers"] > stages:
+        raise ValueError(
+            f"workers={options['workers']} but the model has {stages} stages; use at most one worker a stage"
+        )
+    clip_norm = options["clip_norm"]
     if clip_norm is not None and not clip_norm > 0:
         raise ValueError(f"clip_norm must be above 0 or None, but is {clip_norm!r}")
-    if weights not in ("equal", "samples"):
-        raise ValueError(f'weights must be "equal" or "samples", but is {weights!r}')
-    if order not in POLICIES:
-        raise ValueError(f"order must be one of {', '.join(POLICIES)}, but is {order!r}")
-    if (
-        torch.distributed.is_available()
-        and torch.distributed.is_initialized()
-        and torch.distributed.get_world_size() > 1
-    ):
+
+
+def _check_choices(store: Any, **options: Any) -> None:
+    if store is not None:
+        raise ValueError(f"store={store!r}: this version keeps weights on the device of their module; use store=None")
+    allowed = {"weights": ("equal", "samples"), "weight_functions": ("refuse", "warn"), "order": POLICIES}
+    for name, value in options.items():
+        if value not in allowed[name]:
+            raise ValueError(f"{name} must be one of {', '.join(allowed[name])}, but is {value!r}")
+    group = torch.distributed
+    if group.is_available() and group.is_initialized() and group.get_world_size() > 1:
         raise ValueError(
             "a process group of several ranks is initialised, but this version runs in one process; use workers="
         )
 
 
-__all__ = ["Memory", "Pipeline", "StageError"]
+def _detached(value: Any) -> Any:
+    """A target without the graph that made it, which is not ours to train."""
+    return value.detach() if isinstance(value, Tensor) else value

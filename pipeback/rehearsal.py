@@ -17,79 +17,82 @@ from torch import Tensor, nn
 
 from pipeback import inflight
 from pipeback.method import Method
-from pipeback.stage import Stage, Value, cut
+from pipeback.stage import Stage, Value, cut, grown
 
 FEW = 16  # values a channel under which batch statistics are called poor
 
 
-def rehearse(stages: Sequence[Stage], method: Method, delays: Sequence[int], x: Value, target: Any) -> list[float]:
+def rehearse(
+    stages: Sequence[Stage], method: Method, delays: Sequence[int], x: Value, target: Any, *, warn: bool = False
+) -> list[float]:
     """Check every stage on micro-batch (x, target); returns the seconds of F + B of each stage.
 
+    warn: functions of the weights in a graph are warned of, not refused.
     Raises TypeError or ValueError naming the stage and the cure; then nothing has changed.
     """
     seconds = []
-    value = _detached(x)
+    value = cut(x)
     for stage in stages:
+        if stage.device is None:  # a stage without weights works where its input comes from
+            stage.device = (value[0] if isinstance(value, tuple) else value).device
         with _untouched(stage), _watch_norms(stage):
-            _learn_run(stage, value)
-            value, output = _first_run(stage, value, target)
+            _learn(stage, value, target)
+            output = _first_run(stage, value, target)
             if method.copies != "stash" and delays[stage.index] and stage.weights:
-                _refuse_stashed_functions(stage, output.given, target, method)
-            seconds.append(_measure(stage, output.given, target))
-        value = _detached(value)
+                _refuse_stashed_functions(stage, value, target, method, warn)
+            seconds.append(_measure(stage, value, target))
+        value = output
     return seconds
 
 
 def rehearse_shape(stages: Sequence[Stage], x: Value, target: Any) -> None:
     """The cheap part, for a micro-batch smaller than any before: outputs and normalisations."""
-    value = _detached(x)
+    value = cut(x)
     for stage in stages:
         with _untouched(stage), _watch_norms(stage), torch.no_grad():
             _, given = stage.enter(value)
-            value = _checked(stage, stage.run(_copied(given), target), given)
+            value = _checked(stage, _guarded(stage, _copied(given), target))
 
 
-class _Output:
-    """A rehearsed graph."""
-
-    def __init__(self, given: Value, leaves: tuple[Tensor, ...], roots: list[Tensor]) -> None:
-        self.given, self.leaves, self.roots = given, leaves, roots
-
-
-def _learn_run(stage: Stage, value: Value) -> None:
-    """Whether the module draws random numbers, and whether it changes its input in place."""
+def _learn(stage: Stage, value: Value, target: Any) -> None:
+    """Whether module or loss draw random numbers, and whether the module changes its input in place."""
     _, given = stage.enter(value)
     copies = _copied(given)
     before = stage.generator.get_state()
     with torch.no_grad():
-        _guarded(stage, copies, None, loss=False)
+        _checked(stage, _guarded(stage, copies, target))
     draws = not torch.equal(before, stage.generator.get_state())
     stage.generator.set_state(before)
     if draws and stage.stream is None:
-        seed = (torch.initial_seed() * 1_000_003 + stage.index) % 2**63  # (seed, s): whoever holds the stage
+        seed = (stage.seed * 1_000_003 + stage.index) % 2**63  # (seed, s): whoever holds the stage
         stage.stream = torch.Generator(stage.generator.device).manual_seed(seed).get_state()
     parts = copies if isinstance(copies, tuple) else (copies,)
     stage.clones_input = any(part._version for part in parts)
 
 
-def _first_run(stage: Stage, value: Value, target: Any) -> tuple[Value, _Output]:
+def _first_run(stage: Stage, value: Value, target: Any) -> Value:
     leaves, given = stage.enter(value)
-    output = _checked(stage, _guarded(stage, given, target), given)
-    roots = [y for y in (output if isinstance(output, tuple) else (output,)) if y.requires_grad]
+    output = _checked(stage, _guarded(stage, given, target))
+    roots = grown(output)
     stage.activation_bytes = inflight.held_bytes(roots, leaves, list(stage.module.parameters()))
-    return cut(output), _Output(value, leaves, roots)
+    if stage.last and not roots and (stage.weights or any(x.requires_grad for x in leaves)):
+        raise ValueError(
+            f"{stage.label}: the loss does not depend on the output (it needs no gradient); "
+            "compute it from the output with differentiable operations"
+        )
+    return cut(output)
 
 
-def _guarded(stage: Stage, given: Value, target: Any, loss: bool = True) -> Value:
+def _guarded(stage: Stage, given: Value, target: Any) -> Value:
     try:
-        return stage.run(given, target) if loss else stage.module(given)
-    except (_Refused, TypeError) as error:
-        raise type(error)(f"{_name(stage)}: {error}") if isinstance(error, TypeError) else error from None
+        return stage.run(given, target)
+    except _Refused:
+        raise
     except Exception as error:
-        raise ValueError(f"{_name(stage)}: the forward failed on the first micro-batch: {error}") from error
+        raise ValueError(f"{stage.label}: the forward failed on the first micro-batch: {error}") from error
 
 
-def _checked(stage: Stage, output: Any, given: Value) -> Value:
+def _checked(stage: Stage, output: Any) -> Value:
     """What crosses a boundary is a tensor or a tuple of tensors; what leaves the last stage is a loss."""
     if stage.last and stage.loss is not None:
         if not isinstance(output, Tensor) or output.dim() != 0 or not output.is_floating_point():
@@ -103,7 +106,7 @@ def _checked(stage: Stage, output: Any, given: Value) -> Value:
     if not parts or not all(isinstance(part, Tensor) for part in parts):
         inner = f" of {', '.join(type(part).__name__ for part in parts)}" if isinstance(output, tuple) else ""
         raise TypeError(
-            f"{_name(stage)}: the output must be a tensor or a tuple of tensors, not {type(output).__name__}{inner}: "
+            f"{stage.label}: the output must be a tensor or a tuple of tensors, not {type(output).__name__}{inner}: "
             "return what the next stage needs as a tuple"
         )
     return output
@@ -113,18 +116,20 @@ def _measure(stage: Stage, value: Value, target: Any) -> float:
     """Seconds of one F and B: a first run has been made, so this one is warm."""
     begin = time.perf_counter()
     leaves, given = stage.enter(value)
-    output = stage.run(given, target)
-    roots = [y for y in (output if isinstance(output, tuple) else (output,)) if y.requires_grad]
+    roots = grown(stage.run(given, target))
     inputs = [x for x in leaves if x.requires_grad] + stage.params
     if roots and inputs:
-        torch.autograd.grad(roots, inputs, [torch.ones_like(y) for y in roots], allow_unused=True)
+        try:
+            torch.autograd.grad(roots, inputs, [torch.ones_like(y) for y in roots], allow_unused=True)
+        except Exception as error:
+            raise ValueError(f"{stage.label}: the backward failed on the first micro-batch: {error}") from error
     return time.perf_counter() - begin
 
 
 # -- functions of the weights ------------------------------------------------------------------------------------------
 
 
-def _refuse_stashed_functions(stage: Stage, value: Value, target: Any, method: Method) -> None:
+def _refuse_stashed_functions(stage: Stage, value: Value, target: Any, method: Method, warn: bool) -> None:
     """Raise if the graph saves something computed from the weights alone: its backward would use old weights.
 
     Found by numbers: a saved tensor that does not change with the input, but does with the weights. Weights are
@@ -133,27 +138,14 @@ def _refuse_stashed_functions(stage: Stage, value: Value, target: Any, method: M
     other = _other_input(value)
     if other is None:
         return
-    known = inflight.storages(list(stage.module.parameters()))
-
-    def graph(x: Value) -> list[tuple[str, Tensor]]:
-        torch.clear_autocast_cache()  # or it would hide that the weights have changed
-        with _untouched(stage):  # the same buffers and masks each time
-            stage.generator.manual_seed(0)
-            _, given = stage.enter(x)
-            output = stage.run(given, target)
-        roots = [y for y in (output if isinstance(output, tuple) else (output,)) if y.requires_grad]
-        return [
-            (name, t.detach().clone())
-            for name, t, _ in inflight.saved(roots)
-            if t.is_floating_point() and t.numel() and t.untyped_storage().data_ptr() not in known
-        ]
-
     originals = [p.detach().clone() for p in stage.params]
     try:
         _disturb(originals, stage, 1)
-        first, second = graph(value), graph(other)
+        first, second = _saved_floats(stage, value, target), _saved_floats(stage, other, target)
         _disturb(originals, stage, 2)
-        third = graph(value)
+        third = _saved_floats(stage, value, target)
+    except Exception:
+        return  # the module does not take such an input or such weights; nothing can be said
     finally:
         torch.clear_autocast_cache()
         for p, original in zip(stage.params, originals, strict=True):
@@ -163,11 +155,31 @@ def _refuse_stashed_functions(stage: Stage, value: Value, target: Any, method: M
         return  # the graph depends on the data; nothing can be said
     for (name, a), (_, b), (_, c) in zip(first, second, third, strict=True):
         if a.shape == b.shape and torch.equal(a, b) and a.shape == c.shape and not torch.equal(a, c):
-            raise ValueError(
-                f"{_name(stage)}: its graph saves a function of the weights ({name}, {tuple(a.shape)}), as autocast, "
-                f"weight or spectral norm and pruning masks do; {method!r} would silently run its backward on old "
-                'weights. Use method="pipedream", which means to, or compute it outside the graph'
+            found = (
+                f"{stage.label}: its graph saves a function of the weights ({name}, {tuple(a.shape)}), as autocast, "
+                f"weight or spectral norm and pruning masks do; {method!r} would run its backward on old weights. "
+                'Use method="pipedream", which means to, compute it outside the graph, or accept it with '
+                'weight_functions="warn"'
             )
+            if not warn:
+                raise ValueError(found)
+            warnings.warn(found, stacklevel=2)
+            return
+
+
+def _saved_floats(stage: Stage, x: Value, target: Any) -> list[tuple[str, Tensor]]:
+    """Names and copies of the floating-point tensors that the graph saves, weights themselves left out."""
+    torch.clear_autocast_cache()  # or it would hide that the weights have changed
+    with _untouched(stage):  # the same buffers and masks each time
+        stage.generator.manual_seed(0)
+        _, given = stage.enter(x)
+        roots = grown(stage.run(given, target))
+    known = inflight.storages(list(stage.module.parameters()))
+    return [
+        (name, t.detach().clone())
+        for name, t, _ in inflight.saved(roots)
+        if t.is_floating_point() and t.numel() and t.untyped_storage().data_ptr() not in known
+    ]
 
 
 def _disturb(originals: Sequence[Tensor], stage: Stage, seed: int) -> None:
@@ -228,7 +240,7 @@ def _check_norm(stage: Stage, key: str, norm: nn.Module, x: Tensor) -> None:
     else:  # an instance norm: each sample and channel of its own, unbatched inputs included
         values = x[0, 0].numel() if x.dim() > 2 else x.shape[-1]
     kind = type(norm).__name__
-    where = f"{_name(stage)}: {kind} {key!r}" if key else f"{_name(stage)}: {kind}"
+    where = f"{stage.label}: {kind} {key!r}" if key else f"{stage.label}: {kind}"
     if values <= 1:
         cure = "use GroupNorm or LayerNorm, or a larger micro-batch" if batch else "normalise over more than one value"
         raise _Refused(
@@ -261,11 +273,3 @@ def _untouched(stage: Stage) -> Iterator[None]:
 
 def _copied(value: Value) -> Value:
     return tuple(part.clone() for part in value) if isinstance(value, tuple) else value.clone()
-
-
-def _detached(value: Value) -> Value:
-    return cut(value)
-
-
-def _name(stage: Stage) -> str:
-    return f"stage {stage.index} ({stage.name})"

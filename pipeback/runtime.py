@@ -9,6 +9,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
@@ -43,7 +44,9 @@ class Loop:
         last = worker.count - 1
         for x, target, size in batches:
             i = order.arrived
-            worker.options[i], worker.sizes[i] = options, size
+            worker.options[i] = options
+            if worker.samples:
+                worker.sizes[i] = size
             if 0 in worker.stages:
                 link.send("F", 0, i, x)
             if last in worker.stages:
@@ -56,7 +59,6 @@ class Loop:
         """Finish what is in flight; the schedule begins anew with the next micro-batch."""
         if not self.fresh:
             self.worker.run(self.order.close(self.order.arrived))
-            self.worker.sizes.clear()
             self.fresh = True
 
     def _begin(self, pushed: int) -> None:
@@ -117,10 +119,10 @@ class Inline:
         return self.loop.worker.ledger
 
     def record(self, on: bool) -> None:
-        self.loop.worker.trace = [] if on else None
+        _trace(self.loop.worker, on)
 
     def recorded(self) -> list[Any]:
-        return list(self.loop.worker.trace or [])
+        return list(self.loop.worker.trace)
 
     def waiting(self) -> Messages:
         return self.loop.worker.link.waiting()
@@ -141,9 +143,14 @@ class Threads:
         self.futures: dict[int, Future[Tensor]] = {}
         self.failure: list[BaseException] = []
         loops[-1].worker.report = _deliver(self.futures)
-        for loop, commands in zip(loops, self.commands, strict=True):
-            arguments = (loop, commands, self.channels, self.failure, self.futures)
-            threading.Thread(target=_serve, args=arguments, daemon=True, name="pipeback worker").start()
+        self.threads = [
+            threading.Thread(
+                target=_serve, args=(loop, commands, channels, self.failure, self.futures), daemon=True, name="pipeback"
+            )
+            for loop, commands in zip(loops, self.commands, strict=True)
+        ]
+        for thread in self.threads:
+            thread.start()
 
     def _say(self, command: Any) -> None:
         for commands in self.commands:
@@ -175,28 +182,27 @@ class Threads:
         self.wait()
 
     def close(self) -> None:
+        """Stop the threads and wait until they have; losses that will never come say so when read."""
         self.channels.closed.set()
-        for commands in self.commands:
-            while True:  # make room: whatever is queued is lost
-                try:
+        for commands, thread in zip(self.commands, self.threads, strict=True):
+            while thread.is_alive() and thread is not threading.current_thread():
+                with suppress(queue.Full):
                     commands.put_nowait(None)
-                    break
-                except queue.Full:
-                    try:
-                        commands.get_nowait()
-                        commands.task_done()
-                    except queue.Empty:
-                        pass
+                thread.join(timeout=0.05)
+        for mb in list(self.futures):
+            future = self.futures.pop(mb, None)
+            if future is not None and not future.done():
+                future.set_exception(RuntimeError("the pipeline was closed before this loss was there"))
 
     def ledger(self) -> Sequence[Record]:
         return [record for loop in self.loops for record in loop.worker.ledger]
 
     def record(self, on: bool) -> None:
         for loop in self.loops:
-            loop.worker.trace = [] if on else None
+            _trace(loop.worker, on)
 
     def recorded(self) -> list[Any]:
-        return sorted(slot for loop in self.loops for slot in loop.worker.trace or [])
+        return sorted(slot for loop in self.loops for slot in loop.worker.trace)
 
     def waiting(self) -> Messages:
         return {name: m for loop in self.loops for name, m in loop.worker.link.waiting().items()}
@@ -243,6 +249,12 @@ def _serve(
                     if future is not None and not future.done():
                         future.set_exception(failure[0])
             commands.task_done()
+
+
+def _trace(worker: Worker, on: bool) -> None:
+    if on:
+        worker.trace = []
+    worker.tracing = on
 
 
 def _mean(losses: Sequence[Tensor], sizes: list[int] | None) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pipeback import inflight
-from pipeback.stage import Flight, Stage
+from pipeback.stage import Flight, Stage, grown
 
 Tensors = dict[str, Tensor]
 Plain = dict[str, Any]
@@ -61,6 +61,7 @@ def save(
     for version, weights in stage.versions.items():
         _put(tensors, f"version/{version}", {str(n): w for n, w in enumerate(weights)})
     plain["versions"] = sorted(stage.versions)
+    plain["seed"] = stage.seed
     plain["clones_input"] = stage.clones_input  # a graph can only be built anew when this is known
     if stage.stream is not None:
         tensors["random"] = stage.stream.clone()
@@ -73,8 +74,9 @@ def save(
 
 
 def _save_flight(stage: Stage, mb: int, flight: Flight, tensors: Tensors, number: Callable[[Any], int]) -> Plain:
-    roots = _roots(flight.output)
-    values, names = inflight.keep(roots, _known(stage, flight.leaves, flight.target))
+    roots = grown(flight.output)
+    where = f"{stage.label}, micro-batch {mb}"
+    values, names = inflight.keep(roots, _known(stage, flight.leaves, flight.target), where)
     _put(tensors, f"flight/{mb}/saved", {str(n): value for n, value in enumerate(values)})
     if flight.owned is not None:
         _put(tensors, f"flight/{mb}/used", {str(n): w for n, w in enumerate(flight.owned)})
@@ -117,6 +119,7 @@ def load(stage: Stage, tensors: Tensors, plain: Plain, options: list[Any]) -> di
             v: [_to(stage, tensors[f"version/{v}/{n}"]) for n in range(len(stage.weights))] for v in plain["versions"]
         }
         stage.stream = tensors["random"].clone() if "random" in tensors else None
+    stage.seed = plain["seed"]
     stage.clones_input = plain["clones_input"]
     stage.options = None if plain["options"] is None else options[plain["options"]]
     stage.flights = {int(mb): _load_flight(stage, int(mb), p, tensors, options) for mb, p in plain["flights"].items()}
@@ -130,9 +133,10 @@ def _load_flight(stage: Stage, mb: int, plain: Plain, tensors: Tensors, options:
     x = _load_value(stage, tensors, f"flight/{mb}/x", plain["x"])
     target = _load_value(stage, tensors, f"flight/{mb}/target", plain["target"])
     leaves, output = inflight.rerun(stage, x, target)
-    values = [_to(stage, tensors[f"flight/{mb}/saved/{n}"]) for n in range(len(plain["saved"]))]
-    where = f"stage {stage.index} ({stage.name}), micro-batch {mb}"
-    inflight.put_back(_roots(output), _known(stage, leaves, target), values, plain["saved"], where)
+    prefix = f"flight/{mb}/saved/"
+    values = [_to(stage, tensors[f"{prefix}{n}"]) for n in range(sum(name.startswith(prefix) for name in tensors))]
+    where = f"{stage.label}, micro-batch {mb}"
+    inflight.put_back(grown(output), _known(stage, leaves, target), values, plain["saved"], where)
     flight = Flight(leaves, output, target, plain["version"], isinstance(x, tuple))
     if plain["owned"]:
         flight.owned = [_to(stage, tensors[f"flight/{mb}/used/{n}"]) for n in range(len(stage.weights))]
@@ -144,7 +148,7 @@ def check(stage: Stage, tensors: Tensors) -> None:
     """Raise `Corrupt` unless the weights and buffers of the state are this stage's, by name and shape."""
     for kind, mine in _named(stage).items():
         theirs = {k.removeprefix(f"{kind}/"): v for k, v in tensors.items() if k.startswith(f"{kind}/")}
-        where = f"stage {stage.index} ({stage.name})"
+        where = stage.label
         if different := sorted(set(mine) ^ set(theirs)):
             has = "the state lacks" if different[0] in mine else "the model lacks"
             raise Corrupt(f"{where}: {has} {kind} {different[0]!r}; this state belongs to another model")
@@ -175,10 +179,6 @@ def _method_tensor(stage: Stage, name: str | None, tensors: Tensors) -> Tensor |
         _, n, key = name.split("/", 2)
         return stage.optimizer.state[stage.weights[int(n)]][key]
     return _to(stage, tensors[name])
-
-
-def _roots(output: Any) -> list[Tensor]:
-    return [y for y in (output if isinstance(output, tuple) else (output,)) if y.requires_grad]
 
 
 def _known(stage: Stage, leaves: tuple[Tensor, ...], target: Any) -> set[int]:

@@ -14,6 +14,7 @@ from pipeback.method import Bundle, Method, State, Weights
 Value = Any  # what crosses a boundary: a tensor or a tuple of tensors
 OptimizerFactory = Callable[[Any], torch.optim.Optimizer]  # given a list of parameters
 
+_COPY = "copy values into the weights in place, or build a new Pipeline"
 _drawing = threading.Lock()  # the default generator is one a process; a stage that draws has it to itself
 
 
@@ -53,8 +54,16 @@ class Stage:
     ) -> None:
         self.index, self.stages, self.module, self.name, self.loss = index, stages, module, name, loss
         self.last = index == stages - 1
+        self.label = f"stage {index} ({name})"
+        self.seed = 0  # of the random stream, should the stage draw
         self.params = [p for p in module.parameters() if p.requires_grad]
-        self.weights: Weights = Bundle(nn.Parameter(p.data) for p in self.params)
+        self.weights = Bundle(nn.Parameter(p.data) for p in self.params)
+        self.homes = [
+            (owner._parameters, key, p)
+            for owner in module.modules()
+            for key, p in owner._parameters.items()
+            if p is not None
+        ]
         first = next(module.parameters(), None)
         self.device = None if first is None else first.device
         # a stage without weights still has an optimizer, so that schedulers attach to every stage alike
@@ -116,7 +125,7 @@ class Stage:
         leaf = x.detach()
         if self.device is not None and leaf.device != self.device:
             leaf = leaf.to(self.device)
-        if self.index and leaf.is_floating_point():
+        if self.index and (leaf.is_floating_point() or leaf.is_complex()):
             leaf.requires_grad_()
         return leaf
 
@@ -141,6 +150,9 @@ class Stage:
 
     def begin_backward(self, mb: int, grad: Value, roots: list[Tensor], seeds: list[Tensor]) -> Flight:
         """Append what B(mb) differentiates, and the gradients it starts from (on the last stage None means 1)."""
+        if not self.count:
+            for p in self.params:
+                p.grad = None  # whatever others may have left there
         flight = self.flights.pop(mb)
         self.options = flight.options
         output = flight.output
@@ -185,6 +197,15 @@ class Stage:
             grads = [None if g is None else g * scale.to(g.dtype) for g in grads]
         for w, p, g in zip(self.weights, self.params, grads, strict=True):
             w.grad, p.grad = g, None
+
+    def check_weights(self) -> None:
+        """Raise if the module's weights are no longer those that were built, at their place in memory."""
+        for owner, key, p in self.homes:
+            if owner.get(key) is not p:
+                raise RuntimeError(f"{self.label}: {key} was replaced by another tensor; {_COPY}")
+        for w, p in zip(self.weights, self.params, strict=True):
+            if p.data_ptr() != w.data_ptr() or p.dtype != w.dtype:
+                raise RuntimeError(f"{self.label}: weights were moved, cast or re-assigned; {_COPY}")
 
     @property
     def generator(self) -> torch.Generator:
@@ -233,6 +254,11 @@ class Stage:
     def bytes(self) -> int:
         """Bytes of one copy of the trainable weights."""
         return sum(w.numel() * w.element_size() for w in self.weights)
+
+
+def grown(output: Value) -> list[Tensor]:
+    """The tensors of an output from which gradients can start."""
+    return [y for y in (output if isinstance(output, tuple) else (output,)) if y.requires_grad]
 
 
 def cut(output: Value) -> Value:

@@ -19,8 +19,8 @@ class Team:
         self.stages = list(stages)
         self.first = self.stages[0]
         alone = len(self.stages) == 1
-        self.weights: Weights = self.first.weights if alone else Bundle(w for s in self.stages for w in s.weights)
-        self.optimizer = Joint(self.stages)
+        self.weights = self.first.weights if alone else Bundle(w for s in self.stages for w in s.weights)
+        self.optimizer = Joint(self.stages, self.weights)
         self._delay = delays[self.first.index]
         self._delays = tuple(delays[s.index] for s in self.stages for _ in s.weights)
         self._options: list[Options] = []
@@ -64,7 +64,7 @@ class Team:
             at += n
 
     def when(self, mb: int, options: Sequence[Options], start: int, base: int, entry: int) -> When:
-        """`When` for the first stage at micro-batch `mb`, with every weight's rate (of its stage's options) and delay."""
+        """`When` for the first stage at micro-batch `mb`, with the rate and the delay of every weight."""
         if len(options) != len(self._options) or any(a is not b for a, b in zip(self._options, options, strict=True)):
             self._options = list(options)
             self._rates = tuple(r for s, o in zip(self.stages, options, strict=True) for r in o.rates[s.index])

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipeback.joint import Options, joinable
+from pipeback.joint import Options, hooked, joinable
 from pipeback.ledger import Ledger
 from pipeback.link import Link
 from pipeback.method import Method, Past, Shift, Weights, add_scaled, overrides
@@ -53,14 +52,15 @@ class Worker:
         self.report: Callable[[int, Tensor], None] = lambda mb, loss: None  # called by the last stage
         self.sizes: dict[int, int] = {}  # samples of a micro-batch, where they weigh
         self.ledger = Ledger()
-        self.trace: list[tuple[float, float, int, str, int]] | None = None  # (start, end, stage, kind, micro-batch), s
+        self.tracing = False
+        self.trace: list[tuple[float, float, int, str, int]] = []  # (start, end, stage, kind, micro-batch), seconds
         self.stash = method.copies == "stash"
         self._forward_hook = overrides(method, "forward_weights")
         self._backward_hook = overrides(method, "backward_weights") or method.copies == "stash"
         self._update_hook = overrides(method, "update")
-        self._steps: dict[tuple[int, ...], list[Team]] = {}  # who is updated together, by the stages of a wave
+        self._steps: dict[tuple[bool, tuple[int, ...]], list[Team]] = {}  # who is updated together
         self._hooks: dict[tuple[int, ...], list[Team]] = {}  # whose F or B one call of a hook serves
-        self._last = max(self.stages)
+        self._first, self._last = min(self.stages), max(self.stages)
 
     # -- the loop ------------------------------------------------------------------------------------------------
 
@@ -76,7 +76,7 @@ class Worker:
                 if not ops:
                     continue
             do = self.forward if kind == "F" else self.backward if kind == "B" else self.update
-            if self.trace is None:
+            if not self.tracing:
                 do(ops)
             else:
                 for s, i in ops:
@@ -109,7 +109,7 @@ class Worker:
                 try:
                     y = stage.forward(i, x, target)
                 except Exception as error:
-                    raise StageError(f"{_name(stage)}, micro-batch {i}: the forward failed: {error}") from error
+                    raise StageError(f"{stage.label}, micro-batch {i}: the forward failed: {error}") from error
                 stage.flights[i].options = self.options[i]
                 if stage.last:
                     if self.check_finite and not torch.isfinite(y):
@@ -165,7 +165,8 @@ class Worker:
             stage = stages[s]
             upstream = stage.end_backward(flight)
             if self.samples:
-                stage.count += self.sizes[i] - 1  # a micro-batch was counted as one
+                # `end_backward` has counted the micro-batch as one
+                stage.count += (self.sizes.pop(i) if s == self._first else self.sizes[i]) - 1
             if s:
                 link.send("B", s - 1, i, upstream)
         if self.stash:
@@ -177,14 +178,18 @@ class Worker:
         numbers = tuple([s for s, _ in ops])
         stages = [self.stages[s] for s in numbers]
         with torch.no_grad():
-            for stage in stages:
-                stage.average(self.clip_norm)
+            for stage, (_, i) in zip(stages, ops, strict=True):
+                try:
+                    stage.average(self.clip_norm)
+                except Exception as error:
+                    raise StageError(f"{stage.label}, micro-batch {i}: the update failed: {error}") from error
                 if self.stash:
                     stage.keep()
-        teams = self._steps.get(numbers)
+        listened = any(hooked(stage.optimizer) for stage in stages)
+        teams = self._steps.get((listened, numbers))
         if teams is None:
             joined = joinable([s.optimizer for s in stages]) and (self.method.merges or not self._update_hook)
-            teams = self._steps[numbers] = self._teams(stages, joined)
+            teams = self._steps[listened, numbers] = self._teams(stages, joined)
         last = dict(ops)
         for team in teams:
             self._step(team, last[team.first.index])
@@ -208,7 +213,7 @@ class Worker:
             if after is not before:
                 team.state = after
         except Exception as error:
-            raise StageError(f"{_name(team.first)}, micro-batch {mb}: the update failed: {error}") from error
+            raise StageError(f"{team.first.label}, micro-batch {mb}: the update failed: {error}") from error
 
     def _teams(self, stages: Sequence[Stage], joined: bool) -> list[Team]:
         some = [stage for stage in stages if stage.weights]
@@ -297,7 +302,7 @@ class Worker:
         """
         undone = [op for op, f in zip(ops, flights, strict=True) if all(x.grad is None for x in f.leaves)]
         s, i = max(undone or ops[:1], key=lambda op: (op[1], op[0]))
-        return f"{_name(self.stages[s])}, micro-batch {i}: the backward failed: {error}"
+        return f"{self.stages[s].label}, micro-batch {i}: the backward failed: {error}"
 
     def _first_bad(self, i: int, loss: Tensor) -> str:
         for s in sorted(self.stages):
@@ -306,9 +311,9 @@ class Worker:
                 continue
             parts = flight.output if isinstance(flight.output, tuple) else (flight.output,)
             if not all(bool(torch.isfinite(part).all()) for part in parts):
-                where = _name(self.stages[s])
+                where = self.stages[s].label
                 return f"{where}, micro-batch {i}: the output is not finite (the loss is {loss.item()}); {_CURE}"
-        return f"{_name(self.stages[self._last])}, micro-batch {i}: the loss is {loss.item()}; {_CURE}"
+        return f"{self.stages[self._last].label}, micro-batch {i}: the loss is {loss.item()}; {_CURE}"
 
 
 _CURE = "lower the rate, set clip_norm=, or train on with check_finite=False"
@@ -360,7 +365,3 @@ def _forget_casts() -> None:
     """Under autocast, torch keeps copies of weights by identity; ours change in place."""
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
         torch.clear_autocast_cache()
-
-
-def _name(stage: Stage) -> str:
-    return f"stage {stage.index} ({stage.name})"

@@ -41,6 +41,10 @@ def test_models():
         build(nn.Linear(6, 6))
     with pytest.raises(TypeError, match="stage 1 must be a module, but is function"):
         build([nn.Linear(6, 6), lambda x: x])
+    with pytest.raises(ValueError, match=r"stage 0 \(0\): weight has no shape yet; run a lazy module once"):
+        build([nn.LazyLinear(6)])
+    with pytest.raises(TypeError, match="Other has a forward of its own.*give its modules as a list"):
+        build(type("Other", (nn.Sequential,), {"forward": lambda self, x: x})(nn.Linear(6, 6)))
     with pytest.raises(ValueError, match=r"stage 0 \(0\): weight is on the meta device"):
         build([nn.Linear(6, 6, device="meta")])
 
@@ -50,6 +54,13 @@ def test_a_parameter_shared_by_two_stages():
     refused(
         r"stages 0 and 2 share a parameter \(0.weight is 2.weight\).*one stage",
         nn.Sequential(shared, nn.ReLU(), shared),
+    )
+    twin = nn.Linear(6, 6)
+    twin.weight = nn.Parameter(shared.weight.data)  # another parameter on the same memory
+    refused("stages 0 and 1 share a parameter", nn.Sequential(shared, twin))
+    norm = nn.BatchNorm1d(6, affine=False)
+    refused(
+        r"stages 1 and 3 share a buffer \(1.running_mean", nn.Sequential(nn.Linear(6, 6), norm, nn.Linear(6, 6), norm)
     )
     relu = nn.ReLU()
     build(nn.Sequential(nn.Linear(6, 6), relu, nn.Linear(6, 6), relu)).push(*data(1)[0])  # without weights it may
@@ -143,6 +154,12 @@ def test_functions_of_the_weights_would_be_stashed_silently(stage):
     build(model, "gpipe").push(torch.randn(4, 6), torch.randn(4, 6))  # no delay, no harm
 
 
+def test_they_may_be_accepted_with_a_warning():
+    model = [nn.Linear(6, 6), Masked(), nn.Linear(6, 6)]
+    with pytest.warns(UserWarning, match=r"stage 1 \(1\): its graph saves a function of the weights"):
+        build(model, weight_functions="warn").push(torch.randn(4, 6), torch.randn(4, 6))
+
+
 def test_autocast_does_not_reach_other_threads():
     pipe = build(network(), "pipedream", workers=2)
     with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(ValueError, match="workers: autocast"):
@@ -189,6 +206,46 @@ def test_losses():
     pipe = pipeback.Pipeline(network(), loss=loss, optimizer=OPTIMIZERS["sgd"], method="pb")
     with pytest.raises(ValueError, match=r"loss must return a 0-d floating-point tensor.*shape \(4, 6\)"):
         pipe.push(torch.randn(4, 6), torch.randn(4, 6))
+
+
+def test_losses_that_do_not_train():
+    def pushed(loss):
+        pipe = pipeback.Pipeline(network(), loss=loss, optimizer=OPTIMIZERS["sgd"], method="pb")
+        pipe.push(torch.randn(4, 6), torch.randn(4, 6))
+
+    with pytest.raises(ValueError, match=r"stage 4 \(4\): the loss does not depend on the output"):
+        pushed(lambda out, target: out.detach().mean())
+
+    class Weighted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, out, target):
+            return self.scale * nn.functional.mse_loss(out, target)
+
+    with pytest.raises(ValueError, match="loss has weights of its own.*into the last stage"):
+        pushed(Weighted())
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda model: model.load_state_dict({k: v + 1 for k, v in model.state_dict().items()}, assign=True),
+        lambda model: nn.utils.vector_to_parameters(
+            nn.utils.parameters_to_vector(model.parameters()), model.parameters()
+        ),
+        lambda model: model.double(),
+    ],
+    ids=["assign", "vector", "double"],
+)
+def test_weights_that_were_moved_are_noticed(move):
+    model = network()
+    pipe = build(model)
+    pipe.push(*data(1)[0])
+    move(model)
+    with pytest.raises(RuntimeError, match="stage 0.*(moved|replaced).*in place, or build a new Pipeline"):
+        pipe.push(*data(1)[0])
 
 
 def test_a_loss_that_is_not_finite_is_raised_before_its_backward():
@@ -254,7 +311,7 @@ def test_equations_that_an_optimizer_does_not_allow(name):
         ({"workers": 1.5}, "workers must be a whole number"),
         ({"workers": 6}, "workers=6 but the model has 5 stages"),
         ({"clip_norm": -1.0}, "clip_norm must be above 0 or None"),
-        ({"weights": "even"}, 'weights must be "equal" or "samples"'),
+        ({"weights": "even"}, "weights must be one of equal, samples"),
         ({"order": "best"}, "order must be one of grouped, upstream, sticky, random"),
         ({"store": "disk:here"}, "store='disk:here'.*use store=None"),
         ({"method": "pip"}, "unknown method 'pip'; did you mean"),
@@ -273,6 +330,7 @@ def test_pushes():
         (torch.tensor(1.0), None, ValueError, "0-d tensor"),
         (torch.randn(0, 6), torch.randn(0, 6), ValueError, "is empty"),
         (torch.randn(4, 6), torch.randn(3, 6), ValueError, r"one length.*\[4, 3\]"),
+        (torch.randn(4, 6), {"label": torch.randn(4, 6)}, TypeError, "y must be a tensor.*but has a dict"),
     ]:
         with pytest.raises(error, match=message):
             pipe.push(x, y)

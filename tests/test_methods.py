@@ -122,6 +122,25 @@ def test_a_chain_needs_one_schedule():
         pipeback.chain(methods.create("lwp", slack=1), methods.create("sc", slack=2))
 
 
+def test_a_method_that_steps_itself_stands_last():
+    with pytest.raises(ValueError, match="makes the step itself.*put it last"):
+        pipeback.chain(methods.create("sc"), methods.create("lwp", form="weight"))
+    with pytest.raises(ValueError, match="runs forwards on older versions"):
+        pipeline(
+            network(), pipeback.chain(methods.create("lwp", slack=1), methods.create("pipedream", vertical_sync=True))
+        )
+
+
+def test_options_are_checked_when_a_method_is_built():
+    for name, options in [
+        ("lwp", {"horizon": -1}), ("sc", {"horizon": "far"}), ("lwp", {"form": "weights"}), ("spectrain", {"version": 3}),
+        ("pipemare", {"anneal": 5, "warmup": 2.5}), ("pipemare", {"anneal": 5, "decay": 1.0}), ("pb", {"slack": -1}),
+        ("pipedream", {"vertical_sync": "no"}), ("gpipe", {"micro_batches": 0}),
+    ]:  # fmt: skip
+        with pytest.raises(ValueError, match="must|is a number of updates|counts micro-batches"):
+            methods.create(name, **options)
+
+
 def test_scaling_rule():
     rate, momentum = pipeback.scale_hyperparameters(0.1, 0.9, reference=256, size=32)
     assert (rate, momentum) == (pytest.approx(0.0016355, rel=1e-4), pytest.approx(0.98691628, abs=1e-8))

@@ -383,3 +383,240 @@ def test_push_trains_also_under_no_grad():
     assert torch.equal(weights(free), weights(bound))
     with torch.inference_mode(), pytest.raises(RuntimeError, match=r"outside torch.inference_mode\(\)"):
         free.push(*data(1)[0])
+
+
+class Squared(torch.autograd.Function):
+    """Keeps a tensor and a number on ctx, not through save_for_backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.x, ctx.times, ctx.name = x.detach() * 1, float(x.detach().mean()), "squared"
+        return x * x
+
+    @staticmethod
+    def backward(ctx, g):
+        return 2 * ctx.x * g * (1 + ctx.times)
+
+
+def test_what_custom_functions_keep_is_saved_in_flight():
+    class Square(nn.Module):
+        def __init__(self, function):
+            super().__init__()
+            self.linear, self.function = nn.Linear(6, 6), function
+
+        def forward(self, x):
+            return self.function(self.linear(x))
+
+    def built(function, seed):
+        torch.manual_seed(seed)
+        return pipeline([nn.Linear(6, 6), Square(function), nn.Linear(6, 6), nn.Linear(6, 6)], "pb")
+
+    whole, half, other = (built(Squared.apply, seed) for seed in (0, 0, 1))
+    batches = data(16)
+    for x, y in batches[:9]:
+        whole.push(x, y)
+        half.push(x, y)
+    other.load_state_dict(half.state_dict())
+    for x, y in batches[9:]:
+        whole.push(x, y)
+        other.push(x, y)
+    assert torch.equal(weights(whole), weights(other))
+
+    class Opaque(Squared):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.x, ctx.times, ctx.what = x.detach(), 0.0, object()
+            return x * x
+
+    pipe = built(Opaque.apply, 0)
+    pipe.push(*batches[0])
+    with pytest.raises(TypeError, match=r"stage 1 \(1\), micro-batch 0: .*ctx.what, a object.*save_for_backward"):
+        pipe.state_dict()
+
+    threshold = built(lambda x: torch.clamp(x, max=x.detach().mean().item()), 0)
+    for x, y in batches[:9]:
+        threshold.push(x, y)
+    with pytest.raises(ValueError, match="builds another graph.*numbers taken from it"):
+        threshold.load_state_dict(threshold.state_dict())
+    with pytest.raises(RuntimeError, match="the pipeline is closed"):
+        threshold.push(*batches[0])
+
+
+def test_a_state_loaded_into_one_of_the_optimizers_is_followed():
+    for method in ("pb", "cerebras"):
+        pipe, untouched = pipeline(network(), method), pipeline(network(), method)
+        batches = data(24)
+        for x, y in batches[:14]:
+            pipe.push(x, y)
+            untouched.push(x, y)
+        zero = pipe.optimizers[2].state_dict()
+        for entry in zero["state"].values():
+            entry["momentum_buffer"] = torch.zeros_like(entry["momentum_buffer"])
+        pipe.optimizers[2].load_state_dict(zero)
+        pipe.optimizers[3].state.clear()
+        pipe.push(*batches[14])
+        moved = [
+            torch.cat([b.flatten() for b in (s["momentum_buffer"] for s in opt.state.values())])
+            for opt in pipe.optimizers
+        ]
+        untouched.push(*batches[14])
+        for n, opt in enumerate(untouched.optimizers):
+            kept = torch.cat([b.flatten() for b in (s["momentum_buffer"] for s in opt.state.values())])
+            assert (moved[n].norm() < 0.8 * kept.norm()) == (n in (2, 3)), (method, n)
+
+
+def test_step_hooks_are_called_and_subclasses_keep_their_own_state():
+    class Counting(torch.optim.SGD):
+        def __init__(self, params, lr):
+            super().__init__(params, lr)
+            self.steps = [0]
+
+        def step(self, closure=None):
+            self.steps[0] += 1
+            return super().step(closure)
+
+    pipe = pipeback.Pipeline(network(), loss=nn.functional.mse_loss, optimizer=lambda p: Counting(p, 0.1), method="pb")
+    heard = []
+    for x, y in data(10):
+        pipe.push(x, y)
+    assert [opt.steps[0] for opt in pipe.optimizers] == [10 - d for d in pipe.delays]
+    plain = pipeline(network(), "pb")
+    plain.push(*data(1)[0])
+    plain.optimizers[4].register_step_post_hook(lambda *_: heard.append(1))
+    for x, y in data(5):
+        plain.push(x, y)
+    assert len(heard) == 5
+
+
+def test_gradients_that_others_left_do_not_count():
+    clean, dirty = network(), network()
+    dirty(torch.randn(2, 6)).sum().backward()
+    a, b = pipeline(clean, "pb"), pipeline(dirty, "pb")
+    for x, y in data(6):
+        a.push(x, y)
+        dirty(torch.randn(2, 6)).sum().backward()
+        b.push(x, y)
+    a.drain()
+    b.drain()
+    assert torch.equal(weights(a), weights(b))
+
+
+def test_optimizers_of_every_kind_of_group():
+    """An empty group on a stage without biases, and rates that are tensors."""
+
+    def split(params):
+        decayed, plain = [p for p in params if p.dim() > 1], [p for p in params if p.dim() <= 1]
+        return torch.optim.AdamW([{"params": decayed}, {"params": plain, "weight_decay": 0.0}], lr=torch.tensor(0.01))
+
+    model = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Linear(6, 6), nn.Linear(6, 6, bias=False))
+    pipe = pipeback.Pipeline(model, loss=nn.functional.mse_loss, optimizer=split, method="pb")
+    before = weights(pipe)
+    for x, y in data(8):
+        pipe.push(x, y)
+    assert torch.isfinite(weights(pipe)).all() and not torch.equal(weights(pipe), before)
+
+
+def test_complex_values_cross_boundaries():
+    class Spectrum(nn.Module):
+        def forward(self, x):
+            return torch.fft.rfft(x)
+
+    class Magnitude(nn.Module):
+        def forward(self, x):
+            return x.abs()
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), Spectrum(), Magnitude(), nn.Linear(4, 6))
+    before = model[0].weight.clone()
+    pipe = pipeline(model, "pb")
+    for x, y in data(12):
+        pipe.push(x, y)
+    assert not torch.equal(before, model[0].weight)
+
+
+def test_a_closed_pipeline_stands_still_and_its_losses_say_so():
+    pipe = pipeline([nn.Linear(6, 6), Slow(0.02), nn.Linear(6, 6)], "pb", workers=2)
+    losses = [pipe.push(x, y) for x, y in data(6)]
+    pipe.close()
+    frozen = torch.cat([p.detach().flatten().clone() for p in pipe._model.parameters()])
+    time.sleep(0.2)
+    assert torch.equal(frozen, torch.cat([p.detach().flatten() for p in pipe._model.parameters()]))
+    with pytest.raises(RuntimeError, match="closed before this loss was there"):
+        float(losses[-1])
+
+
+@pytest.mark.filterwarnings("ignore:.*takes its statistics")
+def test_a_short_batch_is_looked_at_without_disturbing_the_workers():
+    def run(workers):
+        torch.manual_seed(0)
+        model = [nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6)]
+        pipe = pipeline(model, "pb", workers=workers)
+        for n in (20, 20, 20, 19, 18, 17, 16, 8, 4):
+            pipe.push(*data(1, samples=n)[0])
+        result = weights(pipe)
+        pipe.close()
+        return result
+
+    assert torch.equal(run(None), run(2))
+
+
+def test_the_mode_may_change_between_pushes():
+    """Dropout that was off when training began has its own stream as soon as it draws."""
+
+    def run(**options):
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)) for _ in range(4)]).eval()
+        pipe = pipeline(model, "pb", **options)
+        for n, (x, y) in enumerate(data(12)):
+            if n == 5:
+                pipe.wait()
+                model.train()
+            pipe.push(x, y)
+        result = weights(pipe)
+        pipe.close()
+        return result
+
+    assert torch.equal(run(), run(workers=2)) and torch.equal(run(), run(order="random"))
+
+
+def test_several_threads_may_push_and_look():
+    pipe = pipeline(network(), "pb")
+    pipe.push(*data(1)[0])
+    failed = []
+
+    def work(n):
+        try:
+            for x, y in data(15, seed=n):
+                pipe.push(x, y)
+                pipe.state_dict()
+        except Exception as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    pipe.drain()
+    assert sum(r.kind == "B" for r in pipe.ledger) == 5 * 46
+
+
+def test_evaluate_before_the_first_push_leaves_its_input_alone():
+    pipe = pipeline([nn.ReLU(inplace=True), nn.Linear(6, 6), nn.Dropout()], "pb")
+    x = torch.randn(4, 6)
+    kept = x.clone()
+    found = pipe.evaluate(x)
+    assert torch.equal(x, kept) and not found.requires_grad
+    found.numpy()
+    pipe.drain()
+    pipe.wait()
+
+
+def test_what_was_recorded_stays_when_recording_ends():
+    pipe = pipeline(network(), "pb")
+    pipe.record()
+    pipe.push(*data(1)[0])
+    pipe.record(False)
+    pipe.push(*data(1)[0])
+    assert len(pipe.recorded) == 5 + 2

@@ -40,15 +40,14 @@ def create(name: str, **options: Any) -> Method:
     Raises ValueError for an unknown name or option and suggests the nearest.
     """
     build = _find(name)
-    known = [p for p in inspect.signature(build).parameters if p != "self"]
+    parameters = inspect.signature(build).parameters.values()
+    known = [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters)
     for option in options:
-        if option not in known:
+        if option not in known and not open_ended:
             takes = f"it takes {', '.join(known)}" if known else "it takes none"
             raise ValueError(f"method {name!r} has no option {option!r}{_nearest(option, known)}; {takes}")
-    missing = [
-        p.name for p in inspect.signature(build).parameters.values()
-        if p.default is p.empty and p.kind is not p.VAR_KEYWORD and p.name not in options
-    ]  # fmt: skip
+    missing = [p.name for p in parameters if p.name in known and p.default is p.empty and p.name not in options]
     if missing:
         raise ValueError(f"method {name!r} needs the option {missing[0]}=")
     method = build(**options)

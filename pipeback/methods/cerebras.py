@@ -30,6 +30,7 @@ class Cerebras(Method):
         self.schedule = flowing(self.slack)
         self.copies = "scratch"
         self.merges = True
+        self.steps_itself = True
 
     def check(self, optimizer: torch.optim.Optimizer, stages: int) -> None:
         require_momentum_sgd(optimizer, "cerebras", 'lwp with form="weight"')

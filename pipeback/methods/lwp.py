@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 
 from pipeback.method import Chosen, Method, OptimizerLike, Shift, State, Weights, When
-from pipeback.momentum import require_momentum_sgd, velocity
+from pipeback.momentum import check_horizon, require_momentum_sgd, velocity
 from pipeback.schedules import flowing
 
 
@@ -33,6 +33,7 @@ class LinearWeightPrediction(Method):
     def __post_init__(self) -> None:
         if self.form not in ("velocity", "weight"):
             raise ValueError(f'lwp: form must be "velocity" or "weight", but is {self.form!r}')
+        check_horizon("lwp", self.horizon)
         self.schedule = flowing(self.slack)
         self.copies = "scratch"
         self.state_copies = int(self.form == "weight")

@@ -25,6 +25,8 @@ class PipeDream(Method):
     vertical_sync: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.vertical_sync, bool):
+            raise ValueError(f"pipedream: vertical_sync must be True or False, but is {self.vertical_sync!r}")
         self.schedule = flowing(self.slack)
         self.copies = "stash"
         self.needs_entry = self.vertical_sync

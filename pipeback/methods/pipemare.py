@@ -40,14 +40,14 @@ class PipeMare(Method):
     slack: int = 2
 
     def __post_init__(self) -> None:
-        if self.t1 and (self.anneal is None or self.anneal < 1):
+        if self.t1 and (not isinstance(self.anneal, int) or self.anneal < 1):
             raise ValueError(
                 f"pipemare: anneal= must be at least 1, the updates after which T1 ends, but is {self.anneal!r}; "
                 "a quarter of the first constant-rate phase is common, and t1=False switches T1 off"
             )
         if not 0 < self.decay < 1:
             raise ValueError(f"pipemare: decay must lie between 0 and 1, but is {self.decay!r}")
-        if self.warmup < 0:
+        if not isinstance(self.warmup, int) or self.warmup < 0:
             raise ValueError(f"pipemare: warmup counts micro-batches, at least 0, but is {self.warmup!r}")
         self.schedule = flowing(self.slack, every=self.micro_batches)
         self.copies = "scratch" if self.t2 else "live"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from pipeback.method import Method, OptimizerLike, State, Weights, When
-from pipeback.momentum import require_momentum_sgd, sgd_step
+from pipeback.momentum import check_horizon, require_momentum_sgd, sgd_step
 from pipeback.schedules import flowing
 
 
@@ -27,8 +27,10 @@ class SpikeCompensation(Method):
     slack: int = 2
 
     def __post_init__(self) -> None:
+        check_horizon("sc", self.horizon)
         self.schedule = flowing(self.slack)
         self.merges = True
+        self.steps_itself = True
 
     def check(self, optimizer: torch.optim.Optimizer, stages: int) -> None:
         require_momentum_sgd(optimizer, "sc", 'lwp with form="weight"', positive=False)

@@ -4,7 +4,8 @@
     v2   F on w_t − D·η·v          B on what F used
 
 v1's horizons h are own updates that end after the operation starts and before B(i) starts on stage 0, counted on
-the timeline: F and B of a micro-batch aim at one version everywhere. η is the rate when the micro-batch was pushed.
+the timeline: F and B of a micro-batch aim at one version everywhere, B(i) of stage 0, also at slack 0, where other
+methods predict nothing. η is the rate when the micro-batch was pushed.
 
 Chen et al., arXiv 1809.02839, section 3.2, and the code of the authors' lab (v2). Momentum SGD; PipeOptim's rule for
 Adam is left out. Weight copies: v1 1 and a scratch; v2 1 and one a micro-batch in flight.
