@@ -98,7 +98,7 @@ def sgd_step(optimizer: OptimizerLike, weights: Weights | None = None, horizons:
         params = group["params"]
         grads: Any = [w.grad for w in params]
         mine = horizons if late is None else tuple(late[w] for w in params)
-        if any(g is None for g in grads):
+        if [n for n, g in enumerate(grads) if g is None]:
             there = [n for n, g in enumerate(grads) if g is not None]
             params, grads = Bundle(params[n] for n in there), [grads[n] for n in there]
             mine = tuple(mine[n] for n in there) if weights is not None else ()

@@ -114,9 +114,15 @@ class Order:
     def _awaits_input(self, s: int, head: Op) -> bool:
         return s == 0 and head.kind == "F" and head.mb >= self.arrived - self.start
 
-    def _take(self, s: int, head: Op, done: list[int], turn: int, ops: list[tuple[int, int]]) -> None:
-        """Run the head of stage s, micro-batch `turn` of its kind: count it in `done`, fetch the next."""
-        i = head[1]
+    def _take(self, s: int, head: Op) -> tuple[int, int]:
+        """Run the head of stage s: count it, fetch the next."""
+        kind, i = head
+        if kind == "F":
+            done, turn = self.forwards, self.forwards[s]
+        elif kind == "B":
+            done, turn = self.backwards, self.backwards[s] if i < self.forwards[s] else -1
+        else:
+            done, turn = self.updated, self.backwards[s] - 1
         if i != turn:
             raise RuntimeError(
                 f"stage {s}: {head} is out of turn; a program takes micro-batches in order, forward before backward, "
@@ -125,20 +131,20 @@ class Order:
         done[s] = i + 1
         self._heads[s] = next(self._programs[s], None)
         self._fetched[s] += 1
-        ops.append((s, i + self.start))
+        return s, i + self.start
 
     def _waves(self) -> Iterator[Wave]:
         if self.policy != "grouped":
             yield from self._singles()
             return
-        heads, last, take = self._heads, self.stages - 1, self._take
-        forwards, backwards, updated = self.forwards, self.backwards, self.updated
+        heads, take, last = self._heads, self._take, self.stages - 1
+        forwards, backwards = self.forwards, self.backwards
         while True:
             ops: list[tuple[int, int]] = []
             upstream = self.arrived - self.start  # forwards that the stage before has done
             for s, head in enumerate(heads):
                 if head is not None and head[0] == "F" and head[1] < upstream:
-                    take(s, head, forwards, forwards[s], ops)
+                    ops.append(take(s, head))
                 upstream = forwards[s]
             if ops:
                 yield Wave("F", ops)
@@ -146,13 +152,13 @@ class Order:
             # upstream first: a backward counts what its neighbour had done before this wave
             for s, head in enumerate(heads):
                 if head is not None and head[0] == "B" and (s == last or head[1] < backwards[s + 1]):
-                    take(s, head, backwards, backwards[s] if head[1] < forwards[s] else -1, ops)
+                    ops.append(take(s, head))
             if ops:
                 yield Wave("B", ops)
                 continue
             for s, head in enumerate(heads):
                 if head is not None and head[0] == "U":
-                    take(s, head, updated, backwards[s] - 1, ops)
+                    ops.append(take(s, head))
             if not ops:
                 return
             yield Wave("U", ops)
@@ -164,16 +170,9 @@ class Order:
             else:
                 s = self._last if self.policy == "sticky" and self._last in ready else ready[0]
             self._last = s
-            ops: list[tuple[int, int]] = []
             head = self._heads[s]
             assert head is not None  # it is ready
-            if head.kind == "F":
-                self._take(s, head, self.forwards, self.forwards[s], ops)
-            elif head.kind == "B":
-                self._take(s, head, self.backwards, self.backwards[s] if head.mb < self.forwards[s] else -1, ops)
-            else:
-                self._take(s, head, self.updated, self.backwards[s] - 1, ops)
-            yield Wave(head.kind, ops)
+            yield Wave(head.kind, [self._take(s, head)])
 
     def _rest(self, s: int, program: Iterator[Op]) -> Iterator[Op]:
         head = self._heads[s]

@@ -128,7 +128,7 @@ class Pipeline:
                 raise RuntimeError("push trains, which inference mode forbids; call it outside torch.inference_mode()")
             batches = self._cut(x, y)
             for stage in self._stages:
-                stage.check_weights()
+                stage.check_weight(self._arrived)
             self._rehearse(batches)
             if not self._options.current(self.optimizers):
                 for stage in self._stages:
@@ -369,22 +369,18 @@ class Pipeline:
     def _cut(self, x: Value, y: Any) -> list[Batch]:
         """Micro-batches (x, y, samples) of what was pushed."""
         parts = x if isinstance(x, tuple) else (x,)
-        if not parts or not all(isinstance(part, Tensor) for part in parts):
+        if not parts or [part for part in parts if not isinstance(part, Tensor)]:
             raise TypeError(f"push takes a tensor or a tuple of tensors, but got {type(x).__name__}")
-        if any(part.dim() == 0 for part in parts):
+        if [part for part in parts if not part.dim()]:
             raise ValueError("push takes batches: the first dimension counts samples, but a 0-d tensor was given")
-        for part in y if isinstance(y, tuple) else (y,):
-            if part is not None and not isinstance(part, (Tensor, bool, int, float)):
-                found = type(part).__name__
-                raise TypeError(f"y must be a tensor, a number, None, or a tuple of these, but has a {found}")
-        y = tuple(map(_detached, y)) if isinstance(y, tuple) else _detached(y)
+        y = tuple(map(_target, y)) if isinstance(y, tuple) else _target(y)
         length = len(parts[0])
-        targets = [t for t in (y if isinstance(y, tuple) else (y,)) if isinstance(t, Tensor) and t.dim()]
         if length == 0:
             raise ValueError("the batch that was pushed is empty")
         size = self._micro_batch_size
         if size is None:
             return [(x, y, length)]
+        targets = [t for t in (y if isinstance(y, tuple) else (y,)) if isinstance(t, Tensor) and t.dim()]
         if any(len(part) != length for part in (*parts, *targets)):
             lengths = [len(part) for part in (*parts, *targets)]
             raise ValueError(f"x and y must have one length to be cut into micro-batches of {size}, but have {lengths}")
@@ -542,6 +538,10 @@ def _check_choices(store: Any, **options: Any) -> None:
         )
 
 
-def _detached(value: Any) -> Any:
-    """A target without the graph that made it, which is not ours to train."""
-    return value.detach() if isinstance(value, Tensor) else value
+def _target(value: Any) -> Any:
+    """A part of a target, without the graph that made it, which is not ours to train."""
+    if isinstance(value, Tensor):
+        return value.detach()
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    raise TypeError(f"y must be a tensor, a number, None, or a tuple of these, but has a {type(value).__name__}")

@@ -42,6 +42,9 @@ def rehearse(
                 _refuse_stashed_functions(stage, value, target, method, warn)
             seconds.append(_measure(stage, value, target))
         value = output
+    devices = {stage.device for stage in stages}
+    for stage in stages:
+        stage.mixed = len(devices) > 1 or stage.index == 0  # a later batch may lie anywhere
     return seconds
 
 

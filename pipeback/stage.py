@@ -59,7 +59,7 @@ class Stage:
         self.params = [p for p in module.parameters() if p.requires_grad]
         self.weights = Bundle(nn.Parameter(p.data) for p in self.params)
         self.homes = [
-            (owner._parameters, key, p)
+            (owner._parameters, key, p, p.data_ptr())
             for owner in module.modules()
             for key, p in owner._parameters.items()
             if p is not None
@@ -81,6 +81,7 @@ class Stage:
         self.count = 0.0  # micro-batches (or samples) whose gradients are summed for the coming update
         self.options: Any = None  # the options of the last micro-batch gone backward
         self.stream: Tensor | None = None  # the random state of a stage that draws
+        self.mixed = True  # inputs or gradients may come from another device; the rehearsal knows better
         self.clones_input = False  # a module that changes its input in place gets a copy
         self.activation_bytes = 0  # of one micro-batch, measured in the rehearsal
         self.peak_flights = 0
@@ -123,7 +124,7 @@ class Stage:
 
     def _leaf(self, x: Tensor) -> Tensor:
         leaf = x.detach()
-        if self.device is not None and leaf.device != self.device:
+        if self.mixed and self.device is not None and leaf.device != self.device:
             leaf = leaf.to(self.device)
         if self.index and (leaf.is_floating_point() or leaf.is_complex()):
             leaf.requires_grad_()
@@ -161,13 +162,13 @@ class Stage:
             for y, g in zip(output, grads, strict=True):
                 if y.requires_grad and g is not None:
                     roots.append(y)
-                    seeds.append(g)
+                    seeds.append(g.to(y.device) if self.mixed else g)
         elif output.requires_grad:
             if grad is None and self.last:
                 grad = torch.ones_like(output)
             if grad is not None:
                 roots.append(output)
-                seeds.append(grad)
+                seeds.append(grad.to(output.device) if self.mixed else grad)
         return flight
 
     def end_backward(self, flight: Flight) -> Value:
@@ -198,14 +199,12 @@ class Stage:
         for w, p, g in zip(self.weights, self.params, grads, strict=True):
             w.grad, p.grad = g, None
 
-    def check_weights(self) -> None:
-        """Raise if the module's weights are no longer those that were built, at their place in memory."""
-        for owner, key, p in self.homes:
-            if owner.get(key) is not p:
-                raise RuntimeError(f"{self.label}: {key} was replaced by another tensor; {_COPY}")
-        for w, p in zip(self.weights, self.params, strict=True):
-            if p.data_ptr() != w.data_ptr() or p.dtype != w.dtype:
-                raise RuntimeError(f"{self.label}: weights were moved, cast or re-assigned; {_COPY}")
+    def check_weight(self, turn: int) -> None:
+        """Raise if a weight is not what was built, at its place in memory: another one at every turn, for speed."""
+        if self.homes:
+            owner, key, p, pointer = self.homes[turn % len(self.homes)]
+            if owner.get(key) is not p or p.data_ptr() != pointer:
+                raise RuntimeError(f"{self.label}: {key} was moved, cast or replaced; {_COPY}")
 
     @property
     def generator(self) -> torch.Generator:
@@ -279,7 +278,7 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, seeds: list[Tensor], *roots: Tensor) -> Tensor:
-        ctx.seeds = [g if g.device == y.device else g.to(y.device) for g, y in zip(seeds, roots, strict=True)]
+        ctx.seeds = seeds
         return torch.zeros(())
 
     @staticmethod

@@ -185,7 +185,7 @@ class Worker:
                     raise StageError(f"{stage.label}, micro-batch {i}: the update failed: {error}") from error
                 if self.stash:
                     stage.keep()
-        listened = any(hooked(stage.optimizer) for stage in stages)
+        listened = bool([stage for stage in stages if hooked(stage.optimizer)])
         teams = self._steps.get((listened, numbers))
         if teams is None:
             joined = joinable([s.optimizer for s in stages]) and (self.method.merges or not self._update_hook)

@@ -244,7 +244,7 @@ def test_weights_that_were_moved_are_noticed(move):
     pipe = build(model)
     pipe.push(*data(1)[0])
     move(model)
-    with pytest.raises(RuntimeError, match="stage 0.*(moved|replaced).*in place, or build a new Pipeline"):
+    with pytest.raises(RuntimeError, match="stage 0.*was moved, cast or replaced.*in place, or build a new Pipeline"):
         pipe.push(*data(1)[0])
 
 

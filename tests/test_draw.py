@@ -58,15 +58,15 @@ def test_the_trace_of_a_real_run(workers, tmp_path):
     assert loaded == written and loaded["otherData"]["stages"] == STAGES
     events = [e for e in loaded["traceEvents"] if e["ph"] == "X"]
     owner = pipe.owner
-    ends = {(e["args"]["operation"], e["args"]["stage"], e["args"]["micro-batch"]): e["ts"] + e["dur"] for e in events}
-    assert len(events) == len(ends) == 3 * STAGES * 12
+    starts = {(e["args"]["operation"], e["args"]["stage"], e["args"]["micro-batch"]): e["ts"] for e in events}
+    assert len(events) == len(starts) == 3 * STAGES * 12
     for e in events:
         assert e["tid"] == owner[e["args"]["stage"]] and e["dur"] > 0 and e["ts"] >= 0
         kind, s, i = e["args"]["operation"], e["args"]["stage"], e["args"]["micro-batch"]
         if kind == "forward" and s:
-            assert ends["forward", s - 1, i] <= e["ts"] + 1e-3
+            assert starts["forward", s - 1, i] <= e["ts"]  # its end is noted after the message has left
         if kind == "backward" and s < STAGES - 1:
-            assert ends["backward", s + 1, i] <= e["ts"] + 1e-3
+            assert starts["backward", s + 1, i] <= e["ts"]
     for worker in set(owner):
         mine = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e["tid"] == worker)
         assert all(a[1] <= b[0] + 1e-3 for a, b in pairwise(mine))

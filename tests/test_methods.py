@@ -133,7 +133,7 @@ def test_a_method_that_steps_itself_stands_last():
 
 def test_options_are_checked_when_a_method_is_built():
     for name, options in [
-        ("lwp", {"horizon": -1}), ("sc", {"horizon": "far"}), ("lwp", {"form": "weights"}), ("spectrain", {"version": 3}),
+        ("lwp", {"horizon": -1}), ("sc", {"horizon": "far"}), ("lwp", {"form": "w"}), ("spectrain", {"version": 3}),
         ("pipemare", {"anneal": 5, "warmup": 2.5}), ("pipemare", {"anneal": 5, "decay": 1.0}), ("pb", {"slack": -1}),
         ("pipedream", {"vertical_sync": "no"}), ("gpipe", {"micro_batches": 0}),
     ]:  # fmt: skip
