@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeback.method import Bundle
+from pipeback.bundle import Bundle
 from pipeback.momentum import plain_sgd, sgd_step
 
 Group = dict[str, Any]
@@ -43,6 +43,22 @@ class Options:
     def current(self, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
         """Whether the optimizers still have these options."""
         return all(opt.param_groups == groups for opt, groups in zip(optimizers, self.groups, strict=True))
+
+
+def plain_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{k: v.item() if isinstance(v, Tensor) else v for k, v in g.items() if k != "params"} for g in groups]
+
+
+def restored(saved: dict[str, Any], mine: dict[str, Any]) -> dict[str, Any]:
+    """Options as they were, in the types that this optimizer uses."""
+    fixed = {"params": mine["params"]}
+    for key, value in saved.items():
+        if isinstance(mine.get(key), Tensor):
+            value = torch.as_tensor(value, dtype=mine[key].dtype, device=mine[key].device)
+        elif isinstance(mine.get(key), tuple):
+            value = tuple(value)
+        fixed[key] = value
+    return fixed
 
 
 def _value(value: Any) -> Any:

@@ -12,7 +12,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from pipeback.method import Bundle, OptimizerLike, Weights, add_scaled
+from pipeback.bundle import Bundle, Weights, add_scaled
+from pipeback.method import OptimizerLike
 
 
 def scale_hyperparameters(rate: float, momentum: float, reference: int, size: int) -> tuple[float, float]:

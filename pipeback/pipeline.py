@@ -14,11 +14,20 @@ import torch
 from torch import Tensor, nn
 
 from pipeback import methods, snapshot
-from pipeback.joint import Options
+from pipeback.inputs import (
+    check_choices,
+    check_functions,
+    check_groups,
+    check_numbers,
+    check_optimizer,
+    checked_factory,
+    micro_batches,
+)
+from pipeback.joint import Options, plain_groups, restored
 from pipeback.ledger import Record
 from pipeback.link import Channels, LocalLink, ThreadLink
 from pipeback.method import Method
-from pipeback.order import POLICIES, Order
+from pipeback.order import Order
 from pipeback.partition import balance, split
 from pipeback.rehearsal import rehearse, rehearse_shape
 from pipeback.runtime import Batch, Inline, Loop, Messages, Runtime, Threads
@@ -78,23 +87,25 @@ class Pipeline:
     ) -> None:
         parts = split(model)
         self.method = methods.create(method) if isinstance(method, str) else method
-        _check_functions(self.method, loss, optimizer)
-        _check_numbers(len(parts), micro_batch_size=micro_batch_size, workers=workers, clip_norm=clip_norm)
-        _check_choices(store, weights=weights, weight_functions=weight_functions, order=order)
+        check_functions(self.method, loss, optimizer)
+        check_numbers(len(parts), micro_batch_size=micro_batch_size, workers=workers, clip_norm=clip_norm)
+        check_choices(store, weights=weights, weight_functions=weight_functions, order=order)
         self._model = model if isinstance(model, nn.Module) else nn.Sequential(*(part.module for part in parts))
         self._micro_batch_size, self._weights, self._order, self._seed = micro_batch_size, weights, order, seed
         self._clip_norm, self._check_finite, self._workers = clip_norm, check_finite, workers
         n = len(parts)
         self.method.check_stages(n)
         self.delays: list[int] = self.method.delays(n)
-        """Own updates of each stage between F(i) and B(i), counted on the schedule."""
+        """Staleness D of every stage: own updates between reading the weights of F(i) and B(i), counted."""
         self._stages = [
-            Stage(s, n, part.module, part.name, self.method, _factory(optimizer, s), loss if s == n - 1 else None)
+            Stage(
+                s, n, part.module, part.name, self.method, checked_factory(optimizer, s), loss if s == n - 1 else None
+            )
             for s, part in enumerate(parts)
         ]
         for stage in self._stages:
             stage.seed = torch.initial_seed()
-            _check_optimizer(stage, self.method)
+            check_optimizer(stage, self.method)
             with torch.no_grad():
                 stage.state = self.method.init(stage.weights)
         if not any(stage.weights for stage in self._stages):
@@ -126,13 +137,13 @@ class Pipeline:
             self._open()
             if torch.is_inference_mode_enabled():
                 raise RuntimeError("push trains, which inference mode forbids; call it outside torch.inference_mode()")
-            batches = self._cut(x, y)
+            batches = micro_batches(x, y, self._micro_batch_size)
             for stage in self._stages:
                 stage.check_weight(self._arrived)
             self._rehearse(batches)
             if not self._options.current(self.optimizers):
                 for stage in self._stages:
-                    _check_groups(stage)
+                    check_groups(stage)
                 self._options = Options(self.optimizers)
             assert self._runtime is not None
             first = self._arrived
@@ -249,7 +260,7 @@ class Pipeline:
         def number(options: Options) -> int:
             if id(options) not in numbers:
                 numbers[id(options)] = len(groups)
-                groups.append([_plain_groups(g) for g in options.groups])
+                groups.append([plain_groups(g) for g in options.groups])
             return numbers[id(options)]
 
         waiting = {} if self._runtime is None else self._runtime.waiting()
@@ -292,7 +303,7 @@ class Pipeline:
     def _take_up(self, tensors: list[snapshot.Tensors], plain: dict[str, Any]) -> None:
         for opt, groups in zip(self.optimizers, plain["groups"][plain["current"]], strict=True):
             for group, saved in zip(opt.param_groups, groups, strict=True):
-                group.update(_group(saved, group))
+                group.update(restored(saved, group))
         options = [self._options_from(groups) for groups in plain["groups"]]
         messages: Messages = {}
         with torch.enable_grad():
@@ -339,7 +350,7 @@ class Pipeline:
 
     def _options_from(self, groups: list[list[dict[str, Any]]]) -> Options:
         mine = [
-            [_group(saved, group) for saved, group in zip(some, opt.param_groups, strict=True)]
+            [restored(saved, group) for saved, group in zip(some, opt.param_groups, strict=True)]
             for some, opt in zip(groups, self.optimizers, strict=True)
         ]
         return Options(self.optimizers, mine)
@@ -365,32 +376,6 @@ class Pipeline:
         if self._runtime is not None:
             self._runtime.close()
             self._runtime = None
-
-    def _cut(self, x: Value, y: Any) -> list[Batch]:
-        """Micro-batches (x, y, samples) of what was pushed."""
-        parts = x if isinstance(x, tuple) else (x,)
-        if not parts or [part for part in parts if not isinstance(part, Tensor)]:
-            raise TypeError(f"push takes a tensor or a tuple of tensors, but got {type(x).__name__}")
-        if [part for part in parts if not part.dim()]:
-            raise ValueError("push takes batches: the first dimension counts samples, but a 0-d tensor was given")
-        y = tuple(map(_target, y)) if isinstance(y, tuple) else _target(y)
-        length = len(parts[0])
-        if length == 0:
-            raise ValueError("the batch that was pushed is empty")
-        size = self._micro_batch_size
-        if size is None:
-            return [(x, y, length)]
-        targets = [t for t in (y if isinstance(y, tuple) else (y,)) if isinstance(t, Tensor) and t.dim()]
-        if any(len(part) != length for part in (*parts, *targets)):
-            lengths = [len(part) for part in (*parts, *targets)]
-            raise ValueError(f"x and y must have one length to be cut into micro-batches of {size}, but have {lengths}")
-
-        def piece(value: Any, begin: int) -> Any:
-            if isinstance(value, tuple):
-                return tuple(piece(part, begin) for part in value)
-            return value[begin : begin + size] if isinstance(value, Tensor) and value.dim() else value
-
-        return [(piece(x, b), piece(y, b), min(size, length - b)) for b in range(0, length, size)]
 
     def _rehearse(self, batches: Sequence[Batch]) -> None:
         if self._workers is not None and (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")):
@@ -442,106 +427,3 @@ class Pipeline:
             self._runtime = Threads(loops, channels)
             self._finalizer = weakref.finalize(self, self._runtime.close)
         self._runtime.record(self._tracing)
-
-
-def _plain_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{k: v.item() if isinstance(v, Tensor) else v for k, v in g.items() if k != "params"} for g in groups]
-
-
-def _group(saved: dict[str, Any], mine: dict[str, Any]) -> dict[str, Any]:
-    """Options as they were, in the types that this optimizer uses."""
-    fixed = {"params": mine["params"]}
-    for key, value in saved.items():
-        if isinstance(mine.get(key), Tensor):
-            value = torch.as_tensor(value, dtype=mine[key].dtype, device=mine[key].device)
-        elif isinstance(mine.get(key), tuple):
-            value = tuple(value)
-        fixed[key] = value
-    return fixed
-
-
-def _factory(optimizer: OptimizerFactory, s: int) -> OptimizerFactory:
-    def build(params: list[nn.Parameter]) -> torch.optim.Optimizer:
-        made = optimizer(params)
-        if not isinstance(made, torch.optim.Optimizer):
-            raise TypeError(
-                f"stage {s}: optimizer must be a function from parameters to a torch.optim.Optimizer, but returned "
-                f"{type(made).__name__}; for example optimizer=lambda params: torch.optim.SGD(params, lr=0.1)"
-            )
-        given = {id(p) for p in params}
-        found = {id(p) for group in made.param_groups for p in group["params"]}
-        if given != found:
-            raise ValueError(
-                f"stage {s}: the optimizer must take exactly the parameters it is given, once; do not filter them"
-            )
-        return made
-
-    return build
-
-
-def _check_optimizer(stage: Stage, method: Method) -> None:
-    opt = stage.optimizer
-    if isinstance(opt, torch.optim.LBFGS):
-        raise ValueError(
-            f"{stage.label}: LBFGS evaluates the loss several times a step, a pipeline cannot; use SGD or Adam"
-        )
-    if stage.weights:
-        try:
-            method.check(opt, stage.stages)
-        except ValueError as error:
-            raise ValueError(f"{stage.label}: {error}") from None
-
-
-def _check_groups(stage: Stage) -> None:
-    found = {id(p) for group in stage.optimizer.param_groups for p in group["params"]}
-    if stage.weights and found != {id(w) for w in stage.weights}:
-        raise ValueError(f"{stage.label}: parameters were added to its optimizer; build a new Pipeline")
-
-
-def _check_functions(method: Any, loss: Any, optimizer: Any) -> None:
-    if not isinstance(method, Method):
-        raise TypeError(f"method must be a name or a pipeback.Method, but is {type(method).__name__}")
-    if not callable(getattr(method, "schedule", None)):
-        raise TypeError(f"method {type(method).__name__} has no schedule; set one, for example flowing(2)")
-    for name, value in (("loss", loss), ("optimizer", optimizer)):
-        if not callable(value):
-            raise TypeError(f"{name} must be a function, but is {type(value).__name__}")
-    if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
-        raise ValueError("loss has weights of its own, which no stage would train; put them into the last stage")
-
-
-def _check_numbers(stages: int, **options: Any) -> None:
-    for name in ("micro_batch_size", "workers"):
-        value = options[name]
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ValueError(f"{name} must be a whole number of at least 1 or None, but is {value!r}")
-    if options["workers"] is not None and options["workers"] > stages:
-        raise ValueError(
-            f"workers={options['workers']} but the model has {stages} stages; use at most one worker a stage"
-        )
-    clip_norm = options["clip_norm"]
-    if clip_norm is not None and not clip_norm > 0:
-        raise ValueError(f"clip_norm must be above 0 or None, but is {clip_norm!r}")
-
-
-def _check_choices(store: Any, **options: Any) -> None:
-    if store is not None:
-        raise ValueError(f"store={store!r}: this version keeps weights on the device of their module; use store=None")
-    allowed = {"weights": ("equal", "samples"), "weight_functions": ("refuse", "warn"), "order": POLICIES}
-    for name, value in options.items():
-        if value not in allowed[name]:
-            raise ValueError(f"{name} must be one of {', '.join(allowed[name])}, but is {value!r}")
-    group = torch.distributed
-    if group.is_available() and group.is_initialized() and group.get_world_size() > 1:
-        raise ValueError(
-            "a process group of several ranks is initialised, but this version runs in one process; use workers="
-        )
-
-
-def _target(value: Any) -> Any:
-    """A part of a target, without the graph that made it, which is not ours to train."""
-    if isinstance(value, Tensor):
-        return value.detach()
-    if value is None or isinstance(value, (bool, int, float)):
-        return value
-    raise TypeError(f"y must be a tensor, a number, None, or a tuple of these, but has a {type(value).__name__}")

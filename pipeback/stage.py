@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeback.method import Bundle, Method, State, Weights
+from pipeback.bundle import Bundle, Weights
+from pipeback.method import Method, State
 
 Value = Any  # what crosses a boundary: a tensor or a tuple of tensors
 OptimizerFactory = Callable[[Any], torch.optim.Optimizer]  # given a list of parameters

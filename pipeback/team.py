@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pipeback.bundle import Bundle, Weights
 from pipeback.joint import Joint, Options
-from pipeback.method import Bundle, State, Weights, When
+from pipeback.method import State, When
 from pipeback.stage import Stage
 
 

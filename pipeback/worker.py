@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from pipeback.bundle import Weights, add_scaled
 from pipeback.joint import Options, hooked, joinable
 from pipeback.ledger import Ledger
 from pipeback.link import Link
-from pipeback.method import Method, Past, Shift, Weights, add_scaled, overrides
+from pipeback.method import Method, Past, Shift, overrides
 from pipeback.order import Wave
 from pipeback.stage import Flight, Stage, differentiate
 from pipeback.team import Team

@@ -13,8 +13,8 @@ ROOT = Path(__file__).parent.parent / "pipeback"
 FLOORS = [
     ["events", "schedules", "order", "timeline", "ledger"],
     [
-        "method", "momentum", "lazy", "link", "partition", "inflight",
-        "stage", "joint", "team", "worker", "snapshot", "runtime", "rehearsal",
+        "bundle", "method", "momentum", "lazy", "link", "partition", "inflight",
+        "stage", "joint", "team", "worker", "snapshot", "runtime", "rehearsal", "inputs",
     ],
     ["methods", "pipeline", "draw"],
 ]  # fmt: skip

@@ -1,0 +1,126 @@
+"""What the user gives, checked before anything is built or trained: options, functions, optimizers, batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeback.method import Method
+from pipeback.order import POLICIES
+from pipeback.runtime import Batch
+from pipeback.stage import OptimizerFactory, Stage, Value
+
+
+def checked_factory(optimizer: OptimizerFactory, s: int) -> OptimizerFactory:
+    def build(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        made = optimizer(params)
+        if not isinstance(made, torch.optim.Optimizer):
+            raise TypeError(
+                f"stage {s}: optimizer must be a function from parameters to a torch.optim.Optimizer, but returned "
+                f"{type(made).__name__}; for example optimizer=lambda params: torch.optim.SGD(params, lr=0.1)"
+            )
+        given = {id(p) for p in params}
+        found = {id(p) for group in made.param_groups for p in group["params"]}
+        if given != found:
+            raise ValueError(
+                f"stage {s}: the optimizer must take exactly the parameters it is given, once; do not filter them"
+            )
+        return made
+
+    return build
+
+
+def check_optimizer(stage: Stage, method: Method) -> None:
+    opt = stage.optimizer
+    if isinstance(opt, torch.optim.LBFGS):
+        raise ValueError(
+            f"{stage.label}: LBFGS evaluates the loss several times a step, a pipeline cannot; use SGD or Adam"
+        )
+    if stage.weights:
+        try:
+            method.check(opt, stage.stages)
+        except ValueError as error:
+            raise ValueError(f"{stage.label}: {error}") from None
+
+
+def check_groups(stage: Stage) -> None:
+    found = {id(p) for group in stage.optimizer.param_groups for p in group["params"]}
+    if stage.weights and found != {id(w) for w in stage.weights}:
+        raise ValueError(f"{stage.label}: parameters were added to its optimizer; build a new Pipeline")
+
+
+def check_functions(method: Any, loss: Any, optimizer: Any) -> None:
+    if not isinstance(method, Method):
+        raise TypeError(f"method must be a name or a pipeback.Method, but is {type(method).__name__}")
+    if not callable(getattr(method, "schedule", None)):
+        raise TypeError(f"method {type(method).__name__} has no schedule; set one, for example flowing(2)")
+    for name, value in (("loss", loss), ("optimizer", optimizer)):
+        if not callable(value):
+            raise TypeError(f"{name} must be a function, but is {type(value).__name__}")
+    if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
+        raise ValueError("loss has weights of its own, which no stage would train; put them into the last stage")
+
+
+def check_numbers(stages: int, **options: Any) -> None:
+    for name in ("micro_batch_size", "workers"):
+        value = options[name]
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ValueError(f"{name} must be a whole number of at least 1 or None, but is {value!r}")
+    if options["workers"] is not None and options["workers"] > stages:
+        raise ValueError(
+            f"workers={options['workers']} but the model has {stages} stages; use at most one worker a stage"
+        )
+    clip_norm = options["clip_norm"]
+    if clip_norm is not None and not clip_norm > 0:
+        raise ValueError(f"clip_norm must be above 0 or None, but is {clip_norm!r}")
+
+
+def check_choices(store: Any, **options: Any) -> None:
+    if store is not None:
+        raise ValueError(f"store={store!r}: this version keeps weights on the device of their module; use store=None")
+    allowed = {"weights": ("equal", "samples"), "weight_functions": ("refuse", "warn"), "order": POLICIES}
+    for name, value in options.items():
+        if value not in allowed[name]:
+            raise ValueError(f"{name} must be one of {', '.join(allowed[name])}, but is {value!r}")
+    group = torch.distributed
+    if group.is_available() and group.is_initialized() and group.get_world_size() > 1:
+        raise ValueError(
+            "a process group of several ranks is initialised, but this version runs in one process; use workers="
+        )
+
+
+def micro_batches(x: Value, y: Any, size: int | None) -> list[Batch]:
+    """Micro-batches (x, y, samples) of what was pushed."""
+    parts = x if isinstance(x, tuple) else (x,)
+    if not parts or [part for part in parts if not isinstance(part, Tensor)]:
+        raise TypeError(f"push takes a tensor or a tuple of tensors, but got {type(x).__name__}")
+    if [part for part in parts if not part.dim()]:
+        raise ValueError("push takes batches: the first dimension counts samples, but a 0-d tensor was given")
+    y = tuple(map(_target, y)) if isinstance(y, tuple) else _target(y)
+    length = len(parts[0])
+    if length == 0:
+        raise ValueError("the batch that was pushed is empty")
+    if size is None:
+        return [(x, y, length)]
+    targets = [t for t in (y if isinstance(y, tuple) else (y,)) if isinstance(t, Tensor) and t.dim()]
+    if any(len(part) != length for part in (*parts, *targets)):
+        lengths = [len(part) for part in (*parts, *targets)]
+        raise ValueError(f"x and y must have one length to be cut into micro-batches of {size}, but have {lengths}")
+
+    def piece(value: Any, begin: int) -> Any:
+        if isinstance(value, tuple):
+            return tuple(piece(part, begin) for part in value)
+        return value[begin : begin + size] if isinstance(value, Tensor) and value.dim() else value
+
+    return [(piece(x, b), piece(y, b), min(size, length - b)) for b in range(0, length, size)]
+
+
+def _target(value: Any) -> Any:
+    """A part of a target, without the graph that made it, which is not ours to train."""
+    if isinstance(value, Tensor):
+        return value.detach()
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    raise TypeError(f"y must be a tensor, a number, None, or a tuple of these, but has a {type(value).__name__}")
