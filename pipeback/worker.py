@@ -102,22 +102,24 @@ class Worker:
             with torch.no_grad():
                 held = self._hold_forward(ops)
             _forget_casts()
+        flights: list[Flight] = []
         try:
             for s, i in ops:
                 stage = stages[s]
                 x = link.recv("F", s, i)
-                target = link.recv("Y", s, i) if stage.last else None
                 try:
-                    y = stage.forward(i, x, target)
+                    y = stage.forward(i, x, link.recv("Y", s, i) if stage.last else None)
                 except Exception as error:
                     raise StageError(f"{stage.label}, micro-batch {i}: the forward failed: {error}") from error
-                stage.flights[i].options = self.options[i]
-                if stage.last:
-                    if self.check_finite and not torch.isfinite(y):
-                        raise StageError(self._first_bad(i, y))
-                    self.report(i, y)
-                else:
+                flight = stage.flights[i]
+                flight.options = self.options[i]
+                flights.append(flight)
+                if not stage.last:
                     link.send("F", s + 1, i, y)
+                elif self.check_finite and not torch.isfinite(y):
+                    raise StageError(self._first_bad(i, y))
+                else:
+                    self.report(i, y)
                 if s == self._last:
                     del self.options[i]
         finally:
@@ -126,10 +128,10 @@ class Worker:
                     self._release_forward(held, ops)
                 _forget_casts()
         numbers, mbs = zip(*ops, strict=True)
-        self.ledger.add("F", numbers, mbs, [stages[s].flights[i].version for s, i in ops])
+        self.ledger.add("F", numbers, mbs, [flight.version for flight in flights])
         if self.method.needs_entry:
-            for s, i in ops:
-                stages[s].flights[i].entry = self.entries.pop(i) if s == self._last else self.entries[i]
+            for (s, i), flight in zip(ops, flights, strict=True):
+                flight.entry = self.entries.pop(i) if s == self._last else self.entries[i]
         if self.stash:
             for s in numbers:
                 stages[s].peak_copies = max(stages[s].peak_copies, stages[s].copies())

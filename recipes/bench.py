@@ -3,7 +3,7 @@
     make bench
     pipeback bench repeats=9
 
-1. One process, one thread, 20 stages of width 64, micro-batch 1: `push` over the plain PyTorch loop.
+1. One process, one thread, 20 stages of width 64, micro-batch 1: a push of 150 over the plain PyTorch loop.
 2. Two threads on two cores against two independent single-process copies that run at once.
 3. Weight copies and method state, measured and declared; memory after 100 and after 10,000 micro-batches.
 """
@@ -81,20 +81,20 @@ def main() -> None:
 
 
 def event_loop(repeats: int, count: int = 150) -> None:
-    x, y = torch.randn(count, 1, 64), torch.randint(0, 10, (count, 1))
+    x, y = torch.randn(count, 64), torch.randint(0, 10, (count,))
     model = network()
     optimizer = sgd(model.parameters())
 
     def plain() -> None:
         for i in range(count):
-            cross_entropy(model(x[i]), y[i]).backward()
+            cross_entropy(model(x[i : i + 1]), y[i : i + 1]).backward()
             optimizer.step()
             optimizer.zero_grad()
 
-    runs: dict[str, Callable[[], None]] = {"plain loop": plain}
+    runs: dict[str, Callable[[], Any]] = {"plain loop": plain}
     for name in METHODS:
-        pipe = pipeline(name)
-        runs[name] = partial(push_all, pipe, x, y)
+        pipe = pipeline(name, micro_batch_size=1)
+        runs[name] = partial(pipe.push, x, y)
     seconds = interleaved(runs, repeats)
     print("one process, one thread: 20 stages of width 64, micro-batch 1")
     print(f"{'':<14}{'ms a micro-batch':>18}{'of the plain loop':>20}{'   spread':>16}")
@@ -104,12 +104,7 @@ def event_loop(repeats: int, count: int = 150) -> None:
               f"{min(ratios):>10.2f} … {max(ratios):.2f}")  # fmt: skip
 
 
-def push_all(pipe: pipeback.Pipeline, x: Tensor, y: Tensor) -> None:
-    for i in range(len(x)):
-        pipe.push(x[i], y[i])
-
-
-def interleaved(runs: dict[str, Callable[[], None]], repeats: int) -> dict[str, list[float]]:
+def interleaved(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
     """Seconds of every run, in turn, after a warm-up."""
     for run in runs.values():
         run()
@@ -122,7 +117,7 @@ def interleaved(runs: dict[str, Callable[[], None]], repeats: int) -> dict[str, 
     return seconds
 
 
-WIDE, DEEP, SAMPLES = 512, 8, 128  # stages of a few milliseconds
+WIDE, DEEP, SAMPLES = 512, 9, 128  # eight blocks of a few milliseconds and a small head: four blocks a worker
 
 
 def two_threads(repeats: int, count: int = 12) -> None:
