@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any, NamedTuple
 
 from pipeback.events import Kind, Op, Schedule, until
@@ -92,8 +93,8 @@ class Order:
         self.restart(schedule)
         self.arrived = state["arrived"]
         for s, fetched in enumerate(state["fetched"]):
-            for _ in range(fetched - 1):
-                self._heads[s] = next(self._programs[s])
+            if fetched > 1:
+                self._heads[s] = next(islice(self._programs[s], fetched - 2, None))
         self._fetched = list(state["fetched"])
         self.forwards, self.backwards = list(state["forwards"]), list(state["backwards"])
         self.updated = list(state["updated"])
