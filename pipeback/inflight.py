@@ -93,7 +93,13 @@ def put_back(
         )
     given = iter(values)
     for _, raw in found:
-        raw.register_hooks(_forget, _Give(next(given)))
+        try:
+            raw.register_hooks(_forget, _Give(next(given)))
+        except RuntimeError as error:
+            raise ValueError(
+                f"{where}: the graph has hooks of its own, as activation checkpointing sets, and cannot be restored; "
+                "drain() before saving"
+            ) from error
     for (node, key, _), (_, _, text) in zip(attributes, kept, strict=True):
         setattr(node, key, literal_eval(text) if text else next(given))
 

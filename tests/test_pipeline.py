@@ -620,3 +620,21 @@ def test_what_was_recorded_stays_when_recording_ends():
     pipe.record(False)
     pipe.push(*data(1)[0])
     assert len(pipe.recorded) == 5 + 2
+
+
+def test_checkpointed_activations_train_and_say_why_they_cannot_be_saved_in_flight():
+    class Recomputed(nn.Module):
+        def __init__(self, reentrant):
+            super().__init__()
+            self.layers, self.reentrant = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)), reentrant
+
+        def forward(self, x):
+            return torch.utils.checkpoint.checkpoint(self.layers, x, use_reentrant=self.reentrant)
+
+    pipe = pipeline([nn.Linear(6, 6), Recomputed(False), nn.Linear(6, 6)], "pipedream")
+    for x, y in data(6):
+        pipe.push(x, y)
+    with pytest.raises(ValueError, match=r"stage 1 \(1\).*activation checkpointing.*drain\(\) before saving"):
+        pipe.load_state_dict(pipe.state_dict())
+    with pytest.raises(ValueError, match=r"stage 1 \(1\): the backward failed on the first micro-batch"):
+        pipeline([nn.Linear(6, 6), Recomputed(True), nn.Linear(6, 6)], "pb").push(*data(1)[0])
