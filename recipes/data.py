@@ -17,8 +17,13 @@ class Split(NamedTuple):
     classes: int
 
 
-def digits(root: str | None = None, samples: int | None = None) -> Split:
-    """scikit-learn's 1,797 handwritten digits of 8x8 pixels, 20 % of them held out, always the same ones."""
+def digits(root: str | None = None, samples: int | None = None, scaling: str = "standard") -> Split:
+    """scikit-learn's 1,797 handwritten digits of 8x8 pixels, 20 % of them held out, always the same ones.
+
+    scaling: of the pixels, "standard" (mean 0, deviation 1), "unit" (0 to 1) or "symmetric" (-1 to 1).
+    """
+    if scaling not in ("standard", "unit", "symmetric"):
+        raise ValueError(f"data.scaling must be standard, unit or symmetric, but is {scaling!r}")
     if root is None:
         from sklearn.datasets import load_digits
 
@@ -34,6 +39,9 @@ def digits(root: str | None = None, samples: int | None = None) -> Split:
         x, y = table[:, :-1], table[:, -1].long()
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
     test, train = order[: len(x) // 5], order[len(x) // 5 :][:samples]
+    if scaling != "standard":
+        x = x / 16 if scaling == "unit" else x / 8 - 1
+        return Split(x[train], y[train], x[test], y[test], int(y.max()) + 1)
     return standardised(x[train], y[train], x[test], y[test])
 
 

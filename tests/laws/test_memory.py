@@ -81,4 +81,4 @@ def test_memory_is_constant_over_10000_micro_batches(case):
     for i in range(120, 10_020):
         pipe.push(*batches[i % 60])
     assert tensors_alive() == early
-    assert len(pipe.ledger) == min(1_000_000, sum(r.stage >= 0 for r in pipe.ledger))
+    assert sum(record.kind == "F" for record in pipe.ledger) == 3 * 10_020  # every one, and all within the limit

@@ -157,6 +157,7 @@ def test_divergence_is_shown(tmp_path):
         (["trian"], "did you mean 'train'?"),
         (["compare", "methods=[cerebas]"], "unknown method 'cerebas'; did you mean 'cerebras'?"),
         (["compare", "method.sc.horizn=3"], "horizn"),
+        (["train", "data.scaling=loud"], "data.scaling must be standard, unit or symmetric, but is 'loud'"),
         (["compare", "seeds=0"], "seeds must be a whole number of at least 1, but is 0"),
         (["compare", "experiment=digts"], "digits_deep"),
         (["train", "method=pbb"], "Available options in 'method'"),
