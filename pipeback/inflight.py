@@ -53,6 +53,23 @@ def storages(tensors: Sequence[Tensor]) -> set[int]:
     return {t.untyped_storage().data_ptr() for t in tensors if t.numel()}
 
 
+def replica(tensor: Tensor, device: torch.device | None = None) -> Tensor:
+    """A copy that lies in memory as the original does: strides, and place within 64 bytes.
+
+    Kernels round otherwise at other places, and a view into a batch seldom begins where an allocation does.
+    """
+    device = device or tensor.device
+    shift, rest = divmod(tensor.data_ptr() % 64, tensor.element_size())
+    if (not shift and tensor.is_contiguous()) or rest or not tensor.numel() or tensor.is_sparse:
+        return tensor.detach().to(device, copy=True)
+    repeated = [n for n, stride in enumerate(tensor.stride()) if not stride]  # expanded dimensions hold one value
+    once = tensor.detach()[tuple(slice(1) if n in repeated else slice(None) for n in range(tensor.dim()))]
+    span = 1 + sum((size - 1) * stride for size, stride in zip(once.shape, tensor.stride(), strict=True))
+    memory = torch.empty(shift + span, dtype=tensor.dtype, device=device)
+    memory.as_strided(once.shape, tensor.stride(), shift).copy_(once)
+    return memory.as_strided(tensor.shape, tensor.stride(), shift)
+
+
 def keep(roots: Sequence[Tensor], known: set[int], where: str) -> tuple[list[Tensor], list[str]]:
     """Copies of what the graph saved outside the memory `known` (weights and inputs), and a signature of the graph.
 
@@ -62,11 +79,11 @@ def keep(roots: Sequence[Tensor], known: set[int], where: str) -> tuple[list[Ten
     values, signature = [], []
     for name, tensor, _ in saved(roots):
         if tensor.untyped_storage().data_ptr() not in known:
-            values.append(tensor.detach().clone())
+            values.append(replica(tensor))
             signature.append(name)
     for node, key, value in _attributes(roots):
         if isinstance(value, Tensor):
-            values.append(value.detach().clone())
+            values.append(replica(value))
         elif value is not None and not isinstance(value, (bool, int, float, str)):
             raise TypeError(
                 f"{where}: {type(node).__name__} keeps ctx.{key}, a {type(value).__name__}, which cannot be stored; "

@@ -57,7 +57,7 @@ def check_functions(method: Any, loss: Any, optimizer: Any) -> None:
     if not callable(getattr(method, "schedule", None)):
         raise TypeError(f"method {type(method).__name__} has no schedule; set one, for example flowing(2)")
     for name, value in (("loss", loss), ("optimizer", optimizer)):
-        if not callable(value):
+        if not callable(value) and not (name == "loss" and value is None):
             raise TypeError(f"{name} must be a function, but is {type(value).__name__}")
     if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
         raise ValueError("loss has weights of its own, which no stage would train; put them into the last stage")
@@ -65,16 +65,24 @@ def check_functions(method: Any, loss: Any, optimizer: Any) -> None:
 
 def check_numbers(stages: int, **options: Any) -> None:
     for name in ("micro_batch_size", "workers"):
-        value = options[name]
+        value = options.get(name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise ValueError(f"{name} must be a whole number of at least 1 or None, but is {value!r}")
-    if options["workers"] is not None and options["workers"] > stages:
+    if (options.get("workers") or 0) > stages:
         raise ValueError(
             f"workers={options['workers']} but the model has {stages} stages; use at most one worker a stage"
         )
-    clip_norm = options["clip_norm"]
-    if clip_norm is not None and not clip_norm > 0:
-        raise ValueError(f"clip_norm must be above 0 or None, but is {clip_norm!r}")
+    for name in ("clip_norm", "clip_value"):
+        value = options.get(name)
+        if value is not None and not value > 0:
+            raise ValueError(f"{name} must be above 0 or None, but is {value!r}")
+
+
+def check_outside(**options: Any) -> None:
+    """What goes with a loss that is computed outside."""
+    for name, plain in (("workers", None), ("micro_batch_size", None), ("weights", "equal"), ("check_finite", False)):
+        if options[name] != plain:
+            raise ValueError(f"{name}={options[name]!r} does not go with loss=None; use {name}={plain!r}")
 
 
 def check_choices(store: Any, **options: Any) -> None:

@@ -23,7 +23,7 @@ _SEPARABLE = {
     getattr(torch.optim, name)
     for name in ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad", "Adadelta", "ASGD", "Rprop")
 }
-# Those whose foreach implementation has the bits of their loop on the CPU (a test compares them all).
+# Those whose foreach implementation has the bits of their loop on the CPU, in 32 or 64 bits (a test compares them all).
 _FOREACH = {getattr(torch.optim, name) for name in ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad")}
 
 
@@ -108,7 +108,9 @@ class Joint:
         if len(options) != len(self._chosen) or any(a is not b for a, b in zip(options, self._chosen, strict=True)):
             self._chosen = list(options)
             self._twin.param_groups = self._groups(options)
-            self._plain_sgd = type(self._twin) is torch.optim.SGD and all(map(plain_sgd, self._twin.param_groups))
+            self._plain_sgd = type(self._twin) is torch.optim.SGD and all(
+                plain_sgd(group) and not _half(group["params"]) for group in self._twin.param_groups
+            )
         known = [(stage.optimizer.state, stage.optimizer.state.get(stage.weights[0])) for stage in self._stages]
         if not self._known or any(a is not c or b is not d for (a, b), (c, d) in zip(known, self._known, strict=True)):
             self._follow()
@@ -136,11 +138,16 @@ class Joint:
         ]
         pairs = [(mine, params) for mine, params in pairs if params]
         for mine, params in pairs:
-            if type(self._twin) in _FOREACH and not params[0].is_cuda and _looped(mine):
+            if type(self._twin) in _FOREACH and not params[0].is_cuda and not _half(params) and _looped(mine):
                 mine["foreach"] = True
         if pairs and all(mine == pairs[0][0] for mine, _ in pairs):
             return [{**pairs[0][0], "params": Bundle(w for _, params in pairs for w in params)}]
         return [{**mine, "params": Bundle(params)} for mine, params in pairs]
+
+
+def _half(params: Sequence[Tensor]) -> bool:
+    """Whether foreach rounds these otherwise than a loop: in 16 bits it does."""
+    return any(p.element_size() < 4 for p in params)
 
 
 def _looped(group: Group) -> bool:

@@ -20,6 +20,7 @@ from pipeback.inputs import (
     check_groups,
     check_numbers,
     check_optimizer,
+    check_outside,
     checked_factory,
     micro_batches,
 )
@@ -33,6 +34,7 @@ from pipeback.rehearsal import rehearse, rehearse_shape
 from pipeback.runtime import Batch, Inline, Loop, Messages, Runtime, Threads
 from pipeback.stage import OptimizerFactory, Stage, Value, cut
 from pipeback.timeline import in_flight
+from pipeback.watch import Watch
 from pipeback.worker import Worker
 
 FORMAT = 1  # of state_dict
@@ -51,13 +53,15 @@ class Pipeline:
     """Train `model` by pipelined backpropagation.
 
     model       nn.Sequential or list of modules, one stage each; the modules are trained in place
-    loss        (output, target) -> 0-d tensor, the mean over the micro-batch
+    loss        (output, target) -> 0-d tensor, the mean over the micro-batch; None: it is computed outside, between
+                `forward` and `backward`
     optimizer   parameters -> torch.optim.Optimizer, called once a stage
     method      a name of `pipeback.methods.available()` or a `Method`
     micro_batch_size  samples of a micro-batch, the last of a push may be short; None: what is pushed is one micro-batch
     workers     threads in this process that share the stages by measured time; None: one event loop, no thread
     store       None: weights stay on the device of their module
     clip_norm   largest gradient norm of a stage, applied to the averaged gradient before the method sees it
+    clip_value  largest absolute value in the averaged gradient, applied after clip_norm
     weights     "equal": micro-batches weigh equally, short ones too; "samples": by their number of samples
     check_finite  raise when a loss is NaN or infinite, naming micro-batch and stage, before its backward
     weight_functions  what to do when a graph saves a function of the weights (autocast, weight norm, masks), so that a
@@ -72,13 +76,14 @@ class Pipeline:
         self,
         model: nn.Module | Sequence[nn.Module],
         *,
-        loss: Callable[[Any, Any], Tensor],
+        loss: Callable[[Any, Any], Tensor] | None,
         optimizer: OptimizerFactory,
         method: str | Method = "cerebras",
         micro_batch_size: int | None = None,
         workers: int | None = None,
         store: None = None,
         clip_norm: float | None = None,
+        clip_value: float | None = None,
         weights: Literal["equal", "samples"] = "equal",
         check_finite: bool = False,
         weight_functions: Literal["refuse", "warn"] = "refuse",
@@ -88,11 +93,21 @@ class Pipeline:
         parts = split(model)
         self.method = methods.create(method) if isinstance(method, str) else method
         check_functions(self.method, loss, optimizer)
-        check_numbers(len(parts), micro_batch_size=micro_batch_size, workers=workers, clip_norm=clip_norm)
+        check_numbers(
+            len(parts),
+            micro_batch_size=micro_batch_size, workers=workers, clip_norm=clip_norm, clip_value=clip_value,
+        )  # fmt: skip
+        if loss is None:
+            check_outside(
+                workers=workers, micro_batch_size=micro_batch_size, weights=weights, check_finite=check_finite
+            )
         check_choices(store, weights=weights, weight_functions=weight_functions, order=order)
         self._model = model if isinstance(model, nn.Module) else nn.Sequential(*(part.module for part in parts))
         self._micro_batch_size, self._weights, self._order, self._seed = micro_batch_size, weights, order, seed
-        self._clip_norm, self._check_finite, self._workers = clip_norm, check_finite, workers
+        self._clip_norm, self._clip_value = clip_norm, clip_value
+        self._check_finite, self._workers = check_finite, workers
+        self._outside = loss is None
+        self._watch: Watch | None = None
         n = len(parts)
         self.method.check_stages(n)
         self.delays: list[int] = self.method.delays(n)
@@ -134,27 +149,87 @@ class Pipeline:
         until their backward is done.
         """
         with self._lock, torch.enable_grad():
-            self._open()
-            if torch.is_inference_mode_enabled():
-                raise RuntimeError("push trains, which inference mode forbids; call it outside torch.inference_mode()")
+            if self._outside:
+                raise RuntimeError("push needs a loss, but this pipeline has loss=None; call forward and backward")
             batches = micro_batches(x, y, self._micro_batch_size)
-            for stage in self._stages:
-                stage.check_weight(self._arrived)
-            self._rehearse(batches)
-            if not self._options.current(self.optimizers):
-                for stage in self._stages:
-                    check_groups(stage)
-                self._options = Options(self.optimizers)
-            assert self._runtime is not None
+            runtime = self._ready(batches)
             first = self._arrived
             self._arrived += len(batches)
-            losses = self._do(partial(self._runtime.push, first, batches, self._options))
+            losses = self._do(partial(runtime.push, first, batches, self._options))
             weigh = self._weights == "samples" and len(batches) > 1
             return losses([size for _, _, size in batches] if weigh else None)
 
+    def forward(self, x: Value, *, expected: int = 1) -> Value:
+        """F of one micro-batch x (N, …) at every stage, for a loss that is computed outside (`loss=None`).
+
+        Returns the model's output, cut from its graph and requiring a gradient: compute the loss from it,
+        differentiate, and give `backward` the output's gradient; `forget` lets the micro-batch fall instead.
+        expected: micro-batches until the next `step`, for methods that flush once a push; more than come is no harm.
+        """
+        with self._lock, torch.enable_grad():
+            self._one_by_one()
+            inline = self._ready(micro_batches(x, None, None))
+            assert isinstance(inline, Inline)
+            output = self._do(partial(inline.forward, x, self._options, expected))
+            for part in output if isinstance(output, tuple) else (output,):
+                if part.is_floating_point() or part.is_complex():
+                    part.requires_grad_()
+            return output
+
+    def backward(self, gradient: Value) -> None:
+        """B, wherever it may be done now, once the loss's gradient with respect to the output of `forward` is known.
+
+        gradient: shaped like the output (for a tuple, None where the loss does not depend on a part). The updates that
+        this makes due come with `step`, the next `forward`, or whatever quiesces the pipeline.
+        """
+        with self._lock, torch.enable_grad():
+            inline = self._went_ahead("backward")
+            self._arrived += 1
+            self._do(partial(inline.loop.backward, gradient))
+
+    def forget(self) -> None:
+        """Let the micro-batch of the last `forward` fall: no stage will see a backward or an update of it."""
+        with self._lock:
+            self._went_ahead("forget").loop.forget()
+
+    def step(self) -> None:
+        """Do the updates that are due. A method that flushes once a push ends its flush here, as after a push."""
+        with self._lock, torch.enable_grad():
+            self.wait()
+            if self._runtime is not None and self.method.flush_each_push:
+                self._do(self._runtime.drain)
+
+    def _one_by_one(self) -> None:
+        self._open()
+        if not self._outside:
+            raise RuntimeError("forward is for a pipeline built with loss=None; this one has a loss: call push")
+        if isinstance(self._runtime, Inline) and self._runtime.loop.ahead:
+            raise RuntimeError("forward was called twice; call backward or forget between")
+
+    def _went_ahead(self, what: str) -> Inline:
+        self._open()
+        if not isinstance(self._runtime, Inline) or not self._runtime.loop.ahead:
+            raise RuntimeError(f"{what} comes after forward, but no micro-batch has gone forward")
+        return self._runtime
+
+    def _ready(self, batches: Sequence[Batch]) -> Runtime:
+        """Everything checked and the runtime there, before a micro-batch is let in."""
+        self._open()
+        if torch.is_inference_mode_enabled():
+            raise RuntimeError("push trains, which inference mode forbids; call it outside torch.inference_mode()")
+        for stage in self._stages:
+            stage.check_weight(self._arrived)
+        self._rehearse(batches)
+        if not self._options.current(self.optimizers):
+            for stage in self._stages:
+                check_groups(stage)
+            self._options = Options(self.optimizers)
+        assert self._runtime is not None
+        return self._runtime
+
     def wait(self) -> None:
         """Quiesce: return when everything that data flow and programs allow has been done."""
-        with self._lock:
+        with self._lock, torch.enable_grad():
             self._open()
             if self._runtime is not None:
                 self._do(self._runtime.wait)
@@ -197,6 +272,11 @@ class Pipeline:
     # -- looking in ----------------------------------------------------------------------------------------------
 
     @property
+    def closed(self) -> bool:
+        """Whether an error or `close` has ended it; `load_state_dict` reopens it."""
+        return self._error is not None
+
+    @property
     def model(self) -> nn.Module:
         """The user's module with its newest weights (a list is given back as an nn.Sequential of its modules)."""
         self.wait()
@@ -228,6 +308,25 @@ class Pipeline:
         if self._runtime is not None:
             self._runtime.record(on)
 
+    def watch(self, on: bool = True) -> Watch:
+        """Follow micro-batches from now on, at one more copy of the weights: `Watch` says what it tells."""
+        if self._workers is not None:
+            raise ValueError("workers: watch needs the event loop; use workers=None")
+        self.wait()
+        watch = self._watch or Watch(len(self._stages))
+        self._watch = watch if on else None
+        if isinstance(self._runtime, Inline):
+            self._runtime.loop.worker.watch = self._watch
+        return watch
+
+    def clip(self, norm: float | None = None, value: float | None = None) -> None:
+        """Clip the updates that come otherwise than the pipeline was built to; those that are due are such."""
+        check_numbers(len(self._stages), clip_norm=norm, clip_value=value)
+        self._clip_norm, self._clip_value = norm, value
+        if isinstance(self._runtime, Inline):
+            worker = self._runtime.loop.worker
+            worker.clip_norm, worker.clip_value = norm, value
+
     @property
     def recorded(self) -> list[tuple[float, float, int, str, int]]:
         """What `record` measured: (start, end, stage, kind, micro-batch) in seconds, all workers on one clock."""
@@ -251,6 +350,8 @@ class Pipeline:
         """
         with self._lock:
             self.wait()
+            if isinstance(self._runtime, Inline) and self._runtime.loop.ahead:
+                raise RuntimeError("a micro-batch has gone forward; call backward or forget before taking the state")
             return self._state()
 
     def _state(self) -> dict[str, Any]:
@@ -404,13 +505,15 @@ class Pipeline:
         def loop(mine: Sequence[Stage], link: Any) -> Loop:
             worker = Worker(
                 mine, self.method, self.delays, link,
-                clip_norm=self._clip_norm, samples=self._weights == "samples", check_finite=self._check_finite,
+                clip_norm=self._clip_norm, clip_value=self._clip_value,
+                samples=self._weights == "samples", check_finite=self._check_finite,
             )  # fmt: skip
             order = Order(self.method.schedule, len(stages), policy=self._order, seed=self._seed)
             return Loop(worker, order, self.method)
 
         if self._workers is None:
             self._runtime = Inline(loop(stages, LocalLink()))
+            self._runtime.loop.worker.watch = self._watch
         else:
             owner = balance(self._seconds, self._workers)
             threads, cores = torch.get_num_threads(), os.cpu_count() or 1

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -20,7 +21,7 @@ from pipeback.lazy import LazyLoss
 from pipeback.ledger import Record
 from pipeback.link import Channels, Closed
 from pipeback.method import Method
-from pipeback.order import Order
+from pipeback.order import Order, Wave
 from pipeback.stage import Value
 from pipeback.worker import Worker
 
@@ -35,6 +36,8 @@ class Loop:
     def __init__(self, worker: Worker, order: Order, method: Method) -> None:
         self.worker, self.order, self.method = worker, order, method
         self.fresh = True  # the next micro-batch begins the schedule anew
+        self.ahead = False  # a micro-batch has gone forward that the order does not know yet
+        self._waves: Iterator[Wave] = iter(())  # what may still be done, from the updates that are due on
 
     def push(self, batches: Sequence[Batch], options: Options) -> None:
         """Let micro-batches in one by one, and do all that may then be done."""
@@ -57,9 +60,53 @@ class Loop:
 
     def drain(self) -> None:
         """Finish what is in flight; the schedule begins anew with the next micro-batch."""
+        self.settle()
         if not self.fresh:
             self.worker.run(self.order.close(self.order.arrived))
             self.fresh = True
+
+    # -- a micro-batch in three parts, for a loss that is computed outside -----------------------------------------
+
+    def forward(self, x: Value, options: Options, expected: int) -> None:
+        """F of the next micro-batch at every stage.
+
+        The order hears of it with the backward, so that it may be forgotten. Nothing can come before these forwards:
+        all that was allowed before has been done, and a stage downstream waits for them.
+        """
+        self.settle()
+        if self.fresh:
+            self._begin(expected)
+        worker, i = self.worker, self.order.arrived
+        worker.options[i] = options
+        worker.link.send("F", 0, i, x)
+        worker.run([Wave("F", [(s, i) for s in range(worker.count)])])
+        self.ahead = True
+
+    def forget(self) -> None:
+        """The micro-batch that has just gone forward gets no backward."""
+        for stage in self.worker.stages.values():
+            stage.flights.pop(self.order.arrived, None)
+        self.ahead = False
+
+    def backward(self, gradient: Value) -> None:
+        """The backwards that may be done now; the updates that follow are left to `settle`."""
+        worker, i = self.worker, self.order.arrived
+        worker.link.send("B", worker.count - 1, i, gradient)
+        self.ahead = False
+        waves = self.order.advance(i + 1)
+        kind, ops = next(waves)
+        if kind != "F" or len(ops) != worker.count:
+            raise RuntimeError(f"the schedule holds micro-batch {i} back; a forward must not wait for later arrivals")
+        for wave in waves:
+            if wave.kind == "U":
+                self._waves = chain([wave], waves)
+                break
+            worker.run([wave])
+
+    def settle(self) -> None:
+        """Do all that may be done."""
+        waves, self._waves = self._waves, iter(())
+        self.worker.run(waves)
 
     def _begin(self, pushed: int) -> None:
         order, worker = self.order, self.worker
@@ -92,7 +139,7 @@ class Inline:
     def __init__(self, loop: Loop) -> None:
         self.loop = loop
         self.owner = [0] * loop.worker.count
-        self.losses: dict[int, Tensor] = {}
+        self.losses: dict[int, Any] = {}  # where the loss is computed outside: outputs
         loop.worker.report = self.losses.__setitem__
 
     def push(self, first: int, batches: Sequence[Batch], options: Options) -> Read:
@@ -106,8 +153,12 @@ class Inline:
         losses = [self.losses.pop(i) for i in wanted]
         return lambda sizes: _mean(losses, sizes)
 
+    def forward(self, x: Value, options: Options, expected: int) -> Value:
+        self.loop.forward(x, options, expected)
+        return self.losses.pop(self.loop.order.arrived)
+
     def wait(self) -> None:
-        pass
+        self.loop.settle()
 
     def drain(self) -> None:
         self.loop.drain()

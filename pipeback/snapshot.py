@@ -165,11 +165,11 @@ def _named(stage: Stage) -> dict[str, dict[str, Tensor]]:
 
 
 def _put(tensors: Tensors, prefix: str, values: dict[str, Tensor]) -> None:
-    tensors.update({f"{prefix}/{name}": value.detach().clone() for name, value in values.items()})
+    tensors.update({f"{prefix}/{name}": inflight.replica(value) for name, value in values.items()})
 
 
 def _to(stage: Stage, tensor: Tensor) -> Tensor:
-    return tensor.clone() if stage.device is None else tensor.to(stage.device, copy=True)
+    return inflight.replica(tensor, stage.device)
 
 
 def _method_tensor(stage: Stage, name: str | None, tensors: Tensors) -> Tensor | None:
@@ -190,12 +190,12 @@ def _known(stage: Stage, leaves: tuple[Tensor, ...], target: Any) -> set[int]:
 def _save_value(tensors: Tensors, prefix: str, value: Any) -> Any:
     """Store a tensor or a tuple of tensors and Nones; returns its shape as JSON."""
     if isinstance(value, Tensor):
-        tensors[f"{prefix}/0"] = value.detach().clone()
+        tensors[f"{prefix}/0"] = inflight.replica(value)
         return "tensor"
     if isinstance(value, tuple):
         for n, part in enumerate(value):
             if isinstance(part, Tensor):
-                tensors[f"{prefix}/{n}"] = part.detach().clone()
+                tensors[f"{prefix}/{n}"] = inflight.replica(part)
         return ["tensor" if isinstance(part, Tensor) else _json(part, prefix) for part in value]
     return _json(value, prefix)
 

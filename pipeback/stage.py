@@ -55,6 +55,7 @@ class Stage:
     ) -> None:
         self.index, self.stages, self.module, self.name, self.loss = index, stages, module, name, loss
         self.last = index == stages - 1
+        self.judges = self.last and loss is not None  # its output is the loss
         self.label = f"stage {index} ({name})"
         self.seed = 0  # of the random stream, should the stage draw
         self.params = [p for p in module.parameters() if p.requires_grad]
@@ -91,13 +92,13 @@ class Stage:
     # -- the three operations ------------------------------------------------------------------------------------
 
     def forward(self, mb: int, x: Value, target: Any = None) -> Value:
-        """F(mb) on whatever the weights hold; returns the output (on the last stage the loss, without its graph)."""
+        """F(mb) on whatever the weights hold; returns the output, on the last stage (the loss) without its graph."""
         leaves, given = self.enter(x)
         output = self.run(given, target) if self.stream is None else self._drawing_run(given, target)
         self.flights[mb] = Flight(leaves, output, target, self.version, type(x) is tuple)
         if len(self.flights) > self.peak_flights:
             self.peak_flights = len(self.flights)
-        return output.detach() if self.last else output
+        return cut(output) if self.last else output
 
     def backward(self, mb: int, grad: Value = None) -> Value:
         """B(mb): adds to the gradients of the weights; returns the gradient of the input, shaped like the input."""
@@ -133,7 +134,7 @@ class Stage:
 
     def run(self, given: Value, target: Any) -> Value:
         """The module, and on the last stage the loss."""
-        if self.last and self.loss is not None:
+        if self.judges and self.loss is not None:
             return self.loss(self.module(given), target)
         return self.module(given)
 
@@ -165,7 +166,7 @@ class Stage:
                     roots.append(y)
                     seeds.append(g.to(y.device) if self.mixed else g)
         elif output.requires_grad:
-            if grad is None and self.last:
+            if grad is None and self.judges:
                 grad = torch.ones_like(output)
             if grad is not None:
                 roots.append(output)
@@ -179,26 +180,34 @@ class Stage:
             return tuple(x.grad for x in flight.leaves)
         return flight.leaves[0].grad
 
-    def average(self, clip_norm: float | None) -> None:
+    def average(self, clip_norm: float | None, clip_value: float | None = None) -> Tensor | None:
         """Divide the gradient sum once by the true count, clip it, and hand it to the optimizer.
 
-        The sum is what autograd left in the parameters' `.grad`, in micro-batch order.
+        The sum is what autograd left in the parameters' `.grad`, in micro-batch order. Returns whether the gradient was
+        clipped, as a 0-d tensor; None where nothing clips.
         """
         count, self.count = self.count, 0.0
-        if count == 1 and clip_norm is None:
+        if count == 1 and clip_norm is None and clip_value is None:
             for w, p in zip(self.weights, self.params, strict=True):
                 w.grad, p.grad = p.grad, None
-            return
+            return None
         grads = [p.grad for p in self.params]
         if count != 1:
             grads = [None if g is None else g / count for g in grads]
         there = [g for g in grads if g is not None]
+        clipped = None
         if clip_norm is not None and there:
             # not clip_grad_norm_, which would change a gradient that was just sent upstream
             scale = torch.clamp(clip_norm / (torch.nn.utils.get_total_norm(there) + 1e-6), max=1.0)
             grads = [None if g is None else g * scale.to(g.dtype) for g in grads]
+            clipped = scale < 1
+        if clip_value is not None and there:
+            over = torch.stack([(g.abs() > clip_value).any() for g in grads if g is not None]).any()
+            grads = [None if g is None else g.clamp(-clip_value, clip_value) for g in grads]
+            clipped = over if clipped is None else clipped | over
         for w, p, g in zip(self.weights, self.params, grads, strict=True):
             w.grad, p.grad = g, None
+        return clipped
 
     def check_weight(self, turn: int) -> None:
         """Raise if a weight is not what was built, at its place in memory: another one at every turn, for speed."""

@@ -20,6 +20,7 @@ from pipeback.method import Method, Past, Shift, overrides
 from pipeback.order import Wave
 from pipeback.stage import Flight, Stage, differentiate
 from pipeback.team import Team
+from pipeback.watch import Watch
 
 Ops = Sequence[tuple[int, int]]  # (stage, micro-batch)
 
@@ -39,13 +40,15 @@ class Worker:
         link: Link,
         *,
         clip_norm: float | None = None,
+        clip_value: float | None = None,
         samples: bool = False,
         check_finite: bool = False,
     ) -> None:
         self.stages = {stage.index: stage for stage in stages}
         self.count = stages[0].stages
         self.method, self.delays, self.link = method, delays, link
-        self.clip_norm, self.samples, self.check_finite = clip_norm, samples, check_finite
+        self.clip_norm, self.clip_value, self.samples, self.check_finite = clip_norm, clip_value, samples, check_finite
+        self.watch: Watch | None = None
         self.options: dict[int, Options] = {}  # by micro-batch, until the last own stage has gone forward
         self.entries: dict[int, int] = {}  # the version of stage 0 at which a micro-batch entered
         self.entered = 0  # updates of stage 0, seen in the order
@@ -108,7 +111,7 @@ class Worker:
                 stage = stages[s]
                 x = link.recv("F", s, i)
                 try:
-                    y = stage.forward(i, x, link.recv("Y", s, i) if stage.last else None)
+                    y = stage.forward(i, x, link.recv("Y", s, i) if stage.judges else None)
                 except Exception as error:
                     raise StageError(f"{stage.label}, micro-batch {i}: the forward failed: {error}") from error
                 flight = stage.flights[i]
@@ -116,12 +119,14 @@ class Worker:
                 flights.append(flight)
                 if not stage.last:
                     link.send("F", s + 1, i, y)
-                elif self.check_finite and not torch.isfinite(y):
+                elif self.check_finite and stage.judges and not torch.isfinite(y):
                     raise StageError(self._first_bad(i, y))
                 else:
                     self.report(i, y)
                 if s == self._last:
                     del self.options[i]
+            if self.watch is not None:
+                self.watch.forward([(stages[s], i) for s, i in ops])
         finally:
             if held:
                 with torch.no_grad():
@@ -141,6 +146,8 @@ class Worker:
         link, stages = self.link, self.stages
         versions: dict[int, int] = {}
         held: list[_Held] = []
+        if self.watch is not None:
+            self.watch.backward([(stages[s], i) for s, i in ops])
         if self._backward_hook:
             with torch.no_grad():
                 held, versions = self._hold_backward(ops)
@@ -149,7 +156,7 @@ class Worker:
         flights = []
         for s, i in ops:
             stage = stages[s]
-            grad = None if stage.last else link.recv("B", s, i)
+            grad = None if stage.judges else link.recv("B", s, i)
             if self.samples and stage.last:
                 grad = torch.full_like(stage.flights[i].output, self.sizes[i])
             flights.append(stage.begin_backward(i, grad, roots, seeds))
@@ -183,7 +190,9 @@ class Worker:
         with torch.no_grad():
             for stage, (_, i) in zip(stages, ops, strict=True):
                 try:
-                    stage.average(self.clip_norm)
+                    clipped = stage.average(self.clip_norm, self.clip_value)
+                    if self.watch is not None:
+                        self.watch.before_update(stage, clipped)
                 except Exception as error:
                     raise StageError(f"{stage.label}, micro-batch {i}: the update failed: {error}") from error
                 if self.stash:
@@ -201,6 +210,8 @@ class Worker:
             stage.version += 1
             for w in stage.weights:
                 w.grad = None
+            if self.watch is not None:
+                self.watch.after_update(stage)
 
     def _step(self, team: Team, mb: int) -> None:
         options = [stage.options for stage in team.stages]

@@ -56,6 +56,11 @@ def create(name: str, **options: Any) -> Method:
     return method
 
 
+def options(name: str) -> dict[str, inspect.Parameter]:
+    """The options that `create(name)` takes, by name, with their defaults."""
+    return dict(inspect.signature(_find(name)).parameters)
+
+
 def _find(name: str) -> Callable[..., Any]:
     if name in _OURS:
         module, _, attribute = _OURS[name].partition(":")

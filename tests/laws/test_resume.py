@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import pipeback
+from pipeback import inflight
 from tests.laws.cases import CASES, OPTIMIZERS, STAGES, allowed, data, everything, network, pipeline
 
 CHILD = """
@@ -183,3 +184,34 @@ def test_rates_remembered_in_flight_are_saved():
     assert other.optimizers[0].param_groups[0]["lr"] == 0.05 / 11
     train(other, 11, 20)
     assert torch.equal(everything(whole), everything(other))
+
+
+@pytest.mark.parametrize("case", ["pb", "pipedream", "gpipe-4", "one_f_one_b-3"])
+def test_slices_of_a_batch_in_flight(case):
+    """A slice seldom begins where an allocation does, and kernels round otherwise at other places."""
+    generator = torch.Generator().manual_seed(3)
+    batches = [(torch.randn(15, 6, generator=generator), torch.randn(15, 6, generator=generator)) for _ in range(4)]
+    whole, first, second = (pipeline(network(), CASES[case](STAGES), micro_batch_size=3) for _ in range(3))
+    for x, y in batches:
+        whole.push(x, y)
+    for x, y in batches[:2]:
+        first.push(x, y)
+    second.load_state_dict(first.state_dict())
+    for x, y in batches[2:]:
+        second.push(x, y)
+    assert torch.equal(everything(whole), everything(second))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda t: t[3:5], lambda t: t[:, 1], lambda t: t.t(), lambda t: t[2].expand(4, 9), lambda t: t[0, 0],
+        lambda t: t[:0], lambda t: t[1:, 2:5],
+    ],
+)  # fmt: skip
+def test_replicas_lie_where_the_original_does(make):
+    original = make(torch.randn(9, 9))
+    copy = inflight.replica(original)
+    assert torch.equal(original, copy) and original.stride() == copy.stride()
+    assert original.data_ptr() % 64 == copy.data_ptr() % 64
+    assert original.untyped_storage().data_ptr() != copy.untyped_storage().data_ptr()

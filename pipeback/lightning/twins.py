@@ -1,0 +1,88 @@
+"""The optimizer of the LightningModule, shared out: one optimizer a stage with the same options and the same state.
+
+The user's optimizer stays what schedulers, monitors and checkpoints see. Its state dictionaries are those of the
+stages' optimizers, the very same objects; its options are copied to them when they change.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Twins:
+    """The optimizers of the stages: call it with the weights of a stage, in the order of the stages."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        # the pipeline's weights are other parameters on the same memory
+        self._known = {p.data_ptr(): (g, p) for g, p in self._pairs() if p.numel()}
+        self._made: list[tuple[Any, list[tuple[Tensor, nn.Parameter]], list[int]]] = []
+        self._options = self._current()
+
+    def __call__(self, weights: list[Tensor]) -> torch.optim.Optimizer:
+        """A twin over `weights`."""
+        original = self.optimizer
+        twin: Any = object.__new__(type(original))
+        twin.__dict__.update(original.__dict__)
+        twin.__dict__.pop("step", None)  # a scheduler's wrapper is bound to the original
+        for hooks in [name for name in twin.__dict__ if name.startswith("_optimizer_") and name.endswith("_hooks")]:
+            twin.__dict__[hooks] = OrderedDict()  # the user's hooks hear of the original's steps
+        groups: dict[int, list[Tensor]] = {}
+        pairs = []
+        for w in weights:
+            g, p = self._known.get(w.data_ptr(), (0, None))
+            groups.setdefault(g, []).append(w)
+            if p is not None:
+                pairs.append((w, p))
+        numbers = sorted(groups)
+        twin.param_groups = [{"params": groups[g], **self._options[g]} for g in numbers]
+        self._made.append((twin, pairs, numbers))
+        self._share(twin, pairs)
+        return twin
+
+    def follow(self) -> None:
+        """Hand options that have changed since, a scheduler's rate for example, to every stage."""
+        now = self._current()
+        if now != self._options:
+            self._options = now
+            for twin, _, numbers in self._made:
+                for group, g in zip(twin.param_groups, numbers, strict=True):
+                    group.update(now[g])
+
+    def give(self) -> None:
+        """After a state was loaded into the original: the twins' state is that."""
+        for twin, pairs, _ in self._made:
+            self._share(twin, pairs)
+        self.follow()
+
+    def take(self) -> None:
+        """After a state was loaded into the twins: the original's state is that."""
+        for twin, pairs, _ in self._made:
+            for w, p in pairs:
+                self.optimizer.state[p] = twin.state[w]
+        self._options = []  # theirs are those of the last micro-batch; a scheduler may have moved on since
+        self.follow()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The original's, as if it had made the steps."""
+        found = self.optimizer.state_dict()
+        # a parameter that was never stepped has no state in plain training, here an empty one
+        return {**found, "state": {n: state for n, state in found["state"].items() if state}}
+
+    def _share(self, twin: Any, pairs: list[tuple[Tensor, nn.Parameter]]) -> None:
+        twin.state = defaultdict(dict)
+        for w, p in pairs:
+            twin.state[w] = self.optimizer.state[p]
+
+    def _pairs(self) -> list[tuple[int, nn.Parameter]]:
+        return [(g, p) for g, group in enumerate(self.optimizer.param_groups) for p in group["params"]]
+
+    def _current(self) -> list[dict[str, Any]]:
+        return [
+            {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
+            for group in self.optimizer.param_groups
+        ]

@@ -1,0 +1,88 @@
+"""Watch: staleness in numbers. Now and then one micro-batch is followed through every stage.
+
+    gap_s = ‖w_now − w_used‖    w_used what F(i) ran on, predictions included; w_now the newest weights when B(i) comes
+
+It keeps a copy of w_used from F to B, so a watched pipeline holds one copy of the weights more. It changes no bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pipeback.bundle import Weights
+from pipeback.stage import Stage
+
+
+class Watch:
+    """What was last seen of every stage; NaN where nothing has been yet.
+
+    gap, update  Euclidean norms: of w_now − w_used of the followed micro-batch, and of the change by the next update
+    delay        own updates between F and B of the followed micro-batch, as it happened
+    clip_share   share of the updates since `follow` whose gradient was clipped
+    """
+
+    def __init__(self, stages: int) -> None:
+        nan = math.nan
+        self.gap, self.update, self.delay = [nan] * stages, [nan] * stages, [nan] * stages
+        self._clips: list[list[Tensor]] = [[] for _ in range(stages)]
+        self._updates = [0] * stages
+        self._follow = False
+        self._mb = -1
+        self._used: dict[int, tuple[int, Weights]] = {}  # version and weights of F, by stage
+        self._measure: set[int] = set()  # stages whose next update is measured
+        self._before: dict[int, Weights] = {}
+
+    def follow(self) -> None:
+        """Follow the next micro-batch to enter, and measure the next update of every stage."""
+        self._follow = not self._used  # one at a time: the last may still be on its way
+        self._measure = set(range(len(self.gap)))
+        self._clips = [[] for _ in self.gap]
+        self._updates = [0] * len(self.gap)
+
+    @property
+    def clip_share(self) -> list[float]:
+        """Of every stage."""
+        return [
+            float(torch.stack(clips).float().sum()) / updates if clips else 0.0 if updates else math.nan
+            for clips, updates in zip(self._clips, self._updates, strict=True)
+        ]
+
+    # -- told by the worker: F while its weights are in place, B while the newest still are ------------------------
+
+    def forward(self, ops: Sequence[tuple[Stage, int]]) -> None:
+        for stage, mb in ops:
+            if self._follow and stage.index == 0:
+                self._follow, self._mb = False, mb
+            if mb == self._mb:
+                self._used[stage.index] = stage.version, [w.detach().clone() for w in stage.weights]
+
+    def backward(self, ops: Sequence[tuple[Stage, int]]) -> None:
+        for stage, mb in ops:
+            if mb == self._mb and stage.index in self._used:
+                version, used = self._used.pop(stage.index)
+                self.delay[stage.index] = stage.version - version
+                self.gap[stage.index] = _distance(stage.weights, used)
+
+    def before_update(self, stage: Stage, clipped: Tensor | None) -> None:
+        self._updates[stage.index] += 1
+        if clipped is not None:
+            self._clips[stage.index].append(clipped)
+        if stage.index in self._measure:
+            self._measure.discard(stage.index)
+            self._before[stage.index] = [w.detach().clone() for w in stage.weights]
+
+    def after_update(self, stage: Stage) -> None:
+        before = self._before.pop(stage.index, None)
+        if before is not None:
+            self.update[stage.index] = _distance(stage.weights, before)
+
+
+def _distance(a: Weights, b: Weights) -> float:
+    if not a:
+        return math.nan
+    with torch.no_grad():
+        return math.sqrt(sum(float((x - y).double().square().sum()) for x, y in zip(a, b, strict=True)))

@@ -1,0 +1,208 @@
+"""Laws: fit without delay is plain Lightning, fit with any method is Pipeline.push, bit for bit."""
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.optim.lr_scheduler import OneCycleLR, StepLR
+
+import pipeback
+from pipeback import methods
+from tests.laws.cases import CASES, OPTIMIZERS, STAGES, allowed, network
+from tests.lightning.cases import Regression, loader, strategy, trainer, weights
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("method", ["sgd", "gpipe", "one_f_one_b"])
+def test_no_delay_is_plain_lightning(method, optimizer):
+    plain, ours = Regression(optimizer=optimizer), Regression(optimizer=optimizer)
+    trainer().fit(plain, loader())
+    trainer(strategy(method)).fit(ours, loader())
+    assert torch.equal(torch.stack(plain.losses), torch.stack(ours.losses))
+    assert torch.equal(weights(plain), weights(ours))
+
+
+SCHEDULERS = {
+    "by epoch": lambda o: StepLR(o, 1, 0.5),
+    "by step": lambda o: {"scheduler": OneCycleLR(o, 0.05, total_steps=24), "interval": "step"},
+    "every second step": lambda o: {"scheduler": StepLR(o, 2, 0.7), "interval": "step", "frequency": 2},
+}
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
+def test_schedulers_without_delay(scheduler, optimizer, recwarn):
+    found = [Regression(optimizer=optimizer, scheduler=SCHEDULERS[scheduler]) for _ in range(2)]
+    for module, where in zip(found, (None, strategy("sgd")), strict=True):
+        trainer(where).fit(module, loader())
+    assert torch.equal(weights(found[0]), weights(found[1]))
+    assert not [w for w in recwarn if "lr_scheduler.step" in str(w.message)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_method_is_push(case):
+    batches = list(loader())
+    pipe = pipeback.Pipeline(network(), loss=mse_loss, optimizer=OPTIMIZERS["momentum"], method=CASES[case](STAGES))
+    losses = [pipe.push(x, y) for _ in range(2) for x, y in batches]
+    pipe.drain()
+    module = Regression()
+    trainer(strategy(CASES[case](STAGES))).fit(module, loader())
+    assert torch.equal(torch.stack(losses), torch.stack(module.losses))
+    for a, b in zip(pipe.model.parameters(), module.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if allowed(case, "adam")])
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_every_method_is_push_on_slices(case, size):
+    """micro_batch_size=n: the same cuts, the short ones and the methods that flush with the batch included."""
+    batches = list(loader(samples=5))
+    pipe = pipeback.Pipeline(
+        network(), loss=mse_loss, optimizer=OPTIMIZERS["adam"], method=CASES[case](STAGES), micro_batch_size=size
+    )
+    for x, y in batches + batches:
+        pipe.push(x, y)
+    pipe.drain()
+    module = Regression(optimizer="adam")
+    trainer(strategy(CASES[case](STAGES), micro_batch_size=size)).fit(module, loader(samples=5))
+    for a, b in zip(pipe.model.parameters(), module.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_rates_reach_slices_as_in_push():
+    def cycle(opt):
+        return OneCycleLR(opt, 0.05, total_steps=24)
+
+    batches = list(loader(samples=4))
+    pipe = pipeback.Pipeline(
+        network(), loss=mse_loss, optimizer=OPTIMIZERS["momentum"], method="cerebras", micro_batch_size=1
+    )
+    schedulers = [cycle(opt) for opt in pipe.optimizers]
+    for x, y in batches + batches:
+        pipe.push(x, y)
+        for scheduler in schedulers:
+            scheduler.step()
+    pipe.drain()
+    module = Regression(scheduler=lambda o: {"scheduler": cycle(o), "interval": "step"})
+    trainer(strategy("cerebras", micro_batch_size=1)).fit(module, loader(samples=4))
+    for a, b in zip(pipe.model.parameters(), module.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(("accumulate", "size"), [(2, None), (4, None), (3, None), (5, None), (2, 2), (5, 1)])
+@pytest.mark.parametrize("method", ["gpipe", "one_f_one_b"])
+def test_accumulation_flushes_with_the_optimizer_step(method, accumulate, size):
+    """Twelve batches an epoch: with 5, the last flush of an epoch is short."""
+    batches = list(loader(samples=4))
+    pipe = pipeback.Pipeline(
+        network(), loss=mse_loss, optimizer=OPTIMIZERS["momentum"], method=method, micro_batch_size=size or 4
+    )
+    for _ in range(2):
+        for n in range(0, 12, accumulate):
+            x, y = (torch.cat(part) for part in zip(*batches[n : n + accumulate], strict=True))
+            pipe.push(x, y)
+    module = Regression()
+    trainer(strategy(method, micro_batch_size=size), accumulate_grad_batches=accumulate).fit(module, loader(samples=4))
+    for a, b in zip(pipe.model.parameters(), module.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_accumulation_of_a_power_of_two_is_plain_lightnings():
+    """Lightning divides each loss, the pipeline the sum: the same bits where the division is exact."""
+    plain, ours = Regression(), Regression()
+    trainer(accumulate_grad_batches=4).fit(plain, loader())
+    trainer(strategy("gpipe"), accumulate_grad_batches=4).fit(ours, loader())
+    assert torch.equal(weights(plain), weights(ours))
+
+
+@pytest.mark.parametrize(("name", "size"), [("pipedream_2bw", None), ("pipedream_2bw", 2), ("pipemare", None)])
+def test_accumulation_sets_the_interval_of_methods_that_count(name, size):
+    options = {"anneal": 10} if name == "pipemare" else {}
+    micro_batches = 6 if size is None else 12
+    method = methods.create(name, micro_batches=micro_batches, **options)
+    batches = list(loader(samples=4))
+    pipe = pipeback.Pipeline(
+        network(), loss=mse_loss, optimizer=OPTIMIZERS["momentum"], method=method, micro_batch_size=size
+    )
+    for x, y in batches + batches:
+        pipe.push(x, y)
+    pipe.drain()
+    module = Regression()
+    given = method if options else name  # by name, the interval is Lightning's alone
+    trainer(strategy(given, micro_batch_size=size), accumulate_grad_batches=6).fit(module, loader(samples=4))
+    for a, b in zip(pipe.model.parameters(), module.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+@pytest.mark.parametrize("size", [None, 1])
+def test_clipping_is_a_stages_own(algorithm, size):
+    batches = list(loader())
+    pipe = pipeback.Pipeline(
+        network(), loss=mse_loss, optimizer=OPTIMIZERS["momentum"], method="pb", micro_batch_size=size,
+        **{f"clip_{algorithm}": 0.01},
+    )  # fmt: skip
+    for x, y in batches + batches:
+        pipe.push(x, y)
+    pipe.drain()
+    module = Regression()
+    trainer(strategy(micro_batch_size=size), gradient_clip_val=0.01, gradient_clip_algorithm=algorithm).fit(
+        module, loader()
+    )
+    for a, b in zip(pipe.model.parameters(), module.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_clipping_one_stage_is_plain_lightnings():
+    found = [Regression(nn.Sequential(network())) for _ in range(2)]
+    for module, where in zip(found, (None, strategy("pb")), strict=True):
+        trainer(where, gradient_clip_val=0.05, gradient_clip_algorithm="value").fit(module, loader())
+    assert torch.equal(weights(found[0]), weights(found[1]))
+
+
+def test_groups_and_their_rates():
+    class Grouped(Regression):
+        def configure_optimizers(self):
+            first, rest = self.model[0].parameters(), self.model[1:].parameters()
+            biases = [p for p in rest if p.dim() == 1]
+            others = [p for m in self.model[1:] for p in m.parameters() if p.dim() > 1]
+            groups = [{"params": others}, {"params": list(first), "lr": 0.001}, {"params": biases, "weight_decay": 0.0}]
+            return torch.optim.SGD(groups, lr=0.02, momentum=0.9, weight_decay=1e-2)
+
+    plain, ours = Grouped(), Grouped()
+    trainer().fit(plain, loader())
+    trainer(strategy("sgd")).fit(ours, loader())
+    assert torch.equal(weights(plain), weights(ours))
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "64-true", "bf16-mixed"])
+def test_precision_without_delay_is_plain_lightnings(precision):
+    plain, ours = Regression(), Regression()
+    trainer(precision=precision).fit(plain, loader())
+    trainer(strategy("sgd"), precision=precision).fit(ours, loader())
+    assert torch.equal(weights(plain), weights(ours))
+
+
+def test_bf16_true_with_delay_is_push():
+    batches = list(loader())
+    pipe = pipeback.Pipeline(network().bfloat16(), loss=mse_loss, optimizer=OPTIMIZERS["momentum"], method="pb")
+    for x, y in batches + batches:
+        pipe.push(x.bfloat16(), y.bfloat16())
+    pipe.drain()
+    module = Regression()
+    trainer(strategy("pb"), precision="bf16-true").fit(module, loader())
+    for a, b in zip(pipe.model.parameters(), module.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_mixed_precision_with_a_stash():
+    module = Regression()
+    trainer(strategy("pipedream"), precision="bf16-mixed").fit(module, loader())
+    assert torch.isfinite(weights(module)).all() and module.losses[-1].dtype == torch.float32
+
+
+def test_the_name_is_registered():
+    found = pl.Trainer(strategy="pipeback", accelerator="cpu", logger=False, enable_checkpointing=False)
+    assert isinstance(found.strategy, pipeback.lightning.PipelineStrategy)
+    assert found.strategy.method == "cerebras"
