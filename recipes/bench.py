@@ -6,16 +6,21 @@
 1. One process, one thread, 20 stages of width 64, micro-batch 1: a push of 150 over the plain PyTorch loop.
 2. Two threads on two cores against two independent single-process copies that run at once.
 3. Weight copies and method state, measured and declared; memory after 100 and after 10,000 micro-batches.
+4. Lightning with the pipeback strategy, batches of 64 cut into 64 micro-batches: samples a second over Pipeline.push's.
+5. `import pipeback` beyond `import torch`.
 """
 
 from __future__ import annotations
 
 import gc
+import logging
 import multiprocessing
 import os
 import statistics
+import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -78,6 +83,10 @@ def main() -> None:
     two_threads(repeats)
     print()
     memory()
+    print()
+    under_lightning(repeats)
+    print()
+    imports(repeats)
 
 
 def event_loop(repeats: int, count: int = 150) -> None:
@@ -191,6 +200,78 @@ def memory(stages: int = 20) -> None:
             pipe.push(x, y)
         held.append(alive())
     print(f"\ntensors held after 100 micro-batches: {held[0]:,} bytes; after 10,000: {held[1]:,} bytes")
+
+
+def under_lightning(repeats: int, count: int = 8) -> None:
+    """One fit; after every batch the same batch is pushed into a pipeline of its own, so that both are paired."""
+    import lightning.pytorch as pl
+
+    from pipeback.lightning import PipelineMonitor, PipelineStrategy
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = network()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            x, y = batch
+            loss = cross_entropy(self.model(x), y)
+            self.log("train/loss", loss)
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return sgd(self.parameters())
+
+    class Paired(pl.Callback):
+        def __init__(self, pipe: pipeback.Pipeline) -> None:
+            self.pipe, self.fit, self.push = pipe, [], []  # type: ignore[var-annotated]
+            self.began = 0.0
+
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            middle = time.perf_counter()
+            self.pipe.push(*batch)
+            end = time.perf_counter()
+            if batch_idx >= count:  # the first are a warm-up
+                self.fit.append(middle - self.began)
+                self.push.append(end - middle)
+            self.began = time.perf_counter()
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    torch.manual_seed(0)
+    batches: Any = [(torch.randn(64, 64), torch.randint(0, 10, (64,))) for _ in range(count * (repeats + 1))]
+    print("Lightning with the strategy, 64 micro-batches of one sample a batch, 20 stages of width 64")
+    for name in ("pb", "cerebras"):
+        for watched in (False, True):
+            paired = Paired(pipeline(name, micro_batch_size=1))
+            callbacks = [PipelineMonitor(), paired] if watched else [paired]
+            quiet: dict[str, Any] = {
+                "accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False, "max_epochs": 1,
+                "enable_progress_bar": False, "enable_model_summary": False, "callbacks": callbacks,
+            }  # fmt: skip
+            where = PipelineStrategy(create(name, 20), micro_batch_size=1)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of a loader without workers, of a run without a log
+                pl.Trainer(strategy=where, **quiet).fit(Module(), torch.utils.data.DataLoader(batches, batch_size=None))
+            ratios = [
+                sum(paired.push[n : n + count]) / sum(paired.fit[n : n + count])
+                for n in range(0, len(paired.fit), count)
+            ]
+            label = name + (" with PipelineMonitor" if watched else "")
+            print(f"{label:<32}{statistics.median(ratios):.2f} of Pipeline.push's samples/s "
+                  f"({min(ratios):.2f} … {max(ratios):.2f})")  # fmt: skip
+
+
+def imports(repeats: int) -> None:
+    """Seconds of an import in a new process, torch there already."""
+    code = (
+        "import time, torch; a = time.perf_counter(); import pipeback; pipeback.Pipeline; b = time.perf_counter(); "
+        "print(b - a)"
+    )
+    some = [
+        float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+        for _ in range(min(repeats, 5))
+    ]
+    print(f"import pipeback, with its Pipeline, beyond import torch: {statistics.median(some) * 1e3:.0f} ms")
 
 
 def alive() -> int:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from pipeback.inflight import nodes
 from pipeback.partition import balance
 
 
@@ -31,7 +32,7 @@ def find(module: nn.Module, nominated: str, stages: Any) -> Body:
     while not _sequence(body):
         holders = [(n, child) for n, child in body.named_children() if _trainable(child)]
         own = [n for n, p in body.named_parameters(recurse=False) if p.requires_grad]
-        if len(holders) != 1 or own:
+        if len(holders) != 1 or own or isinstance(body, nn.Sequential):
             raise TypeError(_no_sequence(name, body, own, [n for n, _ in holders]))
         name, body = f"{name}.{holders[0][0]}", holders[0][1]
     parts = _stages(name, body)
@@ -82,6 +83,16 @@ def check_chain(body: Body, x: Any) -> None:
         raise ValueError(
             f"{body.name}.pipeline_stages() does not compute what {type(body.module).__name__}.forward does; return "
             "the modules in the order in which they run, and put what happens between them into modules, too"
+        )
+
+
+def check_loss(body: Body, loss: Tensor, output: Any) -> None:
+    """Raise unless the loss has been computed from the output of the pipeline."""
+    leaves = {id(part) for part in (output if isinstance(output, tuple) else (output,))}
+    if not any(id(getattr(node, "variable", None)) in leaves for node in nodes([loss])):
+        raise ValueError(
+            f"the loss that training_step returned does not depend on the output of self.{body.name}; compute it from "
+            "the output with differentiable operations"
         )
 
 

@@ -14,13 +14,14 @@ class Interval:
     they were built with a number. The others update after every micro-batch.
     """
 
-    def __init__(self, method: str | Method, micro_batch_size: int | None) -> None:
-        self._given, self._size = method, micro_batch_size
+    def __init__(self, method: str | Method) -> None:
+        self._given = method
         self._batches: int | None = None  # accumulate_grad_batches, where it must not change
 
-    def known(self, batches: int) -> bool:
-        """Whether the method can be built before the first batch shows how many micro-batches it has."""
-        return self._size is None or not self._counts()
+    @property
+    def known(self) -> bool:
+        """Whether the method can be built before the first batch shows how many micro-batches make an update."""
+        return not self._counts()
 
     def method(self, batches: int, per_batch: int) -> Method:
         """The method for `accumulate_grad_batches=batches` and `per_batch` micro-batches a batch."""

@@ -94,7 +94,7 @@ class PipelineStrategy(SingleDeviceStrategy):
         self._pipe: Pipeline | None = None
         self._twins: Twins | None = None
         self._interval: Interval | None = None
-        self._per_batch = 1  # micro-batches of a batch, when the pipeline was built
+        self._update = (1, 1)  # batches an update, and micro-batches a batch, that the pipeline was built for
         self._loss: Tensor | None = None  # what training_step returned
         self._output: Any = None  # of the model, cut from its graph; its gradient goes to the last stage
         self._sums: list[tuple[Tensor, Tensor]] = []  # gradients of groups under way, hidden from Lightning
@@ -149,10 +149,10 @@ class PipelineStrategy(SingleDeviceStrategy):
         assert self.lightning_module is not None
         (optimizer,) = self.optimizers
         body.check_outside(self.lightning_module, self._found, optimizer)
-        self._interval = Interval(self.method, self.micro_batch_size)
+        self._interval = Interval(self.method)
         self.precision_plugin.clip_gradients = self._clip_gradients  # type: ignore[method-assign]
-        if self._interval.known(trainer.accumulate_grad_batches):
-            self._build(trainer, 1)
+        if self._interval.known:
+            self._build(trainer.accumulate_grad_batches, 1)
 
     def _check_trainer(self, trainer: Trainer) -> None:
         module = self.lightning_module
@@ -173,6 +173,7 @@ class PipelineStrategy(SingleDeviceStrategy):
             )
         self._found = body.find(module, self.module, self.stages)
         self._chain_unknown = not isinstance(self._found.module, torch.nn.Sequential)
+        self._depends_unknown = True
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         try:
@@ -187,10 +188,11 @@ class PipelineStrategy(SingleDeviceStrategy):
                 "cannot; use SGD or Adam"
             )
 
-    def _build(self, trainer: Trainer, per_batch: int) -> None:
-        """The pipeline over the stages that were found. per_batch: micro-batches a batch."""
-        assert self._interval is not None
-        method = self._interval.method(trainer.accumulate_grad_batches, per_batch)
+    def _build(self, batches: int, per_batch: int) -> None:
+        """The pipeline over the stages that were found, for updates of so many batches and micro-batches a batch."""
+        assert self._interval is not None and self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        method = self._interval.method(batches, per_batch)
         found = self._found
         precision = self.precision_plugin
         if isinstance(precision, MixedPrecision) and method.copies != "stash" and any(method.delays(len(found.stages))):
@@ -200,10 +202,11 @@ class PipelineStrategy(SingleDeviceStrategy):
                 'method="pipedream"'
             )
         twins = Twins(self.optimizers[0])
-        whole = found.module if list(found.module.children()) == found.stages else found.stages
+        as_written = isinstance(found.module, torch.nn.Sequential) and list(found.module) == found.stages
+        whole = found.module if as_written else found.stages
         norm, value = _trainers_clip(trainer)
         self._pipe = Pipeline(whole, loss=None, optimizer=twins, method=method, clip_norm=norm, clip_value=value)
-        self._twins, self._per_batch = twins, per_batch
+        self._twins, self._update = twins, (batches, per_batch)
 
     # -- a training step -----------------------------------------------------------------------------------------
 
@@ -219,7 +222,7 @@ class PipelineStrategy(SingleDeviceStrategy):
         size = self.micro_batch_size
         cut = [(batch, 0)] if size is None else slices.cut(batch, size)
         if self._pipe is None:
-            self._build(trainer, len(cut))
+            self._build(trainer.accumulate_grad_batches, len(cut))
         self._interval.check(trainer.accumulate_grad_batches)
         assert self._pipe is not None and self._twins is not None
         self._twins.follow()
@@ -266,6 +269,9 @@ class PipelineStrategy(SingleDeviceStrategy):
                 "micro-batch has gone forward; return the loss, a 0-d tensor or a dictionary with it under 'loss' (to "
                 "leave a batch out, return -1 from on_train_batch_start or take it out of the data)"
             )
+        if self._depends_unknown:
+            body.check_loss(self._found, loss, self._output)
+            self._depends_unknown = False
         return output
 
     def _many(self, cut: list[tuple[Any, int]], rest: tuple[Any, ...], kwargs: dict[str, Any], expected: int) -> Any:
@@ -475,7 +481,7 @@ class PipelineStrategy(SingleDeviceStrategy):
             state = self.pipeline.state_dict()
         stages = [{k: v for k, v in tensors.items() if not k.startswith(KEPT)} for tensors in state["stages"]]
         return {
-            "per_batch": self._per_batch,
+            "update": list(self._update),
             "mid_epoch": mid_epoch,
             "random": randomness.save(),
             "state": {**state, "stages": stages},
@@ -486,7 +492,10 @@ class PipelineStrategy(SingleDeviceStrategy):
         assert self.lightning_module is not None
         section = checkpoint.get(KEY)
         if self._pipe is None:
-            self._build(self.lightning_module.trainer, 1 if section is None else section["per_batch"])
+            if section is None:
+                self._build(self.lightning_module.trainer.accumulate_grad_batches, 1)
+            else:
+                self._build(*section["update"])
         assert self._pipe is not None and self._twins is not None
         self._twins.give()
         if section is None:
