@@ -14,9 +14,13 @@ FLOORS = [
     ["events", "schedules", "order", "timeline", "ledger"],
     [
         "bundle", "method", "momentum", "lazy", "link", "partition", "inflight",
-        "stage", "joint", "team", "worker", "snapshot", "runtime", "rehearsal", "inputs",
+        "stage", "joint", "team", "watch", "worker", "snapshot", "runtime", "rehearsal", "inputs",
     ],
     ["methods", "pipeline", "draw"],
+]  # fmt: skip
+# floor 3, which nothing below imports
+LIGHTNING = [
+    "private", "randomness", "registry", "body", "interval", "twins", "slices", "fit", "strategy", "monitor",
 ]  # fmt: skip
 RANK = {name: n for n, name in enumerate(name for floor in FLOORS for name in floor)}
 
@@ -37,7 +41,9 @@ def imports(path):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
             yield from (
-                [f"pipeback.{alias.name}" for alias in node.names] if node.module == "pipeback" else [node.module]
+                [f"{node.module}.{alias.name}" for alias in node.names]
+                if node.module in ("pipeback", "pipeback.lightning")
+                else [node.module]
             )
 
 
@@ -50,6 +56,14 @@ def test_imports_point_down(path):
         if name.startswith("pipeback."):
             other = name.split(".")[1]
             assert RANK[other] < RANK[path.stem], f"{path.stem} imports {other}, which is not below it"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "lightning").glob("[a-z]*.py")), ids=lambda path: path.name)
+def test_lightning_stands_on_top(path):
+    for name in imports(path):
+        if name.startswith("pipeback.lightning"):
+            other = name.split(".")[2]
+            assert LIGHTNING.index(other) < LIGHTNING.index(path.stem), f"{path.stem} imports {other}, not below it"
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "methods").glob("[a-z]*.py")), ids=lambda path: path.name)
@@ -76,7 +90,7 @@ assert "Pipeline" in dir(pipeback) and "torch" not in sys.modules
 
 
 def test_the_core_needs_torch_alone():
-    others = ["matplotlib", "hydra", "omegaconf", "lightning", "wandb", "sklearn", "rich", "jinja2"]
+    others = ["matplotlib", "hydra", "omegaconf", "lightning", "wandb", "sklearn", "rich", "jinja2", "torchmetrics"]
     code = f"""
 import sys, torch
 old = set(sys.modules)

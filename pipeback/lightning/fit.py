@@ -1,0 +1,297 @@
+"""What one `fit` does with its pipeline: F, B and U where Lightning calls for them."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from pipeback.lightning import body, private, randomness, slices
+from pipeback.lightning.body import Body
+from pipeback.lightning.interval import Interval
+from pipeback.lightning.twins import Twins
+from pipeback.method import Method
+from pipeback.pipeline import Pipeline
+
+KEPT = ("weight/", "buffer/", "optimizer/")  # what a checkpoint holds anyway: the model's state and the optimizer's
+
+
+class Fit:
+    """A LightningModule's stages, the pipeline over them, and what is under way between two hooks."""
+
+    def __init__(
+        self,
+        module: LightningModule,
+        found: Body,
+        optimizer: torch.optim.Optimizer,
+        interval: Interval,
+        micro_batch_size: int | None,
+        check: Callable[[Method], None],
+    ) -> None:
+        self.module, self.found, self.optimizer, self.interval = module, found, optimizer, interval
+        self.size, self.check = micro_batch_size, check  # of the method, once it is known
+        self.pipe: Pipeline | None = None
+        self.twins: Twins
+        self.update = (1, 1)  # batches an update, and micro-batches a batch, that the pipeline was built for
+        self.busy = 0.0  # seconds in F, B and U
+        self.loss: Tensor | None = None  # what training_step returned
+        self.averaged = False  # a callback has put other weights in: what is in flight belongs to those before
+        self._output: Any = None  # of the model, cut from its graph; its gradient goes to the last stage
+        self._sums: list[tuple[Tensor, Tensor]] = []  # gradients of groups under way, hidden from Lightning
+        self._versions: list[int] = []  # of the parameters after the last step
+        self._compare = not isinstance(found.module, nn.Sequential)  # the stages with the module's own forward
+        self._follow_loss = True  # to the output, once
+        if interval.known:
+            self.build(module.trainer.accumulate_grad_batches, 1)
+
+    def build(self, batches: int, per_batch: int) -> None:
+        """The pipeline, for updates of so many batches and so many micro-batches a batch."""
+        method = self.interval.method(batches, per_batch)
+        self.check(method)
+        as_written = isinstance(self.found.module, nn.Sequential) and list(self.found.module) == self.found.stages
+        whole = self.found.module if as_written else self.found.stages
+        trainer = self.module.trainer
+        norm, value = norm_and_value(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
+        self.twins = Twins(self.optimizer)
+        self.pipe = Pipeline(whole, loss=None, optimizer=self.twins, method=method, clip_norm=norm, clip_value=value)
+        self.update = (batches, per_batch)
+
+    # -- F -------------------------------------------------------------------------------------------------------
+
+    def training_step(self, step: Callable[..., Any], batch: Any, rest: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """`training_step` on a batch, once a micro-batch; B and U of the last are left to `backward` and `step`."""
+        trainer = self.module.trainer
+        self._fall()  # a micro-batch whose backward Lightning has skipped
+        cut = [(batch, 0)] if self.size is None else slices.cut(batch, self.size)
+        batches = trainer.accumulate_grad_batches
+        if self.pipe is None:
+            self.build(batches, len(cut))
+        self.interval.check(batches)
+        self.twins.follow()
+        self._show_sums()
+        expected = len(cut) * batches
+
+        def one(part: Any) -> Any:
+            return self._one(lambda: step(part, *rest, **named), expected)
+
+        output = one(batch) if len(cut) == 1 else self._many(cut, one)
+        self._hide_sums()
+        self.loss = _loss(output)
+        return output
+
+    def _one(self, step: Callable[[], Any], expected: int) -> Any:
+        """`training_step` on one micro-batch, its F within."""
+        model, self._output = self.found.module, None
+        original, own = model.forward, model.__dict__.get("forward")
+
+        def forward(*inputs: Any, **named: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return original(*inputs, **named)
+            return self._forward(inputs, named, expected)
+
+        model.forward = forward
+        try:
+            output = step()
+        finally:
+            if own is None:
+                del model.forward
+            else:
+                model.forward = own
+        self._check_output(output)
+        return output
+
+    def _many(self, cut: list[tuple[Any, int]], one: Callable[[Any], Any]) -> Any:
+        """`training_step` on every slice, B of all but the last within; logs and the loss are the batch's means."""
+        log = slices.Log()
+        losses: list[Tensor] = []
+        with log.listening(self.module):
+            for n, (batch, samples) in enumerate(cut):
+                log.samples = samples
+                output = one(batch)
+                losses.append(_loss(output).detach())
+                if n + 1 < len(cut):
+                    _loss(output).backward()
+                    self.backward()
+        mean = slices.mean(losses, [samples for _, samples in cut])
+        passed = slices.Passed.apply(_loss(output), mean)
+        return {**output, "loss": passed} if isinstance(output, Mapping) else passed
+
+    def _forward(self, inputs: tuple[Any, ...], named: dict[str, Any], expected: int) -> Any:
+        name = self.found.name
+        if self._output is not None:
+            raise ValueError(
+                f"training_step called self.{name} twice; a micro-batch goes through the stages once: concatenate the "
+                "inputs and call it once, or wrap a call that needs no gradient in torch.no_grad()"
+            )
+        if len(inputs) != 1 or named:
+            raise TypeError(
+                f"training_step called self.{name} with {len(inputs)} positional and {len(named)} named arguments; the "
+                "first stage takes one tensor or a tuple of tensors: put them into one tuple"
+            )
+        parts = inputs[0] if isinstance(inputs[0], tuple) else inputs
+        if any(isinstance(part, Tensor) and part.requires_grad for part in parts):
+            raise ValueError(
+                f"the input of self.{name} requires a gradient, but what comes before it would get none; move the "
+                f"layers before it into the first stage of {name!r}, or detach the input"
+            )
+        if self._compare:
+            body.check_chain(self.found, inputs[0])
+            self._compare = False
+        assert self.pipe is not None
+        with self._timed():
+            self._output = self.pipe.forward(inputs[0], expected=expected)
+        return self._output
+
+    def _check_output(self, output: Any) -> None:
+        loss, name = _loss(output), self.found.name
+        if self._output is None:
+            raise ValueError(
+                f"training_step did not call self.{name}, so there is nothing for the stages to learn from; call it "
+                "once and compute the loss from its output"
+            )
+        if not isinstance(loss, Tensor):
+            raise ValueError(
+                f"training_step returned {'no loss' if loss is None else f'a {type(loss).__name__}'}, but the "
+                "micro-batch has gone forward; return the loss, a 0-d tensor or a dictionary with it under 'loss' (to "
+                "leave a batch out, return -1 from on_train_batch_start or take it out of the data)"
+            )
+        if self._follow_loss:
+            body.check_loss(self.found, loss, self._output)
+            self._follow_loss = False
+
+    # -- B and U -------------------------------------------------------------------------------------------------
+
+    def backward(self) -> None:
+        """B, from the gradient of the model's output; without one the user's backward has skipped this micro-batch."""
+        output, self._output = self._output, None
+        if output is None or self.pipe is None:
+            return
+        gradient = tuple(part.grad for part in output) if isinstance(output, tuple) else output.grad
+        if gradient is None or (isinstance(gradient, tuple) and all(part is None for part in gradient)):
+            self.pipe.forget()
+            return
+        with self._timed():
+            self.pipe.backward(gradient)
+
+    def before_backward(self) -> Tensor | None:
+        """The loss to differentiate, undivided; the sums of gradients are where B adds to them."""
+        loss, self.loss = self.loss, None
+        self._show_sums()
+        return loss
+
+    def step(self) -> None:
+        """U wherever it is due; afterwards no parameter has a gradient."""
+        if self.pipe is not None:
+            with self._timed():
+                self.pipe.step()
+            self._versions = [p._version for p in self.found.module.parameters()]
+        self._hide_sums()
+
+    def _fall(self) -> None:
+        if self._output is not None and self.pipe is not None:
+            self._output = None
+            self.pipe.forget()
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.busy += time.perf_counter() - begin
+
+    # A stage that updates every k micro-batches sums its gradients where autograd puts them. Lightning clears the
+    # gradients of all parameters at its own times, so the sums are put aside then; hooks after backward see them.
+
+    def _hide_sums(self) -> None:
+        for p in self.found.module.parameters():
+            if p.grad is not None:
+                self._sums.append((p, p.grad))
+                p.grad = None
+
+    def _show_sums(self) -> None:
+        for p, grad in self._sums:
+            p.grad = grad
+        self._sums = []
+
+    # -- quiet moments -------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Everything that may be done is; a micro-batch whose backward was skipped is forgotten."""
+        if self.pipe is None or self.pipe.closed:
+            yield
+            return
+        self._fall()
+        self._show_sums()
+        self.pipe.wait()
+        yield
+        self._hide_sums()
+
+    def drain(self) -> None:
+        with self.quiet():
+            if self.pipe is not None:
+                self.pipe.drain()
+
+    def end(self) -> None:
+        """Drain, unless someone else has written the weights since the last step."""
+        if self.pipe is None:
+            return
+        if not self.averaged and self._versions == [p._version for p in self.found.module.parameters()]:
+            self.drain()
+            return
+        self.averaged = True
+        warnings.warn(
+            "a callback has put other weights into the model since the last step, as weight averaging does; what was "
+            "still in flight was computed on those before and is not applied",
+            stacklevel=2,
+        )
+
+    def section(self) -> dict[str, Any]:
+        """What a checkpoint lacks: micro-batches in flight, the method's state, random state."""
+        assert self.pipe is not None
+        with self.quiet():
+            state = self.pipe.state_dict()
+        stages = [{k: v for k, v in tensors.items() if not k.startswith(KEPT)} for tensors in state["stages"]]
+        return {
+            "update": list(self.update),
+            "mid_epoch": private.mid_epoch(self.module.trainer),
+            "random": randomness.save(),
+            "state": {**state, "stages": stages},
+        }
+
+    def load(self, section: dict[str, Any] | None) -> None:
+        """Take up a section; weights, buffers and the optimizer's state have been loaded where they live."""
+        if self.pipe is None:
+            batches = self.module.trainer.accumulate_grad_batches
+            self.build(*((batches, 1) if section is None else section["update"]))
+        assert self.pipe is not None
+        self.twins.give()
+        if section is None:
+            return
+        here, there = self.pipe.state_dict()["stages"], section["state"]["stages"]
+        if len(here) == len(there):  # if not, load_state_dict says so
+            there = [
+                {**{k: v for k, v in mine.items() if k.startswith(KEPT)}, **theirs}
+                for mine, theirs in zip(here, there, strict=True)
+            ]
+        self.pipe.load_state_dict({**section["state"], "stages": there})
+        self.twins.take()
+        self._hide_sums()
+        randomness.load(section["random"])
+
+
+def norm_and_value(clip: float | None, algorithm: Any) -> tuple[float | None, float | None]:
+    """What limits the norm, and what the single values, of a stage's gradient."""
+    clip = clip or None
+    return (None, clip) if getattr(algorithm, "value", algorithm) == "value" else (clip, None)
+
+
+def _loss(output: Any) -> Any:
+    return output.get("loss") if isinstance(output, Mapping) else output
