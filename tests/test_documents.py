@@ -49,3 +49,21 @@ def test_the_first_lines_of_the_readme():
 def test_the_readme_names_every_method_and_every_option():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert [n for n in pipeback.methods.available() if f"| `{n}` |" not in text] == []
+
+
+def test_the_lightning_examples_of_the_readme(tmp_path, monkeypatch):
+    pytest.importorskip("lightning")
+    from tests.lightning.cases import Regression, loader
+
+    monkeypatch.chdir(tmp_path)
+    short, long, outside = (code for code in blocks("README.md") if "Trainer(" in code or "pipe.step()" in code)
+    assert len(short.strip().splitlines()) == 3
+    quiet = "accelerator='cpu', devices=1, logger=False, enable_progress_bar=False, enable_model_summary=False, "
+    scope = {"module": Regression(), "loader": loader()}
+    exec(short.replace("Trainer(", f"Trainer({quiet}").replace("max_epochs=10", "max_epochs=1"), scope)
+    assert scope["trainer"].global_step == 12
+    scope["trainer"].save_checkpoint("last.ckpt")
+    exec(long.replace("Trainer(", f"Trainer({quiet}max_epochs=2, "), scope | {"module": Regression(), "pl": scope["pl"]})
+    pipe = pipeback.Pipeline(network(), loss=None, optimizer=torch.optim.SGD, method="pb")
+    x, y = data(1)[0]
+    exec(outside, {"pipe": pipe, "criterion": torch.nn.functional.mse_loss, "x": x, "y": y})
