@@ -20,9 +20,9 @@ from pipeback.stage import Stage
 class Watch:
     """What was last seen of every stage; NaN where nothing has been yet.
 
-    gap, update  Euclidean norms: of w_now − w_used of the followed micro-batch, and of the change by the next update
+    gap, update  Euclidean norms: of w_now − w_used of the followed micro-batch, and of one update since `mark`
     delay        own updates between F and B of the followed micro-batch, as it happened
-    clip_share   share of the updates since `follow` whose gradient was clipped
+    clip_share   share of the updates since `mark` whose gradient was clipped
     """
 
     def __init__(self, stages: int) -> None:
@@ -37,8 +37,11 @@ class Watch:
         self._before: dict[int, Weights] = {}
 
     def follow(self) -> None:
-        """Follow the next micro-batch to enter, and measure the next update of every stage."""
-        self._follow = not self._used  # one at a time: the last may still be on its way
+        """Follow the next micro-batch to enter, unless one is still on its way."""
+        self._follow = not self._used
+
+    def mark(self) -> None:
+        """Count the clipped updates anew from here on, and measure the next update of every stage."""
         self._measure = set(range(len(self.gap)))
         self._clips = [[] for _ in self.gap]
         self._updates = [0] * len(self.gap)

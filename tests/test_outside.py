@@ -110,6 +110,7 @@ def test_watch_tells_what_happens_and_changes_nothing():
     for n, batch in enumerate(batches):
         if n == 15:
             watch.follow()
+            watch.mark()
         weights.append([[w.detach().clone() for w in stage.parameters()] for stage in watched.model])
         train(watched, [batch])
     assert torch.equal(everything(plain), everything(watched))
@@ -122,7 +123,7 @@ def test_watch_tells_what_happens_and_changes_nothing():
         assert watch.update[s] == pytest.approx(step, abs=1e-6)
     assert watch.clip_share == [0.0] * STAGES
     watched.clip(norm=1e-6)
-    watch.follow()
+    watch.mark()
     train(watched, batches[:3])
     assert watch.clip_share == [1.0] * STAGES
 

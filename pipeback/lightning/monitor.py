@@ -54,6 +54,8 @@ class PipelineMonitor(Callback):
         assert isinstance(strategy, PipelineStrategy)
         if self._watch is None and strategy.built:
             self._watch = strategy.pipeline.watch()
+            self._watch.mark()
+        if self._watch is not None:
             self._watch.follow()
 
     def on_train_batch_end(
@@ -66,7 +68,7 @@ class PipelineMonitor(Callback):
         for name, value in self._values(trainer).items():
             if not math.isnan(value):
                 pl_module.log(f"pipeback/{name}", value, on_step=True, on_epoch=False, batch_size=1)
-        self._watch.follow()
+        self._watch.mark()
         self._mark(trainer)
 
     def _values(self, trainer: Trainer) -> dict[str, float]:
