@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from pipeback.method import Method, Past, Shift, State, Weights, When, chain
     from pipeback.momentum import scale_hyperparameters
     from pipeback.pipeline import Memory, Pipeline
+    from pipeback.watch import Watch
     from pipeback.worker import StageError
 
 __version__ = "0.1.0"
@@ -24,7 +25,7 @@ _HOME = {
     "Op": "events", "Schedule": "events", "until": "events", "Record": "ledger",
     "Method": "method", "Past": "method", "Shift": "method", "State": "method", "Weights": "method", "When": "method",
     "chain": "method", "scale_hyperparameters": "momentum", "Memory": "pipeline", "Pipeline": "pipeline",
-    "StageError": "worker",
+    "StageError": "worker", "Watch": "watch",
 }  # fmt: skip
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "Shift",
     "StageError",
     "State",
+    "Watch",
     "Weights",
     "When",
     "chain",
