@@ -14,10 +14,11 @@ pytest.importorskip("sacrebleu")
 
 from lightning.pytorch import Trainer
 
+from pipeback.recipes.bleu import score, translate
 from pipeback.recipes.data import DATA
 from pipeback.recipes.data.translation import END, IGNORED, SEPARATOR, UNKNOWN
 from pipeback.recipes.models import MODELS
-from pipeback.recipes.tasks import TASKS, score, translate
+from pipeback.recipes.tasks import TASKS
 
 CASES = {  # task -> data, model, what is logged at validation
     "classification": (

@@ -1,9 +1,11 @@
-"""The models of the recipes: an `nn.Sequential` whose children are the stages."""
+"""A deep perceptron with residual blocks, the model of the demo."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+
+from pipeback.recipes.models.facts import takes
 
 
 class Residual(nn.Module):
@@ -18,11 +20,9 @@ class Residual(nn.Module):
         return x + torch.relu(self.linear(self.norm(x)))
 
 
+@takes("inputs")
 def residual_mlp(inputs: int, classes: int, width: int = 64, depth: int = 19) -> nn.Sequential:
     """`depth` residual blocks and a head; in front a linear stage where the input is not `width` wide."""
     stem = [] if inputs == width else [nn.Linear(inputs, width)]
     head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, classes))  # the sum of so many blocks is large
     return nn.Sequential(*stem, *(Residual(width) for _ in range(depth)), head)
-
-
-MODELS = {"residual_mlp": residual_mlp}

@@ -1,0 +1,115 @@
+"""Tensors in memory, read in whole batches: what all data of the recipes have in common."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+Batch = tuple[Tensor, Tensor]
+
+try:  # its loader and its sampler have a state: a run goes on in the middle of an epoch
+    from torchdata.stateful_dataloader import StatefulDataLoader as Loader
+    from torchdata.stateful_dataloader.sampler import RandomSampler
+except ImportError:
+    from torch.utils.data import DataLoader as Loader
+    from torch.utils.data import RandomSampler
+
+
+class Samples(Dataset[Batch]):
+    """Inputs x (N, …) and targets y (N, …); a batch is one indexing operation, never N.
+
+    prepare: (x, y, indices) of a batch -> what the model gets, (x, y)
+    """
+
+    def __init__(self, x: Tensor, y: Tensor, prepare: Callable[[Tensor, Tensor, Tensor], Batch] | None = None) -> None:
+        self.x, self.y, self.prepare = x, y, prepare
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> Batch:
+        x, y = self.__getitems__([index])
+        return x[0], y[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> Batch:
+        rows = torch.as_tensor(indices)
+        x, y = self.x[rows], self.y[rows]
+        return (x, y) if self.prepare is None else self.prepare(x, y, rows)
+
+
+def as_it_is(batch: Any) -> Any:
+    return batch  # Samples.__getitems__ has put it together already
+
+
+class Data(LightningDataModule):
+    """Training and validation samples. A subclass gives `load()`, which returns both and sets `facts`.
+
+    batch_size  samples of a training batch
+    seed        of the order of the training samples
+    """
+
+    validation_batch = 256
+    limits = "data.samples and data.val_samples"
+
+    def __init__(self, batch_size: int = 32, seed: int = 0) -> None:
+        super().__init__()
+        self.batch_size, self.seed = batch_size, seed
+        self.facts: dict[str, Any] = {}
+        """What a model builder has to know: after `setup`."""
+        self.parts: tuple[Samples, Samples] | None = None
+        self.order = torch.Generator().manual_seed(seed)
+
+    def load(self) -> tuple[Samples, Samples]:
+        raise NotImplementedError
+
+    def setup(self, stage: str | None = None) -> None:
+        if self.parts is None:
+            self.parts = self.load()
+            for name, part in zip(("training", "validation"), self.parts, strict=True):
+                if not len(part):
+                    raise ValueError(
+                        f"data={type(self).__name__}: no {name} samples are left; {self.limits} limit them"
+                    )
+
+    @property
+    def training(self) -> Samples:
+        self.setup()
+        assert self.parts is not None
+        return self.parts[0]
+
+    @property
+    def validation(self) -> Samples:
+        self.setup()
+        assert self.parts is not None
+        return self.parts[1]
+
+    @property
+    def epoch_samples(self) -> int:
+        """Training samples an epoch."""
+        return len(self.training)
+
+    def train_dataloader(self) -> DataLoader[Batch]:
+        # every epoch is one torch.randperm of this generator
+        return self._loader(self.training, self.batch_size, sampler=RandomSampler(self.training, generator=self.order))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"order": self.order.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Of a checkpoint: Lightning gives the loader its state back in mid-epoch, but not at the end of an epoch."""
+        self.order.set_state(state["order"])
+
+    def val_dataloader(self) -> DataLoader[Batch]:
+        return self._loader(self.validation, self.validation_batch)
+
+    def _loader(self, samples: Samples, batch_size: int, **options: Any) -> DataLoader[Batch]:
+        # a generator of its own: a loader draws a number an epoch, which the model's random layers must not notice
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "'set_vital'")  # torchdata 0.11 calls what torch 2.15 deprecates
+            return Loader(samples, batch_size=batch_size, collate_fn=as_it_is, generator=torch.Generator(), **options)

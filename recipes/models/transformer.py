@@ -1,0 +1,70 @@
+"""A decoder-only transformer, a block a stage."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn.functional import dropout, scaled_dot_product_attention
+
+from pipeback.recipes.models.facts import takes
+
+
+class Embedding(nn.Module):
+    """Tokens (B, T) -> token + learned position (B, T, width), T up to `context`."""
+
+    def __init__(self, vocabulary: int, context: int, width: int) -> None:
+        super().__init__()
+        self.token = nn.Embedding(vocabulary, width)
+        self.position = nn.Embedding(context, width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.token(tokens) + self.position.weight[: tokens.shape[1]]
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)): (B, T, width) -> (B, T, width). No place sees a later one."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads, self.dropout = heads, dropout
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.drop(self.out(self.attend(self.norm1(x))))
+        hidden = nn.functional.gelu(self.up(self.norm2(x)))
+        return x + self.drop(self.down(hidden))
+
+    def attend(self, x: Tensor) -> Tensor:
+        b, t, width = x.shape
+        qkv = self.qkv(x).view(b, t, 3, self.heads, width // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (B, heads, T, width / heads)
+        return scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, width)
+
+    def drop(self, x: Tensor) -> Tensor:
+        return dropout(x, self.dropout, self.training) if self.dropout else x
+
+
+@takes("vocabulary")
+def transformer(
+    vocabulary: int,
+    context: int,
+    outputs: int | None = None,
+    width: int = 128,
+    depth: int = 6,
+    heads: int = 4,
+    dropout: float = 0.0,
+) -> nn.Sequential:
+    """Tokens (B, T) -> logits (B, T, outputs): embedding, `depth` blocks, norm and head; depth + 2 stages.
+
+    Pre-norm blocks. Weights start as torch makes them, larger than is common for transformers: what the updates of a
+    delay change must be a small part of them. The head has weights of its own: shared with the embedding, first and
+    last stage would have to be updated together. outputs: how many tokens can be predicted, the first ones (None: all).
+    """
+    if width % heads:
+        raise ValueError(f"model.heads={heads} does not divide model.width={width}")
+    last = nn.Linear(width, outputs or vocabulary, bias=False)
+    blocks = (Block(width, heads, dropout) for _ in range(depth))
+    return nn.Sequential(Embedding(vocabulary, context, width), *blocks, nn.Sequential(nn.LayerNorm(width), last))
