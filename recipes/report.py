@@ -1,138 +1,187 @@
-"""Tables, pictures and one self-contained page from the files of finished runs.
+"""Tables, pictures and one self-contained page from finished runs, wherever they were logged.
 
     pipeback report outputs/compare/digits
-    python recipes/report.py outputs/compare/digits outputs/train/digits out=both.html title="Two folders"
+    pipeback report outputs/train/digits/pb-seed0 wandb/offline-run-20260101_120000-abcdefgh -o both.html
+    pipeback report wandb:entity/project/group target=90% title="From the API" -o report.html
 
-Beside the page: accuracy.png, final.png, schedules.png, and the tables in Markdown (tables.md).
+Run folders (metrics.csv of CSVLogger or an offline W&B run) and folders that hold such. Beside report.html, in
+report_files: every picture as PNG, every table as CSV and together in tables.md, curves.csv and stages.csv.
 """
 
 from __future__ import annotations
 
-import base64
 import importlib.resources
-import os
-import platform
 import re
 import shlex
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import hydra
 import jinja2
-import torch
-from matplotlib import pyplot as plt
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+import yaml
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import DictConfig
 from rich.console import Console
 
 import pipeback
-from pipeback.draw import grid
-from pipeback.recipes.plots import MICRO_BATCHES, STAGES, STYLE, draw_accuracy, draw_final, draw_schedules, schedules
-from pipeback.recipes.runs import Method, load
-from pipeback.recipes.tables import markdown, tables, terminal
-from pipeback.recipes.train import Record, fail, resolved
+from pipeback.recipes.command import mistakes, plain, raising
+from pipeback.recipes.command import quoted as quoted_option
+from pipeback.recipes.reports import curves, options
+from pipeback.recipes.reports.figures import Picture, pictures
+from pipeback.recipes.reports.heat_maps import MOST, fields
+from pipeback.recipes.reports.kinds import grids
+from pipeback.recipes.reports.runs import Method, gather
+from pipeback.recipes.reports.sheet import Sheet, markdown, save, terminal
+from pipeback.recipes.reports.sources import Run, read
+from pipeback.recipes.reports.summary import divergence, glance, lead, unfinished
+from pipeback.recipes.reports.tables import differences, tables
+from pipeback.recipes.reports.target import Target
+from pipeback.recipes.reports.target import target as to_reach
+from pipeback.recipes.usage import usage
 
 
-def report(sources: Sequence[Path], out: Path, console: Console, title: str | None = None) -> None:
-    """Write the page, the pictures and the tables, and print the tables."""
-    methods, configs = load(sources)
-    found = tables(methods)
-    out.parent.mkdir(parents=True, exist_ok=True)
+def report(
+    sources: Sequence[Path | str], out: Path, console: Console, title: str | None = None, target: Any = None
+) -> None:
+    """Write the page and, in <page>_files beside it, its pictures and numbers; print the tables.
+
+    target: value of the metric whose time is told, such as 0.9 or "90%"; None: 5 % short of the reference's last.
+    """
+    runs, notes = read(sources)
+    methods = gather(runs)
+    notes += unfinished(methods)
+    goal = to_reach(methods, target)
+    found = tables(methods, goal)
+    if (differ := differences(methods)) is not None:
+        found.append(differ)
+    folder = out.with_name(f"{out.stem}_files")
+    folder.mkdir(parents=True, exist_ok=True)
     for table in found:
         console.print(terminal(table))
-        console.print()
-    out.with_name("tables.md").write_text("\n".join(map(markdown, found)))
-    source = importlib.resources.files("pipeback.recipes").joinpath("templates", "report.html.jinja").read_text()
-    page = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(source)
-    out.write_text(
-        page.render(
-            title=title or f"Pipelined backpropagation on {experiment(configs)}",
-            head=methods[0].head, epochs=methods[0].epochs, seeds=max(len(m.results) for m in methods), tables=found,
-            pictures=pictures(methods, out), grids=[(t, grid(s, STAGES, MICRO_BATCHES)) for t, s in schedules()],
-            configs=configs, made=made(sources, methods),
-        )
+        console.print(table.notes + "\n", style="dim", highlight=False, markup=False)
+    for note in notes:
+        console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
+    (folder / "tables.md").write_text("\n".join(map(markdown, found)), encoding="utf-8")
+    for table in found:
+        save(table, folder / f"{table.name}.csv")
+    curves.save(methods, folder)
+    shown = pictures(methods, goal, folder)
+    out.write_text(page(sources, methods, goal, found, shown, notes, title), encoding="utf-8")
+    last = f"{out}: the whole report; pictures and numbers in {folder}"
+    console.print(last, highlight=False, markup=False, soft_wrap=True)
+
+
+def page(
+    sources: Sequence[Path | str], methods: Sequence[Method], goal: Target | None, found: Sequence[Sheet],
+    shown: dict[str, Picture], notes: Sequence[str], title: str | None,
+) -> str:  # fmt: skip
+    runs = [run for m in methods for run in m.runs]
+    source = importlib.resources.files("pipeback.recipes").joinpath("templates", "report.html.jinja").read_text("utf-8")
+    experiments = ", ".join(sorted({str(run.facts["experiment"]) for run in runs if run.facts.get("experiment")}))
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    return environment.from_string(source).render(
+        title=title or f"Pipelined backpropagation on {experiments or 'finished runs'}", lead=lead(methods),
+        glance=glance(methods, goal), divergence=divergence(methods), metric=methods[0].metric, goal=goal,
+        several=max(len(m.runs) for m in methods) > 1, tables={table.name: table for table in found},
+        dotted=next((m.label for m in methods if m.label == "sgd" and not m.fate), ""),
+        same_batches=len({run.facts.get("batch_size") for run in runs}) == 1, pictures=shown,
+        fresh=fields(methods, "gap")[1], unshown=max(0, len(fields(methods, "gap")[0]) - MOST), grids=grids(),
+        made=made(sources, runs), notes=notes, config=config(runs),
     )  # fmt: skip
-    console.print(f"{out}: the whole report; beside it the pictures and tables.md", highlight=False, soft_wrap=True)
 
 
-def pictures(methods: list[Method], out: Path) -> dict[str, str]:
-    """Written beside the page; returned as what stands in the page, by name."""
-    drawn = {
-        "accuracy": partial(draw_accuracy, methods),
-        "final": partial(draw_final, methods),
-        "schedules": draw_schedules,
-    }
-    found = {}
-    with plt.rc_context(STYLE):
-        for name, draw in drawn.items():
-            file, figure = out.with_name(f"{name}.png"), draw()
-            figure.savefig(file)
-            plt.close(figure)
-            found[name] = "data:image/png;base64," + base64.b64encode(file.read_bytes()).decode()
-    return found
-
-
-def experiment(configs: list[Record]) -> str:
-    names = {str(OmegaConf.create(c["text"]).get("name", "")) for c in configs}
-    return ", ".join(sorted(names - {""})) or "finished runs"
-
-
-def made(sources: Sequence[Path], methods: list[Method]) -> Record:
-    """How the page was made: by which command, from what, where."""
+def made(sources: Sequence[Path | str], runs: Sequence[Run]) -> dict[str, str]:
+    """How the page was made: by which command, from what; and where the runs ran, as they told."""
+    facts = options.shared(runs, ("runtime", "machine", "threads", "torch", "python", "pipeback"))
+    names = {"threads": "torch threads", "pipeback": "pipeback of the runs"}
     return {
         "command": command(sources),
-        "from": f"{sum(len(m.results) for m in methods)} runs in {', '.join(map(str, sources))}",
-        "machine": f"{processor()}, {os.cpu_count()} cores, {platform.system()} {platform.machine()}",
-        "runs": "on the CPU, one torch thread each",
-        "torch": torch.__version__,
-        "pipeback": pipeback.__version__,
-        "python": platform.python_version(),
+        "from": f"{len(runs)} run{'s' if len(runs) > 1 else ''} in {', '.join(map(str, sources))}",
+        **{names.get(name, name): value for name, value in facts.items()},
+        "pipeback of this page": pipeback.__version__,
     }
 
 
-def command(sources: Sequence[Path]) -> str:
+def config(runs: Sequence[Run]) -> dict[str, str] | None:
+    """The resolved config of one run: what differs in the others stands in a table."""
+    run = next((run for run in runs if run.config), None)
+    if run is None:
+        return None
+    return {"of": run.origin, "text": yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True)}
+
+
+def command(sources: Sequence[Path | str]) -> str:
     """As it was typed: of the paths, `main` made the list `runs`."""
     name, *words = sys.argv
     typed = [part for word in words for part in (map(str, sources) if word.startswith("runs=") else [word])]
     return f"{'python ' if name.endswith('.py') else ''}{name} {shlex.join(typed)}"
 
 
-def processor() -> str:
-    """Its model, where the system tells it (Linux on x86)."""
-    info = Path("/proc/cpuinfo")
-    model = re.search(r"^model name\s*: (.+)$", info.read_text(), re.MULTILINE) if info.is_file() else None
-    return model[1] if model else platform.processor() or "unknown processor"
-
-
 def console() -> Console:
     """Wide enough for a table when the output goes to a file."""
     wide = Console()
-    return wide if wide.is_terminal else Console(width=150)
+    return wide if wide.is_terminal else Console(width=170)
 
 
-@hydra.main(config_path="pkg://pipeback.conf", config_name="report", version_base="1.3")
-def _main(config: DictConfig) -> None:
-    try:
-        values = resolved(config)
-        sources = [Path(run).expanduser() for run in values["runs"]]
-        beside = sources[0] if sources[0].is_dir() else sources[0].parent
-        out = Path(values["out"]) if values["out"] else beside / "report.html"
-        report(sources, out, console(), values["title"])
-    except (ValueError, OmegaConfBaseException) as error:
-        fail("report", error)
+def run(settings: DictConfig) -> None:
+    with mistakes("report"):
+        values = plain(settings)
+        given = values["runs"]
+        sources = [str(source) for source in (given if isinstance(given, list) else [given])]
+        out = Path(values["out"]).expanduser() if values["out"] else beside(sources[0])
+        if out.suffix != ".html":
+            raise ValueError(f"out must name a page, such as report.html, but is {str(out)!r}")
+        try:
+            report(sources, out, console(), values["title"], values["target"])
+        except OSError as error:
+            raise ValueError(str(error)) from error
+
+
+def beside(source: str) -> Path:
+    """Where the page goes if no place is given: into the first folder, or here for runs from the API."""
+    if source.startswith("wandb:"):
+        return Path("report.html")
+    folder = Path(source).expanduser()
+    return (folder if folder.is_dir() else folder.parent) / "report.html"
 
 
 def main() -> None:
-    """Hydra knows no positional arguments: paths become the list `runs`."""
-    paths = [a for a in sys.argv[1:] if "=" not in a and not a.startswith("-")]
-    if paths:
-        quoted = ",".join("'" + path.replace("\\", "\\\\").replace("'", "\\'") + "'" for path in paths)
-        sys.argv = [sys.argv[0], f"runs=[{quoted}]", *(a for a in sys.argv[1:] if a not in paths)]
-    elif not any(a.startswith(("runs=", "-")) for a in sys.argv[1:]):
-        sys.exit("pipeback report: which runs? Give folders or .jsonl files: pipeback report outputs/compare/digits")
-    _main()
+    """Hydra knows no positional arguments: paths become the list `runs`, -o becomes `out=`."""
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(usage(__doc__, "report"))
+        return
+    with mistakes("report"):
+        sys.argv[1:] = as_options(sys.argv[1:])
+    GlobalHydra.instance().clear()
+    with mistakes("report"), raising():
+        hydra.main(config_path="pkg://pipeback.conf", config_name="report", version_base="1.3")(run)()
+
+
+def as_options(words: list[str]) -> list[str]:
+    left, paths, rest = iter(words), [], []
+    for word in left:
+        if word in ("-o", "--out"):
+            if (out := next(left, None)) is None:
+                raise ValueError("-o names no file; write for example -o report.html")
+            rest.append(f"out={literal(out)}")
+        elif word.startswith("-") or ("=" in word and not Path(word).exists()):
+            rest.append(quoted_option(word))
+        else:
+            paths.append(word)
+    if not paths and not any(word.startswith(("runs=", "-")) for word in rest):
+        raise ValueError(
+            "which runs? Give run folders, or folders that hold them: pipeback report outputs/compare/digits"
+        )
+    return [*([f"runs=[{','.join(map(literal, paths))}]"] if paths else []), *rest]
+
+
+def literal(text: str) -> str:
+    """As a value of Hydra's grammar, whatever characters a path has."""
+    if re.fullmatch(r"[\w./-]+", text, re.ASCII):
+        return text
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 if __name__ == "__main__":

@@ -1,0 +1,1 @@
+"""What the report is made of: runs read and gathered, numbers, tables, pictures."""

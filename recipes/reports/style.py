@@ -1,0 +1,108 @@
+"""How the pictures of a report look: colours, panels, letters. Each picture is drawn wide and narrow.
+
+Wide pictures put panels side by side, for a desktop; narrow ones stack them, for a telephone, at the same letter size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib
+
+from pipeback.recipes.reports.runs import FAMILIES, KNOWN, REFERENCES, Method
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt  # the backend is chosen first
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+WIDE, NARROW = 11.2, 4.0  # inches: the width of the page's text, and of a telephone
+# Okabe and Ito's colours, told apart by colour-blind readers; within a family no two methods share one
+COLOURS = {
+    "sgd": "#000000", "pb": "#8C8C8C",
+    "sc": "#E69F00", "lwp": "#56B4E9", "cerebras": "#D55E00", "lwp_w_sc": "#009E73",
+    "pipedream": "#0072B2", "spectrain": "#CC79A7", "pipemare": "#B8860B",
+    "gpipe": "#0072B2", "one_f_one_b": "#E69F00", "pipedream_2bw": "#009E73",
+}  # fmt: skip
+SPARE = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+DASHES: tuple[Any, ...] = ("-", (0, (4, 1.5)), (0, (1, 1)), (0, (6, 1.5, 1, 1.5)))  # once the colours are used up
+RED, INK = "#B00020", "#333B45"
+STYLE = {"font.family": "DejaVu Sans", "font.size": 9.5, "axes.titlesize": 10, "axes.titlelocation": "left",
+         "axes.labelsize": 9.5, "xtick.labelsize": 9, "ytick.labelsize": 9, "legend.fontsize": 9,
+         "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#8A939E", "axes.labelcolor": INK,
+         "xtick.color": INK, "ytick.color": INK, "xtick.major.size": 3, "ytick.major.size": 3,
+         "axes.axisbelow": True, "grid.color": "#E6E9ED", "grid.linewidth": 0.8, "savefig.dpi": 150}  # fmt: skip
+TOGETHER = 7  # so many methods share one panel
+
+
+class Paint:
+    """Colour and dash of every method, the same in every picture; methods of one panel never share both."""
+
+    def __init__(self, methods: Sequence[Method]) -> None:
+        self.shown = panels(methods)
+        self.of: dict[str, tuple[str, Any]] = {}
+        for panel in self.shown.values():
+            for m in panel:
+                if m.label not in self.of:
+                    self.of[m.label] = self._free(m, [self.of[o.label] for o in panel if o.label in self.of])
+        for m in methods:
+            self.of.setdefault(m.label, (COLOURS.get(m.base, SPARE[0]), "-"))
+
+    @staticmethod
+    def _free(method: Method, taken: Sequence[tuple[str, Any]]) -> tuple[str, Any]:
+        """Its own colour; where that is taken, one that is not; then other dashes."""
+        own = COLOURS.get(method.base)
+        for dash in DASHES:
+            for colour in filter(None, (own, *SPARE)):
+                if (colour, dash) not in taken and (dash != "-" or all(colour != other for other, _ in taken)):
+                    return colour, dash
+        return own or SPARE[0], "-"
+
+    def __getitem__(self, method: Method) -> str:
+        return self.of[method.label][0]
+
+
+def panels(methods: Sequence[Method]) -> dict[str, list[Method]]:
+    """Title -> methods; few share one panel, many get a panel a family, the references stand in every one."""
+    if len(methods) <= TOGETHER:
+        return {"": list(methods)}
+    own = [m for m in methods if not m.equal_slack]
+    references = [m for m in own if m.base in REFERENCES and m.base == m.label]
+    rest = [m for m in own if m not in references]
+    found = {title: [m for m in rest if m.base in family] for title, family in FAMILIES.items()}
+    found["Other methods"] = [m for m in rest if m.base not in KNOWN or m.base in REFERENCES]
+    found["At equal delay (slack 2)"] = [m for m in methods if m.equal_slack]
+    return {title: [*references, *panel] for title, panel in found.items() if panel} or {"": references}
+
+
+def grid(count: int, narrow: bool, across: int, height: float, **options: Any) -> tuple[plt.Figure, list[Axes]]:
+    """A figure of so many panels, `across` side by side, or one above the other if it is to be narrow."""
+    across = 1 if narrow else min(across, count)
+    down = math.ceil(count / across)
+    size = (NARROW if narrow else WIDE, height * down)
+    figure, axes = plt.subplots(down, across, figsize=size, squeeze=False, layout="constrained", **options)
+    figure.get_layout_engine().set(h_pad=0.1)
+    for ax in axes.flat[count:]:
+        ax.remove()
+    return figure, list(axes.flat[:count])
+
+
+def ticks(most: int) -> MaxNLocator:
+    """At round numbers."""
+    return MaxNLocator(most, steps=[1, 2, 2.5, 5, 10])
+
+
+def names(ax: Axes, labels: Sequence[str]) -> None:
+    """A row a method."""
+    ax.set_yticks(range(len(labels)), labels)
+    ax.set_ylim(-0.6, len(labels) - 0.4)
+    ax.tick_params(axis="y", length=0)
+    ax.spines["left"].set_visible(False)
+    ax.grid(True, axis="x")
+
+
+def plain_numbers(ax: Axes) -> None:
+    """1,000 and 0.25 on the x axis, no powers."""
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.10g}"))

@@ -1,0 +1,145 @@
+"""The tables of a report: held-out values, at equal delay, time to target, cost, and the options that differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from pipeback.recipes.reports import options
+from pipeback.recipes.reports.metric import spread
+from pipeback.recipes.reports.runs import SAMPLES, SECONDS, STEPS, Method
+from pipeback.recipes.reports.sheet import Column, Numbers, Sheet, sheet
+from pipeback.recipes.reports.target import Target
+
+
+def tables(methods: Sequence[Method], goal: Target | None) -> list[Sheet]:
+    """Every method at its own delay; at equal delay, if there are runs made for that; time to target; cost."""
+    over = _over(methods)
+    own = [m for m in methods if not m.equal_slack]
+    shown = columns(methods)
+    found = [sheet("methods", "Every method at its own delay", own or methods, shown, _notes(methods) + over)]
+    if own and len(own) < len(methods):
+        equal = [m for m in methods if m.equal_delay or m.base == "sgd"]
+        text = "All flowing methods at slack 2, that is, at the delay of pb; sgd for reference." + over
+        found.append(sheet("equal_delay", "At equal delay", equal, shown, text))
+    if goal is not None:
+        found.append(time_to_target(methods, goal))
+    return [*found, cost(methods)]
+
+
+def columns(methods: Sequence[Method]) -> list[Column]:
+    metric, last = methods[0].metric, max(int(m.facts.get("epochs") or 0) for m in methods)
+    unit = "\n" if not metric.unit else f"{metric.unit}\n"
+    shown = [e for e in epochs(last) if any(m.after(e) for m in methods)]
+
+    def held_out(m: Method, values: Numbers, ends: bool) -> str:
+        if ends and all(m.diverged):
+            return "diverged"
+        return spread(values(m), metric.form, metric.scale)
+
+    found = [
+        Column("update\nsize", lambda m: _fact(m, "update_size"), "g"),
+        Column("D at\nstage 0", lambda m: [] if m.delay is None else [m.delay], "g"),
+    ]
+    for epoch in shown:
+        after = partial(Method.after, epoch=epoch)
+        text = partial(held_out, values=after, ends=epoch == last)
+        found.append(Column(f"{metric.name}{unit}epoch {epoch}", after, scale=metric.scale, text=text))
+    if last not in shown or any(len(m.after(last)) < len(m.finals) for m in methods):
+        text = partial(held_out, values=_finals, ends=True)
+        found.append(Column(f"{metric.name}{unit}at the end", _finals, scale=metric.scale, text=text))
+    loss = ".3f" if max(len(m.runs) for m in methods) == 1 else ".2f"
+    if metric.column != "val/loss":
+        found.append(Column("held-out\nloss", lambda m: m.losses, loss))
+    if any(any(m.diverged) for m in methods):
+        found.append(Column("runs\ndiverged", lambda m: [float(d) for d in m.diverged], text=_diverged))
+    return found
+
+
+def epochs(last: int) -> list[int]:
+    """Those that have a column: all of a few, else the first, the middle and the last."""
+    return list(range(1, last + 1)) if last <= 4 else [1, (last + 1) // 2, last]
+
+
+def _fact(method: Method, name: str) -> list[float]:
+    value = method.facts.get(name)
+    return [] if value is None else [float(value)]
+
+
+def _finals(method: Method) -> list[float]:
+    return method.finals
+
+
+def _diverged(method: Method) -> str:
+    return f"{sum(method.diverged)} of {len(method.runs)}"
+
+
+def _over(methods: Sequence[Method]) -> str:
+    seeds = sorted({len(m.runs) for m in methods})
+    if seeds[-1] == 1:
+        return ""
+    return f" Mean ± standard deviation over {seeds[-1] if len(seeds) == 1 else f'{seeds[0]} to {seeds[-1]}'} seeds."
+
+
+def _notes(methods: Sequence[Method]) -> str:
+    stages = {m.facts["stages"] for m in methods if m.facts.get("stages")}
+    found = (
+        f"{methods[0].metric.title} and loss on held-out data. "
+        f"Update size: samples an update. D: own updates between forward and gradient, at the first"
+        f"{f' of {min(stages)} stages' if len(stages) == 1 else ' stage'}. "
+    )
+    return found.strip()
+
+
+def time_to_target(methods: Sequence[Method], goal: Target) -> Sheet:
+    metric = methods[0].metric
+    shown = [
+        Column(
+            "runs that\nreach it", lambda m: [float(s is not None) for s in m.first(goal.value)], text=_reached(goal)
+        ),
+        Column("samples", lambda m: m.until(goal.value, SAMPLES), ",.0f"),
+        Column("steps", lambda m: m.until(goal.value, STEPS), ",.0f"),
+        Column("seconds", lambda m: m.until(goal.value, SECONDS), ".1f"),
+    ]
+    why = f" ({goal.why})" if goal.why else ""
+    notes = (f"Target: {metric.held_out} of {metric.text(goal.value)}{why}; counted at the first measurement there or "
+             f"past it, over the runs that reach it. Seconds: of training, validation excluded.")  # fmt: skip
+    return sheet("target", f"Time to {metric.text(goal.value)}", methods, shown, notes + _over(methods), dagger=False)
+
+
+def cost(methods: Sequence[Method]) -> Sheet:
+    shown = [
+        Column("samples/s", lambda m: m.rates, ",.0f"),
+        Column("utilisation\n%", lambda m: m.number("pipeback/utilisation"), ".0f", 100),
+        Column("weight\ncopies", lambda m: m.number("pipeback/weight_copies")[:1]),
+        Column("method\nstate", lambda m: m.number("pipeback/state_copies")[:1]),
+        Column("activations\nMB", lambda m: m.number("pipeback/activation_mb")[:1]),
+        Column("bubble\n%", lambda m: _fact(m, "bubble"), ".1f", 100),
+    ]
+    micro = next((m.facts["bubble_micro_batches"] for m in methods if m.facts.get("bubble_micro_batches")), None)
+    notes = ("Samples/s: of training, as it was run; utilisation: share of that time spent in forwards, backwards and "
+             "updates. Both compare methods on one machine, not schedules.")  # fmt: skip
+    if any(m.number("pipeback/weight_copies") for m in methods):
+        notes += (" Weight copies: live weights, kept versions and scratch, at the peak; method state is counted "
+                  "apart, in copies of the weights. Activations: of micro-batches in flight, at the peak.")  # fmt: skip
+    else:
+        notes += " Utilisation, copies of the weights and activations were not logged (callback PipelineMonitor)."
+    if micro:
+        notes += (f" Bubble: idle share of the schedule over {micro:,} micro-batches, one worker a stage, F and B of "
+                  f"equal length.")  # fmt: skip
+    return sheet("cost", "Throughput and memory", methods, shown, notes + _over(methods), dagger=False)
+
+
+def _reached(goal: Target) -> Callable[[Method], str]:
+    return lambda m: f"{sum(step is not None for step in m.first(goal.value))} of {len(m.runs)}"
+
+
+def differences(methods: Sequence[Method]) -> Sheet | None:
+    """The options in which methods differ; None for one method."""
+    if len(methods) < 2:
+        return None
+    head, rows = options.table({m.label: m.runs for m in methods})
+    scaled = any(name.startswith("optimizer.") for name in head)
+    notes = "Rate and momentum are those that the optimizer got, scaled to the update size. " if scaled else ""
+    notes += "What is not shown is the same for all."
+    return Sheet("options", "Options that differ", head, rows, [list(head), *map(list, rows)], notes)
