@@ -1,196 +1,205 @@
 """Every method on the same data, from the same weights, in the same order; then tables, pictures and one page.
 
     pipeback compare experiment=digits
-    python recipes/compare.py methods=[sgd,pb,cerebras] seeds=3 method.pb.slack=1 model.depth=29
+    python recipes/compare.py methods=[sgd,pb,{pb:{slack:1}},cerebras] seeds=3 model.depth=29
 
-Two processes run side by side, one torch thread each (`jobs=`). Everything is written under `out`: config.yaml,
-runs/*.jsonl, the tables, the pictures and report.html; `pipeback report <out>` makes the last three anew.
+The same as `pipeback train -m method=sgd,pb,... seed=0,1,2`, with everything checked before anything starts, bars to
+watch, and `pipeback report` at the end. Under `out`: a folder for each run, and report.html. A run that fails or
+diverges does not stop the others.
 """
 
 from __future__ import annotations
 
-import copy
-import multiprocessing
-import os
-import threading
+import re
+import shutil
+import sys
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import ProcessPoolExecutor, as_completed
+import traceback
+from collections.abc import Mapping
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import redirect_stderr, redirect_stdout
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import hydra
-import torch
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 
-import pipeback
-from pipeback.recipes import report
-from pipeback.recipes.data import DATA
-from pipeback.recipes.train import Record, build, choose, fail, pipeline, resolved, store, suggestion, train
-from pipeback.timeline import delays
+from pipeback.recipes import build
+from pipeback.recipes.callbacks import ProgressFile, tell
+from pipeback.recipes.command import explained, mistakes, quoted, start
+from pipeback.recipes.live import Live, state
+from pipeback.recipes.report import console as report_console
+from pipeback.recipes.report import report
+from pipeback.recipes.schemas import Compare, check
+from pipeback.recipes.train import as_yaml, quiet, run, task_of, trainer_of
+
+ALL = ("sgd", "pb", "sc", "lwp", "cerebras", "lwp_w_sc", "pipedream", "spectrain", "pipemare", "gpipe", "one_f_one_b",
+       "pipedream_2bw", "pipedream_slack2", "spectrain_slack2")  # fmt: skip
+FEW = ("sgd", "pb", "cerebras", "gpipe")
+OWN = re.compile(r"(methods|seeds|seed|jobs|keep|out)=")  # options that `train` is not given as they are
 
 
 class Run(NamedTuple):
     label: str
-    options: Mapping[str, Any]  # the method's conf entry
     seed: int
-
-    @property
-    def file(self) -> str:
-        return f"{self.label}-seed{self.seed}".replace(" ", "-").replace("=", "") + ".jsonl"
+    out: Path
 
 
-def plan(config: Record) -> list[Run]:
-    """What is to be run; every pipeline is built once here, so that a mistake shows before anything starts."""
-    entries = config["method"]
-    chosen: dict[str, Mapping[str, Any]] = {}
-    for name in config["methods"]:
-        if name not in entries and name not in pipeback.methods.available():
-            known = sorted({*entries, *pipeback.methods.available()})
-            raise ValueError(f"unknown method {name!r}{suggestion(name, known)}; there are {', '.join(known)}")
-        chosen[name] = entries.get(name, {"name": name})
-    if config["equal_delay"]:
-        for name in list(chosen):
-            if (equal := at_slack(chosen[name], 2)) is not None:
-                chosen[f"{name} slack=2"] = equal
-    data = choose(DATA, "data", config["data"])()
-    for name, options in chosen.items():
+def plan(config: Mapping[str, Any], words: list[str]) -> list[Run]:
+    """What is to be run. Every method is built once here, so that a mistake shows before anything starts."""
+    data = build.data(config["data"], config["batch_size"], config["seed"])
+    asked, labels = config["methods"], []
+    for label in map(entry, asked or (FEW if config["quick"] else ALL)):
+        values = composed(words, label, config["seed"])
         try:
-            pipeline(config, options, data, config["seed"])
+            task_of(values, data, trainer_of({**values, "logger": {}, "callbacks": {}})[0])
         except ValueError as error:
-            raise ValueError(str(error) if name in str(error) else f"{name}: {error}") from error
+            if asked is None and label != "sgd":  # which runs with anything: its mistake is one of the config
+                continue
+            raise ValueError(str(error) if label in str(error) else f"{label}: {error}") from error
+        labels.append(label)
     # the longest first would fill two processes best; but a reader waits for sgd and pb, and seeds belong together
-    return [
-        Run(label, options, config["seed"] + n) for n in range(config["seeds"]) for label, options in chosen.items()
-    ]
+    seeds = range(config["seed"], config["seed"] + config["seeds"])
+    return [Run(label, seed, Path(config["out"]) / f"{label}-seed{seed}") for seed in seeds for label in labels]
 
 
-def at_slack(options: Mapping[str, Any], slack: int) -> Mapping[str, Any] | None:
-    """The same method at another slack; None where its delay, in updates, is no other there."""
-    changed = copy.deepcopy(dict(options))
-    for entry in changed.get("chain", [changed]):
-        if "slack" not in entry:
-            return None
-        entry["slack"] = slack
-    before, after = (delays(build(o).schedule, 8) for o in (options, changed))
-    return None if before == after else changed
+def composed(words: list[str], label: str, seed: int) -> dict[str, Any]:
+    """The config of one run, as `pipeback train` will make it."""
+    return check(hydra.compose("train", [*words, f"method={label}", f"seed={seed}", f"label={label}"]))
 
 
-def work(run: Run, config: Record, tell: Callable[[Run, Record], None]) -> list[Record]:
-    """One run; `tell` hears every record at once, the live loss included. Returns what is to be kept."""
-    torch.set_num_threads(1)
-    kept = []
-    for record in train(config, run.options, run.label, run.seed):
-        tell(run, record)
-        if record["kind"] != "step":
-            kept.append(record)
-    return kept
-
-
-_queue: Any = None  # of a child process: where its records go
-
-
-def _connect(queue: Any) -> None:
-    global _queue
-    _queue = queue
-
-
-def _work_in_child(run: Run, config: Record) -> list[Record]:
-    return work(run, config, lambda run, record: _queue.put((run, record)))
-
-
-class Live:
-    """Progress bars: one for everything, one for each run that is under way, with its loss."""
-
-    def __init__(self, progress: Progress, runs: list[Run]) -> None:
-        self.progress = progress
-        self.tasks: dict[str, TaskID] = {}
-        self.done: dict[str, Record] = {}
-        self.all = progress.add_task(f"[bold]{len(runs)} runs", total=len(runs), note="")
-
-    def __call__(self, run: Run, record: Record) -> None:
-        if record["kind"] == "run":
-            name = f"{run.label} [dim]seed {run.seed}"
-            self.tasks[run.file] = self.progress.add_task(name, total=record["samples"], note="")
-        elif record["kind"] == "step":
-            self.progress.update(self.tasks[run.file], completed=record["samples"], note=f"loss {record['loss']:6.3f}")
-        elif record["kind"] == "test":
-            self.done[run.file] = record
-        else:
-            self.progress.remove_task(self.tasks.pop(run.file))
-            self.progress.advance(self.all)
-            end = "[red]diverged" if record["diverged"] else f"accuracy {self.done[run.file]['accuracy']:6.1%}"
-            rate = "" if record["diverged"] else f"   {record['samples_per_second']:5,.0f} samples/s"
-            self.progress.console.print(f"  {run.label:<22} seed {run.seed}   {end}{rate}", highlight=False)
-
-
-def run_all(runs: list[Run], config: Record, live: Live, keep: Callable[[Run, list[Record]], None]) -> None:
-    if min(config["jobs"], len(runs)) == 1:
-        for run in runs:
-            keep(run, work(run, config, live))
-        return
-    os.environ["OMP_NUM_THREADS"] = "1"  # read by the children when they import torch
-    context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
-
-    def listen() -> None:
-        for run, record in iter(queue.get, None):
-            live(run, record)
-
-    listener = threading.Thread(target=listen, daemon=True)
-    listener.start()
-    with ProcessPoolExecutor(config["jobs"], context, initializer=_connect, initargs=(queue,)) as pool:
-        futures = {pool.submit(_work_in_child, run, config): run for run in runs}
-        try:
-            for future in as_completed(futures):
-                keep(futures[future], future.result())
-        except BrokenProcessPool as error:
-            raise SystemExit("pipeback compare: a process died (out of memory?); try jobs=1") from error
-        finally:
-            pool.shutdown(cancel_futures=True)
-            queue.put(None)
-            listener.join()
-
-
-def compare(config: Record, console: Console) -> None:
-    runs, out = plan(config), Path(config["out"])
-    for old in (out / "runs").glob("*.jsonl"):
-        old.unlink()  # of an earlier comparison: they would mix into this one's tables
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=30),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[note]}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
+def done(run: Run, words: list[str]) -> bool:
+    """Whether it has been run to its end with this very configuration."""
+    config = run.out / "config.yaml"
+    return (
+        state(run.out).get("state") in ("finished", "diverged")
+        and config.is_file()
+        and config.read_text() == as_yaml(composed(words, run.label, run.seed))
     )
+
+
+def entry(method: Any) -> str:
+    """The name of an entry of the group method; for {pb: {slack: 1}} one is made and called pb-slack1."""
+    if isinstance(method, str):
+        return method
+    if not isinstance(method, Mapping) or not all(isinstance(options, Mapping) for options in method.values()):
+        raise ValueError(f"methods: {method!r} is neither a name nor {{name: {{option: value}}}}")
+    ((name, options),) = method.items()
+    label = "-".join([name, *(f"{k}{v}" for k, v in options.items())])
+    ConfigStore.instance().store(group="method", name=label, node={"defaults": [name, "_self_"], **options})
+    return label
+
+
+def train_words(words: list[str], out: str) -> list[str]:
+    """The options as `pipeback train` takes them."""
+    kept = [word for word in words if not OWN.match(word)]
+    callbacks = [] if any(word.startswith("callbacks=") for word in kept) else ["callbacks=minimal"]
+    escaped = out.replace("\\", "\\\\").replace("'", "\\'")
+    return [*kept, *callbacks, f"out='{escaped}/${{label}}-seed${{seed}}'"]
+
+
+def launcher(words: list[str], jobs: int, console: Console) -> list[str]:
+    """Hydra's launcher: the user's, or joblib for several processes, where it is installed."""
+    if any(word.startswith("hydra/launcher=") for word in words) or jobs == 1:
+        return []
+    if find_spec("hydra_plugins") is None or find_spec("hydra_plugins.hydra_joblib_launcher") is None:
+        console.print("one run after the other: several at a time need `pip install hydra-joblib-launcher`")
+        return []
+    return ["hydra/launcher=joblib", f"hydra.launcher.n_jobs={jobs}"]
+
+
+def work(values: dict[str, Any]) -> None:
+    """One run. It tells how far it is in progress.json, and what it would print goes to log.txt."""
+    out = Path(values["out"])
+    file = out / "progress.json"
+    tell(file, state="running")
+    with open(out / "log.txt", "w") as log, redirect_stdout(log), redirect_stderr(log):
+        quiet()
+        try:
+            found = run(values, [ProgressFile(file)])
+        except Exception as error:
+            traceback.print_exc()
+            tell(file, state="failed", error=explained(error))
+        else:
+            tell(file, state="diverged" if found["diverged"] else "finished", **found)
+
+
+def compare(runs: list[Run], kept: set[str], config: Mapping[str, Any], words: list[str], console: Console) -> None:
+    """Run what is not in a kept folder, then write the report."""
+    out = Path(config["out"])
+    planned = {run.out for run in runs}
+    for old in out.glob("*/progress.json"):
+        if old.parent in planned:
+            old.unlink() if str(old.parent) not in kept else None
+        elif not config["keep"]:
+            shutil.rmtree(old.parent)  # of an earlier comparison: it would mix into this one's tables
+    todo = [run for run in runs if str(run.out) not in kept]
+    if kept:
+        console.print(f"{len(kept)} of {len(runs)} runs are there already", highlight=False)
+
+    def job(settings: DictConfig) -> None:
+        values = check(settings)
+        if values["out"] not in kept:
+            work(values)
+
     began = time.perf_counter()
-    with Progress(*columns, console=console) as progress:
-        run_all(runs, config, Live(progress, runs), lambda run, records: store(out / "runs" / run.file, records))
-    OmegaConf.save(OmegaConf.create(config), out / "config.yaml")
-    console.print(f"{len(runs)} runs in {time.perf_counter() - began:.0f} s\n", highlight=False)
-    report.report([out], out / "report.html", console)
+    if todo:
+        seeds, labels = (
+            ",".join(dict.fromkeys(str(part) for part in parts))
+            for parts in ((r.seed for r in runs), (r.label for r in runs))
+        )
+        sweep = [
+            f"seed={seeds}",
+            f"method={labels}",
+            f"hydra.sweep.dir={out}",
+            *launcher(words, config["jobs"], console),
+        ]
+        sys.argv[1:] = ["-m", *train_words(words, str(out)), *sweep]
+        with Live({run.out: f"{run.label} [dim]seed {run.seed}[/dim]" for run in todo}, console):
+            try:
+                start("compare", job, "train")
+            except BrokenProcessPool as error:
+                raise SystemExit("pipeback compare: a process died (out of memory?); try jobs=1") from error
+    console.print(
+        f"{len(todo)} run{'s' if len(todo) != 1 else ''} in {time.perf_counter() - began:.0f} s\n", highlight=False
+    )
+    sys.argv[1:] = words  # as it was typed, for the page
+    failed = [run for run in runs if state(run.out).get("state") == "failed"]
+    if len(failed) < len(runs):
+        report([out], out / "report.html", console)
+    if failed:
+        sys.exit("\n".join(f"{run.label}, seed {run.seed} failed; {run.out / 'log.txt'} tells how" for run in failed))
 
 
-@hydra.main(config_path="pkg://pipeback.conf", config_name="compare", version_base="1.3")
-def main(config: DictConfig) -> None:
-    try:
-        compare(resolved(config), report.console())
-    except (ValueError, TypeError, OmegaConfBaseException) as error:
-        fail("compare", error)
+def main() -> None:
+    words = [quoted(word) for word in sys.argv[1:]]
+    planned: list[tuple[list[Run], set[str], dict[str, Any]]] = []
+
+    def task(settings: DictConfig) -> None:
+        with mistakes("compare"):
+            quiet()
+            config = check(settings, Compare)
+            given = train_words(list(HydraConfig.get().overrides.task), config["out"])
+            runs = plan(config, given)
+            planned.append((runs, {str(r.out) for r in runs if config["keep"] and done(r, given)}, config))
+
+    with mistakes("compare"):
+        if swept := [w for w in words if w in ("-m", "--multirun") or w.startswith("method=")]:
+            raise ValueError(f"{swept[0]}: it runs methods=[...] x seeds=; `pipeback train -m` sweeps over anything")
+    sys.argv[1:] = words
+    start("compare", task)
+    for runs, kept, config in planned:  # none, where Hydra was asked for something else (--help, --cfg job)
+        with mistakes("compare"):
+            console = report_console()
+            console.file = sys.stdout  # as it is now: a run in this process has its own
+            compare(runs, kept, config, words, console)
 
 
 if __name__ == "__main__":
-    main()
+    from pipeback.recipes import compare as module  # not __main__: other processes import what is sent to them
+
+    module.main()

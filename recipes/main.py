@@ -1,4 +1,4 @@
-"""`pipeback train|compare|report|draw|bench ...` is the same as `python recipes/<command>.py ...`."""
+"""`pipeback train|compare|report|dashboard|draw|bench ...` is the same as `python recipes/<command>.py ...`."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ import sys
 from difflib import get_close_matches
 
 COMMANDS = {
-    "train": "train one method and watch it:           pipeback train method=cerebras",
-    "compare": "every method on the same data:           pipeback compare experiment=digits",
-    "report": "rebuild the report of finished runs:     pipeback report outputs/compare/digits",
-    "draw": "draw a schedule:                         pipeback draw --help",
-    "bench": "speed and memory, as ratios in one run:  pipeback bench",
+    "train": "train one method and watch it, or sweep:   pipeback train method=cerebras",
+    "compare": "every method on the same data:             pipeback compare experiment=digits",
+    "report": "rebuild the report of finished runs:       pipeback report outputs/compare/digits",
+    "dashboard": "the same comparison on Weights & Biases:   pipeback dashboard --help",
+    "draw": "draw a schedule:                           pipeback draw --help",
+    "bench": "speed and memory, as ratios in one run:    pipeback bench",
 }
 
 
 def usage() -> str:
-    lines = "\n".join(f"  {name:<9}{line}" for name, line in COMMANDS.items())
+    lines = "\n".join(f"  {name:<11}{line}" for name, line in COMMANDS.items())
     return f"usage: pipeback COMMAND [OPTION=VALUE ...]\n\n{lines}\n\npipeback COMMAND --help tells its options."
 
 
@@ -35,7 +36,8 @@ def main(argv: list[str] | None = None) -> None:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("pipeback"):
             raise
-        sys.exit(f"pipeback {command} needs {error.name}: pip install 'pipeback[recipes]'")
+        extra = "recipes,wandb" if command == "dashboard" else "recipes"
+        sys.exit(f"pipeback {command} needs {error.name}: pip install 'pipeback[{extra}]'")
     recipe.main()
 
 

@@ -1,201 +1,174 @@
-"""Train one method and watch it.
+"""Train one method and watch it: an ordinary Lightning program, put together from the groups of conf/.
 
-    pipeback train method=cerebras
+    pipeback train experiment=digits method=cerebras
+    pipeback train -m experiment=digits method=cerebras,pb,sgd seed=0,1     # hydra/launcher=joblib: side by side
     python recipes/train.py method=pb method.slack=1 epochs=5 model.depth=29 out=outputs/pb-1f1b
+    pipeback train ckpt_path=outputs/train/digits/cerebras-seed0/checkpoints/last.ckpt epochs=5
 
-The run is written to `out` as config.yaml and runs/<method>-seed<n>.jsonl; `pipeback report <out>` shows it.
+A run is the folder `out`: config.yaml, hparams.yaml (the facts), metrics.csv, checkpoints/; `pipeback report <out>`
+shows it.
 """
 
 from __future__ import annotations
 
-import json
+import logging
 import math
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
-from difflib import get_close_matches
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import hydra
 import torch
 from hydra.core.hydra_config import HydraConfig
+from hydra.utils import instantiate
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor, ModelSummary, ProgressBar
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from torch.nn.functional import cross_entropy
 
 import pipeback
-from pipeback.method import Method
-from pipeback.pipeline import Pipeline
-from pipeback.recipes.data import DATA, Split
-from pipeback.recipes.models import MODELS
-from pipeback.timeline import bubble, timeline
+from pipeback.lightning import PipelineMonitor, PipelineStrategy
+from pipeback.lightning.body import find
+from pipeback.recipes import build
+from pipeback.recipes.callbacks import Measure, StopWhenNotFinite, written
+from pipeback.recipes.command import mistakes, start
+from pipeback.recipes.facts import facts_of
+from pipeback.recipes.logs import begin, end
+from pipeback.recipes.schemas import check
+from pipeback.recipes.sweep import folder_for_each
 
-OmegaConf.register_new_resolver("when", lambda test, yes, no: yes if test else no, replace=True)
+# true, but no news to whom the recipes serve: the data are in memory, and a folder is written anew on purpose
+QUIET = (
+    "does not have many workers", "Checkpoint directory .* exists", "log directory .* exists", "Experiment logs dir",
+    "LeafSpec", "set_vital", "smaller than the logging interval", "The number of training batches", "GPU available but not used",
+)  # fmt: skip
 
 Record = dict[str, Any]
 
 
-def train(config: Mapping[str, Any], options: Mapping[str, Any], label: str, seed: int) -> Iterator[Record]:
-    """One run of the method with these options, told record by record, each with its `kind`.
+def run(config: Mapping[str, Any], more: Iterable[Callback] = (), say: Callable[[str], None] = print) -> Record:
+    """One run, from its checked config to its files. Returns what it came to: see `outcome`."""
+    torch.set_num_threads(config["threads"])
+    seed_everything(config["seed"], verbose=False)
+    data = build.data(config["data"], config["batch_size"], config["seed"])
+    trainer, measure = trainer_of(config, more)
+    task, size, hyperparameters = task_of(config, data, trainer)
+    facts = facts_of(config, trainer, task, data, size, hyperparameters)
 
-    `run` once; `step` after every push, with the loss; `test` every `evaluate_every` samples; `result` at the end.
-    """
-    data = choose(DATA, "data", config["data"])()
-    pipe, described = pipeline(config, options, data, seed)
-    n, goal = len(data.x), config["epochs"] * len(data.x)
-    yield dict(kind="run", label=label, method=options, seed=seed, samples=goal, epoch_samples=n, classes=data.classes,
-               **described)  # fmt: skip
-
-    order = torch.Generator().manual_seed(seed)  # the same order of the data for every method
-    done = tested = 0
-    seconds = losses = 0.0
-    while done < goal:
-        for part in torch.randperm(n, generator=order).split(config["push"]):
-            began = time.perf_counter()
-            loss = float(pipe.push(data.x[part], data.y[part]))
-            done += len(part)
-            if done == goal:
-                pipe.drain()  # only here: elsewhere evaluation leaves what is in flight in flight
-            seconds += time.perf_counter() - began
-            losses += loss * len(part)
-            yield dict(kind="step", samples=done, loss=loss)
-            if not math.isfinite(loss):
-                yield dict(kind="result", diverged=True, samples=done)
-                return
-            if done % n == 0 or done - tested >= config["evaluate_every"]:
-                output = pipe.evaluate(data.test_x)  # (M, classes)
-                yield dict(kind="test", samples=done, train_loss=losses / (done - tested),
-                           accuracy=(output.argmax(1) == data.test_y).float().mean().item(),
-                           loss=cross_entropy(output, data.test_y).item())  # fmt: skip
-                tested, losses = done, 0.0
-
-    memory, method, stages = pipe.memory(), pipe.method, described["stages"]
-    flow = method.schedule_at(0, config["push"]) if method.flush_each_push else method.schedule
-    count = math.ceil(n / config["micro_batch_size"])  # micro-batches in an epoch
-    yield dict(kind="result", diverged=False, samples=done, samples_per_second=done / seconds,
-               copies=memory.copies, state=memory.state, activations=memory.activations,
-               bubble=bubble(timeline(flow, stages, count)), bubble_micro_batches=count)  # fmt: skip
-
-
-def pipeline(config: Mapping[str, Any], options: Mapping[str, Any], data: Split, seed: int) -> tuple[Pipeline, Record]:
-    """The model of the config under this method, and what there is to know of it before it runs."""
-    torch.manual_seed(seed)  # the same weights for every method
-    model = choose(MODELS, "model", config["model"])(inputs=data.x.shape[1], classes=data.classes)
-    method = build(options)
-    update_size = samples_an_update(method, config)
-    make, hyperparameters = optimizer(config["optimizer"], update_size)
-    pipe = Pipeline(
-        model, loss=cross_entropy, optimizer=make, method=method, micro_batch_size=config["micro_batch_size"]
-    )
-    return pipe, dict(stages=len(model), delays=pipe.delays, update_size=update_size, optimizer=hyperparameters)
-
-
-def choose(table: Mapping[str, Callable[..., Any]], group: str, options: Mapping[str, Any]) -> Callable[..., Any]:
-    """The function that `options["name"]` names, the other options bound to it."""
-    name, rest = options["name"], {k: v for k, v in options.items() if k != "name"}
-    if name not in table:
-        raise ValueError(f"unknown {group} {name!r}{suggestion(name, table)}; there are {', '.join(table)}")
-    return lambda **more: table[name](**rest, **more)
-
-
-def suggestion(name: str, names: Any) -> str:
-    near = get_close_matches(str(name), list(names), n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
-
-
-def build(options: Mapping[str, Any]) -> Method:
-    """A method from its conf entry: a name with options (null: the library's default), or a chain of such."""
-    if "chain" in options:
-        return pipeback.chain(*(build(entry) for entry in options["chain"]))
-    given = {k: v for k, v in options.items() if k != "name" and v is not None}
-    return pipeback.methods.create(options["name"], **given)
-
-
-def samples_an_update(method: Method, config: Mapping[str, Any]) -> int:
-    if method.flush_each_push:
-        return config["push"]
-    return config["micro_batch_size"] * (getattr(method, "micro_batches", None) or 1)
-
-
-def optimizer(config: Mapping[str, Any], update_size: int) -> tuple[Callable[..., torch.optim.Optimizer], Record]:
-    """params -> optimizer, and its hyper-parameters; those of momentum SGD are scaled to the update size."""
-    given = {k: v for k, v in config.items() if k not in ("name", "reference")}
-    kind = getattr(torch.optim, config["name"], None)
-    if not isinstance(kind, type):
-        raise ValueError(f"torch.optim has no {config['name']!r}{suggestion(config['name'], dir(torch.optim))}")
-    if config["reference"] is not None:
-        if "momentum" not in given:
-            raise ValueError(f"optimizer.reference scales rate and momentum; {config['name']} has none: set it to null")
-        given["lr"], given["momentum"] = pipeback.scale_hyperparameters(
-            given["lr"], given["momentum"], config["reference"], update_size
-        )
-    return lambda params: kind(params, **given), {"name": config["name"], **given}
-
-
-def resolved(config: DictConfig) -> Record:
-    """The config as plain values, counts checked."""
-    values = OmegaConf.to_container(config, resolve=True)
-    assert isinstance(values, dict)
-    for name in ("epochs", "seeds", "jobs", "micro_batch_size", "push", "evaluate_every"):
-        if name in values and (type(values[name]) is not int or values[name] < 1):
-            raise ValueError(f"{name} must be a whole number of at least 1, but is {values[name]!r}")
-    return {str(k): v for k, v in values.items()}
-
-
-def fail(command: str, error: Exception) -> None:
-    """A mistake in the input: its message, no traceback."""
-    print(f"pipeback {command}: {error}", file=sys.stderr)
-    sys.exit(2)
-
-
-def store(file: Path, records: list[Record]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("".join(json.dumps(record) + "\n" for record in records))
-
-
-@hydra.main(config_path="pkg://pipeback.conf", config_name="train", version_base="1.3")
-def main(config: DictConfig) -> None:
+    out = Path(config["out"])
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "config.yaml").write_text(as_yaml(config))
+    begin(trainer.loggers, facts, config["ckpt_path"])
+    say(f"{facts['method']}: {facts['stages']} stages, D = {facts['delays'][0]} at stage 0, seed {facts['seed']}")
+    say(f"update size {facts['update_size']}: {facts['optimizer']}")
     try:
-        values = resolved(config)
-        label = HydraConfig.get().runtime.choices["method"]
-        torch.set_num_threads(1)  # layers this small gain nothing from more
-        run(values, label)
-    except (ValueError, TypeError, OmegaConfBaseException) as error:
-        fail("train", error)
+        trainer.fit(task, datamodule=data, ckpt_path=config["ckpt_path"])
+        found = outcome(trainer, task, data, measure)
+    finally:
+        end(trainer.loggers)
+    if found["diverged"]:
+        say(f"diverged after {measure.samples:,} samples")
+    else:
+        told = [written(k, v) for k, v in found["measures"].items()]
+        say("   ".join([*told, f"{found['samples_per_second']:,.0f} samples/s"]))
+    return found
 
 
-def run(config: Record, label: str) -> None:
-    out, records = Path(config["out"]), []
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"), TimeRemainingColumn())
-    console = Console(highlight=False)
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task(label, total=None, note="")
-        for record in train(config, config["method"], label, config["seed"]):
-            if record["kind"] == "run":
-                progress.update(task, total=record["samples"])
-                console.print(
-                    f"{label}: {record['stages']} stages, D = {record['delays'][0]} at stage 0", highlight=False
-                )
-                console.print(f"update size {record['update_size']}: {record['optimizer']}", highlight=False)
-            elif record["kind"] == "step":
-                progress.update(task, completed=record["samples"], note=f"loss {record['loss']:.3f}")
-                continue  # live only: the files keep the loss averaged between measurements
-            elif record["kind"] == "test":
-                console.print(f"{record['samples']:>8,} samples   training loss {record['train_loss']:.3f}   "
-                              f"held-out loss {record['loss']:.3f}   accuracy {record['accuracy']:.1%}")  # fmt: skip
-            elif record["diverged"]:
-                console.print(f"[red]diverged after {record['samples']:,} samples[/red]")
-            else:
-                console.print(f"{record['samples_per_second']:,.0f} samples/s, {record['copies']:g} weight copies, "
-                              f"{record['activations'] / 1e6:.2f} MB of activations in flight at the peak")  # fmt: skip
-            records.append(record)
-    store(out / "runs" / f"{label}-seed{config['seed']}.jsonl", records)
-    OmegaConf.save(OmegaConf.create(config), out / "config.yaml")
-    console.print(f"written to {out}; `pipeback report {out}` shows it")
+def trainer_of(config: Mapping[str, Any], more: Iterable[Callback] = ()) -> tuple[Trainer, Measure]:
+    """The Trainer of the group, with the loggers and callbacks of theirs, and the callback that counts."""
+    measure = Measure()
+    callbacks: list[Callback] = [measure, *objects("callbacks", config), *more]
+    loggers = objects("logger", config)
+    if not isinstance(config["trainer"].get("strategy"), Mapping):
+        callbacks = [c for c in callbacks if not isinstance(c, PipelineMonitor)]  # nothing to monitor
+    if not loggers:
+        callbacks = [c for c in callbacks if not isinstance(c, LearningRateMonitor)]  # nowhere to log
+    shown = {
+        "enable_progress_bar": any(isinstance(c, ProgressBar) for c in callbacks),
+        "enable_checkpointing": any(isinstance(c, Checkpoint) for c in callbacks),
+        "enable_model_summary": any(isinstance(c, ModelSummary) for c in callbacks),
+    }
+    options = {"callbacks": callbacks, "logger": loggers or False}
+    given = OmegaConf.create(dict(config["trainer"]))
+    return instantiate(given, **options, **{k: v for k, v in shown.items() if k not in given}), measure
+
+
+def objects(group: str, config: Mapping[str, Any]) -> list[Any]:
+    """What the entries of a group of Lightning objects make, in their order."""
+    try:
+        return [instantiate(OmegaConf.create(each)) for each in (config[group] or {}).values() if each]
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{group} needs {error.name}: pip install 'pipeback[wandb]'") from error
+
+
+def task_of(
+    config: Mapping[str, Any], data: LightningDataModule, trainer: Trainer
+) -> tuple[LightningModule, int, Record]:
+    """The LightningModule, the update size and the optimizer's options for it; what does not fit is found here."""
+    pipeline = trainer.strategy if isinstance(trainer.strategy, PipelineStrategy) else None
+    method = build.method(pipeline.method) if pipeline else None
+    step = config["batch_size"] * trainer.accumulate_grad_batches
+    size = build.update_size(method, step, config["micro_batch_size"])
+    optimizer, hyperparameters = build.optimizer(config["optimizer"], size)
+    configured = build.scheduled(optimizer, config["optimizer"], lambda: trainer.estimated_stepping_batches)
+    task = build.task(config["task"], build.model(config["model"], build.facts(data), config["seed"]), configured)
+    if pipeline and method:
+        stages = find(task, pipeline.module, pipeline.stages).stages
+        pipeback.Pipeline(stages, loss=None, optimizer=optimizer, method=method)  # its checks; fit builds its own
+    return task, size, hyperparameters
+
+
+def outcome(trainer: Trainer, task: LightningModule, data: LightningDataModule, measure: Measure) -> Record:
+    """Whether the run diverged; else what the drained model comes to, measured and logged once more."""
+    if any(isinstance(c, StopWhenNotFinite) and c.stopped for c in trainer.callbacks):  # type: ignore[attr-defined]
+        return {"diverged": True, "measures": {}}
+    found = trainer.validate(task, datamodule=data, verbose=False)  # [], if there is nothing to validate on
+    measures = {k: v for each in found for k, v in each.items() if k.startswith("val/")}
+    return {
+        "diverged": not all(map(math.isfinite, measures.values())),
+        "measures": measures,
+        "samples_per_second": measure.samples / measure.seconds if measure.seconds else 0.0,
+    }
+
+
+def as_yaml(config: Mapping[str, Any]) -> str:
+    return OmegaConf.to_yaml(OmegaConf.create({k: v for k, v in config.items() if k != "methods"}))
+
+
+def quiet() -> None:
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    for text in QUIET:
+        warnings.filterwarnings("ignore", f".*{text}")
+
+
+def job(config: DictConfig) -> None:
+    """One run, alone or of a sweep. A mistake ends it with one line."""
+    with mistakes("train"):
+        values = check(config)
+        if any(word.startswith("methods=") for word in HydraConfig.get().overrides.task):
+            raise ValueError("methods is an option of `pipeback compare`; a sweep is -m method=pb,sgd")
+        if values["ckpt_path"] is not None and not Path(values["ckpt_path"]).is_file():
+            raise ValueError(f"ckpt_path={values['ckpt_path']}: there is no such file")
+        quiet()
+        console = Console(highlight=False, soft_wrap=True)
+        try:
+            run(values, say=console.print)
+        except MisconfigurationException as error:  # Lightning's word for a mistake
+            raise ValueError(str(error)) from error
+        shown = f"; `pipeback report {values['out']}` shows it" if values["logger"] else ""
+        console.print(f"written to {values['out']}{shown}")
+
+
+def main() -> None:
+    with mistakes("train"):
+        sys.argv[1:] = folder_for_each(sys.argv[1:])
+    start("train", job)
 
 
 if __name__ == "__main__":
-    main()
+    from pipeback.recipes import train  # not __main__: what is sent to other processes has to be found there
+
+    train.main()

@@ -63,7 +63,9 @@ def test_the_lightning_examples_of_the_readme(tmp_path, monkeypatch):
     exec(short.replace("Trainer(", f"Trainer({quiet}").replace("max_epochs=10", "max_epochs=1"), scope)
     assert scope["trainer"].global_step == 12
     scope["trainer"].save_checkpoint("last.ckpt")
-    exec(long.replace("Trainer(", f"Trainer({quiet}max_epochs=2, "), scope | {"module": Regression(), "pl": scope["pl"]})
+    exec(
+        long.replace("Trainer(", f"Trainer({quiet}max_epochs=2, "), scope | {"module": Regression(), "pl": scope["pl"]}
+    )
     pipe = pipeback.Pipeline(network(), loss=None, optimizer=torch.optim.SGD, method="pb")
     x, y = data(1)[0]
     exec(outside, {"pipe": pipe, "criterion": torch.nn.functional.mse_loss, "x": x, "y": y})

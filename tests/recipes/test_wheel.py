@@ -1,8 +1,11 @@
 """The wheel holds every config, template and recipe: a folder that pyproject.toml forgets is missing only there."""
 
+import os
 import shutil
+import site
 import subprocess
 import sys
+import venv
 import zipfile
 from pathlib import Path
 
@@ -12,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
+def built(tmp_path_factory):
     source = tmp_path_factory.mktemp("source")
     # built from a copy: a build folder of an earlier version would put its old files into the wheel
     for name in ("pipeback", "conf", "recipes"):
@@ -24,7 +27,12 @@ def wheel(tmp_path_factory):
     done = subprocess.run(build, capture_output=True, text=True, cwd=source)
     assert done.returncode == 0, done.stderr[-3000:]
     (file,) = (source / "dist").glob("*.whl")
-    return zipfile.ZipFile(file)
+    return file
+
+
+@pytest.fixture(scope="module")
+def wheel(built):
+    return zipfile.ZipFile(built)
 
 
 def test_wheel_holds_every_file(wheel):
@@ -48,3 +56,38 @@ def test_core_needs_torch_alone(wheel):
     (name,) = (name for name in wheel.namelist() if name.endswith("/METADATA"))
     lines = wheel.read(name).decode().splitlines()
     assert [x for x in lines if x.startswith("Requires-Dist") and "extra ==" not in x] == ["Requires-Dist: torch>=2.11"]
+
+
+@pytest.fixture(scope="module")
+def installed(built, tmp_path_factory):
+    """An environment with the wheel alone, which sees the others of this one: its python, and a clean os.environ."""
+    folder = tmp_path_factory.mktemp("empty") / "venv"
+    venv.EnvBuilder(system_site_packages=True, with_pip=False).create(folder)
+    python = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index", built]
+    done = subprocess.run(pip, capture_output=True, text=True, env=clean)
+    assert done.returncode == 0, done.stderr
+    # after the installation: pip must not take the pipeback of this environment for that of the new one. A folder named
+    # in a .pth file comes last, and .pth files in it are not read, so an editable pipeback there is not found
+    purelib = next(folder.rglob("site-packages"))
+    (purelib / "outer.pth").write_text("".join(f"{path}\n" for path in site.getsitepackages()))
+    return python, clean
+
+
+def test_wheel_trains_outside_the_checkout(installed, tmp_path):
+    python, clean = installed
+    where = [
+        python,
+        "-c",
+        "import pipeback, pipeback.recipes, pipeback.conf as c; print(pipeback.__file__, c.__file__)",
+    ]
+    found = subprocess.run(where, capture_output=True, text=True, cwd=tmp_path, env=clean)
+    assert all(Path(file).is_relative_to(python.parents[1]) for file in found.stdout.split()), (
+        found.stdout + found.stderr
+    )
+    command = [python.with_name("pipeback"), "train", "experiment=digits", "quick=true"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=clean)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "outputs" / "train" / "digits" / "cerebras-seed0" / "metrics.csv").is_file()
+    assert "accuracy" in done.stdout

@@ -1,0 +1,135 @@
+"""From entries of a config to what they name: data, model, task, optimizer, method."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from hydra.utils import get_object, instantiate
+from lightning.pytorch import LightningDataModule, LightningModule
+from omegaconf import OmegaConf
+from torch import nn
+
+import pipeback
+from pipeback.method import Method
+from pipeback.recipes.schemas import named
+
+Entry = Mapping[str, Any]
+Optimizers = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+def make(group: str, options: Entry, **given: Any) -> Any:
+    """What the entry names, or its `_target_`, with its options and what is `given`."""
+    if "_target_" in options:
+        return instantiate(dict(options), **given)
+    rest = {k: v for k, v in options.items() if k != "name"}
+    return named(group, options["name"])(**rest, **given)
+
+
+def data(options: Entry, batch_size: int, seed: int) -> LightningDataModule:
+    """Set up, so that its facts are known."""
+    given = {"batch_size": batch_size, "seed": seed}
+    module = make("data", options, **{k: v for k, v in given.items() if k in parameters("data", options)})
+    module.prepare_data()
+    module.setup("fit")
+    return module
+
+
+def facts(data: LightningDataModule) -> dict[str, Any]:
+    """What a model builder has to know of the data."""
+    return getattr(data, "facts", {})
+
+
+def epoch_samples(data: LightningDataModule, batch_size: int) -> int:
+    return getattr(data, "epoch_samples", None) or len(data.train_dataloader()) * batch_size
+
+
+def parameters(group: str, options: Entry) -> dict[str, inspect.Parameter]:
+    """Those of what the entry names."""
+    target = get_object(options["_target_"]) if "_target_" in options else named(group, options["name"])
+    return dict(inspect.signature(target).parameters)
+
+
+def model(options: Entry, facts: Mapping[str, Any], seed: int) -> nn.Module:
+    """The same weights for every method. Of the facts of the data it gets those that it takes."""
+    known = parameters("model", options)
+    given = {k: v for k, v in facts.items() if options.get(k) is None}
+    needed = {p.name for p in known.values() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
+    if needed <= {*given, *options} and not any(p.kind is p.VAR_KEYWORD for p in known.values()):
+        given = {k: v for k, v in given.items() if k in known}  # else the builder says what it misses
+    torch.manual_seed(seed)
+    return make("model", {k: v for k, v in options.items() if k not in given}, **given)
+
+
+def task(options: Entry, model: nn.Module, optimizer: Callable[[Iterable[nn.Parameter]], Any]) -> LightningModule:
+    return make("task", options, model=model, optimizer=optimizer)
+
+
+def method(options: Entry | Method | str) -> Method:
+    """A method from its conf entry: a name with options (null: the library's default), or a chain of such."""
+    if isinstance(options, Method):
+        return options
+    if isinstance(options, str):
+        return pipeback.methods.create(options)
+    if "_target_" in options:
+        return instantiate(OmegaConf.create(dict(options)))
+    if "chain" in options:
+        return pipeback.chain(*(method(entry) for entry in options["chain"]))
+    given = {k: v for k, v in options.items() if k != "name" and v is not None}
+    return pipeback.methods.create(options["name"], **given)
+
+
+def update_size(method: Method | None, batch_size: int, micro_batch_size: int | None) -> int:
+    """Samples an update. batch_size: of a step of Lightning's. None: plain training, a step an update."""
+    if method is None or method.flush_each_push:
+        return batch_size
+    return min(micro_batch_size or batch_size, batch_size) * (getattr(method, "micro_batches", None) or 1)
+
+
+def optimizer(options: Entry, update_size: int) -> tuple[Optimizers, dict[str, Any]]:
+    """params -> optimizer, and its hyper-parameters; those of momentum SGD are scaled to the update size."""
+    if "_target_" in options:
+        found = {k: v for k, v in options.items() if k not in ("_target_", "warmup", "decay", "_partial_")}
+        return lambda params: instantiate({**found, "_target_": options["_target_"]}, params), dict(options)
+    given = {k: v for k, v in options.items() if k not in ("name", "reference", "warmup", "decay") and v is not None}
+    build, reference = named("optimizer", options["name"]), options.get("reference")
+    if reference is not None:
+        if "momentum" not in given:
+            raise ValueError(
+                f"optimizer.reference scales rate and momentum; {options['name']} has none: set it to null"
+            )
+        given["lr"], given["momentum"] = pipeback.scale_hyperparameters(
+            given["lr"], given["momentum"], reference, update_size
+        )
+    return lambda params: build(params, **given), {"name": options["name"], **given}
+
+
+def scheduled(build: Optimizers, options: Entry, batches: Callable[[], float]) -> Callable[..., Any]:
+    """params -> what `configure_optimizers` returns: the optimizer, its rate by `optimizer.warmup` and `.decay`.
+
+    batches: of the whole training, asked for when it begins.
+    """
+    warmup, decay = options.get("warmup") or 0, options.get("decay")
+    if decay not in (None, "linear", "cosine"):
+        raise ValueError(f"optimizer.decay must be linear, cosine or null, but is {decay!r}")
+    if warmup < 0:
+        raise ValueError(f"optimizer.warmup is a number of batches, 0 or more, but is {warmup}")
+    if not warmup and decay is None:
+        return build
+
+    def configured(params: Iterable[nn.Parameter]) -> dict[str, Any]:
+        optimizer, total = build(params), batches()
+
+        def factor(batch: int) -> float:
+            if batch < warmup:
+                return (batch + 1) / warmup
+            share = min(1.0, (batch - warmup) / max(1, total - warmup))
+            return {None: 1.0, "linear": 1 - share, "cosine": (1 + math.cos(math.pi * share)) / 2}[decay]
+
+        rates = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": rates, "interval": "step"}}
+
+    return configured

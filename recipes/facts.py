@@ -1,0 +1,83 @@
+"""What there is to know of a run before it starts: its hparams.yaml, and the config of a W&B run."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+
+import pipeback
+from pipeback.lightning import PipelineStrategy
+from pipeback.lightning.body import find
+from pipeback.method import Method
+from pipeback.recipes import build
+from pipeback.timeline import bubble, timeline
+
+MOST = 2000  # micro-batches whose schedule is laid out to measure the bubble
+
+
+def facts_of(
+    config: Mapping[str, Any], trainer: Trainer, task: LightningModule, data: LightningDataModule, update_size: int,
+    hyperparameters: Mapping[str, Any],
+) -> dict[str, Any]:  # fmt: skip
+    """Flat names. delays: of each stage, in updates. bubble: the idle share of the schedule, one worker a stage."""
+    strategy, samples = trainer.strategy, build.epoch_samples(data, config["batch_size"])
+    known = {
+        "method": config["label"],
+        "method_options": config["method"],
+        "experiment": config["name"],
+        "seed": config["seed"],
+        "batch_size": config["batch_size"],
+        "micro_batch_size": config["micro_batch_size"],
+        "update_size": update_size,
+        "optimizer": dict(hyperparameters),
+        "metric": getattr(task, "metric", "val/loss"),
+        "mode": getattr(task, "mode", "min"),
+        "epoch_samples": samples,
+        "epochs": config["epochs"],
+        "classes": build.facts(data).get("classes"),
+        "threads": config["threads"],
+        "torch": str(torch.__version__),
+        "pipeback": pipeback.__version__,
+        "python": platform.python_version(),
+        "machine": machine(trainer),
+    }
+    if not isinstance(strategy, PipelineStrategy):
+        return known | {"runtime": "plain Lightning", "method_options": {}, "micro_batch_size": None, "stages": 1,
+                        "delays": [0], "slack2": False}  # fmt: skip
+    method = build.method(strategy.method)
+    stages = len(find(task, strategy.module, strategy.stages).stages)
+    method.check_stages(stages)
+    delays = method.delays(stages)
+    count = math.ceil(samples / (config["micro_batch_size"] or config["batch_size"]))
+    return known | {
+        "runtime": "event loop",
+        "stages": stages,
+        "delays": delays,
+        "slack2": delays[0] == 2 * (stages - 1),
+        "bubble": idle(method, stages, min(count, MOST), config),
+        "bubble_micro_batches": min(count, MOST),
+    }
+
+
+def idle(method: Method, stages: int, count: int, config: Mapping[str, Any]) -> float:
+    per_batch = math.ceil(config["batch_size"] / (config["micro_batch_size"] or config["batch_size"]))
+    flow = method.schedule_at(0, per_batch) if method.flush_each_push else method.schedule
+    return float(bubble(timeline(flow, stages, count)))
+
+
+def machine(trainer: Trainer) -> str:
+    """Processor, cores and system; the accelerator where there is one."""
+    info = Path("/proc/cpuinfo")
+    found = re.search(r"^model name\s*: (.+)$", info.read_text(), re.MULTILINE) if info.is_file() else None
+    name = found[1] if found else platform.processor() or "unknown processor"
+    device = trainer.strategy.root_device
+    gpu = f", {torch.cuda.get_device_name(device)}" if device.type == "cuda" else ""
+    return f"{name}, {os.cpu_count()} cores{gpu}, {platform.system()} {platform.machine()}"

@@ -1,0 +1,87 @@
+"""Bars to watch a comparison by: one for everything, one for each run that is under way, with its loss."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from pipeback.recipes.callbacks import written
+
+COLUMNS = (TextColumn("{task.description}"), BarColumn(bar_width=30), MofNCompleteColumn(),
+           TextColumn("{task.fields[note]}"), TimeElapsedColumn(), TimeRemainingColumn())  # fmt: skip
+ENDS = ("finished", "diverged", "failed")
+
+
+def state(folder: Path) -> dict[str, Any]:
+    """What a run has last told of itself; {} before it has begun."""
+    try:
+        return json.loads((folder / "progress.json").read_text())
+    except FileNotFoundError:
+        return {}
+
+
+class Live:
+    """While it is entered, a thread looks at the files that the runs write. runs: folder -> name of the run."""
+
+    def __init__(self, runs: Mapping[Path, str], console: Console, every: float = 0.3) -> None:
+        self.runs, self.every = dict(runs), every
+        self.console = console
+        self.progress = Progress(*COLUMNS, console=console, redirect_stdout=False, redirect_stderr=False)
+        self.tasks: dict[Path, TaskID] = {}
+        self.stop = threading.Event()
+        self.thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> Live:
+        self.all = self.progress.add_task(
+            f"[bold]{len(self.runs)} run{'s' if len(self.runs) != 1 else ''}", total=len(self.runs), note=""
+        )
+        self.progress.start()
+        self.thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop.set()
+        self.thread.join()
+        self._look()
+        self.progress.stop()
+
+    def _watch(self) -> None:
+        while not self.stop.wait(self.every):
+            self._look()
+
+    def _look(self) -> None:
+        for folder, name in list(self.runs.items()):
+            found = state(folder)
+            if found.get("state") in ENDS:
+                self._end(folder, name, found)
+            elif found:
+                if folder not in self.tasks:
+                    self.tasks[folder] = self.progress.add_task(name, total=None, note="")
+                note = f"loss {found['loss']:6.3f}" if found.get("loss") is not None else ""
+                self.progress.update(
+                    self.tasks[folder], completed=found.get("done", 0), total=found.get("of"), note=note
+                )
+
+    def _end(self, folder: Path, name: str, found: Mapping[str, Any]) -> None:
+        del self.runs[folder]
+        if folder in self.tasks:
+            self.progress.remove_task(self.tasks.pop(folder))
+        self.progress.advance(self.all)
+        told = "   ".join(written(k, v) for k, v in found.get("measures", {}).items())
+        rate = f"   {found['samples_per_second']:5,.0f} samples/s" if found.get("samples_per_second") else ""
+        end = {"finished": told + rate, "diverged": "[red]diverged", "failed": f"[red]failed: {found.get('error')}"}
+        self.console.print(f"  {name:<32} {end[found['state']]}", highlight=False, soft_wrap=True)

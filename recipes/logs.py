@@ -1,0 +1,42 @@
+"""The loggers of a run: what they are told before it begins, and after it has ended."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
+
+AXES = ("samples_seen", "wall_time")  # what W&B may draw a curve over, besides the step
+
+
+def begin(loggers: Iterable[Logger], facts: Mapping[str, Any], ckpt_path: str | None) -> None:
+    """Log the facts; a run that goes on from a checkpoint keeps the rows from before it."""
+    for logger in loggers:
+        before = rows_before(ckpt_path, Path(logger.log_dir)) if isinstance(logger, CSVLogger) else []
+        logger.log_hyperparams(dict(facts))
+        for step, row in before:
+            logger.log_metrics(row, step)
+        if isinstance(logger, WandbLogger):
+            for axis in AXES:
+                logger.experiment.define_metric(axis)
+
+
+def rows_before(ckpt_path: str | None, folder: Path) -> list[tuple[int, dict[str, float]]]:
+    """What was logged in this folder before the checkpoint from which the run goes on; Lightning would delete it."""
+    log = folder / "metrics.csv"
+    if ckpt_path is None or not log.is_file():
+        return []
+    step = torch.load(ckpt_path, map_location="cpu", weights_only=True)["global_step"]
+    with open(log, newline="") as lines:
+        rows = [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(lines)]
+    return [(int(row.pop("step")), row) for row in rows if row["step"] < step]
+
+
+def end(loggers: Iterable[Logger]) -> None:
+    for logger in loggers:
+        if isinstance(logger, WandbLogger):
+            logger.experiment.finish()  # else the next run of a sweep in this process would be logged into this one

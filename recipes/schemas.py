@@ -1,0 +1,184 @@
+"""What may stand in a config: dataclasses for the options at its top, and for the entries of our own groups.
+
+An entry names a class or function (`name: digits`), so its dataclass is made from the signature of that: nothing is
+said twice, and a user's own entry with `_target_` is left to Hydra. Hydra itself refuses unknown options on the command
+line; what is checked here is the composed config, files of the user's included, without need of Hydra's ConfigStore.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass as schema
+from dataclasses import field, fields, make_dataclass
+from typing import Any, Optional, Union
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+import pipeback
+from pipeback.recipes.command import in_one_line, no_option, suggestion
+
+
+@schema
+class Train:
+    """The options of `pipeback train`; conf/train.yaml says what they mean."""
+
+    name: str
+    label: str
+    quick: bool
+    epochs: int
+    max_steps: Optional[int]  # noqa: UP045 (OmegaConf reads these)
+    seed: int
+    batch_size: int
+    micro_batch_size: Optional[int]  # noqa: UP045
+    validate_every: Union[int, float]  # noqa: UP007
+    threads: int
+    ckpt_path: Optional[str]  # noqa: UP045
+    out: str
+    data: Any
+    model: Any
+    task: Any
+    optimizer: Any
+    method: Any
+    trainer: Any
+    logger: Any
+    callbacks: Any
+    methods: Any = None  # an experiment may say what `pipeback compare` is to compare
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "max_steps", "batch_size", "micro_batch_size", "threads"):
+            at_least_one(name, getattr(self, name))
+        if self.validate_every <= 0 or (isinstance(self.validate_every, float) and self.validate_every > 1):
+            raise ValueError(
+                f"validate_every={self.validate_every} must be a fraction of an epoch, above 0 and up to 1.0, or a "
+                "whole number of batches"
+            )
+
+
+@schema
+class Compare(Train):
+    """The options that `pipeback compare` has besides; conf/compare.yaml says what they mean."""
+
+    seeds: int = 1
+    jobs: int = 2
+    keep: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least_one("seeds", self.seeds)
+        at_least_one("jobs", self.jobs)
+
+
+def at_least_one(name: str, value: int | None) -> None:
+    if value is not None and value < 1:
+        raise ValueError(f"{name} must be a whole number of at least 1, but is {value}")
+
+
+# what the commands themselves hand to the things that entries name, and options that are ours
+GIVEN = {"data": ("batch_size", "seed"), "task": ("model", "optimizer"), "optimizer": ("params",)}
+OURS: dict[str, list[tuple[str, Any]]] = {
+    "optimizer": [("reference", Optional[int]), ("warmup", Optional[int]), ("decay", Optional[str])]  # noqa: UP045
+}
+
+
+def check(config: DictConfig, options: type[Train] = Train) -> dict[str, Any]:
+    """The config as plain values of the right types. Raises ValueError that says what was probably meant."""
+    values = typed(options, config, "")
+    OmegaConf.to_object(values)  # __post_init__
+    found = OmegaConf.to_container(values, resolve=True)
+    assert isinstance(found, dict)
+    result = {str(k): v for k, v in found.items()}
+    for group in ("data", "model", "task", "optimizer", "method"):
+        result[group] = entry(group, result[group])
+    return result
+
+
+def entry(group: str, options: Any) -> dict[str, Any]:
+    """An entry of one of our groups, checked against what it names; one with `_target_` as it is."""
+    if not isinstance(options, Mapping):
+        raise ValueError(f"{group} must be an entry of conf/{group} or name and options, but is {options!r}")
+    if "_target_" in options:
+        return dict(options)
+    if group == "method" and "chain" in options:
+        return {"chain": [entry("method", each) for each in options["chain"]]}
+    if "name" not in options:
+        raise ValueError(f"{group} has no name: write name: and options, or _target_: of your own")
+    rest = OmegaConf.create({k: v for k, v in options.items() if k != "name"})
+    made = signature_of(group, options["name"])
+    found = OmegaConf.to_container(typed(made, rest, f"{group}."), resolve=True) if made else dict(options)
+    assert isinstance(found, dict)
+    return {"name": options["name"], **{str(k): v for k, v in found.items() if k in options and k != "name"}}
+
+
+def typed(options: type, given: DictConfig, prefix: str) -> DictConfig:
+    known = [f.name for f in fields(options)]
+    for key in given:
+        if key not in known:
+            raise ValueError(no_option(f"{prefix}{key!s}", known))
+    try:
+        # resolved first: an interpolation is checked as what it stands for
+        plain = OmegaConf.create(OmegaConf.to_container(given, resolve=True))
+        merged = OmegaConf.merge(OmegaConf.structured(options), plain)
+    except OmegaConfBaseException as error:
+        raise ValueError(f"{prefix}{error.full_key}: {in_one_line(error)}") from error
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def signature_of(group: str, name: Any) -> type | None:
+    """A dataclass with the parameters of what `name` means in this group; None if it takes any."""
+    if group == "method":
+        known(group, pipeback.methods.available(), name)
+        parameters: Iterable[inspect.Parameter] = pipeback.methods.options(name).values()
+    else:
+        parameters = inspect.signature(named(group, name)).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return None
+    given = GIVEN.get(group, ())
+    taken = [(p.name, kind(p.annotation, p.default), field(default=None)) for p in parameters if p.name not in given]
+    ours = [(key, hint, field(default=None)) for key, hint in OURS.get(group, [])]
+    return make_dataclass(f"{name}", [*taken, *ours])
+
+
+PLAIN = {"str": str, "bool": bool, "int": int, "float": float}
+
+
+def kind(annotation: Any, default: Any) -> Any:
+    """The type as OmegaConf can check it; None is always allowed and stands for the default."""
+    text = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
+    if (hint := PLAIN.get(text.removesuffix(" | None"))) is not None:
+        return Optional[hint]  # noqa: UP045
+    number = Union[int, float]  # noqa: UP007 (a default of 0 may be meant as 0.0)
+    guess = {str: str, bool: bool, int: number, float: float}.get(type(default))
+    return Any if guess is None else Optional[guess]  # noqa: UP045
+
+
+def named(group: str, name: Any) -> Callable[..., Any]:
+    """What an entry's `name` means. Raises ValueError with the names there are."""
+    things = table(group)
+    known(group, things, name)
+    return things[name]
+
+
+def known(group: str, names: Iterable[str], name: Any) -> None:
+    if name not in names:
+        raise ValueError(f"unknown {group} {name!r}{suggestion(name, names)}; there are {', '.join(names)}")
+
+
+def table(group: str) -> Mapping[str, Any]:
+    """Imported when asked for: these need Lightning."""
+    if group == "optimizer":
+        return {k: v for k, v in vars(torch.optim).items() if isinstance(v, type)}
+    if group == "data":
+        from pipeback.recipes.data import DATA
+
+        return DATA
+    if group == "model":
+        from pipeback.recipes.models import MODELS
+
+        return MODELS
+    from pipeback.recipes.tasks import TASKS
+
+    return TASKS

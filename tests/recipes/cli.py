@@ -1,0 +1,78 @@
+"""`pipeback ...` in this process, which has torch, Lightning and Hydra loaded; and what a run left in its folder."""
+
+import csv
+import io
+import logging
+import os
+import sys
+import warnings
+from contextlib import redirect_stderr, redirect_stdout
+from typing import NamedTuple
+
+import pytest
+import torch
+import yaml
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import OmegaConf
+
+from pipeback.recipes.main import main
+
+# of digits: three batches an epoch, five stages, every number logged
+TINY = ["quick=true", "data.samples=96", "model.depth=4", "validate_every=1.0", "trainer.log_every_n_steps=1"]
+
+
+class Done(NamedTuple):
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def pipeback(*arguments, cwd):
+    out, err, threads, code = io.StringIO(), io.StringIO(), torch.get_num_threads(), 0
+    GlobalHydra.instance().clear()
+    methods = dict(ConfigStore.instance().repo.get("method", {}))
+    levels = {name: logging.getLogger(name).level for name in ("lightning.pytorch", "lightning.fabric")}
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        warnings.catch_warnings(),
+        redirect_stdout(out),
+        redirect_stderr(err),
+    ):
+        patch.chdir(cwd)
+        patch.setattr(sys, "argv", ["pipeback", *map(str, arguments)])
+        try:
+            main()
+        except SystemExit as end:  # a message as the code is what Python itself would print
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+            err.write(end.code if isinstance(end.code, str) else "")
+    assert "HYDRA_FULL_ERROR" not in os.environ
+    torch.set_num_threads(threads)
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
+    if "method" in ConfigStore.instance().repo:
+        ConfigStore.instance().repo["method"] = methods
+    return Done(code, out.getvalue(), err.getvalue())
+
+
+def rows(run):
+    """Of metrics.csv: numbers by column, what is empty left out."""
+    with open(run / "metrics.csv", newline="") as lines:
+        return [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(lines)]
+
+
+def numbers(run):
+    """What the run computed: its losses and measures, without times and without the step, which Lightning miscounts by
+    one after a checkpoint made at the validation that ends an epoch.
+    """
+    names = ("samples_seen", "train/loss", "val/loss", "val/accuracy")
+    found = [{k: row[k] for k in names if k in row} for row in rows(run)]
+    return [row for row in found if "train/loss" in row or "val/loss" in row]
+
+
+def facts(run):
+    return yaml.safe_load((run / "hparams.yaml").read_text())
+
+
+def config(run):
+    return OmegaConf.load(run / "config.yaml")

@@ -1,0 +1,167 @@
+"""`pipeback compare` end to end, tiny."""
+
+import io
+import json
+
+import pytest
+import yaml
+from rich.console import Console
+
+pytest.importorskip("hydra")
+pytest.importorskip("lightning")
+pytest.importorskip("sklearn")
+
+from pipeback.recipes.live import Live, state
+from tests.recipes.cli import TINY, config, facts, numbers, pipeback
+
+
+@pytest.fixture
+def no_report(monkeypatch):
+    """It takes longer than all the rest."""
+    from pipeback.recipes import compare
+
+    monkeypatch.setattr(compare, "report", lambda *given: None)
+
+
+COMPARED = ["methods=[sgd,{pipedream:{slack:2}}]", "seeds=2", "out=here"]
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory):
+    """Two methods, two seeds, in this process."""
+    folder = tmp_path_factory.mktemp("compared")
+    done = pipeback("compare", *TINY, *COMPARED, "jobs=1", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return folder / "here", done.stdout
+
+
+def test_everything_is_written(compared):
+    out, said = compared
+    runs = {"sgd-seed0", "sgd-seed1", "pipedream-slack2-seed0", "pipedream-slack2-seed1"}
+    assert {p.name for p in out.iterdir() if (p / "metrics.csv").is_file()} == runs
+    assert (out / "report.html").is_file()
+    for run in runs:
+        assert state(out / run)["state"] == "finished" and state(out / run)["measures"]["val/accuracy"] > 0
+        assert config(out / run).out == f"here/{run}" and "seeds" not in config(out / run)
+    assert "4 runs" in said and "pipedream-slack2 seed 1" in said and "±" in said
+    assert "Epoch" not in said and "update size" in (out / "sgd-seed0" / "log.txt").read_text()
+
+
+def test_it_is_fair(compared):
+    """The same optimizer, and per seed the same data in the same order, from the same weights."""
+    out = compared[0]
+    found = {run.name: facts(run) for run in out.iterdir() if (run / "hparams.yaml").is_file()}
+    assert len({json.dumps(each["optimizer"]) for each in found.values()}) == 1
+    assert found["pipedream-slack2-seed0"]["delays"] == [8, 6, 4, 2, 0]
+    assert found["pipedream-slack2-seed0"]["method"] == "pipedream-slack2"
+
+
+def test_a_run_is_what_train_makes_of_it(compared, tmp_path):
+    options = ["method=pipedream", "method.slack=2", "seed=1", "callbacks=minimal", "out=run"]
+    assert pipeback("train", *TINY, *options, cwd=tmp_path).returncode == 0
+    assert numbers(tmp_path / "run") == numbers(compared[0] / "pipedream-slack2-seed1")
+
+
+def test_two_processes_give_the_same(compared, no_report, tmp_path):
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    done = pipeback("compare", *TINY, *COMPARED, "seeds=1", "jobs=2", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for name in ("sgd-seed0", "pipedream-slack2-seed0"):
+        assert numbers(tmp_path / "here" / name) == numbers(compared[0] / name)
+    assert yaml.safe_load((tmp_path / "here" / "multirun.yaml").read_text())["hydra"]["launcher"]["n_jobs"] == 2
+
+
+def test_divergence_does_not_stop_the_others(tmp_path):
+    options = ["methods=[sgd,{gpipe:{micro_batches:8}}]", "optimizer.lr=1e30", "jobs=1", "out=here"]
+    done = pipeback("compare", *TINY, *options, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert [state(p)["state"] for p in sorted((tmp_path / "here").glob("*-seed0"))] == ["diverged", "diverged"]
+    assert done.stdout.count("diverged") >= 2 and (tmp_path / "here" / "report.html").is_file()
+
+
+def test_failure_does_not_stop_the_others(no_report, tmp_path, monkeypatch):
+    """A run that breaks is named at the end, and where its traceback is; the others are reported."""
+    from pipeback.recipes import compare
+
+    run = compare.run
+
+    def breaks(values, more):
+        if values["label"] == "pb":
+            raise RuntimeError("no such memory")
+        return run(values, more)
+
+    monkeypatch.setattr(compare, "run", breaks)
+    done = pipeback("compare", *TINY, "methods=[pb,sgd]", "jobs=1", "out=here", cwd=tmp_path)
+    assert done.returncode == 1 and "pb, seed 0 failed" in done.stderr and "failed: no such memory" in done.stdout
+    assert "Traceback" in (tmp_path / "here" / "pb-seed0" / "log.txt").read_text()
+    assert state(tmp_path / "here" / "sgd-seed0")["state"] == "finished"
+
+
+def test_keep_runs_only_what_is_missing(no_report, tmp_path):
+    def compare(*options):
+        done = pipeback("compare", *TINY, "jobs=1", "out=here", *options, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        return done.stdout, {p.parent.name: p.stat().st_mtime_ns for p in (tmp_path / "here").glob("*/metrics.csv")}
+
+    _, first = compare("methods=[sgd]")
+    said, second = compare("methods=[sgd,pb]", "keep=true")
+    assert "1 of 2 runs are there already" in said and set(second) == {"sgd-seed0", "pb-seed0"}
+    assert second["sgd-seed0"] == first["sgd-seed0"]
+    _, other = compare("methods=[sgd,pb]", "keep=true", "model.depth=3")  # another configuration: run again
+    assert other["sgd-seed0"] > second["sgd-seed0"]
+    _, last = compare("methods=[pb]")  # what an earlier comparison made would mix into this one's tables
+    assert set(last) == {"pb-seed0"}
+
+
+def test_without_methods_those_run_that_the_optimizer_allows(tmp_path, monkeypatch):
+    from pipeback.recipes import compare
+
+    found = []
+    monkeypatch.setattr(compare, "compare", lambda runs, *rest: found.append([run.label for run in runs]))
+    pipeback("compare", *TINY, "quick=false", cwd=tmp_path)
+    pipeback("compare", *TINY, cwd=tmp_path)
+    pipeback("compare", *TINY, "quick=false", "optimizer=adamw", cwd=tmp_path)
+    assert found[0] == list(compare.ALL) and found[1] == list(compare.FEW)
+    assert {"sgd", "pb", "pipedream", "gpipe"} <= set(found[2]) and "cerebras" not in found[2]
+
+
+def test_live_shows_what_runs_tell(tmp_path):
+    console = Console(file=io.StringIO(), width=120)
+    with Live({tmp_path / "a": "sgd seed 0"}, console, every=0.01):
+        (tmp_path / "a").mkdir()
+        told = {"state": "finished", "measures": {"val/accuracy": 0.5}, "samples_per_second": 12.0}
+        (tmp_path / "a" / "progress.json").write_text(json.dumps(told))
+    assert "accuracy 50.0%" in console.file.getvalue() and "12 samples/s" in console.file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["methods=[cerebas]"], "did you mean 'cerebras'?"),
+        (["methods=[sgd,{pb:{slak:1}}]"], "did you mean 'method.slack'?"),
+        (["methods=[{pb:1}]"], "neither a name nor"),
+        (["methods=[sc]", "optimizer=adamw"], "momentum SGD"),
+        (["methods=[pipedream_2bw]", "model.depth=40"], "pipedream_2bw"),
+        (["seeds=0"], "seeds must be a whole number of at least 1, but is 0"),
+        (["jobs=two"], "jobs: Value 'two'"),
+        (["experiment=digts"], "did you mean 'digits'?"),
+        (["sedes=2"], "did you mean 'seeds'?"),
+        (["-m"], "methods=[...]"),
+        (["method=pb"], "methods=[...]"),
+        (["data.root=nowhere"], "there is no digits.csv.gz"),
+        (["model=transformer"], "is for sequences of tokens"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistake_shows_before_anything_starts(arguments, message, tmp_path):
+    done = pipeback("compare", *arguments, cwd=tmp_path)
+    assert done.returncode == 2 and message in done.stderr, done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_cfg_job(tmp_path):
+    done = pipeback("compare", "methods=[sgd]", "seeds=3", "--cfg", "job", cwd=tmp_path)
+    found = yaml.safe_load(done.stdout)
+    assert found["seeds"] == 3 and found["methods"] == ["sgd"] and found["out"] == "outputs/compare/${name}"
+    assert list(tmp_path.iterdir()) == []
