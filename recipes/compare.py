@@ -33,7 +33,7 @@ from pipeback.recipes.callbacks import ProgressFile, tell
 from pipeback.recipes.command import explained, mistakes, quoted, start
 from pipeback.recipes.live import Live, state
 from pipeback.recipes.report import console as report_console
-from pipeback.recipes.report import report
+from pipeback.recipes.report import literal, report
 from pipeback.recipes.schemas import Compare, check
 from pipeback.recipes.train import as_yaml, quiet, run, task_of, trainer_of
 
@@ -94,12 +94,11 @@ def entry(method: Any) -> str:
     return label
 
 
-def train_words(words: list[str], out: str) -> list[str]:
+def train_words(words: list[str], out: Path) -> list[str]:
     """The options as `pipeback train` takes them."""
     kept = [word for word in words if not OWN.match(word)]
     callbacks = [] if any(word.startswith("callbacks=") for word in kept) else ["callbacks=minimal"]
-    escaped = out.replace("\\", "\\\\").replace("'", "\\'")
-    return [*kept, *callbacks, f"out='{escaped}/${{label}}-seed${{seed}}'"]
+    return [*kept, *callbacks, f"out={literal(f'{out}/${{label}}-seed${{seed}}')}"]
 
 
 def launcher(words: list[str], jobs: int, console: Console) -> list[str]:
@@ -131,13 +130,13 @@ def work(values: dict[str, Any]) -> None:
 def compare(runs: list[Run], kept: set[str], config: Mapping[str, Any], words: list[str], console: Console) -> None:
     """Run what is not in a kept folder, then write the report."""
     out = Path(config["out"])
-    planned = {run.out for run in runs}
+    planned = {each.out for each in runs}
+    todo = [each for each in runs if str(each.out) not in kept]
+    for each in todo:
+        (each.out / "progress.json").unlink(missing_ok=True)
     for old in out.glob("*/progress.json"):
-        if old.parent in planned:
-            old.unlink() if str(old.parent) not in kept else None
-        elif not config["keep"]:
+        if old.parent not in planned and not config["keep"]:
             shutil.rmtree(old.parent)  # of an earlier comparison: it would mix into this one's tables
-    todo = [run for run in runs if str(run.out) not in kept]
     if kept:
         console.print(f"{len(kept)} of {len(runs)} runs are there already", highlight=False)
 
@@ -148,25 +147,17 @@ def compare(runs: list[Run], kept: set[str], config: Mapping[str, Any], words: l
 
     began = time.perf_counter()
     if todo:
-        seeds, labels = (
-            ",".join(dict.fromkeys(str(part) for part in parts))
-            for parts in ((r.seed for r in runs), (r.label for r in runs))
-        )
-        sweep = [
-            f"seed={seeds}",
-            f"method={labels}",
-            f"hydra.sweep.dir={out}",
-            *launcher(words, config["jobs"], console),
-        ]
-        sys.argv[1:] = ["-m", *train_words(words, str(out)), *sweep]
+        seeds = ",".join(dict.fromkeys(str(run.seed) for run in runs))
+        labels = ",".join(dict.fromkeys(run.label for run in runs))
+        sweep = [f"seed={seeds}", f"method={labels}", f"hydra.sweep.dir={literal(str(out))}"]
+        sys.argv[1:] = ["-m", *train_words(words, out), *sweep, *launcher(words, config["jobs"], console)]
         with Live({run.out: f"{run.label} [dim]seed {run.seed}[/dim]" for run in todo}, console):
             try:
                 start("compare", job, "train")
             except BrokenProcessPool as error:
                 raise SystemExit("pipeback compare: a process died (out of memory?); try jobs=1") from error
-    console.print(
-        f"{len(todo)} run{'s' if len(todo) != 1 else ''} in {time.perf_counter() - began:.0f} s\n", highlight=False
-    )
+    seconds, plural = time.perf_counter() - began, "" if len(todo) == 1 else "s"
+    console.print(f"{len(todo)} run{plural} in {seconds:.0f} s\n", highlight=False)
     sys.argv[1:] = words  # as it was typed, for the page
     failed = [run for run in runs if state(run.out).get("state") == "failed"]
     if len(failed) < len(runs):
@@ -183,7 +174,7 @@ def main() -> None:
         with mistakes("compare"):
             quiet()
             config = check(settings, Compare)
-            given = train_words(list(HydraConfig.get().overrides.task), config["out"])
+            given = train_words(list(HydraConfig.get().overrides.task), Path(config["out"]))
             runs = plan(config, given)
             planned.append((runs, {str(r.out) for r in runs if config["keep"] and done(r, given)}, config))
 

@@ -42,7 +42,7 @@ from pipeback.recipes.sweep import folder_for_each
 # true, but no news to whom the recipes serve: the data are in memory, and a folder is written anew on purpose
 QUIET = (
     "does not have many workers", "Checkpoint directory .* exists", "log directory .* exists", "Experiment logs dir",
-    "LeafSpec", "set_vital", "smaller than the logging interval", "The number of training batches", "GPU available but not used",
+    "LeafSpec", "set_vital", "smaller than the logging interval", "The number of training batches", "GPU available",
 )  # fmt: skip
 
 Record = dict[str, Any]

@@ -135,10 +135,10 @@ def _reached(goal: Target) -> Callable[[Method], str]:
 
 
 def differences(methods: Sequence[Method]) -> Sheet | None:
-    """The options in which methods differ; None for one method."""
-    if len(methods) < 2:
-        return None
+    """The options in which methods differ; None for one method, and where there is no difference."""
     head, rows = options.table({m.label: m.runs for m in methods})
+    if len(methods) < 2 or len(head) < 2:
+        return None
     scaled = any(name.startswith("optimizer.") for name in head)
     notes = "Rate and momentum are those that the optimizer got, scaled to the update size. " if scaled else ""
     notes += "What is not shown is the same for all."
