@@ -2,21 +2,48 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
+from importlib.abc import MetaPathFinder
 from typing import Any
 
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 NAME = "pipeback"
+OTHER = "pytorch_lightning.strategies"
 
 
 def register(strategy: type[Strategy]) -> None:
     StrategyRegistry.register(NAME, strategy, description="pipelined backpropagation", override=True)
-    # `pytorch_lightning` has a registry of its own. Where it is imported already, the name is given to it, so that
-    # its Trainer says what is wrong instead of listing strategies.
-    other: Any = sys.modules.get("pytorch_lightning.strategies")
-    if other is not None:
-        other.StrategyRegistry.register(NAME, _refuse, description="use lightning.pytorch", override=True)
+    # `pytorch_lightning` has a registry of its own. The name is given to that, too, so that its Trainer says what is
+    # wrong instead of listing strategies.
+    if OTHER in sys.modules:
+        _tell(sys.modules[OTHER])
+    elif not any(isinstance(finder, _Late) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Late())
+
+
+class _Late(MetaPathFinder):
+    """Waits for the other distribution to be imported, once."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != OTHER:
+            return None
+        sys.meta_path.remove(self)
+        spec: Any = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            original = spec.loader.exec_module
+
+            def exec_module(module: Any) -> None:
+                original(module)
+                _tell(module)
+
+            spec.loader.exec_module = exec_module
+        return spec
+
+
+def _tell(strategies: Any) -> None:
+    strategies.StrategyRegistry.register(NAME, _refuse, description="use lightning.pytorch", override=True)
 
 
 def _refuse(**options: Any) -> None:

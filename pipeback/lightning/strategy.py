@@ -90,6 +90,11 @@ class PipelineStrategy(SingleDeviceStrategy):
         self._draws: dict[str, Any] | None = None  # random state to restore when the interrupted epoch has begun
         self._loader_states: list[Any] = []  # of the training loaders, when fit begins between epochs
 
+    def __repr__(self) -> str:
+        # what the Trainer of the other distribution shows when it is given one
+        options = f"method={self.method!r}, micro_batch_size={self.micro_batch_size}, stages={self.stages!r}"
+        return f"PipelineStrategy({options}), which is for lightning.pytorch, not for pytorch_lightning"
+
     @property
     def built(self) -> bool:
         """Whether there is a pipeline: from the beginning of `fit`, or from its first batch on."""

@@ -328,18 +328,25 @@ def test_a_failing_stage_names_itself_and_the_checkpoint_says_what_is_lost(tmp_p
     assert "pipeback" not in torch.load(tmp_path / "after.ckpt", weights_only=True)
 
 
-OTHER = """
-import pytorch_lightning as pl
-import pipeback.lightning
-pl.Trainer(strategy="pipeback", accelerator="cpu", logger=False, enable_checkpointing=False)
-"""
+ORDERS = ["import pytorch_lightning as pl, pipeback.lightning", "import pipeback.lightning, pytorch_lightning as pl"]
 
 
-def test_the_other_lightning():
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_other_lightning(order):
     pytest.importorskip("pytorch_lightning")
-    found = subprocess.run([sys.executable, "-c", OTHER], capture_output=True, text=True)
-    assert found.returncode
-    assert "write `import lightning.pytorch as pl` instead of `import pytorch_lightning as pl`" in found.stderr
+    code = f"""
+{order}
+for given in ("pipeback", pipeback.lightning.PipelineStrategy()):
+    try:
+        pl.Trainer(strategy=given, accelerator="cpu", logger=False, enable_checkpointing=False)
+    except (TypeError, ValueError) as error:
+        print(str(error).splitlines()[0])
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    name, instance = found.stdout.splitlines()
+    assert "write `import lightning.pytorch as pl` instead of `import pytorch_lightning as pl`" in name
+    assert "which is for lightning.pytorch, not for pytorch_lightning" in instance
 
 
 def test_dropout_draws_from_the_stages_own_streams():
