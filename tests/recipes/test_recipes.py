@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ pytest.importorskip("hydra")
 pytest.importorskip("lightning")
 pytest.importorskip("sklearn")
 
+from pipeback import methods
+from pipeback.recipes import command
 from tests.recipes.cli import TINY, config, facts, numbers, pipeback, rows
 
 ROOT = Path(__file__).parents[2]
@@ -160,10 +163,13 @@ OWN = """
 from lightning.pytorch import LightningDataModule
 from torch import nn, randn, randint, Generator
 from torch.utils.data import DataLoader, TensorDataset
-import torch
+from pipeback.recipes.tasks import Classification
 
 def net(inputs, classes, width):
     return nn.Sequential(nn.Linear(inputs, width), nn.ReLU(), nn.Linear(width, classes))
+
+class Mine(Classification):
+    metric = "val/loss"
 
 class Noise(LightningDataModule):
     facts = {"inputs": 4, "classes": 3, "unasked": 5}
@@ -183,6 +189,7 @@ def mine(tmp_path, monkeypatch):
         "method/mine.yaml": "defaults: [pb, _self_]\nslack: 1\n",
         "model/net.yaml": "_target_: own_things.net\nwidth: 8\n",
         "data/noise.yaml": "_target_: own_things.Noise\nsamples: 64\n",
+        "task/mine.yaml": "_target_: own_things.Mine\n",
         "optimizer/adam.yaml": "_target_: torch.optim.Adam\nlr: 1e-3\nwarmup: 2\n",
         "experiment/own.yaml": "# @package _global_\ndefaults:\n  - override /data: noise\n  - override /model: net\n"
         "name: own\nmethods: [sgd, mine]\n",
@@ -198,12 +205,21 @@ def mine(tmp_path, monkeypatch):
 
 
 def test_own_configs(mine):
-    options = ["--config-dir", "my", "experiment=own", "method=mine", "optimizer=adam", "quick=true", "out=run"]
+    options = [
+        "--config-dir",
+        "my",
+        "experiment=own",
+        "method=mine",
+        "task=mine",
+        "optimizer=adam",
+        "quick=true",
+        "out=run",
+    ]
     done = pipeback("train", *options, cwd=mine)
     assert done.returncode == 0, done.stderr
     known = facts(mine / "run")
     assert known["method"] == "mine" and known["delays"] == [2, 1, 0] and known["experiment"] == "own"
-    assert known["epoch_samples"] == 64 and known["classes"] == 3
+    assert known["epoch_samples"] == 64 and known["classes"] == 3 and known["metric"] == "val/loss"
 
 
 @pytest.mark.parametrize(
@@ -212,6 +228,16 @@ def test_own_configs(mine):
 def test_a_mistake_in_an_own_file_is_found(experiment, message, mine):
     done = pipeback("train", "--config-dir", "my", f"experiment={experiment}", cwd=mine)
     assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
+
+
+def test_method_of_another_package(tmp_path, monkeypatch):
+    """Its entry point is an entry of the group, too."""
+    theirs = EntryPoint("theirs", "pipeback.methods.pb:PipelinedBackpropagation", methods.GROUP)
+    for module in (command, methods):
+        monkeypatch.setattr(module, "entry_points", lambda group: [theirs])
+    done = pipeback("train", *TINY, "method=theirs", "+method.slack=1", "callbacks=none", "out=run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert facts(tmp_path / "run")["method"] == "theirs" and facts(tmp_path / "run")["delays"] == [4, 3, 2, 1, 0]
 
 
 def test_installed_method(tmp_path):
