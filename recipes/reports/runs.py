@@ -175,6 +175,8 @@ def at(run: Run, axis: str, steps: Sequence[float]) -> list[float]:
 def gather(runs: Sequence[Run]) -> list[Method]:
     """The runs by method; runs of one name that differ in more than the seed stay apart, told apart by what differs."""
     metric = compared(runs)
+    # by seed: folders that W&B made within one second stand in any order
+    runs = sorted(runs, key=lambda run: str(run.facts.get("seed", "")).rjust(12))
     methods = [Method(label, some, metric) for label, some in options.told_apart(runs).items()]
     return sorted(methods, key=lambda m: (KNOWN.index(m.base) if m.base in KNOWN else len(KNOWN), m.label))
 

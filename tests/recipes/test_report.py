@@ -222,6 +222,13 @@ def test_summary_sentences():
     assert unfinished(methods) == ["a run of pb ended after 640 of 960 samples"]
 
 
+def test_the_order_of_the_folders_does_not_matter(tmp_path):
+    for name, seed in (("a", 1), ("b", 0), ("c", 10), ("d", 2)):
+        write(tmp_path / name, facts("pb", seed), rows((0.3, 0.5, 0.8, 0.9 + seed / 1000)))
+    (method,) = gather(read([tmp_path])[0])
+    assert [run.facts["seed"] for run in method.runs] == [0, 1, 2, 10]
+
+
 # --- sources
 
 
@@ -374,7 +381,7 @@ def test_report_writes_page_pictures_and_numbers(compared):
         for name in ("samples_seen", "step", "wall_time", "final", "target", "cost", "gap", "delay", "schedules")
     }
     assert files == pictures | {"tables.md", "curves.csv", "stages.csv"} | {
-        f"{name}.csv" for name in ("methods", "equal_delay", "target", "cost", "options")
+        f"{name}.csv" for name in ("methods", "equal_delay", "target", "cost")
     }  # fmt: skip
     for name in pictures:
         assert (folder / "a page_files" / name).read_bytes().startswith(b"\x89PNG")
