@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeback.form import LINE, form_of
+
 Raw = Any  # torch._C._autograd.SavedTensor
 
 
@@ -54,20 +56,16 @@ def storages(tensors: Sequence[Tensor]) -> set[int]:
 
 
 def replica(tensor: Tensor, device: torch.device | None = None) -> Tensor:
-    """A copy that lies in memory as the original does: strides, and place within 64 bytes.
-
-    Kernels round otherwise at other places, and a view into a batch seldom begins where an allocation does.
-    """
+    """A copy that lies in memory as the original does: strides, and place within 64 bytes."""
     device = device or tensor.device
-    shift, rest = divmod(tensor.data_ptr() % 64, tensor.element_size())
-    if (not shift and tensor.is_contiguous()) or rest or not tensor.numel() or tensor.is_sparse:
+    if tensor.is_sparse or not tensor.numel():
         return tensor.detach().to(device, copy=True)
-    repeated = [n for n, stride in enumerate(tensor.stride()) if not stride]  # expanded dimensions hold one value
-    once = tensor.detach()[tuple(slice(1) if n in repeated else slice(None) for n in range(tensor.dim()))]
-    span = 1 + sum((size - 1) * stride for size, stride in zip(once.shape, tensor.stride(), strict=True))
-    memory = torch.empty(shift + span, dtype=tensor.dtype, device=device)
-    memory.as_strided(once.shape, tensor.stride(), shift).copy_(once)
-    return memory.as_strided(tensor.shape, tensor.stride(), shift)
+    form = form_of(tensor)
+    if tensor.data_ptr() % LINE != form.shift * tensor.element_size() or (not form.shift and tensor.is_contiguous()):
+        return tensor.detach().to(device, copy=True)
+    copy = form.empty(device)
+    form.elements(copy).copy_(form.elements(tensor))
+    return copy
 
 
 def keep(roots: Sequence[Tensor], known: set[int], where: str) -> tuple[list[Tensor], list[str]]:
