@@ -2,19 +2,23 @@
 
     print(grid(flowing(2), stages=4, micro_batches=8))
     picture(timeline(flowing(2), 4, 8)).figure.savefig("pb.svg")
-    pipe.record(); ...; trace(pipe, "run.json")
+    pipe.record(); ...; trace(pipe, "run.json"); print(summary(measured(pipe)))
 
-matplotlib is needed for `picture` alone.
+matplotlib is needed for pictures alone.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
+from pipeback import trace as traces
+from pipeback.bands import COLOURS as _COLOURS
+from pipeback.bands import INK as _INK
+from pipeback.bands import beside
 from pipeback.events import Schedule
+from pipeback.recording import Recording
 from pipeback.timeline import UNIT, Slot, Time, bubble, timeline
 
 if TYPE_CHECKING:
@@ -22,9 +26,7 @@ if TYPE_CHECKING:
 
     from pipeback.pipeline import Pipeline
 
-# forward, backward: apart in lightness too, so that print and colour-blind readers can tell them
-_COLOURS = {"F": "#7fb3e6", "B": "#f2a65a", "U": "#7a7a7a"}
-_INK = "#1f2933"
+__all__ = ["beside", "compare", "grid", "measured", "picture", "summary", "trace"]
 
 
 def grid(schedule: Schedule, stages: int, micro_batches: int, width: int | None = None) -> str:
@@ -109,52 +111,60 @@ def picture(
     return ax
 
 
-def measured(pipe: Pipeline) -> list[Slot]:
-    """The timeline of a real run: what `pipe.record()` measured, in seconds from the first operation."""
-    from pipeback.events import Op
+def measured(pipe: Pipeline) -> Recording:
+    """The timeline of a real run: what `pipe.record()` measured, in seconds from the first operation.
 
-    records = pipe.recorded
-    if not records:
+    Over processes every rank calls it and gets the timeline of all ranks.
+    """
+    recording = pipe.recorded
+    if not len(recording):
         raise ValueError("nothing was recorded: call pipe.record() before the pushes that are to be seen")
-    zero = records[0][0]
-    return [Slot(start - zero, end - zero, stage, Op(kind, mb)) for start, end, stage, kind, mb in records]  # type: ignore[arg-type]
+    return recording
 
 
-def trace(pipe: Pipeline, path: str | PathLike[str]) -> dict[str, Any]:
+def trace(pipe: Pipeline, path: str | PathLike[str], name: str | None = None) -> dict[str, Any]:
     """Write what `pipe.record()` measured as a Chrome trace, for ui.perfetto.dev or chrome://tracing.
 
-    One process, a track a worker; each operation has its stage, micro-batch and kind. Returns what was written;
-    `otherData.bubble` is the measured idle share of the workers.
+    A process a rank (or worker thread), a row a stage. Over processes every rank calls it, the clocks are brought
+    together, and the first rank writes. name: of the run; None: the method's.
+    Returns what was written. `otherData` holds the bubble: the share of the workers' time, between the first and the
+    last operation of all, in which a worker did nothing; and beside it what the schedule predicts.
+    Times are the host's: what is only queued on an accelerator counts where the host waits for it.
     """
-    slots = measured(pipe)
-    owner = pipe.owner
-    names = {"F": "forward", "B": "backward", "U": "update"}
-    events: list[dict[str, Any]] = [
-        {"ph": "M", "name": "thread_name", "pid": 0, "tid": worker, "args": {"name": _track(worker, owner)}}
-        for worker in sorted(set(owner))
-    ]
-    events += [
-        {
-            "ph": "X", "name": f"{slot.op} s{slot.stage}", "cat": names[slot.op.kind],
-            "pid": 0, "tid": owner[slot.stage],
-            "ts": 1e6 * slot.start, "dur": 1e6 * (slot.end - slot.start),
-            "args": {"stage": slot.stage, "micro-batch": slot.op.mb, "operation": names[slot.op.kind]},
-        }
-        for slot in slots
-    ]  # fmt: skip
-    written = {
-        "traceEvents": events,
-        "displayTimeUnit": "ms",
-        "otherData": {"method": repr(pipe.method), "stages": len(owner), "bubble": bubble(slots, owner)},
+    recording = measured(pipe)
+    recording.name = recording.name if name is None else name
+    ranks = pipe.ranks
+    if ranks.several and ranks.rank != ranks.everyone[0]:  # type: ignore[union-attr]
+        return traces.as_json(recording)
+    return traces.write(recording, path)
+
+
+def summary(recording: Recording) -> str:
+    """How much the workers idled, measured and predicted, as a table of shares in percent.
+
+    The rows below the first one are `Recording.in_order` and `predicted` at the measured mean costs of every stage, and
+    `predicted` at unit costs. Only the columns of the first eight workers are shown.
+    """
+    rows = {
+        "measured": recording,
+        "predicted, each worker in this order": recording.in_order(),
+        "predicted by the schedule": recording.predicted(),
+        "predicted, all F and B alike": recording.unit(),
     }
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(written, file)
-    return written
-
-
-def _track(worker: int, owner: list[int]) -> str:
-    mine = [s for s, w in enumerate(owner) if w == worker]
-    return f"worker {worker}: stages {mine[0]} to {mine[-1]}" if len(mine) > 1 else f"worker {worker}: stage {mine[0]}"
+    names = [track.name.partition(" (")[0] for track in recording.tracks[:8]]
+    widths = [max(8, len(name)) for name in names]
+    cells = "  ".join(name.rjust(width) for name, width in zip(names, widths, strict=True))
+    lines = [
+        f"{recording.name or 'the run'}: {recording.stages} stages on {len(recording.tracks)} workers, "
+        f"{recording.micro_batches()} micro-batches, {1e3 * recording.idle().span:.1f} ms; "
+        f"the clocks agree within {1e6 * recording.uncertainty:.0f} µs",
+        f"{'idle %':<37}     all  between fill and drain  {cells}",
+    ]
+    for title, row in rows.items():
+        idle = row.idle()
+        each = "  ".join(f"{100 * share:{width}.1f}" for share, width in zip(idle.each, widths, strict=False))
+        lines.append(f"{title:<37}{100 * idle.share:8.1f}{100 * idle.steady:24.1f}  {each}")
+    return "\n".join(lines)
 
 
 def compare(schedules: Mapping[str, Schedule], stages: int, micro_batches: int, until: int | None = None) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
-from itertools import islice
+from itertools import islice, repeat
 from typing import NamedTuple
 
 from pipeback.events import Op, Schedule, until
@@ -41,57 +41,92 @@ def timeline(
     """Run `micro_batches` through the schedule, everything as early as programs, data and workers allow.
 
     costs: time of F, B and U, one mapping for all stages or one a stage.
-    workers: the worker that owns each stage (default: one worker a stage); a worker runs one operation at a time,
-    of those ready the one that can start first, a backward before a forward.
+    workers: the worker that owns each stage (default: one worker a stage); a worker runs one operation at a time, of
+    those ready the one that can start first, a backward before a forward, then the oldest micro-batch.
     Yields slots in order of their start. Sending takes no time.
     """
-    per_stage = [costs] * stages if isinstance(costs, Mapping) else list(costs)
     owner = list(range(stages)) if workers is None else list(workers)
-    if len(per_stage) != stages or len(owner) != stages:
-        raise ValueError(f"costs and workers need one entry a stage: {stages}, not {len(per_stage)} and {len(owner)}")
-    programs = [until(schedule(s, stages), micro_batches) for s in range(stages)]
-    heads: list[Op | None] = [next(program, None) for program in programs]
-    ended: dict[tuple[str, int, int], Time] = {}  # (kind, stage, micro-batch) -> end
-    free: dict[int, Time] = dict.fromkeys(owner, 0)
+    if len(owner) != stages:
+        raise ValueError(f"workers needs one entry a stage: {stages}, not {len(owner)}")
+    programs = [zip(repeat(s), until(schedule(s, stages), micro_batches)) for s in range(stages)]
+    return play(programs, owner, stages, costs)
+
+
+Place = tuple[str, int, int]  # (kind, stage, micro-batch)
+
+
+def play(
+    programs: Sequence[Iterable[tuple[int, Op]]],
+    workers: Sequence[int],
+    stages: int,
+    costs: Mapping[str, Time] | Sequence[Mapping[str, Time]] = UNIT,
+    done: Iterable[Place] = (),
+) -> Iterator[Slot]:
+    """Do each program in its own order, everything as early as data and workers allow.
+
+    programs: of (stage, operation), one a stage as schedules have it, or one a worker. workers: who does each program.
+    done: operations that were over before the first one, so that their outputs are there.
+    Yields slots in order of their start. Sending takes no time. Raises RuntimeError when all wait for each other.
+    """
+    per_stage = [costs] * stages if isinstance(costs, Mapping) else list(costs)
+    if len(per_stage) != stages:
+        raise ValueError(f"costs needs one entry a stage: {stages}, not {len(per_stage)}")
+    rest = [iter(program) for program in programs]
+    heads = [next(program, None) for program in rest]
+    ended: dict[Place, Time] = dict.fromkeys(done, 0)
+    free: dict[int, Time] = dict.fromkeys(workers, 0)
     while any(head is not None for head in heads):
-        best: tuple[Time, int, int] | None = None
-        for s, head in enumerate(heads):
+        best: tuple[Time, int, int, int] | None = None
+        for n, head in enumerate(heads):
             if head is None:
                 continue
-            begin = _input_at(head, s, stages, ended)
+            s, op = head
+            begin = _input_at(op, s, stages, ended)
             if begin is not None:
-                rank = (max(begin, free[owner[s]]), "UBF".index(head.kind), s)
+                # the oldest micro-batch first: what a neighbour waits for leaves early
+                rank = (max(begin, free[workers[n]]), "UBF".index(op.kind), op.mb, n)
                 best = rank if best is None else min(best, rank)
         if best is None:
-            waiting = ", ".join(f"stage {s} for {head}" for s, head in enumerate(heads) if head is not None)
+            waiting = ", ".join(f"stage {head[0]} for {head[1]}" for head in heads if head is not None)
             raise RuntimeError(f"the schedule deadlocks, waiting: {waiting}")
-        start, _, s = best
-        op = heads[s]
-        assert op is not None
+        start, _, _, n = best
+        head = heads[n]
+        assert head is not None
+        s, op = head
         end = start + per_stage[s][op.kind]
-        ended[op.kind, s, op.mb] = free[owner[s]] = end
-        heads[s] = next(programs[s], None)
+        ended[op.kind, s, op.mb] = free[workers[n]] = end
+        heads[n] = next(rest[n], None)
         yield Slot(start, end, s, op)
 
 
-def _input_at(op: Op, s: int, stages: int, ended: Mapping[tuple[str, int, int], Time]) -> Time | None:
+def _input_at(op: Op, s: int, stages: int, ended: Mapping[Place, Time]) -> Time | None:
     """When the input of `op` is there; None while that is not known."""
+    before = needs(op, s, stages)
+    return 0 if before is None else ended.get(before)
+
+
+def needs(op: Op, s: int, stages: int) -> Place | None:
+    """The operation of another stage whose output `op` at stage s takes; None if there is none."""
     if op.kind == "F" and s > 0:
-        return ended.get(("F", s - 1, op.mb))
+        return "F", s - 1, op.mb
     if op.kind == "B" and s < stages - 1:
-        return ended.get(("B", s + 1, op.mb))
-    return 0
+        return "B", s + 1, op.mb
+    return None
 
 
 def bubble(slots: Iterable[Slot], workers: Sequence[int] | None = None) -> float:
-    """Share of the makespan that a worker is idle, averaged over the workers (one a stage by default)."""
+    """The share of the workers' time between the first and the last operation of all in which a worker does nothing.
+
+    1 − Σ (end − start) / (workers · (last end − first start)), as a worker does one operation at a time.
+    workers: the worker of each stage; None: one a stage that has slots. 0 where nothing was done.
+    """
     slots = list(slots)
     if not slots:
         return 0.0
-    owners = {workers[slot.stage] if workers else slot.stage for slot in slots}
+    count = len(set(workers) if workers else {slot.stage for slot in slots})
     span = max(slot.end for slot in slots) - min(slot.start for slot in slots)
     busy = sum(slot.end - slot.start for slot in slots)
-    return float(1 - busy / (span * len(owners))) if span else 0.0
+    return float(1 - busy / (span * count)) if span else 0.0
 
 
 def delays(schedule: Schedule, stages: int) -> list[int]:

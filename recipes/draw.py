@@ -1,23 +1,32 @@
-"""Draw the schedule of a method: a text grid, and a picture if `out` names one.
+"""Draw the schedule of a method, or what was measured when it ran: text, pictures, and traces for ui.perfetto.dev.
 
-    pipeback draw method=pb stages=4 micro_batches=8
+    pipeback draw method=pb stages=4 micro_batches=8                         # a text grid
     pipeback draw method=gpipe,one_f_one_b,pb stages=5 micro_batches=40 until=52 out=schedules.png
-    pipeback draw method=pb stages=4 run=trace.json     # a real run on this machine, for ui.perfetto.dev
+    pipeback draw method=gpipe,pb stages=8 ranks=2 micro_batches=24 --run run.json out=run.png
+    pipeback draw trace=run.json out=run.png                                 # what was recorded before, once more
+
+--run trains linear layers of one size on that many processes of this machine, from an empty pipeline until it is empty
+again, and prints how much the ranks idled beside what the schedule predicts. It writes a trace a method (run-gpipe.json
+and run-pb.json; run.json if there is one method), and the timelines as a picture to `out`. For a script of your own:
+pipe.record() before the pushes, and pipeback.draw.trace(pipe, "run.json") on every rank after them.
 
 Options of a method go behind its name: method=pipedream:slack=2. For gpipe and one_f_one_b, flush= is the flush.
 """
 
 from __future__ import annotations
 
+import os
+import re
 import sys
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
 import pipeback
 from pipeback import draw
+from pipeback import trace as traces
+from pipeback.recipes.measure import run
+from pipeback.recording import Recording
 from pipeback.timeline import bubble, timeline
 
 OPTIONS = {
@@ -29,13 +38,16 @@ OPTIONS = {
     "width": 32,
     "out": None,
     "run": None,
+    "ranks": None,
+    "trace": None,
 }
+TEXTS = {"method", "out", "run", "trace"}
 
 
 def main() -> None:
     try:
         show(parsed(sys.argv[1:]))
-    except ValueError as error:
+    except (ValueError, OSError, RuntimeError) as error:
         sys.exit(f"pipeback draw: {error}")
 
 
@@ -44,12 +56,47 @@ def parsed(arguments: list[str]) -> dict[str, Any]:
         print(__doc__)
         sys.exit()
     options: dict[str, Any] = dict(OPTIONS)
-    for argument in arguments:
+    for argument in plain(arguments):
         name, given, value = argument.partition("=")
         if not given or name not in OPTIONS:
-            raise ValueError(f"{argument!r} is not an option; write one of {', '.join(f'{n}=' for n in OPTIONS)}")
-        options[name] = value if name in ("method", "out", "run") else whole(name, value)
+            names = ", ".join(f"{n}=" for n in OPTIONS)
+            near = get_close_matches(name, OPTIONS, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"{argument!r} is not an option{hint}; write one of {names}")
+        options[name] = value if name in TEXTS else whole(name, value)
+    if options["ranks"] is None:
+        options["ranks"] = min(2, options["stages"])
+    elif options["run"] is None:
+        raise ValueError("ranks= is for a real run; add --run")
+    if options["ranks"] > options["stages"]:
+        raise ValueError(f"ranks={options['ranks']} is more than stages={options['stages']}; every rank needs a stage")
     return options
+
+
+def plain(arguments: list[str]) -> list[str]:
+    """All as name=value, which may be written --name=value or --name value too; a bare --run is run=run.json."""
+    found, rest = [], list(arguments)
+    while rest:
+        word = rest.pop(0)
+        if word.startswith("--"):
+            name, given, value = word[2:].partition("=")
+            if not given and rest and not begins(rest[0]):
+                value = rest.pop(0)
+            elif not given and name == "run":
+                value = "run.json"
+            elif not given:
+                raise ValueError(f"{word} needs a value, {word}=…")
+            word = f"{name.replace('-', '_')}={value}"
+        elif "=" not in word and begins(word):
+            word = f"method={word}"
+        found.append(word)
+    return found
+
+
+def begins(word: str) -> bool:
+    """Whether an option begins here, rather than being the value of the one before."""
+    name, given, _ = word.partition("=")
+    return word.startswith("--") or (bool(given) and name in OPTIONS) or word in pipeback.methods.available()
 
 
 def whole(name: str, value: str) -> int:
@@ -59,23 +106,76 @@ def whole(name: str, value: str) -> int:
 
 
 def show(options: dict[str, Any]) -> None:
-    stages, count = options["stages"], options["micro_batches"]
-    schedules = {}
-    for entry in options["method"].split(","):
-        method = build(entry, options["flush"])
-        schedules[entry] = method.schedule
+    stages, count, out = options["stages"], options["micro_batches"], options["out"]
+    picturable(out)
+    if options["trace"]:
+        tell([traces.read(path) for path in options["trace"].split(",")], out)
+        return
+    methods = {entry: build(entry, options["flush"]) for entry in options["method"].split(",")}
+    paths = files(options["run"], list(methods)) if options["run"] else {}
+    for entry, method in methods.items():
+        method.check_stages(stages)
         print(f"{entry}: delays {method.delays(stages)}, idle "
               f"{bubble(timeline(method.schedule, stages, count)):.1%} over {count} micro-batches")  # fmt: skip
         print(draw.grid(method.schedule, stages, count, width=options["width"]), end="\n\n")
-    if options["out"]:
+    if paths:
+        run({entry: (methods[entry], str(path)) for entry, path in paths.items()}, options["ranks"], stages, count)
+        tell([traces.read(path) for path in paths.values()], out)
+        print(f"written: {', '.join(map(str, paths.values()))}, for ui.perfetto.dev")
+    elif out:
         import matplotlib
 
         matplotlib.use("Agg")
-        figure = draw.compare(schedules, stages, count, until=options["until"])
-        figure.savefig(options["out"], dpi=130)
-        print(f"written: {options['out']}")
-    if options["run"]:
-        record(build(options["method"].split(",")[0], options["flush"]), stages, count, Path(options["run"]))
+        draw.compare(
+            {entry: m.schedule for entry, m in methods.items()}, stages, count, until=options["until"]
+        ).savefig(out, dpi=130)
+        print(f"written: {out}")
+
+
+def tell(recordings: list[Recording], out: str | None) -> None:
+    """What was measured beside what is predicted, as text and, if `out` names a file, as a picture."""
+    for recording in recordings:
+        print(draw.summary(recording), end="\n\n")
+    if out:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        draw.beside(recordings).savefig(out, dpi=130)
+        print(f"written: {out}")
+
+
+def picturable(out: str | None) -> None:
+    """Raise ValueError where a picture cannot be written: it is made last."""
+    if out is None:
+        return
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    known = FigureCanvasBase.get_supported_filetypes()
+    if Path(out).suffix[1:].lower() not in known:
+        raise ValueError(f"out={out} must end in one of {', '.join('.' + ending for ending in known)}")
+    writable("out", Path(out))
+
+
+def files(path: str, entries: list[str]) -> dict[str, Path]:
+    """The trace of each method, all of which can be written."""
+    first = Path(path)
+    found = {
+        entry: first if len(entries) == 1 else first.with_stem(f"{first.stem}-{re.sub('[^0-9a-z_]+', '-', entry)}")
+        for entry in entries
+    }
+    for file in found.values():
+        writable("run", file)
+    return found
+
+
+def writable(option: str, path: Path) -> None:
+    """Raise ValueError before anything is trained, rather than after."""
+    if path.is_dir():
+        raise ValueError(f"{option}={path} is a folder; name a file")
+    if not path.parent.is_dir():
+        raise ValueError(f"{option}={path}: there is no folder {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"{option}={path} cannot be written: permission denied")
 
 
 def build(entry: str, flush: int) -> pipeback.Method:
@@ -89,26 +189,6 @@ def build(entry: str, flush: int) -> pipeback.Method:
     if name == "pipemare":
         given.setdefault("anneal", 100)
     return pipeback.methods.create(name, **given)
-
-
-def record(method: pipeback.Method, stages: int, count: int, path: Path) -> None:
-    """A real run of linear layers on two worker threads (one, if there is one stage), measured."""
-    torch.set_num_threads(1)
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(512, 512), nn.Tanh()) for _ in range(stages)])
-    pipe = pipeback.Pipeline(
-        model, loss=nn.functional.mse_loss, optimizer=lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9),
-        method=method, workers=min(2, stages),
-    )  # fmt: skip
-    x, y = torch.randn(64, 512), torch.randn(64, 512)
-    for _ in range(5):
-        pipe.push(x, y)
-    pipe.record()
-    for _ in range(count):
-        pipe.push(x, y)
-    written = draw.trace(pipe, path)
-    print(f"written: {path}, {len(written['traceEvents'])} events; the workers were idle "
-          f"{written['otherData']['bubble']:.1%} of the time")  # fmt: skip
-    pipe.close()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,72 @@
+"""A real run to be looked at: linear layers of one size on processes of this machine, every operation measured."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+import pipeback
+from pipeback import draw
+
+WIDTH, SAMPLES = 512, 64
+WARM = 3  # micro-batches before anything is measured: the first ones find cold caches and allocate
+
+
+def run(methods: Mapping[str, tuple[pipeback.Method, str]], ranks: int, stages: int, count: int) -> None:
+    """Train `count` micro-batches with every method and write its trace; methods: name -> (method, path).
+
+    The processes are started as torchrun does. Raises RuntimeError with the message of the first one that fails.
+    """
+    if ranks == 1:
+        return train(methods, stages, count)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=ranks, run_id=uuid.uuid4().hex, max_restarts=0,
+        rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0", start_method="spawn",
+    )  # fmt: skip
+    try:
+        elastic_launch(config, train)(methods, stages, count)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        message: Any = failure.message  # @record makes a dictionary of it
+        words = message.get("message") if isinstance(message, dict) else message
+        raise RuntimeError(f"rank {rank} failed: {words}") from error
+    return None
+
+
+@record
+def train(methods: Mapping[str, tuple[pipeback.Method, str]], stages: int, count: int) -> None:
+    """On every rank: from an empty pipeline until it is empty again, so that nothing else is in the trace."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    x, y = torch.randn(SAMPLES, WIDTH), torch.randn(SAMPLES, WIDTH)
+    for name, (method, path) in methods.items():
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(stages)])
+        for _ in range(WARM):
+            model(x).sum().backward()  # the stages are placed by their first times
+        model.zero_grad()
+        pipe = pipeback.Pipeline(
+            model,
+            loss=nn.functional.mse_loss,
+            optimizer=lambda params: torch.optim.SGD(params, lr=1e-3, momentum=0.9),
+            method=method,
+        )
+        for _ in range(WARM):
+            pipe.push(x, y)
+        pipe.drain()
+        pipe.record()
+        for _ in range(count):
+            pipe.push(x, y)
+        pipe.drain()
+        draw.trace(pipe, path, name)
+        pipe.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
