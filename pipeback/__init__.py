@@ -10,22 +10,25 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pipeback import draw, methods, schedules, timeline
+    from pipeback import checkpoint, draw, methods, schedules, timeline
     from pipeback.events import Op, Schedule, until
+    from pipeback.health import RankError
     from pipeback.ledger import Record
     from pipeback.method import Method, Past, Shift, State, Weights, When, chain
     from pipeback.momentum import scale_hyperparameters
     from pipeback.pipeline import Memory, Pipeline
+    from pipeback.ranks import join
     from pipeback.watch import Watch
     from pipeback.worker import StageError
 
 __version__ = "0.1.0"
 
 _HOME = {
+    "join": "ranks",
     "Op": "events", "Schedule": "events", "until": "events", "Record": "ledger",
     "Method": "method", "Past": "method", "Shift": "method", "State": "method", "Weights": "method", "When": "method",
     "chain": "method", "scale_hyperparameters": "momentum", "Memory": "pipeline", "Pipeline": "pipeline",
-    "StageError": "worker", "Watch": "watch",
+    "RankError": "health", "StageError": "worker", "Watch": "watch",
 }  # fmt: skip
 
 __all__ = [
@@ -34,6 +37,7 @@ __all__ = [
     "Op",
     "Past",
     "Pipeline",
+    "RankError",
     "Record",
     "Schedule",
     "Shift",
@@ -43,7 +47,9 @@ __all__ = [
     "Weights",
     "When",
     "chain",
+    "checkpoint",
     "draw",
+    "join",
     "methods",
     "scale_hyperparameters",
     "schedules",

@@ -40,6 +40,10 @@ class Bundle(list[Tensor]):
             self._factor = (value, torch.full_like(unit, value))
         return self._factor[1]
 
+    def forget(self) -> None:
+        """The weights lie elsewhere now."""
+        self.velocities = self._ones = self._factor = self._chosen = None
+
     def only(self, numbers: tuple[int, ...]) -> Bundle:
         """Some of them; the same bundle when asked again."""
         if self._chosen is None or self._chosen[0] != numbers:

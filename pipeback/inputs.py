@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipeback.loop import Batch
 from pipeback.method import Method
 from pipeback.order import POLICIES
-from pipeback.runtime import Batch
 from pipeback.stage import OptimizerFactory, Stage, Value
 
 
@@ -64,7 +64,7 @@ def check_functions(method: Any, loss: Any, optimizer: Any) -> None:
 
 
 def check_numbers(stages: int, **options: Any) -> None:
-    for name in ("micro_batch_size", "workers"):
+    for name in ("micro_batch_size", "workers", "replicas"):
         value = options.get(name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise ValueError(f"{name} must be a whole number of at least 1 or None, but is {value!r}")
@@ -72,7 +72,14 @@ def check_numbers(stages: int, **options: Any) -> None:
         raise ValueError(
             f"workers={options['workers']} but the model has {stages} stages; use at most one worker a stage"
         )
-    for name in ("clip_norm", "clip_value"):
+    if options.get("ranks", 1) > 1 and options.get("workers") is not None:
+        raise ValueError(f"workers={options['workers']}: over processes each rank is a worker; leave workers out")
+    if options.get("ranks", 1) > stages:
+        raise ValueError(
+            f"{options['ranks']} ranks share a pipeline but the model has {stages} stages; start at most one rank a "
+            "stage, or give replicas= so that several pipelines share the ranks"
+        )
+    for name in ("clip_norm", "clip_value", "timeout"):
         value = options.get(name)
         if value is not None and not value > 0:
             raise ValueError(f"{name} must be above 0 or None, but is {value!r}")
@@ -80,7 +87,13 @@ def check_numbers(stages: int, **options: Any) -> None:
 
 def check_outside(**options: Any) -> None:
     """What goes with a loss that is computed outside."""
-    for name, plain in (("workers", None), ("micro_batch_size", None), ("weights", "equal"), ("check_finite", False)):
+    for name, plain in (
+        ("workers", None),
+        ("micro_batch_size", None),
+        ("weights", "equal"),
+        ("check_finite", False),
+        ("replicas", 1),
+    ):
         if options[name] != plain:
             raise ValueError(f"{name}={options[name]!r} does not go with loss=None; use {name}={plain!r}")
 
@@ -89,14 +102,20 @@ def check_choices(store: Any, **options: Any) -> None:
     if store is not None:
         raise ValueError(f"store={store!r}: this version keeps weights on the device of their module; use store=None")
     allowed = {"weights": ("equal", "samples"), "weight_functions": ("refuse", "warn"), "order": POLICIES}
+    allowed["link"] = ("auto", "shared_memory", "gloo", "nccl")
     for name, value in options.items():
         if value not in allowed[name]:
             raise ValueError(f"{name} must be one of {', '.join(allowed[name])}, but is {value!r}")
-    group = torch.distributed
-    if group.is_available() and group.is_initialized() and group.get_world_size() > 1:
-        raise ValueError(
-            "a process group of several ranks is initialised, but this version runs in one process; use workers="
-        )
+
+
+def shares(x: Value, y: Any, replicas: int) -> list[tuple[Value, Any]]:
+    """What was pushed, cut into equal parts, one for each replica of this process."""
+    if replicas == 1:
+        return [(x, y)]
+    length = micro_batches(x, y, None)[0][2]
+    if length % replicas:
+        raise ValueError(f"the {length} samples pushed cannot be shared by {replicas} replicas; push a multiple of it")
+    return [(a, b) for a, b, _ in micro_batches(x, y, length // replicas)]
 
 
 def micro_batches(x: Value, y: Any, size: int | None) -> list[Batch]:

@@ -28,9 +28,15 @@ _FOREACH = {getattr(torch.optim, name) for name in ("SGD", "Adam", "AdamW", "RMS
 
 
 class Options:
-    """The options of every stage's parameter groups at one moment."""
+    """The options of every stage's parameter groups at one moment.
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], groups: list[list[Group]] | None = None) -> None:
+    since: micro-batches that had arrived then, the same on every worker: a saved state tells options apart by it.
+    """
+
+    def __init__(
+        self, optimizers: Sequence[torch.optim.Optimizer], since: int, groups: list[list[Group]] | None = None
+    ) -> None:
+        self.since = since
         self.groups = groups or [[{k: _value(v) for k, v in g.items()} for g in opt.param_groups] for opt in optimizers]
         self.rates = [
             tuple(

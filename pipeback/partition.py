@@ -19,8 +19,8 @@ class Part(NamedTuple):
 def split(model: nn.Module | Sequence[nn.Module]) -> list[Part]:
     """The children of an nn.Sequential, or the modules of a list, one stage each.
 
-    Raises TypeError for anything else, ValueError for an empty model, for weights that two stages share and for
-    weights on the meta device; nothing is changed.
+    Raises TypeError for anything else, ValueError for an empty model, for weights that two stages share and for a
+    stage that is on the meta device in part; nothing is changed.
     """
     if isinstance(model, nn.Sequential):
         # not named_children(), which names a module that stands twice (one ReLU, say) only once
@@ -46,14 +46,16 @@ def split(model: nn.Module | Sequence[nn.Module]) -> list[Part]:
         for key, parameter in module.named_parameters():
             if isinstance(parameter, UninitializedParameter):
                 raise ValueError(f"stage {s} ({name}): {key} has no shape yet; run a lazy module once before training")
-            if parameter.is_meta:
-                raise ValueError(f"stage {s} ({name}): {key} is on the meta device; give it values before training")
         parameters, buffers = list(module.named_parameters()), list(module.named_buffers())
+        if len({tensor.is_meta for _, tensor in (*parameters, *buffers)}) > 1:
+            raise ValueError(f"stage {s} ({name}) is on the meta device in part; build all of it there, or nothing")
         for n, (key, tensor) in enumerate([*parameters, *buffers]):
             kind = "parameter" if n < len(parameters) else "buffer"
             if not tensor.numel():
                 continue
-            first, other = owner.setdefault(tensor.data_ptr(), (s, key))  # memory, not identity: views share too
+            # memory, not identity: views share too; on the meta device there is no memory
+            place = id(tensor) if tensor.is_meta else tensor.data_ptr()
+            first, other = owner.setdefault(place, (s, key))
             if first != s:
                 raise ValueError(
                     f"stages {first} and {s} share a {kind} ({parts[first].name}.{other} is {name}.{key}); "

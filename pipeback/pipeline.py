@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
+from importlib.metadata import version
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from pipeback import methods, snapshot
+from pipeback import clocks, meta, methods, state
+from pipeback import ranks as processes_of
 from pipeback.inputs import (
     check_choices,
     check_functions,
@@ -23,21 +28,25 @@ from pipeback.inputs import (
     check_outside,
     checked_factory,
     micro_batches,
+    shares,
 )
 from pipeback.joint import Options, plain_groups, restored
 from pipeback.ledger import Record
-from pipeback.link import Channels, LocalLink, ThreadLink
+from pipeback.link import LocalLink, ThreadWire, links
+from pipeback.loop import Batch, Loop, Messages
 from pipeback.method import Method
 from pipeback.order import Order
-from pipeback.partition import balance, split
+from pipeback.partition import Part, balance, split
+from pipeback.processes import Processes
+from pipeback.recording import Recording
 from pipeback.rehearsal import rehearse, rehearse_shape
-from pipeback.runtime import Batch, Inline, Loop, Messages, Runtime, Threads
-from pipeback.stage import OptimizerFactory, Stage, Value, cut
+from pipeback.replicas import OneReplica, Replicas, ThreadReplicas
+from pipeback.runtime import Inline, Runtime, Threads
+from pipeback.stage import OptimizerFactory, Stage, Value, evaluate
 from pipeback.timeline import in_flight
 from pipeback.watch import Watch
+from pipeback.wiring import connect
 from pipeback.worker import Worker
-
-FORMAT = 1  # of state_dict
 
 
 class Memory(NamedTuple):
@@ -58,7 +67,15 @@ class Pipeline:
     optimizer   parameters -> torch.optim.Optimizer, called once a stage
     method      a name of `pipeback.methods.available()` or a `Method`
     micro_batch_size  samples of a micro-batch, the last of a push may be short; None: what is pushed is one micro-batch
-    workers     threads in this process that share the stages by measured time; None: one event loop, no thread
+    workers     threads in this process that share the stages by measured time; None: one event loop, no thread. Under
+                a process group of several ranks, or torchrun, each rank is a worker
+    replicas    pipelines on different data that average their gradients at each update: in one process, what is pushed
+                is cut into that many equal parts; over processes, every replica's ranks push what is its own
+    mesh        over processes: the ranks in the order of the pipeline, or (replicas, workers) of them; None: all
+    timeout     seconds after which a rank that does not answer is given up, and every other one raises a `RankError`
+    link        how ranks exchange tensors: "auto", "shared_memory", "gloo" or "nccl"
+    init        gives a module from the meta device its values; None: `reset_parameters` of its layers
+    device      where stages from the meta device go; None: this rank's accelerator under NCCL, else the CPU
     store       None: weights stay on the device of their module
     clip_norm   largest gradient norm of a stage, applied to the averaged gradient before the method sees it
     clip_value  largest absolute value in the averaged gradient, applied after clip_norm
@@ -81,6 +98,12 @@ class Pipeline:
         method: str | Method = "cerebras",
         micro_batch_size: int | None = None,
         workers: int | None = None,
+        replicas: int | None = None,
+        mesh: DeviceMesh | None = None,
+        timeout: float = 30.0,
+        link: Literal["auto", "shared_memory", "gloo", "nccl"] = "auto",
+        init: Callable[[nn.Module], object] | None = None,
+        device: torch.device | str | None = None,
         store: None = None,
         clip_norm: float | None = None,
         clip_value: float | None = None,
@@ -90,54 +113,120 @@ class Pipeline:
         order: str = "grouped",
         seed: int = 0,
     ) -> None:
-        parts = split(model)
-        self.method = methods.create(method) if isinstance(method, str) else method
-        check_functions(self.method, loss, optimizer)
-        check_numbers(
-            len(parts),
-            micro_batch_size=micro_batch_size, workers=workers, clip_norm=clip_norm, clip_value=clip_value,
-        )  # fmt: skip
-        if loss is None:
-            check_outside(
-                workers=workers, micro_batch_size=micro_batch_size, weights=weights, check_finite=check_finite
-            )
-        check_choices(store, weights=weights, weight_functions=weight_functions, order=order)
-        self._model = model if isinstance(model, nn.Module) else nn.Sequential(*(part.module for part in parts))
-        self._micro_batch_size, self._weights, self._order, self._seed = micro_batch_size, weights, order, seed
-        self._clip_norm, self._clip_value = clip_norm, clip_value
-        self._check_finite, self._workers = check_finite, workers
-        self._outside = loss is None
-        self._watch: Watch | None = None
-        n = len(parts)
-        self.method.check_stages(n)
-        self.delays: list[int] = self.method.delays(n)
-        """Staleness D of every stage: own updates between reading the weights of F(i) and B(i), counted."""
-        self._stages = [
-            Stage(
-                s, n, part.module, part.name, self.method, checked_factory(optimizer, s), loss if s == n - 1 else None
-            )
-            for s, part in enumerate(parts)
-        ]
-        for stage in self._stages:
-            stage.seed = torch.initial_seed()
-            check_optimizer(stage, self.method)
-            with torch.no_grad():
-                stage.state = self.method.init(stage.weights)
-        if not any(stage.weights for stage in self._stages):
-            raise ValueError("the model has no trainable parameters; set requires_grad before building the pipeline")
-        self.optimizers: list[torch.optim.Optimizer] = [stage.optimizer for stage in self._stages]
-        """One a stage; set rates here or attach schedulers. Options are copied when a micro-batch is pushed."""
-        self._options = Options(self.optimizers)
+        self.ranks: processes_of.Ranks | processes_of.Alone = processes_of.Alone()
+        if processes_of.wanted(mesh):
+            processes_of.join(timeout)
+            self.ranks = processes_of.Ranks(processes_of.layout(mesh, replicas), timeout)
+        with self._telling():
+            self.replicas = self.ranks.replicas if self.ranks.several else 1 if replicas is None else replicas
+            parts = split(model)
+            self.method = methods.create(method) if isinstance(method, str) else method
+            check_functions(self.method, loss, optimizer)
+            check_numbers(
+                len(parts),
+                micro_batch_size=micro_batch_size, workers=workers, replicas=self.replicas,
+                clip_norm=clip_norm, clip_value=clip_value, timeout=timeout, ranks=self.ranks.count,
+            )  # fmt: skip
+            if loss is None:
+                check_outside(
+                    workers=workers, micro_batch_size=micro_batch_size, weights=weights, check_finite=check_finite,
+                    replicas=self.replicas,
+                )  # fmt: skip
+            check_choices(store, weights=weights, weight_functions=weight_functions, order=order, link=link)
+            self._model = model if isinstance(model, nn.Module) else nn.Sequential(*(part.module for part in parts))
+            self._micro_batch_size, self._weights, self._order, self._seed = micro_batch_size, weights, order, seed
+            self._clip_norm, self._clip_value = clip_norm, clip_value
+            self._check_finite, self._workers, self._link = check_finite, workers, link
+            self._outside = loss is None
+            self._watch: Watch | None = None
+            n = len(parts)
+            self.method.check_stages(n)
+            self.delays: list[int] = self.method.delays(n)
+            """Staleness D of every stage: own updates between reading the weights of F(i) and B(i), counted."""
+            self._init, self._device = init, device or processes_of.default_device()
+            self._stages = self._build(parts, loss, optimizer, self.ranks.replica)
+            if not any(stage.weights for stage in self._stages):
+                raise ValueError(
+                    "the model has no trainable parameters; set requires_grad before the pipeline is built"
+                )
+            self.optimizers: list[torch.optim.Optimizer] = [stage.optimizer for stage in self._stages]
+            """One a stage; set rates here or attach schedulers. Options are copied when a micro-batch is pushed."""
+            self._agree()
+            if not self.ranks.several:
+                for stage in self._stages:
+                    if not stage.here:
+                        self._initialise(stage)
+            others = 0 if self.ranks.several else self.replicas - 1
+            self._everywhere = [self._stages]  # of every replica in this process
+            for replica in range(1, others + 1):
+                twin = [part._replace(module=copy.deepcopy(part.module)) for part in parts]
+                self._everywhere.append(self._build(twin, loss, optimizer, replica))
+        self._options = Options(self.optimizers, 0)
         self._arrived = 0
         self._smallest: int | None = None  # the smallest micro-batch rehearsed
         self._seconds: list[float] = [1.0] * n
+        self._owner: list[int] | None = None  # over processes, once each holds its own stages only
         self._error: BaseException | None = None
         self._runtime: Runtime | None = None
         self._finalizer: Any = None  # stops the threads of a pipeline that nobody holds
         self._warn = weight_functions == "warn"
         self._modes: list[bool] = []  # training mode of every stage when it was rehearsed
-        self._tracing = False
+        self._clock = clocks.Reading(0.0)
+        self._tracing = self._ahead = False  # whether a micro-batch has gone forward and not backward
         self._lock = threading.RLock()  # one caller at a time
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """What fails on one rank before training is told to the others, which would wait for it."""
+        try:
+            yield
+        except BaseException as error:
+            self.ranks.failed(error)
+            raise
+
+    def _build(self, parts: Sequence[Part], loss: Any, optimizer: OptimizerFactory, replica: int) -> list[Stage]:
+        n = len(parts)
+        stages = []
+        for s, part in enumerate(parts):
+            factory = checked_factory(optimizer, s)
+            stage = Stage(s, n, part.module, part.name, self.method, factory, loss if s == n - 1 else None)
+            stage.seed, stage.replica = torch.initial_seed(), replica
+            check_optimizer(stage, self.method)
+            stages.append(stage)
+        return stages
+
+    def _agree(self) -> None:
+        """Ranks of one pipeline have one model, one method and one set of options; the first rank's values count."""
+        if not isinstance(self.ranks, processes_of.Ranks):
+            return
+        self.ranks.agree(
+            {
+                "pipeback": version("pipeback"),
+                "torch": torch.__version__,
+                "method": repr(self.method),
+                "stages": len(self._stages),
+                "model": [
+                    [stage.name, [(k, tuple(t.shape), str(t.dtype)) for k, t in stage.module.state_dict().items()]]
+                    for stage in self._stages
+                ],
+                "optimizer": [repr(opt) for opt in self.optimizers],
+                **{
+                    name.lstrip("_"): getattr(self, name)
+                    for name in ("_micro_batch_size", "_weights", "_clip_norm", "_clip_value", "_check_finite", "_link")
+                },
+            }
+        )
+        seeds = self.ranks.gather(torch.initial_seed(), "Pipeline(...)")
+        for stage in self._stages:
+            stage.seed = seeds[0]
+        values = [[*stage.module.parameters(), *stage.module.buffers()] for stage in self._stages]
+        mine = [None if any(t.is_meta for t in some) else processes_of.digest(some) for some in values]
+        every = self.ranks.gather(mine, "Pipeline(...)")
+        for s, some in enumerate(values):
+            if any(theirs[s] != every[0][s] for theirs in every):
+                if any(theirs[s] is None for theirs in every):
+                    raise ValueError(f"{self._stages[s].label} is on the meta device on some ranks; build it alike")
+                self.ranks.share(some)
 
     # -- training ------------------------------------------------------------------------------------------------
 
@@ -151,10 +240,12 @@ class Pipeline:
         with self._lock, torch.enable_grad():
             if self._outside:
                 raise RuntimeError("push needs a loss, but this pipeline has loss=None; call forward and backward")
-            batches = micro_batches(x, y, self._micro_batch_size)
-            runtime = self._ready(batches)
+            with self._telling():
+                here = len(self._everywhere)
+                batches = [b for part in shares(x, y, here) for b in micro_batches(*part, self._micro_batch_size)]
+                runtime = self._ready(batches)
             first = self._arrived
-            self._arrived += len(batches)
+            self._arrived += len(batches) // here
             losses = self._do(partial(runtime.push, first, batches, self._options))
             weigh = self._weights == "samples" and len(batches) > 1
             return losses([size for _, _, size in batches] if weigh else None)
@@ -163,53 +254,62 @@ class Pipeline:
         """F of one micro-batch x (N, …) at every stage, for a loss that is computed outside (`loss=None`).
 
         Returns the model's output, cut from its graph and requiring a gradient: compute the loss from it,
-        differentiate, and give `backward` the output's gradient; `forget` lets the micro-batch fall instead.
+        differentiate, and give `backward` the output's gradient; `forget` lets the micro-batch fall instead. Over
+        processes the last rank gets the output, and the others None at once.
         expected: micro-batches until the next `step`, for methods that flush once a push; more than come is no harm.
         """
         with self._lock, torch.enable_grad():
             self._one_by_one()
-            inline = self._ready(micro_batches(x, None, None))
-            assert isinstance(inline, Inline)
-            output = self._do(partial(inline.forward, x, self._options, expected))
+            runtime = self._ready(micro_batches(x, None, None))
+            assert isinstance(runtime, (Inline, Processes))
+            output = self._do(partial(runtime.forward, self._arrived, x, self._options, expected))
+            self._ahead = True
             for part in output if isinstance(output, tuple) else (output,):
-                if part.is_floating_point() or part.is_complex():
+                if isinstance(part, Tensor) and (part.is_floating_point() or part.is_complex()):
                     part.requires_grad_()
             return output
 
-    def backward(self, gradient: Value) -> None:
+    def backward(self, gradient: Value = None) -> None:
         """B, wherever it may be done now, once the loss's gradient with respect to the output of `forward` is known.
 
         gradient: shaped like the output (for a tuple, None where the loss does not depend on a part). The updates that
-        this makes due come with `step`, the next `forward`, or whatever quiesces the pipeline.
+        this makes due come with `step`, the next `forward`, or whatever quiesces the pipeline. Over processes the last
+        rank gives the gradient, the others call it with None.
         """
         with self._lock, torch.enable_grad():
-            inline = self._went_ahead("backward")
+            runtime = self._went_ahead("backward")
             self._arrived += 1
-            self._do(partial(inline.loop.backward, gradient))
+            self._ahead = False
+            self._do(partial(runtime.backward, gradient))
 
     def forget(self) -> None:
         """Let the micro-batch of the last `forward` fall: no stage will see a backward or an update of it."""
         with self._lock:
-            self._went_ahead("forget").loop.forget()
+            runtime = self._went_ahead("forget")
+            if isinstance(runtime, Processes):
+                raise RuntimeError("forget: the other ranks are ahead already; give backward a gradient of zeros")
+            runtime.loop.forget()
+            self._ahead = False
 
     def step(self) -> None:
         """Do the updates that are due. A method that flushes once a push ends its flush here, as after a push."""
         with self._lock, torch.enable_grad():
-            self.wait()
-            if self._runtime is not None and self.method.flush_each_push:
-                self._do(self._runtime.drain)
+            self._open()
+            if isinstance(self._runtime, (Inline, Processes)):
+                self._do(partial(self._runtime.step, self.method.flush_each_push))
 
     def _one_by_one(self) -> None:
         self._open()
         if not self._outside:
             raise RuntimeError("forward is for a pipeline built with loss=None; this one has a loss: call push")
-        if isinstance(self._runtime, Inline) and self._runtime.loop.ahead:
+        if self._ahead:
             raise RuntimeError("forward was called twice; call backward or forget between")
 
-    def _went_ahead(self, what: str) -> Inline:
+    def _went_ahead(self, what: str) -> Inline | Processes:
         self._open()
-        if not isinstance(self._runtime, Inline) or not self._runtime.loop.ahead:
+        if not self._ahead:
             raise RuntimeError(f"{what} comes after forward, but no micro-batch has gone forward")
+        assert isinstance(self._runtime, (Inline, Processes))
         return self._runtime
 
     def _ready(self, batches: Sequence[Batch]) -> Runtime:
@@ -223,7 +323,7 @@ class Pipeline:
         if not self._options.current(self.optimizers):
             for stage in self._stages:
                 check_groups(stage)
-            self._options = Options(self.optimizers)
+            self._options = Options(self.optimizers, self._arrived)
         assert self._runtime is not None
         return self._runtime
 
@@ -244,29 +344,30 @@ class Pipeline:
     def evaluate(self, x: Value) -> Any:
         """The model's output for x (N, …) in evaluation mode on the newest weights, without gradients.
 
+        Over processes every rank calls it with the same x and gets the output; replicas use their own batch statistics.
         What is in flight, buffers and the training mode of every module stay as they are.
         """
         with self._lock, torch.no_grad():
             self.wait()
-            modes = [(module, module.training) for stage in self._stages for module in stage.module.modules()]
-            try:
-                for module, _ in modes:
-                    module.training = False
-                value = x
-                for stage in self._stages:
-                    _, given = stage.enter(value)
-                    if value is x and not stage.clones_input:  # nothing is known of the module before the first push
-                        given = tuple(p.clone() for p in given) if isinstance(given, tuple) else given.clone()
-                    value = stage.module(given)
-            finally:
-                for module, mode in modes:
-                    module.training = mode
-            return cut(value)
+            if isinstance(self._runtime, Processes):
+                return self._do(partial(self._runtime.relay, x, evaluate, back=True))
+            value = x
+            for stage in self._stages:
+                with self._present(stage):
+                    value = evaluate([stage], value)
+            return value
 
     def close(self) -> None:
-        """Stop the worker threads, if any; what is in flight is lost."""
+        """Stop the worker threads, if any; what is in flight is lost. Over processes this rank leaves the pipeline.
+
+        What was pushed is done first as far as it may be, since other ranks wait for it.
+        """
         with self._lock:
+            if self._error is None and self.ranks.several:
+                with suppress(Exception):  # then the others know it, too
+                    self.wait()
             self._stop()
+            self.ranks.leave()
             self._error = self._error or RuntimeError("close() was called")
 
     # -- looking in ----------------------------------------------------------------------------------------------
@@ -278,39 +379,65 @@ class Pipeline:
 
     @property
     def model(self) -> nn.Module:
-        """The user's module with its newest weights (a list is given back as an nn.Sequential of its modules)."""
+        """The user's module with its newest weights (a list is given back as an nn.Sequential of its modules).
+
+        Over processes it is a copy, assembled from all ranks: every rank asks for it.
+        """
         self.wait()
-        return self._model
+        if self._runtime is None or not self.ranks.several:
+            return self._model
+        # buffers (batch statistics) differ between replicas: the first one's count
+        stages = [] if self.ranks.replica else self._mine()
+        mine = {s.index: {k: v.cpu() for k, v in s.module.state_dict().items()} for s in stages}
+        values = {s: v for part in self.ranks.gather(mine, "model") for s, v in part.items()}
+        whole = copy.deepcopy(self._model)
+        meta.take_up(whole, "cpu")
+        for s, module in enumerate(part.module for part in split(whole)):
+            module.load_state_dict(values[s])
+        return whole
 
     @property
     def ledger(self) -> Sequence[Record]:
-        """Records (stage, kind, mb, version) of every F and B; each worker keeps the last million of its own."""
+        """Records (stage, kind, mb, version) of every F and B; each worker keeps the last million of its own.
+
+        Over processes: of this rank's stages. With replicas in one process: of the first.
+        """
         self.wait()
-        return [] if self._runtime is None else self._runtime.ledger()
+        loops = [loop for loop in self._loops() if loop.replica == self.ranks.replica]
+        return loops[0].worker.ledger if len(loops) == 1 else [r for loop in loops for r in loop.worker.ledger]
 
     def memory(self) -> Memory:
-        """Weights, copies, method state and activations; the numbers the memory law compares with the declared ones."""
+        """Weights, copies, method state and activations; the numbers the memory law compares with the declared ones.
+
+        Over processes: of the stages that this rank holds.
+        """
         self.wait()
-        one = sum(stage.bytes() for stage in self._stages)
-        held = sum(max(stage.peak_copies, stage.copies()) * stage.bytes() for stage in self._stages)
+        mine = self._mine()
+        one = sum(stage.bytes() for stage in mine)
+        held = sum(max(stage.peak_copies, stage.copies()) * stage.bytes() for stage in mine)
         state = 0
-        for stage in self._stages:
+        for stage in mine:
             owned = {id(v) for s in stage.optimizer.state.values() for v in s.values()}
             tensors = [t for v in stage.state.values() if isinstance(v, list) for t in v if t is not None]
             state += sum(t.numel() * t.element_size() for t in tensors if id(t) not in owned)
-        activations = sum(stage.activation_bytes * stage.peak_flights for stage in self._stages)
+        activations = sum(stage.activation_bytes * stage.peak_flights for stage in mine)
         return Memory(one, held / one if one else 1.0, state / one if one else 0.0, activations)
 
     def record(self, on: bool = True) -> None:
-        """Measure every operation from now on (same bits, one operation at a time), for `pipeback.draw.trace`."""
+        """Measure every operation from now on (same bits, one operation at a time), for `pipeback.draw.trace`.
+
+        Over processes every rank calls it: their clocks are compared.
+        """
         self.wait()
+        if on:
+            self._clock = clocks.read(self.ranks)
         self._tracing = on
-        if self._runtime is not None:
-            self._runtime.record(on)
+        for loop in self._loops():
+            loop.worker.record(on)
 
     def watch(self, on: bool = True) -> Watch:
         """Follow micro-batches from now on, at one more copy of the weights: `Watch` says what it tells."""
-        if self._workers is not None:
+        if self._workers is not None or self.replicas > 1 or self.ranks.several:
             raise ValueError("workers: watch needs the event loop; use workers=None")
         self.wait()
         watch = self._watch or Watch(len(self._stages))
@@ -323,22 +450,24 @@ class Pipeline:
         """Clip the updates that come otherwise than the pipeline was built to; those that are due are such."""
         check_numbers(len(self._stages), clip_norm=norm, clip_value=value)
         self._clip_norm, self._clip_value = norm, value
-        if isinstance(self._runtime, Inline):
-            worker = self._runtime.loop.worker
-            worker.clip_norm, worker.clip_value = norm, value
+        if self._runtime is not None:
+            self._do(partial(self._runtime.tell, partial(_clip, norm=norm, value=value)))
 
     @property
-    def recorded(self) -> list[tuple[float, float, int, str, int]]:
-        """What `record` measured: (start, end, stage, kind, micro-batch) in seconds, all workers on one clock."""
+    def recorded(self) -> Recording:
+        """What `record` measured: a `Slot` an operation, in seconds from the first one, all workers on one clock.
+
+        Over processes every rank asks for it, and gets what all ranks measured.
+        """
         self.wait()
-        return [] if self._runtime is None else self._runtime.recorded()
+        return Recording(
+            clocks.tracks(self.ranks, self._loops(), self.owner, self._clock), self.owner, repr(self.method)
+        )
 
     @property
     def owner(self) -> list[int]:
         """The worker of each stage."""
-        if self._workers is None:
-            return [0] * len(self._stages)
-        return balance(self._seconds, self._workers) if self._runtime is None else self._runtime.owner
+        return self._balance() if self._runtime is None else self._runtime.owner
 
     # -- state ---------------------------------------------------------------------------------------------------
 
@@ -346,115 +475,73 @@ class Pipeline:
         """Everything, micro-batches in flight included: {"format", "stages": tensors a stage, "plain": JSON values}.
 
         Copies, so that later pushes do not change it. Loads with `torch.load(weights_only=True)`; the same layout for
-        every runtime. Training on from it gives the same bits.
+        every runtime. Training on from it gives the same bits. Over processes every rank calls it and gets the whole.
         """
         with self._lock:
+            return state.merge(self.ranks.gather(self.share(), "state_dict()"), self.plain())
+
+    def share(self) -> state.Share:
+        """What this process holds of the state, of which `checkpoint.save` writes what is whose."""
+        with self._lock:
             self.wait()
-            if isinstance(self._runtime, Inline) and self._runtime.loop.ahead:
+            if self._ahead:
                 raise RuntimeError("a micro-batch has gone forward; call backward or forget before taking the state")
-            return self._state()
+            mine = self._mine()
+            return state.share(mine, [] if self._runtime is None else self._runtime.loops)
 
-    def _state(self) -> dict[str, Any]:
-        numbers: dict[int, int] = {}
-        groups: list[Any] = []
-
-        def number(options: Options) -> int:
-            if id(options) not in numbers:
-                numbers[id(options)] = len(groups)
-                groups.append([plain_groups(g) for g in options.groups])
-            return numbers[id(options)]
-
-        waiting = {} if self._runtime is None else self._runtime.waiting()
-        tensors, plain = [], []
-        for stage in self._stages:
-            mine = {name: m for name, m in waiting.items() if name[1] == stage.index}
-            t, p = snapshot.save(stage, mine, number)
-            tensors.append(t)
-            plain.append(p)
-        current = number(Options(self.optimizers))
+    def plain(self) -> dict[str, Any]:
+        """What belongs to no stage: the same on every rank."""
+        current = self._options
+        if not current.current(self.optimizers):
+            current = Options(self.optimizers, self._arrived)
         return {
-            "format": FORMAT,
-            "stages": tensors,
-            "plain": {
-                "method": type(self.method).__name__,
-                "method_options": self.method.options(),
-                "optimizer": [type(opt).__name__ for opt in self.optimizers],
-                "arrived": self._arrived,
-                "weights": self._weights,
-                "seconds": self._seconds,
-                "loop": None if self._runtime is None else self._runtime.progress(number),
-                "stages": plain,
-                "groups": groups,
-                "current": current,
-            },
+            "method": type(self.method).__name__,
+            "method_options": self.method.options(),
+            "optimizer": [type(opt).__name__ for opt in self.optimizers],
+            "arrived": self._arrived,
+            "weights": self._weights,
+            "replicas": self.replicas,
+            "seconds": self._seconds,
+            "groups": {str(current.since): [plain_groups(g) for g in current.groups]},
+            "current": current.since,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take up a state of `state_dict`. Reopens a closed pipeline.
 
         Raises ValueError before anything changes when method, optimizers, weights or buffers differ; when the rest
         does not fit (the same weights under other layers), the pipeline is closed.
         """
         with self._lock:
-            plain = self._fits(state)
+            plain = state.fits(state_dict, self._stages, self.method, self.optimizers, self._weights, self.replicas)
+            if self._error is None:
+                self.wait()
+                self.ranks.gather(None, "load_state_dict()")  # nobody waits for a message any more
             self._stop()
+            if self._error is not None and isinstance(self.ranks, processes_of.Ranks):
+                self.ranks.leave()  # what has failed, or left, is told once
+                self.ranks = processes_of.Ranks(self.ranks.table, self.ranks.timeout)
             self._error = None
-            self._do(partial(self._take_up, state["stages"], plain))
+            self._do(partial(self._take_up, state_dict, plain))
 
-    def _take_up(self, tensors: list[snapshot.Tensors], plain: dict[str, Any]) -> None:
-        for opt, groups in zip(self.optimizers, plain["groups"][plain["current"]], strict=True):
-            for group, saved in zip(opt.param_groups, groups, strict=True):
-                group.update(restored(saved, group))
-        options = [self._options_from(groups) for groups in plain["groups"]]
-        messages: Messages = {}
-        with torch.enable_grad():
-            for stage, mine, p in zip(self._stages, tensors, plain["stages"], strict=True):
-                messages.update(snapshot.load(stage, mine, p, options))
+    def _take_up(self, saved: dict[str, Any], plain: dict[str, Any]) -> None:
+        for opt, groups in zip(self.optimizers, plain["groups"][str(plain["current"])], strict=True):
+            for group, values in zip(opt.param_groups, groups, strict=True):
+                group.update(restored(values, group))
+        options = state.options_of(plain, self.optimizers)
         self._options = options[plain["current"]]
         self._arrived, self._smallest, self._seconds = plain["arrived"], None, plain["seconds"]
-        if plain["loop"] is not None:
+        if plain["loops"]:
+            self._hold(values=False)
+        messages: dict[int, Messages] = {}
+        with torch.enable_grad():
+            for stage in self._mine():
+                messages.setdefault(stage.replica, {}).update(state.load(stage, saved, options))
+        if plain["loops"]:
             self._start()
             assert self._runtime is not None
-            self._runtime.resume(plain["loop"], messages, options)
-
-    def _fits(self, state: dict[str, Any]) -> dict[str, Any]:
-        if not isinstance(state, dict) or "format" not in state or "plain" not in state:
-            raise ValueError("this is not a state of Pipeline.state_dict(); load a model's own state into pipe.model")
-        if state["format"] != FORMAT:
-            raise ValueError(
-                f"the state has format {state['format']}, this version of pipeback reads {FORMAT}; update pipeback"
-            )
-        plain = state["plain"]
-        name, options = type(self.method).__name__, self.method.options()
-        if (plain["method"], plain["method_options"]) != (name, options):
-            raise ValueError(
-                f"the state belongs to method {plain['method']} {plain['method_options']}, here runs {name} {options}; "
-                "build the pipeline with the method of the state"
-            )
-        if len(state["stages"]) != len(self._stages):
-            raise ValueError(
-                f"the state has {len(state['stages'])} stages, here are {len(self._stages)}; it is of another model"
-            )
-        if plain["weights"] != self._weights:
-            raise ValueError(f"the state was trained with weights={plain['weights']!r}, here is {self._weights!r}")
-        counts = [len(groups) for groups in plain["groups"][plain["current"]]]
-        if counts != [len(opt.param_groups) for opt in self.optimizers]:
-            raise ValueError("the optimizers of the state have other parameter groups than those here")
-        mine = [type(opt).__name__ for opt in self.optimizers]
-        if plain["optimizer"] != mine:
-            raise ValueError(
-                f"the state belongs to optimizers {sorted(set(plain['optimizer']))}, here are {sorted(set(mine))}"
-            )
-        for stage, tensors in zip(self._stages, state["stages"], strict=True):
-            snapshot.check(stage, tensors)
-        return plain
-
-    def _options_from(self, groups: list[list[dict[str, Any]]]) -> Options:
-        mine = [
-            [restored(saved, group) for saved, group in zip(some, opt.param_groups, strict=True)]
-            for some, opt in zip(groups, self.optimizers, strict=True)
-        ]
-        return Options(self.optimizers, mine)
+            for loop in self._runtime.loops:
+                loop.resume(plain["loops"][loop.replica], messages.get(loop.replica, {}), options)
 
     # -- inside --------------------------------------------------------------------------------------------------
 
@@ -478,8 +565,57 @@ class Pipeline:
             self._runtime.close()
             self._runtime = None
 
+    def _loops(self) -> list[Loop]:
+        return [] if self._runtime is None else self._runtime.loops
+
+    def _mine(self) -> list[Stage]:
+        """The stages that this process holds, of all its replicas."""
+        if self._owner is not None:
+            return [stage for stage in self._stages if self._owner[stage.index] == self.ranks.index]
+        return [stage for stages in self._everywhere for stage in stages]
+
+    def _balance(self) -> list[int]:
+        return balance(self._seconds, self.ranks.count if self.ranks.several else self._workers or 1)
+
+    # -- weights that come and go --------------------------------------------------------------------------------
+
+    def _initialise(self, stage: Stage) -> None:
+        # not the stream that the stage's random layers will draw from
+        seed = (stage.seed * 1_000_003 + stage.index + 0x5EED) % 2**63
+        stage.take_up(self.method, lambda module: meta.initialise(module, stage.label, seed, self._device, self._init))
+
+    @contextmanager
+    def _present(self, stage: Stage) -> Iterator[None]:
+        """The time in which a stage that nobody holds yet has its weights."""
+        if stage.here:
+            yield
+            return
+        self._initialise(stage)
+        try:
+            yield
+        finally:
+            stage.let_go()
+
+    def _hold(self, *, values: bool) -> None:
+        """Over processes: keep the own stages only. values: those of a meta model that come anew get theirs."""
+        if not self.ranks.several:
+            return
+        self._owner = self._balance()
+        for stage, worker in zip(self._stages, self._owner, strict=True):
+            if worker != self.ranks.index:
+                if not meta.absent(stage.module):
+                    stage.let_go()
+            elif meta.absent(stage.module):
+                if values:
+                    self._initialise(stage)
+                else:
+                    stage.take_up(self.method, partial(meta.take_up, device=stage.device or self._device))
+
+    # -- the first micro-batch -----------------------------------------------------------------------------------
+
     def _rehearse(self, batches: Sequence[Batch]) -> None:
-        if self._workers is not None and (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")):
+        threads = self._workers is not None or self.replicas > 1 or self.ranks.several
+        if threads and (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")):
             raise ValueError("workers: autocast does not reach other threads; enter it inside the modules")
         modes = [stage.module.training for stage in self._stages]
         x, y, size = min(batches, key=lambda batch: batch[2])
@@ -490,43 +626,89 @@ class Pipeline:
             self._do(self._runtime.wait)  # buffers and random state are borrowed and put back
         if not known:
             first = batches[0]
-            self._seconds = rehearse(self._stages, self.method, self.delays, first[0], first[1], warn=self._warn)
+            self._seconds = self._through(first[0], partial(self._full, y=first[1])) or self._seconds
         if not known or size < batches[0][2]:
-            rehearse_shape(self._stages, x, y)
+            self._through(x, partial(self._cheap, y=y))
         if self._runtime is None:
+            if self.ranks.several:
+                self._seconds = self.ranks.gather(self._seconds, "push()")[0]
+                self._hold(values=True)
             self._start()
         self._modes = modes
         self._smallest = size if self._smallest is None else min(size, self._smallest)
 
+    def _through(
+        self, x: Value, rehearsal: Callable[[Sequence[Stage], Value], tuple[list[float], Value]]
+    ) -> list[float]:
+        """Rehearse all stages of all replicas here; once ranks have their stages, each its own."""
+        if isinstance(self._runtime, Processes):
+            self._do(partial(self._runtime.relay, x, lambda stages, value: rehearsal(stages, value)[1], back=False))
+            return []
+        return [rehearsal(stages, x)[0] for stages in self._everywhere][0]
+
+    def _full(self, stages: Sequence[Stage], x: Value, y: Any) -> tuple[list[float], Value]:
+        return rehearse(stages, self.method, self.delays, x, y, warn=self._warn, present=self._present)
+
+    def _cheap(self, stages: Sequence[Stage], x: Value, y: Any) -> tuple[list[float], Value]:
+        value = x
+        for stage in stages:
+            with self._present(stage):
+                value = rehearse_shape([stage], value, y)
+        return [], value
+
     def _start(self) -> None:
-        """Build the runtime: one loop here, or one loop a thread."""
-        stages = self._stages
-
-        def loop(mine: Sequence[Stage], link: Any) -> Loop:
-            worker = Worker(
-                mine, self.method, self.delays, link,
-                clip_norm=self._clip_norm, clip_value=self._clip_value,
-                samples=self._weights == "samples", check_finite=self._check_finite,
-            )  # fmt: skip
-            order = Order(self.method.schedule, len(stages), policy=self._order, seed=self._seed)
-            return Loop(worker, order, self.method)
-
-        if self._workers is None:
-            self._runtime = Inline(loop(stages, LocalLink()))
+        """Build the runtime: one loop here, or one loop a thread or rank."""
+        owner, closed = self._balance(), threading.Event()
+        bound = 2 * max(in_flight(self.method.schedule, len(self._stages))) + 2
+        if isinstance(self.ranks, processes_of.Ranks):
+            mine = [stage for stage in self._stages if owner[stage.index] == self.ranks.index]
+            mine[0].mixed = mine[-1].mixed = True  # messages arrive on the CPU
+            link, results = connect(self.ranks, owner, bound, closed, self._link, {str(s.device) for s in mine})
+            loop = self._loop(mine, link, self.ranks.sums(), self.ranks.replica)
+            self._runtime = Processes(loop, owner, self.ranks, results, closed)
+        elif self._workers is None and self.replicas == 1:
+            self._runtime = Inline(self._loop(self._stages, LocalLink(), None, 0))
             self._runtime.loop.worker.watch = self._watch
         else:
-            owner = balance(self._seconds, self._workers)
-            threads, cores = torch.get_num_threads(), os.cpu_count() or 1
-            if self._workers * threads > max(cores, self._workers):
-                warnings.warn(
-                    f"{self._workers} workers with {threads} threads each share {cores} cores; "
-                    "call torch.set_num_threads(1) before training",
-                    stacklevel=4,
-                )
-            channels = Channels(owner, 2 * max(in_flight(self.method.schedule, len(stages))) + 2)
-            loops = [
-                loop([s for s in stages if owner[s.index] == w], ThreadLink(w, channels)) for w in range(self._workers)
-            ]
-            self._runtime = Threads(loops, channels)
-            self._finalizer = weakref.finalize(self, self._runtime.close)
-        self._runtime.record(self._tracing)
+            self._runtime = self._threads(owner, bound, closed)
+        for loop in self._loops():
+            loop.worker.record(self._tracing)
+        if not isinstance(self._runtime, Inline):
+            self._finalizer = weakref.finalize(self, _end, self._runtime, self.ranks)
+
+    def _threads(self, owner: list[int], bound: int, closed: threading.Event) -> Threads:
+        workers = (self._workers or 1) * self.replicas
+        threads, cores = torch.get_num_threads(), os.cpu_count() or 1
+        if workers * threads > max(cores, workers):
+            warnings.warn(
+                f"{workers} workers with {threads} threads each share {cores} cores; "
+                "call torch.set_num_threads(1) before training",
+                stacklevel=6,
+            )
+        sums = ThreadReplicas(self.replicas, closed) if self.replicas > 1 else None
+        loops = [
+            self._loop(
+                [s for s in stages if owner[s.index] == w], link, OneReplica(sums, replica) if sums else None, replica
+            )
+            for replica, stages in enumerate(self._everywhere)
+            for w, link in enumerate(links(owner, lambda: ThreadWire(bound, closed)))
+        ]
+        return Threads(loops, owner, closed)
+
+    def _loop(self, mine: Sequence[Stage], link: Any, sums: Replicas | None, replica: int) -> Loop:
+        worker = Worker(
+            mine, self.method, self.delays, link,
+            clip_norm=self._clip_norm, clip_value=self._clip_value,
+            samples=self._weights == "samples", check_finite=self._check_finite, replicas=sums,
+        )  # fmt: skip
+        order = Order(self.method.schedule, len(self._stages), policy=self._order, seed=self._seed)
+        return Loop(worker, order, self.method, replica)
+
+
+def _end(runtime: Runtime, ranks: processes_of.Ranks | processes_of.Alone) -> None:
+    runtime.close()
+    ranks.leave()
+
+
+def _clip(loop: Loop, norm: float | None, value: float | None) -> None:
+    loop.worker.clip_norm, loop.worker.clip_value = norm, value

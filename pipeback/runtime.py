@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
-from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -18,126 +16,32 @@ from torch import Tensor
 
 from pipeback.joint import Options
 from pipeback.lazy import LazyLoss
-from pipeback.ledger import Record
-from pipeback.link import Channels, Closed
-from pipeback.method import Method
-from pipeback.order import Order, Wave
+from pipeback.link import Closed
+from pipeback.loop import Batch, Loop
 from pipeback.stage import Value
-from pipeback.worker import Worker
 
-Batch = tuple[Value, Any, int]  # inputs, target, samples
-Messages = dict[tuple[str, int, int], Any]  # by (kind, stage, micro-batch)
 Read = Callable[[list[int] | None], Tensor]  # sizes, if they weigh, -> the mean loss of a push
-
-
-class Loop:
-    """One worker's loop: an order, the same on every worker, and the worker that does its own part."""
-
-    def __init__(self, worker: Worker, order: Order, method: Method) -> None:
-        self.worker, self.order, self.method = worker, order, method
-        self.fresh = True  # the next micro-batch begins the schedule anew
-        self.ahead = False  # a micro-batch has gone forward that the order does not know yet
-        self._waves: Iterator[Wave] = iter(())  # what may still be done, from the updates that are due on
-
-    def push(self, batches: Sequence[Batch], options: Options) -> None:
-        """Let micro-batches in one by one, and do all that may then be done."""
-        order, worker, link = self.order, self.worker, self.worker.link
-        if self.fresh:
-            self._begin(len(batches))
-        last = worker.count - 1
-        for x, target, size in batches:
-            i = order.arrived
-            worker.options[i] = options
-            if worker.samples:
-                worker.sizes[i] = size
-            if 0 in worker.stages:
-                link.send("F", 0, i, x)
-            if last in worker.stages:
-                link.send("Y", last, i, target)
-            worker.run(order.advance(i + 1))
-        if self.method.flush_each_push:
-            self.drain()
-
-    def drain(self) -> None:
-        """Finish what is in flight; the schedule begins anew with the next micro-batch."""
-        self.settle()
-        if not self.fresh:
-            self.worker.run(self.order.close(self.order.arrived))
-            self.fresh = True
-
-    # -- a micro-batch in three parts, for a loss that is computed outside -----------------------------------------
-
-    def forward(self, x: Value, options: Options, expected: int) -> None:
-        """F of the next micro-batch at every stage.
-
-        The order hears of it with the backward, so that it may be forgotten. Nothing can come before these forwards:
-        all that was allowed before has been done, and a stage downstream waits for them.
-        """
-        self.settle()
-        if self.fresh:
-            self._begin(expected)
-        worker, i = self.worker, self.order.arrived
-        worker.options[i] = options
-        worker.link.send("F", 0, i, x)
-        worker.run([Wave("F", [(s, i) for s in range(worker.count)])])
-        self.ahead = True
-
-    def forget(self) -> None:
-        """The micro-batch that has just gone forward gets no backward."""
-        for stage in self.worker.stages.values():
-            stage.flights.pop(self.order.arrived, None)
-        self.ahead = False
-
-    def backward(self, gradient: Value) -> None:
-        """The backwards that may be done now; the updates that follow are left to `settle`."""
-        worker, i = self.worker, self.order.arrived
-        worker.link.send("B", worker.count - 1, i, gradient)
-        self.ahead = False
-        waves = self.order.advance(i + 1)
-        kind, ops = next(waves)
-        if kind != "F" or len(ops) != worker.count:
-            raise RuntimeError(f"the schedule holds micro-batch {i} back; a forward must not wait for later arrivals")
-        for wave in waves:
-            if wave.kind == "U":
-                self._waves = chain([wave], waves)
-                break
-            worker.run([wave])
-
-    def settle(self) -> None:
-        """Do all that may be done."""
-        waves, self._waves = self._waves, iter(())
-        self.worker.run(waves)
-
-    def _begin(self, pushed: int) -> None:
-        order, worker = self.order, self.worker
-        order.restart(self.method.schedule_at(order.arrived, pushed))
-        worker.start, worker.base = order.arrived, next(iter(worker.stages.values())).version
-        worker.entered = worker.base
-        self.fresh = False
+Command = Callable[[Loop], Any]
 
 
 class Runtime(Protocol):
     """What a pipeline asks of the place where it runs."""
 
     owner: list[int]  # the worker of each stage
+    loops: list[Loop]  # those of this process
 
     def push(self, first: int, batches: Sequence[Batch], options: Options) -> Read: ...
+    def tell(self, command: Command) -> None: ...
     def wait(self) -> None: ...
     def drain(self) -> None: ...
     def close(self) -> None: ...
-    def ledger(self) -> Sequence[Record]: ...
-    def record(self, on: bool) -> None: ...
-    def recorded(self) -> list[tuple[float, float, int, str, int]]: ...
-    def waiting(self) -> Messages: ...
-    def progress(self, number: Callable[[Any], int]) -> dict[str, Any]: ...
-    def resume(self, saved: dict[str, Any], messages: Messages, options: list[Options]) -> None: ...
 
 
 class Inline:
     """The event loop: everything in the caller's thread."""
 
     def __init__(self, loop: Loop) -> None:
-        self.loop = loop
+        self.loop, self.loops = loop, [loop]
         self.owner = [0] * loop.worker.count
         self.losses: dict[int, Any] = {}  # where the loss is computed outside: outputs
         loop.worker.report = self.losses.__setitem__
@@ -151,11 +55,20 @@ class Inline:
                 f"the schedule holds micro-batch {missing[0]} back; a forward must not wait for later arrivals"
             )
         losses = [self.losses.pop(i) for i in wanted]
-        return lambda sizes: _mean(losses, sizes)
+        return lambda sizes: mean(losses, sizes)
 
-    def forward(self, x: Value, options: Options, expected: int) -> Value:
+    def forward(self, mb: int, x: Value, options: Options, expected: int) -> Value:
         self.loop.forward(x, options, expected)
-        return self.losses.pop(self.loop.order.arrived)
+        return self.losses.pop(mb)
+
+    def backward(self, gradient: Value) -> None:
+        self.loop.backward(gradient)
+
+    def step(self, flush: bool) -> None:
+        self.loop.drain() if flush else self.loop.settle()
+
+    def tell(self, command: Command) -> None:
+        command(self.loop)
 
     def wait(self) -> None:
         self.loop.settle()
@@ -166,149 +79,148 @@ class Inline:
     def close(self) -> None:
         pass
 
-    def ledger(self) -> Sequence[Record]:
-        return self.loop.worker.ledger
 
-    def record(self, on: bool) -> None:
-        _trace(self.loop.worker, on)
+class Commands(queue.Queue[Any]):
+    """At most `depth` commands that have not been taken. Who waits for room is woken when there is some for half of
+    them: each time two threads change places costs more than a command does.
+    """
 
-    def recorded(self) -> list[Any]:
-        return list(self.loop.worker.trace)
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.room, self.half, self.taken = threading.Semaphore(depth), max(1, depth // 2), 0
 
-    def waiting(self) -> Messages:
-        return self.loop.worker.link.waiting()
+    def offer(self, command: Command, seconds: float) -> bool:
+        """Put it, if there is room within this time."""
+        there = self.room.acquire(timeout=seconds)
+        if there:
+            self.put(command)
+        return there
 
-    def progress(self, number: Callable[[Any], int]) -> dict[str, Any]:
-        return _progress(self.loop, [self.loop], number)
-
-    def resume(self, saved: dict[str, Any], messages: Messages, options: list[Options]) -> None:
-        _resume(self.loop, saved, messages, options)
+    def take(self) -> Any:
+        command = self.get()
+        self.taken += 1
+        if self.taken % self.half == 0:
+            self.room.release(self.half)
+        return command
 
 
 class Threads:
-    """One thread a worker, each with its own loop; commands go through bounded queues."""
+    """One thread a worker, each with its own loop; commands go through bounded queues.
 
-    def __init__(self, loops: list[Loop], channels: Channels, depth: int = 8) -> None:
-        self.loops, self.channels, self.owner = loops, channels, channels.owner
-        self.commands: list[queue.Queue[Any]] = [queue.Queue(depth) for _ in loops]
+    closed: set by whatever ends the pipeline, so that links stop waiting. check: raises what others have found.
+    """
+
+    def __init__(
+        self,
+        loops: list[Loop],
+        owner: list[int],
+        closed: threading.Event,
+        *,
+        depth: int = 8,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.loops, self.owner, self.closed, self.check = loops, owner, closed, check
+        self.commands = [Commands(depth) for _ in loops]
         self.futures: dict[int, Future[Tensor]] = {}
         self.failure: list[BaseException] = []
-        loops[-1].worker.report = _deliver(self.futures)
+        judges = [loop for loop in loops if loop.worker.count - 1 in loop.worker.stages]
+        self.replicas = max(1, len(judges))
+        for n, loop in enumerate(judges):
+            loop.worker.report = deliver(self.futures, n, self.replicas)
         self.threads = [
             threading.Thread(
-                target=_serve, args=(loop, commands, channels, self.failure, self.futures), daemon=True, name="pipeback"
+                target=_serve, args=(loop, commands, closed, self.failure, self.futures), daemon=True, name="pipeback"
             )
             for loop, commands in zip(loops, self.commands, strict=True)
         ]
         for thread in self.threads:
             thread.start()
 
-    def _say(self, command: Any) -> None:
+    def tell(self, command: Command) -> None:
+        """Have every worker do it after all that was said before; waits while too much has not been done."""
         for commands in self.commands:
-            while True:
-                self._raise()
-                try:
-                    commands.put(command, timeout=0.2)
-                    break
-                except queue.Full:
-                    continue
+            self.raise_failure()
+            while not commands.offer(command, 0.2):
+                self.raise_failure()
 
-    def _raise(self) -> None:
+    def raise_failure(self) -> None:
         if self.failure:
             raise self.failure[0]
+        self.check()
 
     def push(self, first: int, batches: Sequence[Batch], options: Options) -> Read:
+        each = len(batches) // self.replicas  # replica r has the r-th share
         futures: list[Future[Tensor]] = [Future() for _ in batches]
-        self.futures.update(zip(range(first, first + len(batches)), futures, strict=True))
-        self._say(("push", batches, options))
-        return lambda sizes: LazyLoss(lambda: _mean([future.result() for future in futures], sizes))
+        for n, future in enumerate(futures):
+            replica, i = divmod(n, each)
+            self.futures[(first + i) * self.replicas + replica] = future
+        self.tell(lambda loop: loop.push(batches[loop.replica * each : (loop.replica + 1) * each], options))
+        return lambda sizes: LazyLoss(lambda: mean([future.result() for future in futures], sizes))
 
     def wait(self) -> None:
+        self.tell(Loop.settle)
         for commands in self.commands:
             commands.join()
-        self._raise()
+        self.raise_failure()
 
     def drain(self) -> None:
-        self._say(("drain",))
+        self.tell(Loop.drain)
         self.wait()
 
     def close(self) -> None:
         """Stop the threads and wait until they have; losses that will never come say so when read."""
-        self.channels.closed.set()
+        self.closed.set()
         for commands, thread in zip(self.commands, self.threads, strict=True):
             while thread.is_alive() and thread is not threading.current_thread():
-                with suppress(queue.Full):
-                    commands.put_nowait(None)
+                commands.put(None)
                 thread.join(timeout=0.05)
-        for mb in list(self.futures):
-            future = self.futures.pop(mb, None)
-            if future is not None and not future.done():
-                future.set_exception(RuntimeError("the pipeline was closed before this loss was there"))
-
-    def ledger(self) -> Sequence[Record]:
-        return [record for loop in self.loops for record in loop.worker.ledger]
-
-    def record(self, on: bool) -> None:
-        for loop in self.loops:
-            _trace(loop.worker, on)
-
-    def recorded(self) -> list[Any]:
-        return sorted(slot for loop in self.loops for slot in loop.worker.trace)
-
-    def waiting(self) -> Messages:
-        return {name: m for loop in self.loops for name, m in loop.worker.link.waiting().items()}
-
-    def progress(self, number: Callable[[Any], int]) -> dict[str, Any]:
-        return _progress(self.loops[0], self.loops, number)
-
-    def resume(self, saved: dict[str, Any], messages: Messages, options: list[Options]) -> None:
-        for loop in self.loops:
-            _resume(loop, saved, messages, options)
+        fail(self.futures, RuntimeError("the pipeline was closed before this loss was there"))
 
 
-def _deliver(futures: dict[int, Future[Tensor]]) -> Callable[[int, Tensor], None]:
-    return lambda mb, loss: futures.pop(mb).set_result(loss)
+def deliver(futures: dict[int, Future[Tensor]], replica: int = 0, replicas: int = 1) -> Callable[[int, Tensor], None]:
+    def arrived(mb: int, loss: Tensor) -> None:
+        future = futures.pop(mb * replicas + replica, None)
+        if future is not None:  # else the pipeline is being closed
+            future.set_result(loss)
+
+    return arrived
+
+
+def fail(futures: dict[int, Future[Tensor]], error: BaseException) -> None:
+    """Whoever waits for one of these losses, or reads it later, gets the error."""
+    for mb in list(futures):
+        future = futures.pop(mb, None)
+        if future is not None and not future.done():
+            future.set_exception(error)
 
 
 def _serve(
     loop: Loop,
-    commands: queue.Queue[Any],
-    channels: Channels,
+    commands: Commands,
+    closed: threading.Event,
     failure: list[BaseException],
     futures: dict[int, Future[Tensor]],
 ) -> None:
     """A worker thread: obey until told to stop; the first error of any worker closes all."""
     while True:
-        command = commands.get()
+        command = commands.take()
         try:
             if command is None:
                 return
-            if not channels.closed.is_set():
-                if command[0] == "push":
-                    loop.push(*command[1:])
-                else:
-                    loop.drain()
+            if not closed.is_set():
+                command(loop)
         except Closed:
             pass
         except BaseException as error:
             failure.append(error)
-            channels.closed.set()
+            closed.set()
         finally:
             if failure:
-                for mb in list(futures):
-                    future = futures.pop(mb, None)
-                    if future is not None and not future.done():
-                        future.set_exception(failure[0])
+                fail(futures, failure[0])
             commands.task_done()
 
 
-def _trace(worker: Worker, on: bool) -> None:
-    if on:
-        worker.trace = []
-    worker.tracing = on
-
-
-def _mean(losses: Sequence[Tensor], sizes: list[int] | None) -> Tensor:
+def mean(losses: Sequence[Tensor], sizes: list[int] | None) -> Tensor:
     """The mean loss of a push; with sizes, weighted by samples."""
     if len(losses) == 1:
         return losses[0]
@@ -317,34 +229,3 @@ def _mean(losses: Sequence[Tensor], sizes: list[int] | None) -> Tensor:
         return stacked.mean()
     weights = torch.tensor(sizes, dtype=stacked.dtype, device=stacked.device)
     return (stacked * weights).sum() / weights.sum()
-
-
-def _progress(loop: Loop, loops: Sequence[Loop], number: Callable[[Any], int]) -> dict[str, Any]:
-    """Where a loop is: the same on every worker but for what only some still remember."""
-    worker = loop.worker
-    return {
-        "order": loop.order.state(),
-        "fresh": loop.fresh,
-        "start": worker.start,
-        "base": worker.base,
-        "entered": worker.entered,
-        "entries": {str(i): v for each in loops for i, v in each.worker.entries.items()},
-        "options": {str(i): number(o) for each in loops for i, o in each.worker.options.items()},
-        "sizes": {str(i): n for each in loops for i, n in each.worker.sizes.items()},
-    }
-
-
-def _resume(loop: Loop, saved: dict[str, Any], messages: Messages, options: list[Options]) -> None:
-    worker = loop.worker
-    start, state = saved["order"]["start"], saved["order"]
-    loop.order.resume(loop.method.schedule_at(start, 1), state)
-    loop.fresh, worker.start, worker.base, worker.entered = (
-        saved["fresh"],
-        saved["start"],
-        saved["base"],
-        saved["entered"],
-    )
-    worker.entries = {int(i): v for i, v in saved["entries"].items()}
-    worker.options = {int(i): options[n] for i, n in saved["options"].items()}
-    worker.sizes = {int(i): n for i, n in saved["sizes"].items()}
-    worker.link.waiting().update({name: m for name, m in messages.items() if name[1] in worker.stages})

@@ -1,12 +1,14 @@
 """Schedules: how many forwards run ahead, how often a stage updates, and whether it flushes.
 
 Each factory returns a `Schedule`: (stage, stages) -> the endless program of that stage. The grids show three
-stages, forward and backward one unit of time each; `.` is idle, updates take no time and are not shown.
+stages, forward and backward one unit of time each; `.` is idle, updates take no time and are not shown. A schedule can
+be pickled, so that a method can be sent to other processes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import count
 
 from pipeback.events import Op, Schedule
@@ -26,15 +28,14 @@ def fill_drain(micro_batches: int) -> Schedule:
     # fill_drain(4):  0 │ F0 F1 F2 F3 .  .  .  .  B0 B1 B2 B3
     #                 1 │ .  F0 F1 F2 F3 .  .  B0 B1 B2 B3 .
     #                 2 │ .  .  F0 F1 F2 F3 B0 B1 B2 B3 .  .
-    m = _positive("micro_batches", micro_batches)
+    return partial(_fill_drain, _positive("micro_batches", micro_batches))
 
-    def program(stage: int, stages: int) -> Iterator[Op]:
-        for first in count(0, m):
-            yield from (Op("F", i) for i in range(first, first + m))
-            yield from (Op("B", i) for i in range(first, first + m))
-            yield Op("U", first + m - 1)
 
-    return program
+def _fill_drain(m: int, stage: int, stages: int) -> Iterator[Op]:
+    for first in count(0, m):
+        yield from (Op("F", i) for i in range(first, first + m))
+        yield from (Op("B", i) for i in range(first, first + m))
+        yield Op("U", first + m - 1)
 
 
 def one_f_one_b(micro_batches: int) -> Schedule:
@@ -45,19 +46,18 @@ def one_f_one_b(micro_batches: int) -> Schedule:
     # one_f_one_b(4): 0 │ F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3
     #                 1 │ .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .
     #                 2 │ .  .  F0 B0 F1 B1 F2 B2 F3 B3 .  .
-    m = _positive("micro_batches", micro_batches)
+    return partial(_one_f_one_b, _positive("micro_batches", micro_batches))
 
-    def program(stage: int, stages: int) -> Iterator[Op]:
-        ahead = min(m, stages - 1 - stage)
-        for first in count(0, m):
-            yield from (Op("F", i) for i in range(first, first + ahead))
-            for i in range(first, first + m - ahead):
-                yield Op("F", i + ahead)
-                yield Op("B", i)
-            yield from (Op("B", i) for i in range(first + m - ahead, first + m))
-            yield Op("U", first + m - 1)
 
-    return program
+def _one_f_one_b(m: int, stage: int, stages: int) -> Iterator[Op]:
+    ahead = min(m, stages - 1 - stage)
+    for first in count(0, m):
+        yield from (Op("F", i) for i in range(first, first + ahead))
+        for i in range(first, first + m - ahead):
+            yield Op("F", i + ahead)
+            yield Op("B", i)
+        yield from (Op("B", i) for i in range(first + m - ahead, first + m))
+        yield Op("U", first + m - 1)
 
 
 def flowing(slack: int = 2, every: int = 1) -> Schedule:
@@ -73,16 +73,14 @@ def flowing(slack: int = 2, every: int = 1) -> Schedule:
     # flowing(1):     0 │ F0 F1 F2 .  .  B0 F3 B1 F4 B2 ...
     #                 1 │ .  F0 F1 .  B0 F2 B1 F3 B2 F4 ...
     #                 2 │ .  .  F0 B0 F1 B1 F2 B2 F3 B3 ...
-    _positive("slack", slack, least=0)
-    _positive("every", every)
+    return partial(_flowing, _positive("slack", slack, least=0), _positive("every", every))
 
-    def program(stage: int, stages: int) -> Iterator[Op]:
-        ahead = slack * (stages - 1 - stage)
-        yield from (Op("F", i) for i in range(ahead))
-        for i in count():
-            yield Op("F", i + ahead)
-            yield Op("B", i)
-            if (i + 1) % every == 0:
-                yield Op("U", i)
 
-    return program
+def _flowing(slack: int, every: int, stage: int, stages: int) -> Iterator[Op]:
+    ahead = slack * (stages - 1 - stage)
+    yield from (Op("F", i) for i in range(ahead))
+    for i in count():
+        yield Op("F", i + ahead)
+        yield Op("B", i)
+        if (i + 1) % every == 0:
+            yield Op("U", i)

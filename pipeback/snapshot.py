@@ -92,7 +92,7 @@ def _save_flight(stage: Stage, mb: int, flight: Flight, tensors: Tensors, number
     }
 
 
-def load(stage: Stage, tensors: Tensors, plain: Plain, options: list[Any]) -> dict[tuple[str, int, int], Any]:
+def load(stage: Stage, tensors: Tensors, plain: Plain, options: dict[int, Any]) -> dict[tuple[str, int, int], Any]:
     """Put a saved state into the stage; returns the waiting messages. `check` must have passed."""
     with torch.no_grad():
         for kind, mine in _named(stage).items():
@@ -129,7 +129,7 @@ def load(stage: Stage, tensors: Tensors, plain: Plain, options: list[Any]) -> di
     }
 
 
-def _load_flight(stage: Stage, mb: int, plain: Plain, tensors: Tensors, options: list[Any]) -> Flight:
+def _load_flight(stage: Stage, mb: int, plain: Plain, tensors: Tensors, options: dict[int, Any]) -> Flight:
     x = _load_value(stage, tensors, f"flight/{mb}/x", plain["x"])
     target = _load_value(stage, tensors, f"flight/{mb}/target", plain["target"])
     leaves, output = inflight.rerun(stage, x, target)

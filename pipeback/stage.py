@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from pipeback import meta
 from pipeback.bundle import Bundle, Weights
 from pipeback.method import Method, State
 
@@ -16,7 +17,7 @@ Value = Any  # what crosses a boundary: a tensor or a tuple of tensors
 OptimizerFactory = Callable[[Any], torch.optim.Optimizer]  # given a list of parameters
 
 _COPY = "copy values into the weights in place, or build a new Pipeline"
-_drawing = threading.Lock()  # the default generator is one a process; a stage that draws has it to itself
+drawing = threading.Lock()  # the default generator is one a process; whoever draws from it has it to itself
 
 
 class Flight:
@@ -57,17 +58,12 @@ class Stage:
         self.last = index == stages - 1
         self.judges = self.last and loss is not None  # its output is the loss
         self.label = f"stage {index} ({name})"
-        self.seed = 0  # of the random stream, should the stage draw
+        self.seed = self.replica = 0  # of the random stream, should the stage draw
         self.params = [p for p in module.parameters() if p.requires_grad]
         self.weights = Bundle(nn.Parameter(p.data) for p in self.params)
-        self.homes = [
-            (owner._parameters, key, p, p.data_ptr())
-            for owner in module.modules()
-            for key, p in owner._parameters.items()
-            if p is not None
-        ]
+        self.homes = self._homes()
         first = next(module.parameters(), None)
-        self.device = None if first is None else first.device
+        self.device = None if first is None or first.is_meta else first.device
         # a stage without weights still has an optimizer, so that schedulers attach to every stage alike
         self.optimizer = optimizer(list(self.weights) or [nn.Parameter(torch.empty(0))])
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # a twin steps; schedulers need not warn
@@ -77,9 +73,8 @@ class Stage:
         self.version = 0
         self.flights: dict[int, Flight] = {}
         self.versions: dict[int, Weights] = {}  # older weights that are still needed, by version
-        self.scratch: Weights | None = (
-            [torch.empty_like(w) for w in self.weights] if method.copies == "scratch" else None
-        )
+        self.scratch: Weights | None = None
+        self.prepare(method)
         self.count = 0.0  # micro-batches (or samples) whose gradients are summed for the coming update
         self.options: Any = None  # the options of the last micro-batch gone backward
         self.stream: Tensor | None = None  # the random state of a stage that draws
@@ -88,6 +83,46 @@ class Stage:
         self.activation_bytes = 0  # of one micro-batch, measured in the rehearsal
         self.peak_flights = 0
         self.peak_copies = 1.0
+
+    def _homes(self) -> list[tuple[Any, str, nn.Parameter, int]]:
+        return [
+            (owner._parameters, key, p, p.data_ptr())
+            for owner in self.module.modules()
+            for key, p in owner._parameters.items()
+            if p is not None
+        ]
+
+    # -- whether the weights are here ------------------------------------------------------------------------------
+
+    @property
+    def here(self) -> bool:
+        """Whether this process holds the weights; else they stand on the meta device."""
+        return not meta.absent(self.module)
+
+    def prepare(self, method: Method) -> None:
+        """What the method keeps beside the weights, as before the first micro-batch."""
+        with torch.no_grad():
+            self.state = method.init(self.weights)
+        if method.copies == "scratch":
+            self.scratch = [torch.empty_like(w) for w in self.weights]
+
+    def let_go(self) -> None:
+        """Keep shapes only: another rank holds this stage."""
+        self.flights, self.versions = {}, {}  # graphs refer to the weights
+        self.optimizer.state.clear()
+        self.state, self.scratch, self.homes = {}, None, []
+        meta.let_go(self.module)
+        meta.move(self.weights, "meta")
+
+    def take_up(self, method: Method, fill: Callable[[nn.Module], object]) -> None:
+        """Hold the stage: `fill` gives its module memory and values."""
+        fill(self.module)
+        for w, p in zip(self.weights, self.params, strict=True):
+            torch.utils.swap_tensors(w, nn.Parameter(p.data))
+        self.weights.forget()
+        self.device = next((p.device for p in self.module.parameters()), self.device)
+        self.homes = self._homes()
+        self.prepare(method)
 
     # -- the three operations ------------------------------------------------------------------------------------
 
@@ -141,7 +176,7 @@ class Stage:
     def _drawing_run(self, given: Value, target: Any) -> Value:
         """`run` on the stage's own random stream."""
         assert self.stream is not None
-        with _drawing:
+        with drawing:
             generator = self.generator
             outside = generator.get_state()
             generator.set_state(self.stream)
@@ -208,6 +243,24 @@ class Stage:
         for w, p, g in zip(self.weights, self.params, grads, strict=True):
             w.grad, p.grad = g, None
         return clipped
+
+    def packed(self) -> Tensor:
+        """The gradient sums in one vector, then which weights have one, then the count: what replicas add up."""
+        there = [float(p.grad is not None) for p in self.params]
+        kind = self.params[0] if self.params else torch.empty(0)
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.params]
+        tail = torch.tensor([*there, self.count], dtype=kind.dtype, device=kind.device)
+        return torch.cat([*(g.flatten().to(kind) for g in grads), tail])
+
+    def unpack(self, total: Tensor) -> None:
+        """Take the sum of all replicas for one's own."""
+        n = len(self.params)
+        flags = total[total.numel() - n - 1 :].tolist()
+        self.count = flags.pop()
+        at = 0
+        for p, there in zip(self.params, flags, strict=True):
+            p.grad = total[at : at + p.numel()].view_as(p).to(p) if there else None
+            at += p.numel()
 
     def check_weight(self, turn: int) -> None:
         """Raise if a weight is not what was built, at its place in memory: another one at every turn, for speed."""
@@ -281,6 +334,25 @@ def differentiate(roots: list[Tensor], seeds: list[Tensor]) -> None:
     """One autograd call through any number of graphs: gradients are added to the leaves' `.grad`."""
     if roots:
         _Join.apply(seeds, *roots).backward()
+
+
+def evaluate(stages: Sequence[Stage], x: Value) -> Value:
+    """What the last of these stages gives for x in evaluation mode, on the newest weights; modes stay as they are."""
+    modes = [(module, module.training) for stage in stages for module in stage.module.modules()]
+    try:
+        for module, _ in modes:
+            module.training = False
+        value = x
+        with torch.no_grad():
+            for stage in stages:
+                _, given = stage.enter(value)
+                if value is x and not stage.clones_input:  # nothing is known of a module before the first push
+                    given = tuple(p.clone() for p in given) if isinstance(given, tuple) else given.clone()
+                value = stage.module(given)
+    finally:
+        for module, mode in modes:
+            module.training = mode
+    return cut(value)
 
 
 class _Join(torch.autograd.Function):

@@ -18,6 +18,7 @@ from pipeback.ledger import Ledger
 from pipeback.link import Link
 from pipeback.method import Method, Past, Shift, overrides
 from pipeback.order import Wave
+from pipeback.replicas import Replicas
 from pipeback.stage import Flight, Stage, differentiate
 from pipeback.team import Team
 from pipeback.watch import Watch
@@ -43,11 +44,14 @@ class Worker:
         clip_value: float | None = None,
         samples: bool = False,
         check_finite: bool = False,
+        replicas: Replicas | None = None,
     ) -> None:
         self.stages = {stage.index: stage for stage in stages}
         self.count = stages[0].stages
         self.method, self.delays, self.link = method, delays, link
         self.clip_norm, self.clip_value, self.samples, self.check_finite = clip_norm, clip_value, samples, check_finite
+        self.replicas = replicas
+        self._due: dict[int, tuple[int, Callable[[], Tensor]]] = {}  # updates whose sums are on their way, by stage
         self.watch: Watch | None = None
         self.options: dict[int, Options] = {}  # by micro-batch, until the last own stage has gone forward
         self.entries: dict[int, int] = {}  # the version of stage 0 at which a micro-batch entered
@@ -56,6 +60,7 @@ class Worker:
         self.report: Callable[[int, Tensor], None] = lambda mb, loss: None  # called by the last stage
         self.sizes: dict[int, int] = {}  # samples of a micro-batch, where they weigh
         self.ledger = Ledger()
+        self.began: Callable[[tuple[str, int, int]], None] | None = None  # told of every operation (kind, stage, mb)
         self.tracing = False
         self.trace: list[tuple[float, float, int, str, int]] = []  # (start, end, stage, kind, micro-batch), seconds
         self.stash = method.copies == "stash"
@@ -65,6 +70,12 @@ class Worker:
         self._steps: dict[tuple[bool, tuple[int, ...]], list[Team]] = {}  # who is updated together
         self._hooks: dict[tuple[int, ...], list[Team]] = {}  # whose F or B one call of a hook serves
         self._first, self._last = min(self.stages), max(self.stages)
+
+    def record(self, on: bool) -> None:
+        """Measure every operation from now on."""
+        if on:
+            self.trace = []
+        self.tracing = on
 
     # -- the loop ------------------------------------------------------------------------------------------------
 
@@ -79,13 +90,14 @@ class Worker:
                 ops = [op for op in ops if op[0] in mine]
                 if not ops:
                     continue
-            do = self.forward if kind == "F" else self.backward if kind == "B" else self.update
-            if not self.tracing:
+            do = self.forward if kind == "F" else self.backward if kind == "B" else self._update
+            if not self.tracing and self.replicas is None:
                 do(ops)
             else:
                 for s, i in ops:
-                    if kind == "F" or (kind == "B" and not mine[s].last):
+                    if kind == "F" or (kind == "B" and not mine[s].judges):
                         self.link.wait(kind, s, i)  # waiting is not working
+                    self.settle(s)
                     begin = time.perf_counter()
                     do([(s, i)])
                     self.trace.append((begin, time.perf_counter(), s, kind, i))
@@ -110,6 +122,8 @@ class Worker:
             for s, i in ops:
                 stage = stages[s]
                 x = link.recv("F", s, i)
+                if self.began is not None:
+                    self.began(("F", s, i))
                 try:
                     y = stage.forward(i, x, link.recv("Y", s, i) if stage.judges else None)
                 except Exception as error:
@@ -160,6 +174,8 @@ class Worker:
             if self.samples and stage.last:
                 grad = torch.full_like(stage.flights[i].output, self.sizes[i])
             flights.append(stage.begin_backward(i, grad, roots, seeds))
+        if self.began is not None:
+            self.began(("B", *ops[-1]))
         try:
             differentiate(roots, seeds)
         except Exception as error:
@@ -183,10 +199,29 @@ class Worker:
             for s in numbers:
                 stages[s].release()
 
+    def _update(self, ops: Ops) -> None:
+        if self.replicas is None:
+            self.update(ops)
+        else:
+            for s, i in ops:
+                self._due[s] = i, self.replicas.start(s, self.stages[s].packed())
+
+    def settle(self, stage: int | None = None) -> None:
+        """Do the update of a stage (of all) whose gradients the replicas were still summing.
+
+        It is put off until the stage's next operation, so that other stages work meanwhile.
+        """
+        for s in list(self._due) if stage is None else [stage] if stage in self._due else ():
+            mb, arrive = self._due.pop(s)
+            self.stages[s].unpack(arrive())
+            self.update([(s, mb)])
+
     def update(self, ops: Ops) -> None:
         """U of each (stage, micro-batch): joined into one step where method and optimizers allow it."""
         numbers = tuple([s for s, _ in ops])
         stages = [self.stages[s] for s in numbers]
+        if self.began is not None:
+            self.began(("U", *ops[0]))
         with torch.no_grad():
             for stage, (_, i) in zip(stages, ops, strict=True):
                 try:

@@ -11,12 +11,14 @@ ROOT = Path(__file__).parent.parent / "pipeback"
 
 # a module imports only from lower floors, or from those named before it on its own
 FLOORS = [
-    ["events", "schedules", "order", "timeline", "ledger"],
+    ["events", "schedules", "order", "timeline", "recording", "ledger"],
     [
-        "bundle", "method", "momentum", "lazy", "link", "partition", "inflight",
-        "stage", "joint", "team", "watch", "worker", "snapshot", "runtime", "rehearsal", "inputs",
+        "bundle", "method", "momentum", "lazy", "link", "partition", "meta", "form", "inflight",
+        "stage", "joint", "team", "watch", "replicas", "worker", "snapshot", "loop", "runtime", "state",
+        "frame", "vigil", "wire", "semaphore", "ring", "beats", "activity", "blame", "health",
+        "ranks", "clocks", "processes", "wiring", "rehearsal", "inputs", "shelf",
     ],
-    ["methods", "pipeline", "draw"],
+    ["methods", "pipeline", "checkpoint", "bands", "trace", "draw"],
 ]  # fmt: skip
 # floor 3, which nothing below imports
 LIGHTNING = [

@@ -246,7 +246,7 @@ def test_a_gradient_sent_upstream_is_not_changed_by_clipping(method):
     x, y = data(1)[0]
     for pipe in (clipped, free):
         pipe.push(x, y)
-    messages = [pipe._runtime.waiting()["B", 1, 0] for pipe in (clipped, free)]
+    messages = [pipe._runtime.loop.waiting()["B", 1, 0] for pipe in (clipped, free)]
     assert torch.equal(*messages)
 
 

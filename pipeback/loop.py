@@ -1,0 +1,152 @@
+"""Loop: one worker's loop. The order says what may run, the worker does its own part; where it stands is plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+from pipeback.joint import Options
+from pipeback.link import Message, Name
+from pipeback.method import Method
+from pipeback.order import Order, Wave
+from pipeback.stage import Value
+from pipeback.worker import Worker
+
+Batch = tuple[Value, Any, int]  # inputs, target, samples
+Messages = dict[Name, Message]
+
+
+class Loop:
+    """One worker's loop: an order, the same on every worker, and the worker that does its own part."""
+
+    def __init__(self, worker: Worker, order: Order, method: Method, replica: int = 0) -> None:
+        self.worker, self.order, self.method, self.replica = worker, order, method, replica
+        self.fresh = True  # the next micro-batch begins the schedule anew
+        self._waves: Iterator[Wave] = iter(())  # what may still be done, from the updates that are due on
+
+    def push(self, batches: Sequence[Batch], options: Options) -> None:
+        """Let micro-batches in one by one, and do all that may then be done."""
+        order, worker, link = self.order, self.worker, self.worker.link
+        if self.fresh:
+            self._begin(len(batches))
+        last = worker.count - 1
+        for x, target, size in batches:
+            i = order.arrived
+            worker.options[i] = options
+            if worker.samples:
+                worker.sizes[i] = size
+            link.enter(i, x, target)
+            if 0 in worker.stages:
+                link.send("F", 0, i, x)
+            if last in worker.stages:
+                link.send("Y", last, i, target)
+            worker.run(order.advance(i + 1))
+        if self.method.flush_each_push:
+            self.drain()
+
+    def drain(self) -> None:
+        """Finish what is in flight; the schedule begins anew with the next micro-batch."""
+        self.settle()
+        if not self.fresh:
+            self.worker.run(self.order.close(self.order.arrived))
+            self.worker.settle()
+            self.fresh = True
+
+    # -- a micro-batch in three parts, for a loss that is computed outside -----------------------------------------
+
+    def forward(self, x: Value, options: Options, expected: int) -> None:
+        """F of the next micro-batch at every stage.
+
+        The order hears of it with the backward, so that it may be forgotten. Nothing can come before these forwards:
+        all that was allowed before has been done, and a stage downstream waits for them.
+        """
+        self.settle()
+        if self.fresh:
+            self._begin(expected)
+        worker, i = self.worker, self.order.arrived
+        worker.options[i] = options
+        worker.link.enter(i, x, None)
+        if 0 in worker.stages:
+            worker.link.send("F", 0, i, x)
+        worker.run([Wave("F", [(s, i) for s in range(worker.count)])])
+
+    def forget(self) -> None:
+        """The micro-batch that has just gone forward gets no backward."""
+        for stage in self.worker.stages.values():
+            stage.flights.pop(self.order.arrived, None)
+
+    def backward(self, gradient: Value) -> None:
+        """The backwards that may be done now; the updates that follow are left to `settle`."""
+        worker, i = self.worker, self.order.arrived
+        if worker.count - 1 in worker.stages:
+            worker.link.send("B", worker.count - 1, i, gradient)
+        waves = self.order.advance(i + 1)
+        kind, ops = next(waves)
+        if kind != "F" or len(ops) != worker.count:
+            raise RuntimeError(f"the schedule holds micro-batch {i} back; a forward must not wait for later arrivals")
+        for wave in waves:
+            if wave.kind == "U":
+                self._waves = chain([wave], waves)
+                break
+            worker.run([wave])
+
+    def settle(self) -> None:
+        """Do all that may be done."""
+        waves, self._waves = self._waves, iter(())
+        self.worker.run(waves)
+        self.worker.settle()
+
+    def _begin(self, pushed: int) -> None:
+        order, worker = self.order, self.worker
+        order.restart(self.method.schedule_at(order.arrived, pushed))
+        worker.start, worker.base = order.arrived, next(iter(worker.stages.values())).version
+        worker.entered = worker.base
+        self.fresh = False
+
+    # -- where it stands -----------------------------------------------------------------------------------------
+
+    def waiting(self) -> Messages:
+        """Messages sent to the own stages and not received, by name; the pipeline must be quiet."""
+        link, order = self.worker.link, self.order
+        for s in self.worker.stages:
+            if s:
+                for mb in range(order.forwards[s], order.forwards[s - 1]):
+                    link.wait("F", s, order.start + mb)
+            if s < self.worker.count - 1:
+                for mb in range(order.backwards[s], order.backwards[s + 1]):
+                    link.wait("B", s, order.start + mb)
+        return link.box
+
+    def progress(self, number: Callable[[Options], int]) -> dict[str, Any]:
+        """As plain values; `entries`, `options` and `sizes` are what this worker still remembers of micro-batches."""
+        worker = self.worker
+        return {
+            "order": self.order.state(),
+            "fresh": self.fresh,
+            "start": worker.start,
+            "base": worker.base,
+            "entered": worker.entered,
+            "entries": {str(i): v for i, v in worker.entries.items()},
+            "options": {str(i): number(o) for i, o in worker.options.items()},
+            "sizes": {str(i): n for i, n in worker.sizes.items()},
+        }
+
+    def resume(self, saved: dict[str, Any], messages: Messages, options: dict[int, Options]) -> None:
+        """Stand where `progress` was taken, with what all workers remembered."""
+        worker = self.worker
+        self.order.resume(self.method.schedule_at(saved["order"]["start"], 1), saved["order"])
+        self.fresh, worker.start, worker.base = saved["fresh"], saved["start"], saved["base"]
+        worker.entered = saved["entered"]
+        worker.entries = {int(i): v for i, v in saved["entries"].items()}
+        worker.options = {int(i): options[n] for i, n in saved["options"].items()}
+        worker.sizes = {int(i): n for i, n in saved["sizes"].items()}
+        worker.link.box.update({name: m for name, m in messages.items() if name[1] in worker.stages})
+
+
+def together(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The progress of several workers of one pipeline: they are at one place and remember different things."""
+    whole = dict(parts[0])
+    for key in ("entries", "options", "sizes"):
+        whole[key] = {i: v for part in parts for i, v in part[key].items()}
+    return whole

@@ -1,0 +1,83 @@
+"""Weights that are not here: on the meta device they have shapes and no values.
+
+A model may be built there, so that nobody ever holds the whole of it, and stages that other ranks hold stand there.
+Parameters keep their identity, so that optimizers and whoever else refers to them need not notice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+
+
+def absent(module: nn.Module) -> bool:
+    """Whether its weights and buffers are on the meta device; a module without any is here."""
+    return any(tensor.is_meta for tensor in _tensors(module))
+
+
+def move(tensors: Iterable[Tensor], device: torch.device | str) -> None:
+    """Give every tensor memory on `device`, without its values: to the meta device to let go, from it to take up."""
+    for tensor in tensors:
+        tensor.grad = None
+        other: Tensor = torch.empty_like(tensor.detach(), device=device)
+        if isinstance(tensor, nn.Parameter):
+            other = nn.Parameter(other, tensor.requires_grad)
+        torch.utils.swap_tensors(tensor, other)
+
+
+def let_go(module: nn.Module) -> None:
+    move(_tensors(module), "meta")
+
+
+def take_up(module: nn.Module, device: torch.device | str) -> None:
+    """Memory for weights and buffers; their values are anything."""
+    move(_tensors(module), device)
+
+
+def initialise(
+    module: nn.Module, label: str, seed: int, device: torch.device | str, init: Callable[[nn.Module], object] | None
+) -> None:
+    """Values for a module from the meta device: those of the stream `seed`, whoever holds it and wherever.
+
+    init: what gives values; None: the `reset_parameters` of every layer, inner ones first, as construction does.
+    Raises ValueError naming the layer that has weights or buffers and no `reset_parameters`.
+    """
+    take_up(module, "cpu")
+    before = torch.get_rng_state()
+    torch.default_generator.manual_seed(seed)
+    try:
+        with torch.no_grad():
+            if init is not None:
+                init(module)
+            else:
+                for name, layer in reversed(list(module.named_modules())):
+                    _reset(layer, f"{label}: {type(layer).__name__} {name!r}")
+    finally:
+        torch.set_rng_state(before)
+    if torch.device(device).type != "cpu":
+        values = [tensor.detach() for tensor in _tensors(module)]
+        take_up(module, device)
+        with torch.no_grad():
+            for tensor, value in zip(_tensors(module), values, strict=True):
+                tensor.copy_(value)
+
+
+def _reset(layer: nn.Module, where: str) -> None:
+    own = [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]
+    if not own:
+        return
+    # nn.MultiheadAttention calls its own `_reset_parameters`
+    reset = getattr(layer, "reset_parameters", None) or getattr(layer, "_reset_parameters", None)
+    if reset is None:
+        raise ValueError(
+            f"{where} is on the meta device and has no reset_parameters() that would give {own[0][0]!r} its values; "
+            "write one, give init=, or build the model with its values"
+        )
+    reset()
+
+
+def _tensors(module: nn.Module) -> list[Tensor]:
+    """Weights and buffers, each once."""
+    return [*module.parameters(), *module.buffers()]

@@ -1,0 +1,305 @@
+"""Ranks: the processes of a pipeline, its replicas included; how they find each other and what they agree on.
+
+The processes are torch.distributed's, started by torchrun, SLURM or Lightning. Every rank runs the same script; rank r
+of a pipeline is its worker r: the first ranks hold the first stages, the last one has the loss.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import weakref
+import zlib
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from pipeback.beats import Facts, host_store, join_store, my_facts
+from pipeback.health import Health, RankError
+from pipeback.link import OtherBatch
+from pipeback.replicas import RankReplicas
+from pipeback.wire import Broken
+from pipeback.worker import StageError
+
+# pipelines built in a process group, by its weak reference: every rank builds them in the same order
+_built: list[Any] = [lambda: None, 0]
+
+
+SLOW = 15.0  # seconds more for first connections: the store asks for the caller's name, and a name service may be slow
+
+
+def wanted(mesh: DeviceMesh | None) -> bool:
+    """Whether a pipeline is to run over processes: a group of several ranks is there, or torchrun has started some."""
+    if mesh is not None:
+        return mesh.size() > 1
+    if dist.is_available() and not dist.is_initialized() and dist.is_torchelastic_launched():
+        return int(os.environ["WORLD_SIZE"]) > 1
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def join(timeout: float = 30.0) -> None:
+    """Initialise torch.distributed from the environment that torchrun and SLURM scripts set, if nobody has yet.
+
+    timeout: seconds. Raises RuntimeError saying where the master was looked for, when it does not answer.
+    """
+    if dist.is_initialized():
+        return
+    where = ", ".join(f"{key}={os.environ.get(key)}" for key in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"))
+    backend = "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+    if backend == "nccl":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+    limit = timedelta(seconds=timeout)
+    store: dict[str, Any] = {}
+    try:
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            # torchrun's store outlives a restart, and the ranks would look for each other at their old addresses
+            address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            tcp = dist.TCPStore(address, port, is_master=False, timeout=limit)
+            store["store"] = dist.PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", tcp)
+            store["rank"], store["world_size"] = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        dist.init_process_group(backend, timeout=limit, **store)
+    except (RuntimeError, ValueError) as error:
+        raise RuntimeError(
+            f"the ranks did not find each other within {timeout:g} s ({where}): {_first_line(error)}; "
+            "check that MASTER_ADDR and MASTER_PORT reach rank 0 from every host and that all ranks were started"
+        ) from error
+
+
+def default_device() -> torch.device:
+    """Where a stage goes that nobody has placed: this rank's accelerator if the ranks have such, else the CPU."""
+    if dist.is_available() and dist.is_initialized() and "nccl" in dist.get_backend():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def layout(mesh: DeviceMesh | None, replicas: int | None) -> list[list[int]]:
+    """Global ranks by replica and worker."""
+    if mesh is None:
+        replicas = 1 if replicas is None else replicas
+        world = dist.get_world_size()
+        if replicas < 1 or world % replicas:
+            raise ValueError(f"replicas={replicas} does not divide the {world} ranks; start a multiple of it")
+        return torch.arange(world).view(replicas, -1).tolist()
+    table = mesh.mesh
+    if table.dim() > 2:
+        raise ValueError(f"mesh has {table.dim()} dimensions; use (replicas, workers), or (workers,)")
+    names = mesh.mesh_dim_names or ()
+    if table.dim() == 2 and names and names[0] in ("pp", "pipeline", "stage", "workers"):
+        table = table.T
+    return table.view(-1, table.shape[-1]).tolist() if table.dim() == 1 else table.tolist()
+
+
+class Alone:
+    """One process: everybody is here."""
+
+    several = False
+    index, count, replica, replicas = 0, 1, 0, 1
+
+    def gather(self, value: Any, what: str) -> list[Any]:
+        return [value]
+
+    def agree(self, facts: dict[str, Any]) -> None:
+        pass
+
+    def failed(self, error: BaseException) -> None:
+        pass
+
+    def leave(self) -> None:
+        pass
+
+
+class Ranks:
+    """The ranks of one pipeline.
+
+    table    global ranks by replica and worker; the own rank is among them
+    timeout  seconds after which a rank that does not answer is given up, and every other one raises a `RankError`
+    """
+
+    several = True
+
+    def __init__(self, table: list[list[int]], timeout: float) -> None:
+        self.timeout = timeout
+        self.rank = dist.get_rank()
+        self.everyone = [rank for row in table for rank in row]
+        self.replica, self.index = next((r, row.index(self.rank)) for r, row in enumerate(table) if self.rank in row)
+        self.table, self.line = table, table[self.replica]  # line: the ranks of the own replica, first stages first
+        self.count, self.replicas = len(self.line), len(table)
+        self.others = [rank for rank in self.everyone if rank != self.rank]
+        store, self.facts = self._meet(_board())
+        self.health = Health(store, self.rank, self.everyone, self.facts, timeout)
+        self.control = self.group(self.everyone, "gloo")
+        self._sums: RankReplicas | None = None
+
+    def _meet(self, board: dist.Store) -> tuple[dist.Store, dict[int, Facts]]:
+        """The pipeline's store and the facts of all ranks; raises RuntimeError naming those that have not come."""
+        first = self.everyone[0]
+        if self.rank == first:
+            store, address = host_store(self.timeout + SLOW)
+            board.set("address", address)
+        facts = {
+            rank: Facts(*json.loads(text))
+            for rank, text in self._all(board, "hello", json.dumps(my_facts()), self.timeout).items()
+        }
+        if self.rank != first:
+            address = board.get("address").decode()
+            if facts[first].place and facts[first].place == facts[self.rank].place:
+                address = "127.0.0.1:" + address.rpartition(":")[2]
+            store = join_store(address, self.timeout + SLOW)
+        self._all(board, "ready", "", self.timeout + SLOW)
+        return store, facts
+
+    def _all(self, board: dist.Store, what: str, mine: str, seconds: float) -> dict[int, bytes]:
+        """What every rank has written on the board; raises RuntimeError naming those that have not."""
+        board.set(f"{what} {self.rank}", mine)
+        names = {rank: f"{what} {rank}" for rank in self.everyone}
+        with suppress(RuntimeError):
+            board.wait(list(names.values()), timedelta(seconds=seconds))
+        missing = [rank for rank, name in names.items() if not board.check([name])]
+        if missing:
+            raise RuntimeError(
+                f"{_ranks(missing)} did not come to build the pipeline within {seconds:g} s; every rank must call "
+                "Pipeline(...), as often as the others (timeout= is the time they have)"
+            )
+        return {rank: board.get(name) for rank, name in names.items()}
+
+    def group(self, ranks: Sequence[int], backend: str, seconds: float | None = None) -> dist.ProcessGroup:
+        """A process group of these ranks, all of which call this. seconds: what its operations may last."""
+        with self.health.calling("Pipeline(...)"), self.health.waiting(self.others, "a process group"):
+            try:
+                made = dist.new_group(
+                    list(ranks),
+                    timeout=timedelta(seconds=seconds or self.timeout),
+                    backend=backend,
+                    use_local_synchronization=True,
+                )
+                assert isinstance(made, dist.ProcessGroup)  # this rank is one of them
+                return made
+            except RuntimeError as error:
+                raise self.lost(self.others, "a process group") from error
+
+    def sums(self) -> RankReplicas | None:
+        """The sum over the replicas, which hold the same stages."""
+        if self.replicas > 1 and self._sums is None:
+            column = [row[self.index] for row in self.table]
+            backend = "nccl" if "nccl" in dist.get_backend() else "gloo"
+            self._sums = RankReplicas(self.group(column, backend), self._awaited)
+        return self._sums
+
+    def _awaited(self, work: dist.Work | None) -> None:
+        column = [row[self.index] for row in self.table]
+        with self.health.waiting(column, "the replicas' gradients"):
+            try:
+                assert work is not None  # it was started as asynchronous
+                work.wait()
+            except RuntimeError as error:
+                raise self.lost(column, "the replicas' gradients") from error
+
+    def leave(self) -> None:
+        """This rank has done its part."""
+        self.health.leave()
+
+    def lost(self, on: Sequence[int], what: str) -> RankError:
+        """The error for a wait that torch.distributed has given up."""
+        return self.health.blame(on, what, self.timeout)
+
+    def failed(self, error: BaseException) -> None:
+        """Tell the others that this rank cannot go on."""
+        if not isinstance(error, RankError):
+            known = isinstance(error, (StageError, OtherBatch, ValueError, TypeError)) and str(error)
+            self.health.fail(self.rank, str(error) if known else f"{type(error).__name__}: {error}")
+
+    def told(self, error: BaseException) -> BaseException:
+        """What this rank raises for an error in its loop, after the others have been told."""
+        if isinstance(error, Broken):
+            return self.health.blame(error.peer, "its messages", 0.0)
+        self.failed(error)
+        return error
+
+    def gather(self, value: Any, what: str) -> list[Any]:
+        """What every rank gives, by replica and worker. Every rank calls it; what: the public call that this is."""
+        found: list[Any] = [None] * len(self.everyone)
+        self.health.check()
+        with self.health.calling(what), self.health.waiting(self.others, what):
+            try:
+                dist.all_gather_object(found, value, group=self.control)
+            except RuntimeError as error:
+                raise self.lost(self.others, what) from error
+        by_rank = dict(zip(sorted(self.everyone), found, strict=True))
+        return [by_rank[rank] for rank in self.everyone]
+
+    def agree(self, facts: dict[str, Any]) -> None:
+        """Raise ValueError, on every rank, where a rank has other facts than the first: option, model or version."""
+        every = self.gather(facts, "Pipeline(...)")
+        for rank, theirs in zip(self.everyone, every, strict=True):
+            for key, value in every[0].items():
+                if theirs.get(key) != value:
+                    raise ValueError(
+                        f"rank {rank} has {key} {theirs.get(key)}, rank {self.everyone[0]} has {value}; "
+                        "start the same script with the same options and versions on every rank"
+                    )
+
+    def share(self, tensors: Sequence[Tensor]) -> None:
+        """Give every rank the first one's values."""
+        for tensor in tensors:
+            with self.health.calling("Pipeline(...)"), self.health.waiting(self.others, "the first rank's weights"):
+                value = tensor.detach().cpu().contiguous()
+                try:
+                    dist.broadcast(value, self.everyone[0], group=self.control)
+                except RuntimeError as error:
+                    raise self.lost(self.others, "the first rank's weights") from error
+            with torch.no_grad():
+                tensor.copy_(value)
+
+
+def digest(values: Sequence[Any], most: int = 1 << 20) -> int:
+    """A checksum of form and content; of tensors with more than `most` bytes it takes 16 windows."""
+    crc = 0
+    for value in values:
+        if isinstance(value, Tensor):
+            crc = zlib.crc32(_form(value.dtype, value.shape), crc)
+            crc = zlib.crc32(_bytes(value, most), crc)
+        else:
+            crc = zlib.crc32(repr(value).encode(), crc)
+    return crc
+
+
+@lru_cache(1024)
+def _form(dtype: torch.dtype, shape: torch.Size) -> bytes:
+    return f"{dtype}{tuple(shape)}".encode()
+
+
+def _bytes(tensor: Tensor, most: int) -> bytes:
+    if tensor.device.type == "cpu" and tensor.nbytes <= most and tensor.is_contiguous() and tensor.numel():
+        return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+    flat = tensor.detach().cpu().contiguous().flatten()
+    size = flat.element_size()
+    if flat.numel() * size > most:
+        window, step = most // size // 16, flat.numel() // 16
+        flat = torch.cat([flat[begin : begin + window] for begin in range(0, 16 * step, step)])
+    return ctypes.string_at(flat.data_ptr(), flat.numel() * size) if flat.numel() else b""
+
+
+def _board() -> dist.Store:
+    """A part of the default group's store, which every rank reaches. torch has no public name for it."""
+    group, number = dist.group.WORLD, 0
+    if _built[0]() is group:
+        number = _built[1] + 1
+    _built[:] = weakref.ref(group), number
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"pipeback/{attempt}/{number}", dist.distributed_c10d._get_default_store())
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,158 @@
+"""The state of a whole pipeline: one layout for every runtime, number of workers and store.
+
+    {"format": 2, "stages": [tensors by name, a stage each], "plain": JSON values}
+
+Further replicas stand beside the first: tensors under replica/R/…, plain values in "replicas". They have its weights,
+so only what differs is kept: buffers, gradient sums, random streams, micro-batches in flight and messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from pipeback import snapshot
+from pipeback.joint import Options, plain_groups, restored
+from pipeback.loop import Loop, Messages, together
+from pipeback.method import Method
+from pipeback.stage import Stage
+
+FORMAT = 2
+COMMON = ("weight/", "optimizer/", "method/", "version/")  # the same in every replica
+
+Plain = dict[str, Any]
+
+
+class Part(NamedTuple):
+    """One stage of one replica."""
+
+    stage: int
+    replica: int
+    tensors: snapshot.Tensors
+    plain: Plain
+
+
+class Share(NamedTuple):
+    """What one process holds of a state: its stages, where its loops are, and options by `Options.since`."""
+
+    parts: list[Part]
+    loops: dict[int, Plain]  # by replica
+    groups: dict[int, Any]
+
+
+def share(stages: Sequence[Stage], loops: Sequence[Loop]) -> Share:
+    """Copies of what these stages and loops hold; the pipeline must be quiet."""
+    groups: dict[int, Any] = {}
+
+    def number(options: Options) -> int:
+        if options.since not in groups:
+            groups[options.since] = [plain_groups(g) for g in options.groups]
+        return options.since
+
+    waiting: dict[int, Messages] = {}
+    progress: dict[int, list[Plain]] = {}
+    for loop in loops:
+        waiting.setdefault(loop.replica, {}).update(loop.waiting())
+        progress.setdefault(loop.replica, []).append(loop.progress(number))
+    parts = []
+    for stage in stages:
+        mine = {name: m for name, m in waiting.get(stage.replica, {}).items() if name[1] == stage.index}
+        tensors, plain = snapshot.save(stage, mine, number)
+        if stage.replica:
+            tensors = {k: v for k, v in tensors.items() if not k.startswith(COMMON)}
+        parts.append(Part(stage.index, stage.replica, tensors, plain))
+    return Share(parts, {r: together(some) for r, some in progress.items()}, groups)
+
+
+def merge(shares: Sequence[Share], plain: Plain) -> dict[str, Any]:
+    """The state from the shares of all processes. plain: what belongs to no stage."""
+    parts = sorted((part for each in shares for part in each.parts), key=lambda part: (part.stage, part.replica))
+    count = 1 + max(part.stage for part in parts)
+    tensors: list[snapshot.Tensors] = [{} for _ in range(count)]
+    plains: list[Plain] = [{} for _ in range(count)]
+    for part in parts:
+        if part.replica:
+            tensors[part.stage].update({f"replica/{part.replica}/{k}": v for k, v in part.tensors.items()})
+            plains[part.stage].setdefault("replicas", []).append(part.plain)
+        else:
+            tensors[part.stage].update(part.tensors)
+            plains[part.stage].update(part.plain)
+    loops: dict[int, list[Plain]] = {}
+    for each in shares:
+        for replica, progress in each.loops.items():
+            loops.setdefault(replica, []).append(progress)
+    groups = {str(since): g for each in shares for since, g in sorted(each.groups.items())}
+    whole = {
+        **plain,
+        "loops": [together(loops[replica]) for replica in sorted(loops)],
+        "stages": plains,
+        "groups": {**groups, **plain["groups"]},
+    }
+    return {"format": FORMAT, "stages": tensors, "plain": whole}
+
+
+def load(stage: Stage, state: dict[str, Any], options: dict[int, Options]) -> Messages:
+    """Put a stage's part into it; returns the messages that wait for it."""
+    tensors, plain = state["stages"][stage.index], state["plain"]["stages"][stage.index]
+    if stage.replica:
+        prefix = f"replica/{stage.replica}/"
+        mine = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+        tensors = {**{k: v for k, v in tensors.items() if k.startswith(COMMON)}, **mine}
+        plain = plain["replicas"][stage.replica - 1]
+    return snapshot.load(stage, tensors, plain, options)
+
+
+def options_of(plain: Plain, optimizers: Sequence[Any]) -> dict[int, Options]:
+    """The options that the state's micro-batches were pushed under, by `Options.since`."""
+    return {
+        int(since): Options(
+            optimizers,
+            int(since),
+            [
+                [restored(saved, group) for saved, group in zip(some, opt.param_groups, strict=True)]
+                for some, opt in zip(groups, optimizers, strict=True)
+            ],
+        )
+        for since, groups in plain["groups"].items()
+    }
+
+
+def fits(
+    state: Any, stages: Sequence[Stage], method: Method, optimizers: Sequence[Any], weights: str, replicas: int
+) -> Plain:
+    """The plain values of a state that belongs to such a pipeline. Raises ValueError saying what differs."""
+    if not isinstance(state, dict) or "format" not in state or "plain" not in state:
+        raise ValueError("this is not a state of Pipeline.state_dict(); load a model's own state into pipe.model")
+    if state["format"] != FORMAT:
+        raise ValueError(
+            f"the state has format {state['format']}, this version of pipeback reads {FORMAT}; "
+            "load it with the version of pipeback that wrote it"
+        )
+    plain = state["plain"]
+    name, options = type(method).__name__, method.options()
+    if (plain["method"], plain["method_options"]) != (name, options):
+        raise ValueError(
+            f"the state belongs to method {plain['method']} {plain['method_options']}, here runs {name} {options}; "
+            "build the pipeline with the method of the state"
+        )
+    if len(state["stages"]) != len(stages):
+        raise ValueError(f"the state has {len(state['stages'])} stages, here are {len(stages)}; it is of another model")
+    if plain["weights"] != weights:
+        raise ValueError(f"the state was trained with weights={plain['weights']!r}, here is {weights!r}")
+    if plain["replicas"] != replicas:
+        raise ValueError(
+            f"the state was trained with replicas={plain['replicas']}, here is {replicas}; each has micro-batches of "
+            "its own in flight, so resume with as many"
+        )
+    counts = [len(groups) for groups in plain["groups"][str(plain["current"])]]
+    if counts != [len(opt.param_groups) for opt in optimizers]:
+        raise ValueError("the optimizers of the state have other parameter groups than those here")
+    mine = [type(opt).__name__ for opt in optimizers]
+    if plain["optimizer"] != mine:
+        raise ValueError(
+            f"the state belongs to optimizers {sorted(set(plain['optimizer']))}, here are {sorted(set(mine))}"
+        )
+    for stage, tensors in zip(stages, state["stages"], strict=True):
+        if tensors:  # a checkpoint of which only the own stages were read has no others
+            snapshot.check(stage, tensors)
+    return plain

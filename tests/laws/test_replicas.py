@@ -1,0 +1,135 @@
+"""Law: replicas. Averaging gradients at each update is what one pipeline does on the micro-batches together."""
+
+import pytest
+import torch
+from torch import nn
+
+from tests.laws.cases import CASES, STAGES, data, everything, network, pipeline
+from tests.processes.cases import differences, settled
+
+SEPARATE = [case for case in CASES if case not in ("gpipe",)]  # whose flush a push would hold other micro-batches
+
+
+def trained(case, batches, optimizer="momentum", dtype=torch.float64, **options):
+    pipe = pipeline(network(dtype=dtype), CASES[case](STAGES), optimizer, **options)
+    losses = [pipe.push(x, y).clone() for x, y in batches]
+    pipe.wait()
+    found = torch.cat([p.detach().flatten() for p in pipe.model.parameters()]), torch.stack(losses)
+    pipe.close()
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_replicas_equal_one_pipeline_on_the_whole_micro_batch(case, replicas):
+    """mean over replicas of mean over samples = mean over all samples, where the shares are equal; 1e-12."""
+    batches = data(17, samples=6, dtype=torch.float64)
+    for found, wanted in zip(trained(case, batches, replicas=replicas), trained(case, batches), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("case", ["pb", "gpipe-4", "pipedream", "cerebras"])
+def test_workers_do_not_matter(case):
+    batches = data(13, samples=6)
+
+    def run(**options):
+        torch.manual_seed(7)
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.2), nn.Tanh()) for _ in range(STAGES)])
+        pipe = pipeline(model, CASES[case](STAGES), replicas=3, **options)
+        losses = torch.stack([pipe.push(x, y).clone() for x, y in batches])
+        found = losses, everything(pipe)
+        pipe.close()
+        return found
+
+    for found, wanted in zip(run(workers=2), run(), strict=True):
+        assert torch.equal(found, wanted)
+
+
+def test_replicas_draw_their_own_masks():
+    torch.manual_seed(0)
+    masks = []
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 4)))
+    pipe = pipeline(model, "sgd", replicas=2)
+    for stages in pipe._everywhere:
+        stages[1].module[0].register_forward_hook(lambda m, a, y: masks.append((y == 0).clone()))
+    x = torch.randn(32, 4).repeat(2, 1)
+    pipe.push(x, x)
+    masks.clear()
+    pipe.push(x, x)
+    pipe.wait()
+    assert not torch.equal(masks[0], masks[1])
+
+
+def test_a_replica_that_has_no_gradient_for_a_weight():
+    """An unused weight stays where it is; one that a single replica uses moves."""
+
+    class Sometimes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = (nn.Parameter(torch.ones(3)) for _ in range(3))
+
+        def forward(self, x):
+            return x * self.a * (self.b if x.sum() > 0 else 1.0)
+
+    model = nn.Sequential(Sometimes(), nn.Linear(3, 3))
+    pipe = pipeline(model, "sgd", "sgd", replicas=2)
+    x = torch.cat([torch.ones(2, 3), -torch.ones(2, 3)])
+    pipe.push(x, torch.zeros(4, 3))
+    trained = pipe.model[0]
+    assert not torch.equal(trained.b, torch.ones(3))
+    assert torch.equal(trained.c, torch.ones(3))
+
+
+def test_other_stages_work_while_a_sum_is_on_its_way():
+    """The update of a stage is done when its next operation comes, not before forwards of the stages above it."""
+    order = []
+    pipe = pipeline(network(), "pb", replicas=2)
+    batches = data(20, samples=4)
+    for x, y in batches[:15]:
+        pipe.push(x, y)
+    pipe.wait()
+    loop = pipe._runtime.loops[0]
+    forward, update = loop.worker.forward, loop.worker.update
+    loop.worker.forward = lambda ops: (order.extend(("F", s, i) for s, i in ops), forward(ops))
+    loop.worker.update = lambda ops: (order.extend(("U", s, i) for s, i in ops), update(ops))
+    for x, y in batches[15:]:
+        pipe.push(x, y)
+    pipe.wait()
+    last = STAGES - 1
+    begin = order.index(("F", 0, 17))
+    assert order.index(("U", last, 16)) > begin, "the last stage's sum had to arrive before anything went on"
+
+
+def test_what_cannot_be_shared():
+    pipe = pipeline(network(), "pb", replicas=2)
+    with pytest.raises(ValueError, match=r"the 3 samples pushed cannot be shared by 2 replicas; push a multiple"):
+        pipe.push(*data(1)[0])
+    with pytest.raises(ValueError, match=r"replicas must be a whole number of at least 1"):
+        pipeline(network(), "pb", replicas=0)
+
+
+@pytest.mark.filterwarnings("ignore:.*takes its statistics")
+@pytest.mark.parametrize("case", ["pb", "pipedream", "cerebras", "gpipe-4", "pipemare"])
+def test_resume_in_flight(case):
+    batches = data(16, samples=6)
+
+    def begin():
+        torch.manual_seed(7)
+        model = nn.Sequential(
+            *[nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.2)) for _ in range(STAGES)]
+        )
+        return pipeline(model, CASES[case](STAGES), replicas=2)
+
+    pipe = begin()
+    for x, y in batches[:9]:
+        pipe.push(x, y)
+    state = pipe.state_dict()
+    for x, y in batches[9:]:
+        pipe.push(x, y)
+    again = begin()
+    again.load_state_dict(state)
+    for x, y in batches[9:]:
+        again.push(x, y)
+    assert differences({"state": settled(again.state_dict())}, {"state": settled(pipe.state_dict())}) == []
+    with pytest.raises(ValueError, match=r"the state was trained with replicas=2, here is 1"):
+        pipeline(begin()._model, CASES[case](STAGES)).load_state_dict(state)

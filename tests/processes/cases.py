@@ -1,0 +1,82 @@
+"""What a rank does in the laws: train a case, and give back all that came of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.laws.cases import CASES, STAGES, data, network, pipeline
+
+
+def drawing(width: int = 6) -> nn.Sequential:
+    """Dropout in every stage, batch statistics in two."""
+    torch.manual_seed(3)
+    return nn.Sequential(
+        *[
+            nn.Sequential(
+                nn.Linear(width, width), nn.BatchNorm1d(width) if s % 2 else nn.LayerNorm(width), nn.Dropout(0.3)
+            )
+            for s in range(STAGES)
+        ]
+    )
+
+
+MODELS = {"plain": network, "drawing": drawing}
+
+
+def flat(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Every tensor of a state by name; not the raw bytes that a graph keeps, which have gaps that nobody writes."""
+    return {
+        f"{s}/{name}": tensor
+        for s, tensors in enumerate(state["stages"])
+        for name, tensor in tensors.items()
+        if not (name.startswith("flight/") and tensor.dtype == torch.uint8)
+    }
+
+
+def settled(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """`flat` without what graphs keep: of batch statistics they keep the live ones, which a restored graph has not."""
+    return {name: tensor for name, tensor in flat(state).items() if "/saved/" not in name}
+
+
+def train(
+    model: str, case: str, pushes: int = 11, more: int = 3, samples: int = 8, replica: int | None = None, **options: Any
+) -> dict[str, Any]:
+    """Losses, the state in flight, and the state after a drain and some more.
+
+    replica: of several, which push their halves (thirds, …) of the batches; None: all is pushed here.
+    """
+    torch.manual_seed(7)
+    pipe = pipeline(MODELS[model](), CASES[case](STAGES), **options)
+    batches = data(pushes, samples=samples)
+    x0 = batches[0][0]
+    if replica is not None:
+        batches = [(x.chunk(pipe.replicas)[replica], y.chunk(pipe.replicas)[replica]) for x, y in batches]
+    losses = [pipe.push(x, y) for x, y in batches]
+    flying = flat(pipe.state_dict())
+    output = pipe.evaluate(x0)
+    pipe.drain()
+    losses += [pipe.push(x, y) for x, y in batches[:more]]
+    result = {
+        "losses": torch.stack([loss.clone() for loss in losses]),
+        "flying": flying,
+        "end": flat(pipe.state_dict()),
+        "output": output,
+        "model": {k: v.clone() for k, v in pipe.model.state_dict().items()},
+    }
+    pipe.close()
+    return result
+
+
+def differences(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
+    """Names of what is not equal bit for bit."""
+    odd = []
+    for key, value in wanted.items():
+        if isinstance(value, dict):
+            odd += [f"{key}: {n}" for n in sorted(set(value) ^ set(found[key]))]
+            odd += [f"{key}: {n}" for n in value if n in found[key] and not torch.equal(found[key][n], value[n])]
+        elif not torch.equal(found[key], value):
+            odd.append(key)
+    return odd

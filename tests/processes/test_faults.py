@@ -1,0 +1,266 @@
+"""Whatever becomes of one rank, every other ends with an error that names it, and nothing hangs."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import pipeback
+from tests.laws.cases import data, pipeline
+from tests.processes.crew import Failed, free_port
+
+TIMEOUT = 3.0  # of the pipelines; the default is 30 s
+WITHIN = TIMEOUT + 12  # generous: the machine may be busy
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(6, 6) for _ in range(6)])
+
+
+class Odd(nn.Module):
+    """The identity, until the time comes."""
+
+    def __init__(self, what, mb):
+        super().__init__()
+        self.what, self.left = what, mb
+
+    def forward(self, x):
+        if torch.is_grad_enabled():
+            self.left -= 1
+            if self.left == 0:
+                if self.what == "raise":
+                    raise ArithmeticError("the flux is too high")
+                if self.what == "hang":
+                    time.sleep(100)
+                os.kill(os.getpid(), signal.SIGKILL if self.what == "kill" else signal.SIGSTOP)
+        return x
+
+
+def trained(rank, victim, what, link):
+    """Train until it ends; what ended it and how long that took."""
+    stages = model()
+    stages[2 * victim] = nn.Sequential(stages[2 * victim], Odd(what, 9 if rank == victim else 10**9))
+    pipe = pipeline(stages, "pb", timeout=TIMEOUT, link=link)
+    pipe._balance = lambda: [0, 0, 1, 1, 2, 2]
+    begin = time.monotonic()
+    try:
+        for x, y in data(1) * 1000:
+            pipe.push(x, y)
+            time.sleep(0.01)
+            if time.monotonic() - begin > 60:
+                return None
+        pipe.wait()
+    except Exception as error:
+        again = None
+        try:
+            pipe.push(*data(1)[0])
+        except RuntimeError as closed:
+            again = str(closed)
+        return type(error).__name__, str(error), time.monotonic() - begin, again
+    return None
+
+
+@pytest.mark.parametrize("link", ["shared_memory", "gloo"])
+@pytest.mark.parametrize("what", ["kill", "stop", "raise", "hang"])
+def test_one_rank_ends_all(crew, what, link):
+    victim = {"kill": 0, "stop": 1, "raise": 2, "hang": 1}[what]  # the store's, a middle and the last rank
+    crew = crew.ranks(3)
+    others = [rank for rank in range(3) if rank != victim]
+    crew.start(trained, victim, what, link, each=range(3))
+    try:
+        found = crew.results(others if what in ("kill", "stop", "hang") else None, seconds=WITHIN + 20)
+    finally:
+        if what != "raise":
+            os.kill(crew.members[victim].pid, signal.SIGKILL)
+            crew.members[victim].join()
+        crew.again()
+    for rank, result in zip(others if len(found) == 2 else range(3), found, strict=True):
+        assert not isinstance(result, BaseException), "".join(getattr(result, "__notes__", [repr(result)]))
+        assert result is not None, f"rank {rank} has noticed nothing"
+        kind, message, seconds, again = result
+        assert seconds < WITHIN
+        assert "the pipeline is closed" in again
+        if rank == victim:
+            assert kind == "StageError"
+            assert "stage 4 (4), micro-batch" in message
+        else:
+            assert kind == "RankError"
+            assert message.startswith(f"rank {victim} ("), message
+            if what == "raise":
+                assert "stage 4 (4), micro-batch" in message
+                assert "the flux is too high" in message
+            if what == "hang":
+                assert "the forward of stage 2, micro-batch" in message, message
+
+
+def goes_on_after_a_fault(rank):
+    """A stage fails on one rank; all take up the last state and go on, in the same processes."""
+    stages = model()
+    stages[4] = nn.Sequential(stages[4], Odd("raise", 12 if rank == 1 else 10**9))
+    pipe = pipeline(stages, "pb", timeout=TIMEOUT)
+    pipe._balance = lambda: [0, 0, 0, 1, 1, 1]
+    batches = data(12)
+    for x, y in batches[:4]:
+        pipe.push(x, y)
+    state = pipe.state_dict()
+    with pytest.raises((pipeback.RankError, pipeback.StageError)):
+        for x, y in batches[4:] * 10:
+            pipe.push(x, y)
+        pipe.wait()
+    pipe.load_state_dict(state)
+    losses = [float(pipe.push(x, y)) for x, y in batches[4:]]
+    pipe.close()
+    return losses
+
+
+def test_load_state_dict_reopens_all_ranks(crew):
+    crew = crew.ranks(2)
+    pipe = pipeline(model(), "pb")
+    wanted = [float(pipe.push(x, y)) for x, y in data(12)][4:]
+    assert crew.run(goes_on_after_a_fault, each=range(2)) == [wanted, wanted]
+
+
+# -- what differs between ranks ----------------------------------------------------------------------------------------
+
+
+def different(rank, what):
+    version = torch.__version__
+    width = 7 if what == "width" and rank == 1 else 6
+    stages = nn.Sequential(*[nn.Linear(width, width) for _ in range(5 if what == "stages" and rank == 1 else 4)])
+    options = {"timeout": TIMEOUT}
+    if what == "clip" and rank == 1:
+        options["clip_norm"] = 1.0
+    if what == "version" and rank == 1:
+        torch.__version__ = "2.11.0"
+    method = "pb"
+    if what == "method" and rank == 1:
+        method = pipeback.methods.create("pb", slack=1)
+    if what == "own error" and rank == 1:
+        options["clip_norm"] = -1.0
+    if what == "absent" and rank == 1:
+        time.sleep(2 * TIMEOUT)
+        return "was elsewhere"
+    try:
+        pipe = pipeline(stages, method, "adam" if what == "optimizer" and rank == 1 else "momentum", **options)
+        for n, (x, y) in enumerate(data(40)):
+            if what == "batch" and rank == 1 and n == 11:
+                y = y + 1
+            if what == "count" and rank == 0 and n == 20:
+                break
+            pipe.push(x, y)
+        if what == "calls" and rank == 0:
+            pipe.model.eval()
+            return None
+        pipe.evaluate(data(1)[0][0])
+        return None
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        torch.__version__ = version
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("width", r"rank 1 has model .*\(7, 7\).*, rank 0 has .*\(6, 6\).*; start the same script"),
+        ("stages", r"rank 1 has stages 5, rank 0 has 4"),
+        ("method", r"rank 1 has method .*slack=1.*, rank 0 has .*slack=2"),
+        ("optimizer", r"rank 1 has optimizer .*Adam"),
+        ("clip", r"rank 1 has clip_norm 1.0, rank 0 has None"),
+        ("version", r"rank 1 has torch 2\.11\.0, rank 0 has"),
+        ("own error", r"clip_norm must be above 0 or None, but is -1.0"),
+        ("batch", r"micro-batch 11 is not the one that .*every rank must push the same data"),
+        ("count", r"rank 0 .*(evaluation|left the pipeline|evaluate|wait)"),
+        ("calls", r"the same calls in the same order"),
+        ("absent", r"rank 1 did not come to build the pipeline within 3 s|was elsewhere"),
+    ],
+)
+def test_ranks_that_differ_are_told_on_every_rank(crew, what, message):
+    import re
+
+    crew = crew.ranks(2)
+    try:
+        for rank, found in enumerate(crew.run(different, what, each=range(2))):
+            assert found is not None, f"rank {rank} has noticed nothing"
+            assert re.search(message, found, re.DOTALL), f"rank {rank}: {found}"
+    finally:
+        crew.again()
+
+
+def few():
+    pipeline(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), "pb")
+
+
+def threads():
+    pipeline(model(), "pb", workers=2)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (few, r"3 ranks share a pipeline but the model has 2 stages; start at most one rank a stage"),
+        (threads, r"workers=2: over processes each rank is a worker; leave workers out"),
+    ],
+)
+def test_what_no_rank_can_do(crew, function, message):
+    with pytest.raises(Failed, match=message):
+        crew.ranks(3).run(function)
+
+
+# -- under torchrun ----------------------------------------------------------------------------------------------------
+
+SCRIPT = Path(__file__).with_name("script.py")
+
+
+def torchrun(*arguments, ranks=2, restarts=0, seconds=100, **environment):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    return subprocess.run(
+        [*command, f"--max-restarts={restarts}", str(SCRIPT), *map(str, arguments)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd(), **environment},
+        capture_output=True, text=True, timeout=seconds,
+    )  # fmt: skip
+
+
+def test_torchrun_restarts_from_the_last_whole_checkpoint(tmp_path):
+    """Killed twice, at moments of its own choosing; the weights are those of a run in one process."""
+    run = torchrun(tmp_path / "checkpoints", tmp_path / "end.pt", "1:9,0:17", restarts=2)
+    assert run.returncode == 0, run.stderr[-3000:]
+    plain = subprocess.run(
+        [sys.executable, str(SCRIPT), str(tmp_path / "others"), str(tmp_path / "plain.pt"), ""],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert plain.returncode == 0, plain.stderr[-3000:]
+    found, wanted = torch.load(tmp_path / "end.pt"), torch.load(tmp_path / "plain.pt")
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert "resumed from step-00000008" in run.stdout
+    assert "resumed from step-00000016" in run.stdout
+
+
+def test_a_wrong_master_address(tmp_path):
+    """Nobody listens there: both ranks say so within the timeout."""
+    environment = {
+        **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd(), "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()), "WORLD_SIZE": "3",
+    }  # fmt: skip
+    code = "import pipeback; pipeback.join(timeout=3)"
+    begin = time.monotonic()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", code], env={**environment, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True
+        )
+        for rank in (1, 2)
+    ]
+    for rank in ranks:
+        _, told = rank.communicate(timeout=60)
+        assert rank.returncode == 1
+        assert "the ranks did not find each other within 3 s (MASTER_ADDR=127.0.0.1" in told
+        assert "check that MASTER_ADDR and MASTER_PORT reach rank 0" in told
+    assert time.monotonic() - begin < 60

@@ -1,0 +1,53 @@
+"""Law: replicas over processes equal those emulated in one, bit for bit, with any number of them."""
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from tests.processes.cases import differences, train
+from tests.processes.crew import Failed
+
+KEPT = ("flying", "end", "model")  # losses are those of a replica, and so is the output where batch statistics are
+pytestmark = pytest.mark.filterwarnings("ignore:.*takes its statistics")
+
+
+def with_ranks(model, case, replicas, mesh=None, **options):
+    workers = dist.get_world_size() // replicas
+    replica = dist.get_rank() // workers
+    if mesh is not None:
+        options["mesh"] = DeviceMesh("cpu", mesh, mesh_dim_names=("dp", "pp"))
+        replica = next(r for r, row in enumerate(mesh) if dist.get_rank() in row)
+    found = train(model, case, replica=replica, replicas=replicas, **options)
+    return {key: found[key] for key in KEPT}
+
+
+@pytest.mark.parametrize(("ranks", "replicas"), [(4, 2), (2, 2), (3, 3)])
+@pytest.mark.parametrize("model", ["plain", "drawing"])
+def test_ranks_equal_replicas_in_one_process(crew, ranks, replicas, model):
+    crew = crew.ranks(ranks)
+    samples = 12  # even shares
+    for case in ("pb", "pipedream", "cerebras", "gpipe-4", "pipedream_2bw"):
+        wanted = train(model, case, samples=samples, replicas=replicas)
+        wanted = {key: wanted[key] for key in KEPT}
+        for rank, found in enumerate(crew.run(with_ranks, model, case, replicas, samples=samples)):
+            assert differences(found, wanted) == [], f"{case}, rank {rank}"
+
+
+def test_a_mesh_says_who_is_where(crew):
+    """Replicas of ranks (3, 1) and (0, 2), each from its first to its last stage."""
+    crew = crew.ranks(4)
+    wanted = train("plain", "pb", replicas=2)
+    wanted = {key: wanted[key] for key in KEPT}
+    for found in crew.run(with_ranks, "plain", "pb", 2, mesh=[[3, 1], [0, 2]]):
+        assert differences(found, wanted) == []
+
+
+def uneven():
+    train("plain", "pb", replicas=2)
+
+
+def test_ranks_that_cannot_be_shared(crew):
+    crew = crew.ranks(3)
+    with pytest.raises(Failed, match=r"replicas=2 does not divide the 3 ranks"):
+        crew.run(uneven)
+    crew.again()

@@ -1,0 +1,83 @@
+"""Law: resume. A state saved in flight over some ranks goes on over any other number, bit for bit."""
+
+import pytest
+import torch
+
+import pipeback
+from tests.laws.cases import CASES, STAGES, data, pipeline
+from tests.processes.cases import differences, drawing, settled
+
+BATCHES = 16, 7  # pushed in all, and before the state is saved
+CASES_HERE = ["pb", "pipedream", "pipedream_2bw", "pipemare", "cerebras", "gpipe-4"]
+pytestmark = pytest.mark.filterwarnings("ignore:.*takes its statistics")
+
+
+def begin(case):
+    torch.manual_seed(7)
+    return pipeline(drawing(), CASES[case](STAGES))
+
+
+def first_part(case, folder=None):
+    pipe = begin(case)
+    for x, y in data(BATCHES[0], samples=8)[: BATCHES[1]]:
+        pipe.push(x, y)
+    state = pipe.state_dict()
+    if folder is not None:
+        pipeback.checkpoint.save(pipe, folder)
+    pipe.close()
+    return state
+
+
+def second_part(case, state):
+    pipe = begin(case)
+    if isinstance(state, dict):
+        pipe.load_state_dict(state)
+    else:
+        pipeback.checkpoint.load(pipe, state)
+    losses = [pipe.push(x, y) for x, y in data(BATCHES[0], samples=8)[BATCHES[1] :]]
+    result = {"losses": torch.stack([loss.clone() for loss in losses]), "state": settled(pipe.state_dict())}
+    pipe.close()
+    return result
+
+
+def whole(case):
+    return second_part(case, first_part(case))
+
+
+@pytest.mark.parametrize(("save", "load"), [(3, 2), (2, 1), (1, 3), (2, 4)])
+def test_on_another_number_of_ranks(crew, tmp_path, save, load):
+    for case in CASES_HERE:
+        wanted, folder = whole(case), tmp_path / case
+        if save == 1:
+            state = first_part(case, folder)
+        else:
+            state = crew.ranks(save).run(first_part, case, folder)[-1]
+        assert sorted(p.name for p in folder.iterdir()) == ["step-00000007"]
+        for source in (state, folder):
+            found = [second_part(case, source)] if load == 1 else crew.ranks(load).run(second_part, case, source)
+            for rank, result in enumerate(found):
+                assert differences(result, wanted) == [], f"{case}, rank {rank}"
+
+
+def loaded_twice(case, state):
+    """A state whose stages are shared out otherwise comes into a pipeline that runs."""
+    pipe = begin(case)
+    batches = data(BATCHES[0], samples=8)
+    for x, y in batches[:3]:
+        pipe.push(x, y)
+    before = pipe.owner
+    seconds = [1.0] * STAGES
+    seconds[0 if before[1] == 0 else -1] = 100.0
+    pipe.load_state_dict({**state, "plain": {**state["plain"], "seconds": seconds}})
+    assert pipe.owner != before
+    losses = [pipe.push(x, y) for x, y in batches[BATCHES[1] :]]
+    result = {"losses": torch.stack([loss.clone() for loss in losses]), "state": settled(pipe.state_dict())}
+    pipe.close()
+    return result
+
+
+def test_into_a_pipeline_that_runs(crew):
+    crew = crew.ranks(2)
+    for case in ("pb", "pipedream", "cerebras"):
+        for result in crew.run(loaded_twice, case, first_part(case)):
+            assert differences(result, whole(case)) == []
