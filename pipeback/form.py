@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-from collections.abc import Iterator
 from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
@@ -89,45 +88,53 @@ class Outline(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes that `pack` fills; every tensor begins at a multiple of 64."""
-        return sum(lines(part.nbytes) for part in self.parts if isinstance(part, Form))
+        return _places(self)[1]
 
     def pack(self, message: Message, buffer: Tensor, start: int = 0) -> None:
         """Copy the elements of the message, whose outline this is, to the bytes of `buffer` that begin at `start`.
 
         buffer: a flat uint8 tensor in this host's memory, long enough.
         """
-        for form, tensor in self._tensors(message):
-            size = form.nbytes
+        for tensor, form, at, size in self._tensors(message):
+            at += start
             if _plain(tensor):
-                ctypes.memmove(buffer.data_ptr() + start, tensor.data_ptr(), size)
+                ctypes.memmove(buffer.data_ptr() + at, tensor.data_ptr(), size)
             else:
                 elements = form.elements(tensor)
-                buffer[start : start + size].view(form.dtype).view(elements.shape).copy_(elements)
-            start += lines(size)
+                buffer[at : at + size].view(form.dtype).view(elements.shape).copy_(elements)
 
     def unpack(self, buffer: Tensor, start: int = 0, device: torch.device | None = None) -> Message:
         """The message, its tensors new on `device`, or in this host's memory."""
         message = self.empty(device)
-        for form, tensor in self._tensors(message):
-            size = form.nbytes
+        for tensor, form, at, size in self._tensors(message):
+            at += start
             if _plain(tensor):
-                ctypes.memmove(tensor.data_ptr(), buffer.data_ptr() + start, size)
+                ctypes.memmove(tensor.data_ptr(), buffer.data_ptr() + at, size)
             else:
                 elements = form.elements(tensor)
-                elements.copy_(buffer[start : start + size].view(form.dtype).view(elements.shape))
-            start += lines(size)
+                elements.copy_(buffer[at : at + size].view(form.dtype).view(elements.shape))
         return message
 
-    def _tensors(self, message: Message) -> Iterator[tuple[Form, Tensor]]:
-        """Those that have elements."""
-        for form, part in zip(self.parts, (message,) if self.alone else message, strict=True):
-            if isinstance(form, Form) and 0 not in form.shape:
-                yield form, part
+    def _tensors(self, message: Message) -> list[tuple[Tensor, Form, int, int]]:
+        """Those that have elements, each with its form, and where its bytes begin and how many there are."""
+        parts = (message,) if self.alone else message
+        return [(parts[n], form, at, size) for n, form, at, size in _places(self)[0]]
 
     def empty(self, device: torch.device | None = None) -> Message:
         """The message, with the values of its tensors undefined."""
         parts = tuple(json.loads(part) if isinstance(part, str) else part.empty(device) for part in self.parts)
         return parts[0] if self.alone else parts
+
+
+@lru_cache(1024)
+def _places(outline: Outline) -> tuple[list[tuple[int, Form, int, int]], int]:
+    """Part, form, begin and bytes of every tensor that has elements; and the bytes of all."""
+    places, at = [], 0
+    for n, form in enumerate(outline.parts):
+        if isinstance(form, Form) and form.nbytes:
+            places.append((n, form, at, form.nbytes))
+            at += lines(form.nbytes)
+    return places, at
 
 
 def outline_of(message: Message) -> Outline:

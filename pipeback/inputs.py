@@ -135,6 +135,8 @@ def micro_batches(x: Value, y: Any, size: int | None) -> list[Batch]:
     if any(len(part) != length for part in (*parts, *targets)):
         lengths = [len(part) for part in (*parts, *targets)]
         raise ValueError(f"x and y must have one length to be cut into micro-batches of {size}, but have {lengths}")
+    if size >= length:
+        return [(x, y, length)]
 
     def piece(value: Any, begin: int) -> Any:
         if isinstance(value, tuple):

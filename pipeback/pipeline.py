@@ -644,7 +644,8 @@ class Pipeline:
         if isinstance(self._runtime, Processes):
             self._do(partial(self._runtime.relay, x, lambda stages, value: rehearsal(stages, value)[1], back=False))
             return []
-        return [rehearsal(stages, x)[0] for stages in self._everywhere][0]
+        seconds = [rehearsal(stages, x)[0] for stages in self._everywhere]
+        return seconds[0]
 
     def _full(self, stages: Sequence[Stage], x: Value, y: Any) -> tuple[list[float], Value]:
         return rehearse(stages, self.method, self.delays, x, y, warn=self._warn, present=self._present)
@@ -663,8 +664,10 @@ class Pipeline:
         if isinstance(self.ranks, processes_of.Ranks):
             mine = [stage for stage in self._stages if owner[stage.index] == self.ranks.index]
             mine[0].mixed = mine[-1].mixed = True  # messages arrive on the CPU
-            link, results = connect(self.ranks, owner, bound, closed, self._link, {str(s.device) for s in mine})
-            loop = self._loop(mine, link, self.ranks.sums(), self.ranks.replica)
+            link, results = connect(
+                self.ranks, owner, bound, closed, self._link, {s.device.type for s in mine if s.device}
+            )
+            loop = self._loop(mine, link, self.ranks.sums(mine[0].device), self.ranks.replica)
             self._runtime = Processes(loop, owner, self.ranks, results, closed)
         elif self._workers is None and self.replicas == 1:
             self._runtime = Inline(self._loop(self._stages, LocalLink(), None, 0))
@@ -701,7 +704,13 @@ class Pipeline:
             clip_norm=self._clip_norm, clip_value=self._clip_value,
             samples=self._weights == "samples", check_finite=self._check_finite, replicas=sums,
         )  # fmt: skip
-        order = Order(self.method.schedule, len(self._stages), policy=self._order, seed=self._seed)
+        for stage in mine:
+            stage.threaded = self.ranks.several or self._workers is not None or self.replicas > 1
+        policy = self._order
+        if policy == "grouped" and len(mine) < len(self._stages) and not any(self.delays):
+            # in a flush, the gradient that another worker waits for leaves before the next one is begun
+            policy = "upstream"
+        order = Order(self.method.schedule, len(self._stages), policy=policy, seed=self._seed)
         return Loop(worker, order, self.method, replica)
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import lru_cache
@@ -32,7 +33,6 @@ from pipeback.worker import StageError
 # pipelines built in a process group, by its weak reference: every rank builds them in the same order
 _built: list[Any] = [lambda: None, 0]
 
-
 SLOW = 15.0  # seconds more for first connections: the store asks for the caller's name, and a name service may be slow
 
 
@@ -46,15 +46,19 @@ def wanted(mesh: DeviceMesh | None) -> bool:
 
 
 def join(timeout: float = 30.0) -> None:
-    """Initialise torch.distributed from the environment that torchrun and SLURM scripts set, if nobody has yet.
+    """Initialise torch.distributed as torchrun's environment says, or that of `srun`, if nobody has yet.
 
-    timeout: seconds. Raises RuntimeError saying where the master was looked for, when it does not answer.
+    Under torchrun `Pipeline` does it by itself. timeout: seconds. Raises RuntimeError saying where the master was
+    looked for, when it does not answer.
     """
     if dist.is_initialized():
         return
+    if "RANK" not in os.environ and "SLURM_PROCID" in os.environ:
+        os.environ.update(_slurm(os.environ))
     where = ", ".join(f"{key}={os.environ.get(key)}" for key in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"))
-    backend = "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
-    if backend == "nccl":
+    backend = "gloo"
+    if torch.cuda.is_available() and dist.is_nccl_available():
+        backend = "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
     limit = timedelta(seconds=timeout)
     store: dict[str, Any] = {}
@@ -73,9 +77,21 @@ def join(timeout: float = 30.0) -> None:
         ) from error
 
 
+def _slurm(environment: Mapping[str, str]) -> dict[str, str]:
+    """What torch.distributed reads, from what `srun` has set: rank 0 is on the first host of the job's list."""
+    first = re.sub(r"\[(\w+)[^\]]*\]", r"\1", environment.get("SLURM_STEP_NODELIST", "127.0.0.1"), count=1)
+    return {
+        "RANK": environment["SLURM_PROCID"],
+        "LOCAL_RANK": environment.get("SLURM_LOCALID", "0"),
+        "WORLD_SIZE": environment.get("SLURM_NTASKS", "1"),
+        "MASTER_ADDR": environment.get("MASTER_ADDR", first.split(",")[0]),
+        "MASTER_PORT": environment.get("MASTER_PORT", str(20000 + int(environment.get("SLURM_JOB_ID", "0")) % 20000)),
+    }
+
+
 def default_device() -> torch.device:
     """Where a stage goes that nobody has placed: this rank's accelerator if the ranks have such, else the CPU."""
-    if dist.is_available() and dist.is_initialized() and "nccl" in dist.get_backend():
+    if dist.is_available() and dist.is_initialized() and "nccl" in str(dist.get_backend_config()):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
@@ -185,11 +201,11 @@ class Ranks:
             except RuntimeError as error:
                 raise self.lost(self.others, "a process group") from error
 
-    def sums(self) -> RankReplicas | None:
-        """The sum over the replicas, which hold the same stages."""
+    def sums(self, device: torch.device | None) -> RankReplicas | None:
+        """The sum over the replicas, which hold the same stages, for gradients on this device."""
         if self.replicas > 1 and self._sums is None:
             column = [row[self.index] for row in self.table]
-            backend = "nccl" if "nccl" in dist.get_backend() else "gloo"
+            backend = "nccl" if device is not None and device.type == "cuda" else "gloo"
             self._sums = RankReplicas(self.group(column, backend), self._awaited)
         return self._sums
 

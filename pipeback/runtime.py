@@ -81,13 +81,13 @@ class Inline:
 
 
 class Commands(queue.Queue[Any]):
-    """At most `depth` commands that have not been taken. Who waits for room is woken when there is some for half of
-    them: each time two threads change places costs more than a command does.
+    """At most `depth` commands that have not been taken. Who waits for room is woken when there is some for most of
+    them: to change places costs two threads more than to hand over a command.
     """
 
     def __init__(self, depth: int) -> None:
         super().__init__()
-        self.room, self.half, self.taken = threading.Semaphore(depth), max(1, depth // 2), 0
+        self.room, self.most, self.taken = threading.Semaphore(depth), max(1, depth - 2), 0
 
     def offer(self, command: Command, seconds: float) -> bool:
         """Put it, if there is room within this time."""
@@ -99,8 +99,8 @@ class Commands(queue.Queue[Any]):
     def take(self) -> Any:
         command = self.get()
         self.taken += 1
-        if self.taken % self.half == 0:
-            self.room.release(self.half)
+        if self.taken % self.most == 0:
+            self.room.release(self.most)
         return command
 
 

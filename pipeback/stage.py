@@ -11,13 +11,14 @@ from torch import Tensor, nn
 
 from pipeback import meta
 from pipeback.bundle import Bundle, Weights
+from pipeback.drawing import Drawing
 from pipeback.method import Method, State
 
 Value = Any  # what crosses a boundary: a tensor or a tuple of tensors
 OptimizerFactory = Callable[[Any], torch.optim.Optimizer]  # given a list of parameters
 
+drawing = threading.RLock()  # the default generator is one a process; whoever draws from it has it to itself
 _COPY = "copy values into the weights in place, or build a new Pipeline"
-drawing = threading.Lock()  # the default generator is one a process; whoever draws from it has it to itself
 
 
 class Flight:
@@ -78,6 +79,7 @@ class Stage:
         self.count = 0.0  # micro-batches (or samples) whose gradients are summed for the coming update
         self.options: Any = None  # the options of the last micro-batch gone backward
         self.stream: Tensor | None = None  # the random state of a stage that draws
+        self.threaded = False  # others may draw from the default generator while this stage does
         self.mixed = True  # inputs or gradients may come from another device; the rehearsal knows better
         self.clones_input = False  # a module that changes its input in place gets a copy
         self.activation_bytes = 0  # of one micro-batch, measured in the rehearsal
@@ -176,8 +178,16 @@ class Stage:
     def _drawing_run(self, given: Value, target: Any) -> Value:
         """`run` on the stage's own random stream."""
         assert self.stream is not None
+        generator = self.generator
+        if self.threaded and generator.device.type == "cpu":
+            own = torch.Generator()
+            own.set_state(self.stream)
+            try:
+                with Drawing(own):
+                    return self.run(given, target)
+            finally:
+                self.stream = own.get_state()
         with drawing:
-            generator = self.generator
             outside = generator.get_state()
             generator.set_state(self.stream)
             try:

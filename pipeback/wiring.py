@@ -26,7 +26,7 @@ def connect(
 ) -> tuple[WireLink, list[Wire]]:
     """The link of this rank to its neighbours, and the wires of losses and outputs. Every rank calls it.
 
-    bound: messages that may be unreceived. devices: where the own stages are.
+    bound: messages that may be unreceived. devices: kinds of device that the own stages are on.
     """
     line, me = ranks.line, ranks.index
 
@@ -45,7 +45,9 @@ def connect(
         a, b, _ = missing[0]
         raise ValueError(f"link: ranks {a} and {b} do not share memory (other hosts, or accelerators); use link='auto'")
     if missing:
-        wires.update(_grouped(ranks, missing, bound, pulse, transport))
+        everywhere = set().union(*ranks.gather(devices, "push()"))
+        direct = transport == "nccl" or (transport == "auto" and everywhere == {"cuda"} and dist.is_nccl_available())
+        wires.update(_grouped(ranks, missing, bound, pulse, direct))
 
     def watched(worker: int, name: Name) -> AbstractContextManager[None]:
         return ranks.health.waiting(line[worker], f"{WORDS[name[0]]} of micro-batch {name[2]} for stage {name[1]}")
@@ -80,9 +82,8 @@ def _shared(
     return wires
 
 
-def _grouped(ranks: Ranks, ends: list[Ends], bound: int, pulse: Callable[[], None], transport: str) -> dict[Ends, Wire]:
+def _grouped(ranks: Ranks, ends: list[Ends], bound: int, pulse: Callable[[], None], direct: bool) -> dict[Ends, Wire]:
     """Wires over process groups, one a direction: NCCL has no tags."""
-    direct = transport == "nccl" or (transport == "auto" and "nccl" in dist.get_backend())
     wires: dict[Ends, Wire] = {}
     for kind in "FBL":
         # whoever listens for losses may do so for days

@@ -98,9 +98,16 @@ class Worker:
                     if kind == "F" or (kind == "B" and not mine[s].judges):
                         self.link.wait(kind, s, i)  # waiting is not working
                     self.settle(s)
-                    begin = time.perf_counter()
-                    do([(s, i)])
-                    self.trace.append((begin, time.perf_counter(), s, kind, i))
+                    if kind == "U" and self.replicas is not None:
+                        do([(s, i)])  # only begun; `settle` does it
+                    else:
+                        self._measured(do, s, kind, i)
+
+    def _measured(self, do: Callable[[Ops], None], s: int, kind: str, i: int) -> None:
+        begin = time.perf_counter()
+        do([(s, i)])
+        if self.tracing:
+            self.trace.append((begin, time.perf_counter(), s, kind, i))
 
     def _follow(self, kind: str, ops: Ops) -> None:
         for s, i in ops:
@@ -214,7 +221,7 @@ class Worker:
         for s in list(self._due) if stage is None else [stage] if stage in self._due else ():
             mb, arrive = self._due.pop(s)
             self.stages[s].unpack(arrive())
-            self.update([(s, mb)])
+            self._measured(self.update, s, "U", mb)
 
     def update(self, ops: Ops) -> None:
         """U of each (stage, micro-batch): joined into one step where method and optimizers allow it."""

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent / "pipeback"
 FLOORS = [
     ["events", "schedules", "order", "timeline", "recording", "ledger"],
     [
-        "bundle", "method", "momentum", "lazy", "link", "partition", "meta", "form", "inflight",
+        "bundle", "method", "momentum", "lazy", "link", "partition", "meta", "form", "inflight", "drawing",
         "stage", "joint", "team", "watch", "replicas", "worker", "snapshot", "loop", "runtime", "state",
         "frame", "vigil", "wire", "semaphore", "ring", "beats", "activity", "blame", "health",
         "ranks", "clocks", "processes", "wiring", "rehearsal", "inputs", "shelf",

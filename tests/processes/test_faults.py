@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import pipeback
+from pipeback import ranks
 from tests.laws.cases import data, pipeline
 from tests.processes.crew import Failed, free_port
 
@@ -242,6 +243,29 @@ def test_torchrun_restarts_from_the_last_whole_checkpoint(tmp_path):
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
     assert "resumed from step-00000008" in run.stdout
     assert "resumed from step-00000016" in run.stdout
+
+
+def test_under_srun(tmp_path):
+    """What srun sets is enough; the script calls `pipeback.join()` first."""
+    code = f"import sys, runpy, pipeback; pipeback.join(); sys.argv[1:] = [r'{tmp_path}', r'{tmp_path}/end.pt', '']"
+    code += f"; runpy.run_path(r'{SCRIPT}')"
+    environment = {
+        **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd(), "MASTER_PORT": str(free_port()),
+        "SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "localhost", "SLURM_JOB_ID": "7",
+    }  # fmt: skip
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", code], env={**environment, "SLURM_PROCID": str(rank)})
+        for rank in (0, 1)
+    ]
+    assert [rank.wait(timeout=60) for rank in ranks] == [0, 0]
+    assert torch.load(tmp_path / "end.pt").keys()
+
+
+def test_the_first_host_of_a_job():
+    for listed, first in [("lab3", "lab3"), ("a[01-04,7],b2", "a01"), ("n[3,5]-x", "n3-x"), ("h1,h2", "h1")]:
+        found = ranks._slurm({"SLURM_PROCID": "1", "SLURM_STEP_NODELIST": listed, "SLURM_JOB_ID": "123456"})
+        assert found["MASTER_ADDR"] == first
+        assert found["MASTER_PORT"] == "23456"
 
 
 def test_a_wrong_master_address(tmp_path):
