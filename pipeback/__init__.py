@@ -13,18 +13,18 @@ if TYPE_CHECKING:
     from pipeback import checkpoint, draw, methods, schedules, timeline
     from pipeback.events import Op, Schedule, until
     from pipeback.health import RankError
+    from pipeback.joining import join
     from pipeback.ledger import Record
     from pipeback.method import Method, Past, Shift, State, Weights, When, chain
     from pipeback.momentum import scale_hyperparameters
     from pipeback.pipeline import Memory, Pipeline
-    from pipeback.ranks import join
     from pipeback.watch import Watch
     from pipeback.worker import StageError
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "join": "ranks",
+    "join": "joining",
     "Op": "events", "Schedule": "events", "until": "events", "Record": "ledger",
     "Method": "method", "Past": "method", "Shift": "method", "State": "method", "Weights": "method", "When": "method",
     "chain": "method", "scale_hyperparameters": "momentum", "Memory": "pipeline", "Pipeline": "pipeline",

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import copy
-import os
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from importlib.metadata import version
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -18,7 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pipeback import clocks, meta, methods, state
-from pipeback import ranks as processes_of
+from pipeback.agreement import agree
+from pipeback.holding import Holding
 from pipeback.inputs import (
     check_choices,
     check_functions,
@@ -30,23 +28,20 @@ from pipeback.inputs import (
     micro_batches,
     shares,
 )
+from pipeback.joining import default_device, join, layout, wanted
 from pipeback.joint import Options, plain_groups, restored
 from pipeback.ledger import Record
-from pipeback.link import LocalLink, ThreadWire, links
 from pipeback.loop import Batch, Loop, Messages
 from pipeback.method import Method
-from pipeback.order import Order
-from pipeback.partition import Part, balance, split
+from pipeback.partition import Part, split
 from pipeback.processes import Processes
+from pipeback.ranks import Alone, Ranks
 from pipeback.recording import Recording
 from pipeback.rehearsal import rehearse, rehearse_shape
-from pipeback.replicas import OneReplica, Replicas, ThreadReplicas
-from pipeback.runtime import Inline, Runtime, Threads
+from pipeback.runtime import Inline, Runtime
 from pipeback.stage import OptimizerFactory, Stage, Value, evaluate
-from pipeback.timeline import in_flight
+from pipeback.starting import Setting, start
 from pipeback.watch import Watch
-from pipeback.wiring import connect
-from pipeback.worker import Worker
 
 
 class Memory(NamedTuple):
@@ -113,10 +108,10 @@ class Pipeline:
         order: str = "grouped",
         seed: int = 0,
     ) -> None:
-        self.ranks: processes_of.Ranks | processes_of.Alone = processes_of.Alone()
-        if processes_of.wanted(mesh):
-            processes_of.join(timeout)
-            self.ranks = processes_of.Ranks(processes_of.layout(mesh, replicas), timeout)
+        self.ranks: Ranks | Alone = Alone()
+        if wanted(mesh):
+            join(timeout)
+            self.ranks = Ranks(layout(mesh, replicas), timeout)
         with self._telling():
             self.replicas = self.ranks.replicas if self.ranks.several else 1 if replicas is None else replicas
             parts = split(model)
@@ -134,16 +129,13 @@ class Pipeline:
                 )  # fmt: skip
             check_choices(store, weights=weights, weight_functions=weight_functions, order=order, link=link)
             self._model = model if isinstance(model, nn.Module) else nn.Sequential(*(part.module for part in parts))
-            self._micro_batch_size, self._weights, self._order, self._seed = micro_batch_size, weights, order, seed
-            self._clip_norm, self._clip_value = clip_norm, clip_value
-            self._check_finite, self._workers, self._link = check_finite, workers, link
+            self._micro_batch_size, self._weights, self._workers = micro_batch_size, weights, workers
             self._outside = loss is None
             self._watch: Watch | None = None
             n = len(parts)
             self.method.check_stages(n)
             self.delays: list[int] = self.method.delays(n)
             """Staleness D of every stage: own updates between reading the weights of F(i) and B(i), counted."""
-            self._init, self._device = init, device or processes_of.default_device()
             self._stages = self._build(parts, loss, optimizer, self.ranks.replica)
             if not any(stage.weights for stage in self._stages):
                 raise ValueError(
@@ -151,21 +143,28 @@ class Pipeline:
                 )
             self.optimizers: list[torch.optim.Optimizer] = [stage.optimizer for stage in self._stages]
             """One a stage; set rates here or attach schedulers. Options are copied when a micro-batch is pushed."""
-            self._agree()
+            if isinstance(self.ranks, Ranks):
+                agree(
+                    self.ranks, self._stages, method=repr(self.method), micro_batch_size=micro_batch_size,
+                    weights=weights, clip_norm=clip_norm, clip_value=clip_value, check_finite=check_finite, link=link,
+                )  # fmt: skip
+            where = device or default_device()
+            self._holding = Holding([self._stages], self.method, self.ranks, workers, init, where)
             if not self.ranks.several:
                 for stage in self._stages:
                     if not stage.here:
-                        self._initialise(stage)
-            others = 0 if self.ranks.several else self.replicas - 1
-            self._everywhere = [self._stages]  # of every replica in this process
-            for replica in range(1, others + 1):
-                twin = [part._replace(module=copy.deepcopy(part.module)) for part in parts]
-                self._everywhere.append(self._build(twin, loss, optimizer, replica))
+                        self._holding.initialise(stage)
+                for replica in range(1, self.replicas):
+                    twin = [part._replace(module=copy.deepcopy(part.module)) for part in parts]
+                    self._holding.everywhere.append(self._build(twin, loss, optimizer, replica))
+        self._setting = Setting(
+            self.delays, order, seed, link, workers,
+            {"clip_norm": clip_norm, "clip_value": clip_value, "samples": weights == "samples",
+             "check_finite": check_finite},
+        )  # fmt: skip
         self._options = Options(self.optimizers, 0)
         self._arrived = 0
         self._smallest: int | None = None  # the smallest micro-batch rehearsed
-        self._seconds: list[float] = [1.0] * n
-        self._owner: list[int] | None = None  # over processes, once each holds its own stages only
         self._error: BaseException | None = None
         self._runtime: Runtime | None = None
         self._finalizer: Any = None  # stops the threads of a pipeline that nobody holds
@@ -195,39 +194,6 @@ class Pipeline:
             stages.append(stage)
         return stages
 
-    def _agree(self) -> None:
-        """Ranks of one pipeline have one model, one method and one set of options; the first rank's values count."""
-        if not isinstance(self.ranks, processes_of.Ranks):
-            return
-        self.ranks.agree(
-            {
-                "pipeback": version("pipeback"),
-                "torch": torch.__version__,
-                "method": repr(self.method),
-                "stages": len(self._stages),
-                "model": [
-                    [stage.name, [(k, tuple(t.shape), str(t.dtype)) for k, t in stage.module.state_dict().items()]]
-                    for stage in self._stages
-                ],
-                "optimizer": [repr(opt) for opt in self.optimizers],
-                **{
-                    name.lstrip("_"): getattr(self, name)
-                    for name in ("_micro_batch_size", "_weights", "_clip_norm", "_clip_value", "_check_finite", "_link")
-                },
-            }
-        )
-        seeds = self.ranks.gather(torch.initial_seed(), "Pipeline(...)")
-        for stage in self._stages:
-            stage.seed = seeds[0]
-        values = [[*stage.module.parameters(), *stage.module.buffers()] for stage in self._stages]
-        mine = [None if any(t.is_meta for t in some) else processes_of.digest(some) for some in values]
-        every = self.ranks.gather(mine, "Pipeline(...)")
-        for s, some in enumerate(values):
-            if any(theirs[s] != every[0][s] for theirs in every):
-                if any(theirs[s] is None for theirs in every):
-                    raise ValueError(f"{self._stages[s].label} is on the meta device on some ranks; build it alike")
-                self.ranks.share(some)
-
     # -- training ------------------------------------------------------------------------------------------------
 
     def push(self, x: Value, y: Any = None) -> Tensor:
@@ -241,7 +207,7 @@ class Pipeline:
             if self._outside:
                 raise RuntimeError("push needs a loss, but this pipeline has loss=None; call forward and backward")
             with self._telling():
-                here = len(self._everywhere)
+                here = len(self._holding.everywhere)
                 batches = [b for part in shares(x, y, here) for b in micro_batches(*part, self._micro_batch_size)]
                 runtime = self._ready(batches)
             first = self._arrived
@@ -353,7 +319,7 @@ class Pipeline:
                 return self._do(partial(self._runtime.relay, x, evaluate, back=True))
             value = x
             for stage in self._stages:
-                with self._present(stage):
+                with self._holding.present(stage):
                     value = evaluate([stage], value)
             return value
 
@@ -387,7 +353,7 @@ class Pipeline:
         if self._runtime is None or not self.ranks.several:
             return self._model
         # buffers (batch statistics) differ between replicas: the first one's count
-        stages = [] if self.ranks.replica else self._mine()
+        stages = [] if self.ranks.replica else self._holding.mine
         mine = {s.index: {k: v.cpu() for k, v in s.module.state_dict().items()} for s in stages}
         values = {s: v for part in self.ranks.gather(mine, "model") for s, v in part.items()}
         whole = copy.deepcopy(self._model)
@@ -412,7 +378,7 @@ class Pipeline:
         Over processes: of the stages that this rank holds.
         """
         self.wait()
-        mine = self._mine()
+        mine = self._holding.mine
         one = sum(stage.bytes() for stage in mine)
         held = sum(max(stage.peak_copies, stage.copies()) * stage.bytes() for stage in mine)
         state = 0
@@ -449,7 +415,7 @@ class Pipeline:
     def clip(self, norm: float | None = None, value: float | None = None) -> None:
         """Clip the updates that come otherwise than the pipeline was built to; those that are due are such."""
         check_numbers(len(self._stages), clip_norm=norm, clip_value=value)
-        self._clip_norm, self._clip_value = norm, value
+        self._setting.worker.update(clip_norm=norm, clip_value=value)
         if self._runtime is not None:
             self._do(partial(self._runtime.tell, partial(_clip, norm=norm, value=value)))
 
@@ -467,7 +433,7 @@ class Pipeline:
     @property
     def owner(self) -> list[int]:
         """The worker of each stage."""
-        return self._balance() if self._runtime is None else self._runtime.owner
+        return self._holding.balance() if self._runtime is None else self._runtime.owner
 
     # -- state ---------------------------------------------------------------------------------------------------
 
@@ -486,7 +452,7 @@ class Pipeline:
             self.wait()
             if self._ahead:
                 raise RuntimeError("a micro-batch has gone forward; call backward or forget before taking the state")
-            mine = self._mine()
+            mine = self._holding.mine
             return state.share(mine, [] if self._runtime is None else self._runtime.loops)
 
     def plain(self) -> dict[str, Any]:
@@ -501,7 +467,7 @@ class Pipeline:
             "arrived": self._arrived,
             "weights": self._weights,
             "replicas": self.replicas,
-            "seconds": self._seconds,
+            "seconds": self._holding.seconds,
             "groups": {str(current.since): [plain_groups(g) for g in current.groups]},
             "current": current.since,
         }
@@ -518,9 +484,9 @@ class Pipeline:
                 self.wait()
                 self.ranks.gather(None, "load_state_dict()")  # nobody waits for a message any more
             self._stop()
-            if self._error is not None and isinstance(self.ranks, processes_of.Ranks):
+            if self._error is not None and isinstance(self.ranks, Ranks):
                 self.ranks.leave()  # what has failed, or left, is told once
-                self.ranks = processes_of.Ranks(self.ranks.table, self.ranks.timeout)
+                self.ranks = self._holding.ranks = Ranks(self.ranks.table, self.ranks.timeout)
             self._error = None
             self._do(partial(self._take_up, state_dict, plain))
 
@@ -530,12 +496,12 @@ class Pipeline:
                 group.update(restored(values, group))
         options = state.options_of(plain, self.optimizers)
         self._options = options[plain["current"]]
-        self._arrived, self._smallest, self._seconds = plain["arrived"], None, plain["seconds"]
+        self._arrived, self._smallest, self._holding.seconds = plain["arrived"], None, plain["seconds"]
         if plain["loops"]:
-            self._hold(values=False)
+            self._holding.share_out(values=False)
         messages: dict[int, Messages] = {}
         with torch.enable_grad():
-            for stage in self._mine():
+            for stage in self._holding.mine:
                 messages.setdefault(stage.replica, {}).update(state.load(stage, saved, options))
         if plain["loops"]:
             self._start()
@@ -568,49 +534,6 @@ class Pipeline:
     def _loops(self) -> list[Loop]:
         return [] if self._runtime is None else self._runtime.loops
 
-    def _mine(self) -> list[Stage]:
-        """The stages that this process holds, of all its replicas."""
-        if self._owner is not None:
-            return [stage for stage in self._stages if self._owner[stage.index] == self.ranks.index]
-        return [stage for stages in self._everywhere for stage in stages]
-
-    def _balance(self) -> list[int]:
-        return balance(self._seconds, self.ranks.count if self.ranks.several else self._workers or 1)
-
-    # -- weights that come and go --------------------------------------------------------------------------------
-
-    def _initialise(self, stage: Stage) -> None:
-        # not the stream that the stage's random layers will draw from
-        seed = (stage.seed * 1_000_003 + stage.index + 0x5EED) % 2**63
-        stage.take_up(self.method, lambda module: meta.initialise(module, stage.label, seed, self._device, self._init))
-
-    @contextmanager
-    def _present(self, stage: Stage) -> Iterator[None]:
-        """The time in which a stage that nobody holds yet has its weights."""
-        if stage.here:
-            yield
-            return
-        self._initialise(stage)
-        try:
-            yield
-        finally:
-            stage.let_go()
-
-    def _hold(self, *, values: bool) -> None:
-        """Over processes: keep the own stages only. values: those of a meta model that come anew get theirs."""
-        if not self.ranks.several:
-            return
-        self._owner = self._balance()
-        for stage, worker in zip(self._stages, self._owner, strict=True):
-            if worker != self.ranks.index:
-                if not meta.absent(stage.module):
-                    stage.let_go()
-            elif meta.absent(stage.module):
-                if values:
-                    self._initialise(stage)
-                else:
-                    stage.take_up(self.method, partial(meta.take_up, device=stage.device or self._device))
-
     # -- the first micro-batch -----------------------------------------------------------------------------------
 
     def _rehearse(self, batches: Sequence[Batch]) -> None:
@@ -626,13 +549,14 @@ class Pipeline:
             self._do(self._runtime.wait)  # buffers and random state are borrowed and put back
         if not known:
             first = batches[0]
-            self._seconds = self._through(first[0], partial(self._full, y=first[1])) or self._seconds
+            seconds = self._through(first[0], partial(self._full, y=first[1]))
+            self._holding.seconds = seconds or self._holding.seconds
         if not known or size < batches[0][2]:
             self._through(x, partial(self._cheap, y=y))
         if self._runtime is None:
             if self.ranks.several:
-                self._seconds = self.ranks.gather(self._seconds, "push()")[0]
-                self._hold(values=True)
+                self._holding.seconds = self.ranks.gather(self._holding.seconds, "push()")[0]
+                self._holding.share_out(values=True)
             self._start()
         self._modes = modes
         self._smallest = size if self._smallest is None else min(size, self._smallest)
@@ -644,77 +568,30 @@ class Pipeline:
         if isinstance(self._runtime, Processes):
             self._do(partial(self._runtime.relay, x, lambda stages, value: rehearsal(stages, value)[1], back=False))
             return []
-        seconds = [rehearsal(stages, x)[0] for stages in self._everywhere]
+        seconds = [rehearsal(stages, x)[0] for stages in self._holding.everywhere]
         return seconds[0]
 
     def _full(self, stages: Sequence[Stage], x: Value, y: Any) -> tuple[list[float], Value]:
-        return rehearse(stages, self.method, self.delays, x, y, warn=self._warn, present=self._present)
+        return rehearse(stages, self.method, self.delays, x, y, warn=self._warn, present=self._holding.present)
 
     def _cheap(self, stages: Sequence[Stage], x: Value, y: Any) -> tuple[list[float], Value]:
         value = x
         for stage in stages:
-            with self._present(stage):
+            with self._holding.present(stage):
                 value = rehearse_shape([stage], value, y)
         return [], value
 
     def _start(self) -> None:
-        """Build the runtime: one loop here, or one loop a thread or rank."""
-        owner, closed = self._balance(), threading.Event()
-        bound = 2 * max(in_flight(self.method.schedule, len(self._stages))) + 2
-        if isinstance(self.ranks, processes_of.Ranks):
-            mine = [stage for stage in self._stages if owner[stage.index] == self.ranks.index]
-            mine[0].mixed = mine[-1].mixed = True  # messages arrive on the CPU
-            link, results = connect(
-                self.ranks, owner, bound, closed, self._link, {s.device.type for s in mine if s.device}
-            )
-            loop = self._loop(mine, link, self.ranks.sums(mine[0].device), self.ranks.replica)
-            self._runtime = Processes(loop, owner, self.ranks, results, closed)
-        elif self._workers is None and self.replicas == 1:
-            self._runtime = Inline(self._loop(self._stages, LocalLink(), None, 0))
+        self._runtime = start(self._holding, self._setting)
+        if isinstance(self._runtime, Inline):
             self._runtime.loop.worker.watch = self._watch
         else:
-            self._runtime = self._threads(owner, bound, closed)
+            self._finalizer = weakref.finalize(self, _end, self._runtime, self.ranks)
         for loop in self._loops():
             loop.worker.record(self._tracing)
-        if not isinstance(self._runtime, Inline):
-            self._finalizer = weakref.finalize(self, _end, self._runtime, self.ranks)
-
-    def _threads(self, owner: list[int], bound: int, closed: threading.Event) -> Threads:
-        workers = (self._workers or 1) * self.replicas
-        threads, cores = torch.get_num_threads(), os.cpu_count() or 1
-        if workers * threads > max(cores, workers):
-            warnings.warn(
-                f"{workers} workers with {threads} threads each share {cores} cores; "
-                "call torch.set_num_threads(1) before training",
-                stacklevel=6,
-            )
-        sums = ThreadReplicas(self.replicas, closed) if self.replicas > 1 else None
-        loops = [
-            self._loop(
-                [s for s in stages if owner[s.index] == w], link, OneReplica(sums, replica) if sums else None, replica
-            )
-            for replica, stages in enumerate(self._everywhere)
-            for w, link in enumerate(links(owner, lambda: ThreadWire(bound, closed)))
-        ]
-        return Threads(loops, owner, closed)
-
-    def _loop(self, mine: Sequence[Stage], link: Any, sums: Replicas | None, replica: int) -> Loop:
-        worker = Worker(
-            mine, self.method, self.delays, link,
-            clip_norm=self._clip_norm, clip_value=self._clip_value,
-            samples=self._weights == "samples", check_finite=self._check_finite, replicas=sums,
-        )  # fmt: skip
-        for stage in mine:
-            stage.threaded = self.ranks.several or self._workers is not None or self.replicas > 1
-        policy = self._order
-        if policy == "grouped" and len(mine) < len(self._stages) and not any(self.delays):
-            # in a flush, the gradient that another worker waits for leaves before the next one is begun
-            policy = "upstream"
-        order = Order(self.method.schedule, len(self._stages), policy=policy, seed=self._seed)
-        return Loop(worker, order, self.method, replica)
 
 
-def _end(runtime: Runtime, ranks: processes_of.Ranks | processes_of.Alone) -> None:
+def _end(runtime: Runtime, ranks: Ranks | Alone) -> None:
     runtime.close()
     ranks.leave()
 

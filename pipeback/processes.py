@@ -96,11 +96,11 @@ class Processes:
 
     def wait(self) -> None:
         self.tell(Loop.settle)
-        self._done()
+        self.thread.join()
 
     def drain(self) -> None:
         self.tell(Loop.drain)
-        self._done()
+        self.thread.join()
 
     def relay(self, x: Value, do: Callable[[Sequence[Stage], Value], Value], *, back: bool) -> Value:
         """Hand a value through the stages of all ranks, each doing its part; `back`: every rank gets what comes out."""
@@ -119,7 +119,7 @@ class Processes:
                 self._publish(("O", 0, number), value)
 
         self.tell(part)
-        self._done()
+        self.thread.join()
         if back:
             return self._result(result, "an output")
         self.outputs.pop(number, None)
@@ -137,9 +137,6 @@ class Processes:
     def _wires(self) -> list[Wire]:
         link: Any = self.loops[0].worker.link
         return [*link.out.values(), *link.into.values()]
-
-    def _done(self) -> None:
-        self.thread.wait()
 
     def tell(self, command: Command) -> None:
         """Have the loop's thread do it; what fails there ends all ranks."""

@@ -129,12 +129,12 @@ def _checked(stage: Stage, output: Any) -> Value:
 
 def _fastest(stage: Stage, value: Value, target: Any) -> float:
     """Seconds of the fastest of a few runs, the last of which was not disturbed if that can be had soon."""
-    fastest, left, soon = float("inf"), 8, time.perf_counter() + 0.1
+    fastest, left, soon = math.inf, 16, time.perf_counter() + 0.1
     while left:
         begin = time.thread_time()
         seconds = _measure(stage, value, target)
         fastest, left = min(fastest, seconds), left - 1
-        if (left < 7 and seconds < 1.1 * (time.thread_time() - begin)) or time.perf_counter() > soon:
+        if (left < 13 and seconds < 1.1 * (time.thread_time() - begin)) or time.perf_counter() > soon:
             break
     return fastest
 
@@ -149,22 +149,19 @@ def _alike(seconds: Sequence[float], kinds: Sequence[Any]) -> list[float]:
 
 
 def _measure(stage: Stage, value: Value, target: Any) -> float:
-    """Seconds of one F and B, the least of a few: a first run has been made, but others may use the machine."""
-    seconds = math.inf
-    for _ in range(3):
-        begin = time.perf_counter()
-        leaves, given = stage.enter(value)
-        roots = grown(stage.run(given, target))
-        inputs = [x for x in leaves if x.requires_grad] + stage.params
-        if roots and inputs:
-            try:
-                torch.autograd.grad(roots, inputs, [torch.ones_like(y) for y in roots], allow_unused=True)
-            except Exception as error:
-                raise ValueError(f"{stage.label}: the backward failed on the first micro-batch: {error}") from error
-        if stage.device is not None and stage.device.type != "cpu":
-            torch.accelerator.synchronize(stage.device)
-        seconds = min(seconds, time.perf_counter() - begin)
-    return seconds
+    """Seconds of one F and B; a first run has been made."""
+    begin = time.perf_counter()
+    leaves, given = stage.enter(value)
+    roots = grown(_guarded(stage, given, target))
+    inputs = [x for x in leaves if x.requires_grad] + stage.params
+    if roots and inputs:
+        try:
+            torch.autograd.grad(roots, inputs, [torch.ones_like(y) for y in roots], allow_unused=True)
+        except Exception as error:
+            raise ValueError(f"{stage.label}: the backward failed on the first micro-batch: {error}") from error
+    if stage.device is not None and stage.device.type != "cpu":
+        torch.accelerator.synchronize(stage.device)
+    return time.perf_counter() - begin
 
 
 # -- functions of the weights ------------------------------------------------------------------------------------------

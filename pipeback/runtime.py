@@ -159,13 +159,17 @@ class Threads:
 
     def wait(self) -> None:
         self.tell(Loop.settle)
-        for commands in self.commands:
-            commands.join()
-        self.raise_failure()
+        self.join()
 
     def drain(self) -> None:
         self.tell(Loop.drain)
-        self.wait()
+        self.join()
+
+    def join(self) -> None:
+        """Wait until all that was told is done."""
+        for commands in self.commands:
+            commands.join()
+        self.raise_failure()
 
     def close(self) -> None:
         """Stop the threads and wait until they have; losses that will never come say so when read."""

@@ -11,8 +11,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from pipeback.digest import digest
 from pipeback.link import Closed, Message, Name, Wire, WireLink
-from pipeback.ranks import Ranks, digest
+from pipeback.ranks import Ranks
 from pipeback.ring import SharedWire, Unavailable
 from pipeback.wire import DirectWire, GlooWire
 

@@ -16,13 +16,15 @@ FLOORS = [
         "bundle", "method", "momentum", "lazy", "link", "partition", "meta", "form", "inflight", "drawing",
         "stage", "joint", "team", "watch", "replicas", "worker", "snapshot", "loop", "runtime", "state",
         "frame", "vigil", "wire", "semaphore", "ring", "beats", "activity", "blame", "health",
-        "ranks", "clocks", "processes", "wiring", "rehearsal", "inputs", "shelf",
+        "joining", "digest", "ranks", "clocks", "processes", "wiring", "holding", "starting", "agreement", "rehearsal",
+        "inputs", "shelf",
     ],
     ["methods", "pipeline", "checkpoint", "bands", "trace", "draw"],
 ]  # fmt: skip
 # floor 3, which nothing below imports
 LIGHTNING = [
-    "private", "randomness", "registry", "body", "interval", "twins", "slices", "fit", "strategy", "monitor",
+    "private", "randomness", "registry", "launch", "meeting", "place", "body", "interval", "twins", "slices", "turns",
+    "hollow", "together", "fit", "shared", "checks", "strategy", "monitor",
 ]  # fmt: skip
 RANK = {name: n for n, name in enumerate(name for floor in FLOORS for name in floor)}
 

@@ -50,7 +50,7 @@ def test_replicas_draw_their_own_masks():
     masks = []
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 4)))
     pipe = pipeline(model, "sgd", replicas=2)
-    for stages in pipe._everywhere:
+    for stages in pipe._holding.everywhere:
         stages[1].module[0].register_forward_hook(lambda m, a, y: masks.append((y == 0).clone()))
     x = torch.randn(32, 4).repeat(2, 1)
     pipe.push(x, x)

@@ -139,7 +139,7 @@ def test_plain_lightning_opens_it_and_the_other_way_round(tmp_path):
     fit(strategy("cerebras"), ours, loader(BATCHES), callbacks=[checkpoints(tmp_path)])
     file = saved(tmp_path)[0]
     content = torch.load(file, weights_only=True)
-    assert content["pipeback"]["state"]["format"] == 1
+    assert content["pipeback"]["state"]["format"] == 2
     names = [name for tensors in content["pipeback"]["state"]["stages"] for name in tensors]
     assert not [name for name in names if name.startswith(("weight/", "buffer/", "optimizer/"))]  # stored once
     assert [name for name in names if name.startswith("flight/")]

@@ -6,6 +6,7 @@ with Crew(4) as crew:
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import socket
@@ -129,6 +130,7 @@ def _join(rank: int, store: str, ranks: int) -> None:
 def _serve(pipe: Any) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
+    importlib.import_module("torch._dynamo")  # the first optimizer would, for seconds that a short timeout has not
     warnings.simplefilter("ignore")
     while (told := pipe.recv()) is not None:
         function, arguments, named = told

@@ -1,0 +1,82 @@
+"""Holding: which stages this process has, and how their weights come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import nn
+
+from pipeback import meta
+from pipeback.method import Method
+from pipeback.partition import balance
+from pipeback.ranks import Alone, Ranks
+from pipeback.stage import Stage
+
+
+class Holding:
+    """The stages of a pipeline, of every replica in this process: here, or on the meta device.
+
+    init: gives a module from the meta device its values, None: its layers do. device: where such a stage goes.
+    """
+
+    def __init__(
+        self,
+        everywhere: list[list[Stage]],
+        method: Method,
+        ranks: Ranks | Alone,
+        workers: int | None,
+        init: Callable[[nn.Module], object] | None,
+        device: torch.device | str,
+    ) -> None:
+        self.everywhere, self.method, self.ranks, self.init, self.device = everywhere, method, ranks, init, device
+        self.workers = ranks.count if ranks.several else workers or 1
+        self.stages = everywhere[0]
+        self.seconds = [1.0] * len(self.stages)  # of F and B of each stage, once measured
+        self.owner: list[int] | None = None  # over processes, once each holds its own stages only
+
+    def balance(self) -> list[int]:
+        """The worker of each stage."""
+        return balance(self.seconds, self.workers)
+
+    @property
+    def mine(self) -> list[Stage]:
+        """The stages that this process holds, of all its replicas."""
+        if self.owner is not None:
+            return [stage for stage in self.stages if self.owner[stage.index] == self.ranks.index]
+        return [stage for stages in self.everywhere for stage in stages]
+
+    def initialise(self, stage: Stage) -> None:
+        """Values for a stage from the meta device."""
+        # not the stream that the stage's random layers will draw from
+        seed = (stage.seed * 1_000_003 + stage.index + 0x5EED) % 2**63
+        stage.take_up(self.method, lambda module: meta.initialise(module, stage.label, seed, self.device, self.init))
+
+    @contextmanager
+    def present(self, stage: Stage) -> Iterator[None]:
+        """The time in which a stage that nobody holds yet has its weights."""
+        if stage.here:
+            yield
+            return
+        self.initialise(stage)
+        try:
+            yield
+        finally:
+            stage.let_go()
+
+    def share_out(self, *, values: bool) -> None:
+        """Over processes: keep the own stages only. values: those of a meta model that come anew get theirs."""
+        if not self.ranks.several:
+            return
+        self.owner = self.balance()
+        for stage, worker in zip(self.stages, self.owner, strict=True):
+            if worker != self.ranks.index:
+                if stage.here:
+                    stage.let_go()
+            elif not stage.here:
+                if values:
+                    self.initialise(stage)
+                else:
+                    stage.take_up(self.method, partial(meta.take_up, device=stage.device or self.device))
