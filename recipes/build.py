@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -93,7 +94,7 @@ def optimizer(options: Entry, update_size: int) -> tuple[Optimizers, dict[str, A
     """params -> optimizer, and its hyper-parameters; those of momentum SGD are scaled to the update size."""
     if "_target_" in options:
         found = {k: v for k, v in options.items() if k not in ("_target_", "warmup", "decay", "_partial_")}
-        return lambda params: instantiate({**found, "_target_": options["_target_"]}, params), dict(options)
+        return partial(_instantiated, {**found, "_target_": options["_target_"]}), dict(options)
     given = {k: v for k, v in options.items() if k not in ("name", "reference", "warmup", "decay") and v is not None}
     build, reference = named("optimizer", options["name"]), options.get("reference")
     if reference is not None:
@@ -104,13 +105,17 @@ def optimizer(options: Entry, update_size: int) -> tuple[Optimizers, dict[str, A
         given["lr"], given["momentum"] = pipeback.scale_hyperparameters(
             given["lr"], given["momentum"], reference, update_size
         )
-    return lambda params: build(params, **given), {"name": options["name"], **given}
+    return partial(build, **given), {"name": options["name"], **given}
+
+
+def _instantiated(entry: Entry, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return instantiate(dict(entry), params)
 
 
 def scheduled(build: Optimizers, options: Entry, batches: Callable[[], float]) -> Callable[..., Any]:
     """params -> what `configure_optimizers` returns: the optimizer, its rate by `optimizer.warmup` and `.decay`.
 
-    batches: of the whole training, asked for when it begins.
+    batches: of the whole training, asked for when it begins. What is returned can be sent to other processes.
     """
     warmup, decay = options.get("warmup") or 0, options.get("decay")
     if decay not in (None, "linear", "cosine"):
@@ -120,16 +125,19 @@ def scheduled(build: Optimizers, options: Entry, batches: Callable[[], float]) -
     if not warmup and decay is None:
         return build
 
-    def configured(params: Iterable[nn.Parameter]) -> dict[str, Any]:
-        optimizer, total = build(params), batches()
+    return partial(_configured, build, warmup, decay, batches)
 
-        def factor(batch: int) -> float:
-            if batch < warmup:
-                return (batch + 1) / warmup
-            share = min(1.0, (batch - warmup) / max(1, total - warmup))
-            return {None: 1.0, "linear": 1 - share, "cosine": (1 + math.cos(math.pi * share)) / 2}[decay]
 
-        rates = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": rates, "interval": "step"}}
+def _configured(
+    build: Optimizers, warmup: int, decay: str | None, batches: Callable[[], float], params: Iterable[nn.Parameter]
+) -> dict[str, Any]:
+    optimizer = build(params)
+    rates = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(_factor, warmup, decay, batches()))
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": rates, "interval": "step"}}
 
-    return configured
+
+def _factor(warmup: int, decay: str | None, total: float, batch: int) -> float:
+    if batch < warmup:
+        return (batch + 1) / warmup
+    share = min(1.0, (batch - warmup) / max(1, total - warmup))
+    return {None: 1.0, "linear": 1 - share, "cosine": (1 + math.cos(math.pi * share)) / 2}[decay]

@@ -76,6 +76,9 @@ class StopWhenNotFinite(Callback):
 
     stopped = False
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.stopped = False
+
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, index: int
     ) -> None:
@@ -84,6 +87,12 @@ class StopWhenNotFinite(Callback):
             for logger in trainer.loggers:
                 logger.log_metrics({"train/loss": loss}, step=trainer.global_step)
             trainer.should_stop = self.stopped = True
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"stopped": True} if self.stopped else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.stopped = state_dict["stopped"]
 
 
 class Lines(Callback):
@@ -99,7 +108,7 @@ class Lines(Callback):
             self._losses.append(loss)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.sanity_checking or trainer.state.fn != "fit":
+        if trainer.sanity_checking or trainer.state.fn != "fit" or not trainer.is_global_zero:
             return
         found = {k: float(v) for k, v in trainer.callback_metrics.items()}
         held_out = "".join(f"   {written(k, v)}" for k, v in found.items() if k.startswith("val/"))
@@ -117,7 +126,7 @@ class ProgressFile(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, index: int
     ) -> None:
-        if time.monotonic() >= self._next:
+        if time.monotonic() >= self._next and trainer.is_global_zero:
             self._next = time.monotonic() + self.every
             batches = trainer.estimated_stepping_batches
             tell(self.file, state="running", done=trainer.global_step, of=batches, loss=loss_of(outputs))

@@ -58,7 +58,7 @@ def facts_of(
     delays = method.delays(stages)
     count = math.ceil(samples / (config["micro_batch_size"] or config["batch_size"]))
     return known | {
-        "runtime": "event loop",
+        "runtime": f"{strategy.ranks} processes" if strategy.several else "event loop",
         "stages": stages,
         "delays": delays,
         "slack2": delays[0] == 2 * (stages - 1),

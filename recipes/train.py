@@ -16,6 +16,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor, ModelSummary, ProgressBar
+from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
@@ -58,8 +60,9 @@ def run(config: Mapping[str, Any], more: Iterable[Callback] = (), say: Callable[
     facts = facts_of(config, trainer, task, data, size, hyperparameters)
 
     out = Path(config["out"])
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "config.yaml").write_text(as_yaml(config))
+    if trainer.is_global_zero:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "config.yaml").write_text(as_yaml(config))
     begin(trainer.loggers, facts, config["ckpt_path"])
     say(f"{facts['method']}: {facts['stages']} stages, D = {facts['delays'][0]} at stage 0, seed {facts['seed']}")
     say(f"update size {facts['update_size']}: {facts['optimizer']}")
@@ -112,9 +115,11 @@ def task_of(
     step = config["batch_size"] * trainer.accumulate_grad_batches
     size = build.update_size(method, step, config["micro_batch_size"])
     optimizer, hyperparameters = build.optimizer(config["optimizer"], size)
-    configured = build.scheduled(optimizer, config["optimizer"], lambda: trainer.estimated_stepping_batches)
+    configured = build.scheduled(
+        optimizer, config["optimizer"], partial(getattr, trainer, "estimated_stepping_batches")
+    )
     task = build.task(config["task"], build.model(config["model"], build.facts(data), config["seed"]), configured)
-    if pipeline and method:
+    if pipeline and method and not pipeline.several:
         stages = find(task, pipeline.module, pipeline.stages).stages
         pipeback.Pipeline(stages, loss=None, optimizer=optimizer, method=method)  # its checks; fit builds its own
     return task, size, hyperparameters
@@ -153,13 +158,13 @@ def job(config: DictConfig) -> None:
         if values["ckpt_path"] is not None and not Path(values["ckpt_path"]).is_file():
             raise ValueError(f"ckpt_path={values['ckpt_path']}: there is no such file")
         quiet()
-        console = Console(highlight=False, soft_wrap=True)
+        say = rank_zero_only(Console(highlight=False, soft_wrap=True).print)
         try:
-            run(values, say=console.print)
+            run(values, say=say)
         except MisconfigurationException as error:  # Lightning's word for a mistake
             raise ValueError(str(error)) from error
         shown = f"; `pipeback report {values['out']}` shows it" if values["logger"] else ""
-        console.print(f"written to {values['out']}{shown}")
+        say(f"written to {values['out']}{shown}")
 
 
 def main() -> None:

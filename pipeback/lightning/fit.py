@@ -54,13 +54,14 @@ class Fit:
         """The pipeline, for updates of so many batches and so many micro-batches a batch."""
         method = self.interval.method(batches, per_batch)
         self.check(method)
-        as_written = isinstance(self.found.module, nn.Sequential) and list(self.found.module) == self.found.stages
-        whole = self.found.module if as_written else self.found.stages
         trainer = self.module.trainer
         norm, value = norm_and_value(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
         self.twins = Twins(self.optimizer)
-        self.pipe = Pipeline(whole, loss=None, optimizer=self.twins, method=method, clip_norm=norm, clip_value=value)
+        self.pipe = self._pipeline(optimizer=self.twins, method=method, clip_norm=norm, clip_value=value)
         self.update = (batches, per_batch)
+
+    def _pipeline(self, **options: Any) -> Pipeline:
+        return Pipeline(as_written(self.found.module, self.found.stages), loss=None, **options)
 
     # -- F -------------------------------------------------------------------------------------------------------
 
@@ -143,10 +144,13 @@ class Fit:
         if self._compare:
             body.check_chain(self.found, inputs[0])
             self._compare = False
-        assert self.pipe is not None
-        with self._timed():
-            self._output = self.pipe.forward(inputs[0], expected=expected)
+        with self._at_work():
+            self._output = self._enter(inputs[0], expected)
         return self._output
+
+    def _enter(self, x: Any, expected: int) -> Any:
+        assert self.pipe is not None
+        return self.pipe.forward(x, expected=expected)
 
     def _check_output(self, output: Any) -> None:
         loss, name = _loss(output), self.found.name
@@ -174,10 +178,15 @@ class Fit:
             return
         gradient = tuple(part.grad for part in output) if isinstance(output, tuple) else output.grad
         if gradient is None or (isinstance(gradient, tuple) and all(part is None for part in gradient)):
-            self.pipe.forget()
+            self._forget()
             return
-        with self._timed():
+        with self._at_work():
             self.pipe.backward(gradient)
+
+    def _forget(self) -> None:
+        """The micro-batch that has gone forward gets no backward."""
+        assert self.pipe is not None
+        self.pipe.forget()
 
     def before_backward(self) -> Tensor | None:
         """The loss to differentiate, undivided; the sums of gradients are where B adds to them."""
@@ -188,7 +197,7 @@ class Fit:
     def step(self) -> None:
         """U wherever it is due; afterwards no parameter has a gradient."""
         if self.pipe is not None:
-            with self._timed():
+            with self._at_work():
                 self.pipe.step()
             self._versions = [p._version for p in self.found.module.parameters()]
         self._hide_sums()
@@ -196,10 +205,17 @@ class Fit:
     def _fall(self) -> None:
         if self._output is not None and self.pipe is not None:
             self._output = None
-            self.pipe.forget()
+            self._forget()
+
+    def clip(self, norm: float | None, value: float | None) -> None:
+        """What limits the gradient of every stage, from the updates that are due on."""
+        if self.pipe is not None:
+            with self._at_work():
+                self.pipe.clip(norm, value)
 
     @contextmanager
-    def _timed(self) -> Iterator[None]:
+    def _at_work(self) -> Iterator[None]:
+        """The stages have the word."""
         begin = time.perf_counter()
         try:
             yield
@@ -230,14 +246,16 @@ class Fit:
             return
         self._fall()
         self._show_sums()
-        self.pipe.wait()
+        with self._at_work():
+            self.pipe.wait()
         yield
         self._hide_sums()
 
     def drain(self) -> None:
         with self.quiet():
             if self.pipe is not None:
-                self.pipe.drain()
+                with self._at_work():
+                    self.pipe.drain()
 
     def end(self) -> None:
         """Drain, unless someone else has written the weights since the last step."""
@@ -253,18 +271,48 @@ class Fit:
             stacklevel=2,
         )
 
-    def section(self) -> dict[str, Any]:
-        """What a checkpoint lacks: micro-batches in flight, the method's state, random state."""
-        assert self.pipe is not None
+    def leave(self) -> None:
+        """The end of `fit`; it may have failed."""
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------
+
+    @property
+    def lost(self) -> bool:
+        """Whether a stage has failed, and with it what was in flight."""
+        return self.pipe is not None and self.pipe.closed
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Meanwhile the module has all its weights, on rank 0, which writes checkpoints; and nothing moves."""
         with self.quiet():
-            state = self.pipe.state_dict()
-        stages = [{k: v for k, v in tensors.items() if not k.startswith(KEPT)} for tensors in state["stages"]]
+            yield
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """As if the user's optimizer had made the steps; on rank 0."""
+        return self.twins.state_dict()
+
+    def section(self) -> dict[str, Any]:
+        """What a checkpoint lacks: micro-batches in flight, the method's state, random state; on rank 0."""
+        with self.quiet():
+            state = self._in_flight()
         return {
             "update": list(self.update),
             "mid_epoch": private.mid_epoch(self.module.trainer),
             "random": randomness.save(),
-            "state": {**state, "stages": stages},
+            "state": state,
         }
+
+    def _in_flight(self) -> dict[str, Any]:
+        """The state of the pipeline without what a checkpoint holds anyway."""
+        assert self.pipe is not None
+        with self._at_work():
+            state = self.pipe.state_dict()
+        return {**state, "stages": [without(KEPT, tensors) for tensors in state["stages"]]}
+
+    def _fresh(self) -> dict[str, Any]:
+        """The state of a pipeline that has just been built."""
+        assert self.pipe is not None
+        return self.pipe.state_dict()
 
     def load(self, section: dict[str, Any] | None) -> None:
         """Take up a section; weights, buffers and the optimizer's state have been loaded where they live."""
@@ -275,13 +323,14 @@ class Fit:
         self.twins.give()
         if section is None:
             return
-        here, there = self.pipe.state_dict()["stages"], section["state"]["stages"]
+        here, there = self._fresh()["stages"], section["state"]["stages"]
         if len(here) == len(there):  # if not, load_state_dict says so
             there = [
                 {**{k: v for k, v in mine.items() if k.startswith(KEPT)}, **theirs}
                 for mine, theirs in zip(here, there, strict=True)
             ]
-        self.pipe.load_state_dict({**section["state"], "stages": there})
+        with self._at_work():
+            self.pipe.load_state_dict({**section["state"], "stages": there})
         self.twins.take()
         self._hide_sums()
         randomness.load(section["random"])
@@ -291,6 +340,15 @@ def norm_and_value(clip: float | None, algorithm: Any) -> tuple[float | None, fl
     """What limits the norm, and what the single values, of a stage's gradient."""
     clip = clip or None
     return (None, clip) if getattr(algorithm, "value", algorithm) == "value" else (clip, None)
+
+
+def as_written(module: nn.Module, stages: list[nn.Module]) -> nn.Module | list[nn.Module]:
+    """The module itself where its stages are its children, so that the pipeline knows their names."""
+    return module if isinstance(module, nn.Sequential) and list(module) == stages else stages
+
+
+def without(prefixes: tuple[str, ...], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {k: v for k, v in tensors.items() if not k.startswith(prefixes)}
 
 
 def _loss(output: Any) -> Any:

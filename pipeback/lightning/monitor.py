@@ -27,6 +27,8 @@ class PipelineMonitor(Callback):
     pipeback/activation_mb        megabytes kept for backwards at the peak
 
     every_n_steps  None: as often as the Trainer logs. A copy of the weights is kept while a micro-batch is followed.
+
+    With several devices it logs throughput alone: what happens within a stage is known where that stage is.
     """
 
     def __init__(self, every_n_steps: int | None = None) -> None:
@@ -34,6 +36,7 @@ class PipelineMonitor(Callback):
             raise ValueError(f"every_n_steps must be a whole number of at least 1 or None, but is {every_n_steps!r}")
         self.every_n_steps = every_n_steps
         self._watch: Watch | None = None
+        self._several = False
         self._samples = 0
         self._began = self._busy = self._paused = 0.0
 
@@ -44,6 +47,7 @@ class PipelineMonitor(Callback):
                 f"{type(trainer.strategy).__name__}; "
                 'use Trainer(strategy="pipeback") or leave the callback out'
             )
+        self._several = trainer.strategy.several
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._watch = None
@@ -52,6 +56,8 @@ class PipelineMonitor(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         strategy = trainer.strategy
         assert isinstance(strategy, PipelineStrategy)
+        if self._several:
+            return
         if self._watch is None and strategy.built:
             self._watch = strategy.pipeline.watch()
             self._watch.mark()
@@ -63,19 +69,24 @@ class PipelineMonitor(Callback):
     ) -> None:
         self._samples += _samples(batch)
         every = self.every_n_steps or getattr(trainer, "log_every_n_steps", 0) or 50
-        if self._watch is None or trainer.global_step == 0 or trainer.global_step % every:
+        if trainer.global_step == 0 or trainer.global_step % every or not trainer.is_global_zero:
+            return
+        if self._watch is None and not self._several:
             return
         for name, value in self._values(trainer).items():
             if not math.isnan(value):
                 pl_module.log(f"pipeback/{name}", value, on_step=True, on_epoch=False, batch_size=1)
-        self._watch.mark()
+        if self._watch is not None:
+            self._watch.mark()
         self._mark(trainer)
 
     def _values(self, trainer: Trainer) -> dict[str, float]:
         strategy, watch = trainer.strategy, self._watch
-        assert isinstance(strategy, PipelineStrategy) and watch is not None
-        pipe = strategy.pipeline
         seconds = time.perf_counter() - self._began - self._paused
+        if watch is None:
+            return {"throughput": self._samples / seconds}
+        assert isinstance(strategy, PipelineStrategy)
+        pipe = strategy.pipeline
         memory = pipe.memory()
         found = {
             "throughput": self._samples / seconds,

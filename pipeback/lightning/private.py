@@ -5,11 +5,21 @@
 * whether a checkpoint is made within an epoch, and the states of the training loaders that are read from one: Lightning
   hands them on within an epoch only, and where its last batch is done, so that nothing is left to train on.
 * what a torchmetrics metric gave for the last slice: `_forward_cache` is what Lightning logs on the step.
+* the launchers, and `Strategy._configure_launcher`, which sets `_launcher`: each strategy of several processes has one.
+* the steps at which a `ModelCheckpoint` looks at its metric, where it does so within an epoch; and whether validation
+  is due by the clock, which is every rank's own.
 """
 
 from __future__ import annotations
 
 from typing import Any
+
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher as MultiProcessingLauncher
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as ScriptLauncher
+from lightning.pytorch.strategies.launchers.launcher import _Launcher as Launcher
+
+__all__ = ["Launcher", "MultiProcessingLauncher", "ScriptLauncher"]
 
 
 def forward_only(trainer: Any) -> bool:
@@ -33,3 +43,15 @@ def step_value(metric: Any) -> Any:
 
 def set_step_value(metric: Any, value: Any) -> None:
     metric._forward_cache = value
+
+
+def looks(callback: Any, step: int) -> bool:
+    """Whether a ModelCheckpoint may look at its metric at the end of the batch that has made this step."""
+    if not isinstance(callback, ModelCheckpoint) or callback.monitor is None:
+        return False
+    every = callback._every_n_train_steps
+    return callback._train_time_interval is not None or (every >= 1 and step % every == 0)
+
+
+def validates_by_the_clock(trainer: Any) -> bool:
+    return trainer._val_check_time_interval is not None

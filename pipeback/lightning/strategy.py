@@ -11,32 +11,31 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins import CheckpointIO, MixedPrecision, Precision
-from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision
-from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.plugins import CheckpointIO, Precision
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
-from pipeback import methods
-from pipeback.lightning import body, private, randomness
+from pipeback.lightning import body, checks, private, randomness
 from pipeback.lightning.fit import Fit, norm_and_value
 from pipeback.lightning.interval import Interval
+from pipeback.lightning.place import Place
+from pipeback.lightning.shared import Shared
+from pipeback.lightning.together import Together
 from pipeback.method import Method
 from pipeback.pipeline import Pipeline
 
 KEY = "pipeback"  # of a checkpoint
-DRAIN = ("end", "validation")
 
 
-class PipelineStrategy(SingleDeviceStrategy):
-    """Pipelined backpropagation on one device: all stages live in this process.
+class PipelineStrategy(Place):
+    """Pipelined backpropagation: on one device, or on Trainer(devices=N), where every process holds some stages.
 
     method            a name of `pipeback.methods.available()` or a `pipeback.Method`
     micro_batch_size  None: a batch of the DataLoader is a micro-batch. n: the batch is cut into micro-batches of n
@@ -46,11 +45,18 @@ class PipelineStrategy(SingleDeviceStrategy):
                       module with such a body, or one with a method `pipeline_stages()`
     drain             "end": what is in flight stays so until the end of `fit`. "validation": it is finished before
                       every validation, and the pipeline fills anew after it
+    launcher          with several devices, who starts their processes, unless torchrun or SLURM has: "auto", "spawn",
+                      "fork" or "script" (see `pipeback.lightning.launch`)
+    timeout           seconds after which a rank that does not answer is given up, and every other one raises a
+                      `RankError`; a rank in code of its own between two batches has as long
 
     `accumulate_grad_batches` sets the update interval of methods that have one, `gradient_clip_val` clips the gradient
     of each stage for itself (a norm over all stages would have to wait for the last). Backward hooks see the loss of
     the micro-batch undivided; gradients are divided once, by the true count. A checkpoint holds what is in flight
-    under the key "pipeback" and opens in plain Lightning, too.
+    under the key "pipeback" and opens in plain Lightning, too, and on any number of devices.
+
+    With several devices the weights are those of one, bit for bit. Every rank gets the same batches; rank 0 has the
+    loss and runs `training_step` to its end, the others as far as the call of the model.
 
     Raises ValueError or TypeError, naming the option and the cure, before anything is trained.
     """
@@ -64,29 +70,21 @@ class PipelineStrategy(SingleDeviceStrategy):
         stages: str | int = "auto",
         module: str = "model",
         drain: str = "end",
+        launcher: str = "auto",
+        timeout: float = 30.0,
         *,
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
         **unknown: Any,
     ) -> None:
-        super().__init__("cpu", accelerator, checkpoint_io, precision_plugin)
-        _check_options(unknown)
-        if isinstance(method, str) and method not in methods.available():
-            near = get_close_matches(method, methods.available(), n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"unknown method {method!r}{hint}; there are {', '.join(methods.available())}")
-        if not isinstance(method, (str, Method)):
-            raise TypeError(f"method must be a name or a pipeback.Method, but is {type(method).__name__}")
-        size = micro_batch_size
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-            raise ValueError(f"micro_batch_size must be a whole number of at least 1 or None, but is {size!r}")
-        if drain not in DRAIN:
-            raise ValueError(f"drain must be one of {', '.join(DRAIN)}, but is {drain!r}")
-        self.method, self.micro_batch_size, self.stages, self.module = method, size, stages, module
+        checks.no_unknown(unknown)
+        super().__init__(launcher, timeout, accelerator, checkpoint_io, precision_plugin)
+        checks.options(method, micro_batch_size, drain)
+        self.method, self.micro_batch_size, self.stages, self.module = method, micro_batch_size, stages, module
         self.drain_at = drain
-        self._devices: list[torch.device] = []
         self._fit: Fit | None = None
+        self._together: Together | None = None
         self._draws: dict[str, Any] | None = None  # random state to restore when the interrupted epoch has begun
         self._loader_states: list[Any] = []  # of the training loaders, when fit begins between epochs
 
@@ -104,33 +102,14 @@ class PipelineStrategy(SingleDeviceStrategy):
     def pipeline(self) -> Pipeline:
         """The pipeline that `fit` trains; there is one from the first training batch on."""
         if self._fit is None or self._fit.pipe is None:
-            raise RuntimeError("there is no pipeline yet; it is built when fit begins")
+            gone = "; with several devices it is in the processes that fit starts" if self.launcher else ""
+            raise RuntimeError(f"there is no pipeline yet; it is built when fit begins{gone}")
         return self._fit.pipe
 
     @property
     def busy(self) -> float:
         """Seconds spent in F, B and U since the beginning of `fit`."""
         return 0.0 if self._fit is None else self._fit.busy
-
-    # -- where it runs -------------------------------------------------------------------------------------------
-
-    @property
-    def root_device(self) -> torch.device:
-        return self._devices[0] if self._devices else torch.device("cpu")
-
-    @property
-    def parallel_devices(self) -> list[torch.device]:
-        """Set by the Trainer from its options accelerator and devices."""
-        return self._devices
-
-    @parallel_devices.setter
-    def parallel_devices(self, devices: list[torch.device]) -> None:
-        if len(devices) > 1:
-            raise ValueError(
-                f"Trainer(devices={len(devices)}): the stages of the pipeback strategy live in one process, on one "
-                "device; use devices=1"
-            )
-        self._devices = list(devices)
 
     # -- building ------------------------------------------------------------------------------------------------
 
@@ -139,55 +118,51 @@ class PipelineStrategy(SingleDeviceStrategy):
         fitting, module = trainer.state.fn == TrainerFn.FITTING, self.lightning_module
         assert module is not None
         if fitting:
-            self._check_trainer()
-            found = body.find(module, self.module, self.stages)
+            checks.trainer(trainer, module, self.precision_plugin, self.several)
+            found = self._find(module)
         super().setup(trainer)
         if fitting:
             (optimizer,) = self.optimizers
             body.check_outside(module, found, optimizer)
             self.precision_plugin.clip_gradients = self._clip_gradients  # type: ignore[method-assign]
-            check = self._check_precision
-            self._fit = Fit(module, found, optimizer, Interval(self.method), self.micro_batch_size, check)
+            check = partial(checks.precision, self.precision_plugin)
+            given = module, found, optimizer, Interval(self.method), self.micro_batch_size, check
+            if self.meeting is None:
+                self._fit = Fit(*given)
+            else:
+                self.same_random_numbers()
+                self._fit = Shared(self.meeting, self.timeout, self._facts(), *given)
+                self._together = Together(self._fit, self.same_random_numbers)
+                self._together.begin(trainer)
 
-    def _check_trainer(self) -> None:
+    def _find(self, module: LightningModule) -> body.Body:
+        found = body.find(module, self.module, self.stages)
+        if self.several and len(found.stages) < self.ranks:
+            raise ValueError(
+                f"Trainer(devices={self.num_processes}, num_nodes={self.num_nodes}): self.{found.name} has "
+                f"{len(found.stages)} stages for {self.ranks} devices; use as many devices or less, or split it finer"
+            )
+        return found
+
+    def check_before_launch(self, trainer: Trainer) -> None:
         module = self.lightning_module
         assert module is not None
-        if not module.automatic_optimization:
-            raise ValueError(
-                f"{type(module).__name__} uses manual optimization, but the pipeline decides when a stage steps; "
-                "use automatic optimization: return the loss from training_step"
-            )
-        precision, name = self.precision_plugin, self.precision_plugin.precision
-        if isinstance(precision, MixedPrecision) and precision.scaler is not None:
-            raise ValueError(
-                f'precision="{name}": loss scaling needs one step for all stages; use "bf16-true" or "32-true"'
-            )
-        if type(precision) not in (Precision, HalfPrecision, DoublePrecision, MixedPrecision):
-            raise ValueError(
-                f'precision="{name}" is not supported by pipeback; use "32-true", "bf16-true" or "64-true"'
-            )
+        if not is_overridden("configure_model", module):
+            checks.trainer(trainer, module, self.precision_plugin, self.several)
+            self._find(module)
 
-    def _check_precision(self, method: Method) -> None:
-        precision = self.precision_plugin
-        if isinstance(precision, MixedPrecision) and method.copies != "stash" and any(method.delays(8)):
-            raise ValueError(
-                f'precision="{precision.precision}": under autocast the graph keeps casts of the old weights, which '
-                f'turns {method!r} into weight stashing silently; use precision="bf16-true" or "32-true", or '
-                'method="pipedream"'
-            )
+    def _facts(self) -> dict[str, Any]:
+        """What all ranks must have been given alike, and the pipeline does not know."""
+        names = ("method", "micro_batch_size", "module", "drain_at", "timeout")
+        facts = {name.removesuffix("_at"): getattr(self, name) for name in names}
+        return {**facts, "method": repr(self.method), "precision": self.precision_plugin.precision}
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         try:
             super().setup_optimizers(trainer)
         except RuntimeError as error:
-            raise ValueError(f"configure_optimizers: {error} {_ONE}") from error
-        if len(self.optimizers) != 1:
-            raise ValueError(f"configure_optimizers returned {len(self.optimizers)} optimizers. {_ONE}")
-        if isinstance(self.optimizers[0], torch.optim.LBFGS):
-            raise ValueError(
-                "configure_optimizers returned LBFGS, which evaluates the loss several times a step; a pipeline "
-                "cannot; use SGD or Adam"
-            )
+            raise ValueError(f"configure_optimizers: {error} {checks.ONE}") from error
+        checks.optimizers(self.optimizers)
 
     # -- a training step -----------------------------------------------------------------------------------------
 
@@ -240,8 +215,8 @@ class PipelineStrategy(SingleDeviceStrategy):
 
     def _clip_gradients(self, optimizer: Any, clip_val: Any = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
         """What `configure_gradient_clipping` asks for, at every stage for itself, with the updates that follow."""
-        if self.built:
-            self.pipeline.clip(*norm_and_value(clip_val, gradient_clip_algorithm))
+        if self._fit is not None:
+            self._fit.clip(*norm_and_value(clip_val, gradient_clip_algorithm))
 
     # -- quiet moments -------------------------------------------------------------------------------------------
 
@@ -266,8 +241,25 @@ class PipelineStrategy(SingleDeviceStrategy):
         if self._fit is not None:
             self._fit.end()
 
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        self.fail(exception)
+
+    def fail(self, error: BaseException) -> None:
+        """Have the other ranks know that this one cannot go on; from now on it is alone."""
+        if isinstance(self._fit, Shared) and not self._fit.failed:
+            checks.explain(error)
+            self._fit.fail(error)
+        self.meeting = None
+
     def teardown(self) -> None:
         self.precision_plugin.__dict__.pop("clip_gradients", None)
+        if self._together is not None:
+            self._together.finish()
+            self._together = None
+        if self._fit is not None:
+            self._fit.leave()
+        self.lost = isinstance(self._fit, Shared) and self._fit.hollow
         super().teardown()
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
@@ -275,18 +267,21 @@ class PipelineStrategy(SingleDeviceStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self._fit is None:
             return super().lightning_module_state_dict()
-        with self._fit.quiet():
+        with self._fit.whole():
             return super().lightning_module_state_dict()
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         if self._fit is None or self._fit.pipe is None:
             return super().optimizer_state(optimizer)
-        return self._fit.twins.state_dict()
+        return self._fit.optimizer_state()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         fit = self._fit
+        if fit is not None and fit.lost and isinstance(fit, Shared):
+            warnings.warn(f"{filepath} is not written: the weights of other ranks are lost", stacklevel=2)
+            return
         if "optimizer_states" in checkpoint and fit is not None and fit.pipe is not None and not fit.averaged:
-            if fit.pipe.closed:
+            if fit.lost:
                 warnings.warn(
                     f"{filepath}: a stage has failed, so what was in flight is lost; the checkpoint holds the rest",
                     stacklevel=2,
@@ -323,14 +318,3 @@ class PipelineStrategy(SingleDeviceStrategy):
                 iter(dataloader)
                 randomness.load(draws)
         return super().process_dataloader(dataloader)
-
-
-_ONE = "pipeback trains with one optimizer: return one, with several parameter groups where rates differ"
-
-
-def _check_options(unknown: Mapping[str, Any]) -> None:
-    known = ("method", "micro_batch_size", "stages", "module", "drain")
-    for name in unknown:
-        near = get_close_matches(name, known, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise TypeError(f"PipelineStrategy has no option {name!r}{hint}; it takes {', '.join(known)}")

@@ -61,11 +61,15 @@ class Twins:
 
     def take(self) -> None:
         """After a state was loaded into the twins: the original's state is that."""
+        self.collect()
+        self._options = []  # theirs are those of the last micro-batch; a scheduler may have moved on since
+        self.follow()
+
+    def collect(self) -> None:
+        """The original's state is the twins'; of stages that are elsewhere it is empty."""
         for twin, pairs, _ in self._made:
             for w, p in pairs:
                 self.optimizer.state[p] = twin.state[w]
-        self._options = []  # theirs are those of the last micro-batch; a scheduler may have moved on since
-        self.follow()
 
     def state_dict(self) -> dict[str, Any]:
         """The original's, as if it had made the steps."""

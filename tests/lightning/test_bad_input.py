@@ -301,11 +301,6 @@ def test_no_pipeline_yet():
         _ = strategy().pipeline
 
 
-def test_devices():
-    with pytest.raises(ValueError, match=r"Trainer\(devices=2\).*use devices=1"):
-        pl.Trainer(strategy=strategy(), accelerator="cpu", devices=2)
-
-
 def test_a_failing_stage_names_itself_and_the_checkpoint_says_what_is_lost(tmp_path):
     class Fails(nn.Module):
         def __init__(self):

@@ -1,5 +1,7 @@
 """The names of Lightning and torchmetrics that are not public: each test fails when they change."""
 
+from datetime import timedelta
+
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, StochasticWeightAveraging
 from torch import nn
@@ -7,7 +9,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchmetrics import MeanSquaredError
 
 from pipeback.lightning import private
-from tests.lightning.cases import Regression, dataset, loader, trainer
+from tests.lightning.cases import Regression, dataset, loader, strategy, trainer
 
 
 def test_weight_averaging_goes_forward_only():
@@ -67,3 +69,29 @@ def test_step_value():
     assert private.step_value(metric) == 1
     private.set_step_value(metric, torch.tensor(5.0))
     assert private.step_value(metric) == 5 and metric.compute() == 1
+
+
+def test_the_launchers():
+    """Lightning's own start the processes; what is brought back goes through two methods of one."""
+    launcher = trainer(strategy(), devices=2).strategy.launcher
+    assert isinstance(launcher, private.Launcher) and launcher.is_interactive_compatible is False
+    assert callable(private.MultiProcessingLauncher.get_extra_results)
+    assert callable(private.MultiProcessingLauncher.update_main_process_results)
+    script = trainer(strategy(launcher="script"), devices=2).strategy.launcher
+    assert isinstance(script, private.ScriptLauncher) and script.num_processes == 2
+    fork = trainer(strategy(launcher="fork"), devices=2).strategy.launcher
+    assert fork.is_interactive_compatible
+    assert trainer(strategy(launcher="fork")).strategy.launcher is None
+
+
+def test_when_checkpoints_look_at_their_metric():
+    every = ModelCheckpoint(monitor="x", every_n_train_steps=3)
+    assert [step for step in range(1, 10) if private.looks(every, step)] == [3, 6, 9]
+    assert not private.looks(ModelCheckpoint(every_n_train_steps=3), 3)
+    assert not private.looks(ModelCheckpoint(monitor="x"), 3)
+    assert private.looks(ModelCheckpoint(monitor="x", train_time_interval=timedelta(hours=1)), 4)
+
+
+def test_validation_by_the_clock():
+    assert private.validates_by_the_clock(trainer(val_check_interval="00:00:10:00"))
+    assert not private.validates_by_the_clock(trainer(val_check_interval=0.5))

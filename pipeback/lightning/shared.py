@@ -1,0 +1,223 @@
+"""A fit that several ranks share: each holds some neighbouring stages, rank 0 the last ones and the loss.
+
+Rank 0 runs `training_step` to its end. On the others it ends where it calls the model: the micro-batch is in the
+pipeline then, and what Lightning goes on with is a loss of zero that leads to B and U of the own stages. Called without
+gradients, to validate, the model asks the pipeline, and every rank gets its output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeback import state
+from pipeback.lightning.fit import KEPT, Fit, as_written, without
+from pipeback.lightning.hollow import Hollow
+from pipeback.lightning.meeting import Meeting
+from pipeback.lightning.together import agree
+from pipeback.lightning.turns import Turns
+from pipeback.pipeline import Pipeline
+from pipeback.ranks import Ranks
+
+
+class Handed(BaseException):
+    """The micro-batch is in the pipeline: what else `training_step` does is rank 0's. Not for `except Exception`."""
+
+
+class Shared(Fit):
+    """What one rank does of a fit. Ranks make the same calls in the same order."""
+
+    def __init__(self, meeting: Meeting, timeout: float, facts: dict[str, Any], *given: Any) -> None:
+        module, found, optimizer, *_ = given
+        self.meeting, self.timeout, self.first = meeting, timeout, meeting.rank == 0
+        self.left = self.failed = False
+        self._handed = False  # a micro-batch that waits for its backward, on ranks without the loss
+        self._hollow: Hollow
+        self._clip: tuple[float | None, float | None] | None = None
+        self._end: dict[str, Any] | None = None  # the state of the pipeline at the end of the fit
+        self._turns = Turns(module.trainer.precision)
+        meeting.rest = self._turns.rest
+        agree(meeting, module, found, optimizer, facts)
+        super().__init__(*given)
+
+    def _pipeline(self, **options: Any) -> Pipeline:
+        self._clip = options["clip_norm"], options["clip_value"]
+        hollow = self._hollow = Hollow(self.found, self.module)
+        for stage in hollow.stages:
+            self._turns.guard(stage)
+        whole = as_written(hollow.copy, hollow.stages)
+        pipe = Pipeline(whole, loss=None, mesh=self.meeting.mesh, timeout=self.timeout, **options)
+        assert isinstance(pipe.ranks, Ranks)
+        self.meeting.health = pipe.ranks.health
+        return pipe
+
+    @property
+    def hollow(self) -> bool:
+        """Whether the user's module is without weights."""
+        return self.pipe is not None and self._hollow.empty
+
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
+        with super()._at_work(), self._turns.rest():
+            yield
+
+    # -- F, B and U ----------------------------------------------------------------------------------------------
+
+    def _one(self, step: Callable[[], Any], expected: int) -> Any:
+        self._turns.mine()
+        try:
+            return super()._one(step, expected)
+        except Handed:
+            self._handed = True
+            return torch.zeros((), device=self.module.device, requires_grad=True)
+        finally:
+            if self.hollow:
+                self._hollow.let_go(self._elsewhere)  # its forward was another one meanwhile
+
+    def _enter(self, x: Any, expected: int) -> Any:
+        if follow := self._hollow.modes():
+            with self.quiet():
+                follow()
+        output = super()._enter(x, expected)
+        if not self.hollow:
+            self._hollow.check()
+            self._empty()
+        if not self.first:
+            raise Handed
+        return output
+
+    def backward(self) -> None:
+        if self.first:
+            super().backward()
+        elif self._handed and self.pipe is not None:
+            self._handed = False
+            with self._at_work():
+                self.pipe.backward(None)
+
+    def _forget(self) -> None:
+        raise RuntimeError(
+            "the backward of a micro-batch was skipped on rank 0, but the other ranks have gone on with it; with "
+            "several devices every micro-batch goes backward: multiply its loss by zero instead"
+        )
+
+    def step(self) -> None:
+        if self.pipe is not None:
+            with self._at_work():
+                self.pipe.step()
+
+    def clip(self, norm: float | None, value: float | None) -> None:
+        if self._clip != (norm, value):
+            self._clip = norm, value
+            super().clip(norm, value)
+
+    # -- the user's module ---------------------------------------------------------------------------------------
+
+    def _elsewhere(self, *inputs: Any, **named: Any) -> Any:
+        """What the hollow module does where no F is asked for."""
+        assert self.pipe is not None
+        self._hollow.check_call(inputs, named, after=self._output is not None)
+        with self._at_work():
+            return _to(self.module.device, self.pipe.evaluate(inputs[0]))
+
+    def _empty(self) -> None:
+        self._hollow.let_go(self._elsewhere)
+        self.twins.collect()
+
+    def _fill(self, to: int | None) -> None:
+        """Give the module its values: on the rank `to`, or on all."""
+        parts = self.meeting.gather("the weights of all stages", self._hollow.values(), to)
+        if parts:
+            values = {name: value for part in parts for name, value in part.items()}
+            self._hollow.fill(values, self.module.device)
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    def end(self) -> None:
+        if not self.lost:
+            self.drain()
+
+    def fail(self, error: BaseException) -> None:
+        """This rank cannot go on: the others are told, and there is nothing left to share."""
+        self.failed = True
+        if self.pipe is not None:
+            self.pipe.ranks.failed(error)
+
+    def leave(self) -> None:
+        """The module is whole again on every rank, the optimizer's state on rank 0; the pipeline ends."""
+        if self.left or self.pipe is None:
+            return
+        if not self.lost:
+            self._end, states = self._in_flight(), self._optimizer_states()
+            if self.hollow:
+                self._fill(to=None)
+            parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+            for n, found in states.items():
+                self.optimizer.state[parameters[n]] = found
+            self.meeting.gather("the end of fit")
+            self.left = True
+        self._hollow.restore()
+        self.meeting.health, self.meeting.rest = None, nullcontext
+        self._turns.mine(False)
+        self.pipe.close()
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------
+
+    @property
+    def lost(self) -> bool:
+        return not self.left and (self.failed or super().lost)
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        with self.quiet():
+            if self.lost or not self.hollow:
+                yield
+                return
+            self._fill(to=0)
+            try:
+                yield
+            finally:
+                self._empty()
+
+    def optimizer_state(self) -> dict[str, Any]:
+        found = self.optimizer.state_dict()
+        states = found["state"] if self.left else self._optimizer_states()
+        return {**found, "state": {n: s for n, s in states.items() if s}}
+
+    def _optimizer_states(self) -> dict[int, Any]:
+        """By parameter, in the order of a single device; on rank 0."""
+        mine = self.twins.state_dict()["state"]
+        parts = self.meeting.gather("the optimizer's state", _to("cpu", mine), 0)
+        every = {n: found for part in parts for n, found in part.items()}
+        return {n: every[n] for n in self.optimizer.state_dict()["state"] if n in every}
+
+    def _in_flight(self) -> dict[str, Any]:
+        assert self.pipe is not None
+        if self._end is not None:
+            return self._end
+        with self._at_work():
+            mine, plain = self.pipe.share(), self.pipe.plain()
+        mine = mine._replace(parts=[part._replace(tensors=without(KEPT, part.tensors)) for part in mine.parts])
+        shares = self.meeting.gather("the micro-batches in flight", mine, 0)
+        return state.merge(shares[::-1], plain) if shares else {}
+
+    def _fresh(self) -> dict[str, Any]:
+        assert self.pipe is not None
+        return state.merge([self.pipe.share()], self.pipe.plain())
+
+    def load(self, section: dict[str, Any] | None) -> None:
+        super().load(section)
+        if section is not None and section["state"]["plain"]["loops"]:
+            self._empty()
+
+
+def _to(device: Any, value: Any) -> Any:
+    """Every tensor in tuples and dictionaries, on that device."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, tuple):
+        return tuple(_to(device, part) for part in value)
+    return {k: _to(device, part) for k, part in value.items()} if isinstance(value, dict) else value
