@@ -55,6 +55,17 @@ def pipeback(*arguments, cwd):
     return Done(code, out.getvalue(), err.getvalue())
 
 
+def needs_joblib():
+    """Skip where Hydra's launcher for several processes is not installed; else end those that it keeps.
+
+    They stay in the folder of the test that started them, and a run writes into a path that begins there.
+    """
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    from joblib.externals.loky import get_reusable_executor
+
+    get_reusable_executor().shutdown(kill_workers=True)
+
+
 def rows(run):
     """Of metrics.csv: numbers by column, what is empty left out."""
     with open(run / "metrics.csv", newline="") as lines:

@@ -15,7 +15,7 @@ pytest.importorskip("sklearn")
 
 from pipeback import methods
 from pipeback.recipes import command
-from tests.recipes.cli import TINY, config, facts, numbers, pipeback, rows
+from tests.recipes.cli import TINY, config, facts, needs_joblib, numbers, pipeback, rows
 
 ROOT = Path(__file__).parents[2]
 EXPERIMENTS = sorted(file.stem for file in (ROOT / "conf" / "experiment").glob("*.yaml"))
@@ -128,7 +128,7 @@ def test_sweep_over_other_options_tells_folders_apart(tmp_path):
 
 def test_sweep_by_joblib(tmp_path):
     """Two processes: as many bits as in this one."""
-    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    needs_joblib()
     options = [*TINY, "method=sgd,pb", "callbacks=minimal", "-m", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
     done = pipeback("train", *options, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -1,0 +1,1 @@
+"""The sections of `pipeback bench`, one a file."""

@@ -1,0 +1,61 @@
+"""What most sections train, and how contenders take turns."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import pipeback
+from pipeback import methods
+
+
+class Block(nn.Module):
+    """x + relu(linear(norm(x)))"""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.relu(self.linear(self.norm(x)))
+
+
+def network(stages: int = 20, width: int = 64) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[Block(width) for _ in range(stages - 1)], nn.Linear(width, 10))
+
+
+def sgd(params: Any) -> torch.optim.SGD:
+    return torch.optim.SGD(params, lr=1e-5, momentum=0.999, weight_decay=1e-4, foreach=True)
+
+
+def create(name: str, stages: int) -> pipeback.Method:
+    options: dict[str, dict[str, int]] = {
+        "pipemare": {"anneal": 10_000}, "pipedream_2bw": {"micro_batches": stages},
+        "gpipe": {"micro_batches": 32}, "one_f_one_b": {"micro_batches": 32},
+    }  # fmt: skip
+    return methods.create(name, **options.get(name, {}))
+
+
+def pipeline(method: str, stages: int = 20, width: int = 64, **options: Any) -> pipeback.Pipeline:
+    return pipeback.Pipeline(
+        network(stages, width), loss=cross_entropy, optimizer=sgd, method=create(method, stages), **options
+    )
+
+
+def interleaved(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
+    """Seconds of every run, in turn, after a warm-up."""
+    for run in runs.values():
+        run()
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(repeats):
+        for name, run in runs.items():
+            begin = time.perf_counter()
+            run()
+            seconds[name].append(time.perf_counter() - begin)
+    return seconds

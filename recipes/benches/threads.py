@@ -1,0 +1,66 @@
+"""Two threads on two cores against two independent single-process copies that run at once."""
+
+from __future__ import annotations
+
+import multiprocessing
+import statistics
+import time
+from typing import Any
+
+import torch
+
+from pipeback.recipes.benches.network import pipeline
+
+WIDE, DEEP, SAMPLES = 512, 9, 128  # eight blocks of a few milliseconds and a small head: four blocks a worker
+
+
+def main(repeats: int, count: int = 12) -> None:
+    """Two workers share one pipeline; the ideal is two copies of it, a process each, at once: twice the samples."""
+    x, y = torch.randn(SAMPLES, WIDE), torch.randint(0, 10, (SAMPLES,))
+    pipe = pipeline("pb", DEEP, WIDE, workers=2)
+    for _ in range(2 * DEEP):
+        pipe.push(x, y)
+    pipe.wait()
+    context = multiprocessing.get_context("spawn")
+    pipes = [context.Pipe() for _ in range(2)]
+    copies = [context.Process(target=copy, args=(theirs, count), daemon=True) for _, theirs in pipes]
+    for process in copies:
+        process.start()
+    stage = [mine.recv() for mine, _ in pipes]
+    ratios = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        for _ in range(count):
+            pipe.push(x, y)
+        pipe.wait()
+        threads = count / (time.perf_counter() - begin)
+        for mine, _ in pipes:
+            mine.send("go")
+        ideal = sum(count / mine.recv() for mine, _ in pipes)
+        ratios.append(threads / ideal)
+    for mine, _ in pipes:
+        mine.send(None)
+    pipe.close()
+    print(
+        f"two threads, two cores: {DEEP} stages of width {WIDE}, {SAMPLES} samples, {max(stage) * 1e3:.1f} ms a stage"
+    )
+    print(f"pb, workers=2: {statistics.median(ratios):.2f} of two independent copies at once "
+          f"({min(ratios):.2f} … {max(ratios):.2f})")  # fmt: skip
+
+
+def copy(connection: Any, count: int) -> None:
+    """A single-process copy: on every "go", `count` micro-batches; answers with the seconds."""
+    torch.set_num_threads(1)
+    x, y = torch.randn(SAMPLES, WIDE), torch.randint(0, 10, (SAMPLES,))
+    pipe = pipeline("pb", DEEP, WIDE)
+    for _ in range(2 * DEEP):
+        pipe.push(x, y)
+    begin = time.perf_counter()
+    for _ in range(4):
+        pipe.push(x, y)
+    connection.send((time.perf_counter() - begin) / 4 / DEEP)
+    while connection.recv():
+        begin = time.perf_counter()
+        for _ in range(count):
+            pipe.push(x, y)
+        connection.send(time.perf_counter() - begin)

@@ -1,0 +1,75 @@
+"""Lightning with the strategy, batches of 64 cut into 64 micro-batches: samples a second over Pipeline.push's."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+import pipeback
+from pipeback.recipes.benches.network import create, network, pipeline, sgd
+
+
+def main(repeats: int, count: int = 8) -> None:
+    """One fit; after every batch the same batch is pushed into a pipeline of its own, so that both are paired."""
+    import lightning.pytorch as pl
+
+    from pipeback.lightning import PipelineMonitor, PipelineStrategy
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = network()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            x, y = batch
+            loss = cross_entropy(self.model(x), y)
+            self.log("train/loss", loss)
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return sgd(self.parameters())
+
+    class Paired(pl.Callback):
+        def __init__(self, pipe: pipeback.Pipeline) -> None:
+            self.pipe, self.fit, self.push = pipe, [], []  # type: ignore[var-annotated]
+            self.began = 0.0
+
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            middle = time.perf_counter()
+            self.pipe.push(*batch)
+            end = time.perf_counter()
+            if batch_idx >= count:  # the first are a warm-up
+                self.fit.append(middle - self.began)
+                self.push.append(end - middle)
+            self.began = time.perf_counter()
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    torch.manual_seed(0)
+    batches: Any = [(torch.randn(64, 64), torch.randint(0, 10, (64,))) for _ in range(count * (repeats + 1))]
+    print("Lightning with the strategy, 64 micro-batches of one sample a batch, 20 stages of width 64")
+    for name in ("pb", "cerebras"):
+        for watched in (False, True):
+            paired = Paired(pipeline(name, micro_batch_size=1))
+            callbacks = [PipelineMonitor(), paired] if watched else [paired]
+            quiet: dict[str, Any] = {
+                "accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False, "max_epochs": 1,
+                "enable_progress_bar": False, "enable_model_summary": False, "callbacks": callbacks,
+            }  # fmt: skip
+            where = PipelineStrategy(create(name, 20), micro_batch_size=1)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of a loader without workers, of a run without a log
+                pl.Trainer(strategy=where, **quiet).fit(Module(), torch.utils.data.DataLoader(batches, batch_size=None))
+            ratios = [
+                sum(paired.push[n : n + count]) / sum(paired.fit[n : n + count])
+                for n in range(0, len(paired.fit), count)
+            ]
+            label = name + (" with PipelineMonitor" if watched else "")
+            print(f"{label:<32}{statistics.median(ratios):.2f} of Pipeline.push's samples/s "
+                  f"({min(ratios):.2f} … {max(ratios):.2f})")  # fmt: skip
