@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
+from pipeback.events import Schedule
 from pipeback.joint import Options
 from pipeback.link import Message, Name
 from pipeback.method import Method
 from pipeback.order import Order, Wave
+from pipeback.schedules import by_worker, flush
 from pipeback.stage import Value
 from pipeback.worker import Worker
 
@@ -20,8 +22,11 @@ Messages = dict[Name, Message]
 class Loop:
     """One worker's loop: an order, the same on every worker, and the worker that does its own part."""
 
-    def __init__(self, worker: Worker, order: Order, method: Method, replica: int = 0) -> None:
-        self.worker, self.order, self.method, self.replica = worker, order, method, replica
+    def __init__(
+        self, worker: Worker, order: Order, method: Method, replica: int = 0, owner: Sequence[int] | None = None
+    ) -> None:
+        """owner: the worker of each stage, where flushes that come in one push run `Method.by_worker`."""
+        self.worker, self.order, self.method, self.replica, self.owner = worker, order, method, replica, owner
         self.fresh = True  # the next micro-batch begins the schedule anew
         self._waves: Iterator[Wave] = iter(())  # what may still be done, from the updates that are due on
 
@@ -30,6 +35,8 @@ class Loop:
         order, worker, link = self.order, self.worker, self.worker.link
         if self.fresh:
             self._begin(len(batches))
+        elif self.owner is not None and order.empty:
+            order.restart(self._schedule(len(batches)))  # the last push may have been part of a flush, or this one is
         last = worker.count - 1
         for x, target, size in batches:
             i = order.arrived
@@ -99,10 +106,17 @@ class Loop:
 
     def _begin(self, pushed: int) -> None:
         order, worker = self.order, self.worker
-        order.restart(self.method.schedule_at(order.arrived, pushed))
+        order.restart(self._schedule(pushed))
         worker.start, worker.base = order.arrived, next(iter(worker.stages.values())).version
         worker.entered = worker.base
         self.fresh = False
+
+    def _schedule(self, pushed: int) -> Schedule:
+        """By worker only what is over with the push: what lies between pushes must not depend on the workers."""
+        schedule = self.method.schedule_at(self.order.arrived, pushed)
+        if self.owner is None or pushed % flush(schedule):
+            return schedule
+        return by_worker(schedule, self.owner)
 
     # -- where it stands -----------------------------------------------------------------------------------------
 

@@ -85,6 +85,8 @@ class Method:
     merges          the hooks work weight by weight, on the numbers `when.rates` and `when.delays`, and keep their
                     state in lists with one entry a weight: one call may serve several stages
     flush_each_push every push is a flush of its own
+    by_worker       the neighbours that one worker holds may all run the program of one stage, with as many stages as
+                    there are workers: no weight can tell the difference, which ends with every flush
     needs_entry     the hooks read `when.entry`
     steps_itself    `update` makes the step without calling `optimizer.step()`: in a chain it stands last
     """
@@ -94,6 +96,7 @@ class Method:
     state_copies: int = 0
     merges: bool = False
     flush_each_push: bool = False
+    by_worker: bool = False
     needs_entry: bool = False
     steps_itself: bool = False
 
@@ -175,7 +178,7 @@ class _Chain(Method):
         self.copies = max((m.copies for m in self.methods), key=ranks.index)
         self.state_copies = sum(m.state_copies for m in self.methods)
         self.merges = all(m.merges for m in self.methods)
-        self.flush_each_push = first.flush_each_push
+        self.flush_each_push, self.by_worker = first.flush_each_push, first.by_worker
         self.needs_entry = any(m.needs_entry for m in self.methods)
 
     def schedule_at(self, start: int, pushed: int) -> Schedule:

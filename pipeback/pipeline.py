@@ -402,15 +402,23 @@ class Pipeline:
             loop.worker.record(on)
 
     def watch(self, on: bool = True) -> Watch:
-        """Follow micro-batches from now on, at one more copy of the weights: `Watch` says what it tells."""
-        if self._workers is not None or self.replicas > 1 or self.ranks.several:
-            raise ValueError("workers: watch needs the event loop; use workers=None")
+        """Follow micro-batches from now on, at one more copy of the weights: `Watch` says what it tells.
+
+        Over processes: of the stages that this rank holds, for which it follows micro-batches on its own.
+        """
+        if not self.ranks.several and (self._workers is not None or self.replicas > 1):
+            raise ValueError("workers, replicas: watch does not follow threads; use workers=None and no replicas")
         self.wait()
         watch = self._watch or Watch(len(self._stages))
         self._watch = watch if on else None
-        if isinstance(self._runtime, Inline):
-            self._runtime.loop.worker.watch = self._watch
+        self._look()
         return watch
+
+    def _look(self) -> None:
+        for loop in self._loops():
+            loop.worker.watch = self._watch
+            if self._watch is not None:
+                self._watch.first = min(loop.worker.stages)
 
     def clip(self, norm: float | None = None, value: float | None = None) -> None:
         """Clip the updates that come otherwise than the pipeline was built to; those that are due are such."""
@@ -583,10 +591,9 @@ class Pipeline:
 
     def _start(self) -> None:
         self._runtime = start(self._holding, self._setting)
-        if isinstance(self._runtime, Inline):
-            self._runtime.loop.worker.watch = self._watch
-        else:
+        if not isinstance(self._runtime, Inline):
             self._finalizer = weakref.finalize(self, _end, self._runtime, self.ranks)
+        self._look()
         for loop in self._loops():
             loop.worker.record(self._tracing)
 

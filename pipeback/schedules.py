@@ -7,7 +7,7 @@ be pickled, so that a method can be sent to other processes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import count
 
@@ -58,6 +58,20 @@ def _one_f_one_b(m: int, stage: int, stages: int) -> Iterator[Op]:
             yield Op("B", i)
         yield from (Op("B", i) for i in range(first + m - ahead, first + m))
         yield Op("U", first + m - 1)
+
+
+def by_worker(schedule: Schedule, owner: Sequence[int]) -> Schedule:
+    """Each stage runs the program that its worker would run if its stages were one. owner: the worker of each stage."""
+    return partial(_by_worker, schedule, tuple(owner))
+
+
+def _by_worker(schedule: Schedule, owner: Sequence[int], stage: int, stages: int) -> Iterator[Op]:
+    return schedule(owner[stage], owner[-1] + 1)
+
+
+def flush(schedule: Schedule) -> int:
+    """Micro-batches up to the first update of a pipeline of one stage."""
+    return next(op.mb for op in schedule(0, 1) if op.kind == "U") + 1
 
 
 def flowing(slack: int = 2, every: int = 1) -> Schedule:

@@ -78,11 +78,12 @@ def _loop(
     alone = len(mine) == len(holding.stages)
     for stage in mine:
         stage.threaded = setting.threads is not None or sums is not None or not alone
-    policy = setting.order
+    policy, shared = setting.order, None
     if policy == "grouped" and not alone and not any(setting.delays) and holding.stages[-1].loss is not None:
         # in a flush, the gradient that another worker waits for leaves before the next one is begun; where the loss is
         # computed outside, a loop expects the forwards of a micro-batch first
         policy = "upstream"
+        shared = holding.balance() if holding.method.by_worker else None
     worker = Worker(mine, holding.method, setting.delays, link, replicas=sums, **setting.worker)
     order = Order(holding.method.schedule, len(holding.stages), policy=policy, seed=setting.seed)
-    return Loop(worker, order, holding.method, replica)
+    return Loop(worker, order, holding.method, replica, shared)

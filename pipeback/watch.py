@@ -18,7 +18,7 @@ from pipeback.stage import Stage
 
 
 class Watch:
-    """What was last seen of every stage; NaN where nothing has been yet.
+    """What was last seen of every stage; NaN where nothing has been yet, or where another process holds the stage.
 
     gap, update  Euclidean norms: of w_now − w_used of the followed micro-batch, and of one update since `mark`
     delay        own updates between F and B of the followed micro-batch, as it happened
@@ -27,6 +27,7 @@ class Watch:
 
     def __init__(self, stages: int) -> None:
         nan = math.nan
+        self.first = 0  # of the stages that are seen here: a micro-batch is followed from there on
         self.gap, self.update, self.delay = [nan] * stages, [nan] * stages, [nan] * stages
         self._clips: list[list[Tensor]] = [[] for _ in range(stages)]
         self._updates = [0] * stages
@@ -58,7 +59,7 @@ class Watch:
 
     def forward(self, ops: Sequence[tuple[Stage, int]]) -> None:
         for stage, mb in ops:
-            if self._follow and stage.index == 0:
+            if self._follow and stage.index == self.first:
                 self._follow, self._mb = False, mb
             if mb == self._mb:
                 self._used[stage.index] = stage.version, [w.detach().clone() for w in stage.weights]

@@ -114,6 +114,7 @@ class _Children(private.MultiProcessingLauncher):
         content = {
             "callbacks": {c.state_key: c.state_dict() for c in trainer.callbacks},  # type: ignore[attr-defined]
             "progress": trainer.fit_loop.state_dict(),
+            "loggers": [private.written(logger) for logger in trainer.loggers],
             "logged": {k: torch.as_tensor(v).cpu() for k, v in trainer.logged_metrics.items()},
         }
         buffer = io.BytesIO()
@@ -132,6 +133,8 @@ class _Children(private.MultiProcessingLauncher):
         trainer.fit_loop.load_state_dict(content["progress"])
         trainer.fit_loop.restarting = False  # it is over
         trainer.logged_metrics.update(content["logged"])
+        for logger, state in zip(trainer.loggers, content["loggers"], strict=True):
+            vars(logger).update(state)
 
 
 def _packed(generator: torch.Generator) -> Any:

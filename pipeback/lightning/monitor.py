@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from pipeback.lightning.strategy import PipelineStrategy
+from pipeback.pipeline import Memory
 from pipeback.watch import Watch
 
 
@@ -28,7 +30,8 @@ class PipelineMonitor(Callback):
 
     every_n_steps  None: as often as the Trainer logs. A copy of the weights is kept while a micro-batch is followed.
 
-    With several devices it logs throughput alone: what happens within a stage is known where that stage is.
+    With several devices every rank follows micro-batches through its own stages, and the ranks meet to log; there is
+    no utilisation, and memory is that of all of them.
     """
 
     def __init__(self, every_n_steps: int | None = None) -> None:
@@ -36,7 +39,6 @@ class PipelineMonitor(Callback):
             raise ValueError(f"every_n_steps must be a whole number of at least 1 or None, but is {every_n_steps!r}")
         self.every_n_steps = every_n_steps
         self._watch: Watch | None = None
-        self._several = False
         self._samples = 0
         self._began = self._busy = self._paused = 0.0
 
@@ -47,7 +49,6 @@ class PipelineMonitor(Callback):
                 f"{type(trainer.strategy).__name__}; "
                 'use Trainer(strategy="pipeback") or leave the callback out'
             )
-        self._several = trainer.strategy.several
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._watch = None
@@ -56,8 +57,6 @@ class PipelineMonitor(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         strategy = trainer.strategy
         assert isinstance(strategy, PipelineStrategy)
-        if self._several:
-            return
         if self._watch is None and strategy.built:
             self._watch = strategy.pipeline.watch()
             self._watch.mark()
@@ -69,39 +68,22 @@ class PipelineMonitor(Callback):
     ) -> None:
         self._samples += _samples(batch)
         every = self.every_n_steps or getattr(trainer, "log_every_n_steps", 0) or 50
-        if trainer.global_step == 0 or trainer.global_step % every or not trainer.is_global_zero:
+        if self._watch is None or trainer.global_step == 0 or trainer.global_step % every:
             return
-        if self._watch is None and not self._several:
-            return
-        for name, value in self._values(trainer).items():
-            if not math.isnan(value):
-                pl_module.log(f"pipeback/{name}", value, on_step=True, on_epoch=False, batch_size=1)
-        if self._watch is not None:
-            self._watch.mark()
-        self._mark(trainer)
-
-    def _values(self, trainer: Trainer) -> dict[str, float]:
-        strategy, watch = trainer.strategy, self._watch
-        seconds = time.perf_counter() - self._began - self._paused
-        if watch is None:
-            return {"throughput": self._samples / seconds}
+        strategy = trainer.strategy
         assert isinstance(strategy, PipelineStrategy)
-        pipe = strategy.pipeline
-        memory = pipe.memory()
-        found = {
-            "throughput": self._samples / seconds,
-            "utilisation": (strategy.busy - self._busy) / seconds,
-            "weight_copies": memory.copies,
-            "state_copies": memory.state,
-            "activation_mb": memory.activations / 1e6,
-        }
-        width = len(str(len(pipe.delays) - 1))
-        kinds = {
-            "delay": watch.delay, "gap": watch.gap, "update_norm": watch.update, "clip_share": watch.clip_share,
-        }  # fmt: skip
-        for kind, values in kinds.items():
-            found.update({f"{kind}/stage_{s:0{max(width, 2)}}": float(value) for s, value in enumerate(values)})
-        return found
+        seconds = time.perf_counter() - self._began - self._paused
+        busy = strategy.busy - self._busy
+        mine = strategy.pipeline.memory(), _stages(self._watch)
+        everybody = [mine] if strategy.meeting is None else strategy.meeting.gather("PipelineMonitor", mine, 0)
+        if everybody:
+            found = {"throughput": self._samples / seconds, **_merged(everybody)}
+            if len(everybody) == 1:
+                found["utilisation"] = busy / seconds
+            for name, value in found.items():
+                pl_module.log(f"pipeback/{name}", value, on_step=True, on_epoch=False, batch_size=1)
+        self._watch.mark()
+        self._mark(trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._stopped = time.perf_counter()
@@ -113,6 +95,30 @@ class PipelineMonitor(Callback):
         assert isinstance(trainer.strategy, PipelineStrategy)
         self._samples, self._paused = 0, 0.0
         self._began, self._busy = time.perf_counter(), trainer.strategy.busy
+
+
+def _stages(watch: Watch) -> dict[str, float]:
+    """What is known of every stage."""
+    width = max(2, len(str(len(watch.delay) - 1)))
+    kinds = {"delay": watch.delay, "gap": watch.gap, "update_norm": watch.update, "clip_share": watch.clip_share}
+    return {
+        f"{kind}/stage_{s:0{width}}": float(value)
+        for kind, values in kinds.items()
+        for s, value in enumerate(values)
+        if not math.isnan(value)
+    }
+
+
+def _merged(ranks: Sequence[tuple[Memory, dict[str, float]]]) -> dict[str, float]:
+    weights = sum(memory.weights for memory, _ in ranks)
+    found = {
+        "weight_copies": sum(memory.copies * memory.weights for memory, _ in ranks) / weights,
+        "state_copies": sum(memory.state * memory.weights for memory, _ in ranks) / weights,
+        "activation_mb": sum(memory.activations for memory, _ in ranks) / 1e6,
+    }
+    for _, stages in reversed(ranks):  # the last rank holds the first stages
+        found.update(stages)
+    return found
 
 
 def _samples(batch: Any) -> int:

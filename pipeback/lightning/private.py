@@ -8,6 +8,7 @@
 * the launchers, and `Strategy._configure_launcher`, which sets `_launcher`: each strategy of several processes has one.
 * the steps at which a `ModelCheckpoint` looks at its metric, where it does so within an epoch; and whether validation
   is due by the clock, which is every rank's own.
+* where a logger stands: a `CSVLogger` that does not know of the rows in its file deletes them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher as MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as ScriptLauncher
 from lightning.pytorch.strategies.launchers.launcher import _Launcher as Launcher
@@ -51,6 +53,12 @@ def looks(callback: Any, step: int) -> bool:
         return False
     every = callback._every_n_train_steps
     return callback._train_time_interval is not None or (every >= 1 and step % every == 0)
+
+
+def written(logger: Any) -> dict[str, Any]:
+    """Attributes by which a logger in another process goes on from what this one has written."""
+    names = ("_version", "_experiment") if isinstance(logger, CSVLogger) else ("_version",)
+    return {name: vars(logger)[name] for name in names if name in vars(logger)}
 
 
 def validates_by_the_clock(trainer: Any) -> bool:

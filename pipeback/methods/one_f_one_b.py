@@ -20,6 +20,7 @@ class OneForwardOneBackward(Method):
     """micro_batches: M micro-batches a flush, counted across pushes; None: one flush a push, whatever its length."""
 
     micro_batches: int | None = None
+    by_worker = True  # a worker of several stages would else let their forwards run ahead as if each had a worker
 
     def __post_init__(self) -> None:
         self.schedule = one_f_one_b(1 if self.micro_batches is None else self.micro_batches)

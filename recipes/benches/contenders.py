@@ -92,15 +92,21 @@ def pipelined(case: Case, name: str, turn: int, flush: int = 0, **options: Any) 
     x, y = case.data(at_once)
 
     def run() -> float:
+        """A flush begins and ends with an empty pipeline; else it is full, and time goes from a loss to a later one."""
         if not flush:
-            first = pipe.push(x, y)
+            loss = pipe.push(x, y)
             if judges:
-                float(first)  # from here on the pipeline is full, which it becomes once in a training
+                float(loss)
         begin = time.perf_counter()
         for _ in range(turn // at_once):
-            pipe.push(x, y)
+            loss = pipe.push(x, y)
+        if not flush and judges:
+            float(loss)
+            seconds = time.perf_counter() - begin
         pipe.wait()
-        return time.perf_counter() - begin if flush or judges else 0.0
+        if flush:
+            seconds = time.perf_counter() - begin
+        return seconds if flush or judges else 0.0
 
     return Contender(run, turn, pipe=pipe)
 

@@ -78,6 +78,9 @@ def pipeline(model: nn.Module, method: Any, optimizer: str = "momentum", **optio
     )
 
 
+FLUSHES = (4, 8, 2, 4, 2, 4, 3, 1, 8)  # micro-batches a push
+
+
 def weights(pipe: pipeback.Pipeline) -> torch.Tensor:
     """All weights and buffers in one vector."""
     state = pipe.model.state_dict()
@@ -95,3 +98,14 @@ def everything(pipe: pipeback.Pipeline) -> torch.Tensor:
             if not (name.startswith("flight/") and tensor.dtype == torch.uint8):
                 parts.append(tensor.flatten().double())
     return torch.cat(parts)
+
+
+def flushes(**options: Any) -> list[torch.Tensor]:
+    """1F1B in flushes of four: whole ones in a push and parts of one; losses, and what is held after each push."""
+    method = methods.create("one_f_one_b", micro_batches=4)
+    pipe = pipeline(network(), method, micro_batch_size=3, **options)
+    found = []
+    for x, y in ((torch.cat(x), torch.cat(y)) for x, y in (zip(*data(n, seed=n), strict=True) for n in FLUSHES)):
+        found += [pipe.push(x, y).clone(), everything(pipe)]
+    pipe.close()
+    return found

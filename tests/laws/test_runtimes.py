@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.laws.cases import CASES, STAGES, data, everything, network, pipeline
+from pipeback import methods
+from tests.laws.cases import CASES, STAGES, data, everything, flushes, network, pipeline
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -67,3 +68,26 @@ def test_random_layers_leave_the_callers_generator_alone():
     for x, y in data(3, samples=16):
         pipe.push(x, y)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_whole_flushes_and_parts_of_them_agree():
+    expected = flushes()
+    for workers in (2, 3):
+        for n, (found, wanted) in enumerate(zip(flushes(workers=workers), expected, strict=True)):
+            assert torch.equal(found, wanted), f"{workers} workers differ from the event loop at {n}"
+
+
+@pytest.mark.parametrize(("pushed", "ahead"), [(4, 2), (2, 4), (8, 2)])
+def test_the_forwards_of_a_whole_flush_run_ahead_by_workers(pushed, ahead):
+    """Of eight stages on two workers, the first four have as many micro-batches in flight as one of two stages."""
+    method = methods.create("one_f_one_b", micro_batches=4)
+    pipe = pipeline(network(8), method, micro_batch_size=3, workers=2)
+    pipe.record()
+    for _ in range(8 // pushed):
+        x, y = (torch.cat(some) for some in zip(*data(pushed), strict=True))
+        pipe.push(x, y)
+    pipe.wait()
+    kinds = [slot.op.kind for slot in pipe.recorded if slot.stage == 0]
+    most = max(kinds[:n].count("F") - kinds[:n].count("B") for n in range(len(kinds)))
+    pipe.close()
+    assert most == ahead

@@ -2,6 +2,7 @@
 
 import csv
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from pipeback.lightning import PipelineMonitor
 from tests.lightning.cases import Regression, loader, strategy, trainer, weights
+from tests.lightning.ranks import fit
 
 
 def rows(folder):
@@ -68,3 +70,26 @@ def test_every_n_steps(tmp_path):
 def test_copies(method, copies, tmp_path):
     _, _, found = watched(tmp_path, method)
     assert [r for r in found if "pipeback/weight_copies" in r][-1]["pipeback/weight_copies"] == pytest.approx(copies)
+
+
+def monitored(folder):
+    """Every second batch, over two ranks."""
+    logger = CSVLogger(folder, name="", version="")
+    options = dict(logger=logger, log_every_n_steps=6, max_epochs=4, callbacks=[PipelineMonitor()])
+    fit("cerebras", 2, val=partial(loader, 2), gradient_clip_val=0.05, **options)
+
+
+def test_two_ranks_tell_what_one_device_does(tmp_path, crew):
+    """Speed apart: memory, delays, gaps, norms and shares are those of the same micro-batches."""
+    crew.ranks(2).run(monitored, tmp_path / "two")
+    _, _, wanted = watched(tmp_path / "one", "cerebras", gradient_clip_val=0.05)
+    found = rows(tmp_path / "two")
+    kinds = {name for row in found for name in row if name.startswith("pipeback/")}
+    assert kinds == {name for row in wanted for name in row if name.startswith("pipeback/")} - {"pipeback/utilisation"}
+    final, last = ([r for r in some if "pipeback/throughput" in r][-1] for some in (found, wanted))
+    for name in kinds - {"pipeback/throughput"}:
+        kind = name.split("/")[1]
+        if kind == "gap":  # a rank follows the next micro-batch that comes to it, which need not be the same
+            assert (final[name] > 0) == (last[name] > 0), name
+        else:
+            assert final[name] == pytest.approx(last[name]), name

@@ -1,9 +1,11 @@
 """The names of Lightning and torchmetrics that are not public: each test fails when they change."""
 
+import pickle
 from datetime import timedelta
 
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchmetrics import MeanSquaredError
@@ -90,6 +92,17 @@ def test_when_checkpoints_look_at_their_metric():
     assert not private.looks(ModelCheckpoint(every_n_train_steps=3), 3)
     assert not private.looks(ModelCheckpoint(monitor="x"), 3)
     assert private.looks(ModelCheckpoint(monitor="x", train_time_interval=timedelta(hours=1)), 4)
+
+
+def test_a_logger_goes_on_from_what_another_process_has_written(tmp_path):
+    theirs, here = CSVLogger(tmp_path), CSVLogger(tmp_path)
+    theirs.log_metrics({"a": 1.0}, 0)
+    theirs.save()
+    vars(here).update(pickle.loads(pickle.dumps(private.written(theirs))))
+    here.log_metrics({"b": 2.0}, 1)
+    here.save()
+    (file,) = tmp_path.rglob("metrics.csv")
+    assert file.read_text().split() == ["a,b,step", "1.0,,0", ",2.0,1"]
 
 
 def test_validation_by_the_clock():

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import pipeback
-from tests.laws.cases import CASES, data, pipeline
+from tests.laws.cases import CASES, data, flushes, pipeline
 from tests.processes.cases import differences, drawing, flat, train
 
 FEW = ["gpipe", "one_f_one_b-3", "pb", "pipedream", "pipedream_2bw", "pipemare", "spectrain", "lwp-weight+sc"]
@@ -94,6 +94,17 @@ def test_what_crosses_a_boundary(crew):
         for link in ("auto", "gloo"):
             for result in crew.run(case, link=link):
                 assert differences(result, case()) == []
+
+
+def whole_or_not(link):
+    return [tensor.clone() for tensor in flushes(link=link)]
+
+
+def test_whole_flushes_and_parts_of_them(crew):
+    crew, wanted = crew.ranks(2), flushes()
+    for link in ("shared_memory", "gloo"):
+        for found in crew.run(whole_or_not, link):
+            assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
 def kept(timeout=30.0):

@@ -136,6 +136,16 @@ def test_sweep_by_joblib(tmp_path):
     assert numbers(tmp_path / "outputs" / "train" / "digits" / "pb-seed0") == numbers(tmp_path / "here")
 
 
+def test_sweep_over_two_devices(tmp_path):
+    """Each run starts its processes, and what is validated after them goes into the same log."""
+    options = [*TINY, "method=sgd,pb", "callbacks=minimal", "-m", "trainer.devices=2"]
+    done = pipeback("train", *options, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert pipeback("train", *TINY, "method=pb", "callbacks=minimal", "out=here", cwd=tmp_path).returncode == 0
+    assert numbers(tmp_path / "outputs" / "train" / "digits" / "pb-seed0") == numbers(tmp_path / "here")
+    assert facts(tmp_path / "outputs" / "train" / "digits" / "sgd-seed0")["runtime"] == "2 processes"
+
+
 def test_cfg_job(tmp_path):
     done = pipeback("train", "experiment=digits", "method=pb", "--cfg", "job", cwd=tmp_path)
     found = yaml.safe_load(done.stdout)
