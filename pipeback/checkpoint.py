@@ -85,7 +85,7 @@ def save(pipe: Any, folder: str | Path, *, keep: int = 2, facts: Any = None) -> 
 def load(pipe: Any, path: str | Path) -> Any:
     """Take up a checkpoint, or the newest whole one of a folder; returns its facts. Every rank calls this.
 
-    Contents are checked before anything changes; damaged checkpoints of a folder are passed over with a warning.
+    A rank reads the stages that it will hold. Contents are checked before anything changes; damaged checkpoints of a folder are passed over with a warning.
     Raises CheckpointError when the one named is damaged or the folder has none; ValueError when it does not fit `pipe`.
     """
     _safetensors()
@@ -93,7 +93,7 @@ def load(pipe: Any, path: str | Path) -> Any:
     found = crew.gather(crew.together(lambda: shelf.candidates(path), only=0))[0]
     for candidate in found:
         try:
-            state, facts = crew.together(partial(_read, candidate, None))
+            state, facts = crew.together(partial(_read, candidate, pipe.would_hold))
         except CheckpointError as error:
             if candidate == path:
                 raise
@@ -114,7 +114,7 @@ def read(path: str | Path, stages: Collection[int] | None = None) -> dict[str, A
 
     stages: read the tensors of these only, the others' dictionaries are empty. Raises CheckpointError.
     """
-    return _read(Path(path), stages)[0]
+    return _read(Path(path), lambda plain: stages)[0]
 
 
 # -- ranks ---------------------------------------------------------------------------------------------------------
@@ -187,10 +187,11 @@ def _write(folder: Path, part: Part) -> tuple[str, dict[str, Any]]:
     return name, {"size": size, "sha256": digest, "stage": part.stage, "replica": part.replica, "tensors": forms}
 
 
-def _read(path: Path, stages: Collection[int] | None) -> tuple[dict[str, Any], Any]:
-    """State and facts of a checkpoint."""
+def _read(path: Path, choose: Callable[[dict[str, Any]], Collection[int] | None]) -> tuple[dict[str, Any], Any]:
+    """State and facts of a checkpoint. choose: plain values of the state -> the stages to read, None: all."""
     try:
         document = shelf.look(path)
+        stages = choose(document["state"]["plain"])
         files = [item for item in document["files"].items() if stages is None or item[1]["stage"] in stages]
         loaded = _each(files, lambda item: _tensors(path / item[0], item[1]))
     except CheckpointError as error:

@@ -41,6 +41,12 @@ class Holding:
         """The worker of each stage."""
         return balance(self.seconds, self.workers)
 
+    def would_hold(self, seconds: list[float]) -> list[int] | None:
+        """The stages that this process is to hold, once so many seconds have been measured; None: all."""
+        if not self.ranks.several or len(seconds) != len(self.stages):
+            return None
+        return [s for s, worker in enumerate(balance(seconds, self.workers)) if worker == self.ranks.index]
+
     @property
     def mine(self) -> list[Stage]:
         """The stages that this process holds, of all its replicas."""

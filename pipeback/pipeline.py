@@ -498,6 +498,10 @@ class Pipeline:
             self._error = None
             self._do(partial(self._take_up, state_dict, plain))
 
+    def would_hold(self, plain: dict[str, Any]) -> list[int] | None:
+        """The stages whose tensors this process needs of a state with these plain values; None: all."""
+        return self._holding.would_hold(plain["seconds"]) if plain["loops"] else None
+
     def _take_up(self, saved: dict[str, Any], plain: dict[str, Any]) -> None:
         for opt, groups in zip(self.optimizers, plain["groups"][str(plain["current"])], strict=True):
             for group, values in zip(opt.param_groups, groups, strict=True):

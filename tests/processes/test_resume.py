@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-import pipeback
+from pipeback import checkpoint
 from tests.laws.cases import CASES, STAGES, data, pipeline
 from tests.processes.cases import differences, drawing, settled
 
@@ -23,7 +23,7 @@ def first_part(case, folder=None):
         pipe.push(x, y)
     state = pipe.state_dict()
     if folder is not None:
-        pipeback.checkpoint.save(pipe, folder)
+        checkpoint.save(pipe, folder)
     pipe.close()
     return state
 
@@ -33,7 +33,7 @@ def second_part(case, state):
     if isinstance(state, dict):
         pipe.load_state_dict(state)
     else:
-        pipeback.checkpoint.load(pipe, state)
+        checkpoint.load(pipe, state)
     losses = [pipe.push(x, y) for x, y in data(BATCHES[0], samples=8)[BATCHES[1] :]]
     result = {"losses": torch.stack([loss.clone() for loss in losses]), "state": settled(pipe.state_dict())}
     pipe.close()
@@ -57,6 +57,25 @@ def test_on_another_number_of_ranks(crew, tmp_path, save, load):
             found = [second_part(case, source)] if load == 1 else crew.ranks(load).run(second_part, case, source)
             for rank, result in enumerate(found):
                 assert differences(result, wanted) == [], f"{case}, rank {rank}"
+
+
+def read_by(folder):
+    """The stages that a rank reads of a checkpoint, and those that it then holds."""
+    pipe, read, keep = begin("pb"), [], checkpoint._tensors
+    checkpoint._tensors = lambda file, facts: read.append(facts["stage"]) or keep(file, facts)
+    try:
+        checkpoint.load(pipe, folder)
+    finally:
+        checkpoint._tensors = keep
+    held = [s for s, worker in enumerate(pipe.owner) if worker == pipe.ranks.index]
+    pipe.close()
+    return sorted(read), held
+
+
+def test_a_rank_reads_its_own_stages(crew, tmp_path):
+    first_part("pb", tmp_path)
+    for read, held in crew.ranks(3).run(read_by, tmp_path):
+        assert read == held != list(range(STAGES))
 
 
 def loaded_twice(case, state):
