@@ -85,7 +85,8 @@ def save(pipe: Any, folder: str | Path, *, keep: int = 2, facts: Any = None) -> 
 def load(pipe: Any, path: str | Path) -> Any:
     """Take up a checkpoint, or the newest whole one of a folder; returns its facts. Every rank calls this.
 
-    A rank reads the stages that it will hold. Contents are checked before anything changes; damaged checkpoints of a folder are passed over with a warning.
+    A rank reads the stages that it will hold. Contents are checked before anything changes; damaged checkpoints of a
+    folder are passed over with a warning.
     Raises CheckpointError when the one named is damaged or the folder has none; ValueError when it does not fit `pipe`.
     """
     _safetensors()

@@ -75,7 +75,7 @@ def together(case: Case, rank: int) -> dict[str, Contender]:
     some = {f"pb, {link}": pipelined(case, "pb", case.turn, link=link) for link in ("gloo", "shared_memory")}
     for flush in FLUSHES:
         for name, schedule in PEERS.items():
-            few = max(flush, case.turn // 2 // flush * flush)  # flushes are alike, so fewer will do
+            few = max(flush, case.turn // 3 // flush * flush)  # flushes are alike, so fewer will do
             some[f"{name} {flush}"] = pipelined(case, name, few, flush)
             some[f"{schedule.__name__} {flush}"] = peer(case, rank, schedule, flush, few)
     return some
