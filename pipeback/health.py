@@ -60,7 +60,8 @@ class Health:
         self.pushed = 0  # micro-batches, set by the pipeline
         self.failed = threading.Event()
         self._store, self._host, self._here = store, self.ranks[0], facts[rank].place
-        self._limit, self._pause, self._beat = 0.8 * timeout, min(0.2, timeout / 10), min(1.0, timeout / 6)
+        self._limit, self._beat = 0.8 * timeout, min(1.0, timeout / 6)
+        self._pause = min(0.2, timeout / 10)  # of the lookout; the talker's are longer, for its looks cost more
         now = time.monotonic()
         self._statuses = dict.fromkeys(self.ranks, Status())
         self._changed = dict.fromkeys(self.ranks, now)  # when the status was last seen to change
@@ -181,7 +182,7 @@ class Health:
                     self._read(*store.multi_get(names))  # and so the beat has arrived
                 self._asked, self._heard = begun, time.monotonic()
                 if self._leaving or not self.failed.is_set():
-                    self._wake.wait(self._pause)
+                    self._wake.wait(self._beat / 2)
                     self._wake.clear()
             self._at_exit.cancel()
             del self._store

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 Pulse = Callable[[], None]  # called at least every 0.2 s while a wire waits; what it raises ends the wait
-SLICE = 0.1  # seconds between two pulses
+SLICE = 0.2  # seconds between two pulses
 T = TypeVar("T")
 
 
