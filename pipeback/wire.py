@@ -34,7 +34,7 @@ class GlooWire:
 
     group: a process group in which nothing else goes from one to the other. peer: global rank of the other end.
     sender: whether this end sends. bound: messages that may be unreceived before `send` waits; one more may be on its
-    way. pulse: called every 0.1 s of a wait, from another thread; what it raises ends the wait, and with it the group.
+    way. pulse: called every 0.2 s of a wait, from another thread; what it raises ends the wait, and with it the group.
     device: where received tensors are put. Raises Broken when the peer ends or the group's timeout has passed.
     """
 

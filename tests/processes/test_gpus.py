@@ -1,0 +1,41 @@
+"""Stages on GPUs: through pinned memory and gloo where ranks share one, through NCCL where each has its own."""
+
+import pytest
+import torch
+
+from tests.laws.cases import data, pipeline
+from tests.processes.cases import drawing, flat
+
+GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def trained(rank, gpus, **options):
+    """Losses and weights, on the CPU."""
+    device = torch.device("cuda", rank % gpus)
+    torch.cuda.set_device(device)
+    torch.manual_seed(7)
+    pipe = pipeline(drawing().to(device), "pb", **options)
+    losses = [pipe.push(x.to(device), y.to(device)) for x, y in data(12, samples=8)]
+    result = torch.stack([loss.clone().cpu() for loss in losses]), flat(pipe.state_dict())
+    pipe.close()
+    return result[0], {name: tensor.cpu() for name, tensor in result[1].items()}
+
+
+def compare(crew, gpus, link):
+    losses, state = trained(0, 1)
+    for found, theirs in crew.ranks(2).run(trained, gpus, each=range(2), link=link):
+        assert torch.equal(found, losses)
+        assert theirs.keys() == state.keys()
+        assert [name for name in state if not torch.equal(theirs[name], state[name])] == []
+
+
+@pytest.mark.filterwarnings("ignore:.*takes its statistics")
+@pytest.mark.skipif(GPUS < 1, reason="needs a GPU: two ranks with stages on it")
+def test_ranks_that_share_a_gpu(crew):
+    compare(crew, 1, "gloo")
+
+
+@pytest.mark.filterwarnings("ignore:.*takes its statistics")
+@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs: NCCL between two ranks")
+def test_a_gpu_each(crew):
+    compare(crew, 2, "nccl")
