@@ -22,7 +22,7 @@ from pipeback.recipes.benches.contenders import FLUSHES, PEERS, RANKS, Case, alo
 
 CASES = (
     Case("large", width=256, length=64, samples=4, turn=48),
-    Case("small", width=64, length=16, samples=2, turn=96),
+    Case("small", width=64, length=16, samples=2, turn=288),
 )
 IDEAL = "two copies of pb"
 Rates = dict[str, list[float]]  # micro-batches a second, by contender and round
