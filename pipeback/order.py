@@ -7,11 +7,13 @@ The default groups: forwards sweep downstream, then every backward that is ready
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
 from pipeback.events import Kind, Op, Schedule, until
+
+Ops = Sequence[tuple[int, int]]  # (stage, micro-batch)
 
 
 class Wave(NamedTuple):

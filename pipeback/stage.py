@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,13 @@ OptimizerFactory = Callable[[Any], torch.optim.Optimizer]  # given a list of par
 
 drawing = threading.RLock()  # the default generator is one a process; whoever draws from it has it to itself
 _COPY = "copy values into the weights in place, or build a new Pipeline"
+
+
+class Sums(NamedTuple):
+    """Gradient sums of one update, and how many micro-batches (or samples) they are of."""
+
+    grads: Sequence[Tensor | None]
+    number: float
 
 
 class Flight:
@@ -147,7 +154,7 @@ class Stage:
 
     def update(self, mb: int) -> None:
         """U(mb) of plain training: one step on the averaged gradient. Methods go through `Worker`."""
-        self.average(None)
+        self.average(self.sums(), None)
         self.optimizer.step()
         self.version += 1
 
@@ -225,33 +232,27 @@ class Stage:
             return tuple(x.grad for x in flight.leaves)
         return flight.leaves[0].grad
 
-    def average(self, clip_norm: float | None, clip_value: float | None = None) -> Tensor | None:
-        """Divide the gradient sum once by the true count, clip it, and hand it to the optimizer.
-
-        The sum is what autograd left in the parameters' `.grad`, in micro-batch order. Returns whether the gradient was
-        clipped, as a 0-d tensor; None where nothing clips.
-        """
+    def sums(self) -> Sums:
+        """Take the gradient sums that autograd left in the parameters' `.grad`, in micro-batch order, and the count."""
         count, self.count = self.count, 0.0
-        if count == 1 and clip_norm is None and clip_value is None:
-            for w, p in zip(self.weights, self.params, strict=True):
-                w.grad, p.grad = p.grad, None
-            return None
         grads = [p.grad for p in self.params]
+        for p in self.params:
+            p.grad = None
+        return Sums(grads, count)
+
+    def average(self, sums: Sums, clip_norm: float | None, clip_value: float | None = None) -> Tensor | None:
+        """Divide the gradient sums once by the true count, clip them, and hand them to the optimizer.
+
+        Returns whether the gradient was clipped, as a 0-d tensor; None where nothing clips.
+        """
+        grads, count = sums
+        clipped = None
         if count != 1:
             grads = [None if g is None else g / count for g in grads]
-        there = [g for g in grads if g is not None]
-        clipped = None
-        if clip_norm is not None and there:
-            # not clip_grad_norm_, which would change a gradient that was just sent upstream
-            scale = torch.clamp(clip_norm / (torch.nn.utils.get_total_norm(there) + 1e-6), max=1.0)
-            grads = [None if g is None else g * scale.to(g.dtype) for g in grads]
-            clipped = scale < 1
-        if clip_value is not None and there:
-            over = torch.stack([(g.abs() > clip_value).any() for g in grads if g is not None]).any()
-            grads = [None if g is None else g.clamp(-clip_value, clip_value) for g in grads]
-            clipped = over if clipped is None else clipped | over
-        for w, p, g in zip(self.weights, self.params, grads, strict=True):
-            w.grad, p.grad = g, None
+        if clip_norm is not None or clip_value is not None:
+            grads, clipped = _clipped(grads, clip_norm, clip_value)
+        for w, g in zip(self.weights, grads, strict=True):
+            w.grad = g
         return clipped
 
     def packed(self) -> Tensor:
@@ -289,13 +290,19 @@ class Stage:
 
     # -- versions ------------------------------------------------------------------------------------------------
 
-    def keep(self) -> None:
-        """Before U: copy the current version if anything will still need it, and let go of those nothing will."""
+    def keep(self) -> Weights | None:
+        """Before U: drop the versions nothing needs; returns where to copy the current one, if that will be needed."""
         self.release(self.version + 1)
-        current = self.version
+        current, copy = self.version, None
         if current not in self.versions and self.weights and (self.history or self._needed(current)):
-            self.versions[current] = [w.detach().clone() for w in self.weights]
+            copy = self.versions[current] = [torch.empty_like(w) for w in self.weights]
         self.peak_copies = max(self.peak_copies, self.copies())
+        return copy
+
+    def used(self, mb: int) -> Weights:
+        """What F(mb) ran on."""
+        flight = self.flights[mb]
+        return self.past(flight.version) if flight.owned is None else flight.owned
 
     def release(self, version: int | None = None) -> None:
         """Drop the versions that no flight uses and that, at `version`, no later forward may ask for."""
@@ -326,6 +333,25 @@ class Stage:
     def bytes(self) -> int:
         """Bytes of one copy of the trainable weights."""
         return sum(w.numel() * w.element_size() for w in self.weights)
+
+
+def _clipped(
+    grads: Sequence[Tensor | None], norm: float | None, value: float | None
+) -> tuple[Sequence[Tensor | None], Tensor | None]:
+    there = [g for g in grads if g is not None]
+    if not there:
+        return grads, None
+    clipped = None
+    if norm is not None:
+        # not clip_grad_norm_, which would change a gradient that was just sent upstream
+        scale = torch.clamp(norm / (torch.nn.utils.get_total_norm(there) + 1e-6), max=1.0)
+        grads = [None if g is None else g * scale.to(g.dtype) for g in grads]
+        clipped = scale < 1
+    if value is not None:
+        over = torch.stack([(g.abs() > value).any() for g in grads if g is not None]).any()
+        grads = [None if g is None else g.clamp(-value, value) for g in grads]
+        clipped = over if clipped is None else clipped | over
+    return grads, clipped
 
 
 def grown(output: Value) -> list[Tensor]:

@@ -8,22 +8,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from pipeback.bundle import Weights, add_scaled
+from pipeback.bundle import Weights
 from pipeback.joint import Options, hooked, joinable
 from pipeback.ledger import Ledger
 from pipeback.link import Link
-from pipeback.method import Method, Past, Shift, overrides
-from pipeback.order import Wave
+from pipeback.method import Method, When, overrides
+from pipeback.order import Kind, Ops, Wave
 from pipeback.replicas import Replicas
-from pipeback.stage import Flight, Stage, differentiate
+from pipeback.residence import Asked, Residence, Resident, forget_casts
+from pipeback.stage import Flight, Stage, Sums, differentiate
 from pipeback.team import Team
 from pipeback.watch import Watch
 
-Ops = Sequence[tuple[int, int]]  # (stage, micro-batch)
+_Step = tuple[Team, int, Sequence[Options], When | None]  # who steps, and at which micro-batch's numbers
 
 
 class StageError(RuntimeError):
@@ -45,6 +47,7 @@ class Worker:
         samples: bool = False,
         check_finite: bool = False,
         replicas: Replicas | None = None,
+        residence: Residence | None = None,
     ) -> None:
         self.stages = {stage.index: stage for stage in stages}
         self.count = stages[0].stages
@@ -64,8 +67,8 @@ class Worker:
         self.tracing = False
         self.trace: list[tuple[float, float, int, str, int]] = []  # (start, end, stage, kind, micro-batch), seconds
         self.stash = method.copies == "stash"
-        self._forward_hook = overrides(method, "forward_weights")
-        self._backward_hook = overrides(method, "backward_weights") or method.copies == "stash"
+        self.residence = residence or Resident(self.stages, method)
+        self.residence.ask = self._asked
         self._update_hook = overrides(method, "update")
         self._steps: dict[tuple[bool, tuple[int, ...]], list[Team]] = {}  # who is updated together
         self._hooks: dict[tuple[int, ...], list[Team]] = {}  # whose F or B one call of a hook serves
@@ -83,7 +86,7 @@ class Worker:
         """Do the own part of every wave, in order."""
         mine, alone = self.stages, len(self.stages) == self.count
         entry = self.method.needs_entry
-        for kind, ops in waves:
+        for kind, ops in self.residence.ahead(waves):
             if entry:
                 self._follow(kind, ops)
             if not alone:
@@ -118,12 +121,8 @@ class Worker:
 
     def forward(self, ops: Ops) -> None:
         """F of each (stage, micro-batch), in the order given."""
-        link, stages = self.link, self.stages
-        held: list[_Held] = []
-        if self._forward_hook:
-            with torch.no_grad():
-                held = self._hold_forward(ops)
-            _forget_casts()
+        link, stages, residence = self.link, self.stages, self.residence
+        held = residence.forward(ops)
         flights: list[Flight] = []
         try:
             for s, i in ops:
@@ -134,7 +133,7 @@ class Worker:
                 try:
                     y = stage.forward(i, x, link.recv("Y", s, i) if stage.judges else None)
                 except Exception as error:
-                    raise StageError(f"{stage.label}, micro-batch {i}: the forward failed: {error}") from error
+                    raise self._failed("forward", stage, i, error) from error
                 flight = stage.flights[i]
                 flight.options = self.options[i]
                 flights.append(flight)
@@ -150,9 +149,7 @@ class Worker:
                 self.watch.forward([(stages[s], i) for s, i in ops])
         finally:
             if held:
-                with torch.no_grad():
-                    self._release_forward(held, ops)
-                _forget_casts()
+                residence.after_forward(held, ops)
         numbers, mbs = zip(*ops, strict=True)
         self.ledger.add("F", numbers, mbs, [flight.version for flight in flights])
         if self.method.needs_entry:
@@ -165,13 +162,9 @@ class Worker:
     def backward(self, ops: Ops) -> None:
         """B of each (stage, micro-batch), as one autograd call."""
         link, stages = self.link, self.stages
-        versions: dict[int, int] = {}
-        held: list[_Held] = []
         if self.watch is not None:
             self.watch.backward([(stages[s], i) for s, i in ops])
-        if self._backward_hook:
-            with torch.no_grad():
-                held, versions = self._hold_backward(ops)
+        held, versions = self.residence.backward(ops)
         roots: list[Tensor] = []
         seeds: list[Tensor] = []
         flights = []
@@ -189,9 +182,7 @@ class Worker:
             raise StageError(self._culprit(ops, flights, error)) from error
         finally:
             if held:
-                with torch.no_grad():
-                    for h in held:
-                        h.undo()
+                self.residence.after_backward(held)
         numbers, mbs = zip(*ops, strict=True)
         self.ledger.add("B", numbers, mbs, [versions.get(s, stages[s].version) for s in numbers])
         for (s, i), flight in zip(ops, flights, strict=True):
@@ -229,47 +220,67 @@ class Worker:
         stages = [self.stages[s] for s in numbers]
         if self.began is not None:
             self.began(("U", *ops[0]))
-        with torch.no_grad():
-            for stage, (_, i) in zip(stages, ops, strict=True):
-                try:
-                    clipped = stage.average(self.clip_norm, self.clip_value)
-                    if self.watch is not None:
-                        self.watch.before_update(stage, clipped)
-                except Exception as error:
-                    raise StageError(f"{stage.label}, micro-batch {i}: the update failed: {error}") from error
-                if self.stash:
-                    stage.keep()
         listened = bool([stage for stage in stages if hooked(stage.optimizer)])
         teams = self._steps.get((listened, numbers))
         if teams is None:
             joined = joinable([s.optimizer for s in stages]) and (self.method.merges or not self._update_hook)
-            teams = self._steps[listened, numbers] = self._teams(stages, joined)
+            teams = self._steps[listened, numbers] = self._teams(stages, joined and self.residence.joins)
         last = dict(ops)
-        for team in teams:
-            self._step(team, last[team.first.index])
-        _forget_casts()
+        steps = [self._planned(team, last[team.first.index]) for team in teams]
+        kept = [stage.keep() for stage in stages] if self.stash else []
+        self.residence.update(stages, partial(self._make, stages, last, steps, kept))
         for stage in stages:
             stage.version += 1
-            for w in stage.weights:
-                w.grad = None
-            if self.watch is not None:
-                self.watch.after_update(stage)
 
-    def _step(self, team: Team, mb: int) -> None:
+    def _planned(self, team: Team, mb: int) -> _Step:
         options = [stage.options for stage in team.stages]
+        when = team.when(mb, options, self.start, self.base, 0) if self._update_hook else None
+        return team, mb, options, when
+
+    def _make(
+        self,
+        stages: Sequence[Stage],
+        mbs: dict[int, int],
+        steps: Sequence[_Step],
+        kept: Sequence[Weights | None],
+        sums: Sequence[Sums],
+    ) -> None:
+        """Make the update of these stages, whose gradients sum up to `sums`, where their weights are.
+
+        kept: where the weights before are copied to.
+        """
+        with torch.no_grad():
+            for stage, summed in zip(stages, sums, strict=True):
+                try:
+                    clipped = stage.average(summed, self.clip_norm, self.clip_value)
+                    if self.watch is not None:
+                        self.watch.before_update(stage, clipped)
+                except Exception as error:
+                    raise self._failed("update", stage, mbs[stage.index], error) from error
+            for stage, copy in zip(stages, kept, strict=bool(kept)):
+                if copy is not None:
+                    torch._foreach_copy_(copy, stage.weights)
+            for step in steps:
+                self._step(*step)
+            forget_casts()
+            for stage in stages:
+                for w in stage.weights:
+                    w.grad = None
+                if self.watch is not None:
+                    self.watch.after_update(stage)
+
+    def _step(self, team: Team, mb: int, options: Sequence[Options], when: When | None) -> None:
         optimizer = team.optimizer.at(options)
         try:
-            if not self._update_hook:
+            if when is None:
                 optimizer.step()
                 return
             before = team.state
-            with torch.no_grad():
-                when = team.when(mb, options, self.start, self.base, 0)
-                after = self.method.update(team.weights, optimizer, before, when)
+            after = self.method.update(team.weights, optimizer, before, when)
             if after is not before:
                 team.state = after
         except Exception as error:
-            raise StageError(f"{team.first.label}, micro-batch {mb}: the update failed: {error}") from error
+            raise self._failed("update", team.first, mb, error) from error
 
     def _teams(self, stages: Sequence[Stage], joined: bool) -> list[Team]:
         some = [stage for stage in stages if stage.weights]
@@ -278,77 +289,33 @@ class Worker:
         return [Team([stage], self.delays) for stage in some]
 
     # -- which weights F and B run on ----------------------------------------------------------------------------
-    #
-    # The graphs refer to the storage of the live weights, so other weights are put there for the time of the
-    # operation. `_Held` remembers where the current ones are meanwhile.
 
-    def _hold_forward(self, ops: Ops) -> list[_Held]:
-        held: list[_Held] = []
+    def _asked(self, kind: Kind, ops: Ops) -> list[Asked]:
+        """What the hooks are to be asked before these operations: one question for all stages that a call serves."""
         mbs = dict(ops)
+        asked = []
         for team in self._served(ops):
             i, stage = mbs[team.first.index], team.first
-            options = [self.options[mbs[s.index]] for s in team.stages]
-            when = team.when(i, options, self.start, self.base, self.entries.get(i, 0))
-            chosen = self.method.forward_weights(team.weights, team.state, when)
-            if chosen is team.weights:
-                continue
-            if isinstance(chosen, Past):
-                if chosen.version != stage.version:
-                    held.append(_exchange(team, stage.past(chosen.version), version=chosen.version))
+            if kind == "F":
+                options, entry = [self.options[mbs[s.index]] for s in team.stages], self.entries.get(i, 0)
             else:
-                held.append(_place(team, chosen))
-        return held
-
-    def _release_forward(self, held: Sequence[_Held], ops: Ops) -> None:
-        mbs = dict(ops)
-        for h in held:
-            h.undo()
-            if h.version is None and not self.stash:
-                continue
-            for stage in h.team.stages:
-                flight = stage.flights.get(mbs[stage.index])
-                if flight is None:  # its forward failed
-                    continue
-                if h.version is not None:
-                    flight.version = h.version
-                else:
-                    flight.owned = h.buffer
-
-    def _hold_backward(self, ops: Ops) -> tuple[list[_Held], dict[int, int]]:
-        held: list[_Held] = []
-        versions: dict[int, int] = {}  # where B runs on another version than the newest
-        mbs = dict(ops)
-        for team in self._served(ops):
-            stage = team.first
-            flights = [s.flights[mbs[s.index]] for s in team.stages]
-            flight = flights[0]
-            used = None
-            if self.stash:  # one stage a team
-                used = flight.owned or stage.past(flight.version)
-            when = team.when(mbs[stage.index], [f.options for f in flights], self.start, self.base, flight.entry)
-            chosen = self.method.backward_weights(team.weights, used, team.state, when)
-            if chosen is used:
-                versions[stage.index] = flight.version
-                if used is not team.weights:
-                    held.append(_exchange(team, used))
-            elif isinstance(chosen, Past):
-                versions[stage.index] = chosen.version
-                if chosen.version != stage.version:
-                    held.append(_exchange(team, stage.past(chosen.version)))
-            elif chosen is not team.weights:
-                held.append(_place(team, chosen))
-        return held, versions
+                options, entry = [s.flights[mbs[s.index]].options for s in team.stages], stage.flights[i].entry
+            asked.append(Asked(team, i, team.when(i, options, self.start, self.base, entry)))
+        return asked
 
     def _served(self, ops: Ops) -> list[Team]:
         """The stages that one call of a hook serves: all of the wave, or one by one."""
         numbers = tuple([s for s, _ in ops])
         teams = self._hooks.get(numbers)
         if teams is None:
-            joined = self.method.merges and not self.stash
+            joined = self.method.merges and not self.stash and self.residence.joins
             teams = self._hooks[numbers] = self._teams([self.stages[s] for s in numbers], joined)
         return teams
 
     # -- naming what failed --------------------------------------------------------------------------------------
+
+    def _failed(self, what: str, stage: Stage, mb: int, error: Exception) -> StageError:
+        return StageError(f"{stage.label}, micro-batch {mb}: the {what} failed: {error}")
 
     def _culprit(self, ops: Ops, flights: Sequence[Flight], error: Exception) -> str:
         """Which backward of a joined call failed.
@@ -373,51 +340,3 @@ class Worker:
 
 
 _CURE = "lower the rate, set clip_norm=, or train on with check_finite=False"
-
-
-class _Held:
-    """The live weights hold something else; `buffer` holds the current ones, or swaps with them."""
-
-    __slots__ = ("buffer", "swap", "team", "version")
-
-    def __init__(self, team: Team, buffer: Weights, *, swap: bool, version: int | None = None) -> None:
-        self.team, self.buffer, self.swap, self.version = team, buffer, swap, version
-
-    def undo(self) -> None:
-        if self.swap:
-            _swap(self.team.weights, self.buffer)
-        else:
-            torch._foreach_copy_(self.team.weights, self.buffer)
-
-
-def _exchange(team: Team, buffer: Weights, version: int | None = None) -> _Held:
-    _swap(team.weights, buffer)
-    return _Held(team, buffer, swap=True, version=version)
-
-
-def _place(team: Team, chosen: Weights | Shift) -> _Held:
-    """Put shifted weights into the live storage."""
-    weights, stash = team.weights, team.first.stash
-    if stash:
-        buffer = [w.detach().clone() for w in weights]
-    else:
-        buffer = team.scratch
-        torch._foreach_copy_(buffer, weights)
-    if isinstance(chosen, Shift):
-        add_scaled(weights, chosen.coefficients, chosen.directions)
-    else:
-        torch._foreach_copy_(weights, chosen)
-    return _Held(team, buffer, swap=stash)
-
-
-def _swap(a: Weights, b: Weights) -> None:
-    """Exchange contents, never storage: graphs in flight refer to it."""
-    kept = [w.detach().clone() for w in a]
-    torch._foreach_copy_(a, b)
-    torch._foreach_copy_(b, kept)
-
-
-def _forget_casts() -> None:
-    """Under autocast, torch keeps copies of weights by identity; ours change in place."""
-    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-        torch.clear_autocast_cache()
