@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -14,6 +14,7 @@ from pipeback.method import Method
 from pipeback.partition import balance
 from pipeback.ranks import Alone, Ranks
 from pipeback.stage import Stage
+from pipeback.store import Store
 
 
 class Holding:
@@ -30,8 +31,10 @@ class Holding:
         workers: int | None,
         init: Callable[[nn.Module], object] | None,
         device: torch.device | str,
+        store: Store | None,
     ) -> None:
         self.everywhere, self.method, self.ranks, self.init, self.device = everywhere, method, ranks, init, device
+        self.store = store
         self.workers = ranks.count if ranks.several else workers or 1
         self.stages = everywhere[0]
         self.seconds = [1.0] * len(self.stages)  # of F and B of each stage, once measured
@@ -63,6 +66,14 @@ class Holding:
     @contextmanager
     def present(self, stage: Stage) -> Iterator[None]:
         """The time in which a stage that nobody holds yet has its weights."""
+        if stage.slot is not None and self.store is not None and not stage.slot.flat.here:
+            stage.slot.arrive()
+            try:
+                self.store.read(stage, stage.slot.flat)
+                yield
+            finally:
+                stage.slot.leave()
+            return
         if stage.here:
             yield
             return
@@ -71,6 +82,12 @@ class Holding:
             yield
         finally:
             stage.let_go()
+
+    def opened(self, stage: Stage, *, changes: bool = False) -> AbstractContextManager[None]:
+        """The time in which all that is kept of a stage is in memory; afterwards the store keeps `changes`."""
+        if self.store is None or stage.slot is None:
+            return nullcontext()
+        return self.store.opened(stage, changes=changes, whole=True)
 
     def share_out(self, *, values: bool) -> None:
         """Over processes: keep the own stages only. values: those of a meta model that come anew get theirs."""
@@ -86,3 +103,10 @@ class Holding:
                     self.initialise(stage)
                 else:
                     stage.take_up(self.method, partial(meta.take_up, device=stage.device or self.device))
+        self.house()
+
+    def house(self) -> None:
+        """Have the store, if there is one, take in the stages that are here for good."""
+        for stage in self.mine if self.store is not None else ():
+            if stage.slot is None and self.store is not None:
+                self.store.hold(stage, self.method, stage.device or torch.device(self.device))

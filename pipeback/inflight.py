@@ -51,8 +51,8 @@ def saved(roots: Sequence[Tensor]) -> Iterator[tuple[str, Tensor, Raw]]:
 
 
 def storages(tensors: Sequence[Tensor]) -> set[int]:
-    """Addresses of the memory under the tensors."""
-    return {t.untyped_storage().data_ptr() for t in tensors if t.numel()}
+    """The storages under the tensors, which keep their identity while their memory is away."""
+    return {t.untyped_storage()._cdata for t in tensors if t.numel()}
 
 
 def replica(tensor: Tensor, device: torch.device | None = None) -> Tensor:
@@ -76,7 +76,7 @@ def keep(roots: Sequence[Tensor], known: set[int], where: str) -> tuple[list[Ten
     """
     values, signature = [], []
     for name, tensor, _ in saved(roots):
-        if tensor.untyped_storage().data_ptr() not in known:
+        if tensor.untyped_storage()._cdata not in known:
             values.append(replica(tensor))
             signature.append(name)
     for node, key, value in _attributes(roots):
@@ -95,7 +95,7 @@ def put_back(
     roots: Sequence[Tensor], known: set[int], values: Sequence[Tensor], signature: Sequence[str], where: str
 ) -> None:
     """Make the backward of this graph, built anew, use `values` instead of what it saved itself."""
-    found = [(name, raw) for name, t, raw in saved(roots) if t.untyped_storage().data_ptr() not in known]
+    found = [(name, raw) for name, t, raw in saved(roots) if t.untyped_storage()._cdata not in known]
     attributes = list(_attributes(roots))
     count = len(found) + len(attributes)
     kept = [item.partition("=") for item in signature[len(found) : count]]
@@ -156,8 +156,8 @@ def held_bytes(roots: Sequence[Tensor], leaves: Sequence[Tensor], weights: Seque
     total: dict[int, int] = {}
     for tensor in [*leaves, *(t for _, t, _ in saved(roots))]:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in known:
-            total[storage.data_ptr()] = storage.nbytes()
+        if storage._cdata not in known:
+            total[storage._cdata] = storage.nbytes()
     return sum(total.values())
 
 

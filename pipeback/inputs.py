@@ -98,9 +98,7 @@ def check_outside(**options: Any) -> None:
             raise ValueError(f"{name}={options[name]!r} does not go with loss=None; use {name}={plain!r}")
 
 
-def check_choices(store: Any, **options: Any) -> None:
-    if store is not None:
-        raise ValueError(f"store={store!r}: this version keeps weights on the device of their module; use store=None")
+def check_choices(**options: Any) -> None:
     allowed = {"weights": ("equal", "samples"), "weight_functions": ("refuse", "warn"), "order": POLICIES}
     allowed["link"] = ("auto", "shared_memory", "gloo", "nccl")
     for name, value in options.items():

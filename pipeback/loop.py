@@ -23,10 +23,19 @@ class Loop:
     """One worker's loop: an order, the same on every worker, and the worker that does its own part."""
 
     def __init__(
-        self, worker: Worker, order: Order, method: Method, replica: int = 0, owner: Sequence[int] | None = None
+        self,
+        worker: Worker,
+        order: Order,
+        method: Method,
+        replica: int = 0,
+        owner: Sequence[int] | None = None,
+        at_once: bool = False,
     ) -> None:
-        """owner: the worker of each stage, where flushes that come in one push run `Method.by_worker`."""
+        """owner: the worker of each stage, where flushes that come in one push run `Method.by_worker`.
+        at_once: a push lets all its micro-batches in before anything is done, so that an order has more to choose from.
+        """
         self.worker, self.order, self.method, self.replica, self.owner = worker, order, method, replica, owner
+        self.at_once = at_once
         self.fresh = True  # the next micro-batch begins the schedule anew
         self._waves: Iterator[Wave] = iter(())  # what may still be done, from the updates that are due on
 
@@ -38,8 +47,8 @@ class Loop:
         elif self.owner is not None and order.empty:
             order.restart(self._schedule(len(batches)))  # the last push may have been part of a flush, or this one is
         last = worker.count - 1
-        for x, target, size in batches:
-            i = order.arrived
+        for n, (x, target, size) in enumerate(batches):
+            i = order.arrived + (n if self.at_once else 0)
             worker.options[i] = options
             if worker.samples:
                 worker.sizes[i] = size
@@ -48,7 +57,10 @@ class Loop:
                 link.send("F", 0, i, x)
             if last in worker.stages:
                 link.send("Y", last, i, target)
-            worker.run(order.advance(i + 1))
+            if not self.at_once:
+                worker.run(order.advance(i + 1))
+        if self.at_once:
+            worker.run(order.advance(order.arrived + len(batches)))
         if self.method.flush_each_push:
             self.drain()
 
@@ -89,8 +101,11 @@ class Loop:
         if worker.count - 1 in worker.stages:
             worker.link.send("B", worker.count - 1, i, gradient)
         waves = self.order.advance(i + 1)
-        kind, ops = next(waves)
-        if kind != "F" or len(ops) != worker.count:
+        done: list[tuple[str, int]] = []
+        while len(done) < worker.count:
+            kind, ops = next(waves, Wave("U", [(-1, i)] * worker.count))
+            done += [(kind, s) for s, _ in ops]
+        if sorted(done) != [("F", s) for s in range(worker.count)]:
             raise RuntimeError(f"the schedule holds micro-batch {i} back; a forward must not wait for later arrivals")
         for wave in waves:
             if wave.kind == "U":
@@ -103,6 +118,11 @@ class Loop:
         waves, self._waves = self._waves, iter(())
         self.worker.run(waves)
         self.worker.settle()
+
+    def rest(self) -> None:
+        """Do all that may be done, and wait for what is done elsewhere."""
+        self.settle()
+        self.worker.residence.rest()
 
     def _begin(self, pushed: int) -> None:
         order, worker = self.order, self.worker

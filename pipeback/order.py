@@ -7,6 +7,7 @@ The default groups: forwards sweep downstream, then every backward that is ready
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
@@ -27,20 +28,25 @@ class Wave(NamedTuple):
     ops: list[tuple[int, int]]  # (stage, micro-batch)
 
 
-POLICIES = ("grouped", "upstream", "sticky", "random")
+POLICIES = ("grouped", "upstream", "sticky", "random", "streaming")
+FAR = 64  # operations that are looked ahead at most
 
 
 class Order:
     """The order in which one worker after the other, or one loop alone, runs the programs of all stages.
 
-    policy: `grouped` (waves, the default), or one operation at a time: `upstream` (lowest stage first),
-    `sticky` (change stage only when blocked) or `random` (seeded).
+    policy: `grouped` (waves, the default), or one operation at a time: `upstream` (lowest stage first), `sticky`
+    (change stage only when blocked), `random` (seeded), or `streaming`: sticky, and when blocked one of the last `near`
+    stages that were run, else the one that has most to do.
     """
 
-    def __init__(self, schedule: Schedule, stages: int, *, policy: str = "grouped", seed: int = 0) -> None:
+    def __init__(
+        self, schedule: Schedule, stages: int, *, policy: str = "grouped", seed: int = 0, near: int = 1
+    ) -> None:
         if policy not in POLICIES:
             raise ValueError(f"order {policy!r} is unknown; choose one of {', '.join(POLICIES)}")
         self.stages, self.policy = stages, policy
+        self._near: deque[int] = deque(maxlen=near)  # the stages that were run last
         self.arrived = 0
         self._last = 0
         self._random = random.Random(seed)
@@ -50,7 +56,9 @@ class Order:
         """Begin `schedule` anew at the next micro-batch to arrive; the pipeline must be empty."""
         n = self.stages
         self.start = self.arrived  # the programs count from here
-        self._programs = [schedule(s, n) for s in range(n)]
+        self._programs: list[Iterator[Op]] = [schedule(s, n) for s in range(n)]
+        if self.policy == "streaming":
+            self._programs = [_Foreseen(program) for program in self._programs]
         self._heads: list[Op | None] = [next(program) for program in self._programs]
         self._fetched = [1] * n  # operations taken from each program, the head included
         self.forwards, self.backwards, self.updated = [0] * n, [0] * n, [0] * n  # micro-batches since the start
@@ -72,7 +80,8 @@ class Order:
         yield from self.advance(arrived)
         n = arrived - self.start
         for s, program in enumerate(self._programs):
-            self._programs[s] = until(self._rest(s, program), n, self.backwards[s], self.updated[s])
+            rest = until(self._rest(s, program), n, self.backwards[s], self.updated[s])
+            self._programs[s] = _Foreseen(rest) if self.policy == "streaming" else rest
             self._heads[s] = next(self._programs[s], None)
         yield from self._waves()
         if not self.empty:
@@ -170,12 +179,34 @@ class Order:
         while ready := [s for s in range(self.stages) if self._ready(s)]:
             if self.policy == "random":
                 s = self._random.choice(ready)
+            elif self.policy != "upstream" and self._last in ready:
+                s = self._last
             else:
-                s = self._last if self.policy == "sticky" and self._last in ready else ready[0]
+                s = self._richest(ready) if self.policy == "streaming" else ready[0]
             self._last = s
             head = self._heads[s]
             assert head is not None  # it is ready
             yield Wave(head.kind, [self._take(s, head)])
+
+    def _richest(self, ready: list[int]) -> int:
+        """Which stage to go to: a near one, so that what was brought for it is used once more; else the longest run."""
+        near = [s for s in ready if s in self._near]
+        best = max(near or ready, key=self._run)
+        if best in self._near:
+            self._near.remove(best)
+        self._near.append(best)
+        return best
+
+    def _run(self, s: int) -> int:
+        """Operations that stage s could do in a row now."""
+        head, program = self._heads[s], self._programs[s]
+        assert head is not None and isinstance(program, _Foreseen)
+        forwards = self.forwards[s - 1] if s else self.arrived - self.start
+        backwards = self.backwards[s + 1] if s + 1 < self.stages else forwards
+        for n, op in enumerate((head, *program.look(FAR))):
+            if (op.kind == "F" and op.mb >= forwards) or (op.kind == "B" and op.mb >= backwards):
+                return n
+        return FAR
 
     def _rest(self, s: int, program: Iterator[Op]) -> Iterator[Op]:
         head = self._heads[s]
@@ -185,3 +216,24 @@ class Order:
 
     def _where(self) -> str:
         return ", ".join(f"stage {s} waits for {h}" for s, h in enumerate(self._heads) if h is not None)
+
+
+class _Foreseen(Iterator[Op]):
+    """A program whose next operations can be looked at."""
+
+    def __init__(self, program: Iterator[Op]) -> None:
+        self._program = program
+        self._seen: deque[Op] = deque()
+
+    def __next__(self) -> Op:
+        return self._seen.popleft() if self._seen else next(self._program)
+
+    def look(self, most: int) -> Iterator[Op]:
+        """The next operations, which stay."""
+        for n in range(most):
+            if n == len(self._seen):
+                op = next(self._program, None)
+                if op is None:
+                    return
+                self._seen.append(op)
+            yield self._seen[n]

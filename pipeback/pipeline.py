@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pipeback import clocks, meta, methods, state
+from pipeback import clocks, disk, meta, methods, state
 from pipeback.agreement import agree
+from pipeback.disk import DiskStore
 from pipeback.holding import Holding
 from pipeback.inputs import (
     check_choices,
@@ -33,6 +34,7 @@ from pipeback.joint import Options, plain_groups, restored
 from pipeback.ledger import Record
 from pipeback.loop import Batch, Loop, Messages
 from pipeback.method import Method
+from pipeback.pages import StoreError
 from pipeback.partition import Part, split
 from pipeback.processes import Processes
 from pipeback.ranks import Alone, Ranks
@@ -41,6 +43,8 @@ from pipeback.rehearsal import rehearse, rehearse_shape
 from pipeback.runtime import Inline, Runtime
 from pipeback.stage import OptimizerFactory, Stage, Value, evaluate
 from pipeback.starting import Setting, start
+from pipeback.store import Store
+from pipeback.streaming import Streaming, Traffic, together
 from pipeback.watch import Watch
 
 
@@ -71,7 +75,8 @@ class Pipeline:
     link        how ranks exchange tensors: "auto", "shared_memory", "gloo" or "nccl"
     init        gives a module from the meta device its values; None: `reset_parameters` of its layers
     device      where stages from the meta device go; None: this rank's accelerator under NCCL, else the CPU
-    store       None: weights stay on the device of their module
+    store       None: weights stay on the device of their module; "host": weights, gradients and optimizer state live in
+                host memory, and a stage's weights come to the device when they are needed; or a `Store`
     clip_norm   largest gradient norm of a stage, applied to the averaged gradient before the method sees it
     clip_value  largest absolute value in the averaged gradient, applied after clip_norm
     weights     "equal": micro-batches weigh equally, short ones too; "samples": by their number of samples
@@ -99,7 +104,7 @@ class Pipeline:
         link: Literal["auto", "shared_memory", "gloo", "nccl"] = "auto",
         init: Callable[[nn.Module], object] | None = None,
         device: torch.device | str | None = None,
-        store: None = None,
+        store: str | Store | None = None,
         clip_norm: float | None = None,
         clip_value: float | None = None,
         weights: Literal["equal", "samples"] = "equal",
@@ -112,6 +117,7 @@ class Pipeline:
         if wanted(mesh):
             join(timeout)
             self.ranks = Ranks(layout(mesh, replicas), timeout)
+        home = disk.create(store)
         with self._telling():
             self.replicas = self.ranks.replicas if self.ranks.several else 1 if replicas is None else replicas
             parts = split(model)
@@ -127,7 +133,7 @@ class Pipeline:
                     workers=workers, micro_batch_size=micro_batch_size, weights=weights, check_finite=check_finite,
                     replicas=self.replicas,
                 )  # fmt: skip
-            check_choices(store, weights=weights, weight_functions=weight_functions, order=order, link=link)
+            check_choices(weights=weights, weight_functions=weight_functions, order=order, link=link)
             self._model = model if isinstance(model, nn.Module) else nn.Sequential(*(part.module for part in parts))
             self._micro_batch_size, self._weights, self._workers = micro_batch_size, weights, workers
             self._outside = loss is None
@@ -149,7 +155,11 @@ class Pipeline:
                     weights=weights, clip_norm=clip_norm, clip_value=clip_value, check_finite=check_finite, link=link,
                 )  # fmt: skip
             where = device or default_device()
-            self._holding = Holding([self._stages], self.method, self.ranks, workers, init, where)
+            if home is not None:
+                home.open()
+            if isinstance(home, DiskStore):
+                self._choose(home)
+            self._holding = Holding([self._stages], self.method, self.ranks, workers, init, where, home)
             if not self.ranks.several:
                 for stage in self._stages:
                     if not stage.here:
@@ -157,6 +167,7 @@ class Pipeline:
                 for replica in range(1, self.replicas):
                     twin = [part._replace(module=copy.deepcopy(part.module)) for part in parts]
                     self._holding.everywhere.append(self._build(twin, loss, optimizer, replica))
+                self._holding.house()
         self._setting = Setting(
             self.delays, order, seed, link, workers,
             {"clip_norm": clip_norm, "clip_value": clip_value, "samples": weights == "samples",
@@ -173,6 +184,9 @@ class Pipeline:
         self._clock = clocks.Reading(0.0)
         self._tracing = self._ahead = False  # whether a micro-batch has gone forward and not backward
         self._lock = threading.RLock()  # one caller at a time
+        self._committed = 0  # micro-batches that had arrived at the store's last commit
+        with self._telling():
+            self._resume()
 
     @contextmanager
     def _telling(self) -> Iterator[None]:
@@ -213,6 +227,7 @@ class Pipeline:
             first = self._arrived
             self._arrived += len(batches) // here
             losses = self._do(partial(runtime.push, first, batches, self._options))
+            self._commit_if_due()
             weigh = self._weights == "samples" and len(batches) > 1
             return losses([size for _, _, size in batches] if weigh else None)
 
@@ -263,6 +278,7 @@ class Pipeline:
             self._open()
             if isinstance(self._runtime, (Inline, Processes)):
                 self._do(partial(self._runtime.step, self.method.flush_each_push))
+                self._commit_if_due()
 
     def _one_by_one(self) -> None:
         self._open()
@@ -306,6 +322,7 @@ class Pipeline:
             self._open()
             if self._runtime is not None:
                 self._do(self._runtime.drain)
+                self._commit_if_due()
 
     def evaluate(self, x: Value) -> Any:
         """The model's output for x (N, …) in evaluation mode on the newest weights, without gradients.
@@ -316,12 +333,14 @@ class Pipeline:
         with self._lock, torch.no_grad():
             self.wait()
             if isinstance(self._runtime, Processes):
-                return self._do(partial(self._runtime.relay, x, evaluate, back=True))
-            value = x
-            for stage in self._stages:
-                with self._holding.present(stage):
-                    value = evaluate([stage], value)
-            return value
+                return self._do(partial(self._runtime.relay, x, self._through_each, back=True))
+            return self._through_each(self._stages, x)
+
+    def _through_each(self, stages: Sequence[Stage], value: Value) -> Value:
+        for stage in stages:
+            with self._holding.present(stage):
+                value = evaluate([stage], value)
+        return value
 
     def close(self) -> None:
         """Stop the worker threads, if any; what is in flight is lost. Over processes this rank leaves the pipeline.
@@ -334,7 +353,73 @@ class Pipeline:
                     self.wait()
             self._stop()
             self.ranks.leave()
+            if self._holding.store is not None:
+                self._holding.store.close()
             self._error = self._error or RuntimeError("close() was called")
+
+    # -- a store that survives -----------------------------------------------------------------------------------
+
+    @property
+    def arrived(self) -> int:
+        """Micro-batches pushed so far; after a store's folder was resumed, those that its last version has seen."""
+        return self._arrived
+
+    def commit(self) -> None:
+        """Have the disk store keep everything as it is now, micro-batches in flight included. Every rank calls it.
+
+        Methods that flush do so at each flush, others every `DiskStore.commit_every` micro-batches.
+        """
+        with self._lock:
+            store = self._holding.store
+            if not isinstance(store, DiskStore):
+                raise RuntimeError(
+                    'commit: weights are not on disk; use store="disk:FOLDER", or pipeback.checkpoint.save'
+                )
+            self.wait()
+            self._do(partial(self._commit, store))
+
+    def _commit(self, store: DiskStore) -> None:
+        stages: dict[str, Any] = {}
+
+        def take(stage: Stage, tensors: dict[str, Tensor]) -> None:
+            stages[f"{stage.index}/{stage.replica}"] = store.begin(stage, tensors)
+
+        share = state.share(self._holding.mine, self._loops(), take=take)
+        whole = state.merge(self.ranks.gather(share, "commit()"), self.plain())
+        store.finish(stages, {"format": whole["format"], "plain": whole["plain"]})
+        self.ranks.gather(None, "commit()")
+        store.forget()
+        self._committed = self._arrived
+
+    def _commit_if_due(self) -> None:
+        store = self._holding.store
+        if isinstance(store, DiskStore) and store.due(self.method, self._arrived - self._committed, self._flushed()):
+            self.commit()
+
+    def _flushed(self) -> bool:
+        """Whether a flush has ended, and nothing of another begun."""
+        return all(loop.fresh or loop.order.empty for loop in self._loops())
+
+    def _choose(self, store: DiskStore) -> None:
+        """Go on from the newest version that the folders of all ranks hold, if they hold any."""
+        everywhere = self.ranks.gather(store.versions, "Pipeline()")
+        common = set.intersection(*everywhere)
+        if common:
+            store.choose(max(common))
+        elif any(everywhere):
+            raise StoreError(f"{store.folder}: the ranks hold no version in common; give the store an empty folder")
+
+    def _resume(self) -> None:
+        """Take up what the store's folder holds."""
+        store = self._holding.store
+        saved = store.state() if isinstance(store, DiskStore) else None
+        if saved is None or not isinstance(store, DiskStore):
+            return
+        try:
+            self.load_state_dict(saved)
+        except ValueError as error:
+            raise StoreError(f"{store.folder}: {error}; or give the store another folder") from error
+        self._committed = self._arrived
 
     # -- looking in ----------------------------------------------------------------------------------------------
 
@@ -388,6 +473,15 @@ class Pipeline:
             state += sum(t.numel() * t.element_size() for t in tensors if id(t) not in owned)
         activations = sum(stage.activation_bytes * stage.peak_flights for stage in mine)
         return Memory(one, held / one if one else 1.0, state / one if one else 0.0, activations)
+
+    def traffic(self) -> Traffic:
+        """What the store's stages have cost since the first push: bytes, fetches, seconds of waiting.
+
+        Over processes: of the stages that this rank holds. Without a store everything is zero.
+        """
+        self.wait()
+        streams = [loop.worker.residence for loop in self._loops()]
+        return together(s.traffic for s in streams if isinstance(s, Streaming))
 
     def record(self, on: bool = True) -> None:
         """Measure every operation from now on (same bits, one operation at a time), for `pipeback.draw.trace`.
@@ -461,7 +555,7 @@ class Pipeline:
             if self._ahead:
                 raise RuntimeError("a micro-batch has gone forward; call backward or forget before taking the state")
             mine = self._holding.mine
-            return state.share(mine, [] if self._runtime is None else self._runtime.loops)
+            return state.share(mine, self._loops(), self._holding.opened)
 
     def plain(self) -> dict[str, Any]:
         """What belongs to no stage: the same on every rank."""
@@ -514,7 +608,9 @@ class Pipeline:
         messages: dict[int, Messages] = {}
         with torch.enable_grad():
             for stage in self._holding.mine:
-                messages.setdefault(stage.replica, {}).update(state.load(stage, saved, options))
+                holding = self._holding
+                loaded = state.load(stage, saved, options, partial(holding.opened, changes=True), holding.present)
+                messages.setdefault(stage.replica, {}).update(loaded)
         if plain["loops"]:
             self._start()
             assert self._runtime is not None
@@ -595,7 +691,7 @@ class Pipeline:
 
     def _start(self) -> None:
         self._runtime = start(self._holding, self._setting)
-        if not isinstance(self._runtime, Inline):
+        if not isinstance(self._runtime, Inline) or self._holding.store is not None:
             self._finalizer = weakref.finalize(self, _end, self._runtime, self.ranks)
         self._look()
         for loop in self._loops():

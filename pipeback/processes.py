@@ -95,12 +95,12 @@ class Processes:
         self.tell(Loop.drain if flush else Loop.settle)
 
     def wait(self) -> None:
-        self.tell(Loop.settle)
+        self.tell(Loop.rest)
         self.thread.join()
 
     def drain(self) -> None:
         self.tell(Loop.drain)
-        self.thread.join()
+        self.wait()
 
     def relay(self, x: Value, do: Callable[[Sequence[Stage], Value], Value], *, back: bool) -> Value:
         """Hand a value through the stages of all ranks, each doing its part; `back`: every rank gets what comes out."""

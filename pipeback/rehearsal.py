@@ -216,7 +216,7 @@ def _saved_floats(stage: Stage, x: Value, target: Any) -> list[tuple[str, Tensor
     return [
         (name, t.detach().clone())
         for name, t, _ in inflight.saved(roots)
-        if t.is_floating_point() and t.numel() and t.untyped_storage().data_ptr() not in known
+        if t.is_floating_point() and t.numel() and t.untyped_storage()._cdata not in known
     ]
 
 

@@ -71,13 +71,14 @@ class Inline:
         command(self.loop)
 
     def wait(self) -> None:
-        self.loop.settle()
+        self.loop.rest()
 
     def drain(self) -> None:
         self.loop.drain()
+        self.loop.rest()
 
     def close(self) -> None:
-        pass
+        self.loop.worker.residence.close()
 
 
 class Commands(queue.Queue[Any]):
@@ -158,12 +159,12 @@ class Threads:
         return lambda sizes: LazyLoss(lambda: mean([future.result() for future in futures], sizes))
 
     def wait(self) -> None:
-        self.tell(Loop.settle)
+        self.tell(Loop.rest)
         self.join()
 
     def drain(self) -> None:
         self.tell(Loop.drain)
-        self.join()
+        self.wait()
 
     def join(self) -> None:
         """Wait until all that was told is done."""
@@ -178,6 +179,8 @@ class Threads:
             while thread.is_alive() and thread is not threading.current_thread():
                 commands.put(None)
                 thread.join(timeout=0.05)
+        for loop in self.loops:
+            loop.worker.residence.close()
         fail(self.futures, RuntimeError("the pipeline was closed before this loss was there"))
 
 

@@ -67,10 +67,8 @@ class Draft:
         number = 1 + max((n for path in newest_first(self.folder) if (n := _number(path)) < math.inf), default=0)
         document = {"format": FORMAT, "number": number, **content}
         _json_only(document, "checkpoint")
-        body = json.dumps(document).encode()
         with naming(self.partial / STATE):
-            seal = hashlib.sha256(body).hexdigest().encode()
-            (self.partial / STATE).write_bytes(b'{"sha256": "' + seal + b'",\n"checkpoint": ' + body + b"}\n")
+            (self.partial / STATE).write_bytes(sealed(document))
             sync(self.partial / STATE)
             sync(self.partial)
         with naming(self.path):
@@ -135,18 +133,29 @@ def whole(folder: Path) -> Iterator[Path]:
 def look(path: Path) -> dict[str, Any]:
     """What state.json says; its own content and the other files' sizes are checked, else CheckpointError."""
     file = path / STATE
-    with naming(file):
-        text = file.read_bytes()
-    sealed = SEALED.fullmatch(text)
-    if sealed is None:
-        raise CheckpointError(f"{file}: {len(text)} bytes were found, which begin or end wrongly: truncated or edited")
-    check_digest(file, hashlib.sha256(sealed[2]).hexdigest(), sealed[1].decode())
-    document = json.loads(sealed[2])
+    document = unsealed(file)
     if document["format"] != FORMAT:
         raise CheckpointError(f"{file}: has format {document['format']}, this pipeback reads {FORMAT}; update pipeback")
     for name, facts in document["files"].items():
         _check_size(path / name, facts["size"])
     return document
+
+
+def sealed(document: Any) -> bytes:
+    """JSON with its own SHA-256 before it."""
+    body = json.dumps(document).encode()
+    return b'{"sha256": "' + hashlib.sha256(body).hexdigest().encode() + b'",\n"checkpoint": ' + body + b"}\n"
+
+
+def unsealed(file: Path) -> Any:
+    """The document in a file of `sealed`, else CheckpointError."""
+    with naming(file):
+        text = file.read_bytes()
+    found = SEALED.fullmatch(text)
+    if found is None:
+        raise CheckpointError(f"{file}: {len(text)} bytes were found, which begin or end wrongly: truncated or edited")
+    check_digest(file, hashlib.sha256(found[2]).hexdigest(), found[1].decode())
+    return json.loads(found[2])
 
 
 def check_digest(file: Path, found: str, written: str) -> None:

@@ -25,21 +25,23 @@ class Corrupt(ValueError):
 
 
 def save(
-    stage: Stage, messages: dict[tuple[str, int, int], Any], number: Callable[[Any], int]
+    stage: Stage, messages: dict[tuple[str, int, int], Any], number: Callable[[Any], int], *, copy: bool = True
 ) -> tuple[Tensors, Plain]:
-    """Copies of everything a stage holds.
+    """Everything a stage holds.
 
-    messages: what was sent to this stage and not yet received. number: gives the options of a flight a number.
+    messages: what was sent to this stage and not yet received. number: gives the options of a flight a number. copy:
+    of weights and state, which else are those in use and need not be in memory.
     """
+    mine: Callable[[Tensor], Tensor] = inflight.replica if copy else Tensor.detach
     tensors: Tensors = {}
     plain: Plain = {"version": stage.version, "count": stage.count, "optimizer": {}, "method": {}, "flights": {}}
-    _put(tensors, "weight", dict(stage.module.named_parameters()))
+    _put(tensors, "weight", stage.named(), mine)
     _put(tensors, "buffer", dict(stage.module.named_buffers()))
     aliases: dict[int, str] = {}
     for n, w in enumerate(stage.weights):
         for key, value in stage.optimizer.state.get(w, {}).items():
             if isinstance(value, Tensor):
-                tensors[f"optimizer/{n}/{key}"] = value.detach().clone()
+                tensors[f"optimizer/{n}/{key}"] = mine(value)
                 aliases[id(value)] = f"optimizer/{n}/{key}"
             else:
                 plain["optimizer"].setdefault(str(n), {})[key] = value
@@ -51,15 +53,15 @@ def save(
             ]
             for n, x in enumerate(value):
                 if x is not None and id(x) not in aliases:
-                    tensors[f"method/{key}/{n}"] = x.detach().clone()
+                    tensors[f"method/{key}/{n}"] = mine(x)
         else:
             plain["method"][key] = value
-    sums = {str(n): p.grad for n, p in enumerate(stage.params) if p.grad is not None and stage.count}
+    sums = {str(n): g for n, g in enumerate(stage.grads()) if g is not None and stage.count}
     plain["grads"] = list(sums)
-    _put(tensors, "grad", sums)
+    _put(tensors, "grad", sums, mine)
     plain["options"] = None if stage.options is None else number(stage.options)
     for version, weights in stage.versions.items():
-        _put(tensors, f"version/{version}", {str(n): w for n, w in enumerate(weights)})
+        _put(tensors, f"version/{version}", {str(n): w for n, w in enumerate(weights)}, mine)
     plain["versions"] = sorted(stage.versions)
     plain["seed"] = stage.seed
     plain["clones_input"] = stage.clones_input  # a graph can only be built anew when this is known
@@ -67,6 +69,8 @@ def save(
         tensors["random"] = stage.stream.clone()
     for mb, flight in stage.flights.items():
         plain["flights"][str(mb)] = _save_flight(stage, mb, flight, tensors, number)
+        if flight.owned is not None:
+            _put(tensors, f"flight/{mb}/used", {str(n): w for n, w in enumerate(flight.owned)}, mine)
     plain["messages"] = [
         [kind, mb, _save_value(tensors, f"message/{kind}/{mb}", value)] for (kind, _, mb), value in messages.items()
     ]
@@ -78,8 +82,6 @@ def _save_flight(stage: Stage, mb: int, flight: Flight, tensors: Tensors, number
     where = f"{stage.label}, micro-batch {mb}"
     values, names = inflight.keep(roots, _known(stage, flight.leaves, flight.target), where)
     _put(tensors, f"flight/{mb}/saved", {str(n): value for n, value in enumerate(values)})
-    if flight.owned is not None:
-        _put(tensors, f"flight/{mb}/used", {str(n): w for n, w in enumerate(flight.owned)})
     x = flight.leaves if flight.tuple_input else flight.leaves[0]
     return {
         "x": _save_value(tensors, f"flight/{mb}/x", x),
@@ -92,8 +94,8 @@ def _save_flight(stage: Stage, mb: int, flight: Flight, tensors: Tensors, number
     }
 
 
-def load(stage: Stage, tensors: Tensors, plain: Plain, options: dict[int, Any]) -> dict[tuple[str, int, int], Any]:
-    """Put a saved state into the stage; returns the waiting messages. `check` must have passed."""
+def load(stage: Stage, tensors: Tensors, plain: Plain, options: dict[int, Any]) -> None:
+    """Put a saved state into the stage, all but its micro-batches in flight. `check` must have passed."""
     with torch.no_grad():
         for kind, mine in _named(stage).items():
             for name, value in mine.items():
@@ -113,15 +115,22 @@ def load(stage: Stage, tensors: Tensors, plain: Plain, options: dict[int, Any]) 
             key: [_method_tensor(stage, name, tensors) for name in value] if isinstance(value, list) else value
             for key, value in plain["method"].items()
         }
-        for n, p in enumerate(stage.params):
-            p.grad = _to(stage, tensors[f"grad/{n}"]) if str(n) in plain["grads"] else None
+        names = [f"grad/{n}" if str(n) in plain["grads"] else None for n in range(len(stage.params))]
+        sums = [None if name is None else _home(stage, tensors[name]) for name in names]
+        stage.put_sums(sums)
         stage.versions = {
-            v: [_to(stage, tensors[f"version/{v}/{n}"]) for n in range(len(stage.weights))] for v in plain["versions"]
+            v: [_home(stage, tensors[f"version/{v}/{n}"]) for n in range(len(stage.weights))] for v in plain["versions"]
         }
         stage.stream = tensors["random"].clone() if "random" in tensors else None
     stage.seed = plain["seed"]
     stage.clones_input = plain["clones_input"]
     stage.options = None if plain["options"] is None else options[plain["options"]]
+
+
+def load_flights(
+    stage: Stage, tensors: Tensors, plain: Plain, options: dict[int, Any]
+) -> dict[tuple[str, int, int], Any]:
+    """Put what is in flight into a stage that has its weights on its device; returns the waiting messages."""
     stage.flights = {int(mb): _load_flight(stage, int(mb), p, tensors, options) for mb, p in plain["flights"].items()}
     return {
         (kind, stage.index, mb): _load_value(stage, tensors, f"message/{kind}/{mb}", shape)
@@ -139,7 +148,7 @@ def _load_flight(stage: Stage, mb: int, plain: Plain, tensors: Tensors, options:
     inflight.put_back(grown(output), _known(stage, leaves, target), values, plain["saved"], where)
     flight = Flight(leaves, output, target, plain["version"], isinstance(x, tuple))
     if plain["owned"]:
-        flight.owned = [_to(stage, tensors[f"flight/{mb}/used/{n}"]) for n in range(len(stage.weights))]
+        flight.owned = [_home(stage, tensors[f"flight/{mb}/used/{n}"]) for n in range(len(stage.weights))]
     flight.entry, flight.options = plain["entry"], options[plain["options"]]
     return flight
 
@@ -161,15 +170,22 @@ def check(stage: Stage, tensors: Tensors) -> None:
 
 
 def _named(stage: Stage) -> dict[str, dict[str, Tensor]]:
-    return {"weight": dict(stage.module.named_parameters()), "buffer": dict(stage.module.named_buffers())}
+    return {"weight": stage.named(), "buffer": dict(stage.module.named_buffers())}
 
 
-def _put(tensors: Tensors, prefix: str, values: dict[str, Tensor]) -> None:
-    tensors.update({f"{prefix}/{name}": inflight.replica(value) for name, value in values.items()})
+def _put(
+    tensors: Tensors, prefix: str, values: dict[str, Tensor], taken: Callable[[Tensor], Tensor] = inflight.replica
+) -> None:
+    tensors.update({f"{prefix}/{name}": taken(value) for name, value in values.items()})
 
 
 def _to(stage: Stage, tensor: Tensor) -> Tensor:
     return inflight.replica(tensor, stage.device)
+
+
+def _home(stage: Stage, tensor: Tensor) -> Tensor:
+    """A copy where the stage's weights live."""
+    return inflight.replica(tensor, stage.weights[0].device)
 
 
 def _method_tensor(stage: Stage, name: str | None, tensors: Tensors) -> Tensor | None:
@@ -178,13 +194,13 @@ def _method_tensor(stage: Stage, name: str | None, tensors: Tensors) -> Tensor |
     if name.startswith("optimizer/"):
         _, n, key = name.split("/", 2)
         return stage.optimizer.state[stage.weights[int(n)]][key]
-    return _to(stage, tensors[name])
+    return _home(stage, tensors[name])
 
 
 def _known(stage: Stage, leaves: tuple[Tensor, ...], target: Any) -> set[int]:
     """Memory that a graph may refer to without it being stored: weights, inputs and targets."""
     targets = target if isinstance(target, tuple) else (target,)
-    return inflight.storages([*stage.module.parameters(), *leaves, *(t for t in targets if isinstance(t, Tensor))])
+    return inflight.storages([*stage.memory(), *leaves, *(t for t in targets if isinstance(t, Tensor))])
 
 
 def _save_value(tensors: Tensors, prefix: str, value: Any) -> Any:

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from pipeback import meta
 from pipeback.bundle import Bundle, Weights
 from pipeback.drawing import Drawing
+from pipeback.flat import Flat
 from pipeback.method import Method, State
+from pipeback.slot import Slot
 
 Value = Any  # what crosses a boundary: a tensor or a tuple of tensors
 OptimizerFactory = Callable[[Any], torch.optim.Optimizer]  # given a list of parameters
@@ -70,6 +72,9 @@ class Stage:
         self.params = [p for p in module.parameters() if p.requires_grad]
         self.weights = Bundle(nn.Parameter(p.data) for p in self.params)
         self.homes = self._homes()
+        self.home: Flat | None = None  # the weights in a store, outside the device
+        self.slot: Slot | None = None  # their place on the device, if they are only there when needed
+        self.spilled: Sequence[Tensor | None] | None = None  # sums of gradients that left the device with the weights
         first = next(module.parameters(), None)
         self.device = None if first is None or first.is_meta else first.device
         # a stage without weights still has an optimizer, so that schedulers attach to every stage alike
@@ -112,7 +117,7 @@ class Stage:
         """What the method keeps beside the weights, as before the first micro-batch."""
         with torch.no_grad():
             self.state = method.init(self.weights)
-        if method.copies == "scratch":
+        if method.copies == "scratch" and self.slot is None:  # else shifted weights are made on the way to the device
             self.scratch = [torch.empty_like(w) for w in self.weights]
 
     def let_go(self) -> None:
@@ -132,6 +137,37 @@ class Stage:
         self.device = next((p.device for p in self.module.parameters()), self.device)
         self.homes = self._homes()
         self.prepare(method)
+
+    def move_home(self, home: Flat, slot: Slot, method: Method) -> None:
+        """Live in a store from now on, in `home`, which holds the values; compute at `slot`."""
+        self.home, self.slot, self.device = home, slot, slot.device
+        mine = [view for p, view in zip(self.module.parameters(), home.views, strict=True) if p.requires_grad]
+        for w, view in zip(self.weights, mine, strict=True):
+            torch.utils.swap_tensors(w, nn.Parameter(view))
+        self.weights.forget()
+        self.scratch = None
+        self.prepare(method)
+        for buffer in self.module.buffers():
+            buffer.data = buffer.data.to(slot.device)
+
+    def named(self) -> dict[str, Tensor]:
+        """The newest parameters by name, wherever they live."""
+        mine: dict[str, Tensor] = dict(self.module.named_parameters())
+        return mine if self.home is None else dict(zip(mine, self.home.views, strict=True))
+
+    def grads(self) -> Sequence[Tensor | None]:
+        """The sums of gradients for the coming update."""
+        return [p.grad for p in self.params] if self.spilled is None else self.spilled
+
+    def put_sums(self, grads: Sequence[Tensor | None]) -> None:
+        """Have these sums of gradients, where the weights are."""
+        self.spilled = None if self.slot is None else grads
+        for p, g in zip(self.params, grads, strict=True):
+            p.grad = g if self.slot is None else None
+
+    def memory(self) -> list[Tensor]:
+        """Tensors whose memory the graphs in flight refer to: the weights, and their place on the device."""
+        return [*self.module.parameters(), *([] if self.slot is None else [self.slot.flat.memory])]
 
     # -- the three operations ------------------------------------------------------------------------------------
 
@@ -277,7 +313,8 @@ class Stage:
         """Raise if a weight is not what was built, at its place in memory: another one at every turn, for speed."""
         if self.homes:
             owner, key, p, pointer = self.homes[turn % len(self.homes)]
-            if owner.get(key) is not p or p.data_ptr() != pointer:
+            there = p.data_ptr() == pointer if self.slot is None else self.slot.intact()
+            if owner.get(key) is not p or not there:
                 raise RuntimeError(f"{self.label}: {key} was moved, cast or replaced; {_COPY}")
 
     @property

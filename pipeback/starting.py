@@ -19,6 +19,7 @@ from pipeback.ranks import Ranks
 from pipeback.replicas import OneReplica, Replicas, ThreadReplicas
 from pipeback.runtime import Inline, Runtime, Threads
 from pipeback.stage import Stage
+from pipeback.streaming import Streaming
 from pipeback.timeline import in_flight
 from pipeback.wiring import connect
 from pipeback.worker import Worker
@@ -84,6 +85,13 @@ def _loop(
         # computed outside, a loop expects the forwards of a micro-batch first
         policy = "upstream"
         shared = holding.balance() if holding.method.by_worker else None
-    worker = Worker(mine, holding.method, setting.delays, link, replicas=sums, **setting.worker)
-    order = Order(holding.method.schedule, len(holding.stages), policy=policy, seed=setting.seed)
-    return Loop(worker, order, holding.method, replica, shared)
+    store, residence, near = holding.store, None, 1
+    if store is not None:
+        residence, near = (
+            Streaming({stage.index: stage for stage in mine}, holding.method, store),
+            max(1, store.prefetch),
+        )
+        policy = "streaming" if setting.order == "grouped" else setting.order
+    worker = Worker(mine, holding.method, setting.delays, link, replicas=sums, residence=residence, **setting.worker)
+    order = Order(holding.method.schedule, len(holding.stages), policy=policy, seed=setting.seed, near=near)
+    return Loop(worker, order, holding.method, replica, shared, at_once=store is not None)

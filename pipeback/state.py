@@ -8,7 +8,8 @@ so only what differs is kept: buffers, gradient sums, random streams, micro-batc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 from pipeback import snapshot
@@ -21,6 +22,7 @@ FORMAT = 2
 COMMON = ("weight/", "optimizer/", "method/", "version/")  # the same in every replica
 
 Plain = dict[str, Any]
+Opened = Callable[[Stage], AbstractContextManager[None]]
 
 
 class Part(NamedTuple):
@@ -40,8 +42,16 @@ class Share(NamedTuple):
     groups: dict[int, Any]
 
 
-def share(stages: Sequence[Stage], loops: Sequence[Loop]) -> Share:
-    """Copies of what these stages and loops hold; the pipeline must be quiet."""
+def share(
+    stages: Sequence[Stage],
+    loops: Sequence[Loop],
+    opened: Opened = lambda stage: nullcontext(),
+    take: Callable[[Stage, snapshot.Tensors], None] | None = None,
+) -> Share:
+    """Copies of what these stages and loops hold; the pipeline must be quiet.
+
+    opened: a stage in host memory. take: is given the tensors of each stage, those in use, and the share has none.
+    """
     groups: dict[int, Any] = {}
 
     def number(options: Options) -> int:
@@ -57,9 +67,13 @@ def share(stages: Sequence[Stage], loops: Sequence[Loop]) -> Share:
     parts = []
     for stage in stages:
         mine = {name: m for name, m in waiting.get(stage.replica, {}).items() if name[1] == stage.index}
-        tensors, plain = snapshot.save(stage, mine, number)
+        with opened(stage):
+            tensors, plain = snapshot.save(stage, mine, number, copy=take is None)
         if stage.replica:
             tensors = {k: v for k, v in tensors.items() if not k.startswith(COMMON)}
+        if take is not None:
+            take(stage, tensors)
+            tensors = {}
         parts.append(Part(stage.index, stage.replica, tensors, plain))
     return Share(parts, {r: together(some) for r, some in progress.items()}, groups)
 
@@ -91,15 +105,21 @@ def merge(shares: Sequence[Share], plain: Plain) -> dict[str, Any]:
     return {"format": FORMAT, "stages": tensors, "plain": whole}
 
 
-def load(stage: Stage, state: dict[str, Any], options: dict[int, Options]) -> Messages:
-    """Put a stage's part into it; returns the messages that wait for it."""
+def load(stage: Stage, state: dict[str, Any], options: dict[int, Options], opened: Opened, present: Opened) -> Messages:
+    """Put a stage's part into it; returns the messages that wait for it.
+
+    opened: a stage in host memory, to be changed. present: a stage on its device.
+    """
     tensors, plain = state["stages"][stage.index], state["plain"]["stages"][stage.index]
     if stage.replica:
         prefix = f"replica/{stage.replica}/"
         mine = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
         tensors = {**{k: v for k, v in tensors.items() if k.startswith(COMMON)}, **mine}
         plain = plain["replicas"][stage.replica - 1]
-    return snapshot.load(stage, tensors, plain, options)
+    with opened(stage):
+        snapshot.load(stage, tensors, plain, options)
+    with present(stage) if plain["flights"] else nullcontext():
+        return snapshot.load_flights(stage, tensors, plain, options)
 
 
 def options_of(plain: Plain, optimizers: Sequence[Any]) -> dict[int, Options]:

@@ -13,11 +13,11 @@ ROOT = Path(__file__).parent.parent / "pipeback"
 FLOORS = [
     ["events", "schedules", "order", "timeline", "recording", "ledger"],
     [
-        "bundle", "method", "momentum", "lazy", "link", "partition", "meta", "form", "inflight", "drawing",
-        "stage", "joint", "team", "watch", "replicas", "residence", "worker", "snapshot", "loop", "runtime", "state",
-        "frame", "vigil", "wire", "semaphore", "ring", "beats", "activity", "blame", "health",
-        "joining", "digest", "ranks", "clocks", "processes", "wiring", "holding", "starting", "agreement", "rehearsal",
-        "inputs", "shelf",
+        "bundle", "method", "momentum", "lazy", "link", "partition", "meta", "form", "flat", "slot",
+        "inflight", "drawing", "stage", "joint", "team", "watch", "replicas", "shelf", "store", "pages",
+        "disk", "residence", "streaming", "worker", "snapshot", "loop", "runtime", "state", "frame", "vigil",
+        "wire", "semaphore", "ring", "beats", "activity", "blame", "health", "joining", "digest", "ranks",
+        "clocks", "processes", "wiring", "holding", "starting", "agreement", "rehearsal", "inputs",
     ],
     ["methods", "pipeline", "checkpoint", "bands", "trace", "draw"],
 ]  # fmt: skip

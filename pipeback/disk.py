@@ -1,0 +1,359 @@
+"""DiskStore: weights, gradients and optimizer state in files; the newest whole version survives whatever happens.
+
+    FOLDER/lock                     held by the process that uses the folder
+    FOLDER/stage-000.pages          regions of stage 0: see `pages`
+    FOLDER/version-00000012.json    the last committed version: which region is what, its CRC-32, and plain values
+
+A commit writes what is in flight beside what lies there already, waits for the disk, and gives its JSON the name by one
+rename. Regions that a committed version names are not overwritten before the next one is committed by all ranks, so
+processes that are killed at any time leave a version whole.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeback import shelf
+from pipeback.flat import Flat
+from pipeback.method import Method
+from pipeback.pages import Pages, Region, StoreError
+from pipeback.schedules import flush
+from pipeback.stage import Stage
+from pipeback.store import HostStore, Store
+
+FORMAT = 1
+SELDOM = 256  # micro-batches between commits of methods that never flush
+SMALL = 4096  # bytes: what is smaller stays in memory, as a step counter does
+
+
+class DiskStore(Store):
+    """Weights, gradients and optimizer state in `folder`, read and written as stages come and go.
+
+    folder        a folder of its own, on a local disk; one that holds a committed version of the same model is resumed
+    prefetch      stages fetched ahead of the one at work; at most prefetch + 1 have their weights on the device
+    fused         use torch's fused CPU optimizers: faster, with other last bits than the default ones
+    commit_every  micro-batches between commits of a method that never flushes; one that flushes commits at each flush
+
+    Raises StoreError when the folder is in use, cannot be written, is damaged, or has another format.
+    """
+
+    def __init__(
+        self, folder: str | Path, prefetch: int = 1, fused: bool = False, commit_every: int | None = None
+    ) -> None:
+        self.folder, self.prefetch, self.fused, self.commit_every = Path(folder), prefetch, fused, commit_every
+        self.number = 0  # commits that this folder has seen
+        self.committed: dict[str, Any] | None = None
+        self._pages: dict[tuple[int, int], Pages] = {}  # by stage and replica
+        self._housed: dict[tuple[int, int], dict[str, int]] = {}  # names of what lies in pages -> its storage
+        self._depth: dict[tuple[int, int], int] = {}
+        self._locks: dict[tuple[int, int], threading.RLock] = {}
+        self._lock: int | None = None
+
+    def open(self) -> None:
+        """Take the folder for this process, and read what was committed."""
+        with _naming(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = os.pread(self._lock, 32, 0).decode() or "unknown"
+                os.close(self._lock)
+                self._lock = None
+                raise StoreError(
+                    f"{self.folder}: process {holder} uses this store; wait for it, or give another folder"
+                ) from None
+            os.ftruncate(self._lock, 0)
+            os.pwrite(self._lock, str(os.getpid()).encode(), 0)
+
+    @property
+    def versions(self) -> set[int]:
+        """The numbers of the committed versions: one, or two after a kill while ranks were committing."""
+        return {int(path.stem.removeprefix("version-")) for path in self.folder.glob("version-*.json")}
+
+    def choose(self, number: int) -> None:
+        """Go on from this version."""
+        file = self._version(number)
+        with _naming(file):
+            document = shelf.unsealed(file)
+        if document["format"] != FORMAT:
+            raise StoreError(
+                f"{file}: has format {document['format']}, this pipeback reads {FORMAT}; use the version that wrote it"
+            )
+        self.number, self.committed = number, document
+        for other in self.versions - {number}:
+            self._version(other).unlink()
+
+    def _version(self, number: int) -> Path:
+        return self.folder / f"version-{number:08d}.json"
+
+    # -- a stage -------------------------------------------------------------------------------------------------
+
+    def hold(self, stage: Stage, method: Method, device: torch.device) -> None:
+        key = _key(stage)
+        regions = self._described(stage).get("regions", {})
+        self._pages[key] = Pages(self.folder / _file(*key), {name: Region(*region) for name, region in regions.items()})
+        self._housed[key], self._depth[key], self._locks[key] = {}, 0, threading.RLock()
+        super().hold(stage, method, device)
+        self._put_away(stage, changed=True)
+
+    @contextmanager
+    def opened(self, stage: Stage, *, changes: bool = False, whole: bool = False) -> Iterator[None]:
+        """Meanwhile weights, optimizer and method state are in memory (`whole`: all that lies here)."""
+        key = _key(stage)
+        with self._locks[key]:
+            self._depth[key] += 1
+            try:
+                self._fetch(stage, dict(_all(stage) if whole else _base(stage)))
+                yield
+            except BaseException:
+                self._depth[key] -= 1
+                raise
+            self._depth[key] -= 1
+            if not self._depth[key]:
+                self._put_away(stage, changed=changes)
+
+    @contextmanager
+    def lent(self, stage: Stage, tensors: Sequence[Tensor | None]) -> Iterator[None]:
+        """Meanwhile these, older weights or sums, are in memory."""
+        with self._locks[_key(stage)]:
+            mine = {id(t) for t in tensors if t is not None}
+            names = {name: t for name, t in _all(stage) if id(t) in mine}
+            self._fetch(stage, names)
+            yield
+            self._put_away(stage, only=names)
+
+    def put(self, stage: Stage) -> None:
+        """Take in what is new of a stage: sums that left the device, shifted weights that B will need."""
+        with self._locks[_key(stage)]:
+            # not older weights, which an update may still have to copy there
+            self._put_away(stage, only=[name for name, _ in _all(stage) if name.startswith(("grad/", "used/"))])
+
+    def read(self, stage: Stage, into: Flat) -> None:
+        """Read the newest weights into memory on the device."""
+        pages = self._pages[_key(stage)]
+        if into.memory.device.type == "cpu":
+            pages.read("home", into.memory)
+            return
+        buffer = torch.empty_like(into.memory, device="cpu", pin_memory=True)
+        pages.read("home", buffer)
+        into.memory.copy_(buffer, non_blocking=True)
+
+    def close(self) -> None:
+        """Let the folder go; what was not committed is lost."""
+        for pages in self._pages.values():
+            pages.close()
+        self._pages.clear()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    @property
+    def moved(self) -> tuple[int, int]:
+        """Bytes read and written since the beginning."""
+        return sum(p.read_bytes for p in self._pages.values()), sum(p.written_bytes for p in self._pages.values())
+
+    def _fetch(self, stage: Stage, tensors: dict[str, Tensor]) -> None:
+        housed, pages = self._housed[_key(stage)], self._pages[_key(stage)]
+        for name, tensor in tensors.items():
+            storage = tensor.untyped_storage()
+            if housed.get(name) == storage._cdata and not storage.nbytes():
+                storage.resize_(pages.newest[name].size)
+                pages.read(name, tensor)
+
+    def _put_away(self, stage: Stage, *, changed: bool = False, only: Container[str] | None = None) -> None:
+        """Write what is new, and what may have changed, and give its memory away."""
+        key = _key(stage)
+        housed, pages, here = self._housed[key], self._pages[key], dict(_all(stage))
+        base = {name for name, _ in _base(stage)} if changed else ()
+        for name, tensor in here.items():
+            storage = tensor.untyped_storage()
+            if not storage.nbytes() or (only is not None and name not in only):
+                continue
+            if housed.get(name) != storage._cdata or name in base:
+                pages.write(name, tensor)
+                housed[name] = storage._cdata
+            storage.resize_(0)
+        for name in [name for name in housed if name not in here]:
+            del housed[name]
+            pages.drop(name)
+
+    # -- versions of the whole -----------------------------------------------------------------------------------
+
+    def begin(self, stage: Stage, tensors: dict[str, Tensor]) -> dict[str, Any]:
+        """Write those tensors of a stage's state that do not lie here yet; returns what the commit says of them."""
+        key = _key(stage)
+        housed, pages = self._housed[key], self._pages[key]
+        regions = {storage: name for name, storage in housed.items()}
+        described, beside = {}, set()
+        for name, tensor in tensors.items():
+            storage = tensor.untyped_storage()
+            region = regions.get(storage._cdata)
+            if region is None:
+                region = f"state/{name}"
+                pages.write(region, tensor.cpu())
+                beside.add(region)
+            form = [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), list(tensor.stride())]
+            described[name] = [region, *form, tensor.storage_offset()]
+        for name in [name for name in pages.newest if name not in housed and name not in beside]:
+            pages.drop(name)
+        pages.sync()
+        return {"tensors": described, "regions": {name: list(region) for name, region in pages.newest.items()}}
+
+    def finish(self, stages: dict[str, Any], state: dict[str, Any]) -> None:
+        """All stages have begun: give this version its name. It is committed, and so is the one before."""
+        self.number += 1
+        self.committed = {"format": FORMAT, "stages": stages, "state": state}
+        file = self._version(self.number)
+        with _naming(file):
+            draft = file.with_suffix(".partial")
+            draft.write_bytes(shelf.sealed(self.committed))
+            shelf.sync(draft)
+            draft.rename(file)
+            shelf.sync(self.folder)
+
+    def due(self, method: Method, arrived: int, flushed: bool) -> bool:
+        """Whether to commit. arrived: micro-batches since the last commit. flushed: nothing is in flight."""
+        if (
+            self.commit_every is None
+            and (method.flush_each_push or flush(method.schedule) > 1)
+            and not any(method.delays(2))
+        ):
+            return flushed and arrived > 0
+        return arrived >= (self.commit_every or SELDOM)
+
+    def forget(self) -> None:
+        """Every rank has this version: others are not needed any more."""
+        for number in self.versions - {self.number}:
+            self._version(number).unlink(missing_ok=True)
+        for pages in self._pages.values():
+            pages.commit()
+
+    def state(self) -> dict[str, Any] | None:
+        """The committed version, as `Pipeline.load_state_dict` takes it: tensors are read when they are asked for."""
+        if self.committed is None:
+            return None
+        plain = self.committed["state"]["plain"]
+        stages = [self._stored(s) for s in range(len(plain["stages"]))]
+        return {**self.committed["state"], "stages": stages}
+
+    def _stored(self, s: int) -> Mapping[str, Tensor]:
+        parts = {}
+        for key, described in self.committed["stages"].items() if self.committed else ():
+            index, replica = map(int, key.split("/"))
+            if index == s:
+                prefix = f"replica/{replica}/" if replica else ""
+                pages = Pages(self.folder / _file(index, replica), _regions(described))
+                parts.update({prefix + n: (pages, form) for n, form in described["tensors"].items()})
+        return _Stored(parts)
+
+    def _described(self, stage: Stage) -> dict[str, Any]:
+        if self.committed is None:
+            return {}
+        return self.committed["stages"].get(f"{stage.index}/{stage.replica}", {})
+
+
+class _Stored(Mapping[str, Tensor]):
+    """Tensors by name, read when they are asked for; the region that was read last is remembered."""
+
+    def __init__(self, parts: dict[str, tuple[Pages, list[Any]]]) -> None:
+        self._parts = parts
+        self._last: tuple[Any, Tensor] | None = None
+
+    def __getitem__(self, name: str) -> Tensor:
+        pages, (region, dtype, shape, stride, offset) = self._parts[name]
+        key = (pages.path, region)
+        if self._last is None or self._last[0] != key:
+            memory = torch.empty(pages.newest[region].size, dtype=torch.uint8)
+            pages.read(region, memory)
+            self._last = key, memory
+        return self._last[1].view(getattr(torch, dtype)).as_strided(shape, stride, offset)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parts)
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+
+def create(store: str | Store | None) -> Store | None:
+    """The store that a pipeline was asked for; None: weights stay on the device.
+
+    Raises ValueError saying what there is.
+    """
+    if store is None or isinstance(store, Store):
+        return store
+    if store == "device":
+        return None
+    if store == "host":
+        return HostStore()
+    if store.startswith("disk:") and store != "disk:":
+        return DiskStore(store.removeprefix("disk:"))
+    raise ValueError(f"store={store!r} is unknown; give None, 'host', 'disk:FOLDER', or a Store with its options")
+
+
+def _base(stage: Stage) -> Iterator[tuple[str, Tensor]]:
+    """What an update changes: weights, optimizer and method state, each storage once."""
+    assert stage.home is not None
+    yield "home", stage.home.memory
+    seen = set()
+    for n, w in enumerate(stage.weights):
+        for key, value in stage.optimizer.state.get(w, {}).items():
+            if _large(value):
+                seen.add(value.untyped_storage()._cdata)
+                yield f"optimizer/{n}/{key}", value
+    for key, values in stage.state.items():
+        for n, value in enumerate(values if isinstance(values, list) else ()):
+            if _large(value) and value.untyped_storage()._cdata not in seen:
+                seen.add(value.untyped_storage()._cdata)
+                yield f"method/{key}/{n}", value
+
+
+def _all(stage: Stage) -> Iterator[tuple[str, Tensor]]:
+    """Older weights and sums of gradients besides, which do not change."""
+    yield from _base(stage)
+    kept = {f"version/{v}": weights for v, weights in stage.versions.items()}
+    kept.update({f"used/{mb}": f.owned for mb, f in stage.flights.items() if f.owned is not None})
+    kept["grad"] = [g for g in stage.spilled or () if g is not None]
+    for name, tensors in kept.items():
+        for n, tensor in enumerate(tensors):
+            if _large(tensor):
+                yield f"{name}/{n}", tensor
+
+
+def _large(value: Any) -> bool:
+    return (
+        isinstance(value, Tensor)
+        and value.device.type == "cpu"
+        and value.numel() * value.element_size() >= SMALL
+        and value.untyped_storage().nbytes() in (0, value.numel() * value.element_size())
+    )
+
+
+def _key(stage: Stage) -> tuple[int, int]:
+    return stage.index, stage.replica
+
+
+def _file(index: int, replica: int) -> str:
+    return f"stage-{index:03d}{f'.replica-{replica}' if replica else ''}.pages"
+
+
+def _regions(described: dict[str, Any]) -> dict[str, Region]:
+    return {name: Region(*region) for name, region in described["regions"].items()}
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, shelf.CheckpointError) as error:
+        raise StoreError(f"{path}: {error}; give a folder that can be written, or restore it from a copy") from error

@@ -1,0 +1,86 @@
+"""Slot: the place of a streamed stage on its device. Pool: memory there for a few stages at a time.
+
+A graph in flight refers to the slot's memory, not to what lies there: memory is given away and got anew, and B finds
+whatever was brought for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from pipeback.flat import Flat
+
+
+class Slot:
+    """Device memory of one stage's parameters, which are there or at rest.
+
+    rest: what the parameters show while they are not on the device: the weights of a store in host memory, or NaN.
+    """
+
+    def __init__(self, params: Sequence[nn.Parameter], device: torch.device, rest: Sequence[Tensor] | None) -> None:
+        self.params, self.device = list(params), device
+        self.flat = Flat([p.data for p in params], device)
+        self.rest = [_nan(p, device) for p in params] if rest is None else list(rest)
+        self.content: int | None = None  # the version of the weights that lie there; None: others, or nothing
+        self.leave()
+
+    @property
+    def nbytes(self) -> int:
+        return self.flat.nbytes
+
+    def arrive(self) -> None:
+        """Memory, for weights that are to be copied there."""
+        self.flat.fill()
+        for p, view in zip(self.params, self.flat.views, strict=True):
+            p.data = view
+
+    def leave(self) -> None:
+        """Give the memory away; what lies there was never changed."""
+        for p, value in zip(self.params, self.rest, strict=True):
+            p.data = value
+        self.flat.empty()
+        self.content = None
+
+    def intact(self) -> bool:
+        """Whether every parameter is where the slot has put it."""
+        places = self.flat.views if self.flat.here else self.rest
+        return all(p.data_ptr() == place.data_ptr() for p, place in zip(self.params, places, strict=True))
+
+
+class Pool:
+    """At most `most` stages have memory on the device; who came first leaves first."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.slots: list[Slot] = []  # that have memory
+        self.peak_stages = self.peak_bytes = 0
+        self.admitted = 0
+
+    def admit(self, slot: Slot, keep: Collection[Slot] = ()) -> bool:
+        """Memory for a slot, if need be that of one that is not in `keep`; returns whether it is new."""
+        if slot in self.slots:
+            return False
+        while len(self.slots) >= self.most:
+            leaving = next((other for other in self.slots if other not in keep), None)
+            if leaving is None:
+                raise RuntimeError(f"all {self.most} stages on the device are needed; one more does not fit")
+            self.dismiss(leaving)
+        slot.arrive()
+        self.slots.append(slot)
+        self.admitted += 1
+        self.peak_stages = max(self.peak_stages, len(self.slots))
+        self.peak_bytes = max(self.peak_bytes, sum(other.nbytes for other in self.slots))
+        return True
+
+    def dismiss(self, slot: Slot) -> None:
+        self.slots.remove(slot)
+        slot.leave()
+
+
+def _nan(p: Tensor, device: torch.device) -> Tensor:
+    """Nothing, in the shape of a parameter: whoever reads it sees that there is nothing."""
+    value = float("nan") if p.is_floating_point() or p.is_complex() else 0
+    return torch.full((1,) * p.dim(), value, dtype=p.dtype, device=device).expand(p.shape)

@@ -1,0 +1,441 @@
+"""Streaming: the residence of weights that come to the device for an operation and live in a store.
+
+    fetching  one thread    W1 ──── W2 ──── W3 ────             copies weights to the device, one stage ahead
+    computing               F0 │ F1 │ F2 │ B2 │ B1 │ B0         on whatever stage the order names
+    updating  one thread                      U2 ── U1 ── U0    on the weights in the store, by the gradients that left
+
+A stage's next fetch waits for its update, nobody else does. At most `prefetch + 1` stages are on the device.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+
+from pipeback.bundle import Weights, add_scaled
+from pipeback.events import Kind, Op
+from pipeback.method import Method, Past, Shift, overrides
+from pipeback.order import Ops, Wave
+from pipeback.residence import Ask, Asked
+from pipeback.slot import Pool, Slot
+from pipeback.stage import Stage, Sums
+from pipeback.store import Store
+
+
+class Traffic(NamedTuple):
+    """What streaming has moved and waited for."""
+
+    weights_in: int = 0  # bytes of weights copied to the device
+    gradients_out: int = 0  # bytes of gradients, and of partial sums, that left the device
+    sums_in: int = 0  # bytes of partial sums that came back
+    fetches: int = 0  # times that a stage's weights came
+    stall: float = 0.0  # seconds in which computing waited for weights, gradients or the store
+    seconds: float = 0.0  # seconds of all that was run
+    peak_stages: int = 0  # stages on the device at most, of one worker
+    peak_bytes: int = 0  # bytes of weights on the device at most
+
+
+def together(parts: Iterable[Traffic]) -> Traffic:
+    """Of several workers: sums, the stages of whoever has most at once, and the time of whoever took longest."""
+    some = list(parts) or [Traffic()]
+    sums = {name: sum(getattr(part, name) for part in some) for name in Traffic._fields}
+    return Traffic(**sums)._replace(
+        peak_stages=max(part.peak_stages for part in some), seconds=max(part.seconds for part in some)
+    )
+
+
+class Brought(NamedTuple):
+    """What an operation finds on the device."""
+
+    slot: Slot
+    version: int  # that the operation counts as run on: shifted weights are of the newest one
+    owned: Weights | None = None  # shifted weights that B will need again
+
+
+class Streaming:
+    """Brings what the operations of a worker's stages run on; at most store.prefetch + 1 stages are on the device."""
+
+    joins = False
+
+    def __init__(self, stages: Mapping[int, Stage], method: Method, store: Store) -> None:
+        self.stages, self.method, self.store = stages, method, store
+        self.ask: Ask = lambda kind, ops: []
+        self.pool = Pool(store.prefetch + 1)
+        self._stash = method.copies == "stash"
+        self._hooks = {
+            "F": overrides(method, "forward_weights"),
+            "B": overrides(method, "backward_weights") or self._stash,
+        }
+        self._fetching = ThreadPoolExecutor(1, "pipeback fetching")
+        self._updating = ThreadPoolExecutor(1, "pipeback updating")
+        self._fetches: dict[int, tuple[Op | None, Future[Brought]]] = {}  # under way, by stage
+        self._updates: dict[int, Future[None]] = {}  # the last of each stage
+        self._needed: set[Slot] = set()  # by the operation at hand and those that come
+        self._streams = _Streams([stage.slot.device for stage in stages.values() if stage.slot])
+        self._traffic, self._lock = Traffic(), threading.Lock()
+
+    # -- looking ahead -------------------------------------------------------------------------------------------
+
+    def ahead(self, waves: Iterable[Wave]) -> Iterator[Wave]:
+        """The same operations one by one; meanwhile what the next stages run on is fetched."""
+        begin = time.perf_counter()
+        source, queue, visits = _singles(waves), deque[Wave](), deque[tuple[int, Kind, int]]()
+        at, more, pulled = -1, True, -1
+        try:
+            while True:
+                while more and (len(visits) <= self.store.prefetch or not queue):
+                    wave = next(source, None)
+                    if wave is None:
+                        more = False
+                        break
+                    queue.append(wave)
+                    (s, i) = wave.ops[0]
+                    if s in self.stages and s != pulled:
+                        pulled = s
+                        visits.append((s, wave.kind, i))
+                if not queue:
+                    return
+                wave = queue.popleft()
+                s = wave.ops[0][0]
+                if s in self.stages and s != at:
+                    at = s
+                    visits.popleft()
+                    self._plan(s, visits)
+                yield wave
+        finally:
+            self._count(seconds=time.perf_counter() - begin)
+
+    def _plan(self, s: int, visits: Iterable[tuple[int, Kind, int]]) -> None:
+        """Stage s is at work and these come: what they need is fetched, as many as there is room for."""
+        self._needed = {self._slot(s)}
+        for t, kind, i in visits:
+            if len(self._needed) > self.store.prefetch:
+                return
+            slot = self._slot(t)
+            if slot in self._needed:  # for what comes before, after which this may be something else
+                continue
+            self._needed.add(slot)
+            # what a method with `needs_entry` is asked for may not be known before its turn comes
+            if kind != "U" and not (self._hooks[kind] and self.method.needs_entry):
+                self._begin(t, Op(kind, i))
+
+    # -- operations ----------------------------------------------------------------------------------------------
+
+    def forward(self, ops: Ops) -> list[Brought]:
+        """Bring what this forward runs on."""
+        ((s, i),) = ops
+        return [self._bring(s, Op("F", i))]
+
+    def after_forward(self, held: Sequence[Brought], ops: Ops) -> None:
+        """The flight remembers what it ran on."""
+        ((s, i),) = ops
+        flight = self.stages[s].flights.get(i)
+        if flight is not None:  # else its forward has failed
+            flight.version, flight.owned = held[0].version, held[0].owned
+            if flight.owned is not None:
+                self.store.put(self.stages[s])
+
+    def backward(self, ops: Ops) -> tuple[list[Brought], dict[int, int]]:
+        """Bring what this backward runs on, and the sums of gradients that it adds to."""
+        ((s, i),) = ops
+        brought = self._bring(s, Op("B", i))
+        self._return_sums(self.stages[s])
+        return [brought], {s: brought.version}
+
+    def after_backward(self, held: Sequence[Brought]) -> None:
+        """What was brought lies there until its room is needed."""
+
+    def update(self, stages: Sequence[Stage], make: Callable[[Sequence[Sums]], None]) -> None:
+        """The gradients leave for the store, which makes the update while other stages compute."""
+        (stage,) = stages
+        self._check()
+        self._return_sums(stage, to_device=False)
+        sums = stage.sums()
+        grads, wait = self._streams.leave(sums.grads)
+        self._count(gradients_out=_bytes(grads))
+
+        def job() -> None:
+            wait()
+            with torch.no_grad(), self.store.opened(stage, changes=True):
+                make([Sums(grads, sums.number)])
+
+        while sum(not update.done() for update in self._updates.values()) > self.store.prefetch:
+            with self._stalling():
+                next(update for update in self._updates.values() if not update.done()).result()
+        self._updates[stage.index] = self._updating.submit(job)
+
+    def rest(self) -> None:
+        """Nothing is under way and nothing on the device: all weights are in the store; raises what has failed."""
+        with self._stalling():
+            for update in self._updates.values():
+                update.result()
+        self._updates.clear()
+        self._needed = set()
+        while self.pool.slots:
+            self._dismiss(self.pool.slots[0])
+
+    def close(self) -> None:
+        """Stop the threads; what they were told last is done."""
+        self._fetching.shutdown(cancel_futures=True)
+        self._updating.shutdown(cancel_futures=True)
+
+    @property
+    def traffic(self) -> Traffic:
+        """Since the beginning."""
+        pool = self.pool
+        return self._traffic._replace(peak_stages=pool.peak_stages, peak_bytes=pool.peak_bytes)
+
+    # -- fetching ------------------------------------------------------------------------------------------------
+
+    def _bring(self, s: int, op: Op | None = None) -> Brought:
+        """What this operation runs on (None: the newest weights), on the device now."""
+        slot = self._slot(s)
+        if slot not in self._needed:
+            self._needed = {slot}
+        self._begin(s, op)
+        fetch = self._fetches.pop(s)[1]
+        if not fetch.done():
+            with self._stalling():
+                fetch.exception()
+        brought = fetch.result()
+        self._streams.arrived(slot)
+        return brought
+
+    def _begin(self, s: int, op: Op | None = None) -> None:
+        """Have the fetching thread bring what the operation runs on, unless it is there or on its way."""
+        stage, slot = self.stages[s], self._slot(s)
+        self._check()
+        asks = op is not None and self._hooks[op.kind]
+        key = op if asks else None  # without a hook, all operations run on the newest weights
+        under_way = self._fetches.get(s)
+        if under_way is not None and under_way[0] == key:
+            return
+        if under_way is not None:
+            under_way[1].exception()
+        version = stage.version
+        if not asks and slot.content == version:
+            done: Future[Brought] = Future()
+            done.set_result(Brought(slot, version))
+            self._fetches[s] = key, done
+            return
+        asked = self.ask(op.kind, [(s, op.mb)]) if op is not None and asks else []
+        self._admit(slot)
+        self._fetches[s] = key, self._fetching.submit(self._fetch, stage, slot, op, asked, version)
+
+    def _fetch(self, stage: Stage, slot: Slot, op: Op | None, asked: Sequence[Asked], version: int) -> Brought:
+        """In the fetching thread: ask the method, and copy what it chooses."""
+        update = self._updates.get(stage.index)
+        if update is not None:
+            update.result()
+        with torch.no_grad(), self._streams.fetching(slot):
+            if op is None or not asked:
+                if slot.content != version:
+                    self._copy(stage, slot, version)
+                return Brought(slot, version)
+            with self.store.opened(stage):
+                return self._chosen(stage, slot, op, asked[0], version)
+
+    def _chosen(self, stage: Stage, slot: Slot, op: Op, asked: Asked, version: int) -> Brought:
+        team, mb, when = asked
+        if op.kind == "F":
+            chosen = self.method.forward_weights(team.weights, team.state, when)
+        else:
+            used, flight = stage.used(mb) if self._stash else None, stage.flights[mb]
+            chosen = self.method.backward_weights(team.weights, used, team.state, when)
+            if chosen is used and flight.owned is not None:
+                with self.store.lent(stage, flight.owned):
+                    self._place(stage, slot, flight.owned)
+                return Brought(slot, flight.version)
+            if chosen is used:
+                chosen = Past(flight.version)
+        if chosen is team.weights:
+            chosen = Past(version)
+        if isinstance(chosen, Past):
+            if slot.content != chosen.version and chosen.version == version:
+                self._copy(stage, slot, version)
+            elif slot.content != chosen.version:
+                older = stage.past(chosen.version)
+                with self.store.lent(stage, older):
+                    self._place(stage, slot, older)
+                slot.content = chosen.version
+            return Brought(slot, chosen.version)
+        self._place(stage, slot, chosen)
+        if not (self._stash and op.kind == "F"):
+            return Brought(slot, version)
+        owned = [torch.empty_like(w) for w in stage.weights]
+        torch._foreach_copy_(owned, list(stage.weights))
+        _shift(owned, chosen)
+        return Brought(slot, version, owned)
+
+    def _copy(self, stage: Stage, slot: Slot, version: int) -> None:
+        """The newest weights, straight from the store."""
+        self.store.read(stage, slot.flat)
+        slot.content = version
+        self._count(weights_in=slot.nbytes, fetches=1)
+
+    def _place(self, stage: Stage, slot: Slot, chosen: Weights | Shift) -> None:
+        """Weights that are in host memory, shifted there or on the way."""
+        assert stage.home is not None
+        there = []
+        for p, home, view in zip(slot.params, stage.home.views, slot.flat.views, strict=True):
+            if p.requires_grad:
+                there.append(view)
+            else:
+                view.copy_(home, non_blocking=True)
+        if isinstance(chosen, Shift) and slot.device.type != "cpu":
+            shifted = [torch.empty_like(w) for w in stage.weights]
+            torch._foreach_copy_(shifted, list(stage.weights))
+            _shift(shifted, chosen)
+            chosen = shifted
+        if isinstance(chosen, Shift):
+            torch._foreach_copy_(there, list(stage.weights))
+            _shift(there, chosen)
+        else:
+            torch._foreach_copy_(there, list(chosen))
+        slot.content = None
+        self._count(weights_in=slot.nbytes, fetches=1)
+
+    # -- room ----------------------------------------------------------------------------------------------------
+
+    def _slot(self, s: int) -> Slot:
+        slot = self.stages[s].slot
+        assert slot is not None
+        return slot
+
+    def _admit(self, slot: Slot) -> None:
+        pool = self.pool
+        if slot in pool.slots:
+            return
+        while len(pool.slots) >= pool.most:
+            self._dismiss(next(other for other in pool.slots if other not in self._needed))
+        pool.admit(slot)
+        self._streams.admitted(slot)
+
+    def _dismiss(self, slot: Slot) -> None:
+        """Let a stage go from the device, and with it the sums of its gradients."""
+        s = next(stage.index for stage in self.stages.values() if stage.slot is slot)
+        under_way = self._fetches.pop(s, None)
+        if under_way is not None:
+            under_way[1].exception()
+            self._streams.arrived(slot)
+        stage = self.stages[s]
+        if stage.count and stage.spilled is None and any(p.grad is not None for p in stage.params):
+            sums, wait = self._streams.leave([p.grad for p in stage.params])
+            wait()
+            # on the CPU they are autograd's own, and may be the gradient that was sent upstream
+            stage.spilled = [g if g is None or g.is_pinned() else g.clone() for g in sums]
+            for p in stage.params:
+                p.grad = None
+            self._count(gradients_out=_bytes(sums))
+            self.store.put(stage)
+        self.pool.dismiss(slot)
+
+    def _return_sums(self, stage: Stage, *, to_device: bool = True) -> None:
+        """Sums that left with the stage's weights are where B adds to them, or U takes them."""
+        if stage.spilled is None:
+            return
+        with self.store.lent(stage, stage.spilled):
+            sums, stage.spilled = stage.spilled, None
+        slot = self._slot(stage.index)
+        if to_device:
+            self._count(sums_in=_bytes(sums))
+        for p, g in zip(stage.params, sums, strict=True):
+            p.grad = g if g is None or not to_device else g.to(slot.device)
+
+    # -- counting ------------------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        """Raise what an update in the store has failed with."""
+        for s, update in list(self._updates.items()):
+            if update.done():
+                update.result()
+                del self._updates[s]
+
+    @contextmanager
+    def _stalling(self) -> Iterator[None]:
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._count(stall=time.perf_counter() - begin)
+
+    def _count(self, **more: float) -> None:
+        with self._lock:
+            old = self._traffic
+            self._traffic = old._replace(**{name: getattr(old, name) + value for name, value in more.items()})
+
+
+class _Streams:
+    """On CUDA: one stream brings weights, one takes gradients away, and events order them with computing."""
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        device = next((d for d in devices if d.type == "cuda"), None)
+        self.device = device
+        if device is not None:
+            self._in, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)
+            self._ready: dict[Slot, torch.cuda.Event] = {}
+            self._free: dict[Slot, torch.cuda.Event] = {}
+
+    def admitted(self, slot: Slot) -> None:
+        """Its memory may still be read by what was computed before."""
+        if self.device is not None:
+            self._free[slot] = torch.cuda.current_stream(self.device).record_event()
+
+    @contextmanager
+    def fetching(self, slot: Slot) -> Iterator[None]:
+        if self.device is None:
+            yield
+            return
+        with torch.cuda.stream(self._in):
+            if slot in self._free:
+                self._in.wait_event(self._free.pop(slot))
+            yield
+            self._ready[slot] = self._in.record_event()
+
+    def arrived(self, slot: Slot) -> None:
+        """What is computed from now on waits for the copy."""
+        if self.device is not None and slot in self._ready:
+            torch.cuda.current_stream(self.device).wait_event(self._ready.pop(slot))
+
+    def leave(self, grads: Sequence[torch.Tensor | None]) -> tuple[list[torch.Tensor | None], Callable[[], None]]:
+        """The gradients in host memory, once the second thing returned has returned."""
+        if self.device is None:
+            return list(grads), lambda: None
+        with torch.cuda.stream(self._out):
+            self._out.wait_stream(torch.cuda.current_stream(self.device))
+            host: list[torch.Tensor | None] = []
+            for g in grads:
+                if g is None:
+                    host.append(None)
+                    continue
+                copy = torch.empty_like(g, device="cpu", pin_memory=True)
+                copy.copy_(g, non_blocking=True)
+                g.record_stream(self._out)
+                host.append(copy)
+            event = self._out.record_event()
+        return host, event.synchronize
+
+
+def _singles(waves: Iterable[Wave]) -> Iterator[Wave]:
+    for kind, ops in waves:
+        for op in ops:
+            yield Wave(kind, [op])
+
+
+def _shift(weights: Weights, chosen: Weights | Shift) -> None:
+    """w ← what was chosen; `weights` are the newest ones."""
+    if isinstance(chosen, Shift):
+        add_scaled(weights, chosen.coefficients, chosen.directions)
+    else:
+        torch._foreach_copy_(weights, list(chosen))
+
+
+def _bytes(tensors: Sequence[torch.Tensor | None]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors if t is not None)

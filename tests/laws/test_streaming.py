@@ -1,0 +1,75 @@
+"""Law: streamed from a store equals resident, bit for bit: every method, any number of stages fetched ahead."""
+
+import pytest
+import torch
+
+from pipeback import disk
+from pipeback.disk import DiskStore
+from pipeback.store import HostStore, Store
+from tests.laws.cases import CASES, OPTIMIZERS, STAGES, allowed, data, everything, network, pipeline
+from tests.laws.test_runtimes import drawing
+
+STORES = {
+    "host": lambda folder: "host",
+    "host-0": lambda folder: HostStore(prefetch=0),
+    "host-3": lambda folder: HostStore(prefetch=3),
+    "disk": lambda folder: f"disk:{folder / 'a'}",
+    "disk-3": lambda folder: DiskStore(folder / "b", prefetch=3, commit_every=5),
+}
+
+
+def run(model, case, batches, pushed=1, **options):
+    """Losses, what is in flight after these micro-batches, and what a drain and four more leave."""
+    pipe = pipeline(model, CASES[case](STAGES), micro_batch_size=len(batches[0][0]), **options)
+
+    def push(some):
+        for begin in range(0, len(some), pushed):
+            x, y = (torch.cat(part) for part in zip(*some[begin : begin + pushed], strict=True))
+            yield pipe.push(x, y).clone()
+
+    losses = list(push(batches))
+    flying = everything(pipe)
+    pipe.drain()
+    losses += push(batches[:4])
+    result = torch.stack(losses), flying, everything(pipe)
+    store = options.get("store")
+    if store is not None:
+        most = store.prefetch + 1 if isinstance(store, Store) else 2
+        assert 1 <= pipe.traffic().peak_stages <= most
+    pipe.close()
+    return result
+
+
+def same(found, expected, what):
+    for part, wanted in zip(found, expected, strict=True):
+        assert torch.equal(part, wanted), f"{what} differs from the resident run"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_streamed_equals_resident(case, tmp_path, monkeypatch):
+    monkeypatch.setattr(disk, "SMALL", 1)  # these networks are small
+    for optimizer in [name for name in OPTIMIZERS if allowed(case, name)]:
+        for pushed in (1, 7):
+            expected = run(network(), case, data(19), pushed, optimizer=optimizer)
+            folder = tmp_path / f"{optimizer}-{pushed}"
+            for name, store in STORES.items():
+                same(run(network(), case, data(19), pushed, optimizer=optimizer, store=store(folder)), expected, name)
+
+
+@pytest.mark.parametrize("case", ["pb", "cerebras", "pipedream", "gpipe-4", "pipemare-t3", "lwp-weight+sc"])
+def test_in_threads_and_other_orders(case):
+    expected = run(network(), case, data(19), 5)
+    for options in ({"workers": 2}, {"workers": 3}, {"order": "random"}, {"order": "upstream"}):
+        same(run(network(), case, data(19), 5, store="host", **options), expected, options)
+
+
+@pytest.mark.filterwarnings("ignore:.*takes its statistics")
+@pytest.mark.parametrize("case", ["pb", "cerebras", "pipedream", "gpipe-4"])
+def test_random_layers_and_buffers_too(case):
+    def one(**options):
+        torch.manual_seed(7)
+        return run(drawing(), case, data(17, samples=8), 4, **options)
+
+    expected = one()
+    for options in ({}, {"workers": 2}):
+        same(one(store="host", **options), expected, options)
