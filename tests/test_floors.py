@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent / "pipeback"
 
 # a module imports only from lower floors, or from those named before it on its own
 FLOORS = [
-    ["events", "schedules", "order", "timeline", "recording", "ledger"],
+    ["events", "schedules", "order", "timeline", "recording", "ledger", "plugins"],
     [
         "bundle", "method", "momentum", "lazy", "link", "partition", "meta", "form", "inflight", "drawing",
         "stage", "joint", "team", "watch", "replicas", "residence", "worker", "snapshot", "loop", "runtime", "state",
