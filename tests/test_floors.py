@@ -17,7 +17,7 @@ FLOORS = [
         "stage", "joint", "team", "watch", "replicas", "residence", "worker", "snapshot", "loop", "runtime", "state",
         "frame", "vigil", "wire", "semaphore", "ring", "beats", "activity", "blame", "health",
         "joining", "digest", "ranks", "clocks", "processes", "wiring", "holding", "starting", "agreement", "rehearsal",
-        "inputs", "shelf", "densities", "masks", "sparsity",
+        "inputs", "shelf", "packed", "densities", "masks", "sparsity",
     ],
     ["methods", "sparsities", "pipeline", "checkpoint", "bands", "trace", "draw"],
 ]  # fmt: skip
