@@ -1,4 +1,4 @@
-"""From entries of a config to what they name: data, model, task, optimizer, method."""
+"""From entries of a config to what they name: data, model, task, optimizer, method, sparsity."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from torch import nn
 import pipeback
 from pipeback.method import Method
 from pipeback.recipes.schemas import named
+from pipeback.sparsity import Sparsity
 
 Entry = Mapping[str, Any]
 Optimizers = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -81,6 +82,18 @@ def method(options: Entry | Method | str) -> Method:
         return pipeback.chain(*(method(entry) for entry in options["chain"]))
     given = {k: v for k, v in options.items() if k != "name" and v is not None}
     return pipeback.methods.create(options["name"], **given)
+
+
+def sparsity(options: Entry | Sparsity | str | None) -> Sparsity | None:
+    """A policy of sparse training from its conf entry: a name with options (null: the library's default); or none."""
+    if options is None or isinstance(options, Sparsity):
+        return options
+    if isinstance(options, str):
+        options = {"name": options}
+    if "_target_" in options:
+        return instantiate(OmegaConf.create(dict(options)))
+    given = {k: v for k, v in options.items() if k != "name" and v is not None}
+    return None if options["name"] == "none" else pipeback.sparsities.create(options["name"], **given)
 
 
 def update_size(method: Method | None, batch_size: int, micro_batch_size: int | None) -> int:

@@ -132,6 +132,9 @@ def signature_of(group: str, name: Any) -> type | None:
     if group == "method":
         known(group, pipeback.methods.available(), name)
         parameters: Iterable[inspect.Parameter] = pipeback.methods.options(name).values()
+    elif group == "sparsity":
+        known(group, ["none", *pipeback.sparsities.available()], name)
+        parameters = () if name == "none" else pipeback.sparsities.options(name).values()
     else:
         parameters = inspect.signature(named(group, name)).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):

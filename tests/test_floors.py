@@ -11,15 +11,15 @@ ROOT = Path(__file__).parent.parent / "pipeback"
 
 # a module imports only from lower floors, or from those named before it on its own
 FLOORS = [
-    ["events", "schedules", "order", "timeline", "recording", "ledger"],
+    ["events", "schedules", "order", "timeline", "recording", "ledger", "plugins"],
     [
         "bundle", "method", "momentum", "lazy", "link", "partition", "meta", "form", "flat", "slot",
-        "inflight", "drawing", "stage", "joint", "team", "watch", "replicas", "shelf", "store", "pages",
+        "inflight", "drawing", "stage", "joint", "team", "watch", "replicas", "shelf", "packed", "densities", "masks", "sparsity", "store", "pages",
         "disk", "residence", "streaming", "worker", "snapshot", "loop", "runtime", "state", "frame", "vigil",
         "wire", "semaphore", "ring", "beats", "activity", "blame", "health", "joining", "digest", "ranks",
         "clocks", "processes", "wiring", "holding", "starting", "agreement", "rehearsal", "inputs",
     ],
-    ["methods", "pipeline", "checkpoint", "bands", "trace", "draw"],
+    ["methods", "sparsities", "pipeline", "checkpoint", "bands", "trace", "draw"],
 ]  # fmt: skip
 # floor 3, which nothing below imports
 LIGHTNING = [
@@ -73,6 +73,12 @@ def test_lightning_stands_on_top(path):
 @pytest.mark.parametrize("path", sorted((ROOT / "methods").glob("[a-z]*.py")), ids=lambda path: path.name)
 def test_a_method_knows_neither_stages_nor_other_methods(path):
     allowed = {f"pipeback.{name}" for name in ("events", "schedules", "timeline", "method", "momentum")}
+    assert {name for name in imports(path) if name.startswith("pipeback")} <= allowed
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "sparsities").glob("[a-z]*.py")), ids=lambda path: path.name)
+def test_a_sparsity_knows_masks_and_numbers_alone(path):
+    allowed = {f"pipeback.{name}" for name in ("densities", "masks", "sparsity")}
     assert {name for name in imports(path) if name.startswith("pipeback")} <= allowed
 
 

@@ -13,7 +13,7 @@ pytest.importorskip("hydra")
 pytest.importorskip("lightning")
 pytest.importorskip("sklearn")
 
-from pipeback import methods
+from pipeback import methods, plugins
 from pipeback.recipes import command
 from tests.recipes.cli import TINY, config, facts, needs_joblib, numbers, pipeback, rows
 
@@ -243,7 +243,7 @@ def test_a_mistake_in_an_own_file_is_found(experiment, message, mine):
 def test_method_of_another_package(tmp_path, monkeypatch):
     """Its entry point is an entry of the group, too."""
     theirs = EntryPoint("theirs", "pipeback.methods.pb:PipelinedBackpropagation", methods.GROUP)
-    for module in (command, methods):
+    for module in (command, plugins):
         monkeypatch.setattr(module, "entry_points", lambda group: [theirs])
     done = pipeback("train", *TINY, "method=theirs", "+method.slack=1", "callbacks=none", "out=run", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

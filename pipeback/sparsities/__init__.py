@@ -1,0 +1,40 @@
+"""Policies of sparse training by name: ours, and other packages' entry points in the group `pipeback.sparsities`."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from pipeback.plugins import Plugins
+from pipeback.sparsity import Sparsity
+
+GROUP = "pipeback.sparsities"
+
+_SPARSITIES = Plugins(
+    "sparsity",
+    GROUP,
+    {
+        "magnitude": "magnitude:Magnitude",
+        "gradual": "gradual:Gradual",
+        "set": "set:SparseEvolution",
+        "rigl": "rigl:RigL",
+    },
+)
+
+
+def available() -> list[str]:
+    """Names that `create` takes; ours first, then those of other packages."""
+    return _SPARSITIES.available()
+
+
+def create(name: str, **options: Any) -> Sparsity:
+    """Build a policy: `create("rigl", until=25000, density=0.1)`.
+
+    Raises ValueError for an unknown name or option and suggests the nearest.
+    """
+    return _SPARSITIES.create(name, Sparsity, options)
+
+
+def options(name: str) -> dict[str, inspect.Parameter]:
+    """The options that `create(name)` takes, by name, with their defaults."""
+    return _SPARSITIES.options(name)
