@@ -23,10 +23,11 @@ import torch
 from torch import Tensor
 
 from pipeback import shelf
-from pipeback.flat import Flat
 from pipeback.method import Method
 from pipeback.pages import Pages, Region, StoreError
 from pipeback.schedules import flush
+from pipeback.slot import Slot
+from pipeback.sparse import Sparse
 from pipeback.stage import Stage
 from pipeback.store import HostStore, Store
 
@@ -98,12 +99,12 @@ class DiskStore(Store):
 
     # -- a stage -------------------------------------------------------------------------------------------------
 
-    def hold(self, stage: Stage, method: Method, device: torch.device) -> None:
+    def hold(self, stage: Stage, method: Method, device: torch.device, sparse: Sparse | None = None) -> None:
         key = _key(stage)
         regions = self._described(stage).get("regions", {})
         self._pages[key] = Pages(self.folder / _file(*key), {name: Region(*region) for name, region in regions.items()})
         self._housed[key], self._depth[key], self._locks[key] = {}, 0, threading.RLock()
-        super().hold(stage, method, device)
+        super().hold(stage, method, device, sparse)
         self._put_away(stage, changed=True)
 
     @contextmanager
@@ -138,15 +139,14 @@ class DiskStore(Store):
             # not older weights, which an update may still have to copy there
             self._put_away(stage, only=[name for name, _ in _all(stage) if name.startswith(("grad/", "used/"))])
 
-    def read(self, stage: Stage, into: Flat) -> None:
-        """Read the newest weights into memory on the device."""
-        pages = self._pages[_key(stage)]
-        if into.memory.device.type == "cpu":
-            pages.read("home", into.memory)
-            return
-        buffer = torch.empty_like(into.memory, device="cpu", pin_memory=True)
-        pages.read("home", buffer)
-        into.memory.copy_(buffer, non_blocking=True)
+    def read(self, stage: Stage, slot: Slot) -> int:
+        """Read the newest weights to the device. Returns the bytes that travelled to it."""
+        assert stage.home is not None
+        if slot.device.type == "cpu" and stage.sparse is None:
+            self._pages[_key(stage)].read("home", slot.flat.memory)
+            return slot.nbytes
+        with self.lent(stage, [stage.home.memory]):
+            return super().read(stage, slot)
 
     def close(self) -> None:
         """Let the folder go; what was not committed is lost."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pipeback import clocks, disk, meta, methods, state
+from pipeback import clocks, disk, meta, methods, sparsities, state
 from pipeback.agreement import agree
 from pipeback.disk import DiskStore
 from pipeback.holding import Holding
@@ -41,9 +41,10 @@ from pipeback.ranks import Alone, Ranks
 from pipeback.recording import Recording
 from pipeback.rehearsal import rehearse, rehearse_shape
 from pipeback.runtime import Inline, Runtime
+from pipeback.sparsity import Sparsity
 from pipeback.stage import OptimizerFactory, Stage, Value, evaluate
 from pipeback.starting import Setting, start
-from pipeback.store import Store
+from pipeback.store import DeviceStore, Store
 from pipeback.streaming import Streaming, Traffic, together
 from pipeback.watch import Watch
 
@@ -77,6 +78,8 @@ class Pipeline:
     device      where stages from the meta device go; None: this rank's accelerator under NCCL, else the CPU
     store       None: weights stay on the device of their module; "host": weights, gradients and optimizer state live in
                 host memory, and a stage's weights come to the device when they are needed; or a `Store`
+    sparsity    a name of `pipeback.sparsities.available()` or a `Sparsity`: most weights are zero, and neither stored,
+                sent to the device nor sent back
     clip_norm   largest gradient norm of a stage, applied to the averaged gradient before the method sees it
     clip_value  largest absolute value in the averaged gradient, applied after clip_norm
     weights     "equal": micro-batches weigh equally, short ones too; "samples": by their number of samples
@@ -105,6 +108,7 @@ class Pipeline:
         init: Callable[[nn.Module], object] | None = None,
         device: torch.device | str | None = None,
         store: str | Store | None = None,
+        sparsity: str | Sparsity | None = None,
         clip_norm: float | None = None,
         clip_value: float | None = None,
         weights: Literal["equal", "samples"] = "equal",
@@ -117,7 +121,8 @@ class Pipeline:
         if wanted(mesh):
             join(timeout)
             self.ranks = Ranks(layout(mesh, replicas), timeout)
-        home = disk.create(store)
+        policy = sparsities.create(sparsity) if isinstance(sparsity, str) else sparsity
+        home = disk.create(store) or (DeviceStore() if policy is not None else None)
         with self._telling():
             self.replicas = self.ranks.replicas if self.ranks.several else 1 if replicas is None else replicas
             parts = split(model)
@@ -159,7 +164,7 @@ class Pipeline:
                 home.open()
             if isinstance(home, DiskStore):
                 self._choose(home)
-            self._holding = Holding([self._stages], self.method, self.ranks, workers, init, where, home)
+            self._holding = Holding([self._stages], self.method, self.ranks, workers, init, where, home, policy)
             if not self.ranks.several:
                 for stage in self._stages:
                     if not stage.here:
@@ -432,14 +437,16 @@ class Pipeline:
     def model(self) -> nn.Module:
         """The user's module with its newest weights (a list is given back as an nn.Sequential of its modules).
 
-        Over processes it is a copy, assembled from all ranks: every rank asks for it.
+        Over processes, on disk, or with sparsity it is a copy; over processes every rank asks for it.
         """
         self.wait()
-        if self._runtime is None or not self.ranks.several:
+        if not self.ranks.several and all(stage.slot is None or stage.slot.shows for stage in self._stages):
+            return self._model
+        if self._runtime is None and self.ranks.several:
             return self._model
         # buffers (batch statistics) differ between replicas: the first one's count
         stages = [] if self.ranks.replica else self._holding.mine
-        mine = {s.index: {k: v.cpu() for k, v in s.module.state_dict().items()} for s in stages}
+        mine = {s.index: self._holding.values(s) for s in stages if not s.replica}
         values = {s: v for part in self.ranks.gather(mine, "model") for s, v in part.items()}
         whole = copy.deepcopy(self._model)
         meta.take_up(whole, "cpu")
@@ -568,6 +575,7 @@ class Pipeline:
             "optimizer": [type(opt).__name__ for opt in self.optimizers],
             "arrived": self._arrived,
             "weights": self._weights,
+            "sparsity": repr(self._holding.sparsity),
             "replicas": self.replicas,
             "seconds": self._holding.seconds,
             "groups": {str(current.since): [plain_groups(g) for g in current.groups]},
@@ -581,7 +589,10 @@ class Pipeline:
         does not fit (the same weights under other layers), the pipeline is closed.
         """
         with self._lock:
-            plain = state.fits(state_dict, self._stages, self.method, self.optimizers, self._weights, self.replicas)
+            plain = state.fits(
+                state_dict, self._stages, self.method, self.optimizers,
+                weights=self._weights, replicas=self.replicas, sparsity=repr(self._holding.sparsity),
+            )  # fmt: skip
             if self._error is None:
                 self.wait()
                 self.ranks.gather(None, "load_state_dict()")  # nobody waits for a message any more

@@ -1,8 +1,8 @@
 """The state of a stage as tensors by name and plain values, and back: one layout for every runtime and store.
 
-Tensor names: weight/NAME, buffer/NAME, optimizer/N/KEY, method/KEY/N, grad/N, version/V/N, random,
-flight/I/{x,target,saved,used}/N and message/KIND/I/N, with N counting the weights or the parts of a value, V versions
-and I micro-batches. Everything else is JSON: numbers, strings, lists and dictionaries.
+Tensor names: weight/NAME, buffer/NAME, mask/V/N (the packed index of survivors), optimizer/N/KEY, method/KEY/N,
+grad/N, version/V/N, random, flight/I/{x,target,saved,used}/N and message/KIND/I/N, with N counting the weights or the
+parts of a value, V versions and I micro-batches. Everything else is JSON: numbers, strings, lists and dictionaries.
 """
 
 from __future__ import annotations
@@ -37,6 +37,10 @@ def save(
     plain: Plain = {"version": stage.version, "count": stage.count, "optimizer": {}, "method": {}, "flights": {}}
     _put(tensors, "weight", stage.named(), mine)
     _put(tensors, "buffer", dict(stage.module.named_buffers()))
+    if stage.sparse is not None:
+        plain["masks"] = [since for since, _ in stage.sparse.changes]
+        for since, packed in stage.sparse.changes:
+            _put(tensors, f"mask/{since}", {str(n): index for n, index in enumerate(packed) if index is not None})
     aliases: dict[int, str] = {}
     for n, w in enumerate(stage.weights):
         for key, value in stage.optimizer.state.get(w, {}).items():
@@ -97,6 +101,9 @@ def _save_flight(stage: Stage, mb: int, flight: Flight, tensors: Tensors, number
 def load(stage: Stage, tensors: Tensors, plain: Plain, options: dict[int, Any]) -> None:
     """Put a saved state into the stage, all but its micro-batches in flight. `check` must have passed."""
     with torch.no_grad():
+        if stage.sparse is not None:
+            there = [[tensors.get(f"mask/{since}/{n}") for n in range(len(stage.weights))] for since in plain["masks"]]
+            stage.sparse.restore(stage, [(since, tuple(p)) for since, p in zip(plain["masks"], there, strict=True)])
         for kind, mine in _named(stage).items():
             for name, value in mine.items():
                 value.data.copy_(tensors[f"{kind}/{name}"])
@@ -162,6 +169,8 @@ def check(stage: Stage, tensors: Tensors) -> None:
             has = "the state lacks" if different[0] in mine else "the model lacks"
             raise Corrupt(f"{where}: {has} {kind} {different[0]!r}; this state belongs to another model")
         for name, value in mine.items():
+            if kind == "weight" and name in stage.sparse_names() and value.dtype == theirs[name].dtype:
+                continue  # there may be more survivors there, or fewer
             if value.shape != theirs[name].shape or value.dtype != theirs[name].dtype:
                 raise Corrupt(
                     f"{where}: {kind} {name!r} is {tuple(value.shape)} {value.dtype} here, but "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,9 @@ from pipeback.drawing import Drawing
 from pipeback.flat import Flat
 from pipeback.method import Method, State
 from pipeback.slot import Slot
+
+if TYPE_CHECKING:
+    from pipeback.sparse import Sparse
 
 Value = Any  # what crosses a boundary: a tensor or a tuple of tensors
 OptimizerFactory = Callable[[Any], torch.optim.Optimizer]  # given a list of parameters
@@ -74,6 +77,7 @@ class Stage:
         self.homes = self._homes()
         self.home: Flat | None = None  # the weights in a store, outside the device
         self.slot: Slot | None = None  # their place on the device, if they are only there when needed
+        self.sparse: Sparse | None = None  # which of the weights survive
         self.spilled: Sequence[Tensor | None] | None = None  # sums of gradients that left the device with the weights
         first = next(module.parameters(), None)
         self.device = None if first is None or first.is_meta else first.device
@@ -141,19 +145,36 @@ class Stage:
     def move_home(self, home: Flat, slot: Slot, method: Method) -> None:
         """Live in a store from now on, in `home`, which holds the values; compute at `slot`."""
         self.home, self.slot, self.device = home, slot, slot.device
-        mine = [view for p, view in zip(self.module.parameters(), home.views, strict=True) if p.requires_grad]
-        for w, view in zip(self.weights, mine, strict=True):
-            torch.utils.swap_tensors(w, nn.Parameter(view))
-        self.weights.forget()
+        self.attach()
         self.scratch = None
         self.prepare(method)
         for buffer in self.module.buffers():
             buffer.data = buffer.data.to(slot.device)
 
+    def attach(self) -> None:
+        """Have the optimizer step the weights where they live now."""
+        assert self.home is not None and self.slot is not None
+        mine = [view for p, view in zip(self.slot.params, self.home.views, strict=True) if p.requires_grad]
+        for w, view in zip(self.weights, mine, strict=True):
+            if w.device == view.device:
+                w.data = view
+            else:
+                torch.utils.swap_tensors(w, nn.Parameter(view))
+        self.weights.forget()
+
     def named(self) -> dict[str, Tensor]:
         """The newest parameters by name, wherever they live."""
         mine: dict[str, Tensor] = dict(self.module.named_parameters())
         return mine if self.home is None else dict(zip(mine, self.home.views, strict=True))
+
+    def sparse_names(self) -> list[str]:
+        """The names of the weights of which only some entries survive."""
+        names = [name for name, p in self.module.named_parameters() if p.requires_grad]
+        return [] if self.sparse is None else [names[n] for n in self.sparse.numbers]
+
+    def placed(self) -> Weights:
+        """The weights as they lie on the device, where F and B run on them."""
+        return self.weights if self.slot is None else [p.data for p in self.params]
 
     def grads(self) -> Sequence[Tensor | None]:
         """The sums of gradients for the coming update."""

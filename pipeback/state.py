@@ -138,7 +138,14 @@ def options_of(plain: Plain, optimizers: Sequence[Any]) -> dict[int, Options]:
 
 
 def fits(
-    state: Any, stages: Sequence[Stage], method: Method, optimizers: Sequence[Any], weights: str, replicas: int
+    state: Any,
+    stages: Sequence[Stage],
+    method: Method,
+    optimizers: Sequence[Any],
+    *,
+    weights: str,
+    replicas: int,
+    sparsity: str,
 ) -> Plain:
     """The plain values of a state that belongs to such a pipeline. Raises ValueError saying what differs."""
     if not isinstance(state, dict) or "format" not in state or "plain" not in state:
@@ -164,6 +171,8 @@ def fits(
             f"the state was trained with replicas={plain['replicas']}, here is {replicas}; each has micro-batches of "
             "its own in flight, so resume with as many"
         )
+    if plain.get("sparsity", "None") != sparsity:
+        raise ValueError(f"the state was trained with sparsity={plain['sparsity']}, here is {sparsity}")
     counts = [len(groups) for groups in plain["groups"][str(plain["current"])]]
     if counts != [len(opt.param_groups) for opt in optimizers]:
         raise ValueError("the optimizers of the state have other parameter groups than those here")
