@@ -13,7 +13,7 @@ from pipeback import meta
 from pipeback.method import Method
 from pipeback.partition import balance
 from pipeback.ranks import Alone, Ranks
-from pipeback.sparse import choose
+from pipeback.sparse import Sparse, choose
 from pipeback.sparsity import Sparsity
 from pipeback.stage import Stage
 from pipeback.store import Store
@@ -111,14 +111,20 @@ class Holding:
                     self.initialise(stage)
                 else:
                     stage.take_up(self.method, partial(meta.take_up, device=stage.device or self.device))
-        self.house()
+        self.take_up()
 
-    def house(self) -> None:
-        """Have the store, if there is one, take in the stages that are here for good."""
-        new = [stage for stage in self.mine if stage.slot is None]
-        if self.store is None or not new:
-            return
-        sparse = [choose(self.sparsity, stages) for stages in self.everywhere] if self.sparsity else []
-        for stage in new:
-            device, which = stage.device or torch.device(self.device), sparse[stage.replica] if sparse else None
-            self.store.hold(stage, self.method, device, which[stage.index] if which else None)
+    def take_up(self) -> None:
+        """Stages that are to be here for good get their values, and the store, if there is one, takes them in.
+
+        One after the other: a model from the meta device that lives in a store is never in memory as a whole.
+        """
+        sparse: list[list[Sparse | None]] = []
+        if self.store is not None and self.sparsity is not None:
+            sparse = [choose(self.sparsity, stages) for stages in self.everywhere]
+        for stage in self.mine:
+            if not stage.here:
+                self.initialise(stage)
+            if self.store is not None and stage.slot is None:
+                device = stage.device or torch.device(self.device)
+                which = sparse[stage.replica][stage.index] if sparse else None
+                self.store.hold(stage, self.method, device, which)

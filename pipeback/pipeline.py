@@ -123,7 +123,7 @@ class Pipeline:
             self.ranks = Ranks(layout(mesh, replicas), timeout)
         policy = sparsities.create(sparsity) if isinstance(sparsity, str) else sparsity
         home = disk.create(store) or (DeviceStore() if policy is not None else None)
-        with self._telling():
+        with self._telling(), _closing(home):
             self.replicas = self.ranks.replicas if self.ranks.several else 1 if replicas is None else replicas
             parts = split(model)
             self.method = methods.create(method) if isinstance(method, str) else method
@@ -166,13 +166,10 @@ class Pipeline:
                 self._choose(home)
             self._holding = Holding([self._stages], self.method, self.ranks, workers, init, where, home, policy)
             if not self.ranks.several:
-                for stage in self._stages:
-                    if not stage.here:
-                        self._holding.initialise(stage)
                 for replica in range(1, self.replicas):
                     twin = [part._replace(module=copy.deepcopy(part.module)) for part in parts]
                     self._holding.everywhere.append(self._build(twin, loss, optimizer, replica))
-                self._holding.house()
+                self._holding.take_up()
         self._setting = Setting(
             self.delays, order, seed, link, workers,
             {"clip_norm": clip_norm, "clip_value": clip_value, "samples": weights == "samples",
@@ -190,7 +187,9 @@ class Pipeline:
         self._tracing = self._ahead = False  # whether a micro-batch has gone forward and not backward
         self._lock = threading.RLock()  # one caller at a time
         self._committed = 0  # micro-batches that had arrived at the store's last commit
-        with self._telling():
+        if home is not None:
+            weakref.finalize(self, home.close)
+        with self._telling(), _closing(home):
             self._resume()
 
     @contextmanager
@@ -389,7 +388,7 @@ class Pipeline:
         def take(stage: Stage, tensors: dict[str, Tensor]) -> None:
             stages[f"{stage.index}/{stage.replica}"] = store.begin(stage, tensors)
 
-        share = state.share(self._holding.mine, self._loops(), take=take)
+        share = state.share(self._holding.mine, self._loops(), take=take, copy=False)
         whole = state.merge(self.ranks.gather(share, "commit()"), self.plain())
         store.finish(stages, {"format": whole["format"], "plain": whole["plain"]})
         self.ranks.gather(None, "commit()")
@@ -555,14 +554,27 @@ class Pipeline:
         with self._lock:
             return state.merge(self.ranks.gather(self.share(), "state_dict()"), self.plain())
 
-    def share(self) -> state.Share:
-        """What this process holds of the state, of which `checkpoint.save` writes what is whose."""
+    def share(self, take: Callable[[Stage, dict[str, Tensor]], None] | None = None) -> state.Share:
+        """What this process holds of the state, of which `checkpoint.save` writes what is whose.
+
+        take: is given the tensors of one stage after the other, so that no more than a few stages' copies exist.
+        """
         with self._lock:
             self.wait()
             if self._ahead:
                 raise RuntimeError("a micro-batch has gone forward; call backward or forget before taking the state")
             mine = self._holding.mine
-            return state.share(mine, self._loops(), self._holding.opened)
+            return state.share(mine, self._loops(), self._holding.opened, take)
+
+    @property
+    def streamed(self) -> bool:
+        """Whether weights live in a store."""
+        return self._holding.store is not None
+
+    @property
+    def held(self) -> list[tuple[int, int]]:
+        """(stage, replica) of all stages that this process holds."""
+        return [(stage.index, stage.replica) for stage in self._holding.mine]
 
     def plain(self) -> dict[str, Any]:
         """What belongs to no stage: the same on every rank."""
@@ -707,6 +719,17 @@ class Pipeline:
         self._look()
         for loop in self._loops():
             loop.worker.record(self._tracing)
+
+
+@contextmanager
+def _closing(store: Store | None) -> Iterator[None]:
+    """A pipeline that cannot be built lets its store go."""
+    try:
+        yield
+    except BaseException:
+        if store is not None:
+            store.close()
+        raise
 
 
 def _end(runtime: Runtime, ranks: Ranks | Alone) -> None:

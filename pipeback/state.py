@@ -47,10 +47,12 @@ def share(
     loops: Sequence[Loop],
     opened: Opened = lambda stage: nullcontext(),
     take: Callable[[Stage, snapshot.Tensors], None] | None = None,
+    copy: bool = True,
 ) -> Share:
     """Copies of what these stages and loops hold; the pipeline must be quiet.
 
-    opened: a stage in host memory. take: is given the tensors of each stage, those in use, and the share has none.
+    opened: a stage in host memory. take: is given the tensors of each stage in turn, and the share has none. copy: else
+    weights and state are those in use, and need not be in memory.
     """
     groups: dict[int, Any] = {}
 
@@ -68,7 +70,7 @@ def share(
     for stage in stages:
         mine = {name: m for name, m in waiting.get(stage.replica, {}).items() if name[1] == stage.index}
         with opened(stage):
-            tensors, plain = snapshot.save(stage, mine, number, copy=take is None)
+            tensors, plain = snapshot.save(stage, mine, number, copy=copy)
         if stage.replica:
             tensors = {k: v for k, v in tensors.items() if not k.startswith(COMMON)}
         if take is not None:
