@@ -50,6 +50,11 @@ def saved(roots: Sequence[Tensor]) -> Iterator[tuple[str, Tensor, Raw]]:
                     yield f"{type(node).__name__}.{name.removeprefix('_raw_saved_')}", tensor, each
 
 
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors of what is one, or a tuple with some in it."""
+    return [part for part in (value if isinstance(value, tuple) else (value,)) if isinstance(part, Tensor)]
+
+
 def storages(tensors: Sequence[Tensor]) -> set[int]:
     """Addresses of the memory under the tensors."""
     return {t.untyped_storage().data_ptr() for t in tensors if t.numel()}
@@ -92,9 +97,17 @@ def keep(roots: Sequence[Tensor], known: set[int], where: str) -> tuple[list[Ten
 
 
 def put_back(
-    roots: Sequence[Tensor], known: set[int], values: Sequence[Tensor], signature: Sequence[str], where: str
+    roots: Sequence[Tensor],
+    known: set[int],
+    values: Sequence[Tensor],
+    signature: Sequence[str],
+    where: str,
+    device: torch.device | None = None,
 ) -> None:
-    """Make the backward of this graph, built anew, use `values` instead of what it saved itself."""
+    """Make the backward of this graph, built anew, use `values` instead of what it saved itself.
+
+    device: where it works, if the values wait elsewhere and come when they are asked for.
+    """
     found = [(name, raw) for name, t, raw in saved(roots) if t.untyped_storage().data_ptr() not in known]
     attributes = list(_attributes(roots))
     count = len(found) + len(attributes)
@@ -109,14 +122,14 @@ def put_back(
     given = iter(values)
     for _, raw in found:
         try:
-            raw.register_hooks(_forget, _Give(next(given)))
+            raw.register_hooks(_forget, _Give(next(given), device))
         except RuntimeError as error:
             raise ValueError(
                 f"{where}: the graph has hooks of its own, as activation checkpointing sets, and cannot be restored; "
                 "drain() before saving"
             ) from error
     for (node, key, _), (_, _, text) in zip(attributes, kept, strict=True):
-        setattr(node, key, literal_eval(text) if text else next(given))
+        setattr(node, key, literal_eval(text) if text else _Give(next(given), device)(None))
 
 
 def _attributes(roots: Sequence[Tensor]) -> Iterator[tuple[Any, str, Any]]:
@@ -143,11 +156,11 @@ def _forget(tensor: Tensor) -> None:
 class _Give:
     """Unpack hook: hand out the stored value."""
 
-    def __init__(self, value: Tensor) -> None:
-        self.value = value
+    def __init__(self, value: Tensor, device: torch.device | None) -> None:
+        self.value, self.device = value, device or value.device
 
     def __call__(self, packed: None) -> Tensor:
-        return self.value
+        return self.value if self.value.device == self.device else replica(self.value, self.device)
 
 
 def held_bytes(roots: Sequence[Tensor], leaves: Sequence[Tensor], weights: Sequence[Tensor]) -> int:

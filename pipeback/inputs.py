@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipeback.activations import KINDS
 from pipeback.loop import Batch
 from pipeback.method import Method
 from pipeback.order import POLICIES
@@ -102,6 +103,7 @@ def check_choices(store: Any, **options: Any) -> None:
     if store is not None:
         raise ValueError(f"store={store!r}: this version keeps weights on the device of their module; use store=None")
     allowed = {"weights": ("equal", "samples"), "weight_functions": ("refuse", "warn"), "order": POLICIES}
+    allowed["activations"] = tuple(KINDS)
     allowed["link"] = ("auto", "shared_memory", "gloo", "nccl")
     for name, value in options.items():
         if value not in allowed[name]:

@@ -14,7 +14,8 @@ FLOORS = [
     ["events", "schedules", "order", "timeline", "recording", "ledger"],
     [
         "bundle", "method", "momentum", "lazy", "link", "partition", "meta", "form", "inflight", "drawing",
-        "stage", "joint", "team", "watch", "replicas", "residence", "worker", "snapshot", "loop", "runtime", "state",
+        "stage", "repeat", "offload", "activations",
+        "joint", "team", "watch", "replicas", "residence", "worker", "snapshot", "loop", "runtime", "state",
         "frame", "vigil", "wire", "semaphore", "ring", "beats", "activity", "blame", "health",
         "joining", "digest", "ranks", "clocks", "processes", "wiring", "holding", "starting", "agreement", "rehearsal",
         "inputs", "shelf",
