@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from ast import literal_eval
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeback.form import LINE, form_of
 
@@ -174,13 +175,26 @@ def held_bytes(roots: Sequence[Tensor], leaves: Sequence[Tensor], weights: Seque
     return sum(total.values())
 
 
+@contextmanager
+def untouched(module: nn.Module) -> Iterator[None]:
+    """The buffers of a module afterwards as before: the same tensors with the same values."""
+    homes = [
+        (m._buffers, key, b, b.detach().clone())
+        for m in module.modules()
+        for key, b in m._buffers.items()
+        if b is not None
+    ]
+    try:
+        yield
+    finally:
+        for owner, key, buffer, value in homes:
+            owner[key] = buffer
+            buffer.data.copy_(value)  # not seen by graphs that saved the buffer
+
+
 def rerun(stage: Any, x: Any, target: Any) -> tuple[tuple[Tensor, ...], Any]:
     """The stage's forward once more, for the structure of its graph: buffers and random state as before."""
-    buffers = [(b, b.detach().clone()) for b in stage.module.buffers()]
-    with torch.random.fork_rng(devices=[]):
+    with untouched(stage.module), torch.random.fork_rng(devices=[]):
         leaves, given = stage.enter(x)
         output = stage.run(given, target)
-    with torch.no_grad():
-        for buffer, value in buffers:
-            buffer.data.copy_(value)  # not seen by graphs that saved the buffer
     return leaves, output

@@ -319,15 +319,13 @@ def _check_norm(stage: Stage, key: str, norm: nn.Module, x: Tensor) -> None:
 @contextmanager
 def _untouched(stage: Stage) -> Iterator[None]:
     """Buffers and random state afterwards as before."""
-    buffers = [(b, b.detach().clone()) for b in stage.module.buffers()]
     generator = stage.generator
     state = generator.get_state()
     try:
-        yield
+        with inflight.untouched(stage.module):
+            yield
     finally:
         generator.set_state(state)
-        for buffer, value in buffers:
-            buffer.data.copy_(value)
 
 
 def _copied(value: Value) -> Value:

@@ -31,9 +31,12 @@ class Again(NamedTuple):
     buffers: dict[str, Tensor]  # by name: those that F changed, as they were
     modes: tuple[bool, ...]  # whether each module was training
     autocast: Autocast
+    versions: tuple[int, ...]  # of the input and target, as autograd counts changes in place
 
     def __call__(self, stage: Stage, flight: Flight) -> Value:
         """The output with its graph; the stage is left as it was."""
+        if self.versions != versions(flight):
+            raise RuntimeError("its input or target was changed in place after the forward; change a clone")
         leaves = tuple(leaf.clone() for leaf in flight.leaves) if stage.clones_input else flight.leaves
         given = leaves if flight.tuple_input else leaves[0]
         stream, stage.stream = stage.stream, self.stream
@@ -81,11 +84,12 @@ class Recompute:
         module = stage.module
         names = [name for name, _ in module.named_buffers()] if self.changes is None else self.changes
         buffers = {name: module.get_buffer(name).detach().clone() for name in names}
-        flight.again = Again(stage.stream, buffers, tuple([m.training for m in module.modules()]), _autocast())
+        modes = tuple([m.training for m in module.modules()])
+        flight.again = Again(stage.stream, buffers, modes, _autocast(), versions(flight))
         with torch.set_grad_enabled(not self.graphless):
             output = cut(stage.compute(given, flight.target))
         if stage.judges:
-            flight.output = output  # the loss, which is reported once
+            flight.output = output.clone()  # the loss; torch's may be the corner of a whole batch's memory
         return output
 
     def adopt(self, flight: Flight) -> None:
@@ -138,6 +142,11 @@ def _swapped(module: nn.Module, buffers: dict[str, Tensor]) -> Iterator[None]:
     finally:
         for owner, key, own in homes:
             owner[key] = own
+
+
+def versions(flight: Flight) -> tuple[int, ...]:
+    """Of the input and target of a flight."""
+    return tuple([t._version for t in (*flight.leaves, *tensors_in(flight.target))])
 
 
 def _autocast() -> Autocast:

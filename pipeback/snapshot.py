@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pipeback import inflight
-from pipeback.repeat import Again
+from pipeback.repeat import Again, versions
 from pipeback.stage import Flight, Stage, grown
 
 Tensors = dict[str, Tensor]
@@ -185,6 +185,7 @@ def _load_again(stage: Stage, tensors: Tensors, prefix: str, plain: Plain, fligh
         {name: _to(stage, tensors[f"{prefix}/buffer/{name}"]) for name in plain["buffers"]},
         tuple(map(bool, plain["modes"])),
         tuple((device, getattr(torch, dtype)) for device, dtype in plain["autocast"]),
+        versions(flight),
     )
 
 
