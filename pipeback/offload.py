@@ -110,12 +110,12 @@ class _Away:
 
     def __init__(self, tensor: Tensor, before: _Away | None) -> None:
         self.form, self.device = form_of(tensor), tensor.device
-        self.before = before  # what was saved before is asked for next
-        self.coming: tuple[Tensor, torch.cuda.Event] | None = None
         elements = self.form.elements(tensor)
         if self.device.type != "cuda":
             self.elements = elements.clone(memory_format=torch.contiguous_format)
             return
+        self.before = before  # what was saved before is asked for next
+        self.coming: tuple[Tensor, torch.cuda.Event] | None = None
         out = _streams(self.device)[0]
         out.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(out):
@@ -134,9 +134,10 @@ class _Away:
         (tensor, arrived), self.coming = self.coming, None
         current.wait_event(arrived)
         tensor.record_stream(current)
-        before, self.before = self.before, None
-        if before is not None and before.coming is None:
-            before._bring()
+        if torch._C._current_graph_task_id() >= 0:  # a backward, not somebody who looks in
+            before, self.before = self.before, None
+            if before is not None and before.coming is None:
+                before._bring()
         return tensor
 
     def _bring(self) -> None:
