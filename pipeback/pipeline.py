@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pipeback import clocks, disk, meta, methods, sparsities, state
+from pipeback.activations import keeping
 from pipeback.agreement import agree
 from pipeback.disk import DiskStore
 from pipeback.holding import Holding
@@ -55,7 +56,8 @@ class Memory(NamedTuple):
     weights: int  # bytes of one copy of the trainable weights
     copies: float  # copies of the weights at the peak, weighted by stage size; 1.0 = the live ones alone
     state: float  # the method's own state, in copies of the weights
-    activations: int  # bytes kept for backwards at the peak: one micro-batch's, times those in flight
+    activations: int  # bytes kept for backwards on the device at the peak: one micro-batch's, times those in flight
+    host: int = 0  # the same in host memory, with activations="host"; of "recompute", states of random streams
 
 
 class Pipeline:
@@ -86,6 +88,11 @@ class Pipeline:
     check_finite  raise when a loss is NaN or infinite, naming micro-batch and stage, before its backward
     weight_functions  what to do when a graph saves a function of the weights (autocast, weight norm, masks), so that a
                 method that does not stash runs part of its backward on old weights: "refuse" or "warn"
+    activations what a stage keeps of a micro-batch from F to B. "device": all that autograd saves. "host": the same,
+                but it waits in host memory, except the stage's input; the same bits. "recompute": the stage's input; B
+                does the forward once more, on the weights in force at B. Methods that flush or stash have F's weights
+                there, and the same bits; with others they are newer, so that B's activations fit B's weights, not F's.
+                Hooks on modules, and whatever else a forward does by the way, then happen twice; buffers change once
     order       "grouped", or "upstream", "sticky", "random": other orders with the same weights
     seed        of order="random"
 
@@ -114,6 +121,7 @@ class Pipeline:
         weights: Literal["equal", "samples"] = "equal",
         check_finite: bool = False,
         weight_functions: Literal["refuse", "warn"] = "refuse",
+        activations: Literal["device", "recompute", "host"] = "device",
         order: str = "grouped",
         seed: int = 0,
     ) -> None:
@@ -138,7 +146,11 @@ class Pipeline:
                     workers=workers, micro_batch_size=micro_batch_size, weights=weights, check_finite=check_finite,
                     replicas=self.replicas,
                 )  # fmt: skip
-            check_choices(weights=weights, weight_functions=weight_functions, order=order, link=link)
+            check_choices(
+                weights=weights, weight_functions=weight_functions, order=order, link=link,
+                activations=activations,
+            )  # fmt: skip
+            self._activations = activations
             self._model = model if isinstance(model, nn.Module) else nn.Sequential(*(part.module for part in parts))
             self._micro_batch_size, self._weights, self._workers = micro_batch_size, weights, workers
             self._outside = loss is None
@@ -158,6 +170,7 @@ class Pipeline:
                 agree(
                     self.ranks, self._stages, method=repr(self.method), micro_batch_size=micro_batch_size,
                     weights=weights, clip_norm=clip_norm, clip_value=clip_value, check_finite=check_finite, link=link,
+                    activations=activations,
                 )  # fmt: skip
             where = device or default_device()
             if home is not None:
@@ -208,6 +221,7 @@ class Pipeline:
             factory = checked_factory(optimizer, s)
             stage = Stage(s, n, part.module, part.name, self.method, factory, loss if s == n - 1 else None)
             stage.seed, stage.replica = torch.initial_seed(), replica
+            stage.keeping = keeping(self._activations)
             check_optimizer(stage, self.method)
             stages.append(stage)
         return stages
@@ -478,7 +492,14 @@ class Pipeline:
             tensors = [t for v in stage.state.values() if isinstance(v, list) for t in v if t is not None]
             state += sum(t.numel() * t.element_size() for t in tensors if id(t) not in owned)
         activations = sum(stage.activation_bytes * stage.peak_flights for stage in mine)
-        return Memory(one, held / one if one else 1.0, state / one if one else 0.0, activations)
+        owner = self.owner
+        repeats: dict[tuple[int, int], int] = {}  # a worker does one at a time
+        for stage in mine:
+            worker = stage.replica, owner[stage.index]
+            repeats[worker] = max(repeats.get(worker, 0), stage.repeat_bytes)
+        activations += sum(repeats.values())
+        host = sum(stage.host_bytes * stage.peak_flights for stage in mine)
+        return Memory(one, held / one if one else 1.0, state / one if one else 0.0, activations, host)
 
     def traffic(self) -> Traffic:
         """What the store's stages have cost since the first push: bytes, fetches, seconds of waiting.

@@ -14,11 +14,11 @@ FLOORS = [
     ["events", "schedules", "order", "timeline", "recording", "ledger", "plugins"],
     [
         "bundle", "method", "momentum", "lazy", "link", "partition", "meta", "form", "flat", "slot",
-        "inflight", "drawing", "stage", "joint", "team", "watch", "replicas", "shelf", "packed", "densities",
-        "masks", "sparsity", "sparse", "store", "pages", "disk", "residence", "streaming", "worker",
-        "snapshot", "loop", "runtime", "state", "frame", "vigil", "wire", "semaphore", "ring", "beats",
-        "activity", "blame", "health", "joining", "digest", "ranks", "clocks", "processes", "wiring",
-        "holding", "starting", "agreement", "rehearsal", "inputs",
+        "inflight", "drawing", "stage", "repeat", "offload", "activations", "joint", "team", "watch",
+        "replicas", "shelf", "packed", "densities", "masks", "sparsity", "sparse", "store", "pages", "disk",
+        "residence", "streaming", "worker", "snapshot", "loop", "runtime", "state", "frame", "vigil", "wire",
+        "semaphore", "ring", "beats", "activity", "blame", "health", "joining", "digest", "ranks", "clocks",
+        "processes", "wiring", "holding", "starting", "agreement", "rehearsal", "inputs",
     ],
     ["methods", "sparsities", "pipeline", "checkpoint", "bands", "trace", "draw"],
 ]  # fmt: skip

@@ -25,7 +25,7 @@ def main(repeats: int) -> None:
     print(f"{'':30} {'of resident':>12} {'spread':>16} {'stall':>7}")
     with tempfile.TemporaryDirectory() as folder:
         for method in METHODS:
-            stores = {"resident": None, "host": HostStore(), "host, 2 ahead": HostStore(prefetch=2)}
+            stores: dict[str, Any] = {"resident": None, "host": HostStore(), "host, 2 ahead": HostStore(prefetch=2)}
             if method == "gpipe":
                 stores["disk, commits"] = DiskStore(folder)
                 stores["disk"] = DiskStore(f"{folder}/seldom", commit_every=10**6)
@@ -110,6 +110,5 @@ def visits(stages: int = 20, count: int = 400) -> None:
             fetched += s not in here
             here = [*(other for other in here if other != s), s][-near - 1 :]
         ahead = f", {near} ahead" if policy == "streaming" else ""
-        print(
-            f"pb, {stages} stages, order {policy}{ahead}: {fetched / stages / count:.2f} fetches a stage and micro-batch"
-        )
+        times = fetched / stages / count
+        print(f"pb, {stages} stages, order {policy}{ahead}: {times:.2f} fetches a stage and micro-batch")
