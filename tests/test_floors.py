@@ -20,7 +20,7 @@ FLOORS = [
         "semaphore", "ring", "beats", "activity", "blame", "health", "joining", "digest", "ranks", "clocks",
         "processes", "wiring", "holding", "starting", "agreement", "rehearsal", "inputs",
     ],
-    ["methods", "sparsities", "pipeline", "checkpoint", "bands", "trace", "draw"],
+    ["methods", "sparsities", "pipeline", "checkpoint", "bands", "lanes", "trace", "draw"],
 ]  # fmt: skip
 # floor 3, which nothing below imports
 LIGHTNING = [
