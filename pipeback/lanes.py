@@ -27,9 +27,8 @@ def lanes(recording: Recording, *, begin: float = 0.0, end: float | None = None)
         len(tracks), 1, figsize=(11.2, 2.3 * len(tracks) + 0.75), layout="constrained", squeeze=False
     )
     for ax, track in zip(axes[:, 0], tracks, strict=True):
-        computed = [
-            (float(s.start), float(s.end), COLOURS[s.op.kind], s.stage) for s in track.slots if s.op.kind != "U"
-        ]
+        did = [slot for slot in track.slots if slot.op.kind != "U"]
+        computed = [(float(slot.start), float(slot.end), COLOURS[slot.op.kind], slot.stage) for slot in did]
         rows = [
             [(m.start, m.end, FETCH, m.stage) for m in track.moves if m.kind == "fetch"],
             computed,

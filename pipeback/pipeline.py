@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -76,7 +77,8 @@ class Pipeline:
     mesh        over processes: the ranks in the order of the pipeline, or (replicas, workers) of them; None: all
     timeout     seconds after which a rank that does not answer is given up, and every other one raises a `RankError`
     link        how ranks exchange tensors: "auto", "shared_memory", "gloo" or "nccl"
-    init        gives a module from the meta device its values; None: `reset_parameters` of its layers
+    init        gives a module from the meta device its values: a function of the module, or the path of safetensors
+                files with the weights; None: `reset_parameters` of its layers
     device      where stages from the meta device go; None: this rank's accelerator under NCCL, else the CPU
     store       None: weights stay on the device of their module; "host": weights, gradients and optimizer state live in
                 host memory, and a stage's weights come to the device when they are needed; or a `Store`
@@ -112,7 +114,7 @@ class Pipeline:
         mesh: DeviceMesh | None = None,
         timeout: float = 30.0,
         link: Literal["auto", "shared_memory", "gloo", "nccl"] = "auto",
-        init: Callable[[nn.Module], object] | None = None,
+        init: Callable[[nn.Module], object] | str | Path | None = None,
         device: torch.device | str | None = None,
         store: str | Store | None = None,
         sparsity: str | Sparsity | None = None,
@@ -586,6 +588,18 @@ class Pipeline:
                 raise RuntimeError("a micro-batch has gone forward; call backward or forget before taking the state")
             mine = self._holding.mine
             return state.share(mine, self._loops(), self._holding.opened, take)
+
+    @property
+    def stages(self) -> int:
+        """How many stages the model has."""
+        return len(self._stages)
+
+    def values(self) -> Iterator[tuple[int, str, dict[str, Tensor]]]:
+        """(stage, its name, copies of its newest weights and buffers), one of this process's stages after the other."""
+        self.wait()
+        for stage in self._holding.mine:
+            if not stage.replica:
+                yield stage.index, stage.name, self._holding.values(stage)
 
     @property
     def streamed(self) -> bool:

@@ -101,14 +101,14 @@ class Streaming:
                         break
                     queue.append(wave)
                     (s, i) = wave.ops[0]
-                    if s in self.stages and s != pulled:
+                    if s in self.stages and s != pulled and self._slot(s).nbytes:
                         pulled = s
                         visits.append((s, wave.kind, i))
                 if not queue:
                     return
                 wave = queue.popleft()
                 s = wave.ops[0][0]
-                if s in self.stages and s != at:
+                if s in self.stages and s != at and self._slot(s).nbytes:
                     at = s
                     visits.popleft()
                     self._plan(s, visits)
@@ -180,7 +180,7 @@ class Streaming:
 
     def ready(self, kind: Kind, stage: int, mb: int) -> None:
         """Wait until what an operation runs on is on the device."""
-        if kind != "U":
+        if kind != "U" and self._slot(stage).nbytes:
             self._begin(stage, Op(kind, mb))
             with self._stalling():
                 self._fetches[stage][1].exception()
@@ -217,6 +217,8 @@ class Streaming:
     def _bring(self, s: int, op: Op | None = None) -> Brought:
         """What this operation runs on (None: the newest weights), on the device now."""
         slot = self._slot(s)
+        if not slot.nbytes:  # a stage without parameters
+            return Brought(slot, self.stages[s].version)
         if slot not in self._needed:
             self._needed = {slot}
         self._begin(s, op)

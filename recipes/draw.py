@@ -7,9 +7,9 @@
     pipeback draw trace=run.json out=run.png                                 # what was recorded before, once more
 
 --run trains linear layers of one size on that many processes of this machine, from an empty pipeline until it is empty
-again, and prints how much the ranks idled beside what the schedule predicts. With store= weights are streamed, all micro-batches
-are pushed at once, and the picture shows what overlaps. It writes a trace a method (run-gpipe.json
-and run-pb.json; run.json if there is one method), and the timelines as a picture to `out`. For a script of your own:
+again, and prints how much the ranks idled beside what the schedule predicts. It writes a trace a method (run-gpipe.json
+and run-pb.json; run.json if there is one method), and the timelines as a picture to `out`. With store= weights are
+streamed, all micro-batches are pushed at once, and the picture shows what overlaps. For a script of your own:
 pipe.record() before the pushes, and pipeback.draw.trace(pipe, "run.json") on every rank after them.
 
 Options of a method go behind its name: method=pipedream:slack=2. For gpipe and one_f_one_b, flush= is the flush.

@@ -18,7 +18,7 @@ FLOORS = [
         "replicas", "shelf", "packed", "densities", "masks", "sparsity", "sparse", "store", "pages", "disk",
         "residence", "streaming", "worker", "snapshot", "loop", "runtime", "state", "frame", "vigil", "wire",
         "semaphore", "ring", "beats", "activity", "blame", "health", "joining", "digest", "ranks", "clocks",
-        "processes", "wiring", "holding", "starting", "agreement", "rehearsal", "inputs",
+        "processes", "wiring", "weights", "holding", "starting", "agreement", "rehearsal", "inputs",
     ],
     ["methods", "sparsities", "pipeline", "checkpoint", "bands", "lanes", "trace", "draw"],
 ]  # fmt: skip
