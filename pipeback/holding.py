@@ -36,9 +36,10 @@ class Holding:
         device: torch.device | str,
         store: Store | None,
         sparsity: Sparsity | None = None,
+        skip_zeros: bool | str = False,
     ) -> None:
         self.everywhere, self.method, self.ranks, self.init, self.device = everywhere, method, ranks, init, device
-        self.store, self.sparsity = store, sparsity
+        self.store, self.sparsity, self.skip_zeros = store, sparsity, skip_zeros
         self.workers = ranks.count if ranks.several else workers or 1
         self.stages = everywhere[0]
         self.seconds = [1.0] * len(self.stages)  # of F and B of each stage, once measured
@@ -124,7 +125,7 @@ class Holding:
         """
         sparse: list[list[Sparse | None]] = []
         if self.store is not None and self.sparsity is not None:
-            sparse = [choose(self.sparsity, stages) for stages in self.everywhere]
+            sparse = [choose(self.sparsity, stages, self.skip_zeros) for stages in self.everywhere]
         for stage in self.mine:
             if not stage.here:
                 self.initialise(stage)

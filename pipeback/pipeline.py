@@ -84,6 +84,8 @@ class Pipeline:
                 host memory, and a stage's weights come to the device when they are needed; or a `Store`
     sparsity    a name of `pipeback.sparsities.available()` or a `Sparsity`: most weights are zero, and neither stored,
                 sent to the device nor sent back
+    skip_zeros  with sparsity: linear layers do not compute the zeros either, by sparse products with other last bits;
+                "auto": where that was measured to be faster when the pipeline is built
     clip_norm   largest gradient norm of a stage, applied to the averaged gradient before the method sees it
     clip_value  largest absolute value in the averaged gradient, applied after clip_norm
     weights     "equal": micro-batches weigh equally, short ones too; "samples": by their number of samples
@@ -118,6 +120,7 @@ class Pipeline:
         device: torch.device | str | None = None,
         store: str | Store | None = None,
         sparsity: str | Sparsity | None = None,
+        skip_zeros: bool | Literal["auto"] = False,
         clip_norm: float | None = None,
         clip_value: float | None = None,
         weights: Literal["equal", "samples"] = "equal",
@@ -179,7 +182,9 @@ class Pipeline:
                 home.open()
             if isinstance(home, DiskStore):
                 self._choose(home)
-            self._holding = Holding([self._stages], self.method, self.ranks, workers, init, where, home, policy)
+            self._holding = Holding(
+                [self._stages], self.method, self.ranks, workers, init, where, home, policy, skip_zeros
+            )
             if not self.ranks.several:
                 for replica in range(1, self.replicas):
                     twin = [part._replace(module=copy.deepcopy(part.module)) for part in parts]
