@@ -1,0 +1,196 @@
+"""Survey: what there is to know of a pipeline before its first micro-batch, as plain values for a plan.
+
+Bytes are counted on the stages; seconds come from the rehearsal and from `bandwidth`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from pipeback import bandwidth, disk
+from pipeback.bandwidth import Bandwidth
+from pipeback.disk import DiskStore
+from pipeback.dry import Choice, Choose, Dry, Load
+from pipeback.form import lines
+from pipeback.holding import Holding
+from pipeback.loop import Loop
+from pipeback.method import Method, Past, When, overrides
+from pipeback.order import Order
+from pipeback.pages import PAGE
+from pipeback.ranks import Ranks
+from pipeback.schedules import flush
+from pipeback.stage import Stage
+from pipeback.starting import Setting
+
+
+class Portion(NamedTuple):
+    """One stage, in bytes; its weights are those of its place on the device, frozen ones included."""
+
+    label: str
+    load: Load
+    trainable: int
+    optimizer: int
+    method: int  # the method's state
+    older: int  # weights of the past, at most
+    buffers: int
+    pages: int  # in its file, of one version
+    newly: int  # that an update writes to its file
+
+
+class Facts(NamedTuple):
+    """What a plan is made of. Stages are those of this process."""
+
+    method: Method
+    stages: Mapping[int, Portion]
+    count: int  # stages of the pipeline
+    delays: Sequence[int]
+    workers: Sequence[Sequence[int]]  # the stages of each worker of this process
+    owner: Sequence[int] | None  # where flushes run by worker
+    replicas: int  # in this process
+    samples: int  # of a micro-batch
+    outside: bool
+    kind: Literal["device", "host", "disk"]
+    prefetch: int | None
+    order: str
+    commit_every: int | None
+    device_memory: int | None  # budgets
+    host_memory: int | None
+    device_room: int | None  # bytes that an accelerator has
+    bandwidth: Bandwidth
+
+
+def survey(holding: Holding, setting: Setting, samples: int, *, timed: bool = True) -> Facts:
+    """Of a pipeline that has rehearsed a micro-batch of so many samples. timed: bandwidths are measured, too."""
+    store, method, ranks = holding.store, holding.method, holding.ranks
+    stages = [stage for stage in holding.mine if stage.replica == ranks.replica]
+    portions = {stage.index: _portion(stage, method) for stage in stages}
+    device = next((stage.device for stage in stages if stage.device), torch.device("cpu"))
+    folder = store.folder if isinstance(store, DiskStore) else None
+    speeds = Bandwidth(*[float("inf")] * 4)
+    if timed and store is not None:
+        speeds = bandwidth.measured(device, folder, 2 * sum(p.pages for p in portions.values()))
+        portions = {
+            stage.index: portions[stage.index]._replace(
+                load=_timed(portions[stage.index], holding.seconds[stage.index], speeds, bandwidth.step_seconds(stage))
+            )
+            for stage in stages
+        }
+    elif timed:
+        portions = {
+            s: p._replace(load=p.load._replace(forward=holding.seconds[s] / 3, backward=2 * holding.seconds[s] / 3))
+            for s, p in portions.items()
+        }
+    balance = holding.balance()
+    workers = [list(portions)]
+    if not isinstance(ranks, Ranks) and setting.threads is not None:
+        workers = [[s for s in portions if balance[s] == worker] for worker in range(holding.workers)]
+    several, outside = len(workers[0]) < len(holding.stages), holding.stages[-1].loss is None
+    by_worker = several and setting.order == "grouped" and not any(setting.delays) and not outside and method.by_worker
+    budgets = (None, None) if store is None else store.budgets
+    return Facts(
+        method, portions, len(holding.stages), list(setting.delays), workers, balance if by_worker else None,
+        len(holding.everywhere), samples, outside,
+        "device" if store is None else "host" if folder is None else "disk",
+        None if store is None else store.prefetch, setting.order,
+        store.commit_every if isinstance(store, DiskStore) else None, *budgets, _room(device), speeds,
+    )  # fmt: skip
+
+
+def _room(device: torch.device) -> int | None:
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+
+
+def slot_bytes(stage: Stage) -> int:
+    """Bytes of a stage's place on the device."""
+    return sum(lines(p.numel() * p.element_size()) for p in stage.module.parameters())
+
+
+def _portion(stage: Stage, method: Method) -> Portion:
+    kept = bandwidth.state_sizes(stage) if stage.weights else []
+    own = {id(v) for state in stage.optimizer.state.values() for v in state.values()}
+    state = [
+        t.numel() * t.element_size()
+        for values in stage.state.values()
+        for t in (values if isinstance(values, list) else ())
+        if isinstance(t, Tensor) and id(t) not in own
+    ]
+    weights = [w.numel() * w.element_size() for w in stage.weights]
+    place, trainable = slot_bytes(stage), sum(weights)
+    copies = method.held(stage.index, stage.stages) - 1 if method.copies == "stash" else 0
+    base = [place] + [size for size in kept + state if size >= disk.SMALL]
+    older = [size for size in weights if size >= disk.SMALL]
+    return Portion(
+        stage.label, Load(place, trainable, stage.activation_bytes), trainable, sum(kept), sum(state),
+        copies * trainable, sum(b.numel() * b.element_size() for b in stage.module.buffers()),
+        sum(map(_paged, base)) + copies * sum(map(_paged, older)), sum(base) + (sum(older) if copies else 0),
+    )  # fmt: skip
+
+
+def _paged(size: int) -> int:
+    return -(-size // PAGE) * PAGE
+
+
+def _timed(portion: Portion, seconds: float, speeds: Bandwidth, step: float) -> Load:
+    """A backward takes twice a forward. The store reads and writes what an update changes."""
+    load, base = portion.load, portion.newly
+    return load._replace(
+        forward=seconds / 3,
+        backward=2 * seconds / 3,
+        fetch=load.weights / speeds.to_device + load.weights / speeds.disk_read,
+        ask=base / speeds.disk_read,
+        leave=load.gradients / speeds.from_device,
+        update=step + base / speeds.disk_read + base / speeds.disk_write,
+    )
+
+
+# -- a dry run ---------------------------------------------------------------------------------------------------------
+
+
+def loops(facts: Facts, prefetch: int | None) -> list[tuple[Loop, Dry]]:
+    """A loop a worker, as `starting` builds them, with workers that move nothing."""
+    method = facts.method
+    stash = method.copies == "stash"
+    hooks = {"F": overrides(method, "forward_weights"), "B": overrides(method, "backward_weights") or stash}
+    policy = facts.order
+    if prefetch is not None and policy == "grouped":
+        policy = "streaming"
+    found = []
+    for mine in facts.workers:
+        loads = {s: facts.stages[s].load for s in mine}
+        dry = Dry(loads, facts.count, prefetch, chooser(method, facts.delays), hooks, method.needs_entry)
+        order = Order(method.schedule, facts.count, policy=policy, near=max(1, prefetch or 0))
+        loop = Loop(dry, order, method, owner=facts.owner, at_once=prefetch is not None)  # type: ignore[arg-type]
+        found.append((loop, dry))
+    return found
+
+
+def period(method: Method) -> int:
+    """Micro-batches after which a schedule does the same again."""
+    return 1 if method.flush_each_push else flush(method.schedule)
+
+
+def chooser(method: Method, delays: Sequence[int]) -> Choose:
+    """Ask the method about a stage of one weight."""
+    weights = [nn.Parameter(torch.zeros(1))]
+    state = method.init(weights)
+    stash = method.copies == "stash"
+
+    @torch.no_grad()
+    def choose(kind: str, s: int, mb: int, version: int, start: int, base: int, entry: int) -> Choice:
+        when = When(s, len(delays), mb, version, delays[s], (0.1,), (delays[s],), start, base, entry)
+        used = [torch.zeros(1)] if stash else None
+        if kind == "F":
+            chosen = method.forward_weights(weights, state, when)
+        else:
+            chosen = method.backward_weights(weights, used, state, when)
+        if chosen is weights:
+            return "newest"
+        if chosen is used:
+            return "used"
+        return chosen.version if isinstance(chosen, Past) else "shifted"
+
+    return choose
