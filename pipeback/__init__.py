@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pipeback import checkpoint, draw, methods, schedules, sparsities, timeline
+    from pipeback import checkpoint, draw, methods, plan, schedules, sparsities, timeline
     from pipeback.events import Op, Schedule, until
     from pipeback.health import RankError
     from pipeback.joining import join
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pipeback.method import Method, Past, Shift, State, Weights, When, chain
     from pipeback.momentum import scale_hyperparameters
     from pipeback.pipeline import Memory, Pipeline
+    from pipeback.plan import Plan
     from pipeback.sparsity import Sparsity
     from pipeback.watch import Watch
     from pipeback.worker import StageError
@@ -29,7 +30,7 @@ _HOME = {
     "Op": "events", "Schedule": "events", "until": "events", "Record": "ledger",
     "Method": "method", "Past": "method", "Shift": "method", "State": "method", "Weights": "method", "When": "method",
     "chain": "method", "scale_hyperparameters": "momentum", "Memory": "pipeline", "Pipeline": "pipeline",
-    "RankError": "health", "Sparsity": "sparsity", "StageError": "worker", "Watch": "watch",
+    "Plan": "plan", "RankError": "health", "Sparsity": "sparsity", "StageError": "worker", "Watch": "watch",
 }  # fmt: skip
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "Op",
     "Past",
     "Pipeline",
+    "Plan",
     "RankError",
     "Record",
     "Schedule",
@@ -53,6 +55,7 @@ __all__ = [
     "draw",
     "join",
     "methods",
+    "plan",
     "scale_hyperparameters",
     "schedules",
     "sparsities",

@@ -1,6 +1,6 @@
 """Bandwidth: how fast bytes come and go, measured in a fraction of a second; each place once a process.
 
-    seconds = bytes / bandwidth
+seconds = bytes / bandwidth
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -19,18 +20,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pipeback.flat import Flat
 from pipeback.pages import Pages
 from pipeback.stage import Stage
 
 SIZE = 16 * 2**20  # bytes that are moved to measure
-TIMES = 3
+TIMES, SECONDS = 8, 0.1  # tries of each measurement, of which the fastest counts, and when to stop
 
 
 class Bandwidth(NamedTuple):
-    """Bytes a second. inf where nothing has to move."""
+    """Bytes a second; inf where nothing has to move."""
 
-    to_device: float
-    from_device: float
+    to_device: float = float("inf")
+    from_device: float = float("inf")
+    adding: float = float("inf")  # of gradients to sums of gradients
+    handing: float = 0.0  # seconds until a job that was handed to another thread is known to be done
     disk_read: float = float("inf")
     disk_write: float = float("inf")
 
@@ -41,10 +45,10 @@ def measured(device: torch.device, folder: Path | None = None, size: int = 0) ->
     size: bytes that are to lie in the folder. What fits into half of the memory that is left, the system keeps there;
     more comes from the disk itself.
     """
-    into, out = _copying(device.type, device.index)
+    memory = *_copying(device.type, device.index), _handing()
     if folder is None:
-        return Bandwidth(into, out)
-    return Bandwidth(into, out, *_files(folder.resolve(), 2 * size > _left()))
+        return Bandwidth(*memory)
+    return Bandwidth(*memory, *_files(folder.resolve(), 2 * size > _left()))
 
 
 def _left() -> int:
@@ -55,22 +59,34 @@ def _left() -> int:
 
 
 @cache
-def _copying(kind: str, index: int | None) -> tuple[float, float]:
+def _copying(kind: str, index: int | None) -> tuple[float, float, float]:
     device = torch.device(kind, index) if index is not None else torch.device(kind)
     cuda = kind == "cuda"
-    host = torch.ones(SIZE, dtype=torch.uint8, pin_memory=cuda)
-    there = torch.ones(SIZE, dtype=torch.uint8, device=device)
+    host = torch.ones(SIZE // 4, pin_memory=cuda)
+    there, place = torch.ones_like(host, device=device), Flat([host], device)
 
-    def timed(a: Tensor, b: Tensor) -> float:
-        def once() -> None:
-            a.copy_(b, non_blocking=True)
+    def timed(once: Callable[[], object]) -> float:
+        def whole() -> None:
+            once()
             if kind != "cpu":
                 torch.accelerator.synchronize(device)
 
-        return SIZE / _fastest(once)
+        return SIZE / _fastest(whole)
+
+    def arrive() -> None:
+        place.empty()  # memory is got anew each time
+        place.fill()
+        place.views[0].copy_(host, non_blocking=True)
 
     # on the CPU the gradients stay where autograd has left them
-    return timed(there, host), float("inf") if kind == "cpu" else timed(host, there)
+    away = float("inf") if kind == "cpu" else timed(lambda: host.copy_(there, non_blocking=True))
+    return timed(arrive), away, timed(lambda: there.add_(place.views[0]))
+
+
+@cache
+def _handing() -> float:
+    with ThreadPoolExecutor(1) as other:
+        return _fastest(lambda: [other.submit(int).result() for _ in range(8)]) / 8
 
 
 @cache
@@ -102,8 +118,9 @@ def _files(folder: Path, through: bool) -> tuple[float, float]:
 
 
 def _fastest(once: Callable[[], object]) -> float:
-    found = []
-    for _ in range(TIMES):
+    once()  # caches and pages are warm, libraries are loaded
+    found, soon = [], time.perf_counter() + SECONDS
+    while len(found) < TIMES and (not found or time.perf_counter() < soon):
         begin = time.perf_counter()
         once()
         found.append(time.perf_counter() - begin)
@@ -144,7 +161,7 @@ def _stepped(stage: Stage, like: Callable[[Tensor], Tensor]) -> torch.optim.Opti
 
 
 def _shadow(stage: Stage, weights: list[Tensor]) -> torch.optim.Optimizer:
-    """The same class with the same options over other weights; if there are fewer, all with those of the first group."""
+    """The same class and options over other weights; if there are fewer, all are of the first group."""
     shadow: Any = copy.copy(stage.optimizer)
     shadow.state = defaultdict(dict)
     for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):

@@ -58,7 +58,7 @@ class DiskStore(Store):
     ) -> None:
         self.folder, self.prefetch, self.fused, self.commit_every = Path(folder), prefetch, fused, commit_every
         self.device_memory, self.host_memory = device_memory, host_memory
-        self.device_memory, self.host_memory = self.budgets
+        self.budgets  # noqa: B018 (raises where they cannot be read)
         self.number = 0  # commits that this folder has seen
         self.committed: dict[str, Any] | None = None
         self._pages: dict[tuple[int, int], Pages] = {}  # by stage and replica

@@ -33,6 +33,7 @@ class Load(NamedTuple):
     activations: int = 0  # of one micro-batch
     forward: float = 0.0
     backward: float = 0.0
+    add: float = 0.0  # to add gradients to those of the micro-batches before
     fetch: float = 0.0  # to bring its weights
     ask: float = 0.0  # to open it in the store, for a method that shifts its weights
     leave: float = 0.0  # to take its gradients away
@@ -66,7 +67,7 @@ class Count:
 
     def since(self, before: Count) -> Count:
         """What came after `before` was taken."""
-        values = {}
+        values: dict[str, Any] = {}
         for one in fields(self):
             now, then = getattr(self, one.name), getattr(before, one.name)
             values[one.name] = [a - b for a, b in zip(now, then, strict=True)] if isinstance(now, list) else now - then
@@ -206,6 +207,8 @@ class Dry:
             self._hold(gradients=place.load.gradients)
         elif not place.count:
             self._hold(gradients=place.load.gradients)
+        if place.count:
+            self.now += place.load.add
         del place.flights[i]
         place.count += 1
         self._hold(activations=-place.load.activations)

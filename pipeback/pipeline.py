@@ -158,7 +158,7 @@ class Pipeline:
                 )  # fmt: skip
             where = device or default_device()
             if home is not None:
-                check_stages(self._stages, home)
+                check_stages(self._stages, home, alone=not self.ranks.several)
                 home.open()
             if isinstance(home, DiskStore):
                 self._choose(home)
@@ -500,7 +500,7 @@ class Pipeline:
         return found._replace(read=read, written=written)
 
     def plan(self, x: Value = None, y: Any = None, *, pushes: int | None = None) -> Plan:
-        """What training takes, before it begins: bytes on device, host and disk, weight passes, waiting, the batch window.
+        """What training takes, before it begins: bytes on device, host and disk, weight passes, waiting, batch window.
 
         x, y: a push, which is rehearsed and not trained on; None: like the last one. pushes: averages are of so many
         between two calls of `traffic`, to be compared with it (`pipeback.plan.beside`); None: of the steady state.

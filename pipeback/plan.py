@@ -20,12 +20,12 @@ from pipeback.sizes import written
 from pipeback.stage import Stage
 from pipeback.store import HostStore, Store
 from pipeback.streaming import Traffic
-from pipeback.survey import Facts, loops, period, slot_bytes
+from pipeback.survey import Facts, loops, period, said, slot_bytes
 from pipeback.timeline import in_flight
 
 HIDDEN = 0.05  # streaming counts as hidden where no more than this share of the time is waiting
 FAR = 256  # micro-batches a push that are counted; beyond, bytes grow as they did
-WORK = 100_000  # operations of a dry run at most, in the search for a window
+WORK = 40_000  # operations of a dry run at most, in the search for a window
 DAY = 86_400  # seconds
 
 
@@ -76,9 +76,15 @@ class Plan(NamedTuple):
     disk: int  # bytes of the files, of two versions
     passes: float  # times that all weights come to the device in a push
     gradient_passes: float
-    window: tuple[int | None, int | None]  # micro-batches a push: enough to hide streaming (None: no number is), and
-    # as many as fit (None: no limit)
+    hides: tuple[int | None, int | None]  # micro-batches a push, from which on and up to which streaming is hidden
+    fits: int | None  # micro-batches a push that fit on the device; None: any number
     day: float  # bytes written to files in a day of training
+
+    @property
+    def window(self) -> tuple[int, int | None]:
+        """Micro-batches a push, at least and at most, that hide streaming and fit; or fit, where none hides it."""
+        ends = [end for end in (self.hides[1], self.fits) if end is not None]
+        return self.hides[0] or 1, min(ends, default=None)
 
     def __str__(self) -> str:
         return "\n".join([title(self), *_aligned(rows(self))])
@@ -87,7 +93,7 @@ class Plan(NamedTuple):
 # -- counting ----------------------------------------------------------------------------------------------------------
 
 
-def plan(facts: Facts, micro_batches: int, pushes: int | None = None, window: bool = True) -> Plan:
+def plan(facts: Facts, micro_batches: int, pushes: int | None = None) -> Plan:
     """pushes: averages are of so many, from a quiet pipeline to a quiet one again; None: of the steady state."""
     push = foresee(facts, micro_batches, pushes)
     weights = sum(p.load.weights for p in facts.stages.values()) * facts.replicas
@@ -95,7 +101,7 @@ def plan(facts: Facts, micro_batches: int, pushes: int | None = None, window: bo
     return Plan(
         facts, micro_batches, push, push.device, host_room(facts, push), disk_room(facts, push),
         push.weights_in / weights if weights else 0.0, push.gradients_out / gradients if gradients else 0.0,
-        (least(facts, push, micro_batches), most(facts)) if window else (None, None),
+        hidden(facts, push, micro_batches), most(facts),
         push.written * DAY / push.seconds if push.seconds else 0.0,
     )  # fmt: skip
 
@@ -103,8 +109,7 @@ def plan(facts: Facts, micro_batches: int, pushes: int | None = None, window: bo
 def foresee(facts: Facts, micro_batches: int, pushes: int | None = None, prefetch: int | None = None) -> Foreseen:
     """Run so many pushes dry, after others that fill the pipeline. prefetch: another one than that of the store."""
     ahead = facts.prefetch if prefetch is None else prefetch
-    cycle = period(facts.method)
-    fill = 1 if facts.method.flush_each_push else ceil((max(in_flight(facts.method.schedule, facts.count)) + cycle) / micro_batches)
+    cycle, fill = period(facts.method), fills(facts, micro_batches)
     quiet = pushes is not None
     pushes = pushes or min(64, max(2, cycle // gcd(cycle, micro_batches)))
     counts, dries = [], []
@@ -134,7 +139,9 @@ def foresee(facts: Facts, micro_batches: int, pushes: int | None = None, prefetc
     rooms = [dry.most for dry in dries]
     buffers = sum(p.buffers for p in facts.stages.values())
     files = sum(
-        count.updates[s] * p.newly + count.spills[s] * p.load.gradients for count in counts for s, p in facts.stages.items()
+        count.updates[s] * p.newly + count.spills[s] * p.load.gradients
+        for count in counts
+        for s, p in facts.stages.items()
     )
     mean = lambda name: many * sum(getattr(count, name) for count in counts) / pushes  # noqa: E731
     slowest = max(counts, key=lambda count: count.seconds)
@@ -152,6 +159,13 @@ def foresee(facts: Facts, micro_batches: int, pushes: int | None = None, prefetc
         {s: place.peak_flights for dry in dries for s, place in dry.stages.items()},
         many * sum(dry.host_gradients for dry in dries),
     )  # fmt: skip
+
+
+def fills(facts: Facts, micro_batches: int) -> int:
+    """Pushes after which every one is like the one before."""
+    if facts.method.flush_each_push:
+        return 1
+    return ceil((max(in_flight(facts.method.schedule, facts.depth)) + period(facts.method)) / micro_batches)
 
 
 def _commits(facts: Facts, arrived: int, flushed: bool) -> bool:
@@ -175,7 +189,8 @@ def host_room(facts: Facts, push: Foreseen) -> Host:
     most = (facts.prefetch or 0) + 1
     queued = sorted((p.load.gradients for p in facts.stages.values()), reverse=True)[:most]
     open_at_once = facts.replicas * len(facts.workers) * (2 if facts.method.copies != "live" else 1)
-    return Host(*(open_at_once * part for part in largest[:4]), min(push.host_gradients, sum(queued) * facts.replicas))
+    gradients = min(push.host_gradients, sum(queued) * facts.replicas)
+    return Host(*(open_at_once * part for part in largest))._replace(gradients=gradients)
 
 
 def disk_room(facts: Facts, push: Foreseen) -> int:
@@ -191,25 +206,34 @@ def disk_room(facts: Facts, push: Foreseen) -> int:
 # -- how large a push may and should be --------------------------------------------------------------------------------
 
 
-def least(facts: Facts, push: Foreseen, micro_batches: int) -> int | None:
-    """Micro-batches a push from which on waiting is HIDDEN; None where no number is enough."""
+def hidden(facts: Facts, push: Foreseen, micro_batches: int) -> tuple[int | None, int | None]:
+    """The fewest and the most micro-batches a push with which waiting is at most HIDDEN.
+
+    (None, None): with no number. The second is None where no number is too many. What was counted is exact to a
+    sixteenth; larger pushes may hide less, when a stage does so much in a row that it waits for its own updates.
+    """
     if facts.kind == "device":
-        return 1
-    far = max(1, min(1024, WORK // (9 * facts.count)))
+        return 1, None
 
-    def hidden(m: int) -> bool:
-        return (push if m == micro_batches else foresee(facts, m)).share <= HIDDEN
+    def waits(m: int) -> bool:
+        return (push if m == micro_batches else foresee(facts, m)).share > HIDDEN
 
-    high = 1
-    while not hidden(high):
-        high *= 2
-        if high > far:
-            return None
-    low = high // 2  # not enough, or 0
-    while high - low > max(1, high // 16):
-        middle = (low + high) // 2
-        low, high = (low, middle) if hidden(middle) else (middle, high)
-    return high
+    def edge(inside: int, outside: int) -> int:
+        """The last one inside."""
+        while abs(outside - inside) > max(1, max(inside, outside) // 16):
+            middle = (inside + outside) // 2
+            inside, outside = (inside, middle) if waits(middle) else (middle, outside)
+        return inside
+
+    far = max(1, min(1024, WORK // (9 * facts.depth)))
+    tried = [2**n for n in range(far.bit_length())]
+    hides = [not waits(m) for m in tried]
+    if not any(hides):
+        return None, None
+    first = hides.index(True)
+    low = edge(tried[first], tried[first - 1]) if first else 1
+    after = hides.index(False, first) if False in hides[first:] else None
+    return low, None if after is None else edge(tried[after - 1], tried[after])
 
 
 def most(facts: Facts) -> int | None:
@@ -236,22 +260,25 @@ def most(facts: Facts) -> int | None:
 # -- refusing ----------------------------------------------------------------------------------------------------------
 
 
-def check_stages(stages: Sequence[Stage], store: Store) -> None:
-    """What can be known before a micro-batch: raises ValueError where the largest stage, or the host's part, is too large."""
+def check_stages(stages: Sequence[Stage], store: Store, *, alone: bool = True) -> None:
+    """Raises ValueError where the largest stage, or all weights in the host, cannot fit whatever is pushed.
+
+    alone: all stages are this process's.
+    """
     device, host = store.budgets
     largest = max(stages, key=slot_bytes)
     place, own = slot_bytes(largest), largest.bytes()
     if device is not None and place + own > device:
         raise ValueError(
-            f"device_memory={written(device)}: {largest.label} alone takes {written(place + own)} of it, {written(place)} "
-            f"for its weights and {written(own)} for their gradients; split it into stages of at most "
+            f"device_memory={said(store)[0]}: {largest.label} alone takes {written(place + own)}, {written(place)} for "
+            f"its weights and {written(own)} for their gradients; split it into stages of at most "
             f"{written(device // 2)} of weights, or give device_memory of at least {written(place + own)} ({place + own})"
         )
     whole = sum(map(slot_bytes, stages))
-    if host is not None and isinstance(store, HostStore) and whole > host:
+    if alone and host is not None and isinstance(store, HostStore) and whole > host:
         raise ValueError(
-            f"host_memory={written(host)}: the weights of all {len(stages)} stages take {written(whole)}; keep them in "
-            f'files, store="disk:FOLDER", or give host_memory of at least {written(whole)} ({whole})'
+            f"host_memory={said(store)[1]}: the weights of all {len(stages)} stages take {written(whole)}; keep them "
+            f'in files, store="disk:FOLDER", or give host_memory of at least {written(whole)} ({whole})'
         )
 
 
@@ -283,11 +310,11 @@ def _device_refusal(facts: Facts, push: Foreseen, micro_batches: int) -> str:
     if not cures:
         cures.append(f"a model cut into more stages, of which {big.label} is the largest")
     cures.append(f"device_memory of at least {written(need.total)} ({need.total})")
-    stages = f"up to {push.peak_stages} of {len(facts.stages)} stages, the largest {big.label} of {written(big.load.weights)}"
+    stages = f"{push.peak_stages} of {len(facts.stages)} stages, the largest {big.label} of {written(big.load.weights)}"
     return (
-        f"device_memory={written(limit)} is too little by {written(need.total - limit)}: the device would hold "
+        f"device_memory={facts.written[0]} is too little by {written(need.total - limit)}: the device would hold "
         f"{written(need.total)}, weights {written(need.weights)} ({stages}), gradients {written(need.gradients)} and "
-        f"activations {written(need.activations)} (pushes of {micro_batches} micro-batches of {facts.samples} samples). "
+        f"activations {written(need.activations)} (pushes of {micro_batches} × {facts.samples} samples). "
         f"What fits: {'; '.join(cures)}"
     )
 
@@ -320,7 +347,7 @@ def _host_refusal(facts: Facts, host: Host, push: Foreseen) -> str:
     cures.append(f"host_memory of at least {written(host.total)} ({host.total})")
     parts = ", ".join(f"{name} {written(size)}" for name, size in zip(_HOST, host, strict=True) if size)
     return (
-        f"host_memory={written(limit)} is too little by {written(host.total - limit)}: the host would hold "
+        f"host_memory={facts.written[1]} is too little by {written(host.total - limit)}: the host would hold "
         f"{written(host.total)}, {parts}. What fits: {'; '.join(cures)}"
     )
 
@@ -338,9 +365,9 @@ def title(plan: Plan) -> str:
     facts = plan.facts
     ahead = "" if facts.prefetch is None else f", {facts.prefetch} {_plural('stage', facts.prefetch)} fetched ahead"
     return (
-        f"{facts.method!r}: {len(facts.stages)} of {facts.count} stages, weights {WHERE[facts.kind]}{ahead}; "
+        f"{facts.method!r}: {len(facts.stages)} of {facts.depth} stages, weights {WHERE[facts.kind]}{ahead}; "
         f"pushes of {plan.micro_batches} × {facts.samples} {_plural('sample', facts.samples)}"
-    ).replace(f"{facts.count} of {facts.count} stages", f"{facts.count} stages")
+    ).replace(f"{facts.depth} of {facts.depth} stages", f"{facts.depth} stages")
 
 
 def rows(plan: Plan) -> list[Row]:
@@ -350,19 +377,29 @@ def rows(plan: Plan) -> list[Row]:
     found = [
         ("on the device", written(device.total),
          f"weights {written(device.weights)}{at_once}, gradients {written(device.gradients)}, "
-         f"activations {written(device.activations)}{_allowed(facts.device_memory)}")
+         f"activations {written(device.activations)}{_allowed(facts.device_memory, facts.written[0])}")
     ]  # fmt: skip
     if facts.kind != "device":
         parts = ", ".join(f"{name} {written(size)}" for name, size in zip(_HOST, plan.host, strict=True) if size)
-        found.append(("in host memory", written(plan.host.total), parts + _allowed(facts.host_memory)))
+        found.append(
+            ("in host memory", written(plan.host.total), parts + _allowed(facts.host_memory, facts.written[1]))
+        )
     if facts.kind == "disk":
         found.append(("in files", written(plan.disk), "at most: the last committed version, and the one being written"))
     if facts.kind != "device":
         speed, back = facts.bandwidth.to_device, facts.bandwidth.from_device
         to_device, away = f"at {written(speed)}/s", "" if back == float("inf") else f", at {written(back)}/s"
         found += [
-            ("weights in, a push", written(push.weights_in), f"{plan.passes:.3g} passes over all weights, {to_device}"),
-            ("gradients out, a push", written(push.gradients_out), f"{plan.gradient_passes:.3g} passes{away}"),
+            (
+                "weights in, a push",
+                written(push.weights_in),
+                f"{plan.passes:.3g} {_plural('pass', plan.passes)} over all weights, {to_device}",
+            ),
+            (
+                "gradients out, a push",
+                written(push.gradients_out),
+                f"{plan.gradient_passes:.3g} {_plural('pass', plan.gradient_passes)}{away}",
+            ),
             ("waiting", f"{push.share:.0%}", f"{_time(push.stall)} of the {_time(push.seconds)} of a push"),
             ("batch window", *_window(plan)),
         ]
@@ -379,16 +416,28 @@ def rows(plan: Plan) -> list[Row]:
 
 def _window(plan: Plan) -> tuple[str, str]:
     """Both ends, and what lies beyond them."""
-    low, high = plan.window
-    if low is None:
-        text = "none" if high is None else f"up to {high}"
-        fewer = f"no push hides streaming: waiting stays above {HIDDEN:.0%}"
+    facts, (low, high) = plan.facts, plan.window
+    room = facts.written[0] if facts.device_memory else written(facts.device_room or 0)
+    if plan.fits == 0:
+        return "none", f"not even one micro-batch a push fits into {room}"
+    beyond = []
+    if plan.hides[0] is None:
+        beyond.append(f"waiting stays above {HIDDEN:.0%} whatever is pushed")
     else:
-        text = f"{low} or more" if high is None else f"{low} to {high}" if low <= high else f"none: {low} > {high}"
-        fewer = f"with fewer micro-batches a push, waiting exceeds {HIDDEN:.0%}" if low > 1 else "streaming is always hidden"
-    room = plan.facts.device_memory or plan.facts.device_room
-    more = "" if high is None or room is None else f"; more do not fit into {written(room)}"
-    return text, fewer + more
+        ends = (["fewer"] if low > 1 else []) + (
+            ["more"] if plan.hides[1] is not None and plan.hides[1] == high else []
+        )
+        if ends:
+            beyond.append(f"with {' or '.join(ends)}, waiting exceeds {HIDDEN:.0%}")
+    if plan.fits is not None and plan.fits == high:
+        beyond.append(f"more do not fit into {room}")
+    if high is not None and low > high:
+        text = f"none: {low} > {high}"
+    elif plan.hides[0] is None:
+        text = "any" if high is None else f"up to {high}"
+    else:
+        text = f"{low}+" if high is None else f"{low} to {high}"
+    return text, f"micro-batches a push{'; ' if beyond else ''}{', '.join(beyond)}"
 
 
 def beside(plan: Plan, before: Traffic, after: Traffic, pushes: int) -> list[Row]:
@@ -429,12 +478,12 @@ def _aligned(lines: Iterable[Row]) -> list[str]:
     return [f"{a:<{first}}  {b:>{second}}  {c}".rstrip() for a, b, c in lines]
 
 
-def _allowed(budget: int | None) -> str:
-    return "" if budget is None else f"; {written(budget)} are allowed"
+def _allowed(budget: int | None, said: str) -> str:
+    return "" if budget is None else f"; the budget is {said}"
 
 
-def _plural(word: str, count: int) -> str:
-    return word if count == 1 else f"{word}s"
+def _plural(word: str, count: float) -> str:
+    return word if count == 1 else f"{word}es" if word.endswith("s") else f"{word}s"
 
 
 def _time(seconds: float) -> str:

@@ -13,7 +13,7 @@ _POWERS = {"": 1, "B": 1} | {
 
 
 def parsed(name: str, size: int | float | str | None) -> int | None:
-    """Bytes of a number of bytes or a text: decimal units (kB, MB, GB, TB) or binary ones (KiB, MiB, GiB, TiB, or K, M, G, T).
+    """Bytes, of a number of them or a text with a decimal unit (kB, MB, GB, TB) or a binary one (KiB, MiB; K, M).
 
     name: of the option, for the error. None stays None. Raises ValueError or TypeError that says what may be written.
 
@@ -28,12 +28,15 @@ def parsed(name: str, size: int | float | str | None) -> int | None:
         found = re.fullmatch(r"\s*([0-9_]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([a-zA-Z]*)\s*", size)
         if found is None or found[2].upper() not in _POWERS:
             raise ValueError(
-                f'{name}={size!r} is no size; write bytes, or a number and one of kB, MB, GB, TB, KiB, MiB, GiB, TiB: "1.5 GB"'
+                f"{name}={size!r} is no size; write bytes, or a number with kB, MB, GB, TB, KiB, MiB, GiB or TiB: "
+                '"1.5 GB"'
             )
-        size = float(found[1].replace("_", "")) * _POWERS[found[2].upper()]
-    if not 1 <= size < float("inf"):
+        number: float = float(found[1].replace("_", "")) * _POWERS[found[2].upper()]
+    else:
+        number = size
+    if not 1 <= number < float("inf"):
         raise ValueError(f"{name} must be at least 1 byte, but is {size!r}; None: no limit")
-    return int(size)
+    return int(number)
 
 
 def written(size: float) -> str:
@@ -44,8 +47,8 @@ def written(size: float) -> str:
     """
     if size < 999.5:
         return f"{size:.0f} B"
-    for unit in UNITS:
-        size /= 1024
-        if size < 999.5:
-            break
+    power = 1
+    while size / 1024**power >= 999.5 and power < len(UNITS):
+        power += 1
+    size, unit = size / 1024**power, UNITS[power - 1]
     return f"{size:.{2 if size < 9.995 else 1 if size < 99.95 else 0}f} {unit}"

@@ -93,7 +93,7 @@ class HostStore(Store):
     host_memory: int | str | None = None
 
     def __post_init__(self) -> None:
-        self.device_memory, self.host_memory = self.budgets
+        self.budgets  # noqa: B018 (raises where they cannot be read)
 
     def shown(self, home: Flat) -> list[torch.Tensor] | None:
         return None if home.memory.is_pinned() else home.views

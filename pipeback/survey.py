@@ -23,8 +23,10 @@ from pipeback.order import Order
 from pipeback.pages import PAGE
 from pipeback.ranks import Ranks
 from pipeback.schedules import flush
+from pipeback.sizes import written
 from pipeback.stage import Stage
 from pipeback.starting import Setting
+from pipeback.store import Store
 
 
 class Portion(NamedTuple):
@@ -46,7 +48,7 @@ class Facts(NamedTuple):
 
     method: Method
     stages: Mapping[int, Portion]
-    count: int  # stages of the pipeline
+    depth: int  # stages of the pipeline
     delays: Sequence[int]
     workers: Sequence[Sequence[int]]  # the stages of each worker of this process
     owner: Sequence[int] | None  # where flushes run by worker
@@ -59,6 +61,7 @@ class Facts(NamedTuple):
     commit_every: int | None
     device_memory: int | None  # budgets
     host_memory: int | None
+    written: tuple[str, str]  # the budgets, as the user has written them
     device_room: int | None  # bytes that an accelerator has
     bandwidth: Bandwidth
 
@@ -70,20 +73,12 @@ def survey(holding: Holding, setting: Setting, samples: int, *, timed: bool = Tr
     portions = {stage.index: _portion(stage, method) for stage in stages}
     device = next((stage.device for stage in stages if stage.device), torch.device("cpu"))
     folder = store.folder if isinstance(store, DiskStore) else None
-    speeds = Bandwidth(*[float("inf")] * 4)
-    if timed and store is not None:
+    speeds = Bandwidth()
+    if timed:
         speeds = bandwidth.measured(device, folder, 2 * sum(p.pages for p in portions.values()))
-        portions = {
-            stage.index: portions[stage.index]._replace(
-                load=_timed(portions[stage.index], holding.seconds[stage.index], speeds, bandwidth.step_seconds(stage))
-            )
-            for stage in stages
-        }
-    elif timed:
-        portions = {
-            s: p._replace(load=p.load._replace(forward=holding.seconds[s] / 3, backward=2 * holding.seconds[s] / 3))
-            for s, p in portions.items()
-        }
+        for stage in stages:
+            portion, seconds, step = portions[stage.index], holding.seconds[stage.index], bandwidth.step_seconds(stage)
+            portions[stage.index] = portion._replace(load=_timed(portion, seconds, speeds, step))
     balance = holding.balance()
     workers = [list(portions)]
     if not isinstance(ranks, Ranks) and setting.threads is not None:
@@ -96,8 +91,15 @@ def survey(holding: Holding, setting: Setting, samples: int, *, timed: bool = Tr
         len(holding.everywhere), samples, outside,
         "device" if store is None else "host" if folder is None else "disk",
         None if store is None else store.prefetch, setting.order,
-        store.commit_every if isinstance(store, DiskStore) else None, *budgets, _room(device), speeds,
+        store.commit_every if isinstance(store, DiskStore) else None, *budgets, said(store), _room(device), speeds,
     )  # fmt: skip
+
+
+def said(store: Store | None) -> tuple[str, str]:
+    """The budgets, as the user has written them."""
+    budgets = () if store is None else (store.device_memory, store.host_memory)
+    device, host = (size if isinstance(size, str) else written(size or 0) for size in budgets or (None, None))
+    return device, host
 
 
 def _room(device: torch.device) -> int | None:
@@ -140,10 +142,11 @@ def _timed(portion: Portion, seconds: float, speeds: Bandwidth, step: float) -> 
     return load._replace(
         forward=seconds / 3,
         backward=2 * seconds / 3,
-        fetch=load.weights / speeds.to_device + load.weights / speeds.disk_read,
+        add=load.gradients / speeds.adding,
+        fetch=speeds.handing + load.weights / speeds.to_device + load.weights / speeds.disk_read,
         ask=base / speeds.disk_read,
         leave=load.gradients / speeds.from_device,
-        update=step + base / speeds.disk_read + base / speeds.disk_write,
+        update=speeds.handing + step + base / speeds.disk_read + base / speeds.disk_write,
     )
 
 
@@ -161,8 +164,8 @@ def loops(facts: Facts, prefetch: int | None) -> list[tuple[Loop, Dry]]:
     found = []
     for mine in facts.workers:
         loads = {s: facts.stages[s].load for s in mine}
-        dry = Dry(loads, facts.count, prefetch, chooser(method, facts.delays), hooks, method.needs_entry)
-        order = Order(method.schedule, facts.count, policy=policy, near=max(1, prefetch or 0))
+        dry = Dry(loads, facts.depth, prefetch, chooser(method, facts.delays), hooks, method.needs_entry)
+        order = Order(method.schedule, facts.depth, policy=policy, near=max(1, prefetch or 0))
         loop = Loop(dry, order, method, owner=facts.owner, at_once=prefetch is not None)  # type: ignore[arg-type]
         found.append((loop, dry))
     return found
@@ -175,7 +178,7 @@ def period(method: Method) -> int:
 
 def chooser(method: Method, delays: Sequence[int]) -> Choose:
     """Ask the method about a stage of one weight."""
-    weights = [nn.Parameter(torch.zeros(1))]
+    weights: list[Tensor] = [nn.Parameter(torch.zeros(1))]
     state = method.init(weights)
     stash = method.copies == "stash"
 
