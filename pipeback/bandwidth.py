@@ -24,7 +24,7 @@ from pipeback.flat import Flat
 from pipeback.pages import Pages
 from pipeback.stage import Stage
 
-SIZE = 16 * 2**20  # bytes that are moved to measure
+SIZE, FILE = 64 * 2**20, 16 * 2**20  # bytes that are moved to measure, in memory and to a file
 TIMES, SECONDS = 8, 0.1  # tries of each measurement, of which the fastest counts, and when to stop
 
 
@@ -92,7 +92,7 @@ def _handing() -> float:
 @cache
 def _files(folder: Path, through: bool) -> tuple[float, float]:
     """through: what is written is on the disk, and what is read comes from there."""
-    memory = torch.ones(SIZE, dtype=torch.uint8)
+    memory = torch.ones(FILE, dtype=torch.uint8)
     number, name = tempfile.mkstemp(prefix="bandwidth-", suffix=".pages", dir=folder)
     try:
         pages = Pages(Path(name), {})
@@ -114,12 +114,13 @@ def _files(folder: Path, through: bool) -> tuple[float, float]:
     finally:
         os.close(number)
         os.unlink(name)
-    return SIZE / read_seconds, SIZE / write_seconds
+    return FILE / read_seconds, FILE / write_seconds
 
 
 def _fastest(once: Callable[[], object]) -> float:
     once()  # caches and pages are warm, libraries are loaded
-    found, soon = [], time.perf_counter() + SECONDS
+    found: list[float] = []
+    soon = time.perf_counter() + SECONDS
     while len(found) < TIMES and (not found or time.perf_counter() < soon):
         begin = time.perf_counter()
         once()

@@ -113,22 +113,23 @@ def foresee(facts: Facts, micro_batches: int, pushes: int | None = None, prefetc
     quiet = pushes is not None
     pushes = pushes or min(64, max(2, cycle // gcd(cycle, micro_batches)))
     counts, dries = [], []
+    commits = 0
     for loop, dry in loops(facts, ahead):
         arrived = 0
 
         def one(loop=loop, dry=dry) -> None:
-            nonlocal arrived
+            nonlocal arrived, commits
             drive(loop, dry, micro_batches, outside=facts.outside)
             arrived += micro_batches
             if facts.kind == "disk" and _commits(facts, arrived, loop.fresh or loop.order.empty):
                 dry.rest()
-                arrived = 0
+                arrived, commits = 0, commits + 1
 
         for _ in range(fill):
             one()
         if quiet:
             dry.rest()
-        before = dry.number.copy()
+        before, commits = dry.number.copy(), 0
         for _ in range(pushes):
             one()
         if quiet:
@@ -138,7 +139,7 @@ def foresee(facts: Facts, micro_batches: int, pushes: int | None = None, prefetc
     many = facts.replicas
     rooms = [dry.most for dry in dries]
     buffers = sum(p.buffers for p in facts.stages.values())
-    files = sum(
+    files = commits * sum(p.small for p in facts.stages.values()) + sum(
         count.updates[s] * p.newly + count.spills[s] * p.load.gradients
         for count in counts
         for s, p in facts.stages.items()
@@ -272,7 +273,8 @@ def check_stages(stages: Sequence[Stage], store: Store, *, alone: bool = True) -
         raise ValueError(
             f"device_memory={said(store)[0]}: {largest.label} alone takes {written(place + own)}, {written(place)} for "
             f"its weights and {written(own)} for their gradients; split it into stages of at most "
-            f"{written(device // 2)} of weights, or give device_memory of at least {written(place + own)} ({place + own})"
+            f"{written(device // 2)} of weights, or give device_memory of at least {written(place + own)} "
+            f"({place + own})"
         )
     whole = sum(map(slot_bytes, stages))
     if alone and host is not None and isinstance(store, HostStore) and whole > host:
@@ -306,7 +308,7 @@ def _device_refusal(facts: Facts, push: Foreseen, micro_batches: int) -> str:
     if (smaller := _smaller(facts, micro_batches)) is not None:
         cures.append(smaller)
     if micro_batches > 1 and (fit := most(facts)):
-        cures.append(f"at most {fit} micro-batches a push ({written(foresee(facts, fit, 1).device.total)})")
+        cures.append(f"at most {fit} {_batches(fit)} a push ({written(foresee(facts, fit, 1).device.total)})")
     if not cures:
         cures.append(f"a model cut into more stages, of which {big.label} is the largest")
     cures.append(f"device_memory of at least {written(need.total)} ({need.total})")
@@ -480,6 +482,10 @@ def _aligned(lines: Iterable[Row]) -> list[str]:
 
 def _allowed(budget: int | None, said: str) -> str:
     return "" if budget is None else f"; the budget is {said}"
+
+
+def _batches(count: int) -> str:
+    return "micro-batch" if count == 1 else "micro-batches"
 
 
 def _plural(word: str, count: float) -> str:

@@ -41,6 +41,7 @@ class Portion(NamedTuple):
     buffers: int
     pages: int  # in its file, of one version
     newly: int  # that an update writes to its file
+    small: int  # that a commit writes there: buffers, and what is too small to come and go
 
 
 class Facts(NamedTuple):
@@ -125,10 +126,14 @@ def _portion(stage: Stage, method: Method) -> Portion:
     copies = method.held(stage.index, stage.stages) - 1 if method.copies == "stash" else 0
     base = [place] + [size for size in kept + state if size >= disk.SMALL]
     older = [size for size in weights if size >= disk.SMALL]
+    buffers = [b.numel() * b.element_size() for b in stage.module.buffers()]
+    small = buffers + [size for size in kept + state if size < disk.SMALL]
+    if stage.stream is not None:
+        small.append(stage.stream.numel())
     return Portion(
         stage.label, Load(place, trainable, stage.activation_bytes), trainable, sum(kept), sum(state),
-        copies * trainable, sum(b.numel() * b.element_size() for b in stage.module.buffers()),
-        sum(map(_paged, base)) + copies * sum(map(_paged, older)), sum(base) + (sum(older) if copies else 0),
+        copies * trainable, sum(buffers), sum(map(_paged, base + small)) + copies * sum(map(_paged, older)),
+        sum(base) + (sum(older) if copies else 0), sum(small),
     )  # fmt: skip
 
 
