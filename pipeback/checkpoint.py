@@ -14,10 +14,11 @@ from __future__ import annotations
 import os
 import socket
 import warnings
-from collections.abc import Callable, Collection, Iterable
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
+from threading import Semaphore
 from typing import Any, TypeVar
 
 import torch
@@ -27,7 +28,7 @@ from pipeback import shelf
 from pipeback.form import Form, form_of
 from pipeback.health import RankError
 from pipeback.shelf import CheckpointError
-from pipeback.state import Part, merge
+from pipeback.state import Part, Share, merge
 
 __all__ = ["CheckpointError", "latest", "load", "read", "save"]
 
@@ -54,15 +55,14 @@ def save(pipe: Any, folder: str | Path, *, keep: int = 2, facts: Any = None) -> 
     if keep < 1:
         raise ValueError(f"keep={keep}: at least the new checkpoint remains; give 1 or more")
     crew = _Crew(pipe, "checkpoint.save()")
-    share = crew.together(pipe.share, patiently=False)
+    crew.together(pipe.wait, patiently=False)
     draft = shelf.Draft(Path(folder), pipe.plain()["arrived"])
     try:
         crew.together(draft.open, only=0)
-        holders = crew.gather([_file(*part[:2]) for part in share.parts])
-        taken = {name for names in holders[: crew.me] for name in names}  # before the first push all hold everything
-        parts = [part for part in share.parts if _file(*part[:2]) not in taken]
-        files = crew.together(lambda: _each(parts, lambda part: _write(draft.partial, part)))
-        light = share._replace(parts=[part._replace(tensors={}) for part in parts])
+        holders = crew.gather(pipe.held)
+        taken = {part for parts in holders[: crew.me] for part in parts}  # before the first push all hold everything
+        files, share = crew.together(lambda: _written(pipe, draft.partial, taken))
+        light = share._replace(parts=[part for part in share.parts if part[:2] not in taken])
         everything = crew.gather((dict(files), light))
         whole = merge([light for _, light in everything], pipe.plain())
         content = {
@@ -94,7 +94,7 @@ def load(pipe: Any, path: str | Path) -> Any:
     found = crew.gather(crew.together(lambda: shelf.candidates(path), only=0))[0]
     for candidate in found:
         try:
-            state, facts = crew.together(partial(_read, candidate, pipe.would_hold))
+            state, facts = crew.together(partial(_read, candidate, pipe.would_hold, in_turn=pipe.streamed))
         except CheckpointError as error:
             if candidate == path:
                 raise
@@ -170,6 +170,30 @@ def _nothing() -> Any:
 # -- tensors in files ----------------------------------------------------------------------------------------------
 
 
+def _written(
+    pipe: Any, folder: Path, taken: Collection[tuple[int, int]]
+) -> tuple[list[tuple[str, dict[str, Any]]], Share]:
+    """Write the own stages, two at once, for one hashes while the other waits for the disk; no more are copied."""
+    files: list[Future[tuple[str, dict[str, Any]]]] = []
+    room = Semaphore(2)
+
+    def write(part: Part) -> tuple[str, dict[str, Any]]:
+        try:
+            return _write(folder, part)
+        finally:
+            room.release()
+
+    with ThreadPoolExecutor(2) as pool:
+
+        def take(stage: Any, tensors: Tensors) -> None:
+            if (stage.index, stage.replica) not in taken:
+                room.acquire()
+                files.append(pool.submit(write, Part(stage.index, stage.replica, tensors, {})))
+
+        share = pipe.share(take)
+        return [file.result() for file in files], share
+
+
 def _each(items: Iterable[S], what: Callable[[S], T]) -> list[T]:
     """The results of `what(item)`; two at once, for one hashes while the other waits for the disk."""
     with ThreadPoolExecutor(2) as pool:
@@ -178,36 +202,67 @@ def _each(items: Iterable[S], what: Callable[[S], T]) -> list[T]:
 
 def _write(folder: Path, part: Part) -> tuple[str, dict[str, Any]]:
     """Write the tensors of a stage to the disk; returns the file's name and what state.json says about it."""
-    name = _file(part.stage, part.replica)
+    name, tensors = _file(part.stage, part.replica), part.tensors
     with shelf.naming(file := folder / name):
-        forms = {key: _form(key, tensor) for key, tensor in part.tensors.items()}
-        _safetensors().save_file(_packed(part.tensors), file)
+        forms = {key: _form(key, tensor) for key, tensor in tensors.items()}
+        _safetensors().save_file(_packed(tensors), file)
         file.chmod(folder.stat().st_mode & 0o666)  # safetensors lets nobody else read it, whatever the umask
         shelf.sync(file)
         size, digest = file.stat().st_size, shelf.digest(file)
     return name, {"size": size, "sha256": digest, "stage": part.stage, "replica": part.replica, "tensors": forms}
 
 
-def _read(path: Path, choose: Callable[[dict[str, Any]], Collection[int] | None]) -> tuple[dict[str, Any], Any]:
-    """State and facts of a checkpoint. choose: plain values of the state -> the stages to read, None: all."""
+class _Stages(Sequence[Tensors]):
+    """The tensors of every stage, read when they are asked for; those of the last one are remembered."""
+
+    def __init__(self, path: Path, files: Sequence[tuple[str, dict[str, Any]]], count: int) -> None:
+        self._path, self._files, self._count = path, files, count
+        self._last: tuple[int, Tensors] = (-1, {})
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, stage: Any) -> Any:
+        if stage >= self._count:
+            raise IndexError(stage)
+        if self._last[0] != stage:
+            self._last = (-1, {})  # before the next are read
+            self._last = stage, self.read(stage)
+        return self._last[1]
+
+    def read(self, stage: int) -> Tensors:
+        mine = [item for item in self._files if item[1]["stage"] == stage]
+        return {k: v for name, facts in mine for k, v in _tensors(self._path / name, facts).items()}
+
+
+def _read(
+    path: Path, choose: Callable[[dict[str, Any]], Collection[int] | None], *, in_turn: bool = False
+) -> tuple[dict[str, Any], Any]:
+    """State and facts of a checkpoint. choose: plain values of the state -> the stages to read, None: all.
+
+    in_turn: a stage's tensors are only read when they are asked for; the content of all is checked now.
+    """
     try:
         document = shelf.look(path)
         stages = choose(document["state"]["plain"])
         files = [item for item in document["files"].items() if stages is None or item[1]["stage"] in stages]
-        loaded = _each(files, lambda item: _tensors(path / item[0], item[1]))
+        _each(files, lambda item: _check(path / item[0], item[1]))
+        stored = _Stages(path, files, len(document["state"]["plain"]["stages"]))
+        loaded = stored if in_turn else _each(range(len(stored)), stored.read)
     except CheckpointError as error:
         others = [p for p in (*shelf.whole(path.parent), *shelf.whole(path)) if p != path]
         cure = f"the newest whole checkpoint besides is {others[0]}" if others else "there is no other whole checkpoint"
         raise CheckpointError(f"{error}; {cure}") from error
-    tensors: list[Tensors] = [{} for _ in document["state"]["plain"]["stages"]]
-    for (_, facts), mine in zip(files, loaded, strict=True):
-        tensors[facts["stage"]].update(mine)
-    return {**document["state"], "stages": tensors}, document["facts"]
+    return {**document["state"], "stages": loaded}, document["facts"]
+
+
+def _check(file: Path, facts: dict[str, Any]) -> None:
+    with shelf.naming(file):
+        shelf.check_digest(file, shelf.digest(file), facts["sha256"])
 
 
 def _tensors(file: Path, facts: dict[str, Any]) -> Tensors:
     with shelf.naming(file):
-        shelf.check_digest(file, shelf.digest(file), facts["sha256"])
         tensors = {}
         prefix = f"replica/{facts['replica']}/" if facts["replica"] else ""  # as `state.merge` names them
         with _safetensors().safe_open(file, framework="pt") as stored:  # mapped, so that memory holds one copy

@@ -11,11 +11,12 @@ processes that are killed at any time leave a version whole.
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import os
 import threading
 from collections.abc import Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,11 @@ import torch
 from torch import Tensor
 
 from pipeback import shelf
-from pipeback.flat import Flat
 from pipeback.method import Method
 from pipeback.pages import Pages, Region, StoreError
 from pipeback.schedules import flush
+from pipeback.slot import Slot
+from pipeback.sparse import Sparse
 from pipeback.stage import Stage
 from pipeback.store import HostStore, Store
 
@@ -69,6 +71,7 @@ class DiskStore(Store):
 
     def open(self) -> None:
         """Take the folder for this process, and read what was committed."""
+        _give_memory_back()
         with _naming(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
@@ -107,12 +110,12 @@ class DiskStore(Store):
 
     # -- a stage -------------------------------------------------------------------------------------------------
 
-    def hold(self, stage: Stage, method: Method, device: torch.device) -> None:
+    def hold(self, stage: Stage, method: Method, device: torch.device, sparse: Sparse | None = None) -> None:
         key = _key(stage)
         regions = self._described(stage).get("regions", {})
         self._pages[key] = Pages(self.folder / _file(*key), {name: Region(*region) for name, region in regions.items()})
         self._housed[key], self._depth[key], self._locks[key] = {}, 0, threading.RLock()
-        super().hold(stage, method, device)
+        super().hold(stage, method, device, sparse)
         self._put_away(stage, changed=True)
 
     @contextmanager
@@ -147,15 +150,14 @@ class DiskStore(Store):
             # not older weights, which an update may still have to copy there
             self._put_away(stage, only=[name for name, _ in _all(stage) if name.startswith(("grad/", "used/"))])
 
-    def read(self, stage: Stage, into: Flat) -> None:
-        """Read the newest weights into memory on the device."""
-        pages = self._pages[_key(stage)]
-        if into.memory.device.type == "cpu":
-            pages.read("home", into.memory)
-            return
-        buffer = torch.empty_like(into.memory, device="cpu", pin_memory=True)
-        pages.read("home", buffer)
-        into.memory.copy_(buffer, non_blocking=True)
+    def read(self, stage: Stage, slot: Slot) -> int:
+        """Read the newest weights to the device. Returns the bytes that travelled to it."""
+        assert stage.home is not None
+        if slot.device.type == "cpu" and stage.sparse is None:
+            self._pages[_key(stage)].read("home", slot.flat.memory)
+            return slot.nbytes
+        with self.lent(stage, [stage.home.memory]):
+            return super().read(stage, slot)
 
     def close(self) -> None:
         """Let the folder go; what was not committed is lost."""
@@ -358,6 +360,18 @@ def _file(index: int, replica: int) -> str:
 
 def _regions(described: dict[str, Any]) -> dict[str, Region]:
     return {name: Region(*region) for name, region in described["regions"].items()}
+
+
+def _give_memory_back() -> None:
+    """Have the C library return blocks of a MiB and more as soon as they are freed.
+
+    Else glibc raises this bound to what it sees freed, up to 32 MiB, and keeps the blocks of stages that have gone.
+    """
+    with suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)
+
+
+_M_MMAP_THRESHOLD = -3  # of malloc.h
 
 
 @contextmanager

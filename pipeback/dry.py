@@ -30,7 +30,11 @@ class Load(NamedTuple):
 
     weights: int = 0  # of its place on the device
     gradients: int = 0
-    activations: int = 0  # of one micro-batch
+    activations: int = 0  # of one micro-batch, on the device
+    repeat: int = 0  # of activations that are computed once more, until their backward is done
+    sent: int | None = None  # of its weights, where they travel by one copy; None: all
+    placed: int | None = None  # where one by one
+    left: int | None = None  # of its gradients, when they leave; None: all
     forward: float = 0.0
     backward: float = 0.0
     add: float = 0.0  # to add gradients to those of the micro-batches before
@@ -95,6 +99,7 @@ class _Place:
 
     def __init__(self, load: Load) -> None:
         self.load = load
+        self.leaving = load.gradients if load.left is None else load.left
         self.version = self.count = 0
         self.spilled = False
         self.flights: dict[int, _Flight] = {}
@@ -203,15 +208,16 @@ class Dry:
         self._bring(s, Op("B", i), place.flights[i].entry)
         if place.spilled:
             self._return(place)
-            self.number.sums_in += place.load.gradients
+            self.number.sums_in += place.leaving
             self._hold(gradients=place.load.gradients)
         elif not place.count:
             self._hold(gradients=place.load.gradients)
+        self._hold(activations=place.load.repeat)
         if place.count:
             self.now += place.load.add
         del place.flights[i]
         place.count += 1
-        self._hold(activations=-place.load.activations)
+        self._hold(activations=-place.load.activations - place.load.repeat)
         self.now += place.load.backward
 
     def _update(self, s: int, i: int) -> None:
@@ -226,12 +232,12 @@ class Dry:
         if self.resident:
             self.now += place.load.update
             return
-        self.number.gradients_out += size
+        self.number.gradients_out += place.leaving
         while len(under_way := sorted(end for end in self._updates.values() if end > self.now)) > self.prefetch:
             self._wait(under_way[0])
         self._updating = max(self._updating, self.now + place.load.leave) + place.load.update
         self._updates[s] = self._updating
-        self._queued.append(size)
+        self._queued.append(place.leaving)
         self._keep(0)
 
     # -- weights that come and go --------------------------------------------------------------------------------
@@ -293,7 +299,9 @@ class Dry:
             elif isinstance(choice, int):
                 wanted = version = choice
         if wanted is None or place.content != wanted:
-            self.number.weights_in += place.load.weights
+            load = place.load
+            sent = load.placed if wanted != place.version or wanted is None else load.sent
+            self.number.weights_in += load.weights if sent is None else sent
             self.number.fetches += 1
             begin += place.load.fetch
             place.content = wanted
@@ -317,10 +325,10 @@ class Dry:
             self.now = max(self.now, before.ready)
         if place.count and not place.spilled and place.load.gradients:
             place.spilled = True
-            self.number.gradients_out += place.load.gradients
+            self.number.gradients_out += place.leaving
             self.number.spills[s] += 1
             self._hold(gradients=-place.load.gradients)
-            self._keep(place.load.gradients)
+            self._keep(place.leaving)
             self.now += place.load.leave
         self._pool.remove(s)
         place.content = None
@@ -341,7 +349,7 @@ class Dry:
 
     def _return(self, place: _Place) -> None:
         place.spilled = False
-        self._keep(-place.load.gradients)
+        self._keep(-place.leaving)
 
     def _keep(self, size: int) -> None:
         """Gradients in host memory: sums that left with their stage, and those of updates under way."""
@@ -361,15 +369,6 @@ def _copied(value: Any) -> Any:
     return list(value) if isinstance(value, list) else value
 
 
-def drive(loop: Loop, dry: Dry, pushed: int, *, outside: bool = False) -> None:
-    """One push of so many micro-batches, or as many forwards and backwards of a loss that is computed outside."""
-    if not outside:
-        loop.push([(None, None, 1)] * pushed, None)  # type: ignore[arg-type]
-        return
-    for _ in range(pushed):
-        loop.forward(None, None, pushed)  # type: ignore[arg-type]
-        loop.backward(None)
-    if loop.method.flush_each_push:
-        loop.drain()
-    else:
-        loop.settle()
+def drive(loop: Loop, pushed: int) -> None:
+    """One push of so many micro-batches."""
+    loop.push([(None, None, 1)] * pushed, None)  # type: ignore[arg-type]

@@ -7,12 +7,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pipeback import meta
 from pipeback.method import Method
 from pipeback.partition import balance
 from pipeback.ranks import Alone, Ranks
+from pipeback.sparse import Sparse, choose
+from pipeback.sparsity import Sparsity
 from pipeback.stage import Stage
 from pipeback.store import Store
 
@@ -32,9 +34,10 @@ class Holding:
         init: Callable[[nn.Module], object] | None,
         device: torch.device | str,
         store: Store | None,
+        sparsity: Sparsity | None = None,
     ) -> None:
         self.everywhere, self.method, self.ranks, self.init, self.device = everywhere, method, ranks, init, device
-        self.store = store
+        self.store, self.sparsity = store, sparsity
         self.workers = ranks.count if ranks.several else workers or 1
         self.stages = everywhere[0]
         self.seconds = [1.0] * len(self.stages)  # of F and B of each stage, once measured
@@ -69,7 +72,7 @@ class Holding:
         if stage.slot is not None and self.store is not None and not stage.slot.flat.here:
             stage.slot.arrive()
             try:
-                self.store.read(stage, stage.slot.flat)
+                self.store.read(stage, stage.slot)
                 yield
             finally:
                 stage.slot.leave()
@@ -89,6 +92,11 @@ class Holding:
             return nullcontext()
         return self.store.opened(stage, changes=changes, whole=True)
 
+    def values(self, stage: Stage) -> dict[str, Tensor]:
+        """Copies of a stage's newest weights and buffers, dense and on the CPU, by name."""
+        with self.present(stage):
+            return {name: value.detach().to("cpu", copy=True) for name, value in stage.module.state_dict().items()}
+
     def share_out(self, *, values: bool) -> None:
         """Over processes: keep the own stages only. values: those of a meta model that come anew get theirs."""
         if not self.ranks.several:
@@ -103,10 +111,20 @@ class Holding:
                     self.initialise(stage)
                 else:
                     stage.take_up(self.method, partial(meta.take_up, device=stage.device or self.device))
-        self.house()
+        self.take_up()
 
-    def house(self) -> None:
-        """Have the store, if there is one, take in the stages that are here for good."""
-        for stage in self.mine if self.store is not None else ():
-            if stage.slot is None and self.store is not None:
-                self.store.hold(stage, self.method, stage.device or torch.device(self.device))
+    def take_up(self) -> None:
+        """Stages that are to be here for good get their values, and the store, if there is one, takes them in.
+
+        One after the other: a model from the meta device that lives in a store is never in memory as a whole.
+        """
+        sparse: list[list[Sparse | None]] = []
+        if self.store is not None and self.sparsity is not None:
+            sparse = [choose(self.sparsity, stages) for stages in self.everywhere]
+        for stage in self.mine:
+            if not stage.here:
+                self.initialise(stage)
+            if self.store is not None and stage.slot is None:
+                device = stage.device or torch.device(self.device)
+                which = sparse[stage.replica][stage.index] if sparse else None
+                self.store.hold(stage, self.method, device, which)

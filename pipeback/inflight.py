@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from ast import literal_eval
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeback.form import LINE, form_of
 
@@ -48,6 +49,11 @@ def saved(roots: Sequence[Tensor]) -> Iterator[tuple[str, Tensor, Raw]]:
             for each, tensor in zip(raws, values, strict=True):
                 if isinstance(tensor, Tensor):
                     yield f"{type(node).__name__}.{name.removeprefix('_raw_saved_')}", tensor, each
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors of what is one, or a tuple with some in it."""
+    return [part for part in (value if isinstance(value, tuple) else (value,)) if isinstance(part, Tensor)]
 
 
 def storages(tensors: Sequence[Tensor]) -> set[int]:
@@ -92,9 +98,17 @@ def keep(roots: Sequence[Tensor], known: set[int], where: str) -> tuple[list[Ten
 
 
 def put_back(
-    roots: Sequence[Tensor], known: set[int], values: Sequence[Tensor], signature: Sequence[str], where: str
+    roots: Sequence[Tensor],
+    known: set[int],
+    values: Sequence[Tensor],
+    signature: Sequence[str],
+    where: str,
+    device: torch.device | None = None,
 ) -> None:
-    """Make the backward of this graph, built anew, use `values` instead of what it saved itself."""
+    """Make the backward of this graph, built anew, use `values` instead of what it saved itself.
+
+    device: where it works, if the values wait elsewhere and come when they are asked for.
+    """
     found = [(name, raw) for name, t, raw in saved(roots) if t.untyped_storage()._cdata not in known]
     attributes = list(_attributes(roots))
     count = len(found) + len(attributes)
@@ -109,14 +123,14 @@ def put_back(
     given = iter(values)
     for _, raw in found:
         try:
-            raw.register_hooks(_forget, _Give(next(given)))
+            raw.register_hooks(_forget, _Give(next(given), device))
         except RuntimeError as error:
             raise ValueError(
                 f"{where}: the graph has hooks of its own, as activation checkpointing sets, and cannot be restored; "
                 "drain() before saving"
             ) from error
     for (node, key, _), (_, _, text) in zip(attributes, kept, strict=True):
-        setattr(node, key, literal_eval(text) if text else next(given))
+        setattr(node, key, literal_eval(text) if text else _Give(next(given), device)(None))
 
 
 def _attributes(roots: Sequence[Tensor]) -> Iterator[tuple[Any, str, Any]]:
@@ -143,11 +157,11 @@ def _forget(tensor: Tensor) -> None:
 class _Give:
     """Unpack hook: hand out the stored value."""
 
-    def __init__(self, value: Tensor) -> None:
-        self.value = value
+    def __init__(self, value: Tensor, device: torch.device | None) -> None:
+        self.value, self.device = value, device or value.device
 
     def __call__(self, packed: None) -> Tensor:
-        return self.value
+        return self.value if self.value.device == self.device else replica(self.value, self.device)
 
 
 def held_bytes(roots: Sequence[Tensor], leaves: Sequence[Tensor], weights: Sequence[Tensor]) -> int:
@@ -161,13 +175,26 @@ def held_bytes(roots: Sequence[Tensor], leaves: Sequence[Tensor], weights: Seque
     return sum(total.values())
 
 
+@contextmanager
+def untouched(module: nn.Module) -> Iterator[None]:
+    """The buffers of a module afterwards as before: the same tensors with the same values."""
+    homes = [
+        (m._buffers, key, b, b.detach().clone())
+        for m in module.modules()
+        for key, b in m._buffers.items()
+        if b is not None
+    ]
+    try:
+        yield
+    finally:
+        for owner, key, buffer, value in homes:
+            owner[key] = buffer
+            buffer.data.copy_(value)  # not seen by graphs that saved the buffer
+
+
 def rerun(stage: Any, x: Any, target: Any) -> tuple[tuple[Tensor, ...], Any]:
     """The stage's forward once more, for the structure of its graph: buffers and random state as before."""
-    buffers = [(b, b.detach().clone()) for b in stage.module.buffers()]
-    with torch.random.fork_rng(devices=[]):
+    with untouched(stage.module), torch.random.fork_rng(devices=[]):
         leaves, given = stage.enter(x)
         output = stage.run(given, target)
-    with torch.no_grad():
-        for buffer, value in buffers:
-            buffer.data.copy_(value)  # not seen by graphs that saved the buffer
     return leaves, output

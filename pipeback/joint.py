@@ -18,7 +18,7 @@ from pipeback.momentum import plain_sgd, sgd_step
 
 Group = dict[str, Any]
 
-# Optimizers that treat every parameter on its own: joining stages changes no bit.
+# Optimizers that treat every entry of every parameter on its own: joining stages changes no bit.
 _SEPARABLE = {
     getattr(torch.optim, name)
     for name in ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad", "Adadelta", "ASGD", "Rprop")
@@ -80,6 +80,11 @@ def joinable(optimizers: Sequence[torch.optim.Optimizer]) -> bool:
     """Whether one step over all of these equals a step of each: one separable class of torch's, no step hooks."""
     kind = type(optimizers[0])
     return kind in _SEPARABLE and all(type(opt) is kind and not hooked(opt) for opt in optimizers)
+
+
+def separable(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it treats every entry of a parameter on its own: torch's own classes that do."""
+    return type(optimizer) in _SEPARABLE
 
 
 class Joint:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pipeback import clocks, disk, meta, methods, state
+from pipeback import clocks, disk, meta, methods, sparsities, state
+from pipeback.activations import keeping
 from pipeback.agreement import agree
 from pipeback.disk import DiskStore
 from pipeback.holding import Holding
@@ -42,9 +43,10 @@ from pipeback.ranks import Alone, Ranks
 from pipeback.recording import Recording
 from pipeback.rehearsal import rehearse, rehearse_shape
 from pipeback.runtime import Inline, Runtime
+from pipeback.sparsity import Sparsity
 from pipeback.stage import OptimizerFactory, Stage, Value, evaluate
 from pipeback.starting import Setting, start
-from pipeback.store import Store
+from pipeback.store import DeviceStore, Store
 from pipeback.streaming import Streaming, Traffic, together
 from pipeback.survey import survey
 from pipeback.watch import Watch
@@ -56,7 +58,8 @@ class Memory(NamedTuple):
     weights: int  # bytes of one copy of the trainable weights
     copies: float  # copies of the weights at the peak, weighted by stage size; 1.0 = the live ones alone
     state: float  # the method's own state, in copies of the weights
-    activations: int  # bytes kept for backwards at the peak: one micro-batch's, times those in flight
+    activations: int  # bytes kept for backwards on the device at the peak: one micro-batch's, times those in flight
+    host: int = 0  # the same in host memory, with activations="host"; of "recompute", states of random streams
 
 
 class Pipeline:
@@ -79,12 +82,19 @@ class Pipeline:
     device      where stages from the meta device go; None: this rank's accelerator under NCCL, else the CPU
     store       None: weights stay on the device of their module; "host": weights, gradients and optimizer state live in
                 host memory, and a stage's weights come to the device when they are needed; or a `Store`
+    sparsity    a name of `pipeback.sparsities.available()` or a `Sparsity`: most weights are zero, and neither stored,
+                sent to the device nor sent back
     clip_norm   largest gradient norm of a stage, applied to the averaged gradient before the method sees it
     clip_value  largest absolute value in the averaged gradient, applied after clip_norm
     weights     "equal": micro-batches weigh equally, short ones too; "samples": by their number of samples
     check_finite  raise when a loss is NaN or infinite, naming micro-batch and stage, before its backward
     weight_functions  what to do when a graph saves a function of the weights (autocast, weight norm, masks), so that a
                 method that does not stash runs part of its backward on old weights: "refuse" or "warn"
+    activations what a stage keeps of a micro-batch from F to B. "device": all that autograd saves. "host": the same,
+                but it waits in host memory, except the stage's input; the same bits. "recompute": the stage's input; B
+                does the forward once more, on the weights in force at B. Methods that flush or stash have F's weights
+                there, and the same bits; with others they are newer, so that B's activations fit B's weights, not F's.
+                Hooks on modules, and whatever else a forward does by the way, then happen twice; buffers change once
     order       "grouped", or "upstream", "sticky", "random": other orders with the same weights
     seed        of order="random"
 
@@ -107,11 +117,13 @@ class Pipeline:
         init: Callable[[nn.Module], object] | None = None,
         device: torch.device | str | None = None,
         store: str | Store | None = None,
+        sparsity: str | Sparsity | None = None,
         clip_norm: float | None = None,
         clip_value: float | None = None,
         weights: Literal["equal", "samples"] = "equal",
         check_finite: bool = False,
         weight_functions: Literal["refuse", "warn"] = "refuse",
+        activations: Literal["device", "recompute", "host"] = "device",
         order: str = "grouped",
         seed: int = 0,
     ) -> None:
@@ -119,8 +131,9 @@ class Pipeline:
         if wanted(mesh):
             join(timeout)
             self.ranks = Ranks(layout(mesh, replicas), timeout)
-        home = disk.create(store)
-        with self._telling():
+        policy = sparsities.create(sparsity) if isinstance(sparsity, str) else sparsity
+        home = disk.create(store) or (DeviceStore() if policy is not None else None)
+        with self._telling(), _closing(home):
             self.replicas = self.ranks.replicas if self.ranks.several else 1 if replicas is None else replicas
             parts = split(model)
             self.method = methods.create(method) if isinstance(method, str) else method
@@ -135,7 +148,11 @@ class Pipeline:
                     workers=workers, micro_batch_size=micro_batch_size, weights=weights, check_finite=check_finite,
                     replicas=self.replicas,
                 )  # fmt: skip
-            check_choices(weights=weights, weight_functions=weight_functions, order=order, link=link)
+            check_choices(
+                weights=weights, weight_functions=weight_functions, order=order, link=link,
+                activations=activations,
+            )  # fmt: skip
+            self._activations = activations
             self._model = model if isinstance(model, nn.Module) else nn.Sequential(*(part.module for part in parts))
             self._micro_batch_size, self._weights, self._workers = micro_batch_size, weights, workers
             self._outside = loss is None
@@ -155,22 +172,20 @@ class Pipeline:
                 agree(
                     self.ranks, self._stages, method=repr(self.method), micro_batch_size=micro_batch_size,
                     weights=weights, clip_norm=clip_norm, clip_value=clip_value, check_finite=check_finite, link=link,
+                    activations=activations,
                 )  # fmt: skip
             where = device or default_device()
             if home is not None:
-                check_stages(self._stages, home, alone=not self.ranks.several)
+                check_stages(self._stages, home, alone=not self.ranks.several and policy is None)
                 home.open()
             if isinstance(home, DiskStore):
                 self._choose(home)
-            self._holding = Holding([self._stages], self.method, self.ranks, workers, init, where, home)
+            self._holding = Holding([self._stages], self.method, self.ranks, workers, init, where, home, policy)
             if not self.ranks.several:
-                for stage in self._stages:
-                    if not stage.here:
-                        self._holding.initialise(stage)
                 for replica in range(1, self.replicas):
                     twin = [part._replace(module=copy.deepcopy(part.module)) for part in parts]
                     self._holding.everywhere.append(self._build(twin, loss, optimizer, replica))
-                self._holding.house()
+                self._holding.take_up()
         self._setting = Setting(
             self.delays, order, seed, link, workers,
             {"clip_norm": clip_norm, "clip_value": clip_value, "samples": weights == "samples",
@@ -190,7 +205,9 @@ class Pipeline:
         self._pushed = (0, 0)  # micro-batches of the last push, and samples of its first one
         self._affordable = 0  # micro-batches of a push that are known to fit the store's budgets
         self._committed = 0  # micro-batches that had arrived at the store's last commit
-        with self._telling():
+        if home is not None:
+            weakref.finalize(self, home.close)
+        with self._telling(), _closing(home):
             self._resume()
 
     @contextmanager
@@ -209,6 +226,7 @@ class Pipeline:
             factory = checked_factory(optimizer, s)
             stage = Stage(s, n, part.module, part.name, self.method, factory, loss if s == n - 1 else None)
             stage.seed, stage.replica = torch.initial_seed(), replica
+            stage.keeping = keeping(self._activations)
             check_optimizer(stage, self.method)
             stages.append(stage)
         return stages
@@ -398,7 +416,7 @@ class Pipeline:
         def take(stage: Stage, tensors: dict[str, Tensor]) -> None:
             stages[f"{stage.index}/{stage.replica}"] = store.begin(stage, tensors)
 
-        share = state.share(self._holding.mine, self._loops(), take=take)
+        share = state.share(self._holding.mine, self._loops(), take=take, copy=False)
         whole = state.merge(self.ranks.gather(share, "commit()"), self.plain())
         store.finish(stages, {"format": whole["format"], "plain": whole["plain"]})
         self.ranks.gather(None, "commit()")
@@ -446,14 +464,16 @@ class Pipeline:
     def model(self) -> nn.Module:
         """The user's module with its newest weights (a list is given back as an nn.Sequential of its modules).
 
-        Over processes it is a copy, assembled from all ranks: every rank asks for it.
+        Over processes, on disk, or with sparsity it is a copy; over processes every rank asks for it.
         """
         self.wait()
-        if self._runtime is None or not self.ranks.several:
+        if not self.ranks.several and all(stage.slot is None or stage.slot.shows for stage in self._stages):
+            return self._model
+        if self._runtime is None and self.ranks.several:
             return self._model
         # buffers (batch statistics) differ between replicas: the first one's count
         stages = [] if self.ranks.replica else self._holding.mine
-        mine = {s.index: {k: v.cpu() for k, v in s.module.state_dict().items()} for s in stages}
+        mine = {s.index: self._holding.values(s) for s in stages if not s.replica}
         values = {s: v for part in self.ranks.gather(mine, "model") for s, v in part.items()}
         whole = copy.deepcopy(self._model)
         meta.take_up(whole, "cpu")
@@ -486,7 +506,14 @@ class Pipeline:
             tensors = [t for v in stage.state.values() if isinstance(v, list) for t in v if t is not None]
             state += sum(t.numel() * t.element_size() for t in tensors if id(t) not in owned)
         activations = sum(stage.activation_bytes * stage.peak_flights for stage in mine)
-        return Memory(one, held / one if one else 1.0, state / one if one else 0.0, activations)
+        owner = self.owner
+        repeats: dict[tuple[int, int], int] = {}  # a worker does one at a time
+        for stage in mine:
+            worker = stage.replica, owner[stage.index]
+            repeats[worker] = max(repeats.get(worker, 0), stage.repeat_bytes)
+        activations += sum(repeats.values())
+        host = sum(stage.host_bytes * stage.peak_flights for stage in mine)
+        return Memory(one, held / one if one else 1.0, state / one if one else 0.0, activations, host)
 
     def traffic(self) -> Traffic:
         """What the store's stages have cost since the first push: bytes, fetches, seconds of waiting.
@@ -586,14 +613,27 @@ class Pipeline:
         with self._lock:
             return state.merge(self.ranks.gather(self.share(), "state_dict()"), self.plain())
 
-    def share(self) -> state.Share:
-        """What this process holds of the state, of which `checkpoint.save` writes what is whose."""
+    def share(self, take: Callable[[Stage, dict[str, Tensor]], None] | None = None) -> state.Share:
+        """What this process holds of the state, of which `checkpoint.save` writes what is whose.
+
+        take: is given the tensors of one stage after the other, so that no more than a few stages' copies exist.
+        """
         with self._lock:
             self.wait()
             if self._ahead:
                 raise RuntimeError("a micro-batch has gone forward; call backward or forget before taking the state")
             mine = self._holding.mine
-            return state.share(mine, self._loops(), self._holding.opened)
+            return state.share(mine, self._loops(), self._holding.opened, take)
+
+    @property
+    def streamed(self) -> bool:
+        """Whether weights live in a store."""
+        return self._holding.store is not None
+
+    @property
+    def held(self) -> list[tuple[int, int]]:
+        """(stage, replica) of all stages that this process holds."""
+        return [(stage.index, stage.replica) for stage in self._holding.mine]
 
     def plain(self) -> dict[str, Any]:
         """What belongs to no stage: the same on every rank."""
@@ -606,6 +646,7 @@ class Pipeline:
             "optimizer": [type(opt).__name__ for opt in self.optimizers],
             "arrived": self._arrived,
             "weights": self._weights,
+            "sparsity": repr(self._holding.sparsity),
             "replicas": self.replicas,
             "seconds": self._holding.seconds,
             "groups": {str(current.since): [plain_groups(g) for g in current.groups]},
@@ -619,7 +660,10 @@ class Pipeline:
         does not fit (the same weights under other layers), the pipeline is closed.
         """
         with self._lock:
-            plain = state.fits(state_dict, self._stages, self.method, self.optimizers, self._weights, self.replicas)
+            plain = state.fits(
+                state_dict, self._stages, self.method, self.optimizers,
+                weights=self._weights, replicas=self.replicas, sparsity=repr(self._holding.sparsity),
+            )  # fmt: skip
             if self._error is None:
                 self.wait()
                 self.ranks.gather(None, "load_state_dict()")  # nobody waits for a message any more
@@ -734,6 +778,17 @@ class Pipeline:
         self._look()
         for loop in self._loops():
             loop.worker.record(self._tracing)
+
+
+@contextmanager
+def _closing(store: Store | None) -> Iterator[None]:
+    """A pipeline that cannot be built lets its store go."""
+    try:
+        yield
+    except BaseException:
+        if store is not None:
+            store.close()
+        raise
 
 
 def _end(runtime: Runtime, ranks: Ranks | Alone) -> None:

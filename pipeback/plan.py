@@ -59,6 +59,7 @@ class Host(NamedTuple):
     method: int = 0
     older: int = 0
     gradients: int = 0
+    activations: int = 0
 
     @property
     def total(self) -> int:
@@ -119,7 +120,7 @@ def foresee(facts: Facts, micro_batches: int, pushes: int | None = None, prefetc
 
         def one(loop=loop, dry=dry) -> None:
             nonlocal arrived, commits
-            drive(loop, dry, micro_batches, outside=facts.outside)
+            drive(loop, micro_batches)
             arrived += micro_batches
             if facts.kind == "disk" and _commits(facts, arrived, loop.fresh or loop.order.empty):
                 dry.rest()
@@ -140,7 +141,7 @@ def foresee(facts: Facts, micro_batches: int, pushes: int | None = None, prefetc
     rooms = [dry.most for dry in dries]
     buffers = sum(p.buffers for p in facts.stages.values())
     files = commits * sum(p.small for p in facts.stages.values()) + sum(
-        count.updates[s] * p.newly + count.spills[s] * p.load.gradients
+        count.updates[s] * p.newly + count.spills[s] * (p.load.gradients if p.load.left is None else p.load.left)
         for count in counts
         for s, p in facts.stages.items()
     )
@@ -180,18 +181,19 @@ def _commits(facts: Facts, arrived: int, flushed: bool) -> bool:
 
 def host_room(facts: Facts, push: Foreseen) -> Host:
     """In host memory: all of a host store; of a disk store what is open for an update, and for a method that shifts."""
+    waiting = facts.replicas * sum(p.waiting * push.peak_flights[s] for s, p in facts.stages.items())
     if facts.kind == "device":
-        return Host()
-    kept = [Host(p.load.weights, p.optimizer, p.method, p.older) for p in facts.stages.values()]
+        return Host(activations=waiting)
+    kept = [Host(p.home, p.optimizer, p.method, p.older) for p in facts.stages.values()]
     if facts.kind == "host":
         whole = Host(*(facts.replicas * sum(column) for column in zip(*kept, strict=True)))
-        return whole._replace(gradients=push.host_gradients)
+        return whole._replace(gradients=push.host_gradients, activations=waiting)
     largest = max(kept, key=sum)
     most = (facts.prefetch or 0) + 1
     queued = sorted((p.load.gradients for p in facts.stages.values()), reverse=True)[:most]
     open_at_once = facts.replicas * len(facts.workers) * (2 if facts.method.copies != "live" else 1)
     gradients = min(push.host_gradients, sum(queued) * facts.replicas)
-    return Host(*(open_at_once * part for part in largest))._replace(gradients=gradients)
+    return Host(*(open_at_once * part for part in largest))._replace(gradients=gradients, activations=waiting)
 
 
 def disk_room(facts: Facts, push: Foreseen) -> int:
@@ -354,7 +356,7 @@ def _host_refusal(facts: Facts, host: Host, push: Foreseen) -> str:
     )
 
 
-_HOST = ("weights", "optimizer state", "method state", "older weights", "gradients")
+_HOST = ("weights", "optimizer state", "method state", "older weights", "gradients", "activations")
 
 
 # -- to be read --------------------------------------------------------------------------------------------------------
@@ -381,7 +383,7 @@ def rows(plan: Plan) -> list[Row]:
          f"weights {written(device.weights)}{at_once}, gradients {written(device.gradients)}, "
          f"activations {written(device.activations)}{_allowed(facts.device_memory, facts.written[0])}")
     ]  # fmt: skip
-    if facts.kind != "device":
+    if plan.host.total:
         parts = ", ".join(f"{name} {written(size)}" for name, size in zip(_HOST, plan.host, strict=True) if size)
         found.append(
             ("in host memory", written(plan.host.total), parts + _allowed(facts.host_memory, facts.written[1]))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from pipeback import inflight
 from pipeback.method import Method
-from pipeback.stage import Stage, Value, cut, grown
+from pipeback.stage import Flight, Stage, Value, cut, grown
 
 FEW = 16  # values a channel under which batch statistics are called poor
 
@@ -48,7 +48,8 @@ def rehearse(
             with _untouched(stage), _watch_norms(stage):
                 _learn(stage, value, target)
                 output = _first_run(stage, value, target)
-                if method.copies != "stash" and delays[stage.index] and stage.weights:
+                stashes = stage.keeping is None or stage.keeping.stashes
+                if stashes and method.copies != "stash" and delays[stage.index] and stage.weights:
                     _refuse_stashed_functions(stage, value, target, method, warn)
                 seconds.append(_fastest(stage, value, target))
                 kinds.append((str(stage.module), [part.shape for part in stage.enter(value)[0]], stage.judges))
@@ -91,12 +92,28 @@ def _first_run(stage: Stage, value: Value, target: Any) -> Value:
     output = _checked(stage, _guarded(stage, given, target))
     roots = grown(output)
     stage.activation_bytes = inflight.held_bytes(roots, leaves, list(stage.module.parameters()))
+    if stage.keeping is not None:
+        stage.keeping.learn(stage, value, target)
+        stage.keeping.measure(stage, *_trial(stage, value, target))
     if stage.last and not roots and (stage.weights or any(x.requires_grad for x in leaves)):
         raise ValueError(
             f"{stage.label}: the loss does not depend on the output (it needs no gradient); "
             "compute it from the output with differentiable operations"
         )
     return cut(output)
+
+
+def _trial(stage: Stage, value: Value, target: Any) -> tuple[Flight, Value]:
+    """F as it will be kept, and what B will differentiate; nobody hears of it, and the random stream stays."""
+    assert stage.keeping is not None
+    stream = stage.stream
+    try:
+        leaves, given = stage.enter(value)
+        flight = Flight(leaves, None, target if stage.judges else None, stage.version, type(value) is tuple)
+        stage.keeping.forward(stage, flight, given)
+        return flight, flight.output if flight.again is None else flight.again(stage, flight)
+    finally:
+        stage.stream = stream
 
 
 def _guarded(stage: Stage, given: Value, target: Any) -> Value:
@@ -152,8 +169,12 @@ def _alike(seconds: Sequence[float], kinds: Sequence[Any]) -> list[float]:
 def _measure(stage: Stage, value: Value, target: Any) -> float:
     """Seconds of one F and B; a first run has been made."""
     begin = time.perf_counter()
-    leaves, given = stage.enter(value)
-    roots = grown(_guarded(stage, given, target))
+    if stage.keeping is None:
+        leaves, given = stage.enter(value)
+        roots = grown(_guarded(stage, given, target))
+    else:
+        flight, output = _trial(stage, value, target)
+        leaves, roots = flight.leaves, grown(output)
     inputs = [x for x in leaves if x.requires_grad] + stage.params
     if roots and inputs:
         try:
@@ -299,15 +320,13 @@ def _check_norm(stage: Stage, key: str, norm: nn.Module, x: Tensor) -> None:
 @contextmanager
 def _untouched(stage: Stage) -> Iterator[None]:
     """Buffers and random state afterwards as before."""
-    buffers = [(b, b.detach().clone()) for b in stage.module.buffers()]
     generator = stage.generator
     state = generator.get_state()
     try:
-        yield
+        with inflight.untouched(stage.module):
+            yield
     finally:
         generator.set_state(state)
-        for buffer, value in buffers:
-            buffer.data.copy_(value)
 
 
 def _copied(value: Value) -> Value:

@@ -23,6 +23,7 @@ class Slot:
     def __init__(self, params: Sequence[nn.Parameter], device: torch.device, rest: Sequence[Tensor] | None) -> None:
         self.params, self.device = list(params), device
         self.flat = Flat([p.data for p in params], device)
+        self.shows = rest is not None  # whether the parameters at rest are the weights in the store
         self.rest = [_nan(p, device) for p in params] if rest is None else list(rest)
         self.content: int | None = None  # the version of the weights that lie there; None: others, or nothing
         self.leave()

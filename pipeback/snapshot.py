@@ -1,8 +1,9 @@
 """The state of a stage as tensors by name and plain values, and back: one layout for every runtime and store.
 
-Tensor names: weight/NAME, buffer/NAME, optimizer/N/KEY, method/KEY/N, grad/N, version/V/N, random,
-flight/I/{x,target,saved,used}/N and message/KIND/I/N, with N counting the weights or the parts of a value, V versions
-and I micro-batches. Everything else is JSON: numbers, strings, lists and dictionaries.
+Tensor names: weight/NAME, buffer/NAME, mask/V/N (the packed index of survivors), optimizer/N/KEY, method/KEY/N,
+grad/N, version/V/N, random, flight/I/{x,target,saved,used,loss,random}/N, flight/I/buffer/NAME and message/KIND/I/N,
+with N counting the weights or the parts of a value, V versions and I micro-batches. Everything else is JSON: numbers,
+strings, lists and dictionaries.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pipeback import inflight
+from pipeback.repeat import Again, versions
 from pipeback.stage import Flight, Stage, grown
 
 Tensors = dict[str, Tensor]
@@ -37,6 +39,10 @@ def save(
     plain: Plain = {"version": stage.version, "count": stage.count, "optimizer": {}, "method": {}, "flights": {}}
     _put(tensors, "weight", stage.named(), mine)
     _put(tensors, "buffer", dict(stage.module.named_buffers()))
+    if stage.sparse is not None:
+        plain["masks"] = [since for since, _ in stage.sparse.changes]
+        for since, packed in stage.sparse.changes:
+            _put(tensors, f"mask/{since}", {str(n): index for n, index in enumerate(packed) if index is not None})
     aliases: dict[int, str] = {}
     for n, w in enumerate(stage.weights):
         for key, value in stage.optimizer.state.get(w, {}).items():
@@ -78,15 +84,20 @@ def save(
 
 
 def _save_flight(stage: Stage, mb: int, flight: Flight, tensors: Tensors, number: Callable[[Any], int]) -> Plain:
-    roots = grown(flight.output)
-    where = f"{stage.label}, micro-batch {mb}"
-    values, names = inflight.keep(roots, _known(stage, flight.leaves, flight.target), where)
-    _put(tensors, f"flight/{mb}/saved", {str(n): value for n, value in enumerate(values)})
+    names: list[str] = []
+    again = None
+    if flight.again is None:
+        where = f"{stage.label}, micro-batch {mb}"
+        values, names = inflight.keep(grown(flight.output), _known(stage, flight.leaves, flight.target), where)
+        _put(tensors, f"flight/{mb}/saved", {str(n): value for n, value in enumerate(values)})
+    else:
+        again = _save_again(tensors, f"flight/{mb}", flight)
     x = flight.leaves if flight.tuple_input else flight.leaves[0]
     return {
         "x": _save_value(tensors, f"flight/{mb}/x", x),
         "target": _save_value(tensors, f"flight/{mb}/target", flight.target),
         "saved": names,
+        "again": again,
         "version": flight.version,
         "owned": flight.owned is not None,
         "entry": flight.entry,
@@ -97,6 +108,9 @@ def _save_flight(stage: Stage, mb: int, flight: Flight, tensors: Tensors, number
 def load(stage: Stage, tensors: Tensors, plain: Plain, options: dict[int, Any]) -> None:
     """Put a saved state into the stage, all but its micro-batches in flight. `check` must have passed."""
     with torch.no_grad():
+        if stage.sparse is not None:
+            there = [[tensors.get(f"mask/{since}/{n}") for n in range(len(stage.weights))] for since in plain["masks"]]
+            stage.sparse.restore(stage, [(since, tuple(p)) for since, p in zip(plain["masks"], there, strict=True)])
         for kind, mine in _named(stage).items():
             for name, value in mine.items():
                 value.data.copy_(tensors[f"{kind}/{name}"])
@@ -141,16 +155,54 @@ def load_flights(
 def _load_flight(stage: Stage, mb: int, plain: Plain, tensors: Tensors, options: dict[int, Any]) -> Flight:
     x = _load_value(stage, tensors, f"flight/{mb}/x", plain["x"])
     target = _load_value(stage, tensors, f"flight/{mb}/target", plain["target"])
-    leaves, output = inflight.rerun(stage, x, target)
-    prefix = f"flight/{mb}/saved/"
-    values = [_to(stage, tensors[f"{prefix}{n}"]) for n in range(sum(name.startswith(prefix) for name in tensors))]
-    where = f"{stage.label}, micro-batch {mb}"
-    inflight.put_back(grown(output), _known(stage, leaves, target), values, plain["saved"], where)
-    flight = Flight(leaves, output, target, plain["version"], isinstance(x, tuple))
+    # what is in flight goes on as it began, whatever this pipeline does with those that come
+    if plain.get("again") is None:
+        leaves, output = inflight.rerun(stage, x, target)
+        prefix, away = f"flight/{mb}/saved/", stage.keeping is not None and stage.keeping.away
+        where, device = f"{stage.label}, micro-batch {mb}", torch.device("cpu") if away else stage.device
+        values = [tensors[f"{prefix}{n}"] for n in range(sum(name.startswith(prefix) for name in tensors))]
+        values = [inflight.replica(value, device) for value in values]
+        known = _known(stage, leaves, target)
+        inflight.put_back(grown(output), known, values, plain["saved"], where, stage.device)
+        flight = Flight(leaves, output, target, plain["version"], isinstance(x, tuple))
+    else:
+        flight = Flight(stage.enter(x)[0], None, target, plain["version"], isinstance(x, tuple))
+        _load_again(stage, tensors, f"flight/{mb}", plain["again"], flight)
+    if stage.keeping is not None:
+        stage.keeping.adopt(flight)
     if plain["owned"]:
         flight.owned = [_home(stage, tensors[f"flight/{mb}/used/{n}"]) for n in range(len(stage.weights))]
     flight.entry, flight.options = plain["entry"], options[plain["options"]]
     return flight
+
+
+def _save_again(tensors: Tensors, prefix: str, flight: Flight) -> Plain:
+    again = flight.again
+    assert again is not None
+    _put(tensors, f"{prefix}/buffer", again.buffers)
+    return {
+        "loss": _save_value(tensors, f"{prefix}/loss", flight.output),
+        "random": _save_value(tensors, f"{prefix}/random", again.stream),
+        "buffers": list(again.buffers),
+        "modes": [int(mode) for mode in again.modes],
+        "autocast": [[device, str(dtype)[6:]] for device, dtype in again.autocast],
+    }
+
+
+def _load_again(stage: Stage, tensors: Tensors, prefix: str, plain: Plain, flight: Flight) -> None:
+    if len(plain["modes"]) != sum(1 for _ in stage.module.modules()):
+        raise Corrupt(
+            f"{stage.label}: a micro-batch that was saved with activations='recompute' is to be done once more, but "
+            f"the stage had {len(plain['modes'])} modules then; build the same model"
+        )
+    flight.output = _load_value(stage, tensors, f"{prefix}/loss", plain["loss"])
+    flight.again = Again(
+        None if plain["random"] != "tensor" else tensors[f"{prefix}/random/0"].to("cpu", copy=True),
+        {name: _to(stage, tensors[f"{prefix}/buffer/{name}"]) for name in plain["buffers"]},
+        tuple(map(bool, plain["modes"])),
+        tuple((device, getattr(torch, dtype)) for device, dtype in plain["autocast"]),
+        versions(flight),
+    )
 
 
 def check(stage: Stage, tensors: Tensors) -> None:
@@ -162,6 +214,8 @@ def check(stage: Stage, tensors: Tensors) -> None:
             has = "the state lacks" if different[0] in mine else "the model lacks"
             raise Corrupt(f"{where}: {has} {kind} {different[0]!r}; this state belongs to another model")
         for name, value in mine.items():
+            if kind == "weight" and name in stage.sparse_names() and value.dtype == theirs[name].dtype:
+                continue  # there may be more survivors there, or fewer
             if value.shape != theirs[name].shape or value.dtype != theirs[name].dtype:
                 raise Corrupt(
                     f"{where}: {kind} {name!r} is {tuple(value.shape)} {value.dtype} here, but "
@@ -199,8 +253,7 @@ def _method_tensor(stage: Stage, name: str | None, tensors: Tensors) -> Tensor |
 
 def _known(stage: Stage, leaves: tuple[Tensor, ...], target: Any) -> set[int]:
     """Memory that a graph may refer to without it being stored: weights, inputs and targets."""
-    targets = target if isinstance(target, tuple) else (target,)
-    return inflight.storages([*stage.memory(), *leaves, *(t for t in targets if isinstance(t, Tensor))])
+    return inflight.storages([*stage.memory(), *leaves, *inflight.tensors_in(target)])
 
 
 def _save_value(tensors: Tensors, prefix: str, value: Any) -> Any:

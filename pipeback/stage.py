@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,13 @@ from pipeback.drawing import Drawing
 from pipeback.flat import Flat
 from pipeback.method import Method, State
 from pipeback.slot import Slot
+
+if TYPE_CHECKING:
+    from pipeback.sparse import Sparse
+
+if TYPE_CHECKING:
+    from pipeback.activations import Keeping
+    from pipeback.repeat import Again
 
 Value = Any  # what crosses a boundary: a tensor or a tuple of tensors
 OptimizerFactory = Callable[[Any], torch.optim.Optimizer]  # given a list of parameters
@@ -33,7 +40,7 @@ class Sums(NamedTuple):
 class Flight:
     """A micro-batch between its forward and its backward at one stage."""
 
-    __slots__ = ("entry", "leaves", "options", "output", "owned", "target", "tuple_input", "version")
+    __slots__ = ("again", "entry", "leaves", "options", "output", "owned", "target", "tuple_input", "version")
 
     def __init__(self, leaves: tuple[Tensor, ...], output: Value, target: Any, version: int, tuple_input: bool) -> None:
         self.tuple_input = tuple_input
@@ -44,6 +51,7 @@ class Flight:
         self.owned: Weights | None = None  # shifted weights that B will need again
         self.options: Any = None  # the optimizers' options when the micro-batch was pushed
         self.entry = 0
+        self.again: Again | None = None  # gives B the output, if F has kept no graph
 
 
 class Stage:
@@ -74,6 +82,7 @@ class Stage:
         self.homes = self._homes()
         self.home: Flat | None = None  # the weights in a store, outside the device
         self.slot: Slot | None = None  # their place on the device, if they are only there when needed
+        self.sparse: Sparse | None = None  # which of the weights survive
         self.spilled: Sequence[Tensor | None] | None = None  # sums of gradients that left the device with the weights
         first = next(module.parameters(), None)
         self.device = None if first is None or first.is_meta else first.device
@@ -94,7 +103,10 @@ class Stage:
         self.threaded = False  # others may draw from the default generator while this stage does
         self.mixed = True  # inputs or gradients may come from another device; the rehearsal knows better
         self.clones_input = False  # a module that changes its input in place gets a copy
-        self.activation_bytes = 0  # of one micro-batch, measured in the rehearsal
+        self.keeping: Keeping | None = None  # how F leaves to B what it needs; None: the graph, on the device
+        self.activation_bytes = 0  # of one micro-batch, on the device, measured in the rehearsal
+        self.host_bytes = 0  # the same in host memory, where that is another place
+        self.repeat_bytes = 0  # what a forward done once more holds beyond that, until its backward is done
         self.peak_flights = 0
         self.peak_copies = 1.0
 
@@ -141,19 +153,36 @@ class Stage:
     def move_home(self, home: Flat, slot: Slot, method: Method) -> None:
         """Live in a store from now on, in `home`, which holds the values; compute at `slot`."""
         self.home, self.slot, self.device = home, slot, slot.device
-        mine = [view for p, view in zip(self.module.parameters(), home.views, strict=True) if p.requires_grad]
-        for w, view in zip(self.weights, mine, strict=True):
-            torch.utils.swap_tensors(w, nn.Parameter(view))
-        self.weights.forget()
+        self.attach()
         self.scratch = None
         self.prepare(method)
         for buffer in self.module.buffers():
             buffer.data = buffer.data.to(slot.device)
 
+    def attach(self) -> None:
+        """Have the optimizer step the weights where they live now."""
+        assert self.home is not None and self.slot is not None
+        mine = [view for p, view in zip(self.slot.params, self.home.views, strict=True) if p.requires_grad]
+        for w, view in zip(self.weights, mine, strict=True):
+            if w.device == view.device:
+                w.data = view
+            else:
+                torch.utils.swap_tensors(w, nn.Parameter(view))
+        self.weights.forget()
+
     def named(self) -> dict[str, Tensor]:
         """The newest parameters by name, wherever they live."""
         mine: dict[str, Tensor] = dict(self.module.named_parameters())
         return mine if self.home is None else dict(zip(mine, self.home.views, strict=True))
+
+    def sparse_names(self) -> list[str]:
+        """The names of the weights of which only some entries survive."""
+        names = [name for name, p in self.module.named_parameters() if p.requires_grad]
+        return [] if self.sparse is None else [names[n] for n in self.sparse.numbers]
+
+    def placed(self) -> Weights:
+        """The weights as they lie on the device, where F and B run on them."""
+        return self.weights if self.slot is None else [p.data for p in self.params]
 
     def grads(self) -> Sequence[Tensor | None]:
         """The sums of gradients for the coming update."""
@@ -174,8 +203,13 @@ class Stage:
     def forward(self, mb: int, x: Value, target: Any = None) -> Value:
         """F(mb) on whatever the weights hold; returns the output, on the last stage (the loss) without its graph."""
         leaves, given = self.enter(x)
-        output = self.run(given, target) if self.stream is None else self._drawing_run(given, target)
-        self.flights[mb] = Flight(leaves, output, target, self.version, type(x) is tuple)
+        if self.keeping is None:
+            output = self.run(given, target) if self.stream is None else self._drawing_run(given, target)
+            self.flights[mb] = Flight(leaves, output, target, self.version, type(x) is tuple)
+        else:
+            flight = Flight(leaves, None, target, self.version, type(x) is tuple)
+            output = self.keeping.forward(self, flight, given)
+            self.flights[mb] = flight
         if len(self.flights) > self.peak_flights:
             self.peak_flights = len(self.flights)
         return cut(output) if self.last else output
@@ -218,6 +252,10 @@ class Stage:
             return self.loss(self.module(given), target)
         return self.module(given)
 
+    def compute(self, given: Value, target: Any) -> Value:
+        """`run`, drawing random numbers from the stage's own stream where it draws any."""
+        return self.run(given, target) if self.stream is None else self._drawing_run(given, target)
+
     def _drawing_run(self, given: Value, target: Any) -> Value:
         """`run` on the stage's own random stream."""
         assert self.stream is not None
@@ -246,7 +284,7 @@ class Stage:
                 p.grad = None  # whatever others may have left there
         flight = self.flights.pop(mb)
         self.options = flight.options
-        output = flight.output
+        output = flight.output if flight.again is None else flight.again(self, flight)
         if type(output) is tuple:
             grads = grad if type(grad) is tuple else (grad,) * len(output)
             for y, g in zip(output, grads, strict=True):

@@ -47,10 +47,12 @@ def share(
     loops: Sequence[Loop],
     opened: Opened = lambda stage: nullcontext(),
     take: Callable[[Stage, snapshot.Tensors], None] | None = None,
+    copy: bool = True,
 ) -> Share:
     """Copies of what these stages and loops hold; the pipeline must be quiet.
 
-    opened: a stage in host memory. take: is given the tensors of each stage, those in use, and the share has none.
+    opened: a stage in host memory. take: is given the tensors of each stage in turn, and the share has none. copy: else
+    weights and state are those in use, and need not be in memory.
     """
     groups: dict[int, Any] = {}
 
@@ -68,7 +70,7 @@ def share(
     for stage in stages:
         mine = {name: m for name, m in waiting.get(stage.replica, {}).items() if name[1] == stage.index}
         with opened(stage):
-            tensors, plain = snapshot.save(stage, mine, number, copy=take is None)
+            tensors, plain = snapshot.save(stage, mine, number, copy=copy)
         if stage.replica:
             tensors = {k: v for k, v in tensors.items() if not k.startswith(COMMON)}
         if take is not None:
@@ -138,7 +140,14 @@ def options_of(plain: Plain, optimizers: Sequence[Any]) -> dict[int, Options]:
 
 
 def fits(
-    state: Any, stages: Sequence[Stage], method: Method, optimizers: Sequence[Any], weights: str, replicas: int
+    state: Any,
+    stages: Sequence[Stage],
+    method: Method,
+    optimizers: Sequence[Any],
+    *,
+    weights: str,
+    replicas: int,
+    sparsity: str,
 ) -> Plain:
     """The plain values of a state that belongs to such a pipeline. Raises ValueError saying what differs."""
     if not isinstance(state, dict) or "format" not in state or "plain" not in state:
@@ -164,6 +173,8 @@ def fits(
             f"the state was trained with replicas={plain['replicas']}, here is {replicas}; each has micro-batches of "
             "its own in flight, so resume with as many"
         )
+    if plain.get("sparsity", "None") != sparsity:
+        raise ValueError(f"the state was trained with sparsity={plain['sparsity']}, here is {sparsity}")
     counts = [len(groups) for groups in plain["groups"][str(plain["current"])]]
     if counts != [len(opt.param_groups) for opt in optimizers]:
         raise ValueError("the optimizers of the state have other parameter groups than those here")

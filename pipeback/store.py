@@ -13,9 +13,12 @@ from dataclasses import dataclass
 import torch
 
 from pipeback import sizes
+from pipeback.bundle import Weights
 from pipeback.flat import Flat
 from pipeback.method import Method
+from pipeback.packed import scatter, unpack
 from pipeback.slot import Slot
+from pipeback.sparse import Sparse
 from pipeback.stage import Stage
 
 
@@ -38,15 +41,31 @@ class Store:
         """Bytes on the device and in host memory that training may take."""
         return sizes.parsed("device_memory", self.device_memory), sizes.parsed("host_memory", self.host_memory)
 
-    def hold(self, stage: Stage, method: Method, device: torch.device) -> None:
-        """Become the home of a stage, which is to compute on `device`: its weights, optimizer and method state."""
-        home = Flat([p.data for p in stage.module.parameters()], torch.device("cpu"), pinned=device.type == "cuda")
+    def hold(self, stage: Stage, method: Method, device: torch.device, sparse: Sparse | None = None) -> None:
+        """Become the home of a stage, which is to compute on `device`: its weights, optimizer and method state.
+
+        sparse: chooses which of the weights survive.
+        """
+        params = list(stage.module.parameters())
+        mine = [p.detach() for p in stage.params]
+        if sparse is not None:
+            sparse.begin(mine)
+            mine = [w for w in sparse.gathered(mine) if w is not None]
+        values = iter(mine)
+        likes = [next(values) if p.requires_grad else p.detach() for p in params]
+        where = self.where(device)
+        home = Flat(likes, where, pinned=device.type == "cuda" and where.type == "cpu")
         with torch.no_grad():
-            for p, view in zip(stage.module.parameters(), home.views, strict=True):
-                view.copy_(p.data)
-        stage.move_home(home, Slot(list(stage.module.parameters()), device, self.shown(home)), method)
+            for value, view in zip(likes, home.views, strict=True):
+                view.copy_(value)
+        stage.sparse = sparse
+        stage.move_home(home, Slot(params, device, self.shown(home) if sparse is None else None), method)
         if self.fused:
             _fuse(stage)
+
+    def where(self, device: torch.device) -> torch.device:
+        """Where the weights of a stage that computes on `device` live."""
+        return torch.device("cpu")
 
     def shown(self, home: Flat) -> list[torch.Tensor] | None:
         """What a stage's parameters show while they are not on the device; None: NaN."""
@@ -68,10 +87,13 @@ class Store:
     def put(self, stage: Stage) -> None:
         """Take in what is new of a stage: sums that left the device, shifted weights that B will need."""
 
-    def read(self, stage: Stage, into: Flat) -> None:
-        """Copy the newest weights to the device, by one copy."""
+    def read(self, stage: Stage, slot: Slot) -> int:
+        """Copy the newest weights to the device: dense ones by one copy. Returns the bytes that travelled."""
         assert stage.home is not None
-        into.memory.copy_(stage.home.memory, non_blocking=True)
+        if stage.sparse is None:
+            slot.flat.memory.copy_(stage.home.memory, non_blocking=True)
+            return slot.nbytes
+        return lay(stage, slot, stage.weights, stage.version)
 
     def open(self) -> None:
         """Called once, before the first stage is held."""
@@ -97,6 +119,39 @@ class HostStore(Store):
 
     def shown(self, home: Flat) -> list[torch.Tensor] | None:
         return None if home.memory.is_pinned() else home.views
+
+
+class DeviceStore(Store):
+    """Everything stays on the device, where sparse weights are kept twice: the survivors, and dense to compute with.
+
+    A pipeline without sparsity needs no store for this; one with sparsity and no other store has this one.
+    """
+
+    prefetch = 1 << 30  # all stages
+
+    def where(self, device: torch.device) -> torch.device:
+        return device
+
+
+def lay(stage: Stage, slot: Slot, weights: Weights, version: int) -> int:
+    """Copy weights to the device one by one; of sparse ones the survivors of this version, with their index.
+
+    Returns the bytes that travelled.
+    """
+    assert stage.home is not None
+    indices = [None] * len(weights) if stage.sparse is None else stage.sparse.packed_at(version)
+    given = iter(zip(weights, indices, strict=True))
+    sent = 0
+    for p, home, view in zip(slot.params, stage.home.views, slot.flat.views, strict=True):
+        value, index = next(given) if p.requires_grad else (home, None)
+        sent += value.numel() * value.element_size()
+        if index is None:
+            view.copy_(value.detach(), non_blocking=True)
+        else:
+            sent += index.numel()
+            place = unpack(index.to(slot.device, non_blocking=True))
+            scatter(value.detach().to(slot.device, non_blocking=True), place, view)
+    return sent
 
 
 def _fuse(stage: Stage) -> None:

@@ -18,15 +18,17 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from pipeback.bundle import Weights, add_scaled
 from pipeback.events import Kind, Op
 from pipeback.method import Method, Past, Shift, overrides
 from pipeback.order import Ops, Wave
+from pipeback.packed import scatter, unpack
 from pipeback.residence import Ask, Asked
 from pipeback.slot import Pool, Slot
 from pipeback.stage import Stage, Sums
-from pipeback.store import Store
+from pipeback.store import Store, lay
 
 
 class Traffic(NamedTuple):
@@ -159,14 +161,17 @@ class Streaming:
         (stage,) = stages
         self._check()
         self._return_sums(stage, to_device=False)
-        sums = stage.sums()
-        grads, wait = self._streams.leave(sums.grads)
+        sums, sparse, number = stage.sums(), stage.sparse, stage.version + 1
+        grads, wait = self._streams.leave(self._surviving(stage, sums.grads))
         self._count(gradients_out=_bytes(grads))
 
         def job() -> None:
             wait()
             with torch.no_grad(), self.store.opened(stage, changes=True):
-                make([Sums(grads, sums.number)])
+                mine = grads if sparse is None or not sparse.policy.dense_gradient(number) else sparse.gathered(grads)
+                make([Sums(mine, sums.number)])
+                if sparse is not None and sparse.policy.due(number):
+                    sparse.change(stage, grads, number)
 
         while sum(not update.done() for update in self._updates.values()) > self.store.prefetch:
             with self._stalling():
@@ -255,7 +260,7 @@ class Streaming:
             chosen = self.method.backward_weights(team.weights, used, team.state, when)
             if chosen is used and flight.owned is not None:
                 with self.store.lent(stage, flight.owned):
-                    self._place(stage, slot, flight.owned)
+                    self._place(stage, slot, flight.owned, flight.version)
                 return Brought(slot, flight.version)
             if chosen is used:
                 chosen = Past(flight.version)
@@ -267,10 +272,10 @@ class Streaming:
             elif slot.content != chosen.version:
                 older = stage.past(chosen.version)
                 with self.store.lent(stage, older):
-                    self._place(stage, slot, older)
+                    self._place(stage, slot, older, chosen.version)
                 slot.content = chosen.version
             return Brought(slot, chosen.version)
-        self._place(stage, slot, chosen)
+        self._place(stage, slot, chosen, version)
         if not (self._stash and op.kind == "F"):
             return Brought(slot, version)
         owned = [torch.empty_like(w) for w in stage.weights]
@@ -280,31 +285,29 @@ class Streaming:
 
     def _copy(self, stage: Stage, slot: Slot, version: int) -> None:
         """The newest weights, straight from the store."""
-        self.store.read(stage, slot.flat)
+        sent = self.store.read(stage, slot)
         slot.content = version
-        self._count(weights_in=slot.nbytes, fetches=1)
+        self._count(weights_in=sent, fetches=1)
 
-    def _place(self, stage: Stage, slot: Slot, chosen: Weights | Shift) -> None:
+    def _place(self, stage: Stage, slot: Slot, chosen: Weights | Shift, version: int) -> None:
         """Weights that are in host memory, shifted there or on the way."""
-        assert stage.home is not None
-        there = []
-        for p, home, view in zip(slot.params, stage.home.views, slot.flat.views, strict=True):
-            if p.requires_grad:
-                there.append(view)
-            else:
-                view.copy_(home, non_blocking=True)
-        if isinstance(chosen, Shift) and slot.device.type != "cpu":
-            shifted = [torch.empty_like(w) for w in stage.weights]
-            torch._foreach_copy_(shifted, list(stage.weights))
+        if isinstance(chosen, Shift) and slot.device.type == "cpu" and stage.sparse is None:
+            sent = lay(stage, slot, stage.weights, version)
+            _shift(stage.placed(), chosen)
+        elif isinstance(chosen, Shift):
+            shifted = [w.detach().clone() for w in stage.weights]
             _shift(shifted, chosen)
-            chosen = shifted
-        if isinstance(chosen, Shift):
-            torch._foreach_copy_(there, list(stage.weights))
-            _shift(there, chosen)
+            sent = lay(stage, slot, shifted, version)
         else:
-            torch._foreach_copy_(there, list(chosen))
+            sent = lay(stage, slot, chosen, version)
         slot.content = None
-        self._count(weights_in=slot.nbytes, fetches=1)
+        self._count(weights_in=sent, fetches=1)
+
+    def _surviving(self, stage: Stage, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """What is to leave of a gradient: that of the survivors, unless other ones are chosen by the rest."""
+        if stage.sparse is None or stage.sparse.policy.dense_gradient(stage.version + 1):
+            return grads
+        return stage.sparse.gathered(grads)
 
     # -- room ----------------------------------------------------------------------------------------------------
 
@@ -331,7 +334,7 @@ class Streaming:
             self._streams.arrived(slot)
         stage = self.stages[s]
         if stage.count and stage.spilled is None and any(p.grad is not None for p in stage.params):
-            sums, wait = self._streams.leave([p.grad for p in stage.params])
+            sums, wait = self._streams.leave(self._surviving(stage, [p.grad for p in stage.params]))
             wait()
             # on the CPU they are autograd's own, and may be the gradient that was sent upstream
             stage.spilled = [g if g is None or g.is_pinned() else g.clone() for g in sums]
@@ -350,8 +353,12 @@ class Streaming:
         slot = self._slot(stage.index)
         if to_device:
             self._count(sums_in=_bytes(sums))
-        for p, g in zip(stage.params, sums, strict=True):
-            p.grad = g if g is None or not to_device else g.to(slot.device)
+        sums = [g if g is None or not to_device else g.to(slot.device) for g in sums]
+        indices = [None] * len(sums) if stage.sparse is None else stage.sparse.packed
+        for p, g, index in zip(stage.params, sums, indices, strict=True):
+            if index is not None and g is not None and g.shape != p.shape:
+                g = scatter(g, unpack(index.to(g.device)), torch.empty_like(p, device=g.device))
+            p.grad = g
 
     # -- counting ------------------------------------------------------------------------------------------------
 
@@ -408,13 +415,13 @@ class _Streams:
         if self.device is not None and slot in self._ready:
             torch.cuda.current_stream(self.device).wait_event(self._ready.pop(slot))
 
-    def leave(self, grads: Sequence[torch.Tensor | None]) -> tuple[list[torch.Tensor | None], Callable[[], None]]:
+    def leave(self, grads: Sequence[Tensor | None]) -> tuple[list[Tensor | None], Callable[[], None]]:
         """The gradients in host memory, once the second thing returned has returned."""
         if self.device is None:
             return list(grads), lambda: None
         with torch.cuda.stream(self._out):
             self._out.wait_stream(torch.cuda.current_stream(self.device))
-            host: list[torch.Tensor | None] = []
+            host: list[Tensor | None] = []
             for g in grads:
                 if g is None:
                     host.append(None)
@@ -441,5 +448,5 @@ def _shift(weights: Weights, chosen: Weights | Shift) -> None:
         torch._foreach_copy_(weights, list(chosen))
 
 
-def _bytes(tensors: Sequence[torch.Tensor | None]) -> int:
+def _bytes(tensors: Sequence[Tensor | None]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors if t is not None)

@@ -5,7 +5,7 @@ Bytes are counted on the stages; seconds come from the rehearsal and from `bandw
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ from pipeback.schedules import flush
 from pipeback.sizes import written
 from pipeback.stage import Stage
 from pipeback.starting import Setting
-from pipeback.store import Store
+from pipeback.store import DeviceStore, Store
 
 
 class Portion(NamedTuple):
@@ -34,10 +34,12 @@ class Portion(NamedTuple):
 
     label: str
     load: Load
-    trainable: int
+    home: int  # in the store: all weights, of sparse ones the survivors and their index
+    trainable: int  # of one copy in the store
     optimizer: int
     method: int  # the method's state
     older: int  # weights of the past, at most
+    waiting: int  # activations of a micro-batch in host memory
     buffers: int
     pages: int  # in its file, of one version
     newly: int  # that an update writes to its file
@@ -55,7 +57,6 @@ class Facts(NamedTuple):
     owner: Sequence[int] | None  # where flushes run by worker
     replicas: int  # in this process
     samples: int  # of a micro-batch
-    outside: bool
     kind: Literal["device", "host", "disk"]
     prefetch: int | None
     order: str
@@ -85,13 +86,14 @@ def survey(holding: Holding, setting: Setting, samples: int, *, timed: bool = Tr
     if not isinstance(ranks, Ranks) and setting.threads is not None:
         workers = [[s for s in portions if balance[s] == worker] for worker in range(holding.workers)]
     several, outside = len(workers[0]) < len(holding.stages), holding.stages[-1].loss is None
+    moves = store is not None and not isinstance(store, DeviceStore)
     by_worker = several and setting.order == "grouped" and not any(setting.delays) and not outside and method.by_worker
     budgets = (None, None) if store is None else store.budgets
     return Facts(
         method, portions, len(holding.stages), list(setting.delays), workers, balance if by_worker else None,
-        len(holding.everywhere), samples, outside,
-        "device" if store is None else "host" if folder is None else "disk",
-        None if store is None else store.prefetch, setting.order,
+        len(holding.everywhere), samples,
+        "device" if not moves else "host" if folder is None else "disk",
+        store.prefetch if moves and store is not None else None, setting.order,
         store.commit_every if isinstance(store, DiskStore) else None, *budgets, said(store), _room(device), speeds,
     )  # fmt: skip
 
@@ -121,20 +123,33 @@ def _portion(stage: Stage, method: Method) -> Portion:
         for t in (values if isinstance(values, list) else ())
         if isinstance(t, Tensor) and id(t) not in own
     ]
-    weights = [w.numel() * w.element_size() for w in stage.weights]
+    weights = _sizes(stage.weights)
     place, trainable = slot_bytes(stage), sum(weights)
     copies = method.held(stage.index, stage.stages) - 1 if method.copies == "stash" else 0
-    base = [place] + [size for size in kept + state if size >= disk.SMALL]
+    home, placed = place, sum(_sizes(stage.module.parameters()))
+    load = Load(place, trainable, stage.activation_bytes, stage.repeat_bytes, place, placed)
+    if stage.sparse is not None and stage.home is not None:
+        dense, index = sum(_sizes(stage.params)), stage.sparse.bytes(stage.sparse.packed)
+        sent = placed - dense + trainable + index
+        # a policy that looks at all gradients sometimes lets all of them leave then
+        load = load._replace(gradients=dense, sent=sent, placed=sent, left=trainable)
+        home = stage.home.nbytes + index
+    base = [home] + [size for size in kept + state if size >= disk.SMALL]
     older = [size for size in weights if size >= disk.SMALL]
-    buffers = [b.numel() * b.element_size() for b in stage.module.buffers()]
+    buffers = _sizes(stage.module.buffers())
     small = buffers + [size for size in kept + state if size < disk.SMALL]
     if stage.stream is not None:
         small.append(stage.stream.numel())
     return Portion(
-        stage.label, Load(place, trainable, stage.activation_bytes), trainable, sum(kept), sum(state),
-        copies * trainable, sum(buffers), sum(map(_paged, base + small)) + copies * sum(map(_paged, older)),
+        stage.label, load, home, trainable, sum(kept), sum(state),
+        copies * trainable, stage.host_bytes, sum(buffers),
+        sum(map(_paged, base + small)) + copies * sum(map(_paged, older)),
         sum(base) + (sum(older) if copies else 0), sum(small),
     )  # fmt: skip
+
+
+def _sizes(tensors: Iterable[Tensor]) -> list[int]:
+    return [t.numel() * t.element_size() for t in tensors]
 
 
 def _paged(size: int) -> int:
@@ -146,9 +161,9 @@ def _timed(portion: Portion, seconds: float, speeds: Bandwidth, step: float) -> 
     load, base = portion.load, portion.newly
     return load._replace(
         forward=seconds / 3,
-        backward=2 * seconds / 3,
+        backward=2 * seconds / 3 + (seconds / 3 if load.repeat else 0.0),
         add=load.gradients / speeds.adding,
-        fetch=speeds.handing + load.weights / speeds.to_device + load.weights / speeds.disk_read,
+        fetch=speeds.handing + load.weights / speeds.to_device + portion.home / speeds.disk_read,
         ask=base / speeds.disk_read,
         leave=load.gradients / speeds.from_device,
         update=speeds.handing + step + base / speeds.disk_read + base / speeds.disk_write,

@@ -73,6 +73,7 @@ class Worker:
         self._steps: dict[tuple[bool, tuple[int, ...]], list[Team]] = {}  # who is updated together
         self._hooks: dict[tuple[int, ...], list[Team]] = {}  # whose F or B one call of a hook serves
         self._first, self._last = min(self.stages), max(self.stages)
+        self._apart = any(stage.keeping is not None and stage.keeping.apart for stage in stages)
 
     def record(self, on: bool) -> None:
         """Measure every operation from now on."""
@@ -95,7 +96,11 @@ class Worker:
                     continue
             do = self.forward if kind == "F" else self.backward if kind == "B" else self._update
             if not self.tracing and self.replicas is None:
-                do(ops)
+                if self._apart and kind == "B":
+                    for op in ops:
+                        do([op])
+                else:
+                    do(ops)
             else:
                 for s, i in ops:
                     if kind == "F" or (kind == "B" and not mine[s].judges):
@@ -173,7 +178,10 @@ class Worker:
             grad = None if stage.judges else link.recv("B", s, i)
             if self.samples and stage.last:
                 grad = torch.full_like(stage.flights[i].output, self.sizes[i])
-            flights.append(stage.begin_backward(i, grad, roots, seeds))
+            try:
+                flights.append(stage.begin_backward(i, grad, roots, seeds))
+            except Exception as error:
+                raise self._failed("backward", stage, i, error) from error
         if self.began is not None:
             self.began(("B", *ops[-1]))
         try:
@@ -332,8 +340,8 @@ class Worker:
             flight = self.stages[s].flights.get(i)
             if flight is None or s == self._last:
                 continue
-            parts = flight.output if isinstance(flight.output, tuple) else (flight.output,)
-            if not all(bool(torch.isfinite(part).all()) for part in parts):
+            given = self.stages[s + 1].flights[i].leaves  # the output: not every flight keeps its own
+            if not all(bool(torch.isfinite(part).all()) for part in given):
                 where = self.stages[s].label
                 return f"{where}, micro-batch {i}: the output is not finite (the loss is {loss.item()}); {_CURE}"
         return f"{self.stages[self._last].label}, micro-batch {i}: the loss is {loss.item()}; {_CURE}"

@@ -313,7 +313,7 @@ def test_equations_that_an_optimizer_does_not_allow(name):
         ({"clip_norm": -1.0}, "clip_norm must be above 0 or None"),
         ({"weights": "even"}, "weights must be one of equal, samples"),
         ({"order": "best"}, "order must be one of grouped, upstream, sticky, random"),
-        ({"store": "disk:here"}, "store='disk:here'.*use store=None"),
+        ({"store": "disc:here"}, "store='disc:here' is unknown; give None, 'host', 'disk:FOLDER', or a Store"),
         ({"method": "pip"}, "unknown method 'pip'; did you mean"),
         ({"method": "pipemare"}, "anneal= must be at least 1"),
     ],

@@ -112,9 +112,19 @@ class Held:
         self.stages, self.ranks, self.mine = stages, ranks or SimpleNamespace(**ALONE), mine
         self.loaded = None
 
-    def share(self):
-        mine = range(len(self.stages)) if self.mine is None else self.mine
-        return state.Share([state.Part(s, 0, self.stages[s], {"seed": s}) for s in mine], {}, {})
+    streamed = False
+
+    @property
+    def held(self):
+        return [(s, 0) for s in (range(len(self.stages)) if self.mine is None else self.mine)]
+
+    def wait(self):
+        pass
+
+    def share(self, take):
+        for s, _ in self.held:
+            take(SimpleNamespace(index=s, replica=0), self.stages[s])
+        return state.Share([state.Part(s, 0, {}, {"seed": s}) for s, _ in self.held], {}, {})
 
     def plain(self):
         return {"arrived": 5, "groups": {}, "rate": math.nan, "bound": -math.inf}

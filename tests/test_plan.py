@@ -16,7 +16,7 @@ from pipeback.pages import PAGE
 from pipeback.plan import beside, check, fills, foresee, plan, rows, table
 from pipeback.store import HostStore
 from pipeback.survey import survey
-from tests.laws.cases import CASES, OPTIMIZERS, STAGES, allowed, data, network, pipeline, weights
+from tests.laws.cases import CASES, STAGES, allowed, data, network, pipeline, weights
 
 SAMPLES = 3
 
@@ -79,24 +79,26 @@ def test_bytes_of_threads_and_other_orders(case, options):
     pipe.close()
 
 
-def test_bytes_of_a_loss_that_is_computed_outside():
-    pipe = pipeback.Pipeline(network(), loss=None, optimizer=OPTIMIZERS["momentum"], method="pb", store="host")
-    x, y = data(1)[0]
-    found = plan(survey_of(pipe, x), 1, 6)
+@pytest.mark.parametrize("kept", ["recompute", "host"])
+def test_activations_that_are_kept_elsewhere(kept):
+    pipe = pipeline(network(), "gpipe", micro_batch_size=SAMPLES, store="host", activations=kept)
+    found, _, _ = planned(pipe, 4, 2)
+    memory = pipe.memory()
+    assert found.host.activations == memory.host
+    held = sum(found.facts.stages[s].load.activations * n for s, n in found.push.peak_flights.items())
+    assert held + max(p.load.repeat for p in found.facts.stages.values()) == memory.activations
+    pipe.close()
 
-    def train(count):
-        for _ in range(count):
-            output = pipe.forward(x)
-            loss = nn.functional.mse_loss(output, y)
-            pipe.backward(torch.autograd.grad(loss, output)[0])
-            pipe.step()
 
-    train(fills(found.facts, 1))
-    before = pipe.traffic()
-    train(6)
-    after = pipe.traffic()
-    assert round(6 * found.push.weights_in) == after.weights_in - before.weights_in
-    assert round(6 * found.push.gradients_out) == after.gradients_out - before.gradients_out
+@pytest.mark.parametrize("case", ["gpipe-4", "pb", "cerebras", "pipedream"])
+def test_bytes_of_sparse_weights(case):
+    """Survivors and their index; dense weights and gradients on the device."""
+    pipe = pipeline(network(), CASES[case](STAGES), micro_batch_size=SAMPLES, store="host", sparsity="magnitude")
+    found, before, after = planned(pipe, 4, 2)
+    for name in ("weights_in", "gradients_out", "sums_in"):
+        assert round(2 * getattr(found.push, name)) == getattr(after, name) - getattr(before, name), name
+    assert found.push.peak_weights == after.peak_bytes
+    assert found.host.weights < sum(p.load.weights for p in found.facts.stages.values())
     pipe.close()
 
 
@@ -204,7 +206,7 @@ def run_dry(prefetch, pushes, count=1, method=None, rest=True, **load):
     order = Order(method.schedule, 2, policy="streaming", near=max(1, prefetch))
     loop = Loop(dry, order, method, at_once=True)
     for _ in range(pushes):
-        drive(loop, dry, count)
+        drive(loop, count)
     if rest:
         dry.rest()
     return dry
@@ -242,7 +244,8 @@ def test_gradients_that_leave_and_are_added():
     assert dry.number.stall == 6
 
 
-def test_a_large_batch_hides_streaming():
+def test_a_large_batch_hides_streaming(monkeypatch):
+    monkeypatch.setattr("pipeback.plan.WORK", 40_000)
     facts = survey_of(pipeline(network(), "gpipe", micro_batch_size=SAMPLES, store="host"), *pushed(2))
     costs = {"forward": 1.0, "backward": 1.0, "fetch": 20.0, "update": 1.0, "leave": 0.0, "ask": 0.0, "add": 0.0}
     slow = {s: p._replace(load=p.load._replace(**costs)) for s, p in facts.stages.items()}

@@ -2,6 +2,7 @@
 
     forward   z = x W_Fᵀ + b_F,  y = tanh z (last stage: y = z),  loss = mean (y − target)²
     backward  dz = g (1 − y²) with the y of the forward,  dW = dzᵀ x,  db = Σ dz,  dx = dz W_B
+              recomputed: with y = tanh (x W_Bᵀ + b_B), x that of the forward, the last stage's loss as well
     update    g = (Σ over the group, in order) / k,  clipped,  then the rule of the optimizer
 
 Micro-batch j, counted from when the pipeline was last empty with n₀ updates in the weights, at stage s of S:
@@ -127,6 +128,7 @@ class Recurrence:
         self.ledger: list[tuple[int, str, int, int]] = []  # (stage, kind, micro-batch, version)
         self._group: list[list[Tensors]] = []  # gradients not yet in an update: [micro-batch][stage]
         self._options: Snapshot = ()
+        self.recompute = False
 
     def ahead(self, s: int) -> int:
         """Forwards that stage s runs ahead of its backwards."""
@@ -173,10 +175,15 @@ class Recurrence:
             self.ledger.append((s, "F", i, u))
         error = xs[-1] - target
         g = 2 * error / error.size
+        loss = float((error * error).mean())
         gradients: list[Tensors] = []
         for s in reversed(range(self.stages)):
             u = self.version_backward(s, j)
-            own, g = backward(self.backward_weights(s, u, used[s], options[s]), xs[s], xs[s + 1], g, s == last)
+            w, y = self.backward_weights(s, u, used[s], options[s]), xs[s + 1]
+            if self.recompute:
+                y = forward(w, xs[s], s == last)
+                g = 2 * (y - target) / y.size if s == last else g
+            own, g = backward(w, xs[s], y, g, s == last)
             gradients.insert(0, own)
             self.ledger.append((s, "B", i, u))
         self._group.append(gradients)
@@ -184,7 +191,7 @@ class Recurrence:
         self.pushed += 1
         if len(self._group) == self.every:
             self._update()
-        return float((error * error).mean())
+        return loss
 
     def _update(self) -> None:
         count = len(self._group)

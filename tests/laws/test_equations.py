@@ -257,7 +257,7 @@ def label(case: Case) -> str:
 class Both:
     """The pipeline and the recurrence, pushed side by side."""
 
-    def __init__(self, method: Any, recurrence: Recurrence, case: Case) -> None:
+    def __init__(self, method: Any, recurrence: Recurrence, case: Case, **options: Any) -> None:
         self.case, self.kind = case, OPTIMIZERS[case.optimizer]
         self.options = {**self.kind.options, "weight_decay": case.decay, "maximize": case.maximize}
         self.recurrence = recurrence
@@ -267,6 +267,7 @@ class Both:
             optimizer=lambda ps: self.kind.torch(ps, **self.options),
             method=method,
             clip_norm=case.clip,
+            **options,
         )
         self.count = 0
 
@@ -289,15 +290,26 @@ class Both:
         self.recurrence.drain()
 
 
-def start(case: Case) -> Both:
+def start(case: Case, **options: Any) -> Both:
     pair = PAIRS[case.method]
     recurrence = pair.reference(initial(case.stages), OPTIMIZERS[case.optimizer].rule, clip=case.clip)
-    return Both(pair.library(case.stages), recurrence, case)
+    recurrence.recompute = options.get("activations") == "recompute"
+    return Both(pair.library(case.stages), recurrence, case, **options)
 
 
 @pytest.mark.parametrize("case", list(cases()), ids=label)
 def test_method_is_its_equations(case: Case) -> None:
-    both = start(case)
+    compare(start(case), case)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_with_recomputed_activations(name: str) -> None:
+    """B's activations belong to the weights that B runs on."""
+    case = Case(name, "momentum", 4, decay=0.1, schedule=True)
+    compare(start(case, activations="recompute"), case)
+
+
+def compare(both: Both, case: Case) -> None:
     xs, ys = samples(case.stages, BATCH * (PUSHES + MORE))
     assert list(both.pipe.delays) == [both.recurrence.delay(s) for s in range(case.stages)]
     for i, (x, y) in enumerate(zip(xs.reshape(-1, BATCH, 3), ys.reshape(-1, BATCH, 2))):

@@ -6,12 +6,13 @@ import torch
 from tests.laws.cases import CASES, STAGES, data, everything, network, pipeline
 
 
+@pytest.mark.parametrize("activations", ["device", "recompute"])
 @pytest.mark.parametrize("case", CASES)
-def test_any_order_gives_the_same_bits(case):
+def test_any_order_gives_the_same_bits(case, activations):
     batches = data(23)
 
     def run(order, seed=0):
-        pipe = pipeline(network(), CASES[case](STAGES), order=order, seed=seed)
+        pipe = pipeline(network(), CASES[case](STAGES), order=order, seed=seed, activations=activations)
         losses = [pipe.push(x, y) for x, y in batches]
         flying = everything(pipe)
         pipe.drain()

@@ -23,7 +23,7 @@ for line in torch.load(sys.argv[1], weights_only=True):
         pipe = cases.pipeline(cases.network(seed=99), method, optimizer, workers=line["workers"])
         batches = cases.data(24)
     else:
-        pipe, batches = layered(layer, label, seed=99)
+        pipe, batches = layered(layer, label, seed=99, activations=line["activations"])
     pipe.load_state_dict(line["state"])
     for x, y in batches[line["at"]:]:
         pipe.push(x, y)
@@ -44,7 +44,7 @@ def in_a_new_process(lines, tmp_path):
     assert [row for row in rows if not row.startswith("True")] == []
 
 
-def record(pipe, batches, at, label, optimizer="momentum", workers=None, layer=None):
+def record(pipe, batches, at, label, optimizer="momentum", workers=None, layer=None, activations="device"):
     for x, y in batches[:at]:
         pipe.push(x, y)
     state = pipe.state_dict()
@@ -54,6 +54,7 @@ def record(pipe, batches, at, label, optimizer="momentum", workers=None, layer=N
     pipe.drain()
     return {
         "label": label, "optimizer": optimizer, "at": at, "workers": workers, "layer": layer,
+        "activations": activations,
         "state": state, "wanted": wanted, "wanted_drained": everything(pipe),
     }  # fmt: skip
 
@@ -115,13 +116,13 @@ LAYERS = {
 }
 
 
-def layered(layer, method, seed=0):
+def layered(layer, method, seed=0, **options):
     torch.manual_seed(seed)
     middle = LAYERS[layer]() + LAYERS[layer]() if layer != "embedding" else LAYERS[layer]()
     pipe = pipeback.Pipeline(
         nn.Sequential(*middle, nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)),
         loss=lambda out, target: nn.functional.cross_entropy(out.flatten(0, 1), target.flatten()),
-        optimizer=OPTIMIZERS["momentum"], method=method,
+        optimizer=OPTIMIZERS["momentum"], method=method, **options,
     )  # fmt: skip
     generator = torch.Generator().manual_seed(2)
     batches = []
@@ -141,6 +142,55 @@ def test_every_layer_in_a_new_process(tmp_path):
             pipe, batches = layered(layer, method)
             lines.append(record(pipe, batches, 10 + n % 5, method, layer=layer))
     in_a_new_process(lines, tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:.*takes its statistics", "ignore:.*enable_nested_tensor")
+def test_every_kind_of_activations_in_a_new_process(tmp_path):
+    lines = []
+    for n, layer in enumerate(LAYERS):
+        for method in ("pb", "pipedream"):
+            for kind in ("host", "recompute"):
+                pipe, batches = layered(layer, method, activations=kind)
+                lines.append(record(pipe, batches, 10 + n % 5, method, layer=layer, activations=kind))
+    in_a_new_process(lines, tmp_path)
+
+
+def taken_up(state, kind, layer, method, batches):
+    """All that comes of a state: drained at once, and after some more."""
+    found = []
+    for more in ([], batches):
+        pipe, _ = layered(layer, method, seed=99, activations=kind)
+        pipe.load_state_dict(state)
+        for x, y in more:
+            pipe.push(x, y)
+        pipe.drain()
+        found.append(everything(pipe))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:.*takes its statistics", "ignore:.*enable_nested_tensor")
+@pytest.mark.parametrize("method", ["pb", "pipedream", "gpipe-4"])
+@pytest.mark.parametrize("layer", ["dropout", "batch norm", "attention", "lstm", "tuples"])
+def test_what_is_in_flight_goes_on_as_it_began(layer, method):
+    """A state saved under one kind of activations, taken up under another."""
+    method = CASES[method](STAGES)
+    states = {}
+    for kind in ("device", "host", "recompute"):
+        pipe, batches = layered(layer, method, activations=kind)
+        for x, y in batches[:11]:
+            pipe.push(x, y)
+        states[kind] = pipe.state_dict()
+    batches = batches[11:18]
+    wanted = {kind: taken_up(state, kind, layer, method, batches) for kind, state in states.items()}
+    same = method.copies == "stash" or not any(pipe.delays)  # B on F's weights: there is no difference at all
+    for saved, state in states.items():
+        for kind in states:
+            if kind != saved:
+                drained, more = taken_up(state, kind, layer, method, batches)
+                assert torch.equal(drained, wanted[saved][0])
+                if same or "recompute" not in (kind, saved):
+                    assert torch.equal(more, wanted[saved][1])
+                    assert torch.equal(more, wanted["device"][1])
 
 
 @pytest.mark.soak

@@ -42,13 +42,14 @@ def drawing(width=6):
 
 
 @pytest.mark.filterwarnings("ignore:.*takes its statistics")
+@pytest.mark.parametrize("activations", ["device", "host", "recompute"])
 @pytest.mark.parametrize("case", ["pb", "cerebras", "pipedream", "gpipe-4"])
-def test_random_layers_and_buffers_agree_too(case):
+def test_random_layers_and_buffers_agree_too(case, activations):
     batches = data(17, samples=8)
 
     def run(**options):
         torch.manual_seed(7)  # the streams of the stages come from (seed, stage), not from who draws first
-        pipe = pipeline(drawing(), CASES[case](STAGES), **options)
+        pipe = pipeline(drawing(), CASES[case](STAGES), activations=activations, **options)
         losses = torch.stack([pipe.push(x, y).clone() for x, y in batches])
         result = losses, everything(pipe)
         pipe.close()

@@ -63,6 +63,15 @@ def test_in_threads_and_other_orders(case):
         same(run(network(), case, data(19), 5, store="host", **options), expected, options)
 
 
+@pytest.mark.parametrize("activations", ["recompute", "host"])
+@pytest.mark.parametrize("case", ["gpipe-4", "pb", "pipedream", "cerebras"])
+def test_with_activations_elsewhere(case, activations, tmp_path, monkeypatch):
+    monkeypatch.setattr(disk, "SMALL", 1)
+    expected = run(network(), case, data(19), 5, activations=activations)
+    for store in ("host", DiskStore(tmp_path, commit_every=5)):
+        same(run(network(), case, data(19), 5, store=store, activations=activations), expected, store)
+
+
 @pytest.mark.filterwarnings("ignore:.*takes its statistics")
 @pytest.mark.parametrize("case", ["pb", "cerebras", "pipedream", "gpipe-4"])
 def test_random_layers_and_buffers_too(case):

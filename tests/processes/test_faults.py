@@ -138,6 +138,8 @@ def different(rank, what):
     options = {"timeout": TIMEOUT}
     if what == "clip" and rank == 1:
         options["clip_norm"] = 1.0
+    if what == "activations" and rank == 1:
+        options["activations"] = "host"
     if what == "version" and rank == 1:
         torch.__version__ = "2.11.0"
     method = "pb"
@@ -175,6 +177,7 @@ def different(rank, what):
         ("method", r"rank 1 has method .*slack=1.*, rank 0 has .*slack=2"),
         ("optimizer", r"rank 1 has optimizer .*Adam"),
         ("clip", r"rank 1 has clip_norm 1.0, rank 0 has None"),
+        ("activations", r"rank 1 has activations host, rank 0 has device"),
         ("version", r"rank 1 has torch 2\.11\.0, rank 0 has"),
         ("own error", r"clip_norm must be above 0 or None, but is -1.0"),
         ("batch", r"micro-batch 11 is not the one that .*every rank must push the same data"),

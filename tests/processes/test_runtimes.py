@@ -16,7 +16,7 @@ def odd_cases(crew, model, cases, **options):
     """What differs from the event loop, by case and rank."""
     found = {}
     for case in cases:
-        wanted = train(model, case)
+        wanted = train(model, case, activations=options.get("activations", "device"))
         for rank, result in enumerate(crew.run(train, model, case, **options)):
             if odd := differences(result, wanted):
                 found[f"{case}, rank {rank}"] = odd
@@ -36,6 +36,12 @@ def test_four_ranks_over_every_link(crew):
     crew = crew.ranks(4)
     assert odd_cases(crew, "drawing", ["pb", "cerebras", "gpipe-4"], link="gloo") == {}
     assert odd_cases(crew, "plain", ["pb", "pipedream-vertical"], link="shared_memory") == {}
+
+
+@pytest.mark.parametrize("activations", ["host", "recompute"])
+def test_every_kind_of_activations(crew, activations):
+    crew = crew.ranks(2)
+    assert odd_cases(crew, "drawing", ["pb", "cerebras", "pipedream", "gpipe-4"], activations=activations) == {}
 
 
 @pytest.mark.soak

@@ -1,0 +1,62 @@
+"""What test_disk runs in processes of its own.
+
+python -m tests.store_runs FOLDER METHOD PUSHES   trains from wherever the folder stands, and prints a digest at the end
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import pipeback
+from pipeback import disk, methods
+from pipeback.disk import DiskStore
+from tests.laws.cases import everything
+
+WIDTH, SAMPLES = 32, 4
+
+
+def model(seed: int = 0) -> nn.Sequential:
+    """Dropout, batch statistics and plain layers."""
+    torch.manual_seed(seed)
+    blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.1)) for _ in range(4)]
+    return nn.Sequential(*blocks, nn.Linear(WIDTH, WIDTH))
+
+
+def build(folder: Path, method: str, **options) -> pipeback.Pipeline:
+    disk.SMALL = 1  # this model is small
+    torch.manual_seed(5)
+    return pipeback.Pipeline(
+        model(), loss=nn.functional.mse_loss, method=methods.create(method), micro_batch_size=SAMPLES,
+        optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2), store=DiskStore(folder, commit_every=5), **options,
+    )  # fmt: skip
+
+
+def batch(n: int):
+    generator = torch.Generator().manual_seed(n)
+    x, y = torch.randn(2, 4 * SAMPLES, WIDTH, generator=generator)
+    return x, y
+
+
+def digest(pipe: pipeback.Pipeline) -> str:
+    return hashlib.sha256(everything(pipe).numpy().tobytes()).hexdigest()
+
+
+def train(folder: Path, method: str, pushes: int) -> pipeback.Pipeline:
+    pipe = build(folder, method)
+    if pipe.arrived:
+        print("resumed at", pipe.arrived, flush=True)
+    for n in range(pipe.arrived // 4, pushes):
+        pipe.push(*batch(n))
+        print("pushed", n, flush=True)
+    return pipe
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    pipe = train(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
+    print("digest", digest(pipe), flush=True)
