@@ -38,6 +38,8 @@ class Load(NamedTuple):
     forward: float = 0.0
     backward: float = 0.0
     add: float = 0.0  # to add gradients to those of the micro-batches before
+    away: float = 0.0  # for activations to leave the device, while F runs
+    back: float = 0.0  # and to come back, while B runs
     fetch: float = 0.0  # to bring its weights
     ask: float = 0.0  # to open it in the store, for a method that shifts its weights
     leave: float = 0.0  # to take its gradients away
@@ -201,7 +203,7 @@ class Dry:
         place.flights[i] = _Flight(brought.version, brought.owned, entry)
         place.peak_flights = max(place.peak_flights, len(place.flights))
         self._hold(activations=place.load.activations)
-        self.now += place.load.forward
+        self._while(place.load.forward, place.load.away)
 
     def _backward(self, s: int, i: int) -> None:
         place = self.stages[s]
@@ -218,7 +220,7 @@ class Dry:
         del place.flights[i]
         place.count += 1
         self._hold(activations=-place.load.activations - place.load.repeat)
-        self.now += place.load.backward
+        self._while(place.load.backward, place.load.back)
 
     def _update(self, s: int, i: int) -> None:
         place = self.stages[s]
@@ -340,6 +342,10 @@ class Dry:
         if until > self.now:
             self.number.stall += until - self.now
             self.now = until
+
+    def _while(self, computing: float, moving: float) -> None:
+        self.now += computing
+        self._wait(self.now + moving - computing)
 
     def _hold(self, weights: int = 0, gradients: int = 0, activations: int = 0) -> None:
         w, g, a = self.here

@@ -314,12 +314,15 @@ def _device_refusal(facts: Facts, push: Foreseen, micro_batches: int) -> str:
     if not cures:
         cures.append(f"a model cut into more stages, of which {big.label} is the largest")
     cures.append(f"device_memory of at least {written(need.total)} ({need.total})")
+    elsewhere = ""
+    if facts.keeps and 2 * need.activations > need.total:
+        elsewhere = '. activations="host" or "recompute" keep less on the device'
     stages = f"{push.peak_stages} of {len(facts.stages)} stages, the largest {big.label} of {written(big.load.weights)}"
     return (
         f"device_memory={facts.written[0]} is too little by {written(need.total - limit)}: the device would hold "
         f"{written(need.total)}, weights {written(need.weights)} ({stages}), gradients {written(need.gradients)} and "
         f"activations {written(need.activations)} (pushes of {micro_batches} × {facts.samples} samples). "
-        f"What fits: {'; '.join(cures)}"
+        f"What fits: {'; '.join(cures)}{elsewhere}"
     )
 
 

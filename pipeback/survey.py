@@ -56,6 +56,7 @@ class Facts(NamedTuple):
     workers: Sequence[Sequence[int]]  # the stages of each worker of this process
     owner: Sequence[int] | None  # where flushes run by worker
     replicas: int  # in this process
+    keeps: bool  # all activations on the device
     samples: int  # of a micro-batch
     kind: Literal["device", "host", "disk"]
     prefetch: int | None
@@ -91,7 +92,7 @@ def survey(holding: Holding, setting: Setting, samples: int, *, timed: bool = Tr
     budgets = (None, None) if store is None else store.budgets
     return Facts(
         method, portions, len(holding.stages), list(setting.delays), workers, balance if by_worker else None,
-        len(holding.everywhere), samples,
+        len(holding.everywhere), all(stage.keeping is None for stage in stages), samples,
         "device" if not moves else "host" if folder is None else "disk",
         store.prefetch if moves and store is not None else None, setting.order,
         store.commit_every if isinstance(store, DiskStore) else None, *budgets, said(store), _room(device), speeds,
@@ -163,6 +164,8 @@ def _timed(portion: Portion, seconds: float, speeds: Bandwidth, step: float) -> 
         forward=seconds / 3,
         backward=2 * seconds / 3 + (seconds / 3 if load.repeat else 0.0),
         add=load.gradients / speeds.adding,
+        away=portion.waiting / speeds.from_device,
+        back=portion.waiting / speeds.to_device,
         fetch=speeds.handing + load.weights / speeds.to_device + portion.home / speeds.disk_read,
         ask=base / speeds.disk_read,
         leave=load.gradients / speeds.from_device,

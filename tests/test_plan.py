@@ -244,6 +244,13 @@ def test_gradients_that_leave_and_are_added():
     assert dry.number.stall == 6
 
 
+def test_activations_that_do_not_stream_in_time():
+    # F F B B, 4 micro-batches of 2 stages: 3 − 1 and 5 − 2 longer than computing each time
+    dry = run_dry(1, 1, 2, forward=1, backward=2, away=3, back=5)
+    assert (dry.number.seconds, dry.number.stall) == (4 * 3 + 4 * 5, 4 * 2 + 4 * 3)
+    assert run_dry(1, 1, 2, forward=1, backward=2, away=1, back=2).number.stall == 0
+
+
 def test_a_large_batch_hides_streaming(monkeypatch):
     monkeypatch.setattr("pipeback.plan.WORK", 40_000)
     facts = survey_of(pipeline(network(), "gpipe", micro_batch_size=SAMPLES, store="host"), *pushed(2))
@@ -294,7 +301,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_trained():
 
 
 def test_what_is_recommended_fits():
-    for budget in (55_000, 70_000):
+    for budget in (55_000, 70_000, 100_000):
         said = refusal(wide(device_memory=budget), 8)
         cures = said.partition("What fits: ")[2]
         found = dict(re.findall(r"(prefetch|micro_batch_size|device_memory of at least .*?)[= ]\(?(\d+)\)?", cures))
