@@ -27,6 +27,21 @@ def a_short_search(monkeypatch):
     monkeypatch.setattr("pipeback.plan.WORK", 2000)
 
 
+@pytest.fixture(autouse=True)
+def all_are_closed(monkeypatch):
+    """Or their threads and tensors would be there in the tests that count such."""
+    made, build = [], pipeback.Pipeline.__init__
+
+    def noted(self, *args, **options):
+        build(self, *args, **options)
+        made.append(self)
+
+    monkeypatch.setattr(pipeback.Pipeline, "__init__", noted)
+    yield
+    for pipe in made:
+        pipe.close()
+
+
 def pushed(count, seed=1, width=6):
     return tuple(torch.cat(part) for part in zip(*data(count, samples=SAMPLES, width=width, seed=seed), strict=True))
 
@@ -65,7 +80,6 @@ def test_bytes_predicted_are_bytes_counted(case):
             held = sum(each[s] * flights for s, flights in found.push.peak_flights.items())
             assert held == pipe.memory().activations
             assert found.device.activations <= held
-            pipe.close()
 
 
 @pytest.mark.parametrize("options", [{"workers": 2}, {"workers": 3}, {"order": "upstream"}], ids=str)
@@ -76,7 +90,6 @@ def test_bytes_of_threads_and_other_orders(case, options):
     assert 2 * found.push.weights_in == after.weights_in - before.weights_in
     assert 2 * found.push.gradients_out == after.gradients_out - before.gradients_out
     assert found.push.peak_weights == after.peak_bytes
-    pipe.close()
 
 
 @pytest.mark.parametrize("kept", ["recompute", "host"])
@@ -87,7 +100,6 @@ def test_activations_that_are_kept_elsewhere(kept):
     assert found.host.activations == memory.host
     held = sum(found.facts.stages[s].load.activations * n for s, n in found.push.peak_flights.items())
     assert held + max(p.load.repeat for p in found.facts.stages.values()) == memory.activations
-    pipe.close()
 
 
 @pytest.mark.parametrize("case", ["gpipe-4", "pb", "cerebras", "pipedream"])
@@ -99,7 +111,6 @@ def test_bytes_of_sparse_weights(case):
         assert round(2 * getattr(found.push, name)) == getattr(after, name) - getattr(before, name), name
     assert found.push.peak_weights == after.peak_bytes
     assert found.host.weights < sum(p.load.weights for p in found.facts.stages.values())
-    pipe.close()
 
 
 def survey_of(pipe, x, y=None):
@@ -123,7 +134,6 @@ def test_bytes_written_to_files(optimizer, tmp_path, monkeypatch):
     assert found.disk == 2 * STAGES * regions * PAGE
     assert sum(file.stat().st_size for file in tmp_path.glob("*.pages")) <= found.disk
     assert found.day == pytest.approx(found.push.written / found.push.seconds * 86400)
-    pipe.close()
 
 
 def test_files_grow_to_two_versions(tmp_path):
@@ -135,7 +145,6 @@ def test_files_grow_to_two_versions(tmp_path):
         pipe.push(x, y)
     size = sum(file.stat().st_size for file in tmp_path.glob("*.pages"))
     assert 0.9 * found.disk <= size <= found.disk
-    pipe.close()
 
 
 @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "NAdam", "Adagrad", "RMSprop", "Adafactor", "Rprop"])
@@ -179,7 +188,6 @@ def test_host_memory_is_what_lies_there():
         # D = 4, 3, 2, 1, 0 older versions
         assert found.host.older == sum(range(older + 1)) * one // STAGES
         assert pipe.memory().copies == 1 + found.host.older / one
-        pipe.close()
 
 
 def test_passes():
@@ -188,11 +196,9 @@ def test_passes():
     found = pipe.plan(*pushed(8))
     # of 2 · 5, the last two stages forward are the first two backward, and the first two the first of the next push
     assert (found.passes, found.gradient_passes) == ((2 * STAGES - 2) / STAGES, 1)
-    pipe.close()
     pipe = pipeline(network(), "pb", micro_batch_size=SAMPLES, store="host")
     found = pipe.plan(*pushed(8))
     assert found.passes >= 8 and found.gradient_passes == 8
-    pipe.close()
     found = pipeline(network(), "pb", micro_batch_size=SAMPLES).plan(*pushed(8))
     assert (found.passes, found.push.stall, found.host.total, found.disk) == (0, 0, 0, 0)
 
@@ -419,4 +425,3 @@ def test_what_is_printed(tmp_path):
     compared = beside(found, before, after, 2)
     assert exact <= {name for name, predicted, measured in compared if predicted == measured}
     assert table(found, before, after, 2).splitlines()[0].split() == ["predicted", "measured"]
-    pipe.close()
