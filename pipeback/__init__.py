@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pipeback import checkpoint, draw, methods, schedules, sparsities, timeline, weights
+    from pipeback import checkpoint, draw, methods, plan, schedules, sparsities, timeline, weights
     from pipeback.disk import DiskStore
     from pipeback.events import Op, Schedule, until
     from pipeback.health import RankError
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pipeback.momentum import scale_hyperparameters
     from pipeback.pages import StoreError
     from pipeback.pipeline import Memory, Pipeline
+    from pipeback.plan import Plan
     from pipeback.sparsity import Sparsity
     from pipeback.store import HostStore, Store
     from pipeback.streaming import Traffic
@@ -33,8 +34,9 @@ _HOME = {
     "Op": "events", "Schedule": "events", "until": "events", "Record": "ledger",
     "Method": "method", "Past": "method", "Shift": "method", "State": "method", "Weights": "method", "When": "method",
     "chain": "method", "scale_hyperparameters": "momentum", "Memory": "pipeline", "Pipeline": "pipeline",
-    "RankError": "health", "Sparsity": "sparsity", "StageError": "worker", "Watch": "watch",
-    "DiskStore": "disk", "HostStore": "store", "Store": "store", "StoreError": "pages", "Traffic": "streaming",
+    "Plan": "plan", "RankError": "health", "Sparsity": "sparsity", "StageError": "worker",
+    "Watch": "watch", "DiskStore": "disk", "HostStore": "store", "Store": "store", "StoreError": "pages",
+    "Traffic": "streaming",
 }  # fmt: skip
 
 __all__ = [
@@ -45,6 +47,7 @@ __all__ = [
     "Op",
     "Past",
     "Pipeline",
+    "Plan",
     "RankError",
     "Record",
     "Schedule",
@@ -63,6 +66,7 @@ __all__ = [
     "draw",
     "join",
     "methods",
+    "plan",
     "scale_hyperparameters",
     "schedules",
     "sparsities",

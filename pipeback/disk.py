@@ -44,14 +44,23 @@ class DiskStore(Store):
     prefetch      stages fetched ahead of the one at work; at most prefetch + 1 have their weights on the device
     fused         use torch's fused CPU optimizers: faster, with other last bits than the default ones
     commit_every  micro-batches between commits of a method that never flushes; one that flushes commits at each flush
+    device_memory, host_memory  budgets in bytes, or as "1.5 GB": see `Store`
 
     Raises StoreError when the folder is in use, cannot be written, is damaged, or has another format.
     """
 
     def __init__(
-        self, folder: str | Path, prefetch: int = 1, fused: bool = False, commit_every: int | None = None
+        self,
+        folder: str | Path,
+        prefetch: int = 1,
+        fused: bool = False,
+        commit_every: int | None = None,
+        device_memory: int | str | None = None,
+        host_memory: int | str | None = None,
     ) -> None:
         self.folder, self.prefetch, self.fused, self.commit_every = Path(folder), prefetch, fused, commit_every
+        self.device_memory, self.host_memory = device_memory, host_memory
+        self.budgets  # noqa: B018 (raises where they cannot be read)
         self.number = 0  # commits that this folder has seen
         self.committed: dict[str, Any] | None = None
         self._pages: dict[tuple[int, int], Pages] = {}  # by stage and replica

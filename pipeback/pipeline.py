@@ -38,6 +38,7 @@ from pipeback.loop import Batch, Loop, Messages
 from pipeback.method import Method
 from pipeback.pages import StoreError
 from pipeback.partition import Part, split
+from pipeback.plan import Plan, check, check_stages, plan
 from pipeback.processes import Processes
 from pipeback.ranks import Alone, Ranks
 from pipeback.recording import Recording
@@ -48,6 +49,7 @@ from pipeback.stage import OptimizerFactory, Stage, Value, evaluate
 from pipeback.starting import Setting, start
 from pipeback.store import DeviceStore, Store
 from pipeback.streaming import Streaming, Traffic, together
+from pipeback.survey import survey
 from pipeback.watch import Watch
 
 
@@ -179,6 +181,7 @@ class Pipeline:
                 )  # fmt: skip
             where = device or default_device()
             if home is not None:
+                check_stages(self._stages, home, alone=not self.ranks.several and policy is None)
                 home.open()
             if isinstance(home, DiskStore):
                 self._choose(home)
@@ -206,6 +209,8 @@ class Pipeline:
         self._clock = clocks.Reading(0.0)
         self._tracing = self._ahead = False  # whether a micro-batch has gone forward and not backward
         self._lock = threading.RLock()  # one caller at a time
+        self._pushed = (0, 0)  # micro-batches of the last push, and samples of its first one
+        self._affordable = 0  # micro-batches of a push that are known to fit the store's budgets
         self._committed = 0  # micro-batches that had arrived at the store's last commit
         if home is not None:
             weakref.finalize(self, home.close)
@@ -266,7 +271,7 @@ class Pipeline:
         """
         with self._lock, torch.enable_grad():
             self._one_by_one()
-            runtime = self._ready(micro_batches(x, None, None))
+            runtime = self._ready(micro_batches(x, None, None), expected)
             assert isinstance(runtime, (Inline, Processes))
             output = self._do(partial(runtime.forward, self._arrived, x, self._options, expected))
             self._ahead = True
@@ -319,20 +324,29 @@ class Pipeline:
         assert isinstance(self._runtime, (Inline, Processes))
         return self._runtime
 
-    def _ready(self, batches: Sequence[Batch]) -> Runtime:
-        """Everything checked and the runtime there, before a micro-batch is let in."""
+    def _ready(self, batches: Sequence[Batch], expected: int | None = None) -> Runtime:
+        """Everything checked and the runtime there, before a micro-batch is let in. expected: micro-batches a push."""
         self._open()
         if torch.is_inference_mode_enabled():
             raise RuntimeError("push trains, which inference mode forbids; call it outside torch.inference_mode()")
         for stage in self._stages:
             stage.check_weight(self._arrived)
         self._rehearse(batches)
+        self._pushed = expected or len(batches) // len(self._holding.everywhere), batches[0][2]
+        self._afford(*self._pushed)
         if not self._options.current(self.optimizers):
             for stage in self._stages:
                 check_groups(stage)
             self._options = Options(self.optimizers, self._arrived)
         assert self._runtime is not None
         return self._runtime
+
+    def _afford(self, micro_batches: int, samples: int) -> None:
+        """Raise where a push of so many micro-batches does not fit the store's budgets."""
+        store = self._holding.store
+        if store is not None and store.budgets != (None, None) and micro_batches > self._affordable:
+            check(survey(self._holding, self._setting, samples, timed=False), micro_batches)
+            self._affordable = micro_batches
 
     def wait(self) -> None:
         """Quiesce: return when everything that data flow and programs allow has been done."""
@@ -515,7 +529,31 @@ class Pipeline:
         """
         self.wait()
         streams = [loop.worker.residence for loop in self._loops()]
-        return together(s.traffic for s in streams if isinstance(s, Streaming))
+        found, store = together(s.traffic for s in streams if isinstance(s, Streaming)), self._holding.store
+        read, written = store.moved if isinstance(store, DiskStore) else (0, 0)
+        return found._replace(read=read, written=written)
+
+    def plan(self, x: Value = None, y: Any = None, *, pushes: int | None = None) -> Plan:
+        """What training takes, before it begins: bytes on device, host and disk, weight passes, waiting, batch window.
+
+        x, y: a push, which is rehearsed and not trained on; None: like the last one. pushes: averages are of so many
+        between two calls of `traffic`, to be compared with it (`pipeback.plan.beside`); None: of the steady state.
+        Bandwidths are measured. `print` it. Over processes: of the stages that this rank holds, for which it asks alone
+        once something was pushed, and together with all ranks before.
+        """
+        with self._lock, torch.enable_grad():
+            self._open()
+            if x is not None:
+                here = len(self._holding.everywhere)
+                size = None if self._outside else self._micro_batch_size
+                with self._telling():
+                    batches = [b for part in shares(x, y, here) for b in micro_batches(*part, size)]
+                    self._rehearse(batches)
+                self._pushed = len(batches) // here, batches[0][2]
+            count, samples = self._pushed
+            if not count:
+                raise ValueError("plan: nothing was pushed yet; give it a push: pipe.plan(x, y)")
+            return plan(survey(self._holding, self._setting, samples), count, pushes)
 
     def record(self, on: bool = True) -> None:
         """Measure every operation from now on (same bits, one operation at a time), for `pipeback.draw.trace`.

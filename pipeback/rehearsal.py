@@ -39,7 +39,8 @@ def rehearse(
     weights. Raises TypeError or ValueError naming the stage and the cure; then nothing has changed.
     """
     seconds, kinds = [], []
-    value = cut(x)
+    # copies: a micro-batch that is part of a push would count with the memory of all of it
+    value, target = _copied(cut(x)), target.clone() if isinstance(target, Tensor) else target
     for stage in stages:
         with present(stage):
             if stage.device is None:  # a stage without weights works where its input comes from

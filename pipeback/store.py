@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from pipeback import sizes
 from pipeback.bundle import Weights
 from pipeback.flat import Flat
 from pipeback.method import Method
@@ -26,10 +27,19 @@ class Store:
 
     prefetch  stages fetched ahead of the one at work; at most prefetch + 1 have their weights on the device
     fused     use torch's fused CPU optimizers: faster, with other last bits than the default ones
+    device_memory, host_memory  budgets in bytes, or as "1.5 GB"; training that needs more is refused before it begins,
+              naming what needs it and the nearest setting that fits. None: no limit
     """
 
     prefetch: int = 1
     fused: bool = False
+    device_memory: int | str | None = None
+    host_memory: int | str | None = None
+
+    @property
+    def budgets(self) -> tuple[int | None, int | None]:
+        """Bytes on the device and in host memory that training may take."""
+        return sizes.parsed("device_memory", self.device_memory), sizes.parsed("host_memory", self.host_memory)
 
     def hold(self, stage: Stage, method: Method, device: torch.device, sparse: Sparse | None = None) -> None:
         """Become the home of a stage, which is to compute on `device`: its weights, optimizer and method state.
@@ -104,6 +114,11 @@ class HostStore(Store):
 
     prefetch: int = 1
     fused: bool = False
+    device_memory: int | str | None = None
+    host_memory: int | str | None = None
+
+    def __post_init__(self) -> None:
+        self.budgets  # noqa: B018 (raises where they cannot be read)
 
     def shown(self, home: Flat) -> list[torch.Tensor] | None:
         return None if home.memory.is_pinned() else home.views

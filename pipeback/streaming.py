@@ -42,6 +42,8 @@ class Traffic(NamedTuple):
     seconds: float = 0.0  # seconds of all that was run
     peak_stages: int = 0  # stages on the device at most, of one worker
     peak_bytes: int = 0  # bytes of weights on the device at most
+    read: int = 0  # bytes read from files
+    written: int = 0  # bytes written to files
 
 
 def together(parts: Iterable[Traffic]) -> Traffic:
@@ -193,6 +195,7 @@ class Streaming:
 
     def rest(self) -> None:
         """Nothing is under way and nothing on the device: all weights are in the store; raises what has failed."""
+        begin = time.perf_counter()
         with self._stalling():
             for update in self._updates.values():
                 update.result()
@@ -200,6 +203,7 @@ class Streaming:
         self._needed = set()
         while self.pool.slots:
             self._dismiss(self.pool.slots[0])
+        self._count(seconds=time.perf_counter() - begin)
 
     def close(self) -> None:
         """Stop the threads; what they were told last is done."""

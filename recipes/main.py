@@ -1,4 +1,4 @@
-"""`pipeback train|compare|report|dashboard|draw|bench ...` is the same as `python recipes/<command>.py ...`."""
+"""`pipeback train|compare|report|dashboard|draw|plan|bench ...` is the same as `python recipes/<command>.py ...`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ COMMANDS = {
     "report": "rebuild the report of finished runs:       pipeback report outputs/compare/digits",
     "dashboard": "the same comparison on Weights & Biases:   pipeback dashboard --help",
     "draw": "draw a schedule:                           pipeback draw --help",
+    "plan": "what a training takes, before it begins:   pipeback plan --help",
     "bench": "speed and memory, as ratios in one run:    pipeback bench",
 }
 
