@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -37,6 +37,7 @@ class Holding:
         self.store = store
         self.workers = ranks.count if ranks.several else workers or 1
         self.stages = everywhere[0]
+        self.compute: torch.device | None = None  # where stages of a store compute; None: where their module is
         self.seconds = [1.0] * len(self.stages)  # of F and B of each stage, once measured
         self.owner: list[int] | None = None  # over processes, once each holds its own stages only
 
@@ -89,6 +90,16 @@ class Holding:
             return nullcontext()
         return self.store.opened(stage, changes=changes, whole=True)
 
+    @contextmanager
+    def shown(self, *, changes: bool = False) -> Iterator[None]:
+        """The time in which the parameters of stages in a store show what is there; nothing is on the device."""
+        with ExitStack() as stack:
+            for stage in self.mine:
+                if stage.slot is not None and stage.home is not None:
+                    stack.enter_context(self.opened(stage, changes=changes))
+                    stack.enter_context(stage.slot.showing(stage.home.views))
+            yield
+
     def share_out(self, *, values: bool) -> None:
         """Over processes: keep the own stages only. values: those of a meta model that come anew get theirs."""
         if not self.ranks.several:
@@ -109,4 +120,4 @@ class Holding:
         """Have the store, if there is one, take in the stages that are here for good."""
         for stage in self.mine if self.store is not None else ():
             if stage.slot is None and self.store is not None:
-                self.store.hold(stage, self.method, stage.device or torch.device(self.device))
+                self.store.hold(stage, self.method, self.compute or stage.device or torch.device(self.device))

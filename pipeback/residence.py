@@ -6,6 +6,7 @@ The graphs refer to the storage of the live weights, so other weights are put th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -41,6 +42,7 @@ class Residence(Protocol):
     def backward(self, ops: Ops) -> tuple[Sequence[Any], dict[int, int]]: ...
     def after_backward(self, held: Sequence[Any]) -> None: ...
     def update(self, stages: Sequence[Stage], make: Callable[[Sequence[Sums]], None]) -> None: ...
+    def newest(self, stage: Stage) -> AbstractContextManager[None]: ...
     def rest(self) -> None: ...
     def close(self) -> None: ...
 
@@ -129,6 +131,10 @@ class Resident:
     def update(self, stages: Sequence[Stage], make: Callable[[Sequence[Sums]], None]) -> None:
         """Make the update of these stages, here and now."""
         make([stage.sums() for stage in stages])
+
+    def newest(self, stage: Stage) -> AbstractContextManager[None]:
+        """The time in which `stage.weights` are the newest, and can be read: always."""
+        return nullcontext()
 
     def rest(self) -> None:
         """Nothing is ever under way."""

@@ -150,6 +150,10 @@ class Stage:
         for buffer in self.module.buffers():
             buffer.data = buffer.data.to(slot.device)
 
+    def live(self) -> Weights:
+        """What F or B runs on while it does: the weights, or what a store has put at the stage's slot."""
+        return self.weights if self.slot is None else [p.data for p in self.params]
+
     def named(self) -> dict[str, Tensor]:
         """The newest parameters by name, wherever they live."""
         mine: dict[str, Tensor] = dict(self.module.named_parameters())

@@ -23,7 +23,7 @@ from pipeback.bundle import Weights, add_scaled
 from pipeback.events import Kind, Op
 from pipeback.method import Method, Past, Shift, overrides
 from pipeback.order import Ops, Wave
-from pipeback.residence import Ask, Asked
+from pipeback.residence import Ask, Asked, forget_casts
 from pipeback.slot import Pool, Slot
 from pipeback.stage import Stage, Sums
 from pipeback.store import Store
@@ -141,6 +141,7 @@ class Streaming:
             flight.version, flight.owned = held[0].version, held[0].owned
             if flight.owned is not None:
                 self.store.put(self.stages[s])
+        forget_casts()
 
     def backward(self, ops: Ops) -> tuple[list[Brought], dict[int, int]]:
         """Bring what this backward runs on, and the sums of gradients that it adds to."""
@@ -170,6 +171,16 @@ class Streaming:
             with self._stalling():
                 next(update for update in self._updates.values() if not update.done()).result()
         self._updates[stage.index] = self._updating.submit(job)
+
+    @contextmanager
+    def newest(self, stage: Stage) -> Iterator[None]:
+        """The time in which `stage.weights` are the newest, and can be read."""
+        update = self._updates.get(stage.index)
+        if update is not None:
+            with self._stalling():
+                update.result()
+        with self.store.opened(stage):
+            yield
 
     def rest(self) -> None:
         """Nothing is under way and nothing on the device: all weights are in the store; raises what has failed."""
