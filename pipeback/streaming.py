@@ -41,6 +41,11 @@ class Traffic(NamedTuple):
     peak_stages: int = 0  # stages on the device at most, of one worker
     peak_bytes: int = 0  # bytes of weights on the device at most
 
+    def since(self, before: Traffic) -> Traffic:
+        """What has come to it since; peaks are of all the time."""
+        more = {name: getattr(self, name) - getattr(before, name) for name in Traffic._fields[:6]}
+        return self._replace(**more)
+
 
 def together(parts: Iterable[Traffic]) -> Traffic:
     """Of several workers: sums, the stages of whoever has most at once, and the time of whoever took longest."""

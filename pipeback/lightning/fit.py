@@ -476,7 +476,7 @@ class Fit:
             self.build(*((batches, 1) if section is None else section["update"]))
         assert self.pipe is not None
         with self.shown(changes=True):
-            self.twins.give()
+            self.twins.give(stored=self.store is not None)
         if section is None:
             return
         here, there = self._fresh()["stages"], section["state"]["stages"]

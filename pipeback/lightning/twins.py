@@ -56,13 +56,13 @@ class Twins:
                 for group, g in zip(twin.param_groups, numbers, strict=True):
                     group.update({k: v for k, v in now[g].items() if k not in IMPLEMENTATION})
 
-    def give(self) -> None:
-        """After a state was loaded into the original: the twins' state is that."""
+    def give(self, *, stored: bool = False) -> None:
+        """After a state was loaded into the original: the twins' state is that. stored: the weights are in a store."""
         for twin, pairs, _ in self._made:
             self._share(twin, pairs)
-            for w, _ in pairs:  # Lightning has moved it to where the user's parameters compute
+            for w, _ in pairs if stored else ():
                 state = twin.state[w]
-                state.update({k: v.to(w.device) for k, v in state.items() if isinstance(v, Tensor) and v.dim()})
+                state.update({k: _owned(v, w.device) for k, v in state.items() if isinstance(v, Tensor) and v.dim()})
         self.follow()
 
     def take(self) -> None:
@@ -102,3 +102,10 @@ class Twins:
             {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
             for group in self.optimizer.param_groups
         ]
+
+
+def _owned(value: Tensor, device: torch.device) -> Tensor:
+    """Where the weights live, in memory that can be given away: what was read from a file lies in a buffer of its."""
+    if value.device == device and value.untyped_storage().resizable():
+        return value
+    return value.to(device, copy=True)
