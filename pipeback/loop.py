@@ -37,6 +37,7 @@ class Loop:
         self.worker, self.order, self.method, self.replica, self.owner = worker, order, method, replica, owner
         self.at_once = at_once
         self.fresh = True  # the next micro-batch begins the schedule anew
+        self.pushed = 1  # micro-batches that it was begun for
         self._waves: Iterator[Wave] = iter(())  # what may still be done, from the updates that are due on
 
     def push(self, batches: Sequence[Batch], options: Options) -> None:
@@ -158,6 +159,7 @@ class Loop:
 
     def _begin(self, pushed: int) -> None:
         order, worker = self.order, self.worker
+        self.pushed = pushed
         order.restart(self._schedule(pushed))
         worker.start, worker.base = order.arrived, next(iter(worker.stages.values())).version
         worker.entered = worker.base
@@ -190,6 +192,7 @@ class Loop:
         return {
             "order": self.order.state(),
             "fresh": self.fresh,
+            "pushed": self.pushed,
             "start": worker.start,
             "base": worker.base,
             "entered": worker.entered,
@@ -201,7 +204,8 @@ class Loop:
     def resume(self, saved: dict[str, Any], messages: Messages, options: dict[int, Options]) -> None:
         """Stand where `progress` was taken, with what all workers remembered."""
         worker = self.worker
-        self.order.resume(self.method.schedule_at(saved["order"]["start"], 1), saved["order"])
+        self.pushed = saved.get("pushed", 1)
+        self.order.resume(self.method.schedule_at(saved["order"]["start"], self.pushed), saved["order"])
         self.fresh, worker.start, worker.base = saved["fresh"], saved["start"], saved["base"]
         worker.entered = saved["entered"]
         worker.entries = {int(i): v for i, v in saved["entries"].items()}

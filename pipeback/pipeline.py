@@ -255,7 +255,7 @@ class Pipeline:
         """
         with self._lock, torch.enable_grad():
             self._one_by_one()
-            if not xs or (len(xs) > 1 and not self.together(len(xs), expected=expected)):
+            if not xs or not self.together(len(xs), expected=expected):
                 raise ValueError(
                     f"{len(xs)} micro-batches do not lie in one flush of {self.method!r}; call forward and backward "
                     "for one after the other"
@@ -277,8 +277,8 @@ class Pipeline:
 
         expected: as `forward` will be given it.
         """
-        if any(self.method.delays(2)):
-            return False
+        if count == 1 or any(self.method.delays(2)):
+            return count == 1
         pushed = self._expected if self._begun else expected
         every = flush(self.method.schedule_at(self._arrived, pushed))
         return self._begun % every + count <= every
@@ -418,6 +418,9 @@ class Pipeline:
         with self._lock:
             if self._error is None:
                 self.wait()
+            for loop in self._loops() if self._error is not None else ():
+                with suppress(Exception):  # whatever it is, the error before it is the one to be told
+                    loop.worker.residence.rest()
             with self._holding.shown(changes=changes):
                 yield
 
@@ -697,7 +700,8 @@ class Pipeline:
             for loop in self._runtime.loops:
                 loop.resume(plain["loops"][loop.replica], messages.get(loop.replica, {}), options)
         places = [place for place in plain["loops"][:1] if not place["fresh"]]
-        self._begun, self._expected = sum(self._arrived - place["order"]["start"] for place in places), 1
+        self._begun = sum(self._arrived - place["order"]["start"] for place in places)
+        self._expected = sum(place.get("pushed", 1) for place in places)
 
     # -- inside --------------------------------------------------------------------------------------------------
 

@@ -30,13 +30,13 @@ class Store:
 
     def hold(self, stage: Stage, method: Method, device: torch.device) -> None:
         """Become the home of a stage, which is to compute on `device`: its weights, optimizer and method state."""
+        if self.fused:
+            _fuse(stage)  # or nothing is moved
         home = Flat([p.data for p in stage.module.parameters()], torch.device("cpu"), pinned=device.type == "cuda")
         with torch.no_grad():
             for p, view in zip(stage.module.parameters(), home.views, strict=True):
                 view.copy_(p.data)
         stage.move_home(home, Slot(list(stage.module.parameters()), device, self.shown(home)), method)
-        if self.fused:
-            _fuse(stage)
 
     def shown(self, home: Flat) -> list[torch.Tensor] | None:
         """What a stage's parameters show while they are not on the device; None: NaN."""

@@ -20,25 +20,25 @@ from pipeback.watch import Watch
 class PipelineMonitor(Callback):
     """Log, every so many steps, what the pipeline does:
 
-        pipeback/delay/stage_S        own updates between F and B of a micro-batch that was followed
-        pipeback/gap/stage_S          ‖w_now − w_used‖ of that micro-batch: w_used is what its F ran on
-        pipeback/update_norm/stage_S  norm of one update
-        pipeback/clip_share/stage_S   share of the updates since the last time whose gradient was clipped
-        pipeback/throughput           samples a second since the last time, validation not counted
-        pipeback/utilisation          share of that time spent in F, B and U
-        pipeback/weight_copies        copies of the weights at the peak, pipeback/state_copies the method's own state
-        pipeback/activation_mb        megabytes kept for backwards at the peak
+    pipeback/delay/stage_S        own updates between F and B of a micro-batch that was followed
+    pipeback/gap/stage_S          ‖w_now − w_used‖ of that micro-batch: w_used is what its F ran on
+    pipeback/update_norm/stage_S  norm of one update
+    pipeback/clip_share/stage_S   share of the updates since the last time whose gradient was clipped
+    pipeback/throughput           samples a second since the last time, validation not counted
+    pipeback/utilisation          share of that time spent in F, B and U
+    pipeback/weight_copies        copies of the weights at the peak, pipeback/state_copies the method's own state
+    pipeback/activation_mb        megabytes kept for backwards at the peak
 
-    and with a store
+    With a store also:
 
-        pipeback/streamed_mb          megabytes of weights and gradients copied to and from the device since the last time
-        pipeback/stall_share          share of the time of F, B and U in which they waited for the store
-        pipeback/peak_stages          stages on a device at most
+    pipeback/streamed_mb          megabytes of weights and gradients copied to and from the device since then
+    pipeback/stall_share          share of the time of F, B and U in which they waited for the store
+    pipeback/peak_stages          stages on a device at most
 
-        every_n_steps  None: as often as the Trainer logs. A copy of the weights is kept while a micro-batch is followed.
+    every_n_steps  None: as often as the Trainer logs. A copy of the weights is kept while a micro-batch is followed.
 
-        With several devices every rank follows micro-batches through its own stages, and the ranks meet to log; there is
-        no utilisation, and memory is that of all of them.
+    With several devices every rank follows micro-batches through its own stages, and the ranks meet to log; there is
+    no utilisation, and memory is that of all of them.
     """
 
     def __init__(self, every_n_steps: int | None = None) -> None:

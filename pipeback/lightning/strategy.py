@@ -66,7 +66,8 @@ class PipelineStrategy(Place):
     loss and runs `training_step` to its end, the others as far as the call of the model.
 
     With a store the weights are those of store=None, bit for bit. Where a method flushes (gpipe), all slices of a batch
-    go forward through a stage before it leaves, and backward likewise: two passes over the weights a batch. The
+    go forward through a stage before it leaves, and backward likewise: two passes over the weights a batch (and
+    all their activations at once, of one_f_one_b too). The
     `training_step` of a slice then waits where it calls the model, in a thread of its own, until the others have come
     there: what it draws or opens before that call happens for all slices before what comes after the call.
     Validation, test and predict stream, too. Within fit, read weights in validation hooks or from a checkpoint: in

@@ -3,8 +3,8 @@
     caller      ── go_on ┐           ┌ go_on(answer) ┐          ┌─
     the call             └── ask(x) ─┘               └── ... end ┘
 
-It runs in a thread of its own, but never while its caller runs. What torch keeps by thread (grad mode, autocast, the
-current device), the context variables and the default dtype are the caller's when it begins, and the call's own after.
+It runs in a thread of its own, but never while its caller runs. What torch keeps by thread (grad mode, autocast,
+devices), the context variables and the default dtype are the caller's when it begins, and the call's own after.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ class Modes(NamedTuple):
     casts: tuple[tuple[str, bool, torch.dtype], ...]  # autocast, by type of device
     cache: bool  # of casts
     dtype: torch.dtype  # by default
+    device: torch.device  # by default
     stream: torch.cuda.Stream | None
 
     @classmethod
@@ -37,7 +38,7 @@ class Modes(NamedTuple):
         stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
         return cls(
             torch.is_grad_enabled(), torch.is_inference_mode_enabled(), casts, torch.is_autocast_cache_enabled(),
-            torch.get_default_dtype(), stream,
+            torch.get_default_dtype(), torch.get_default_device(), stream,
         )  # fmt: skip
 
     def set(self) -> None:
@@ -48,6 +49,8 @@ class Modes(NamedTuple):
             torch.set_autocast_dtype(kind, dtype)
         torch.set_autocast_cache_enabled(self.cache)
         torch.set_default_dtype(self.dtype)
+        if torch.get_default_device() != self.device:
+            torch.set_default_device(self.device)
         if self.stream is not None:
             torch.cuda.set_stream(self.stream)  # and its device
 

@@ -352,6 +352,26 @@ def test_validate_test_and_predict(store, tmp_path):
     assert equal(*seen)
 
 
+@pytest.mark.parametrize("store", STORES)
+def test_after_a_failure_the_module_has_its_weights(store, tmp_path):
+    class Fails(nn.Tanh):
+        left = 17
+
+        def forward(self, x):
+            Fails.left -= 1
+            if not Fails.left:
+                raise OSError("mine")
+            return super().forward(x)
+
+    model = nn.Sequential(*network(), Fails())
+    module, before = Regression(model), weights(model)
+    with pytest.raises(RuntimeError, match="stage 5 .* the forward failed: mine"):
+        trainer(strategy("pb", store=STORES[store](tmp_path))).fit(module, loader())
+    found = weights(module)
+    assert torch.isfinite(found).all() and not torch.equal(found, before)
+    fitted(STORES[store](tmp_path))  # its folder is free again
+
+
 # -- the monitor -------------------------------------------------------------------------------------------------------
 
 
@@ -415,8 +435,11 @@ def test_fused_without_support(tmp_path):
         def configure_optimizers(self):
             return torch.optim.Rprop(self.parameters())
 
-    with pytest.raises(ValueError, match="fused=True: Rprop of stage 0 .* has no fused implementation"):
-        fitted(HostStore(fused=True), module=Rprop)
+    for store in (HostStore(fused=True), DiskStore(tmp_path, fused=True)):
+        module = Rprop()
+        with pytest.raises(ValueError, match="fused=True: Rprop of stage 0 .* has no fused implementation"):
+            trainer(strategy(store=store)).fit(module, loader())
+        assert torch.equal(weights(module), weights(Rprop()))
 
 
 def test_fused_stays_so_when_rates_change():
