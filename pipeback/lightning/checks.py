@@ -47,7 +47,9 @@ def options(method: str | Method, size: int | None, drain: str) -> None:
 def store(given: str | Store | None, rank: int = 0, ranks: int = 1) -> Store | None:
     """The store of this rank. A checkpoint of Lightning says where to go on, so no version in a folder is taken up."""
     if not isinstance(given, (str, Store, type(None))):
-        raise TypeError(f"store must be None, 'host', 'disk:FOLDER' or a pipeback.Store, but is {type(given).__name__}")
+        raise TypeError(
+            f"store must be None, 'host', 'disk:FOLDER', a HostStore or a DiskStore, but is {type(given).__name__}"
+        )
     found = disk.create(given)
     if not isinstance(found, DiskStore):
         return found

@@ -81,7 +81,7 @@ class Fit:
         streamed = {} if self.store is None else {"store": self.store, "device": trainer.strategy.root_device}
         self.pipe = self._pipeline(optimizer=self.twins, method=method, clip_norm=norm, clip_value=value, **streamed)
         self.update = (batches, per_batch)
-        if self.visits is not None and not self.pipe.ranks.several:
+        if self.visits is not None:
             self.visits.stream(self._present)
 
     def _pipeline(self, **options: Any) -> Pipeline:
@@ -205,8 +205,9 @@ class Fit:
                     return self._handed_over(len(calls))
                 self._outputs = outputs
                 for n, call in enumerate(calls):
+                    self._output = outputs[n]
                     run(n, outputs[n])
-                    self._output, output = outputs[n], call.result
+                    output = call.result
                     self._check_output(output)
                     losses.append(_loss(output).detach())
                     if n + 1 < len(calls):

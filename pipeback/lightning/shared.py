@@ -45,11 +45,7 @@ class Shared(Fit):
 
     def _pipeline(self, **options: Any) -> Pipeline:
         self._clip = options["clip_norm"], options["clip_value"]
-        if self.visits is not None:
-            self.visits.end()  # what is copied has its own forward
         hollow = self._hollow = Hollow(self.found, self.module)
-        if self.visits is not None:
-            self.visits.begin()
         for stage in hollow.stages:
             self._turns.guard(stage)
         whole = as_written(hollow.copy, hollow.stages)

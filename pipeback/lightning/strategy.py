@@ -100,7 +100,7 @@ class PipelineStrategy(Place):
         checks.options(method, micro_batch_size, drain)
         self.method, self.micro_batch_size, self.stages, self.module = method, micro_batch_size, stages, module
         checks.store(store)
-        self.drain_at, self.store = drain, store
+        self.drain_at, self.store = drain, None if store == "device" else store
         self._visits: Visits | None = None
         self._fit: Fit | None = None
         self._together: Together | None = None
@@ -141,7 +141,7 @@ class PipelineStrategy(Place):
             checks.trainer(trainer, module, self.precision_plugin, self.several, store is not None)
             found = self._find(module)
         super().setup(trainer)
-        if self.store not in (None, "device") and (self.root_device.type != "cpu" or (fitting and not self.several)):
+        if self._keeps_home and (fitting or self.root_device.type != "cpu"):
             self._visits = Visits(self._find(module), self.root_device)
         if fitting:
             (optimizer,) = self.optimizers
@@ -177,8 +177,15 @@ class PipelineStrategy(Place):
         """The module, but for stages that live in a store."""
         module = self.lightning_module
         assert module is not None
-        with nullcontext() if self.store in (None, "device") else staying(self._find(module).module):
+        with staying(self._find(module).module) if self._keeps_home else nullcontext():
             super().model_to_device()
+
+    @property
+    def _keeps_home(self) -> bool:
+        """Whether the stages stay in host memory all the time. Over several devices each takes its own from its device:
+        the first micro-batch is rehearsed where it will be computed.
+        """
+        return self.store is not None and not self.several
 
     def _facts(self) -> dict[str, Any]:
         """What all ranks must have been given alike, and the pipeline does not know."""

@@ -23,10 +23,7 @@ class Visits:
         self.found, self.device = found, device
         self.bring: Callable[[int], AbstractContextManager[Any]] = self._carried
         self.stored = False  # the pipeline brings it
-        self.begin()
-
-    def begin(self) -> None:
-        self.found.module.forward = self._forward
+        found.module.forward = self._forward
 
     def end(self) -> None:
         """The model's own forward again."""

@@ -423,7 +423,7 @@ def refused(message, store, error=(ValueError, TypeError), **options):
 
 def test_bad_stores(tmp_path):
     refused("store='hots' is unknown; give None, 'host', 'disk:FOLDER'", "hots")
-    refused("store must be None, 'host', 'disk:FOLDER' or a pipeback.Store, but is int", 3)
+    refused("store must be None, 'host', 'disk:FOLDER', a HostStore or a DiskStore, but is int", 3)
     committed = DiskStore(tmp_path / "own")
     fitted(committed)
     refused("own holds a committed version .*give fit a checkpoint", f"disk:{tmp_path / 'own'}")
@@ -540,3 +540,43 @@ def test_devices_stream_their_own_stages(case, tmp_path, crew):
         assert equal(one["optimizer_states"], two["optimizer_states"])
         if case == "gpipe, slices":
             assert traffic.fetches <= 24 * 2 * STAGES
+
+
+class Early(Regression):
+    """Asks the model before it trains it, or after it."""
+
+    late = False
+
+    def look(self, x):
+        self.model.eval()
+        with torch.no_grad():
+            self.log("seen", self.model(x).sum())
+        self.model.train()
+
+    def training_step(self, batch, batch_idx):
+        if not self.late:
+            self.look(batch[0])
+        loss = super().training_step(batch, batch_idx)
+        if self.late:
+            self.look(batch[0])
+        return loss
+
+
+class Late(Early):
+    late = True
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_devices_and_a_call_without_gradients(crew):
+    options = dict(method="gpipe", given={"micro_batch_size": 1, "store": "host"})
+    for module in (Early, Late):
+        wanted = ranks.result(devices=1, module=module, **options)
+        resident = ranks.result(devices=1, module=module, **{**options, "given": {"micro_batch_size": 1}})
+        assert ranks.differences(wanted, resident) == []
+        crew.ranks(2).start(ranks.result, devices=2, module=module, **options)
+        for rank, found in enumerate(crew.results()):
+            if module is Early:
+                assert ranks.differences(found, wanted) == [], rank
+            else:
+                assert isinstance(found, RuntimeError) and "call it before" in str(found)
+    crew.again()
