@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -42,6 +42,7 @@ class Holding:
         self.store, self.sparsity, self.skip_zeros = store, sparsity, skip_zeros
         self.workers = ranks.count if ranks.several else workers or 1
         self.stages = everywhere[0]
+        self.compute: torch.device | None = None  # where stages of a store compute; None: where their module is
         self.seconds = [1.0] * len(self.stages)  # of F and B of each stage, once measured
         self.owner: list[int] | None = None  # over processes, once each holds its own stages only
 
@@ -102,6 +103,19 @@ class Holding:
         with self.present(stage):
             return {name: value.detach().to("cpu", copy=True) for name, value in stage.module.state_dict().items()}
 
+    @contextmanager
+    def shown(self, *, changes: bool = False) -> Iterator[None]:
+        """The time in which the parameters of stages in a store show what is there; nothing is on the device."""
+        with ExitStack() as stack:
+            for stage in self.mine:
+                if stage.slot is not None and stage.home is not None:
+                    stack.enter_context(self.opened(stage, changes=changes))
+                    dense = stage.home.views if stage.sparse is None else stage.sparse.dense(stage)
+                    stack.enter_context(stage.slot.showing(dense))
+                    if changes and stage.sparse is not None:
+                        stack.callback(stage.sparse.gather_into, stage, dense)
+            yield
+
     def share_out(self, *, values: bool) -> None:
         """Over processes: keep the own stages only. values: those of a meta model that come anew get theirs."""
         if not self.ranks.several:
@@ -130,6 +144,6 @@ class Holding:
             if not stage.here:
                 self.initialise(stage)
             if self.store is not None and stage.slot is None:
-                device = stage.device or torch.device(self.device)
+                device = self.compute or stage.device or torch.device(self.device)
                 which = sparse[stage.replica][stage.index] if sparse else None
                 self.store.hold(stage, self.method, device, which)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -37,6 +37,7 @@ class Loop:
         self.worker, self.order, self.method, self.replica, self.owner = worker, order, method, replica, owner
         self.at_once = at_once
         self.fresh = True  # the next micro-batch begins the schedule anew
+        self.pushed = 1  # micro-batches that it was begun for
         self._waves: Iterator[Wave] = iter(())  # what may still be done, from the updates that are due on
 
     def push(self, batches: Sequence[Batch], options: Options) -> None:
@@ -72,46 +73,78 @@ class Loop:
             self.worker.settle()
             self.fresh = True
 
-    # -- a micro-batch in three parts, for a loss that is computed outside -----------------------------------------
+    # -- micro-batches in three parts, for a loss that is computed outside -----------------------------------------
 
-    def forward(self, x: Value, options: Options, expected: int) -> None:
-        """F of the next micro-batch at every stage.
+    def forward(self, xs: Sequence[Value], options: Options, expected: int) -> None:
+        """F of the next micro-batches at every stage; of several, all at one stage before any at the next.
 
-        The order hears of it with the backward, so that it may be forgotten. Nothing can come before these forwards:
-        all that was allowed before has been done, and a stage downstream waits for them.
+        The order hears of them with the backward, so that they may be forgotten. Nothing can come before these
+        forwards: all that was allowed before has been done, and a stage downstream waits for them.
         """
         self.settle()
         if self.fresh:
             self._begin(expected)
-        worker, i = self.worker, self.order.arrived
-        worker.options[i] = options
-        worker.link.enter(i, x, None)
-        if 0 in worker.stages:
-            worker.link.send("F", 0, i, x)
-        worker.run([Wave("F", [(s, i) for s in range(worker.count)])])
+        worker, count = self.worker, self.worker.count
+        mbs = range(self.order.arrived, self.order.arrived + len(xs))
+        for i, x in zip(mbs, xs, strict=True):
+            worker.options[i] = options
+            worker.link.enter(i, x, None)
+            if 0 in worker.stages:
+                worker.link.send("F", 0, i, x)
+        if len(xs) == 1:
+            worker.run([Wave("F", [(s, mbs[0]) for s in range(count)])])
+        else:
+            worker.run([Wave("F", [(s, i)]) for s in range(count) for i in mbs])
 
-    def forget(self) -> None:
-        """The micro-batch that has just gone forward gets no backward."""
+    def forget(self, which: Collection[int], of: int) -> None:
+        """Some of the `of` micro-batches that have just gone forward get no backward; those after them move up."""
+        first = self.order.arrived
         for stage in self.worker.stages.values():
-            stage.flights.pop(self.order.arrived, None)
+            flights = [stage.flights.pop(first + n) for n in range(of)]
+            kept = [flight for n, flight in enumerate(flights) if n not in which]
+            stage.flights.update(enumerate(kept, first))
 
-    def backward(self, gradient: Value) -> None:
+    def backward(self, gradients: Sequence[Value]) -> None:
         """The backwards that may be done now; the updates that follow are left to `settle`."""
-        worker, i = self.worker, self.order.arrived
-        if worker.count - 1 in worker.stages:
-            worker.link.send("B", worker.count - 1, i, gradient)
-        waves = self.order.advance(i + 1)
-        done: list[tuple[str, int]] = []
-        while len(done) < worker.count:
-            kind, ops = next(waves, Wave("U", [(-1, i)] * worker.count))
-            done += [(kind, s) for s, _ in ops]
-        if sorted(done) != [("F", s) for s in range(worker.count)]:
-            raise RuntimeError(f"the schedule holds micro-batch {i} back; a forward must not wait for later arrivals")
-        for wave in waves:
-            if wave.kind == "U":
-                self._waves = chain([wave], waves)
-                break
-            worker.run([wave])
+        worker, first = self.worker, self.order.arrived
+        last = worker.count - 1
+        for i, gradient in enumerate(gradients, first):
+            if last in worker.stages:
+                worker.link.send("B", last, i, gradient)
+        waves = self.order.advance(first + len(gradients))
+        then = self._without_forwards(waves, first, len(gradients))
+        if len(gradients) > 1:
+            # all forwards have been done: a stage can do all its backwards at once
+            then = sorted((Wave(kind, [op]) for kind, ops in chain(then, waves) for op in ops), key=_downstream_first)
+        rest = chain(then, waves)
+
+        def up_to_an_update() -> Iterator[Wave]:
+            for wave in rest:
+                if wave.kind == "U":
+                    self._waves = chain([wave], rest)
+                    return
+                yield wave
+
+        worker.run(up_to_an_update())
+
+    def _without_forwards(self, waves: Iterator[Wave], first: int, count: int) -> list[Wave]:
+        """Take the forwards of these micro-batches, which have been done, from the waves; returns what was between."""
+        undone = {(s, i) for s in range(self.worker.count) for i in range(first, first + count)}
+        between = []
+        while undone:
+            kind, ops = next(waves, Wave("U", []))
+            others = [op for op in ops if kind != "F" or op not in undone]
+            if kind == "F":
+                undone.difference_update(ops)
+            early = kind == "U" and {s for s, _ in others} & {s for s, _ in undone}
+            if not ops or early:
+                i = min(i for _, i in undone)
+                raise RuntimeError(
+                    f"the schedule holds micro-batch {i} back; a forward must not wait for later arrivals"
+                )
+            if others:
+                between.append(Wave(kind, others))
+        return between
 
     def settle(self) -> None:
         """Do all that may be done."""
@@ -126,6 +159,7 @@ class Loop:
 
     def _begin(self, pushed: int) -> None:
         order, worker = self.order, self.worker
+        self.pushed = pushed
         order.restart(self._schedule(pushed))
         worker.start, worker.base = order.arrived, next(iter(worker.stages.values())).version
         worker.entered = worker.base
@@ -158,6 +192,7 @@ class Loop:
         return {
             "order": self.order.state(),
             "fresh": self.fresh,
+            "pushed": self.pushed,
             "start": worker.start,
             "base": worker.base,
             "entered": worker.entered,
@@ -169,13 +204,18 @@ class Loop:
     def resume(self, saved: dict[str, Any], messages: Messages, options: dict[int, Options]) -> None:
         """Stand where `progress` was taken, with what all workers remembered."""
         worker = self.worker
-        self.order.resume(self.method.schedule_at(saved["order"]["start"], 1), saved["order"])
+        self.pushed = saved.get("pushed", 1)
+        self.order.resume(self.method.schedule_at(saved["order"]["start"], self.pushed), saved["order"])
         self.fresh, worker.start, worker.base = saved["fresh"], saved["start"], saved["base"]
         worker.entered = saved["entered"]
         worker.entries = {int(i): v for i, v in saved["entries"].items()}
         worker.options = {int(i): options[n] for i, n in saved["options"].items()}
         worker.sizes = {int(i): n for i, n in saved["sizes"].items()}
         worker.link.box.update({name: m for name, m in messages.items() if name[1] in worker.stages})
+
+
+def _downstream_first(wave: Wave) -> int:
+    return -wave.ops[0][0]
 
 
 def together(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:

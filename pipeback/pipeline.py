@@ -44,6 +44,7 @@ from pipeback.ranks import Alone, Ranks
 from pipeback.recording import Recording
 from pipeback.rehearsal import rehearse, rehearse_shape
 from pipeback.runtime import Inline, Runtime
+from pipeback.schedules import flush
 from pipeback.sparsity import Sparsity
 from pipeback.stage import OptimizerFactory, Stage, Value, evaluate
 from pipeback.starting import Setting, start
@@ -81,7 +82,8 @@ class Pipeline:
     link        how ranks exchange tensors: "auto", "shared_memory", "gloo" or "nccl"
     init        gives a module from the meta device its values: a function of the module, or the path of safetensors
                 files with the weights; None: `reset_parameters` of its layers
-    device      where stages from the meta device go; None: this rank's accelerator under NCCL, else the CPU
+    device      where stages from the meta device go; None: this rank's accelerator under NCCL, else the CPU. With a
+                store, where all stages compute; None: on the device of their module
     store       None: weights stay on the device of their module; "host": weights, gradients and optimizer state live in
                 host memory, and a stage's weights come to the device when they are needed; or a `Store`
     sparsity    a name of `pipeback.sparsities.available()` or a `Sparsity`: most weights are zero, and neither stored,
@@ -188,6 +190,7 @@ class Pipeline:
             self._holding = Holding(
                 [self._stages], self.method, self.ranks, workers, init, where, home, policy, skip_zeros
             )
+            self._holding.compute = None if device is None else torch.device(device)
             if not self.ranks.several:
                 for replica in range(1, self.replicas):
                     twin = [part._replace(module=copy.deepcopy(part.module)) for part in parts]
@@ -207,7 +210,9 @@ class Pipeline:
         self._warn = weight_functions == "warn"
         self._modes: list[bool] = []  # training mode of every stage when it was rehearsed
         self._clock = clocks.Reading(0.0)
-        self._tracing = self._ahead = False  # whether a micro-batch has gone forward and not backward
+        self._tracing = False
+        self._ahead = 0  # micro-batches that have gone forward and not backward, their loss being computed outside
+        self._begun, self._expected = 0, 1  # of those, how many since the schedule began; and how many it was begun for
         self._lock = threading.RLock()  # one caller at a time
         self._pushed = (0, 0)  # micro-batches of the last push, and samples of its first one
         self._affordable = 0  # micro-batches of a push that are known to fit the store's budgets
@@ -269,16 +274,44 @@ class Pipeline:
         processes the last rank gets the output, and the others None at once.
         expected: micro-batches until the next `step`, for methods that flush once a push; more than come is no harm.
         """
+        (output,) = self.forward_many([x], expected=expected)
+        return output
+
+    def forward_many(self, xs: Sequence[Value], *, expected: int = 1) -> list[Value]:
+        """F of several micro-batches, all at one stage before any at the next: a streamed stage comes once.
+
+        They must lie in one flush, which `together` says. Returns the output of each, as `forward` does; give
+        `backward_many` their gradients.
+        """
         with self._lock, torch.enable_grad():
             self._one_by_one()
-            runtime = self._ready(micro_batches(x, None, None), expected)
+            if not xs or not self.together(len(xs), expected=expected):
+                raise ValueError(
+                    f"{len(xs)} micro-batches do not lie in one flush of {self.method!r}; call forward and backward "
+                    "for one after the other"
+                )
+            runtime = self._ready([batch for x in xs for batch in micro_batches(x, None, None)], expected)
             assert isinstance(runtime, (Inline, Processes))
-            output = self._do(partial(runtime.forward, self._arrived, x, self._options, expected))
-            self._ahead = True
-            for part in output if isinstance(output, tuple) else (output,):
-                if isinstance(part, Tensor) and (part.is_floating_point() or part.is_complex()):
-                    part.requires_grad_()
-            return output
+            if not self._begun:
+                self._expected = expected
+            outputs: list[Value] = self._do(partial(runtime.forward, self._arrived, xs, self._options, expected))
+            self._ahead = len(xs)
+            for output in outputs:
+                for part in output if isinstance(output, tuple) else (output,):
+                    if isinstance(part, Tensor) and (part.is_floating_point() or part.is_complex()):
+                        part.requires_grad_()
+            return outputs
+
+    def together(self, count: int, *, expected: int = 1) -> bool:
+        """Whether the next `count` micro-batches may all go forward before one goes backward: no update lies between.
+
+        expected: as `forward` will be given it.
+        """
+        if count == 1 or any(self.method.delays(2)):
+            return count == 1
+        pushed = self._expected if self._begun else expected
+        every = flush(self.method.schedule_at(self._arrived, pushed))
+        return self._begun % every + count <= every
 
     def backward(self, gradient: Value = None) -> None:
         """B, wherever it may be done now, once the loss's gradient with respect to the output of `forward` is known.
@@ -287,20 +320,40 @@ class Pipeline:
         this makes due come with `step`, the next `forward`, or whatever quiesces the pipeline. Over processes the last
         rank gives the gradient, the others call it with None.
         """
+        self._backward([gradient])
+
+    def backward_many(self, gradients: Sequence[Value]) -> None:
+        """`backward` for the micro-batches of `forward_many`: all of them at one stage before any at the one before.
+
+        gradients: one a micro-batch, in their order. One that is None (a tuple of Nones) lets its micro-batch fall, but
+        over processes, where ranks without the loss give Nones.
+        """
+        self._backward(gradients, forget=not self.ranks.several)
+
+    def _backward(self, gradients: Sequence[Value], forget: bool = False) -> None:
         with self._lock, torch.enable_grad():
             runtime = self._went_ahead("backward")
-            self._arrived += 1
-            self._ahead = False
-            self._do(partial(runtime.backward, gradient))
+            if len(gradients) != self._ahead:
+                raise ValueError(f"backward was given {len(gradients)} gradients, but forward {self._ahead} inputs")
+            ahead, self._ahead = self._ahead, 0
+            nothing = [n for n, g in enumerate(gradients) if forget and _nothing(g)]
+            if nothing:
+                assert isinstance(runtime, Inline)
+                runtime.loop.forget(nothing, ahead)
+                gradients = [g for g in gradients if not _nothing(g)]
+            if gradients:
+                self._arrived += len(gradients)
+                self._begun += len(gradients)
+                self._do(partial(runtime.backward, gradients))
 
     def forget(self) -> None:
-        """Let the micro-batch of the last `forward` fall: no stage will see a backward or an update of it."""
+        """Let what the last `forward` was given fall: no stage will see a backward or an update of it."""
         with self._lock:
             runtime = self._went_ahead("forget")
             if isinstance(runtime, Processes):
                 raise RuntimeError("forget: the other ranks are ahead already; give backward a gradient of zeros")
-            runtime.loop.forget()
-            self._ahead = False
+            ahead, self._ahead = self._ahead, 0
+            runtime.loop.forget(range(ahead), ahead)
 
     def step(self) -> None:
         """Do the updates that are due. A method that flushes once a push ends its flush here, as after a push."""
@@ -308,6 +361,7 @@ class Pipeline:
             self._open()
             if isinstance(self._runtime, (Inline, Processes)):
                 self._do(partial(self._runtime.step, self.method.flush_each_push))
+                self._begun = 0 if self.method.flush_each_push else self._begun
                 self._commit_if_due()
 
     def _one_by_one(self) -> None:
@@ -361,6 +415,7 @@ class Pipeline:
             self._open()
             if self._runtime is not None:
                 self._do(self._runtime.drain)
+                self._begun = 0
                 self._commit_if_due()
 
     def evaluate(self, x: Value) -> Any:
@@ -380,6 +435,33 @@ class Pipeline:
             with self._holding.present(stage):
                 value = evaluate([stage], value)
         return value
+
+    @contextmanager
+    def present(self, stage: int) -> Iterator[None]:
+        """Meanwhile a stage's parameters hold its newest weights where it computes, to be read only.
+
+        Stages that live in a store are elsewhere between two pushes. Over processes: a stage that this rank holds.
+        """
+        with self._lock, torch.no_grad():
+            self.wait()
+            with self._holding.present(self._stages[stage]):
+                yield
+
+    @contextmanager
+    def shown(self, *, changes: bool = False) -> Iterator[None]:
+        """Meanwhile all parameters hold the newest weights, in host memory where a store has them, optimizer state too.
+
+        changes: what is written there is kept. With a disk store all of it must fit, and is gone afterwards: copy it.
+        Over processes: of the stages that this rank holds.
+        """
+        with self._lock:
+            if self._error is None:
+                self.wait()
+            for loop in self._loops() if self._error is not None else ():
+                with suppress(Exception):  # whatever it is, the error before it is the one to be told
+                    loop.worker.residence.rest()
+            with self._holding.shown(changes=changes):
+                yield
 
     def close(self) -> None:
         """Stop the worker threads, if any; what is in flight is lost. Over processes this rank leaves the pipeline.
@@ -585,6 +667,7 @@ class Pipeline:
             loop.worker.watch = self._watch
             if self._watch is not None:
                 self._watch.first = min(loop.worker.stages)
+                self._watch.newest = loop.worker.residence.newest
 
     def clip(self, norm: float | None = None, value: float | None = None) -> None:
         """Clip the updates that come otherwise than the pipeline was built to; those that are due are such."""
@@ -717,6 +800,9 @@ class Pipeline:
             assert self._runtime is not None
             for loop in self._runtime.loops:
                 loop.resume(plain["loops"][loop.replica], messages.get(loop.replica, {}), options)
+        places = [place for place in plain["loops"][:1] if not place["fresh"]]
+        self._begun = sum(self._arrived - place["order"]["start"] for place in places)
+        self._expected = sum(place.get("pushed", 1) for place in places)
 
     # -- inside --------------------------------------------------------------------------------------------------
 
@@ -813,6 +899,10 @@ def _closing(store: Store | None) -> Iterator[None]:
 def _end(runtime: Runtime, ranks: Ranks | Alone) -> None:
     runtime.close()
     ranks.leave()
+
+
+def _nothing(gradient: Value) -> bool:
+    return gradient is None or (isinstance(gradient, tuple) and all(part is None for part in gradient))
 
 
 def _clip(loop: Loop, norm: float | None, value: float | None) -> None:

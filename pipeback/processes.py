@@ -78,17 +78,17 @@ class Processes:
         self.tell(lambda loop: loop.push(batches, options))
         return lambda sizes: LazyLoss(lambda: mean([self._result(f, "a loss") for f in futures], sizes))
 
-    def forward(self, mb: int, x: Value, options: Options, expected: int) -> Value:
-        """F of a micro-batch whose loss is computed outside; its output on the last rank, None elsewhere."""
-        self.ranks.health.pushed = mb + 1
-        output: Future[Any] = Future()
+    def forward(self, mb: int, xs: Sequence[Value], options: Options, expected: int) -> list[Value]:
+        """F of micro-batches whose loss is computed outside; their outputs on the last rank, None elsewhere."""
+        self.ranks.health.pushed = mb + len(xs)
+        outputs: list[Future[Any]] = [Future() for _ in xs]
         if self.last:
-            self.thread.futures[mb] = output
-        self.tell(lambda loop: loop.forward(x, options, expected))
-        return self._result(output, "the output") if self.last else None
+            self.thread.futures.update(enumerate(outputs, mb))
+        self.tell(lambda loop: loop.forward(xs, options, expected))
+        return [self._result(output, "the output") if self.last else None for output in outputs]
 
-    def backward(self, gradient: Value) -> None:
-        self.tell(lambda loop: loop.backward(gradient))
+    def backward(self, gradients: Sequence[Value]) -> None:
+        self.tell(lambda loop: loop.backward(gradients))
 
     def step(self, flush: bool) -> None:
         """Do what is due, and with it end a flush; returns at once."""

@@ -6,6 +6,7 @@ The graphs refer to the storage of the live weights, so other weights are put th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -44,6 +45,7 @@ class Residence(Protocol):
     def update(self, stages: Sequence[Stage], make: Callable[[Sequence[Sums]], None]) -> None: ...
     def ready(self, kind: Kind, stage: int, mb: int) -> None: ...
     def record(self, on: bool) -> None: ...
+    def newest(self, stage: Stage) -> AbstractContextManager[None]: ...
     def rest(self) -> None: ...
     def close(self) -> None: ...
 
@@ -139,6 +141,10 @@ class Resident:
 
     def record(self, on: bool) -> None:
         """There is nothing to measure."""
+
+    def newest(self, stage: Stage) -> AbstractContextManager[None]:
+        """The time in which `stage.weights` are the newest, and can be read: always."""
+        return nullcontext()
 
     def rest(self) -> None:
         """Nothing is ever under way."""

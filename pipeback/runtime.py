@@ -57,12 +57,12 @@ class Inline:
         losses = [self.losses.pop(i) for i in wanted]
         return lambda sizes: mean(losses, sizes)
 
-    def forward(self, mb: int, x: Value, options: Options, expected: int) -> Value:
-        self.loop.forward(x, options, expected)
-        return self.losses.pop(mb)
+    def forward(self, mb: int, xs: Sequence[Value], options: Options, expected: int) -> list[Value]:
+        self.loop.forward(xs, options, expected)
+        return [self.losses.pop(i) for i in range(mb, mb + len(xs))]
 
-    def backward(self, gradient: Value) -> None:
-        self.loop.backward(gradient)
+    def backward(self, gradients: Sequence[Value]) -> None:
+        self.loop.backward(gradients)
 
     def step(self, flush: bool) -> None:
         self.loop.drain() if flush else self.loop.settle()

@@ -6,7 +6,8 @@ whatever was brought for it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +51,18 @@ class Slot:
             skipping.leave()
         self.flat.empty()
         self.content = None
+
+    @contextmanager
+    def showing(self, values: Sequence[Tensor]) -> Iterator[None]:
+        """The time in which the parameters show these."""
+        before = [p.data for p in self.params]
+        for p, value in zip(self.params, values, strict=True):
+            p.data = value
+        try:
+            yield
+        finally:
+            for p, value in zip(self.params, before, strict=True):
+                p.data = value
 
     def intact(self) -> bool:
         """Whether every parameter is where the slot has put it."""

@@ -70,6 +70,25 @@ class Sparse:
                 found[n] = Skipping(layers[id(p)], lambda: self.policy.dense_gradient(stage.version + 1))
         return found
 
+    def dense(self, stage: Stage) -> list[Tensor]:
+        """All parameters of the stage as they are on a device: zeros where nothing survives."""
+        assert stage.home is not None and stage.slot is not None
+        indices, found = iter(self.packed), []
+        for p, view in zip(stage.slot.params, stage.home.views, strict=True):
+            index = next(indices) if p.requires_grad else None
+            like = view if index is None else scatter(view, unpack(index), view.new_empty(p.shape))
+            found.append(like)
+        return found
+
+    def gather_into(self, stage: Stage, dense: Sequence[Tensor]) -> None:
+        """Take the survivors of what `dense` gave, which somebody has written, for the weights."""
+        assert stage.home is not None and stage.slot is not None
+        indices = iter(self.packed)
+        for p, view, value in zip(stage.slot.params, stage.home.views, dense, strict=True):
+            index = next(indices) if p.requires_grad else None
+            if index is not None:
+                view.copy_(gather(value, unpack(index)))
+
     def bytes(self, packed: Packed) -> int:
         """Bytes of an index, as it travels."""
         return sum(index.numel() for index in packed if index is not None)

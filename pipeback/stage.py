@@ -170,6 +170,10 @@ class Stage:
                 torch.utils.swap_tensors(w, nn.Parameter(view))
         self.weights.forget()
 
+    def live(self) -> Weights:
+        """What F or B runs on while it does: the weights, or what a store has put at the stage's slot."""
+        return self.weights if self.slot is None else [p.data for p in self.params]
+
     def named(self) -> dict[str, Tensor]:
         """The newest parameters by name, wherever they live."""
         mine: dict[str, Tensor] = dict(self.module.named_parameters())
@@ -179,10 +183,6 @@ class Stage:
         """The names of the weights of which only some entries survive."""
         names = [name for name, p in self.module.named_parameters() if p.requires_grad]
         return [] if self.sparse is None else [names[n] for n in self.sparse.numbers]
-
-    def placed(self) -> Weights:
-        """The weights as they lie on the device, where F and B run on them."""
-        return self.weights if self.slot is None else [p.data for p in self.params]
 
     def grads(self) -> Sequence[Tensor | None]:
         """The sums of gradients for the coming update."""

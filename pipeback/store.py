@@ -46,6 +46,8 @@ class Store:
 
         sparse: chooses which of the weights survive.
         """
+        if self.fused:
+            _fuse(stage)  # or nothing is moved
         params = list(stage.module.parameters())
         mine = [p.detach() for p in stage.params]
         if sparse is not None:
@@ -63,8 +65,6 @@ class Store:
         if sparse is not None:
             slot.skipping = sparse.skipping(stage, device)
         stage.move_home(home, slot, method)
-        if self.fused:
-            _fuse(stage)
 
     def where(self, device: torch.device) -> torch.device:
         """Where the weights of a stage that computes on `device` live."""

@@ -25,7 +25,7 @@ from pipeback.events import Kind, Op
 from pipeback.method import Method, Past, Shift, overrides
 from pipeback.order import Ops, Wave
 from pipeback.packed import scatter, unpack
-from pipeback.residence import Ask, Asked
+from pipeback.residence import Ask, Asked, forget_casts
 from pipeback.slot import Pool, Slot
 from pipeback.stage import Stage, Sums
 from pipeback.store import Store, lay
@@ -44,6 +44,11 @@ class Traffic(NamedTuple):
     peak_bytes: int = 0  # bytes of weights on the device at most
     read: int = 0  # bytes read from files
     written: int = 0  # bytes written to files
+
+    def since(self, before: Traffic) -> Traffic:
+        """What has come to it since; peaks are of all the time."""
+        more = {name: getattr(self, name) - getattr(before, name) for name in Traffic._fields if "peak" not in name}
+        return self._replace(**more)
 
 
 def together(parts: Iterable[Traffic]) -> Traffic:
@@ -147,6 +152,7 @@ class Streaming:
             flight.version, flight.owned = held[0].version, held[0].owned
             if flight.owned is not None:
                 self.store.put(self.stages[s])
+        forget_casts()
 
     def backward(self, ops: Ops) -> tuple[list[Brought], dict[int, int]]:
         """Bring what this backward runs on, and the sums of gradients that it adds to."""
@@ -192,6 +198,16 @@ class Streaming:
         if on:
             self.moves = []
         self._recording = on
+
+    @contextmanager
+    def newest(self, stage: Stage) -> Iterator[None]:
+        """The time in which `stage.weights` are the newest, and can be read."""
+        update = self._updates.get(stage.index)
+        if update is not None:
+            with self._stalling():
+                update.result()
+        with self.store.opened(stage):
+            yield
 
     def rest(self) -> None:
         """Nothing is under way and nothing on the device: all weights are in the store; raises what has failed."""
@@ -310,7 +326,7 @@ class Streaming:
         """Weights that are in host memory, shifted there or on the way."""
         if isinstance(chosen, Shift) and slot.device.type == "cpu" and stage.sparse is None:
             sent = lay(stage, slot, stage.weights, version)
-            _shift(stage.placed(), chosen)
+            _shift(stage.live(), chosen)
         elif isinstance(chosen, Shift):
             shifted = [w.detach().clone() for w in stage.weights]
             _shift(shifted, chosen)

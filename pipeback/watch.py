@@ -2,13 +2,15 @@
 
     gap_s = ‖w_now − w_used‖    w_used what F(i) ran on, predictions included; w_now the newest weights when B(i) comes
 
-It keeps a copy of w_used from F to B, so a watched pipeline holds one copy of the weights more. It changes no bit.
+It keeps a copy of w_used from F to B, so a watched pipeline holds one copy of the weights more, in host
+memory where they live in a store. It changes no bit.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -31,6 +33,8 @@ class Watch:
         self.gap, self.update, self.delay = [nan] * stages, [nan] * stages, [nan] * stages
         self._clips: list[list[Tensor]] = [[] for _ in range(stages)]
         self._updates = [0] * stages
+        # the time in which a stage's newest weights can be read
+        self.newest: Callable[[Stage], AbstractContextManager[None]] = lambda stage: nullcontext()
         self._follow = False
         self._mb = -1
         self._used: dict[int, tuple[int, Weights]] = {}  # version and weights of F, by stage
@@ -62,14 +66,17 @@ class Watch:
             if self._follow and stage.index == self.first:
                 self._follow, self._mb = False, mb
             if mb == self._mb:
-                self._used[stage.index] = stage.version, [w.detach().clone() for w in stage.weights]
+                used = [w.detach() for w in stage.live()]
+                copies = [w.clone() for w in used] if stage.slot is None else [w.to("cpu", copy=True) for w in used]
+                self._used[stage.index] = stage.version, copies
 
     def backward(self, ops: Sequence[tuple[Stage, int]]) -> None:
         for stage, mb in ops:
             if mb == self._mb and stage.index in self._used:
                 version, used = self._used.pop(stage.index)
                 self.delay[stage.index] = stage.version - version
-                self.gap[stage.index] = _distance(stage.weights, used)
+                with self.newest(stage):
+                    self.gap[stage.index] = _distance(stage.weights, used)
 
     def before_update(self, stage: Stage, clipped: Tensor | None) -> None:
         self._updates[stage.index] += 1

@@ -154,3 +154,80 @@ def test_options_that_need_the_loss_inside(option):
 def test_forward_needs_the_loss_outside():
     with pytest.raises(RuntimeError, match="this one has a loss: call push"):
         pipeline(network(), "pb").forward(data(1)[0][0])
+
+
+# -- several micro-batches at once -----------------------------------------------------------------------------------
+
+
+def train_together(pipe, batches, count, expected):
+    losses = []
+    for begin in range(0, len(batches), count):
+        some = batches[begin : begin + count]
+        outputs = pipe.forward_many([x for x, _ in some], expected=expected)
+        for output, (_, y) in zip(outputs, some, strict=True):
+            losses.append(mse_loss(output, y))
+            losses[-1].backward()
+        pipe.backward_many([output.grad for output in outputs])
+        pipe.step()
+    return torch.stack(losses).detach()
+
+
+@pytest.mark.parametrize("store", [None, "host"])
+@pytest.mark.parametrize(("case", "count"), [("gpipe", 4), ("one_f_one_b", 4), ("gpipe-4", 4), ("one_f_one_b-3", 3)])
+def test_many_at_once_are_one_after_the_other(case, count, store):
+    batches = data(24)
+    one, many = outside(case), outside(case, store=store)
+    expected = torch.stack(train_flushes(one, batches, count))
+    assert torch.equal(train_together(many, batches, count, count), expected)
+    assert torch.equal(everything(one), everything(many))
+    if store:
+        one_pass = sum(p.numel() * p.element_size() for p in many.model.parameters())
+        assert many.traffic().fetches <= 2 * STAGES * 24 // count
+        assert many.traffic().gradients_out == one_pass * 24 // count
+
+
+def train_flushes(pipe, batches, count):
+    losses = []
+    for begin in range(0, len(batches), count):
+        losses += train(pipe, batches[begin : begin + count], expected=count, step=False)
+        pipe.step()
+    return losses
+
+
+def test_some_of_many_are_forgotten():
+    batches = data(12)
+    one, many = outside("gpipe"), outside("gpipe", store="host")
+    for begin in range(0, 12, 4):
+        some = batches[begin : begin + 4]
+        outputs = many.forward_many([x for x, _ in some], expected=4)
+        for output, (_, y) in zip(outputs, some, strict=True):
+            mse_loss(output, y).backward()
+        many.backward_many([None if n in (1, 3) else output.grad for n, output in enumerate(outputs)])
+        many.step()
+        train(one, [some[0], some[2]], expected=2, step=False)
+        one.step()
+    assert torch.equal(everything(one), everything(many))
+
+
+@pytest.mark.parametrize(("case", "count"), [("pb", 2), ("sgd", 2), ("gpipe-4", 5), ("gpipe", 3), ("pipedream_2bw", 2)])
+def test_no_flush_of_so_many(case, count):
+    pipe = outside(case)
+    assert pipe.together(1) and not pipe.together(count, expected=2)
+    with pytest.raises(ValueError, match=f"{count} micro-batches do not lie in one flush"):
+        pipe.forward_many([x for x, _ in data(count)], expected=2)
+    train(pipe, data(3))  # and nothing has happened
+
+
+@pytest.mark.parametrize("case", ["gpipe", "one_f_one_b", "gpipe-4"])
+def test_a_state_taken_within_a_flush(case):
+    """As Lightning takes one between the batches that an update accumulates."""
+    whole, first, second = outside(case), outside(case), outside(case)
+    batches = data(4)
+    for pipe, some in ((whole, batches), (first, batches[:2])):
+        train(pipe, some, expected=4, step=False)
+    second.load_state_dict(first.state_dict())
+    assert second.together(2, expected=4) and not second.together(3, expected=4)
+    train(second, batches[2:], expected=4, step=False)
+    whole.step()
+    second.step()
+    assert torch.equal(everything(whole), everything(second))

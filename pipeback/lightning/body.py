@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -66,9 +69,18 @@ def check_outside(module: nn.Module, body: Body, optimizer: torch.optim.Optimize
 
 
 @torch.no_grad()
-def check_chain(body: Body, x: Any) -> None:
-    """Raise unless the stages, one after the other, compute what the module's own forward does."""
+def check_chain(body: Body, x: Any, present: Callable[[int], AbstractContextManager[Any]] | None = None) -> None:
+    """Raise unless the stages, one after the other, compute what the module's own forward does.
+
+    present: the time in which a stage has its weights.
+    """
     modes = [(m, m.training) for m in body.module.modules()]
+    hooks: list[Any] = []
+    for s, stage in enumerate(body.stages):
+        if present is not None:
+            time = ExitStack()
+            hooks.append(stage.register_forward_pre_hook(partial(_enter, time, present, s)))
+            hooks.append(stage.register_forward_hook(partial(_leave, time), always_call=True))
     try:
         for m, _ in modes:
             m.training = False
@@ -76,6 +88,8 @@ def check_chain(body: Body, x: Any) -> None:
         for stage in body.stages:
             value = stage(value)
     finally:
+        for hook in hooks:
+            hook.remove()
         for m, mode in modes:
             m.training = mode
     pairs = zip(*(v if isinstance(v, tuple) else (v,) for v in (wanted, value)), strict=False)
@@ -94,6 +108,14 @@ def check_loss(body: Body, loss: Tensor, output: Any) -> None:
             f"the loss that training_step returned does not depend on the output of self.{body.name}; compute it from "
             "the output with differentiable operations"
         )
+
+
+def _enter(time: ExitStack, present: Callable[[int], AbstractContextManager[Any]], s: int, *_: Any) -> None:
+    time.enter_context(present(s))
+
+
+def _leave(time: ExitStack, *_: Any) -> None:
+    time.close()
 
 
 def _nominated(module: nn.Module, name: str) -> nn.Module:

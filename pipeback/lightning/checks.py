@@ -12,11 +12,14 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveragi
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision
 
-from pipeback import methods
+from pipeback import disk, methods
+from pipeback.disk import DiskStore
 from pipeback.lightning import private
 from pipeback.method import Method
+from pipeback.store import Store
 
-OPTIONS = ("method", "micro_batch_size", "stages", "module", "drain", "launcher", "timeout")
+OPTIONS = ("method", "micro_batch_size", "stages", "module", "drain", "store", "launcher", "timeout")
+NEVER = 2**62  # micro-batches between commits
 DRAIN = ("end", "validation")
 ONE = "pipeback trains with one optimizer: return one, with several parameter groups where rates differ"
 
@@ -41,7 +44,30 @@ def options(method: str | Method, size: int | None, drain: str) -> None:
         raise ValueError(f"drain must be one of {', '.join(DRAIN)}, but is {drain!r}")
 
 
-def trainer(trainer: Trainer, module: LightningModule, plugin: Precision, several: bool) -> None:
+def store(given: str | Store | None, rank: int = 0, ranks: int = 1) -> Store | None:
+    """The store of this rank. A checkpoint of Lightning says where to go on, so no version in a folder is taken up."""
+    if not isinstance(given, (str, Store, type(None))):
+        raise TypeError(
+            f"store must be None, 'host', 'disk:FOLDER', a HostStore or a DiskStore, but is {type(given).__name__}"
+        )
+    found = disk.create(given)
+    if not isinstance(found, DiskStore):
+        return found
+    every = NEVER if isinstance(given, str) else found.commit_every
+    folder = found.folder / f"rank-{rank}" if ranks > 1 else found.folder
+    if isinstance(given, str) or ranks > 1:
+        found = DiskStore(folder, found.prefetch, found.fused, every)
+    if found.versions:
+        raise ValueError(
+            f"store: {found.folder} holds a committed version of a pipeline, which a Trainer does not go on from: give "
+            "fit a checkpoint (ckpt_path=...) and the store an empty folder"
+        )
+    return found
+
+
+def trainer(
+    trainer: Trainer, module: LightningModule, plugin: Precision, several: bool, streamed: bool = False
+) -> None:
     if not module.automatic_optimization:
         raise ValueError(
             f"{type(module).__name__} uses manual optimization, but the pipeline decides when a stage steps; "
@@ -54,6 +80,12 @@ def trainer(trainer: Trainer, module: LightningModule, plugin: Precision, severa
         )
     if type(plugin) not in (Precision, HalfPrecision, DoublePrecision, MixedPrecision):
         raise ValueError(f'precision="{name}" is not supported by pipeback; use "32-true", "bf16-true" or "64-true"')
+    for callback in trainer.callbacks if streamed else ():  # type: ignore[attr-defined]
+        if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
+            raise ValueError(
+                f"{type(callback).__name__} reads and writes all weights of the model at once, which live in a store; "
+                "leave it out, or use store=None"
+            )
     if not several:
         return
     if isinstance(plugin, MixedPrecision):

@@ -2,28 +2,43 @@
 
 from __future__ import annotations
 
+import copy
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from pipeback.disk import DiskStore
 from pipeback.lightning import body, private, randomness, slices
 from pipeback.lightning.body import Body
 from pipeback.lightning.interval import Interval
+from pipeback.lightning.suspended import Suspended
 from pipeback.lightning.twins import Twins
+from pipeback.lightning.visits import Visits
 from pipeback.method import Method
 from pipeback.pipeline import Pipeline
+from pipeback.store import Store
 
 KEPT = ("weight/", "buffer/", "optimizer/")  # what a checkpoint holds anyway: the model's state and the optimizer's
 
 
+class Asked(NamedTuple):
+    """F of a micro-batch, which a suspended `training_step` waits for."""
+
+    x: Any
+
+
 class Fit:
-    """A LightningModule's stages, the pipeline over them, and what is under way between two hooks."""
+    """A LightningModule's stages, the pipeline over them, and what is under way between two hooks.
+
+    store: where the weights live; visits: serves the model meanwhile where no F is asked for.
+    """
 
     def __init__(
         self,
@@ -33,16 +48,22 @@ class Fit:
         interval: Interval,
         micro_batch_size: int | None,
         check: Callable[[Method], None],
+        store: Store | None = None,
+        visits: Visits | None = None,
     ) -> None:
         self.module, self.found, self.optimizer, self.interval = module, found, optimizer, interval
         self.size, self.check = micro_batch_size, check  # of the method, once it is known
+        self.store, self.visits = store, visits
         self.pipe: Pipeline | None = None
         self.twins: Twins
         self.update = (1, 1)  # batches an update, and micro-batches a batch, that the pipeline was built for
         self.busy = 0.0  # seconds in F, B and U
         self.loss: Tensor | None = None  # what training_step returned
         self.averaged = False  # a callback has put other weights in: what is in flight belongs to those before
+        self.left = False  # the pipeline has ended, and its weights are in the module again
         self._output: Any = None  # of the model, cut from its graph; its gradient goes to the last stage
+        self._outputs: list[Any] = []  # likewise, of slices that went forward together
+        self._end: dict[str, Any] | None = None  # the state of the pipeline at the end of the fit
         self._sums: list[tuple[Tensor, Tensor]] = []  # gradients of groups under way, hidden from Lightning
         self._versions: list[int] = []  # of the parameters after the last step
         self._compare = not isinstance(found.module, nn.Sequential)  # the stages with the module's own forward
@@ -57,11 +78,21 @@ class Fit:
         trainer = self.module.trainer
         norm, value = norm_and_value(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
         self.twins = Twins(self.optimizer)
-        self.pipe = self._pipeline(optimizer=self.twins, method=method, clip_norm=norm, clip_value=value)
+        streamed = {} if self.store is None else {"store": self.store, "device": trainer.strategy.root_device}
+        self.pipe = self._pipeline(optimizer=self.twins, method=method, clip_norm=norm, clip_value=value, **streamed)
         self.update = (batches, per_batch)
+        if self.visits is not None:
+            self.visits.stream(self._present)
 
     def _pipeline(self, **options: Any) -> Pipeline:
         return Pipeline(as_written(self.found.module, self.found.stages), loss=None, **options)
+
+    @contextmanager
+    def _present(self, s: int) -> Iterator[None]:
+        """A stage has its newest weights where it computes."""
+        assert self.pipe is not None
+        with self._at_work(), self.pipe.present(s):
+            yield
 
     # -- F -------------------------------------------------------------------------------------------------------
 
@@ -81,7 +112,13 @@ class Fit:
         def one(part: Any) -> Any:
             return self._one(lambda: step(part, *rest, **named), expected)
 
-        output = one(batch) if len(cut) == 1 else self._many(cut, one)
+        assert self.pipe is not None
+        if len(cut) == 1:
+            output = one(batch)
+        elif self.store is not None and self.pipe.together(len(cut), expected=expected):
+            output = self._together(cut, lambda part: step(part, *rest, **named), expected)
+        else:
+            output = self._many(cut, one)
         self._hide_sums()
         self.loss = _loss(output)
         return output
@@ -119,13 +156,98 @@ class Fit:
                 if n + 1 < len(cut):
                     _loss(output).backward()
                     self.backward()
-        mean = slices.mean(losses, [samples for _, samples in cut])
-        passed = slices.Passed.apply(_loss(output), mean)
-        return {**output, "loss": passed} if isinstance(output, Mapping) else passed
+        return _passed(output, losses, [samples for _, samples in cut])
+
+    def _together(self, cut: list[tuple[Any, int]], step: Callable[[Any], Any], expected: int) -> Any:
+        """`training_step` on every slice as far as its call of the model, F of all, the rest of each; B is left.
+
+        So every stage comes to the device once for all slices. Each `training_step` is suspended where it waits for
+        F, so that they run in turns, in the order of the slices.
+        """
+        model = self.found.module
+        original, own = model.forward, model.__dict__.get("forward")
+        calls = [Suspended(partial(step, batch)) for batch, _ in cut]
+        log, losses, entered = slices.Log(), list[Tensor](), set[Suspended]()
+        running = calls[0]
+
+        def forward(*inputs: Any, **named: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return running.ask(partial(original, *inputs, **named))  # in the caller's thread
+            self._check_call(inputs, named, again=running in entered)
+            entered.add(running)
+            return running.ask(Asked(inputs[0]))
+
+        def run(n: int, answer: Any = None) -> bool:
+            """Slice n goes on; returns whether it waits for F."""
+            nonlocal running
+            running, log.samples = calls[n], cut[n][1]
+            asks = running.go_on(answer)
+            while asks and not isinstance(running.question, Asked):
+                try:
+                    with running.modes.applied():
+                        answer = running.question()
+                except BaseException as error:
+                    asks = running.go_on(error=error)
+                else:
+                    asks = running.go_on(answer)
+            return asks
+
+        model.forward = forward
+        try:
+            with log.listening(self.module):
+                for n, call in enumerate(calls):
+                    if not run(n):
+                        self._output = None
+                        self._check_output(call.result)
+                with calls[0].modes.applied():
+                    outputs = self._forward_all([call.question.x for call in calls], expected)
+                if outputs is None:
+                    return self._handed_over(len(calls))
+                self._outputs = outputs
+                for n, call in enumerate(calls):
+                    self._output = outputs[n]
+                    run(n, outputs[n])
+                    output = call.result
+                    self._check_output(output)
+                    losses.append(_loss(output).detach())
+                    if n + 1 < len(calls):
+                        _loss(output).backward()
+        finally:
+            self._output = None
+            for call in calls:
+                call.end()
+            if own is None:
+                del model.forward
+            else:
+                model.forward = own
+        return _passed(output, losses, [samples for _, samples in cut])
 
     def _forward(self, inputs: tuple[Any, ...], named: dict[str, Any], expected: int) -> Any:
+        self._check_call(inputs, named, again=self._output is not None)
+        outputs = self._forward_all([inputs[0]], expected)
+        assert outputs is not None
+        (self._output,) = outputs
+        return self._output
+
+    def _forward_all(self, xs: list[Any], expected: int) -> list[Any] | None:
+        """F of these micro-batches; None where the loss is another rank's."""
+        if self._compare:
+            body.check_chain(self.found, xs[0], None if self.visits is None else self.visits.bring)
+            self._compare = False
+        with self._at_work():
+            return self._enter(xs, expected)
+
+    def _enter(self, xs: list[Any], expected: int) -> list[Any] | None:
+        assert self.pipe is not None
+        return self.pipe.forward_many(xs, expected=expected)
+
+    def _handed_over(self, count: int) -> Tensor:
+        raise NotImplementedError
+
+    def _check_call(self, inputs: tuple[Any, ...], named: dict[str, Any], again: bool) -> None:
+        """Raise where the pipeline cannot take what the model was called with."""
         name = self.found.name
-        if self._output is not None:
+        if again:
             raise ValueError(
                 f"training_step called self.{name} twice; a micro-batch goes through the stages once: concatenate the "
                 "inputs and call it once, or wrap a call that needs no gradient in torch.no_grad()"
@@ -141,16 +263,6 @@ class Fit:
                 f"the input of self.{name} requires a gradient, but what comes before it would get none; move the "
                 f"layers before it into the first stage of {name!r}, or detach the input"
             )
-        if self._compare:
-            body.check_chain(self.found, inputs[0])
-            self._compare = False
-        with self._at_work():
-            self._output = self._enter(inputs[0], expected)
-        return self._output
-
-    def _enter(self, x: Any, expected: int) -> Any:
-        assert self.pipe is not None
-        return self.pipe.forward(x, expected=expected)
 
     def _check_output(self, output: Any) -> None:
         loss, name = _loss(output), self.found.name
@@ -173,15 +285,17 @@ class Fit:
 
     def backward(self) -> None:
         """B, from the gradient of the model's output; without one the user's backward has skipped this micro-batch."""
-        output, self._output = self._output, None
-        if output is None or self.pipe is None:
+        outputs = self._outputs or ([] if self._output is None else [self._output])
+        self._output, self._outputs = None, []
+        if not outputs or self.pipe is None:
             return
-        gradient = tuple(part.grad for part in output) if isinstance(output, tuple) else output.grad
-        if gradient is None or (isinstance(gradient, tuple) and all(part is None for part in gradient)):
+        gradients = [tuple(p.grad for p in out) if isinstance(out, tuple) else out.grad for out in outputs]
+        nothing = [g is None or (isinstance(g, tuple) and all(part is None for part in g)) for g in gradients]
+        if len(outputs) == 1 and nothing[0]:
             self._forget()
             return
         with self._at_work():
-            self.pipe.backward(gradient)
+            self.pipe.backward_many(gradients)
 
     def _forget(self) -> None:
         """The micro-batch that has gone forward gets no backward."""
@@ -203,8 +317,8 @@ class Fit:
         self._hide_sums()
 
     def _fall(self) -> None:
-        if self._output is not None and self.pipe is not None:
-            self._output = None
+        if (self._output is not None or self._outputs) and self.pipe is not None:
+            self._output, self._outputs = None, []
             self._forget()
 
     def clip(self, norm: float | None, value: float | None) -> None:
@@ -272,24 +386,64 @@ class Fit:
         )
 
     def leave(self) -> None:
-        """The end of `fit`; it may have failed."""
+        """The end of `fit`; it may have failed. What lives in a store is in the module again, in host memory."""
+        if self.pipe is None or self.store is None or self.left:
+            return
+        on_disk = isinstance(self.store, DiskStore)
+        if on_disk and not self.lost and not self.averaged:
+            self._end = self._in_flight()
+        try:
+            with self.pipe.shown():
+                values = [(p, p.data.clone() if on_disk else p.data) for p in self.found.module.parameters()]
+                if on_disk:
+                    self.twins.detach()
+        except Exception as error:
+            if not self.lost:
+                raise
+            warnings.warn(f"the weights in the store could not be read: {error}", stacklevel=2)
+            values = []
+        self.left = not self.lost
+        for p, value in values:
+            p.data = value
+        if on_disk:
+            self.pipe.close()  # others may use its folder
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
     @property
     def lost(self) -> bool:
         """Whether a stage has failed, and with it what was in flight."""
-        return self.pipe is not None and self.pipe.closed
+        return not self.left and self.pipe is not None and self.pipe.closed
 
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Meanwhile the module has all its weights, on rank 0, which writes checkpoints; and nothing moves."""
-        with self.quiet():
+        with self.quiet(), self.shown():
             yield
+
+    @contextmanager
+    def shown(self, *, changes: bool = False) -> Iterator[None]:
+        """Meanwhile what lives in a store is in memory, and can be read, or written with `changes`."""
+        if self.store is None or self.pipe is None or self.left:
+            yield
+            return
+        with self._at_work(), self.pipe.shown(changes=changes):
+            yield
+
+    def kept(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Weights that were read while they were shown, as they may be handed on."""
+        if self.store is None or self.pipe is None or self.left:
+            return values
+        # a file of tensors that share memory needs them to be of one type
+        if isinstance(self.store, DiskStore) or len({p.dtype for p in self.found.module.parameters()}) > 1:
+            return {name: value.clone() if isinstance(value, Tensor) else value for name, value in values.items()}
+        return values
 
     def optimizer_state(self) -> dict[str, Any]:
         """As if the user's optimizer had made the steps; on rank 0."""
-        return self.twins.state_dict()
+        with self.shown():
+            found = self.twins.state_dict()
+            return copy.deepcopy(found) if isinstance(self.store, DiskStore) else found
 
     def section(self) -> dict[str, Any]:
         """What a checkpoint lacks: micro-batches in flight, the method's state, random state; on rank 0."""
@@ -305,6 +459,8 @@ class Fit:
     def _in_flight(self) -> dict[str, Any]:
         """The state of the pipeline without what a checkpoint holds anyway."""
         assert self.pipe is not None
+        if self._end is not None:
+            return self._end
         with self._at_work():
             state = self.pipe.state_dict()
         return {**state, "stages": [without(KEPT, tensors) for tensors in state["stages"]]}
@@ -320,7 +476,8 @@ class Fit:
             batches = self.module.trainer.accumulate_grad_batches
             self.build(*((batches, 1) if section is None else section["update"]))
         assert self.pipe is not None
-        self.twins.give()
+        with self.shown(changes=True):
+            self.twins.give(stored=self.store is not None)
         if section is None:
             return
         here, there = self._fresh()["stages"], section["state"]["stages"]
@@ -349,6 +506,12 @@ def as_written(module: nn.Module, stages: list[nn.Module]) -> nn.Module | list[n
 
 def without(prefixes: tuple[str, ...], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {k: v for k, v in tensors.items() if not k.startswith(prefixes)}
+
+
+def _passed(output: Any, losses: list[Tensor], sizes: list[int]) -> Any:
+    """What `training_step` gave for the last slice, with the mean of all losses."""
+    passed = slices.Passed.apply(_loss(output), slices.mean(losses, sizes))
+    return {**output, "loss": passed} if isinstance(output, Mapping) else passed
 
 
 def _loss(output: Any) -> Any:

@@ -34,6 +34,7 @@ class Hollow:
             self.copy, self.stages = copy.deepcopy((found.module, found.stages), known)
         except Exception as error:
             raise ValueError(f"self.{found.name} cannot be copied, as several devices need it: {error}") from error
+        self._places = {name: tensor.data_ptr() for name, tensor in _tensors(found.module).items()}
         self._pairs = list(zip(found.module.modules(), self.copy.modules(), strict=True))
 
     def modes(self) -> Callable[[], None] | None:
@@ -48,9 +49,8 @@ class Hollow:
 
     def check(self) -> None:
         """Raise RuntimeError where the user's module has got other tensors since it was copied."""
-        theirs = _tensors(self.copy)
         for name, tensor in _tensors(self.module).items():
-            if not theirs[name].is_meta and theirs[name].data_ptr() != tensor.data_ptr():
+            if self._places[name] != tensor.data_ptr():
                 raise RuntimeError(
                     f"{self.name}.{name} was replaced after the Trainer had set up; write into it instead, as "
                     "load_state_dict and copy_ do"
@@ -58,7 +58,8 @@ class Hollow:
 
     def values(self) -> dict[str, Tensor]:
         """Weights and buffers that this rank holds."""
-        return {name: tensor.detach().cpu() for name, tensor in _tensors(self.copy).items() if not tensor.is_meta}
+        mine = {name: tensor.detach() for name, tensor in _tensors(self.copy).items() if not tensor.is_meta}
+        return {name: tensor.to("cpu", copy=True) for name, tensor in mine.items()}
 
     def let_go(self, forward: Callable[..., Any]) -> None:
         """Without values from now on. forward: what the module does then."""

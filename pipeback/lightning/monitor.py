@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pipeback.lightning.strategy import PipelineStrategy
 from pipeback.pipeline import Memory
+from pipeback.streaming import Traffic
 from pipeback.watch import Watch
 
 
@@ -28,6 +29,12 @@ class PipelineMonitor(Callback):
     pipeback/weight_copies        copies of the weights at the peak, pipeback/state_copies the method's own state
     pipeback/activation_mb        megabytes kept for backwards at the peak
 
+    With a store also:
+
+    pipeback/streamed_mb          megabytes of weights and gradients copied to and from the device since then
+    pipeback/stall_share          share of the time of F, B and U in which they waited for the store
+    pipeback/peak_stages          stages on a device at most
+
     every_n_steps  None: as often as the Trainer logs. A copy of the weights is kept while a micro-batch is followed.
 
     With several devices every rank follows micro-batches through its own stages, and the ranks meet to log; there is
@@ -39,6 +46,7 @@ class PipelineMonitor(Callback):
             raise ValueError(f"every_n_steps must be a whole number of at least 1 or None, but is {every_n_steps!r}")
         self.every_n_steps = every_n_steps
         self._watch: Watch | None = None
+        self._traffic = Traffic()  # when last logged
         self._samples = 0
         self._began = self._busy = self._paused = 0.0
 
@@ -51,7 +59,7 @@ class PipelineMonitor(Callback):
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._watch = None
+        self._watch, self._traffic = None, Traffic()
         self._mark(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -74,7 +82,8 @@ class PipelineMonitor(Callback):
         assert isinstance(strategy, PipelineStrategy)
         seconds = time.perf_counter() - self._began - self._paused
         busy = strategy.busy - self._busy
-        mine = strategy.pipeline.memory(), _stages(self._watch)
+        before, self._traffic = self._traffic, strategy.pipeline.traffic()
+        mine = strategy.pipeline.memory(), _stages(self._watch), self._traffic.since(before)
         everybody = [mine] if strategy.meeting is None else strategy.meeting.gather("PipelineMonitor", mine, 0)
         if everybody:
             found = {"throughput": self._samples / seconds, **_merged(everybody)}
@@ -109,15 +118,23 @@ def _stages(watch: Watch) -> dict[str, float]:
     }
 
 
-def _merged(ranks: Sequence[tuple[Memory, dict[str, float]]]) -> dict[str, float]:
-    weights = sum(memory.weights for memory, _ in ranks)
+def _merged(ranks: Sequence[tuple[Memory, dict[str, float], Traffic]]) -> dict[str, float]:
+    memories = [memory for memory, _, _ in ranks]
+    weights = sum(memory.weights for memory in memories)
     found = {
-        "weight_copies": sum(memory.copies * memory.weights for memory, _ in ranks) / weights,
-        "state_copies": sum(memory.state * memory.weights for memory, _ in ranks) / weights,
-        "activation_mb": sum(memory.activations for memory, _ in ranks) / 1e6,
+        "weight_copies": sum(memory.copies * memory.weights for memory in memories) / weights,
+        "state_copies": sum(memory.state * memory.weights for memory in memories) / weights,
+        "activation_mb": sum(memory.activations for memory in memories) / 1e6,
     }
-    for _, stages in reversed(ranks):  # the last rank holds the first stages
+    for _, stages, _ in reversed(ranks):  # the last rank holds the first stages
         found.update(stages)
+    traffic = [each for *_, each in ranks]
+    if any(each.peak_stages for each in traffic):
+        moved = sum(each.weights_in + each.gradients_out + each.sums_in for each in traffic)
+        seconds = sum(each.seconds for each in traffic)
+        found["streamed_mb"] = moved / 1e6
+        found["stall_share"] = sum(each.stall for each in traffic) / seconds if seconds else 0.0
+        found["peak_stages"] = max(each.peak_stages for each in traffic)
     return found
 
 

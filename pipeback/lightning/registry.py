@@ -1,4 +1,4 @@
-"""The name "pipeback" of `Trainer(strategy=...)`, and a clear word to the other distribution of Lightning."""
+"""The names of `Trainer(strategy=...)`, and a clear word to the other distribution of Lightning."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from typing import Any
 
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
-NAME = "pipeback"
+NAMES: dict[str, dict[str, Any]] = {  # and options
+    "pipeback": {},
+    "pipeback_streaming": {"method": "gpipe", "store": "host"},
+}
 OTHER = "pytorch_lightning.strategies"
 
 
 def register(strategy: type[Strategy]) -> None:
-    StrategyRegistry.register(NAME, strategy, description="pipelined backpropagation", override=True)
+    for name, options in NAMES.items():
+        StrategyRegistry.register(name, strategy, description="pipelined backpropagation", override=True, **options)
     # `pytorch_lightning` has a registry of its own. The name is given to that, too, so that its Trainer says what is
     # wrong instead of listing strategies.
     if OTHER in sys.modules:
@@ -43,7 +47,8 @@ class _Late(MetaPathFinder):
 
 
 def _tell(strategies: Any) -> None:
-    strategies.StrategyRegistry.register(NAME, _refuse, description="use lightning.pytorch", override=True)
+    for name in NAMES:
+        strategies.StrategyRegistry.register(name, _refuse, description="use lightning.pytorch", override=True)
 
 
 def _refuse(**options: Any) -> None:

@@ -34,11 +34,10 @@ class Shared(Fit):
     def __init__(self, meeting: Meeting, timeout: float, facts: dict[str, Any], *given: Any) -> None:
         module, found, optimizer, *_ = given
         self.meeting, self.timeout, self.first = meeting, timeout, meeting.rank == 0
-        self.left = self.failed = False
-        self._handed = False  # a micro-batch that waits for its backward, on ranks without the loss
+        self.failed = False
+        self._handed = 0  # micro-batches that wait for their backward, on ranks without the loss
         self._hollow: Hollow
         self._clip: tuple[float | None, float | None] | None = None
-        self._end: dict[str, Any] | None = None  # the state of the pipeline at the end of the fit
         self._turns = Turns(module.trainer.precision)
         meeting.rest = self._turns.rest
         agree(meeting, module, found, optimizer, facts)
@@ -72,31 +71,51 @@ class Shared(Fit):
         try:
             return super()._one(step, expected)
         except Handed:
-            self._handed = True
-            return torch.zeros((), device=self.module.device, requires_grad=True)
+            return self._handed_over(1)
         finally:
-            if self.hollow:
-                self._hollow.let_go(self._elsewhere)  # its forward was another one meanwhile
+            self._keep_hollow()
 
-    def _enter(self, x: Any, expected: int) -> Any:
+    def _together(self, cut: list[tuple[Any, int]], step: Callable[[Any], Any], expected: int) -> Any:
+        self._turns.mine()
+        try:
+            return super()._together(cut, step, expected)
+        finally:
+            self._keep_hollow()
+
+    def _keep_hollow(self) -> None:
+        """Its forward was another one for a while."""
+        if self.hollow:
+            self._hollow.let_go(self._elsewhere)
+
+    def _handed_over(self, count: int) -> Tensor:
+        self._handed = count
+        return torch.zeros((), device=self.module.device, requires_grad=True)
+
+    def _forward(self, inputs: tuple[Any, ...], named: dict[str, Any], expected: int) -> Any:
+        self._check_call(inputs, named, again=self._output is not None)
+        outputs = self._forward_all([inputs[0]], expected)
+        if outputs is None:
+            raise Handed
+        (self._output,) = outputs
+        return self._output
+
+    def _enter(self, xs: list[Any], expected: int) -> list[Any] | None:
         if follow := self._hollow.modes():
             with self.quiet():
                 follow()
-        output = super()._enter(x, expected)
+        outputs = super()._enter(xs, expected)
         if not self.hollow:
             self._hollow.check()
             self._empty()
-        if not self.first:
-            raise Handed
-        return output
+        return outputs if self.first else None
 
     def backward(self) -> None:
         if self.first:
             super().backward()
         elif self._handed and self.pipe is not None:
-            self._handed = False
+            count, self._handed = self._handed, 0
             with self._at_work():
-                self.pipe.backward(None)
+                self.pipe.backward_many([None] * count)
 
     def _forget(self) -> None:
         raise RuntimeError(
@@ -129,7 +148,9 @@ class Shared(Fit):
 
     def _fill(self, to: int | None) -> None:
         """Give the module its values: on the rank `to`, or on all."""
-        parts = self.meeting.gather("the weights of all stages", self._hollow.values(), to)
+        with self.shown():
+            mine = self._hollow.values()
+        parts = self.meeting.gather("the weights of all stages", mine, to)
         if parts:
             values = {name: value for part in parts for name, value in part.items()}
             self._hollow.fill(values, self.module.device)
@@ -189,8 +210,9 @@ class Shared(Fit):
 
     def _optimizer_states(self) -> dict[int, Any]:
         """By parameter, in the order of a single device; on rank 0."""
-        mine = self.twins.state_dict()["state"]
-        parts = self.meeting.gather("the optimizer's state", _to("cpu", mine), 0)
+        with self.shown():
+            mine = self.twins.state_dict()["state"]
+            parts = self.meeting.gather("the optimizer's state", _to("cpu", mine), 0)
         every = {n: found for part in parts for n, found in part.items()}
         return {n: every[n] for n in self.optimizer.state_dict()["state"] if n in every}
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,14 +23,17 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
+from pipeback import disk
 from pipeback.lightning import body, checks, private, randomness
 from pipeback.lightning.fit import Fit, norm_and_value
 from pipeback.lightning.interval import Interval
 from pipeback.lightning.place import Place
 from pipeback.lightning.shared import Shared
 from pipeback.lightning.together import Together
+from pipeback.lightning.visits import Visits, staying
 from pipeback.method import Method
 from pipeback.pipeline import Pipeline
+from pipeback.store import Store
 
 KEY = "pipeback"  # of a checkpoint
 
@@ -45,6 +49,9 @@ class PipelineStrategy(Place):
                       module with such a body, or one with a method `pipeline_stages()`
     drain             "end": what is in flight stays so until the end of `fit`. "validation": it is finished before
                       every validation, and the pipeline fills anew after it
+    store             where weights, gradients and the optimizer's state live: None: on the device; "host": in host
+                      memory, and a stage's weights come to the device when they are needed; "disk:FOLDER": in files
+                      (of rank r in FOLDER/rank-r); or a `pipeback.store.Store` with its options
     launcher          with several devices, who starts their processes, unless torchrun or SLURM has: "auto", "spawn",
                       "fork" or "script" (see `pipeback.lightning.launch`)
     timeout           seconds after which a rank that does not answer is given up, and every other one raises a
@@ -58,6 +65,15 @@ class PipelineStrategy(Place):
     With several devices the weights are those of one, bit for bit. Every rank gets the same batches; rank 0 has the
     loss and runs `training_step` to its end, the others as far as the call of the model.
 
+    With a store the weights are those of store=None, bit for bit. Where a method flushes (gpipe), all slices of a batch
+    go forward through a stage before it leaves, and backward likewise: two passes over the weights a batch (and
+    all their activations at once, of one_f_one_b too). The
+    `training_step` of a slice then waits where it calls the model, in a thread of its own, until the others have come
+    there: what it draws or opens before that call happens for all slices before what comes after the call.
+    Validation, test and predict stream, too. Within fit, read weights in validation hooks or from a checkpoint: in
+    between, the parameters of a stage show what lies on the device, or NaN. After fit the module has them in host
+    memory. `Trainer(strategy="pipeback_streaming")` is method="gpipe", store="host".
+
     Raises ValueError or TypeError, naming the option and the cure, before anything is trained.
     """
 
@@ -70,6 +86,7 @@ class PipelineStrategy(Place):
         stages: str | int = "auto",
         module: str = "model",
         drain: str = "end",
+        store: str | Store | None = None,
         launcher: str = "auto",
         timeout: float = 30.0,
         *,
@@ -82,7 +99,9 @@ class PipelineStrategy(Place):
         super().__init__(launcher, timeout, accelerator, checkpoint_io, precision_plugin)
         checks.options(method, micro_batch_size, drain)
         self.method, self.micro_batch_size, self.stages, self.module = method, micro_batch_size, stages, module
-        self.drain_at = drain
+        checks.store(store)
+        self.drain_at, self.store = drain, None if store == "device" else store
+        self._visits: Visits | None = None
         self._fit: Fit | None = None
         self._together: Together | None = None
         self._draws: dict[str, Any] | None = None  # random state to restore when the interrupted epoch has begun
@@ -117,16 +136,19 @@ class PipelineStrategy(Place):
         self._fit, self._draws, self._loader_states = None, None, []
         fitting, module = trainer.state.fn == TrainerFn.FITTING, self.lightning_module
         assert module is not None
+        store = checks.store(self.store, self.global_rank, self.ranks) if fitting else None
         if fitting:
-            checks.trainer(trainer, module, self.precision_plugin, self.several)
+            checks.trainer(trainer, module, self.precision_plugin, self.several, store is not None)
             found = self._find(module)
         super().setup(trainer)
+        if self._keeps_home and (fitting or self.root_device.type != "cpu"):
+            self._visits = Visits(self._find(module), self.root_device)
         if fitting:
             (optimizer,) = self.optimizers
             body.check_outside(module, found, optimizer)
             self.precision_plugin.clip_gradients = self._clip_gradients  # type: ignore[method-assign]
             check = partial(checks.precision, self.precision_plugin)
-            given = module, found, optimizer, Interval(self.method), self.micro_batch_size, check
+            given = module, found, optimizer, Interval(self.method), self.micro_batch_size, check, store, self._visits
             if self.meeting is None:
                 self._fit = Fit(*given)
             else:
@@ -148,14 +170,30 @@ class PipelineStrategy(Place):
         module = self.lightning_module
         assert module is not None
         if not is_overridden("configure_model", module):
-            checks.trainer(trainer, module, self.precision_plugin, self.several)
+            checks.trainer(trainer, module, self.precision_plugin, self.several, self.store is not None)
             self._find(module)
+
+    def model_to_device(self) -> None:
+        """The module, but for stages that live in a store."""
+        module = self.lightning_module
+        assert module is not None
+        with staying(self._find(module).module) if self._keeps_home else nullcontext():
+            super().model_to_device()
+
+    @property
+    def _keeps_home(self) -> bool:
+        """Whether the stages stay in host memory all the time. Over several devices each takes its own from its device:
+        the first micro-batch is rehearsed where it will be computed.
+        """
+        return self.store is not None and not self.several
 
     def _facts(self) -> dict[str, Any]:
         """What all ranks must have been given alike, and the pipeline does not know."""
         names = ("method", "micro_batch_size", "module", "drain_at", "timeout")
         facts = {name.removesuffix("_at"): getattr(self, name) for name in names}
-        return {**facts, "method": repr(self.method), "precision": self.precision_plugin.precision}
+        store = disk.create(self.store)
+        where = None if store is None else (type(store).__name__, store.prefetch, store.fused)
+        return {**facts, "method": repr(self.method), "store": where, "precision": self.precision_plugin.precision}
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         try:
@@ -257,8 +295,13 @@ class PipelineStrategy(Place):
         if self._together is not None:
             self._together.finish()
             self._together = None
-        if self._fit is not None:
-            self._fit.leave()
+        try:
+            if self._fit is not None:
+                self._fit.leave()
+        finally:
+            if self._visits is not None:
+                self._visits.end()
+                self._visits = None
         self.lost = isinstance(self._fit, Shared) and self._fit.hollow
         super().teardown()
 
@@ -268,7 +311,7 @@ class PipelineStrategy(Place):
         if self._fit is None:
             return super().lightning_module_state_dict()
         with self._fit.whole():
-            return super().lightning_module_state_dict()
+            return self._fit.kept(super().lightning_module_state_dict())
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         if self._fit is None or self._fit.pipe is None:

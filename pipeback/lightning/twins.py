@@ -6,11 +6,14 @@ stages' optimizers, the very same objects; its options are copied to them when t
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict, defaultdict
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+IMPLEMENTATION = ("foreach", "fused")  # options of the twins' own: a store may have chosen otherwise
 
 
 class Twins:
@@ -51,12 +54,15 @@ class Twins:
             self._options = now
             for twin, _, numbers in self._made:
                 for group, g in zip(twin.param_groups, numbers, strict=True):
-                    group.update(now[g])
+                    group.update({k: v for k, v in now[g].items() if k not in IMPLEMENTATION})
 
-    def give(self) -> None:
-        """After a state was loaded into the original: the twins' state is that."""
+    def give(self, *, stored: bool = False) -> None:
+        """After a state was loaded into the original: the twins' state is that. stored: the weights are in a store."""
         for twin, pairs, _ in self._made:
             self._share(twin, pairs)
+            for w, _ in pairs if stored else ():
+                state = twin.state[w]
+                state.update({k: _owned(v, w.device) for k, v in state.items() if isinstance(v, Tensor) and v.dim()})
         self.follow()
 
     def take(self) -> None:
@@ -70,6 +76,12 @@ class Twins:
         for twin, pairs, _ in self._made:
             for w, p in pairs:
                 self.optimizer.state[p] = twin.state[w]
+
+    def detach(self) -> None:
+        """The original's state is a copy: the twins' is about to go."""
+        for twin, pairs, _ in self._made:
+            for w, p in pairs:
+                self.optimizer.state[p] = copy.deepcopy(twin.state[w])
 
     def state_dict(self) -> dict[str, Any]:
         """The original's, as if it had made the steps."""
@@ -90,3 +102,10 @@ class Twins:
             {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
             for group in self.optimizer.param_groups
         ]
+
+
+def _owned(value: Tensor, device: torch.device) -> Tensor:
+    """Where the weights live, in memory that can be given away: what was read from a file lies in a buffer of its."""
+    if value.device == device and value.untyped_storage().resizable():
+        return value
+    return value.to(device, copy=True)
