@@ -10,16 +10,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pipeback import checkpoint, draw, methods, plan, schedules, sparsities, timeline
+    from pipeback import checkpoint, draw, methods, plan, schedules, sparsities, timeline, weights
+    from pipeback.disk import DiskStore
     from pipeback.events import Op, Schedule, until
     from pipeback.health import RankError
     from pipeback.joining import join
     from pipeback.ledger import Record
     from pipeback.method import Method, Past, Shift, State, Weights, When, chain
     from pipeback.momentum import scale_hyperparameters
+    from pipeback.pages import StoreError
     from pipeback.pipeline import Memory, Pipeline
     from pipeback.plan import Plan
     from pipeback.sparsity import Sparsity
+    from pipeback.store import HostStore, Store
+    from pipeback.streaming import Traffic
     from pipeback.watch import Watch
     from pipeback.worker import StageError
 
@@ -31,9 +35,12 @@ _HOME = {
     "Method": "method", "Past": "method", "Shift": "method", "State": "method", "Weights": "method", "When": "method",
     "chain": "method", "scale_hyperparameters": "momentum", "Memory": "pipeline", "Pipeline": "pipeline",
     "Plan": "plan", "RankError": "health", "Sparsity": "sparsity", "StageError": "worker", "Watch": "watch",
+    "DiskStore": "disk", "HostStore": "store", "Store": "store", "StoreError": "pages", "Traffic": "streaming",
 }  # fmt: skip
 
 __all__ = [
+    "DiskStore",
+    "HostStore",
     "Memory",
     "Method",
     "Op",
@@ -47,6 +54,9 @@ __all__ = [
     "Sparsity",
     "StageError",
     "State",
+    "Store",
+    "StoreError",
+    "Traffic",
     "Watch",
     "Weights",
     "When",
@@ -61,6 +71,7 @@ __all__ = [
     "sparsities",
     "timeline",
     "until",
+    "weights",
 ]
 
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from pipeback.events import Op
 from pipeback.loop import Loop
 from pipeback.ranks import Alone, Ranks
-from pipeback.recording import Track
+from pipeback.recording import Move, Track
 from pipeback.timeline import Slot
 
 ROUNDS = 20  # questions; the first ones find sockets and threads asleep
@@ -97,5 +97,6 @@ def tracks(ranks: Ranks | Alone, loops: Sequence[Loop], owner: Sequence[int], be
     for loop in loops:
         worker = owner[min(loop.worker.stages)]
         slots = [Slot(clock(a), clock(b), s, Op(kind, mb)) for a, b, s, kind, mb in loop.worker.trace]  # type: ignore[arg-type]
-        mine.append(Track(here or f"worker {worker}", worker, loop.replica, slots, clock.uncertainty))
+        moves = [Move(clock(a), clock(b), kind, s) for a, b, kind, s in loop.worker.residence.moves]  # type: ignore[arg-type]
+        mine.append(Track(here or f"worker {worker}", worker, loop.replica, slots, clock.uncertainty, moves))
     return [track for some in ranks.gather(mine, "recorded") for track in some]

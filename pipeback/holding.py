@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from pipeback import meta
+from pipeback import meta, weights
 from pipeback.method import Method
 from pipeback.partition import balance
 from pipeback.ranks import Alone, Ranks
@@ -31,13 +32,14 @@ class Holding:
         method: Method,
         ranks: Ranks | Alone,
         workers: int | None,
-        init: Callable[[nn.Module], object] | None,
+        init: Callable[[nn.Module], object] | str | Path | None,
         device: torch.device | str,
         store: Store | None,
         sparsity: Sparsity | None = None,
+        skip_zeros: bool | str = False,
     ) -> None:
         self.everywhere, self.method, self.ranks, self.init, self.device = everywhere, method, ranks, init, device
-        self.store, self.sparsity = store, sparsity
+        self.store, self.sparsity, self.skip_zeros = store, sparsity, skip_zeros
         self.workers = ranks.count if ranks.several else workers or 1
         self.stages = everywhere[0]
         self.seconds = [1.0] * len(self.stages)  # of F and B of each stage, once measured
@@ -64,7 +66,10 @@ class Holding:
         """Values for a stage from the meta device."""
         # not the stream that the stage's random layers will draw from
         seed = (stage.seed * 1_000_003 + stage.index + 0x5EED) % 2**63
-        stage.take_up(self.method, lambda module: meta.initialise(module, stage.label, seed, self.device, self.init))
+        init = self.init
+        if isinstance(init, (str, Path)):
+            init = partial(weights.fill, path=Path(init), prefix=f"{stage.name}.", label=stage.label)
+        stage.take_up(self.method, lambda module: meta.initialise(module, stage.label, seed, self.device, init))
 
     @contextmanager
     def present(self, stage: Stage) -> Iterator[None]:
@@ -120,7 +125,7 @@ class Holding:
         """
         sparse: list[list[Sparse | None]] = []
         if self.store is not None and self.sparsity is not None:
-            sparse = [choose(self.sparsity, stages) for stages in self.everywhere]
+            sparse = [choose(self.sparsity, stages, self.skip_zeros) for stages in self.everywhere]
         for stage in self.mine:
             if not stage.here:
                 self.initialise(stage)

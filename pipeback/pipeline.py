@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -78,12 +79,15 @@ class Pipeline:
     mesh        over processes: the ranks in the order of the pipeline, or (replicas, workers) of them; None: all
     timeout     seconds after which a rank that does not answer is given up, and every other one raises a `RankError`
     link        how ranks exchange tensors: "auto", "shared_memory", "gloo" or "nccl"
-    init        gives a module from the meta device its values; None: `reset_parameters` of its layers
+    init        gives a module from the meta device its values: a function of the module, or the path of safetensors
+                files with the weights; None: `reset_parameters` of its layers
     device      where stages from the meta device go; None: this rank's accelerator under NCCL, else the CPU
     store       None: weights stay on the device of their module; "host": weights, gradients and optimizer state live in
                 host memory, and a stage's weights come to the device when they are needed; or a `Store`
     sparsity    a name of `pipeback.sparsities.available()` or a `Sparsity`: most weights are zero, and neither stored,
                 sent to the device nor sent back
+    skip_zeros  with sparsity: linear layers do not compute the zeros either, by sparse products with other last bits;
+                "auto": where that was measured to be faster when the pipeline is built
     clip_norm   largest gradient norm of a stage, applied to the averaged gradient before the method sees it
     clip_value  largest absolute value in the averaged gradient, applied after clip_norm
     weights     "equal": micro-batches weigh equally, short ones too; "samples": by their number of samples
@@ -114,10 +118,11 @@ class Pipeline:
         mesh: DeviceMesh | None = None,
         timeout: float = 30.0,
         link: Literal["auto", "shared_memory", "gloo", "nccl"] = "auto",
-        init: Callable[[nn.Module], object] | None = None,
+        init: Callable[[nn.Module], object] | str | Path | None = None,
         device: torch.device | str | None = None,
         store: str | Store | None = None,
         sparsity: str | Sparsity | None = None,
+        skip_zeros: bool | Literal["auto"] = False,
         clip_norm: float | None = None,
         clip_value: float | None = None,
         weights: Literal["equal", "samples"] = "equal",
@@ -180,7 +185,9 @@ class Pipeline:
                 home.open()
             if isinstance(home, DiskStore):
                 self._choose(home)
-            self._holding = Holding([self._stages], self.method, self.ranks, workers, init, where, home, policy)
+            self._holding = Holding(
+                [self._stages], self.method, self.ranks, workers, init, where, home, policy, skip_zeros
+            )
             if not self.ranks.several:
                 for replica in range(1, self.replicas):
                     twin = [part._replace(module=copy.deepcopy(part.module)) for part in parts]
@@ -624,6 +631,18 @@ class Pipeline:
                 raise RuntimeError("a micro-batch has gone forward; call backward or forget before taking the state")
             mine = self._holding.mine
             return state.share(mine, self._loops(), self._holding.opened, take)
+
+    @property
+    def stages(self) -> int:
+        """How many stages the model has."""
+        return len(self._stages)
+
+    def values(self) -> Iterator[tuple[int, str, dict[str, Tensor]]]:
+        """(stage, its name, copies of its newest weights and buffers), one of this process's stages after the other."""
+        self.wait()
+        for stage in self._holding.mine:
+            if not stage.replica:
+                yield stage.index, stage.name, self._holding.values(stage)
 
     @property
     def streamed(self) -> bool:

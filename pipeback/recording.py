@@ -6,10 +6,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from heapq import merge
 from itertools import chain, pairwise
-from typing import NamedTuple, overload
+from typing import Literal, NamedTuple, overload
 
 from pipeback.events import Op
 from pipeback.timeline import UNIT, Place, Slot, Time, needs, play
+
+
+class Move(NamedTuple):
+    """What streaming did beside the operations, in a thread of its own; seconds."""
+
+    start: float
+    end: float
+    kind: Literal["fetch", "store"]  # weights to the device; an update where they are stored
+    stage: int
 
 
 class Track(NamedTuple):
@@ -20,6 +29,7 @@ class Track(NamedTuple):
     replica: int
     slots: list[Slot]  # in the order in which it did them; seconds
     uncertainty: float = 0.0  # seconds by which its clock may be off that of the first rank
+    moves: Sequence[Move] = ()  # of a worker whose weights are streamed
 
 
 class Idle(NamedTuple):
@@ -40,7 +50,10 @@ class Recording(Sequence[Slot]):
     def __init__(self, tracks: Sequence[Track], owner: Sequence[int], name: str = "") -> None:
         zero = min((slot.start for track in tracks for slot in track.slots), default=0)
         self.tracks = [
-            track._replace(slots=[Slot(s.start - zero, s.end - zero, s.stage, s.op) for s in track.slots])
+            track._replace(
+                slots=[Slot(s.start - zero, s.end - zero, s.stage, s.op) for s in track.slots],
+                moves=[Move(m.start - zero, m.end - zero, m.kind, m.stage) for m in track.moves],
+            )
             for track in sorted(tracks, key=lambda track: (track.replica, track.worker))
         ]
         self.owner, self.name = list(owner), name
@@ -129,7 +142,7 @@ class Recording(Sequence[Slot]):
             slots: list[list[Slot]] = [[] for _ in mine]
             for slot in play(programs, who, self.stages, costs, _before(chain.from_iterable(did), self.stages)):
                 slots[workers[self.owner[slot.stage]]].append(slot)
-            tracks += [track._replace(slots=s, uncertainty=0.0) for track, s in zip(mine, slots, strict=True)]
+            tracks += [track._replace(slots=s, uncertainty=0.0, moves=()) for track, s in zip(mine, slots, strict=True)]
         return Recording(tracks, self.owner, self.name)
 
     def unit(self) -> Recording:

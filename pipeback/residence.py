@@ -34,6 +34,7 @@ class Residence(Protocol):
 
     ask: Ask  # set by the worker
     joins: bool  # whether one call of a hook or an optimizer may serve several stages
+    moves: list[tuple[float, float, str, int]]  # what was recorded: (start, end, "fetch" or "store", stage), seconds
 
     def ahead(self, waves: Iterable[Wave]) -> Iterable[Wave]: ...
     def forward(self, ops: Ops) -> Sequence[Any]: ...
@@ -41,6 +42,8 @@ class Residence(Protocol):
     def backward(self, ops: Ops) -> tuple[Sequence[Any], dict[int, int]]: ...
     def after_backward(self, held: Sequence[Any]) -> None: ...
     def update(self, stages: Sequence[Stage], make: Callable[[Sequence[Sums]], None]) -> None: ...
+    def ready(self, kind: Kind, stage: int, mb: int) -> None: ...
+    def record(self, on: bool) -> None: ...
     def rest(self) -> None: ...
     def close(self) -> None: ...
 
@@ -53,6 +56,7 @@ class Resident:
     def __init__(self, stages: Mapping[int, Stage], method: Method) -> None:
         self.stages, self.method = stages, method
         self.ask: Ask = lambda kind, ops: []
+        self.moves: list[tuple[float, float, str, int]] = []
         self._stash = method.copies == "stash"
         self._forward_hook = overrides(method, "forward_weights")
         self._backward_hook = overrides(method, "backward_weights") or self._stash
@@ -129,6 +133,12 @@ class Resident:
     def update(self, stages: Sequence[Stage], make: Callable[[Sequence[Sums]], None]) -> None:
         """Make the update of these stages, here and now."""
         make([stage.sums() for stage in stages])
+
+    def ready(self, kind: Kind, stage: int, mb: int) -> None:
+        """What an operation runs on is always there."""
+
+    def record(self, on: bool) -> None:
+        """There is nothing to measure."""
 
     def rest(self) -> None:
         """Nothing is ever under way."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeback.flat import Flat
+from pipeback.skipping import Skipping
 
 
 class Slot:
@@ -26,6 +27,7 @@ class Slot:
         self.shows = rest is not None  # whether the parameters at rest are the weights in the store
         self.rest = [_nan(p, device) for p in params] if rest is None else list(rest)
         self.content: int | None = None  # the version of the weights that lie there; None: others, or nothing
+        self.skipping: dict[int, Skipping] = {}  # by number among the trainable ones: weights whose zeros are skipped
         self.leave()
 
     @property
@@ -37,11 +39,15 @@ class Slot:
         self.flat.fill()
         for p, view in zip(self.params, self.flat.views, strict=True):
             p.data = view
+        for skipping in self.skipping.values():
+            skipping.arrive()
 
     def leave(self) -> None:
         """Give the memory away; what lies there was never changed."""
         for p, value in zip(self.params, self.rest, strict=True):
             p.data = value
+        for skipping in self.skipping.values():
+            skipping.leave()
         self.flat.empty()
         self.content = None
 

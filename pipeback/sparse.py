@@ -9,22 +9,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from pipeback.flat import Flat
 from pipeback.joint import separable
 from pipeback.packed import gather, header, pack, scatter, unpack, unpack_mask
+from pipeback.skipping import Skipping, gain
 from pipeback.sparsity import At, Sparsity
 from pipeback.stage import Stage
 
+GAIN = 1.1  # zeros are skipped where that is faster by so much
 Packed = tuple[Tensor | None, ...]  # an index for each trainable weight; None: it is dense
 
 
 class Sparse:
     """Which of a stage's weights survive, now and at the older versions that are still needed."""
 
-    def __init__(self, policy: Sparsity, numbers: Sequence[int], densities: Sequence[float], at: At) -> None:
-        """numbers: the sparsified ones among the stage's trainable weights, with their densities."""
+    def __init__(
+        self, policy: Sparsity, numbers: Sequence[int], densities: Sequence[float], at: At, skip: bool | str
+    ) -> None:
+        """numbers: the sparsified ones among the stage's trainable weights, with their densities.
+
+        skip: whether zeros of linear layers are not computed; "auto": where that was measured to be faster.
+        """
+        self.skip = skip
         self.policy, self.numbers, self.densities, self.at = policy, list(numbers), list(densities), at
         self.changes: list[tuple[int, Packed]] = []  # (from this version on, index), oldest first
 
@@ -48,6 +57,18 @@ class Sparse:
             t if t is None or index is None else gather(t, unpack(index.to(t.device)))
             for t, index in zip(dense, self.packed, strict=True)
         ]
+
+    def skipping(self, stage: Stage, device: torch.device) -> dict[int, Skipping]:
+        """The linear layers whose zeros are not computed, by the number of their weight."""
+        if self.skip is False:
+            return {}
+        layers = {id(m.weight): m for m in stage.module.modules() if type(m) is nn.Linear}
+        found = {}
+        for n, density in zip(self.numbers, self.densities, strict=True):
+            p = stage.params[n]
+            if id(p) in layers and (self.skip is True or gain(p.shape, density, p.dtype, device) > GAIN):
+                found[n] = Skipping(layers[id(p)], lambda: self.policy.dense_gradient(stage.version + 1))
+        return found
 
     def bytes(self, packed: Packed) -> int:
         """Bytes of an index, as it travels."""
@@ -121,7 +142,7 @@ def _rehome(stage: Stage, values: Sequence[Tensor]) -> None:
     stage.attach()
 
 
-def choose(policy: Sparsity, stages: Sequence[Stage]) -> list[Sparse | None]:
+def choose(policy: Sparsity, stages: Sequence[Stage], skip: bool | str = False) -> list[Sparse | None]:
     """What of each stage is sparsified, at densities that are shared out over the whole model.
 
     Raises ValueError when there is nothing to sparsify, when a pattern of `exclude` names no parameter, and when an
@@ -151,6 +172,6 @@ def choose(policy: Sparsity, stages: Sequence[Stage]) -> list[Sparse | None]:
         raise ValueError("sparsity: no parameter is sparsified: it takes trainable ones of two dimensions or more")
     densities = iter(policy.densities(shapes))
     return [
-        Sparse(policy, mine, [next(densities) for _ in mine], At(stage.seed, stage.index)) if mine else None
+        Sparse(policy, mine, [next(densities) for _ in mine], At(stage.seed, stage.index), skip) if mine else None
         for stage, mine in zip(stages, chosen, strict=True)
     ]

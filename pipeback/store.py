@@ -59,7 +59,10 @@ class Store:
             for value, view in zip(likes, home.views, strict=True):
                 view.copy_(value)
         stage.sparse = sparse
-        stage.move_home(home, Slot(params, device, self.shown(home) if sparse is None else None), method)
+        slot = Slot(params, device, self.shown(home) if sparse is None else None)
+        if sparse is not None:
+            slot.skipping = sparse.skipping(stage, device)
+        stage.move_home(home, slot, method)
         if self.fused:
             _fuse(stage)
 
@@ -140,17 +143,19 @@ def lay(stage: Stage, slot: Slot, weights: Weights, version: int) -> int:
     """
     assert stage.home is not None
     indices = [None] * len(weights) if stage.sparse is None else stage.sparse.packed_at(version)
-    given = iter(zip(weights, indices, strict=True))
+    given = iter(zip(range(len(weights)), weights, indices, strict=True))
     sent = 0
     for p, home, view in zip(slot.params, stage.home.views, slot.flat.views, strict=True):
-        value, index = next(given) if p.requires_grad else (home, None)
+        n, value, index = next(given) if p.requires_grad else (-1, home, None)
         sent += value.numel() * value.element_size()
         if index is None:
             view.copy_(value.detach(), non_blocking=True)
         else:
             sent += index.numel()
-            place = unpack(index.to(slot.device, non_blocking=True))
-            scatter(value.detach().to(slot.device, non_blocking=True), place, view)
+            there = value.detach().to(slot.device, non_blocking=True)
+            scatter(there, unpack(index.to(slot.device, non_blocking=True)), view)
+            if n in slot.skipping and stage.sparse is not None:
+                slot.skipping[n].lay(there, index, stage.sparse.packed[n])
     return sent
 
 

@@ -84,6 +84,8 @@ class Streaming:
         self._needed: set[Slot] = set()  # by the operation at hand and those that come
         self._streams = _Streams([stage.slot.device for stage in stages.values() if stage.slot])
         self._traffic, self._lock = Traffic(), threading.Lock()
+        self.moves: list[tuple[float, float, str, int]] = []
+        self._recording = False
 
     # -- looking ahead -------------------------------------------------------------------------------------------
 
@@ -101,14 +103,14 @@ class Streaming:
                         break
                     queue.append(wave)
                     (s, i) = wave.ops[0]
-                    if s in self.stages and s != pulled:
+                    if s in self.stages and s != pulled and self._slot(s).nbytes:
                         pulled = s
                         visits.append((s, wave.kind, i))
                 if not queue:
                     return
                 wave = queue.popleft()
                 s = wave.ops[0][0]
-                if s in self.stages and s != at:
+                if s in self.stages and s != at and self._slot(s).nbytes:
                     at = s
                     visits.popleft()
                     self._plan(s, visits)
@@ -167,7 +169,7 @@ class Streaming:
 
         def job() -> None:
             wait()
-            with torch.no_grad(), self.store.opened(stage, changes=True):
+            with self._moving("store", stage), torch.no_grad(), self.store.opened(stage, changes=True):
                 mine = grads if sparse is None or not sparse.policy.dense_gradient(number) else sparse.gathered(grads)
                 make([Sums(mine, sums.number)])
                 if sparse is not None and sparse.policy.due(number):
@@ -177,6 +179,19 @@ class Streaming:
             with self._stalling():
                 next(update for update in self._updates.values() if not update.done()).result()
         self._updates[stage.index] = self._updating.submit(job)
+
+    def ready(self, kind: Kind, stage: int, mb: int) -> None:
+        """Wait until what an operation runs on is on the device."""
+        if kind != "U" and self._slot(stage).nbytes:
+            self._begin(stage, Op(kind, mb))
+            with self._stalling():
+                self._fetches[stage][1].exception()
+
+    def record(self, on: bool) -> None:
+        """Measure what the threads do from now on."""
+        if on:
+            self.moves = []
+        self._recording = on
 
     def rest(self) -> None:
         """Nothing is under way and nothing on the device: all weights are in the store; raises what has failed."""
@@ -206,6 +221,8 @@ class Streaming:
     def _bring(self, s: int, op: Op | None = None) -> Brought:
         """What this operation runs on (None: the newest weights), on the device now."""
         slot = self._slot(s)
+        if not slot.nbytes:  # a stage without parameters
+            return Brought(slot, self.stages[s].version)
         if slot not in self._needed:
             self._needed = {slot}
         self._begin(s, op)
@@ -243,7 +260,7 @@ class Streaming:
         update = self._updates.get(stage.index)
         if update is not None:
             update.result()
-        with torch.no_grad(), self._streams.fetching(slot):
+        with self._moving("fetch", stage), torch.no_grad(), self._streams.fetching(slot):
             if op is None or not asked:
                 if slot.content != version:
                     self._copy(stage, slot, version)
@@ -368,6 +385,13 @@ class Streaming:
             if update.done():
                 update.result()
                 del self._updates[s]
+
+    @contextmanager
+    def _moving(self, kind: str, stage: Stage) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        if self._recording:
+            self.moves.append((begin, time.perf_counter(), kind, stage.index))
 
     @contextmanager
     def _stalling(self) -> Iterator[None]:

@@ -12,7 +12,7 @@ from os import PathLike
 from typing import Any
 
 from pipeback.events import Op
-from pipeback.recording import Idle, Recording, Track
+from pipeback.recording import Idle, Move, Recording, Track
 from pipeback.timeline import Slot, needs
 
 WORDS = {"F": "forward", "B": "backward", "U": "update"}
@@ -42,6 +42,15 @@ def as_json(recording: Recording) -> dict[str, Any]:
             }  # fmt: skip
             spans.append(event)
             at[track.replica, kind, slot.stage, mb] = event
+        for name, which in (("fetching weights", "fetch"), ("updating in the store", "store")):
+            some = [move for move in track.moves if move.kind == which]
+            tid = next(rows) if some else 0
+            shown += _name("thread", name, len(row) + 1, pid=pid, tid=tid) if some else []
+            spans += [
+                {"ph": "X", "name": f"{which} s{move.stage}", "cat": which, "pid": pid, "tid": tid,
+                 **_times(move.start, move.end), "args": {"stage": move.stage}}
+                for move in some
+            ]  # fmt: skip
         spans += [
             {"ph": "X", "name": why, "cat": "waiting", "cname": _COLOURS["waiting"],
              "pid": pid, "tid": waiting, **_times(*gap)}
@@ -72,12 +81,18 @@ def read(path: str | PathLike[str]) -> Recording:
         tracks = [
             Track(t["name"], t["worker"], t["replica"], [], t["clock uncertainty µs"] / 1e6) for t in facts["tracks"]
         ]
+        moves: list[list[Move]] = [[] for _ in tracks]
         for event in events:
+            if event["ph"] == "X" and event["cat"] in ("fetch", "store"):
+                start = event["ts"] / 1e6
+                move = Move(start, start + event["dur"] / 1e6, event["cat"], event["args"]["stage"])
+                moves[event["pid"] - 1].append(move)
             if event["ph"] == "X" and event["cat"] in KINDS:
                 start, told = event["ts"] / 1e6, event["args"]
                 op = Op(KINDS[event["cat"]], told["micro-batch"])  # type: ignore[arg-type]
                 slot = Slot(start, start + event["dur"] / 1e6, told["stage"], op)
                 tracks[event["pid"] - 1].slots.append(slot)
+        tracks = [track._replace(moves=some) for track, some in zip(tracks, moves, strict=True)]
         return Recording(tracks, facts["owner"], facts["name"])
     except (UnicodeDecodeError, json.JSONDecodeError, KeyError, IndexError, TypeError) as error:
         raise ValueError(f"{path} is not a trace that pipeback wrote ({type(error).__name__}: {error})") from error

@@ -80,6 +80,7 @@ class Worker:
         if on:
             self.trace = []
         self.tracing = on
+        self.residence.record(on)
 
     # -- the loop ------------------------------------------------------------------------------------------------
 
@@ -106,6 +107,7 @@ class Worker:
                     if kind == "F" or (kind == "B" and not mine[s].judges):
                         self.link.wait(kind, s, i)  # waiting is not working
                     self.settle(s)
+                    self.residence.ready(kind, s, i)
                     if kind == "U" and self.replicas is not None:
                         do([(s, i)])  # only begun; `settle` does it
                     else:

@@ -3,11 +3,13 @@
     pipeback draw method=pb stages=4 micro_batches=8                         # a text grid
     pipeback draw method=gpipe,one_f_one_b,pb stages=5 micro_batches=40 until=52 out=schedules.png
     pipeback draw method=gpipe,pb stages=8 ranks=2 micro_batches=24 --run run.json out=run.png
+    pipeback draw method=gpipe stages=8 micro_batches=4 store=host --run run.json out=streaming.png
     pipeback draw trace=run.json out=run.png                                 # what was recorded before, once more
 
 --run trains linear layers of one size on that many processes of this machine, from an empty pipeline until it is empty
 again, and prints how much the ranks idled beside what the schedule predicts. It writes a trace a method (run-gpipe.json
-and run-pb.json; run.json if there is one method), and the timelines as a picture to `out`. For a script of your own:
+and run-pb.json; run.json if there is one method), and the timelines as a picture to `out`. With store= weights are
+streamed, all micro-batches are pushed at once, and the picture shows what overlaps. For a script of your own:
 pipe.record() before the pushes, and pipeback.draw.trace(pipe, "run.json") on every rank after them.
 
 Options of a method go behind its name: method=pipedream:slack=2. For gpipe and one_f_one_b, flush= is the flush.
@@ -25,6 +27,7 @@ from typing import Any
 import pipeback
 from pipeback import draw
 from pipeback import trace as traces
+from pipeback.lanes import lanes
 from pipeback.recipes.measure import run
 from pipeback.recording import Recording
 from pipeback.timeline import bubble, timeline
@@ -39,9 +42,10 @@ OPTIONS = {
     "out": None,
     "run": None,
     "ranks": None,
+    "store": None,
     "trace": None,
 }
-TEXTS = {"method", "out", "run", "trace"}
+TEXTS = {"method", "out", "run", "store", "trace"}
 
 
 def main() -> None:
@@ -64,8 +68,10 @@ def parsed(arguments: list[str]) -> dict[str, Any]:
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ValueError(f"{argument!r} is not an option{hint}; write one of {names}")
         options[name] = value if name in TEXTS else whole(name, value)
+    if options["store"] is not None and options["run"] is None:
+        raise ValueError("store= is for a real run; add --run")
     if options["ranks"] is None:
-        options["ranks"] = min(2, options["stages"])
+        options["ranks"] = 1 if options["store"] else min(2, options["stages"])
     elif options["run"] is None:
         raise ValueError("ranks= is for a real run; add --run")
     if options["ranks"] > options["stages"]:
@@ -119,7 +125,13 @@ def show(options: dict[str, Any]) -> None:
               f"{bubble(timeline(method.schedule, stages, count)):.1%} over {count} micro-batches")  # fmt: skip
         print(draw.grid(method.schedule, stages, count, width=options["width"]), end="\n\n")
     if paths:
-        run({entry: (methods[entry], str(path)) for entry, path in paths.items()}, options["ranks"], stages, count)
+        run(
+            {entry: (methods[entry], str(path)) for entry, path in paths.items()},
+            options["ranks"],
+            stages,
+            count,
+            options["store"],
+        )
         tell([traces.read(path) for path in paths.values()], out)
         print(f"written: {', '.join(map(str, paths.values()))}, for ui.perfetto.dev")
     elif out:
@@ -140,7 +152,8 @@ def tell(recordings: list[Recording], out: str | None) -> None:
         import matplotlib
 
         matplotlib.use("Agg")
-        draw.beside(recordings).savefig(out, dpi=130)
+        streamed = [recording for recording in recordings if any(track.moves for track in recording.tracks)]
+        (lanes(streamed[0]) if streamed else draw.beside(recordings)).savefig(out, dpi=130)
         print(f"written: {out}")
 
 

@@ -20,20 +20,22 @@ WIDTH, SAMPLES = 512, 64
 WARM = 3  # micro-batches before anything is measured: the first ones find cold caches and allocate
 
 
-def run(methods: Mapping[str, tuple[pipeback.Method, str]], ranks: int, stages: int, count: int) -> None:
+def run(
+    methods: Mapping[str, tuple[pipeback.Method, str]], ranks: int, stages: int, count: int, store: str | None = None
+) -> None:
     """Train `count` micro-batches with every method and write its trace; methods: name -> (method, path).
 
     The processes are started as torchrun does. Raises RuntimeError with the message of the first one that fails.
     """
     if ranks == 1:
-        return train(methods, stages, count)
+        return train(methods, stages, count, store)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=ranks, run_id=uuid.uuid4().hex, max_restarts=0,
         rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0", start_method="spawn",
     )  # fmt: skip
     try:
-        elastic_launch(config, train)(methods, stages, count)
+        elastic_launch(config, train)(methods, stages, count, store)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         message: Any = failure.message  # @record makes a dictionary of it
@@ -43,7 +45,9 @@ def run(methods: Mapping[str, tuple[pipeback.Method, str]], ranks: int, stages: 
 
 
 @record
-def train(methods: Mapping[str, tuple[pipeback.Method, str]], stages: int, count: int) -> None:
+def train(
+    methods: Mapping[str, tuple[pipeback.Method, str]], stages: int, count: int, store: str | None = None
+) -> None:
     """On every rank: from an empty pipeline until it is empty again, so that nothing else is in the trace."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -58,13 +62,16 @@ def train(methods: Mapping[str, tuple[pipeback.Method, str]], stages: int, count
             loss=nn.functional.mse_loss,
             optimizer=lambda params: torch.optim.SGD(params, lr=1e-3, momentum=0.9),
             method=method,
+            store=store,
+            micro_batch_size=None if store is None else SAMPLES,
         )
         for _ in range(WARM):
             pipe.push(x, y)
         pipe.drain()
         pipe.record()
-        for _ in range(count):
-            pipe.push(x, y)
+        # with a store all in one push, so that a stage that has come is used for as much as there is
+        for _ in range(count if store is None else 1):
+            pipe.push(*((x, y) if store is None else (x.repeat(count, 1), y.repeat(count, 1))))
         pipe.drain()
         draw.trace(pipe, path, name)
         pipe.close()

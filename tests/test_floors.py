@@ -13,15 +13,15 @@ ROOT = Path(__file__).parent.parent / "pipeback"
 FLOORS = [
     ["events", "schedules", "order", "timeline", "recording", "ledger", "plugins", "sizes"],
     [
-        "bundle", "method", "momentum", "lazy", "link", "partition", "meta", "form", "flat", "slot",
-        "inflight", "drawing", "stage", "repeat", "offload", "activations", "joint", "team", "watch",
-        "replicas", "shelf", "packed", "densities", "masks", "sparsity", "sparse", "store", "pages", "disk",
-        "residence", "streaming", "worker", "snapshot", "loop", "runtime", "state", "frame", "vigil", "wire",
-        "semaphore", "ring", "beats", "activity", "blame", "health", "joining", "digest", "ranks", "clocks",
-        "processes", "wiring", "holding", "starting", "dry", "bandwidth", "survey",
-        "agreement", "rehearsal", "inputs",
+        "bundle", "method", "momentum", "lazy", "link", "partition", "meta", "form", "flat", "packed",
+        "skipping", "slot", "inflight", "drawing", "stage", "repeat", "offload", "activations", "joint",
+        "team", "watch", "replicas", "shelf", "densities", "masks", "sparsity", "sparse", "store", "pages",
+        "disk", "residence", "streaming", "worker", "snapshot", "loop", "runtime", "state", "frame", "vigil",
+        "wire", "semaphore", "ring", "beats", "activity", "blame", "health", "joining", "digest", "ranks",
+        "clocks", "processes", "wiring", "weights", "holding", "starting", "dry", "bandwidth",
+        "survey", "agreement", "rehearsal", "inputs",
     ],
-    ["methods", "sparsities", "plan", "pipeline", "checkpoint", "bands", "trace", "draw"],
+    ["methods", "sparsities", "plan", "pipeline", "checkpoint", "bands", "lanes", "trace", "draw"],
 ]  # fmt: skip
 # floor 3, which nothing below imports
 LIGHTNING = [

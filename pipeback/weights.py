@@ -1,0 +1,107 @@
+"""Weights in safetensors files, one tensor after the other: for a model that is never in memory as a whole.
+
+`Pipeline(meta_model, init="model.safetensors", store=…)` reads each stage's weights when the stage gets its values;
+`weights.save(pipe, folder)` writes them stage by stage. The names are those of the model's state_dict, the layout of
+several files is Hugging Face's: model-00001-of-00005.safetensors, …, and model.safetensors.index.json.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+INDEX = "model.safetensors.index.json"
+
+
+def fill(module: nn.Module, path: Path, prefix: str, label: str) -> None:
+    """Give a module its weights and buffers from the tensors whose names begin with `prefix`.
+
+    path: a file, or a folder with one or with an index. Raises ValueError naming the tensor that is missing, that has
+    another shape, or that belongs to nothing in the module.
+    """
+    places, found = _places(path), 0
+    persistent = module.state_dict(keep_vars=True)
+    with torch.no_grad():
+        for name, tensor in persistent.items():
+            file = places.get(prefix + name)
+            if file is None:
+                raise ValueError(f"{label}: {path} has no tensor {prefix + name!r}; it is of another model")
+            found += 1
+            with _safetensors().safe_open(file, framework="pt") as stored:
+                value = stored.get_tensor(prefix + name)
+            if value.shape != tensor.shape:
+                raise ValueError(
+                    f"{label}: {prefix + name!r} is {tuple(value.shape)} in {file}, but {tuple(tensor.shape)} here"
+                )
+            tensor.copy_(value)
+    kept = {name for name, _ in module.named_buffers()} - set(persistent)
+    if kept:
+        raise ValueError(
+            f"{label}: buffer {min(kept)!r} is not kept in files (persistent=False); give init= a function"
+        )
+    if strange := sorted(name for name in places if name.startswith(prefix) and name[len(prefix) :] not in persistent):
+        raise ValueError(f"{label}: {path} has {strange[0]!r}, which the model has not; it is of another model")
+
+
+def save(pipe: Any, folder: str | Path) -> Path:
+    """Write the newest weights and buffers, a file a stage, and their index; returns its path. Every rank calls it.
+
+    What is in flight is left alone. Tensors and index are written under other names first; the index comes last.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    pipe.wait()
+    count, mine = pipe.stages, {}
+    for s, name, values in pipe.values():
+        file = f"model-{s + 1:05d}-of-{count:05d}.safetensors"
+        tensors = {f"{name}.{key}": value.contiguous() for key, value in values.items()}
+        if tensors:
+            _safetensors_torch().save_file(tensors, folder / f"{file}.partial", metadata={"format": "pt"})
+            os.replace(folder / f"{file}.partial", folder / file)
+        mine.update({key: (file, value.numel() * value.element_size()) for key, value in tensors.items()})
+    everything = {key: at for part in pipe.ranks.gather(mine, "weights.save()") for key, at in part.items()}
+    index = {
+        "metadata": {"total_size": sum(size for _, size in everything.values())},
+        "weight_map": {key: file for key, (file, _) in everything.items()},
+    }
+    path = folder / INDEX
+    if pipe.ranks.index == 0 and not pipe.ranks.replica:
+        path.with_suffix(".partial").write_text(json.dumps(index, indent=1))
+        os.replace(path.with_suffix(".partial"), path)
+    pipe.ranks.gather(None, "weights.save()")
+    return path
+
+
+@lru_cache(4)
+def _places(path: Path) -> dict[str, Path]:
+    """The file of every tensor."""
+    index = path / INDEX if path.is_dir() else path
+    if index.name.endswith(".json") and index.exists():
+        named = json.loads(index.read_text())["weight_map"]
+        return {name: index.parent / file for name, file in named.items()}
+    file = path / "model.safetensors" if path.is_dir() else path
+    if not file.is_file():
+        raise ValueError(f"init={str(path)!r}: there is no safetensors file, nor a folder with {INDEX}")
+    with _safetensors().safe_open(file, framework="pt") as stored:
+        return dict.fromkeys(stored.keys(), file)
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors
+    except ImportError as error:
+        raise ImportError("weights in files need safetensors: pip install 'pipeback[checkpoint]'") from error
+    return safetensors
+
+
+def _safetensors_torch() -> Any:
+    _safetensors()
+    import safetensors.torch
+
+    return safetensors.torch

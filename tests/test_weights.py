@@ -1,0 +1,73 @@
+"""Weights in safetensors files: read stage by stage into a store, written the same way."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from pipeback import weights
+from tests.laws.cases import data, everything, pipeline
+
+
+def model(seed=0, width=6):
+    torch.manual_seed(seed)
+    blocks = [nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width)) for _ in range(3)]
+    return nn.Sequential(*blocks, nn.Tanh(), nn.Linear(width, width))
+
+
+def absent(width=6):
+    with torch.device("meta"):
+        return model(width=width)
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*takes its statistics")
+
+
+def trained(network, count=9, **options):
+    torch.manual_seed(3)
+    pipe = pipeline(network, "pb", **options)
+    for x, y in data(count, samples=8):
+        pipe.push(x, y)
+    return pipe
+
+
+@pytest.mark.parametrize("store", [None, "host", "disk"])
+def test_a_meta_model_from_a_file(store, tmp_path):
+    save_file(model().state_dict(), tmp_path / "model.safetensors")
+    store = f"disk:{tmp_path / 'store'}" if store == "disk" else store
+    found = trained(absent(), store=store, init=tmp_path / "model.safetensors")
+    assert torch.equal(everything(found), everything(trained(model())))
+
+
+@pytest.mark.parametrize("options", [{}, {"store": "host"}, {"store": "host", "sparsity": "magnitude"}])
+def test_written_and_read_again(options, tmp_path):
+    pipe = trained(model(), **options)
+    before = everything(pipe)
+    path = weights.save(pipe, tmp_path / "saved")
+    assert torch.equal(everything(pipe), before), "what is in flight has changed"
+    written = {}
+    for file in sorted((tmp_path / "saved").glob("*.safetensors")):
+        written.update(load_file(file))
+    wanted = pipe.model.state_dict()
+    assert set(written) == set(wanted) == set(json.loads(path.read_text())["weight_map"])
+    assert all(torch.equal(written[name], wanted[name]) for name in wanted)
+    again = pipeline(absent(), "pb", init=str(tmp_path / "saved"), store="host")
+    assert all(torch.equal(value, wanted[name]) for name, value in again.model.state_dict().items())
+
+
+def test_what_does_not_fit(tmp_path):
+    values = model().state_dict()
+    file = tmp_path / "model.safetensors"
+    with pytest.raises(ValueError, match=r"init='.*': there is no safetensors file, nor a folder with model"):
+        pipeline(absent(), "pb", init=file)
+    save_file({k: v for k, v in values.items() if k != "1.0.bias"}, file)
+    with pytest.raises(ValueError, match=r"stage 1 \(1\): .* has no tensor '1.0.bias'; it is of another model"):
+        pipeline(absent(), "pb", init=file)
+    save_file(values, tmp_path / "b.safetensors")
+    with pytest.raises(ValueError, match=r"stage 0 \(0\): '0.0.weight' is \(6, 6\) in .*, but \(7, 7\) here"):
+        pipeline(absent(7), "pb", init=tmp_path / "b.safetensors")
+    save_file({**values, "2.0.extra": torch.zeros(1)}, tmp_path / "c.safetensors")
+    with pytest.raises(ValueError, match=r"stage 2 \(2\): .* has '2.0.extra', which the model has not"):
+        pipeline(absent(), "pb", init=tmp_path / "c.safetensors")
