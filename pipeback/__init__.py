@@ -34,8 +34,9 @@ _HOME = {
     "Op": "events", "Schedule": "events", "until": "events", "Record": "ledger",
     "Method": "method", "Past": "method", "Shift": "method", "State": "method", "Weights": "method", "When": "method",
     "chain": "method", "scale_hyperparameters": "momentum", "Memory": "pipeline", "Pipeline": "pipeline",
-    "Plan": "plan", "RankError": "health", "Sparsity": "sparsity", "StageError": "worker", "Watch": "watch",
-    "DiskStore": "disk", "HostStore": "store", "Store": "store", "StoreError": "pages", "Traffic": "streaming",
+    "Plan": "plan", "RankError": "health", "Sparsity": "sparsity", "StageError": "worker",
+    "Watch": "watch", "DiskStore": "disk", "HostStore": "store", "Store": "store", "StoreError": "pages",
+    "Traffic": "streaming",
 }  # fmt: skip
 
 __all__ = [

@@ -18,8 +18,8 @@ FLOORS = [
         "team", "watch", "replicas", "shelf", "densities", "masks", "sparsity", "sparse", "store", "pages",
         "disk", "residence", "streaming", "worker", "snapshot", "loop", "runtime", "state", "frame", "vigil",
         "wire", "semaphore", "ring", "beats", "activity", "blame", "health", "joining", "digest", "ranks",
-        "clocks", "processes", "wiring", "weights", "holding", "starting", "dry", "bandwidth",
-        "survey", "agreement", "rehearsal", "inputs",
+        "clocks", "processes", "wiring", "weights", "holding", "starting", "dry", "bandwidth", "survey",
+        "agreement", "rehearsal", "inputs",
     ],
     ["methods", "sparsities", "plan", "pipeline", "checkpoint", "bands", "lanes", "trace", "draw"],
 ]  # fmt: skip
