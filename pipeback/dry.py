@@ -159,11 +159,11 @@ class Dry:
         """Count the own part of every wave."""
         begin = self.now
         ops = [(kind, s, i) for kind, wave in waves for s, i in wave]
-        own = [op for op in ops if op[1] in self.stages]
+        own = [op for op in ops if self._comes(op[1])]
         visits = [op for n, op in enumerate(own) if not n or own[n - 1][1] != op[1]]
         at, turn = -1, 0
         for kind, s, i in ops:
-            if s in self.stages and s != at:
+            if s != at and self._comes(s):
                 at, turn = s, turn + 1
                 if not self.resident:
                     self._plan(s, visits[turn : turn + self.prefetch])
@@ -175,6 +175,10 @@ class Dry:
             if s in self.stages:
                 (self._forward if kind == "F" else self._backward if kind == "B" else self._update)(s, i)
         self.number.seconds += self.now - begin
+
+    def _comes(self, s: int) -> bool:
+        """Whether the stage is an own one, with weights that come to the device."""
+        return s in self.stages and self.stages[s].load.weights > 0
 
     def settle(self) -> None:
         """No replica is waited for."""
@@ -260,7 +264,7 @@ class Dry:
         return 0 if flight is None or kind == "F" else flight.entry
 
     def _bring(self, s: int, op: Op, entry: int) -> _Fetch:
-        if self.resident:
+        if self.resident or not self._comes(s):
             return _Fetch(None, self.now, self.stages[s].version, False)
         if s not in self._needed:
             self._needed = {s}

@@ -82,6 +82,16 @@ def test_bytes_predicted_are_bytes_counted(case):
             assert found.device.activations <= held
 
 
+@pytest.mark.parametrize("case", ["gpipe-4", "pb", "pipedream"])
+def test_bytes_of_a_model_with_stages_that_have_no_weights(case):
+    model = nn.Sequential(*[layer for block in network(4) for layer in block], nn.Identity())
+    pipe = pipeline(model, CASES[case](9), micro_batch_size=SAMPLES, store=HostStore(prefetch=2))
+    found, before, after = planned(pipe, 5, 3)
+    for name in ("weights_in", "fetches", "gradients_out", "sums_in"):
+        assert round(3 * getattr(found.push, name)) == getattr(after, name) - getattr(before, name), name
+    assert (found.push.peak_weights, found.push.peak_stages) == (after.peak_bytes, after.peak_stages)
+
+
 @pytest.mark.parametrize("options", [{"workers": 2}, {"workers": 3}, {"order": "upstream"}], ids=str)
 @pytest.mark.parametrize("case", ["pb", "gpipe-4", "pipedream"])
 def test_bytes_of_threads_and_other_orders(case, options):
