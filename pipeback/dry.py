@@ -166,7 +166,7 @@ class Dry:
             if s != at and self._comes(s):
                 at, turn = s, turn + 1
                 if not self.resident:
-                    self._plan(s, visits[turn : turn + self.prefetch])
+                    self._plan(visits[turn - 1 : turn + self.prefetch])
             if self.needs_entry and s == 0:
                 if kind == "U":
                     self.entered += 1
@@ -248,16 +248,14 @@ class Dry:
 
     # -- weights that come and go --------------------------------------------------------------------------------
 
-    def _plan(self, s: int, visits: Iterable[tuple[str, int, int]]) -> None:
-        self._needed = {s}
+    def _plan(self, visits: Iterable[tuple[str, int, int]]) -> None:
+        chosen: dict[int, Op] = {}
         for kind, t, i in visits:
-            if len(self._needed) > self.prefetch:
-                return
-            if t in self._needed:
-                continue
-            self._needed.add(t)
-            if kind != "U" and not (self.hooks.get(kind) and self.needs_entry):
-                self._begin(t, Op(kind, i), self._entry(kind, t, i))  # type: ignore[arg-type]
+            chosen.setdefault(t, Op(kind, i))  # type: ignore[arg-type]
+        self._needed = set(chosen)
+        for t, op in chosen.items():
+            if op.kind != "U" and not (self.hooks.get(op.kind) and self.needs_entry):
+                self._begin(t, op, self._entry(op.kind, t, op.mb))
 
     def _entry(self, kind: str, s: int, i: int) -> int:
         flight = self.stages[s].flights.get(i)

@@ -118,24 +118,22 @@ class Streaming:
                 if s in self.stages and s != at and self._slot(s).nbytes:
                     at = s
                     visits.popleft()
-                    self._plan(s, visits)
+                    self._plan([(s, wave.kind, wave.ops[0][1]), *visits])
                 yield wave
         finally:
             self._count(seconds=time.perf_counter() - begin)
 
-    def _plan(self, s: int, visits: Iterable[tuple[int, Kind, int]]) -> None:
-        """Stage s is at work and these come: what they need is fetched, as many as there is room for."""
-        self._needed = {self._slot(s)}
+    def _plan(self, visits: Iterable[tuple[int, Kind, int]]) -> None:
+        """A stage is at work from here on, and others come: what they need is fetched, as many as there is room for."""
+        chosen: dict[int, Op] = {}  # a stage's first visit: after it, it may need something else
         for t, kind, i in visits:
-            if len(self._needed) > self.store.prefetch:
-                return
-            slot = self._slot(t)
-            if slot in self._needed:  # for what comes before, after which this may be something else
-                continue
-            self._needed.add(slot)
+            if len(chosen) <= self.store.prefetch:
+                chosen.setdefault(t, Op(kind, i))
+        self._needed = {self._slot(t) for t in chosen}
+        for t, op in chosen.items():
             # what a method with `needs_entry` is asked for may not be known before its turn comes
-            if kind != "U" and not (self._hooks[kind] and self.method.needs_entry):
-                self._begin(t, Op(kind, i))
+            if op.kind != "U" and not (self._hooks[op.kind] and self.method.needs_entry):
+                self._begin(t, op)
 
     # -- operations ----------------------------------------------------------------------------------------------
 

@@ -26,10 +26,12 @@ def killed_and_resumed(folder, method, pushes, kills, seed):
     seen = set()
     for _ in range(kills):
         run = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-        for line in run.stdout:  # from the first push on, wherever it is then
+        pushed = 0
+        for line in run.stdout:  # from the third push on, when something is committed, wherever it is then
             if line.startswith("resumed"):
                 seen.add(int(line.split()[-1]))
-            if line.startswith("pushed"):
+            pushed += line.startswith("pushed")
+            if pushed == 3:
                 break
         time.sleep(draw.uniform(0.0, 0.25))
         run.send_signal(signal.SIGKILL)

@@ -241,16 +241,16 @@ def test_waiting_by_hand_with_nothing_fetched_ahead():
 
 
 def test_waiting_by_hand_with_one_stage_fetched_ahead():
-    # fetching   W1 ─── W0 ───            stage 0 stays where it is
+    # fetching   W0 ─── W1 ───            stage 0 stays where it is
     #            0    3      6
-    # computing               F0 F1 B1─ B0─
-    #                         6  7  8  10 12
-    # updating                          U1 ──── U0 ────    10 to 14 to 18
+    # computing       F0     F1 B1─ B0─
+    #                 3  4   6  7   9  11
+    # updating                      U1 ──── U0 ────    9 to 13 to 17
     dry = run_dry(1, 1, forward=1, backward=2, fetch=3, update=4)
-    assert (dry.number.stall, dry.number.seconds, dry.number.fetches) == (6 + 6, 18, 2)
-    # the next push begins at 12: W1 14 to 17, when U1 is done; W0 18 to 21, when U0 is; and ends at 21 + 6
+    assert (dry.number.stall, dry.number.seconds, dry.number.fetches) == (3 + 2 + 6, 17, 2)
+    # the next push begins at 11: W0 17 to 20, when U0 is done; W1 to 23; F0 at 20, F1 at 23; and ends at 23 + 5
     again = run_dry(1, 2, rest=False, forward=1, backward=2, fetch=3, update=4)
-    assert (again.now, again.number.fetches, again.number.stall) == (27, 4, 6 + 9)
+    assert (again.now, again.number.fetches, again.number.stall) == (28, 4, 3 + 2 + 9 + 2)
 
 
 def test_gradients_that_leave_and_are_added():
