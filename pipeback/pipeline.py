@@ -727,6 +727,14 @@ class Pipeline:
             if not stage.replica:
                 yield stage.index, stage.name, self._holding.values(stage)
 
+    def expanded(self, weight: Tensor, value: Tensor) -> Tensor:
+        """What belongs to the survivors of a weight, in a dense tensor. weight: as the optimizer has it."""
+        for stage in self._holding.mine:
+            for n, w in enumerate(stage.weights):
+                if w is weight and stage.sparse is not None:
+                    return stage.sparse.expanded(stage, n, value)
+        return value
+
     @property
     def streamed(self) -> bool:
         """Whether weights live in a store."""

@@ -18,7 +18,19 @@ from pipeback.lightning import private
 from pipeback.method import Method
 from pipeback.store import Store
 
-OPTIONS = ("method", "micro_batch_size", "stages", "module", "drain", "store", "launcher", "timeout")
+OPTIONS = (
+    "method",
+    "micro_batch_size",
+    "stages",
+    "module",
+    "drain",
+    "store",
+    "sparsity",
+    "skip_zeros",
+    "activations",
+    "launcher",
+    "timeout",
+)
 NEVER = 2**62  # micro-batches between commits
 DRAIN = ("end", "validation")
 ONE = "pipeback trains with one optimizer: return one, with several parameter groups where rates differ"

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -50,10 +51,11 @@ class Fit:
         check: Callable[[Method], None],
         store: Store | None = None,
         visits: Visits | None = None,
+        more: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self.module, self.found, self.optimizer, self.interval = module, found, optimizer, interval
         self.size, self.check = micro_batch_size, check  # of the method, once it is known
-        self.store, self.visits = store, visits
+        self.store, self.visits, self.more = store, visits, more  # options of the pipeline
         self.pipe: Pipeline | None = None
         self.twins: Twins
         self.update = (1, 1)  # batches an update, and micro-batches a batch, that the pipeline was built for
@@ -79,7 +81,9 @@ class Fit:
         norm, value = norm_and_value(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
         self.twins = Twins(self.optimizer)
         streamed = {} if self.store is None else {"store": self.store, "device": trainer.strategy.root_device}
-        self.pipe = self._pipeline(optimizer=self.twins, method=method, clip_norm=norm, clip_value=value, **streamed)
+        self.pipe = self._pipeline(
+            optimizer=self.twins, method=method, clip_norm=norm, clip_value=value, **streamed, **self.more
+        )
         self.update = (batches, per_batch)
         if self.visits is not None:
             self.visits.stream(self._present)
@@ -442,6 +446,9 @@ class Fit:
     def optimizer_state(self) -> dict[str, Any]:
         """As if the user's optimizer had made the steps; on rank 0."""
         with self.shown():
+            if self.sparse:
+                assert self.pipe is not None
+                return self.twins.dense_state_dict(self.pipe.expanded)
             found = self.twins.state_dict()
             return copy.deepcopy(found) if isinstance(self.store, DiskStore) else found
 
@@ -463,7 +470,14 @@ class Fit:
             return self._end
         with self._at_work():
             state = self.pipe.state_dict()
-        return {**state, "stages": [without(KEPT, tensors) for tensors in state["stages"]]}
+        # of sparse weights the checkpoint has them dense, for others than us
+        kept = () if self.sparse else KEPT
+        return {**state, "stages": [without(kept, tensors) for tensors in state["stages"]]}
+
+    @property
+    def sparse(self) -> bool:
+        """Whether only survivors of the weights are kept."""
+        return self.more.get("sparsity") is not None
 
     def _fresh(self) -> dict[str, Any]:
         """The state of a pipeline that has just been built."""
@@ -481,7 +495,7 @@ class Fit:
         if section is None:
             return
         here, there = self._fresh()["stages"], section["state"]["stages"]
-        if len(here) == len(there):  # if not, load_state_dict says so
+        if len(here) == len(there) and not self.sparse:  # if not, load_state_dict says so
             there = [
                 {**{k: v for k, v in mine.items() if k.startswith(KEPT)}, **theirs}
                 for mine, theirs in zip(here, there, strict=True)

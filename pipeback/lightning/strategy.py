@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
@@ -23,7 +23,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
-from pipeback import disk
+from pipeback import disk, sparsities
 from pipeback.lightning import body, checks, private, randomness
 from pipeback.lightning.fit import Fit, norm_and_value
 from pipeback.lightning.interval import Interval
@@ -33,7 +33,8 @@ from pipeback.lightning.together import Together
 from pipeback.lightning.visits import Visits, staying
 from pipeback.method import Method
 from pipeback.pipeline import Pipeline
-from pipeback.store import Store
+from pipeback.sparsity import Sparsity
+from pipeback.store import DeviceStore, Store
 
 KEY = "pipeback"  # of a checkpoint
 
@@ -52,6 +53,9 @@ class PipelineStrategy(Place):
     store             where weights, gradients and the optimizer's state live: None: on the device; "host": in host
                       memory, and a stage's weights come to the device when they are needed; "disk:FOLDER": in files
                       (of rank r in FOLDER/rank-r); or a `pipeback.store.Store` with its options
+    sparsity          most weights are zero: a name of `pipeback.sparsities.available()` or a `pipeback.Sparsity`
+    skip_zeros        with sparsity: linear layers do not compute the zeros either; "auto": where that is faster
+    activations       "device": kept for the backward; "recompute": from a stage's input; "host": in host memory
     launcher          with several devices, who starts their processes, unless torchrun or SLURM has: "auto", "spawn",
                       "fork" or "script" (see `pipeback.lightning.launch`)
     timeout           seconds after which a rank that does not answer is given up, and every other one raises a
@@ -87,6 +91,9 @@ class PipelineStrategy(Place):
         module: str = "model",
         drain: str = "end",
         store: str | Store | None = None,
+        sparsity: str | Sparsity | None = None,
+        skip_zeros: bool | Literal["auto"] = False,
+        activations: Literal["device", "recompute", "host"] = "device",
         launcher: str = "auto",
         timeout: float = 30.0,
         *,
@@ -101,6 +108,13 @@ class PipelineStrategy(Place):
         self.method, self.micro_batch_size, self.stages, self.module = method, micro_batch_size, stages, module
         checks.store(store)
         self.drain_at, self.store = drain, None if store == "device" else store
+        if sparsity is not None and self.store is None:
+            self.store = DeviceStore()
+        self.more = {
+            "sparsity": sparsities.create(sparsity) if isinstance(sparsity, str) else sparsity,
+            "skip_zeros": skip_zeros,
+            "activations": activations,
+        }
         self._visits: Visits | None = None
         self._fit: Fit | None = None
         self._together: Together | None = None
@@ -148,7 +162,8 @@ class PipelineStrategy(Place):
             body.check_outside(module, found, optimizer)
             self.precision_plugin.clip_gradients = self._clip_gradients  # type: ignore[method-assign]
             check = partial(checks.precision, self.precision_plugin)
-            given = module, found, optimizer, Interval(self.method), self.micro_batch_size, check, store, self._visits
+            size, interval = self.micro_batch_size, Interval(self.method)
+            given = module, found, optimizer, interval, size, check, store, self._visits, self.more
             if self.meeting is None:
                 self._fit = Fit(*given)
             else:

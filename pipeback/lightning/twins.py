@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -88,6 +89,20 @@ class Twins:
         found = self.optimizer.state_dict()
         # a parameter that was never stepped has no state in plain training, here an empty one
         return {**found, "state": {n: state for n, state in found["state"].items() if state}}
+
+    def dense_state_dict(self, expanded: Callable[[Tensor, Tensor], Tensor]) -> dict[str, Any]:
+        """The same, where the twins step the survivors of sparse weights. expanded: (weight, its state) -> dense."""
+        self.collect()
+        kept: dict[Tensor, Any] = {p: self.optimizer.state[p] for _, pairs, _ in self._made for _, p in pairs}
+        for _, pairs, _ in self._made:
+            for w, p in pairs:
+                self.optimizer.state[p] = {
+                    key: expanded(w, v) if isinstance(v, Tensor) and v.shape == w.shape else v
+                    for key, v in kept[p].items()
+                }
+        found = copy.deepcopy(self.state_dict())
+        self.optimizer.state.update(kept)
+        return found
 
     def _share(self, twin: Any, pairs: list[tuple[Tensor, nn.Parameter]]) -> None:
         twin.state = defaultdict(dict)

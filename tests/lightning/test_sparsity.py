@@ -1,0 +1,81 @@
+"""Sparse training and activations elsewhere, under Lightning: as Pipeline.push does it, and resumed bit for bit."""
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from pipeback import disk, sparsities
+from pipeback.lightning import PipelineStrategy
+from tests.lightning.cases import Regression, loader, strategy, trainer, weights
+
+POLICY = {"density": 0.5, "every": 5}
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    monkeypatch.setattr(disk, "SMALL", 1)
+
+
+def fit(store, path=None, epochs=2, method="cerebras", callbacks=(), **options):
+    pl.seed_everything(7, verbose=False)
+    module = Regression()
+    given = {"sparsity": sparsities.create("set", **POLICY)} if "sparsity" not in options else {}
+    run = trainer(
+        strategy(method, store=store, **given, **options), max_epochs=epochs, callbacks=list(callbacks),
+        enable_checkpointing=bool(callbacks),
+    )  # fmt: skip
+    run.fit(module, loader(), ckpt_path=path)
+    return run, module
+
+
+def zeros(module):
+    return [float((p == 0).float().mean()) for name, p in module.named_parameters() if p.dim() > 1]
+
+
+def test_stores_agree(tmp_path):
+    _, wanted = fit(None)
+    assert all(0.3 < share < 0.7 for share in zeros(wanted))
+    for store in ("host", f"disk:{tmp_path / 'store'}"):
+        _, found = fit(store)
+        assert torch.equal(weights(found), weights(wanted)), store
+
+
+@pytest.mark.parametrize("store", [None, "host", "disk"])
+def test_resumed_is_uninterrupted(store, tmp_path):
+    where = (lambda n: f"disk:{tmp_path / n}") if store == "disk" else lambda n: store
+    _, wanted = fit(where("a"), epochs=4)
+    saver = ModelCheckpoint(tmp_path / "checkpoints", every_n_epochs=1, save_top_k=-1, filename="{epoch}")
+    fit(where("b"), epochs=2, callbacks=[saver])
+    _, found = fit(where("c"), tmp_path / "checkpoints" / "epoch=1.ckpt", epochs=4)
+    assert torch.equal(weights(found), weights(wanted))
+
+
+def test_a_checkpoint_opens_in_plain_lightning(tmp_path):
+    saver = ModelCheckpoint(tmp_path, every_n_epochs=1, filename="last")
+    fit("host", callbacks=[saver], epochs=1)
+    content = torch.load(tmp_path / "last.ckpt", weights_only=False)
+    again = Regression()
+    again.load_state_dict(content["state_dict"])
+    shapes = [p.shape for p in again.parameters()]
+    buffers = [s["momentum_buffer"].shape for s in content["optimizer_states"][0]["state"].values()]
+    assert buffers == shapes
+    plain = pl.Trainer(
+        accelerator="cpu", max_epochs=2, logger=False, enable_checkpointing=False, enable_progress_bar=False
+    )
+    plain.fit(again, loader(), ckpt_path=tmp_path / "last.ckpt", weights_only=False)
+
+
+@pytest.mark.parametrize("activations", ["recompute", "host"])
+def test_activations(activations):
+    wanted = fit(None, method="gpipe", sparsity=None)[1]
+    for store in (None, "host"):
+        found = fit(store, method="gpipe", sparsity=None, activations=activations)[1]
+        assert torch.equal(weights(found), weights(wanted))
+
+
+def test_bad_options():
+    with pytest.raises(ValueError, match="unknown sparsity 'sett'; did you mean 'set'"):
+        PipelineStrategy("gpipe", sparsity="sett")
+    with pytest.raises(ValueError, match="activations must be one of device, recompute, host, but is 'disk'"):
+        fit(None, sparsity=None, activations="disk")
