@@ -170,6 +170,12 @@ class Stage:
                 torch.utils.swap_tensors(w, nn.Parameter(view))
         self.weights.forget()
 
+    def newest(self) -> Weights:
+        """The newest weights, dense."""
+        if self.sparse is None:
+            return self.weights
+        return [self.sparse.expanded(self, n, w.detach()) for n, w in enumerate(self.weights)]
+
     def live(self) -> Weights:
         """What F or B runs on while it does: the weights, or what a store has put at the stage's slot."""
         return self.weights if self.slot is None else [p.data for p in self.params]

@@ -76,7 +76,7 @@ class Watch:
                 version, used = self._used.pop(stage.index)
                 self.delay[stage.index] = stage.version - version
                 with self.newest(stage):
-                    self.gap[stage.index] = _distance(stage.weights, used)
+                    self.gap[stage.index] = _distance(stage.newest(), used)
 
     def before_update(self, stage: Stage, clipped: Tensor | None) -> None:
         self._updates[stage.index] += 1

@@ -42,6 +42,7 @@ class Train:
     task: Any
     optimizer: Any
     method: Any
+    sparsity: Any
     trainer: Any
     logger: Any
     callbacks: Any
@@ -90,7 +91,7 @@ def check(config: DictConfig, options: type[Train] = Train) -> dict[str, Any]:
     found = OmegaConf.to_container(values, resolve=True)
     assert isinstance(found, dict)
     result = {str(k): v for k, v in found.items()}
-    for group in ("data", "model", "task", "optimizer", "method"):
+    for group in ("data", "model", "task", "optimizer", "method", "sparsity"):
         result[group] = entry(group, result[group])
     return result
 

@@ -9,11 +9,12 @@ from torch import nn
 
 from pipeback.recipes.models.convolution import resnet20, vgg
 from pipeback.recipes.models.mlp import residual_mlp
-from pipeback.recipes.models.transformer import transformer
+from pipeback.recipes.models.transformer import gpt, transformer
 
 MODELS: dict[str, Callable[..., nn.Sequential]] = {
     "residual_mlp": residual_mlp,
     "resnet20": resnet20,
     "vgg": vgg,
     "transformer": transformer,
+    "gpt": gpt,
 }

@@ -68,3 +68,20 @@ def transformer(
     last = nn.Linear(width, outputs or vocabulary, bias=False)
     blocks = (Block(width, heads, dropout) for _ in range(depth))
     return nn.Sequential(Embedding(vocabulary, context, width), *blocks, nn.Sequential(nn.LayerNorm(width), last))
+
+
+@takes("vocabulary")
+def gpt(
+    vocabulary: int,
+    context: int,
+    outputs: int | None = None,
+    layers: int = 12,
+    width: int = 768,
+    heads: int | None = None,
+    dropout: float = 0.0,
+) -> nn.Sequential:
+    """`transformer` by the numbers of GPTs: about 12 · layers · width² weights. heads: None: of 64 numbers each."""
+    heads = heads or max(1, width // 64)
+    return transformer(
+        vocabulary=vocabulary, context=context, outputs=outputs, width=width, depth=layers, heads=heads, dropout=dropout
+    )

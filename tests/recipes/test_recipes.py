@@ -1,5 +1,6 @@
 """`pipeback train` end to end, tiny: every experiment, sweeps, resuming, the user's own configs and applications."""
 
+import re
 import subprocess
 import sys
 from importlib.metadata import EntryPoint
@@ -23,13 +24,15 @@ SMALL = {  # what makes an experiment tiny, besides quick=true
     "residual_mlp": ["model.depth=4"],
     "resnet20": ["model.width=4", "model.groups=2", "data.samples=32", "data.val_samples=16"],
     "transformer": ["model.depth=2", "model.width=16", "model.heads=2"],
+    "gpt": ["model.layers=2", "model.width=16"],
 }
 
 
 def small(experiment):
     content = (ROOT / "conf" / "experiment" / f"{experiment}.yaml").read_text()
     (model,) = (model for model in SMALL if f"override /model: {model}" in content)
-    data = (ROOT / "conf" / "data" / f"{experiment.removesuffix('_deep')}.yaml").read_text()
+    (entry,) = re.findall(r"override /data: (\w+)", content)
+    data = (ROOT / "conf" / "data" / f"{entry}.yaml").read_text()
     builtin = ["data.builtin=true"] if "builtin:" in data else ["data.samples=96"]
     return [*SMALL[model], *builtin]
 
