@@ -52,6 +52,7 @@ class DiskStore(Store):
         self, folder: str | Path, prefetch: int = 1, fused: bool = False, commit_every: int | None = None
     ) -> None:
         self.folder, self.prefetch, self.fused, self.commit_every = Path(folder), prefetch, fused, commit_every
+        self.root = self.folder
         self.number = 0  # commits that this folder has seen
         self.committed: dict[str, Any] | None = None
         self._pages: dict[tuple[int, int], Pages] = {}  # by stage and replica
@@ -60,9 +61,10 @@ class DiskStore(Store):
         self._locks: dict[tuple[int, int], threading.RLock] = {}
         self._lock: int | None = None
 
-    def open(self) -> None:
+    def open(self, place: int | None = None) -> None:
         """Take the folder for this process, and read what was committed."""
         _give_memory_back()
+        self.folder = self.root if place is None else self.root / f"rank-{place}"
         with _naming(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
@@ -144,7 +146,7 @@ class DiskStore(Store):
     def read(self, stage: Stage, slot: Slot) -> int:
         """Read the newest weights to the device. Returns the bytes that travelled to it."""
         assert stage.home is not None
-        if slot.device.type == "cpu" and stage.sparse is None:
+        if slot.device.type == "cpu" and stage.sparse is None and stage.shard is None:
             self._pages[_key(stage)].read("home", slot.flat.memory)
             return slot.nbytes
         with self.lent(stage, [stage.home.memory]):

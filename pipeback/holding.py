@@ -13,6 +13,7 @@ from pipeback import meta
 from pipeback.method import Method
 from pipeback.partition import balance
 from pipeback.ranks import Alone, Ranks
+from pipeback.shards import Column
 from pipeback.sparse import Sparse, choose
 from pipeback.sparsity import Sparsity
 from pipeback.stage import Stage
@@ -22,7 +23,8 @@ from pipeback.store import Store
 class Holding:
     """The stages of a pipeline, of every replica in this process: here, or on the meta device.
 
-    init: gives a module from the meta device its values, None: its layers do. device: where such a stage goes.
+    init: gives a module from the meta device its values, None: its layers do. device: where such a stage goes. shards:
+    every replica's store keeps a slice of each stage.
     """
 
     def __init__(
@@ -35,9 +37,10 @@ class Holding:
         device: torch.device | str,
         store: Store | None,
         sparsity: Sparsity | None = None,
+        shards: bool = False,
     ) -> None:
         self.everywhere, self.method, self.ranks, self.init, self.device = everywhere, method, ranks, init, device
-        self.store, self.sparsity = store, sparsity
+        self.store, self.sparsity, self.shards = store, sparsity, shards
         self.workers = ranks.count if ranks.several else workers or 1
         self.stages = everywhere[0]
         self.seconds = [1.0] * len(self.stages)  # of F and B of each stage, once measured
@@ -113,6 +116,12 @@ class Holding:
                     stage.take_up(self.method, partial(meta.take_up, device=stage.device or self.device))
         self.take_up()
 
+    def column(self) -> Column | None:
+        """The ranks over whose stores the own stages are split."""
+        if not self.shards or not isinstance(self.ranks, Ranks):
+            return None
+        return self.ranks.column(self.mine[0].device or torch.device(self.device))
+
     def take_up(self) -> None:
         """Stages that are to be here for good get their values, and the store, if there is one, takes them in.
 
@@ -121,7 +130,10 @@ class Holding:
         sparse: list[list[Sparse | None]] = []
         if self.store is not None and self.sparsity is not None:
             sparse = [choose(self.sparsity, stages) for stages in self.everywhere]
+        column = self.column()
         for stage in self.mine:
+            if stage.shard is not None:
+                stage.shard.column = column
             if not stage.here:
                 self.initialise(stage)
             if self.store is not None and stage.slot is None:

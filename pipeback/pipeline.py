@@ -41,6 +41,7 @@ from pipeback.ranks import Alone, Ranks
 from pipeback.recording import Recording
 from pipeback.rehearsal import rehearse, rehearse_shape
 from pipeback.runtime import Inline, Runtime
+from pipeback.shards import share_out
 from pipeback.sparsity import Sparsity
 from pipeback.stage import OptimizerFactory, Stage, Value, evaluate
 from pipeback.starting import Setting, start
@@ -148,6 +149,9 @@ class Pipeline:
             self.delays: list[int] = self.method.delays(n)
             """Staleness D of every stage: own updates between reading the weights of F(i) and B(i), counted."""
             self._stages = self._build(parts, loss, optimizer, self.ranks.replica)
+            shards = self.ranks.several and self.replicas > 1 and not isinstance(home, DeviceStore | None)
+            if shards:
+                share_out(self._stages, self.ranks.replica, self.replicas, policy)
             if not any(stage.weights for stage in self._stages):
                 raise ValueError(
                     "the model has no trainable parameters; set requires_grad before the pipeline is built"
@@ -158,13 +162,14 @@ class Pipeline:
                 agree(
                     self.ranks, self._stages, method=repr(self.method), micro_batch_size=micro_batch_size,
                     weights=weights, clip_norm=clip_norm, clip_value=clip_value, check_finite=check_finite, link=link,
+                    store=home and f"{type(home).__name__}(prefetch={home.prefetch})",
                 )  # fmt: skip
             where = device or default_device()
             if home is not None:
-                home.open()
+                home.open(self.ranks.place)
             if isinstance(home, DiskStore):
                 self._choose(home)
-            self._holding = Holding([self._stages], self.method, self.ranks, workers, init, where, home, policy)
+            self._holding = Holding([self._stages], self.method, self.ranks, workers, init, where, home, policy, shards)
             if not self.ranks.several:
                 for replica in range(1, self.replicas):
                     twin = [part._replace(module=copy.deepcopy(part.module)) for part in parts]
@@ -444,8 +449,9 @@ class Pipeline:
         if self._runtime is None and self.ranks.several:
             return self._model
         # buffers (batch statistics) differ between replicas: the first one's count
-        stages = [] if self.ranks.replica else self._holding.mine
-        mine = {s.index: self._holding.values(s) for s in stages if not s.replica}
+        stages = [s for s in self._holding.mine if self._holding.shards or not s.replica]
+        found = {s.index: self._holding.values(s) for s in stages}
+        mine = {} if self.ranks.replica else found
         values = {s: v for part in self.ranks.gather(mine, "model") for s, v in part.items()}
         whole = copy.deepcopy(self._model)
         meta.take_up(whole, "cpu")
@@ -674,8 +680,8 @@ class Pipeline:
         modes = [stage.module.training for stage in self._stages]
         x, y, size = min(batches, key=lambda batch: batch[2])
         known = self._smallest is not None and modes == self._modes
-        if known and self._smallest is not None and size >= self._smallest:
-            return
+        if known and self._smallest is not None and (size >= self._smallest or self._holding.shards):
+            return  # with shards, replicas would have to gather weights for it all at once, whatever they push
         if self._runtime is not None:
             self._do(self._runtime.wait)  # buffers and random state are borrowed and put back
         if not known:

@@ -162,7 +162,8 @@ def _load_flight(stage: Stage, mb: int, plain: Plain, tensors: Tensors, options:
 
 def check(stage: Stage, tensors: Tensors) -> None:
     """Raise `Corrupt` unless the weights and buffers of the state are this stage's, by name and shape."""
-    for kind, mine in _named(stage).items():
+    whole: dict[str, dict[str, Tensor]] = {**_named(stage), "weight": dict(stage.module.named_parameters())}
+    for kind, mine in whole.items():
         theirs = {k.removeprefix(f"{kind}/"): v for k, v in tensors.items() if k.startswith(f"{kind}/")}
         where = stage.label
         if different := sorted(set(mine) ^ set(theirs)):
@@ -171,6 +172,9 @@ def check(stage: Stage, tensors: Tensors) -> None:
         for name, value in mine.items():
             if kind == "weight" and name in stage.sparse_names() and value.dtype == theirs[name].dtype:
                 continue  # there may be more survivors there, or fewer
+            piece = kind == "weight" and stage.shard is not None and stage.shard.fits(name, theirs[name])
+            if piece and value.dtype == theirs[name].dtype:
+                continue  # of a store's own folder, which has what this rank keeps
             if value.shape != theirs[name].shape or value.dtype != theirs[name].dtype:
                 raise Corrupt(
                     f"{where}: {kind} {name!r} is {tuple(value.shape)} {value.dtype} here, but "

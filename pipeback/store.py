@@ -44,12 +44,16 @@ class Store:
         values = iter(mine)
         likes = [next(values) if p.requires_grad else p.detach() for p in params]
         where = self.where(device)
-        home = Flat(likes, where, pinned=device.type == "cuda" and where.type == "cpu")
+        pinned, shard = device.type == "cuda" and where.type == "cpu", stage.shard
+        home = Flat(likes, where, pinned=pinned) if shard is None else shard.home(where, pinned=pinned)
+        if shard is not None:
+            likes = [shard.cut(n, p) for n, p in enumerate(likes)]
         with torch.no_grad():
             for value, view in zip(likes, home.views, strict=True):
                 view.copy_(value)
         stage.sparse = sparse
-        stage.move_home(home, Slot(params, device, self.shown(home) if sparse is None else None), method)
+        rest = self.shown(home) if sparse is None and shard is None else None
+        stage.move_home(home, Slot(params, device, rest, 0 if shard is None else shard.nbytes), method)
         if self.fused:
             _fuse(stage)
 
@@ -78,15 +82,21 @@ class Store:
         """Take in what is new of a stage: sums that left the device, shifted weights that B will need."""
 
     def read(self, stage: Stage, slot: Slot) -> int:
-        """Copy the newest weights to the device: dense ones by one copy. Returns the bytes that travelled."""
+        """Copy the newest weights to the device: dense ones by one copy. Returns the bytes that travelled.
+
+        Of weights that are split over ranks, each copies its own slice and all gather the whole.
+        """
         assert stage.home is not None
+        if stage.shard is not None:
+            stage.shard.gather(stage.home.memory, slot.flat.memory)
+            return stage.home.nbytes
         if stage.sparse is None:
             slot.flat.memory.copy_(stage.home.memory, non_blocking=True)
             return slot.nbytes
         return lay(stage, slot, stage.weights, stage.version)
 
-    def open(self) -> None:
-        """Called once, before the first stage is held."""
+    def open(self, place: int | None = None) -> None:
+        """Called once, before the first stage is held. place: of this process among several of a pipeline."""
 
     def close(self) -> None:
         """Let go of files and the like."""
@@ -124,6 +134,8 @@ def lay(stage: Stage, slot: Slot, weights: Weights, version: int) -> int:
     Returns the bytes that travelled.
     """
     assert stage.home is not None
+    if stage.shard is not None:
+        return _lay_slice(stage, slot, weights)
     indices = [None] * len(weights) if stage.sparse is None else stage.sparse.packed_at(version)
     given = iter(zip(weights, indices, strict=True))
     sent = 0
@@ -137,6 +149,16 @@ def lay(stage: Stage, slot: Slot, weights: Weights, version: int) -> int:
             place = unpack(index.to(slot.device, non_blocking=True))
             scatter(value.detach().to(slot.device, non_blocking=True), place, view)
     return sent
+
+
+def _lay_slice(stage: Stage, slot: Slot, weights: Weights) -> int:
+    assert stage.home is not None and stage.shard is not None
+    given = iter(weights)
+    mine = stage.shard.home(stage.home.memory.device, pinned=stage.home.memory.is_pinned())
+    for p, home, view in zip(slot.params, stage.home.views, mine.views, strict=True):
+        view.copy_(next(given).detach() if p.requires_grad else home)
+    stage.shard.gather(mine.memory, slot.flat.memory)
+    return mine.nbytes
 
 
 def _fuse(stage: Stage) -> None:

@@ -5,6 +5,10 @@
     updating  one thread                      U2 ── U1 ── U0    on the weights in the store, by the gradients that left
 
 A stage's next fetch waits for its update, nobody else does. At most `prefetch + 1` stages are on the device.
+
+Where a stage's weights are split over the stores of several ranks (`shards`), a fetch gathers them, and an update
+begins with the sums of gradients going to the owners. Both threads then wait for other ranks, so what they do, and in
+which order, must follow from the operations alone: hence nothing stays on the device from one run of them to the next.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -26,6 +30,7 @@ from pipeback.method import Method, Past, Shift, overrides
 from pipeback.order import Ops, Wave
 from pipeback.packed import scatter, unpack
 from pipeback.residence import Ask, Asked
+from pipeback.shards import Column
 from pipeback.slot import Pool, Slot
 from pipeback.stage import Stage, Sums
 from pipeback.store import Store, lay
@@ -37,6 +42,8 @@ class Traffic(NamedTuple):
     weights_in: int = 0  # bytes of weights copied to the device
     gradients_out: int = 0  # bytes of gradients, and of partial sums, that left the device
     sums_in: int = 0  # bytes of partial sums that came back
+    gathered: int = 0  # bytes of weights that came from other ranks' stores
+    scattered: int = 0  # bytes of gradients that went to other ranks
     fetches: int = 0  # times that a stage's weights came
     stall: float = 0.0  # seconds in which computing waited for weights, gradients or the store
     seconds: float = 0.0  # seconds of all that was run
@@ -66,8 +73,9 @@ class Streaming:
 
     joins = False
 
-    def __init__(self, stages: Mapping[int, Stage], method: Method, store: Store) -> None:
-        self.stages, self.method, self.store = stages, method, store
+    def __init__(self, stages: Mapping[int, Stage], method: Method, store: Store, column: Column | None = None) -> None:
+        """column: the ranks over whose stores the weights are split."""
+        self.stages, self.method, self.store, self.column = stages, method, store, column
         self.ask: Ask = lambda kind, ops: []
         self.pool = Pool(store.prefetch + 1)
         self._stash = method.copies == "stash"
@@ -103,6 +111,8 @@ class Streaming:
                         pulled = s
                         visits.append((s, wave.kind, i))
                 if not queue:
+                    if self.column is not None:
+                        self._vacate()  # whether somebody calls `rest` now must not change what is fetched next
                     return
                 wave = queue.popleft()
                 s = wave.ops[0][0]
@@ -165,6 +175,12 @@ class Streaming:
 
         def job() -> None:
             wait()
+            if stage.shard is not None:
+                mine, total, sent = stage.shard.scatter(grads, sums.number, number - 1)
+                self._count(scattered=sent)
+                with torch.no_grad(), self.store.opened(stage, changes=True):
+                    make([Sums(mine, total)])
+                return
             with torch.no_grad(), self.store.opened(stage, changes=True):
                 mine = grads if sparse is None or not sparse.policy.dense_gradient(number) else sparse.gathered(grads)
                 make([Sums(mine, sums.number)])
@@ -182,6 +198,10 @@ class Streaming:
             for update in self._updates.values():
                 update.result()
         self._updates.clear()
+        self._vacate()
+
+    def _vacate(self) -> None:
+        """Let all stages go from the device."""
         self._needed = set()
         while self.pool.slots:
             self._dismiss(self.pool.slots[0])
@@ -283,11 +303,11 @@ class Streaming:
         """The newest weights, straight from the store."""
         sent = self.store.read(stage, slot)
         slot.content = version
-        self._count(weights_in=sent, fetches=1)
+        self._count(weights_in=sent, fetches=1, gathered=_others(stage))
 
     def _place(self, stage: Stage, slot: Slot, chosen: Weights | Shift, version: int) -> None:
         """Weights that are in host memory, shifted there or on the way."""
-        if isinstance(chosen, Shift) and slot.device.type == "cpu" and stage.sparse is None:
+        if isinstance(chosen, Shift) and slot.device.type == "cpu" and stage.sparse is None and stage.shard is None:
             sent = lay(stage, slot, stage.weights, version)
             _shift(stage.placed(), chosen)
         elif isinstance(chosen, Shift):
@@ -297,7 +317,7 @@ class Streaming:
         else:
             sent = lay(stage, slot, chosen, version)
         slot.content = None
-        self._count(weights_in=sent, fetches=1)
+        self._count(weights_in=sent, fetches=1, gathered=_others(stage))
 
     def _surviving(self, stage: Stage, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """What is to leave of a gradient: that of the survivors, unless other ones are chosen by the rest."""
@@ -369,7 +389,8 @@ class Streaming:
     def _stalling(self) -> Iterator[None]:
         begin = time.perf_counter()
         try:
-            yield
+            with nullcontext() if self.column is None else self.column.stalled("the store"):
+                yield
         finally:
             self._count(stall=time.perf_counter() - begin)
 
@@ -442,6 +463,11 @@ def _shift(weights: Weights, chosen: Weights | Shift) -> None:
         add_scaled(weights, chosen.coefficients, chosen.directions)
     else:
         torch._foreach_copy_(weights, list(chosen))
+
+
+def _others(stage: Stage) -> int:
+    """Bytes of a stage's weights that other ranks' stores have."""
+    return 0 if stage.shard is None else stage.shard.nbytes - stage.shard.share
 
 
 def _bytes(tensors: Sequence[Tensor | None]) -> int:

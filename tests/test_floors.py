@@ -15,7 +15,7 @@ FLOORS = [
     [
         "bundle", "method", "momentum", "lazy", "link", "partition", "meta", "form", "flat", "slot",
         "inflight", "drawing", "stage", "joint", "team", "watch", "replicas", "shelf", "packed", "densities",
-        "masks", "sparsity", "sparse", "store", "pages", "disk", "residence", "streaming", "worker",
+        "masks", "sparsity", "shards", "sparse", "store", "pages", "disk", "residence", "streaming", "worker",
         "snapshot", "loop", "runtime", "state", "frame", "vigil", "wire", "semaphore", "ring", "beats",
         "activity", "blame", "health", "joining", "digest", "ranks", "clocks", "processes", "wiring",
         "holding", "starting", "agreement", "rehearsal", "inputs",
