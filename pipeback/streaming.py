@@ -164,6 +164,10 @@ class Streaming:
     def after_backward(self, held: Sequence[Brought]) -> None:
         """What was brought lies there until its room is needed."""
 
+    def collect(self, stage: Stage) -> None:
+        """Sums of gradients that left the device are in the parameters' `.grad` again."""
+        self._return_sums(stage)
+
     def update(self, stages: Sequence[Stage], make: Callable[[Sequence[Sums]], None]) -> None:
         """The gradients leave for the store, which makes the update while other stages compute."""
         (stage,) = stages
