@@ -1,6 +1,7 @@
 """DiskStore: weights, gradients and optimizer state in files; the newest whole version survives whatever happens.
 
-    FOLDER/lock                     held by the process that uses the folder
+    FOLDER/lock                     held by the process that uses the folder; over processes FOLDER is a folder of the
+                                    store's, rank-0, rank-1, …, and holds what this rank's store keeps
     FOLDER/stage-000.pages          regions of stage 0: see `pages`
     FOLDER/version-00000012.json    the last committed version: which region is what, its CRC-32, and plain values
 
@@ -15,7 +16,7 @@ import ctypes
 import fcntl
 import os
 import threading
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,8 @@ SMALL = 4096  # bytes: what is smaller stays in memory, as a step counter does
 class DiskStore(Store):
     """Weights, gradients and optimizer state in `folder`, read and written as stages come and go.
 
-    folder        a folder of its own, on a local disk; one that holds a committed version of the same model is resumed
+    folder        a folder of its own, on a local disk; one that holds a committed version of the same model is resumed,
+                  over processes on as many ranks, each of which has a folder of its own there
     prefetch      stages fetched ahead of the one at work; at most prefetch + 1 have their weights on the device
     fused         use torch's fused CPU optimizers: faster, with other last bits than the default ones
     commit_every  micro-batches between commits of a method that never flushes; one that flushes commits at each flush
@@ -259,6 +261,11 @@ class DiskStore(Store):
                 pages = Pages(self.folder / _file(index, replica), _regions(described))
                 parts.update({prefix + n: (pages, form) for n, form in described["tensors"].items()})
         return _Stored(parts)
+
+    def lacks(self, stages: Iterable[int], replica: int) -> list[int]:
+        """Those of a replica's stages that the committed version does not hold."""
+        held = {} if self.committed is None else self.committed["stages"]
+        return [s for s in stages if f"{s}/{replica}" not in held]
 
     def _described(self, stage: Stage) -> dict[str, Any]:
         if self.committed is None:

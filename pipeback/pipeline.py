@@ -384,6 +384,8 @@ class Pipeline:
                 raise RuntimeError(
                     'commit: weights are not on disk; use store="disk:FOLDER", or pipeback.checkpoint.save'
                 )
+            if self._runtime is None and self.ranks.several:
+                raise RuntimeError("commit: no rank has its stages before the first push; call it afterwards")
             self.wait()
             self._do(partial(self._commit, store))
 
@@ -424,6 +426,12 @@ class Pipeline:
         saved = store.state() if isinstance(store, DiskStore) else None
         if saved is None or not isinstance(store, DiskStore):
             return
+        mine = self.would_hold(saved["plain"]) or range(len(self._stages) if self.ranks.several else 0)
+        if missing := store.lacks(mine, self.ranks.replica):
+            raise StoreError(
+                f"{store.folder}: does not hold stage {missing[0]}, but other ranks do; start as many ranks, workers "
+                "and replicas as before, or give the store another folder"
+            )
         try:
             self.load_state_dict(saved)
         except ValueError as error:

@@ -7,7 +7,7 @@ parts of a value, V versions and I micro-batches. Everything else is JSON: numbe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -98,7 +98,7 @@ def _save_flight(stage: Stage, mb: int, flight: Flight, tensors: Tensors, number
     }
 
 
-def load(stage: Stage, tensors: Tensors, plain: Plain, options: dict[int, Any]) -> None:
+def load(stage: Stage, tensors: Mapping[str, Tensor], plain: Plain, options: dict[int, Any]) -> None:
     """Put a saved state into the stage, all but its micro-batches in flight. `check` must have passed."""
     with torch.no_grad():
         if stage.sparse is not None:
@@ -135,7 +135,7 @@ def load(stage: Stage, tensors: Tensors, plain: Plain, options: dict[int, Any]) 
 
 
 def load_flights(
-    stage: Stage, tensors: Tensors, plain: Plain, options: dict[int, Any]
+    stage: Stage, tensors: Mapping[str, Tensor], plain: Plain, options: dict[int, Any]
 ) -> dict[tuple[str, int, int], Any]:
     """Put what is in flight into a stage that has its weights on its device; returns the waiting messages."""
     stage.flights = {int(mb): _load_flight(stage, int(mb), p, tensors, options) for mb, p in plain["flights"].items()}
@@ -145,7 +145,7 @@ def load_flights(
     }
 
 
-def _load_flight(stage: Stage, mb: int, plain: Plain, tensors: Tensors, options: dict[int, Any]) -> Flight:
+def _load_flight(stage: Stage, mb: int, plain: Plain, tensors: Mapping[str, Tensor], options: dict[int, Any]) -> Flight:
     x = _load_value(stage, tensors, f"flight/{mb}/x", plain["x"])
     target = _load_value(stage, tensors, f"flight/{mb}/target", plain["target"])
     leaves, output = inflight.rerun(stage, x, target)
@@ -160,7 +160,7 @@ def _load_flight(stage: Stage, mb: int, plain: Plain, tensors: Tensors, options:
     return flight
 
 
-def check(stage: Stage, tensors: Tensors) -> None:
+def check(stage: Stage, tensors: Mapping[str, Tensor]) -> None:
     """Raise `Corrupt` unless the weights and buffers of the state are this stage's, by name and shape."""
     whole: dict[str, dict[str, Tensor]] = {**_named(stage), "weight": dict(stage.module.named_parameters())}
     for kind, mine in whole.items():
@@ -201,7 +201,7 @@ def _home(stage: Stage, tensor: Tensor) -> Tensor:
     return inflight.replica(tensor, stage.weights[0].device)
 
 
-def _method_tensor(stage: Stage, name: str | None, tensors: Tensors) -> Tensor | None:
+def _method_tensor(stage: Stage, name: str | None, tensors: Mapping[str, Tensor]) -> Tensor | None:
     if name is None:
         return None
     if name.startswith("optimizer/"):
@@ -235,7 +235,7 @@ def _json(value: Any, where: str) -> Any:
     raise TypeError(f"{where}: a {type(value).__name__} cannot be saved; targets in flight must be tensors or numbers")
 
 
-def _load_value(stage: Stage, tensors: Tensors, prefix: str, shape: Any) -> Any:
+def _load_value(stage: Stage, tensors: Mapping[str, Tensor], prefix: str, shape: Any) -> Any:
     def part(n: int, kind: Any) -> Any:
         return _to(stage, tensors[f"{prefix}/{n}"]) if kind == "tensor" else kind["value"]
 

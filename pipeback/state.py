@@ -8,10 +8,12 @@ so only what differs is kept: buffers, gradient sums, random streams, micro-batc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from pipeback import snapshot
 from pipeback.joint import Options, plain_groups, restored
@@ -122,10 +124,8 @@ def load(stage: Stage, state: dict[str, Any], options: dict[int, Options], opene
     opened: a stage in host memory, to be changed. present: a stage on its device.
     """
     tensors, plain = state["stages"][stage.index], state["plain"]["stages"][stage.index]
+    tensors = _part(stage, tensors)
     if stage.replica:
-        prefix = f"replica/{stage.replica}/"
-        mine = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
-        tensors = {**{k: v for k, v in tensors.items() if k.startswith(COMMON)}, **mine}
         plain = plain["replicas"][stage.replica - 1]
     if stage.shard is not None and stage.home is not None:
         tensors = stage.shard.pieces(tensors)
@@ -133,6 +133,15 @@ def load(stage: Stage, state: dict[str, Any], options: dict[int, Options], opene
         snapshot.load(stage, tensors, plain, options)
     with present(stage) if plain["flights"] else nullcontext():
         return snapshot.load_flights(stage, tensors, plain, options)
+
+
+def _part(stage: Stage, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """What a stage's own replica takes of the tensors of all."""
+    if not stage.replica:
+        return tensors
+    prefix = f"replica/{stage.replica}/"
+    mine = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+    return {**{k: v for k, v in tensors.items() if k.startswith(COMMON)}, **mine}
 
 
 def options_of(plain: Plain, optimizers: Sequence[Any]) -> dict[int, Options]:
@@ -196,5 +205,5 @@ def fits(
         )
     for stage, tensors in zip(stages, state["stages"], strict=True):
         if tensors:  # a checkpoint of which only the own stages were read has no others
-            snapshot.check(stage, tensors)
+            snapshot.check(stage, _part(stage, tensors))
     return plain

@@ -51,6 +51,9 @@ class Traffic(NamedTuple):
     peak_bytes: int = 0  # bytes of weights on the device at most
 
 
+_Scattered = tuple[list[Tensor | None], float, int]  # see `Shard.scatter`
+
+
 def together(parts: Iterable[Traffic]) -> Traffic:
     """Of several workers: sums, the stages of whoever has most at once, and the time of whoever took longest."""
     some = list(parts) or [Traffic()]
@@ -173,28 +176,50 @@ class Streaming:
         (stage,) = stages
         self._check()
         self._return_sums(stage, to_device=False)
-        sums, sparse, number = stage.sums(), stage.sparse, stage.version + 1
+        sums = stage.sums()
+        job = self._owners_job(stage, sums, make) if stage.shard is not None else self._job(stage, sums, make)
+        while sum(not update.done() for update in self._updates.values()) > self.store.prefetch:
+            with self._stalling():
+                next(update for update in self._updates.values() if not update.done()).result()
+        self._updates[stage.index] = self._updating.submit(job)
+
+    def _job(self, stage: Stage, sums: Sums, make: Callable[[Sequence[Sums]], None]) -> Callable[[], None]:
+        sparse, number = stage.sparse, stage.version + 1
         grads, wait = self._streams.leave(self._surviving(stage, sums.grads))
         self._count(gradients_out=_bytes(grads))
 
         def job() -> None:
             wait()
-            if stage.shard is not None:
-                mine, total, sent = stage.shard.scatter(grads, sums.number, number - 1)
-                self._count(scattered=sent)
-                with torch.no_grad(), self.store.opened(stage, changes=True):
-                    make([Sums(mine, total)])
-                return
             with torch.no_grad(), self.store.opened(stage, changes=True):
                 mine = grads if sparse is None or not sparse.policy.dense_gradient(number) else sparse.gathered(grads)
                 make([Sums(mine, sums.number)])
                 if sparse is not None and sparse.policy.due(number):
                     sparse.change(stage, grads, number)
 
-        while sum(not update.done() for update in self._updates.values()) > self.store.prefetch:
-            with self._stalling():
-                next(update for update in self._updates.values() if not update.done()).result()
-        self._updates[stage.index] = self._updating.submit(job)
+        return job
+
+    def _owners_job(self, stage: Stage, sums: Sums, make: Callable[[Sequence[Sums]], None]) -> Callable[[], None]:
+        """The sums go to their owners first: from device to device, or from host to host."""
+        assert stage.shard is not None and self.column is not None
+        scatter, version = stage.shard.scatter, stage.version
+        if self.column.updating.nccl:
+            grads, leave = sums.grads, self._streams.handed(sums.grads)
+        else:
+            (grads, wait), leave = self._streams.leave(sums.grads), None
+            self._count(gradients_out=_bytes(grads))
+
+        def job() -> None:
+            if leave is None:
+                wait()
+                mine, total, sent = scatter(grads, sums.number, version)
+            else:
+                mine, total, sent = leave(lambda: scatter(grads, sums.number, version))
+                self._count(gradients_out=_bytes(mine))
+            self._count(scattered=sent)
+            with torch.no_grad(), self.store.opened(stage, changes=True):
+                make([Sums(mine, total)])
+
+        return job
 
     def rest(self) -> None:
         """Nothing is under way and nothing on the device: all weights are in the store; raises what has failed."""
@@ -453,6 +478,23 @@ class _Streams:
                 host.append(copy)
             event = self._out.record_event()
         return host, event.synchronize
+
+    def handed(self, grads: Sequence[Tensor | None]) -> Callable[[Callable[[], _Scattered]], _Scattered]:
+        """Another thread calls what is returned: to exchange gradients on the device, and have them in host memory."""
+        ready = torch.cuda.current_stream(self.device).record_event()
+        for g in grads:
+            if g is not None:
+                g.record_stream(self._out)
+
+        def leave(exchange: Callable[[], _Scattered]) -> _Scattered:
+            with torch.cuda.stream(self._out):
+                self._out.wait_event(ready)
+                mine, total, sent = exchange()
+                host, wait = self.leave(mine)
+            wait()
+            return host, total, sent
+
+        return leave
 
 
 def _singles(waves: Iterable[Wave]) -> Iterator[Wave]:
