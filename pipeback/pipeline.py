@@ -78,7 +78,8 @@ class Pipeline:
     init        gives a module from the meta device its values; None: `reset_parameters` of its layers
     device      where stages from the meta device go; None: this rank's accelerator under NCCL, else the CPU
     store       None: weights stay on the device of their module; "host": weights, gradients and optimizer state live in
-                host memory, and a stage's weights come to the device when they are needed; or a `Store`
+                host memory, and a stage's weights come to the device when they are needed; or a `Store`. The stores of
+                replicas over processes share the stages: each keeps a slice of every one that its rank computes
     sparsity    a name of `pipeback.sparsities.available()` or a `Sparsity`: most weights are zero, and neither stored,
                 sent to the device nor sent back
     clip_norm   largest gradient norm of a stage, applied to the averaged gradient before the method sees it
@@ -522,6 +523,8 @@ class Pipeline:
         """
         if not self.ranks.several and (self._workers is not None or self.replicas > 1):
             raise ValueError("workers, replicas: watch does not follow threads; use workers=None and no replicas")
+        if self._holding.shards:
+            raise ValueError("store: watch measures whole weights, of which this rank keeps a slice; use store=None")
         self.wait()
         watch = self._watch or Watch(len(self._stages))
         self._watch = watch if on else None

@@ -129,10 +129,11 @@ class Shard:
         """
         if not grads:
             return [], number, 0
-        group, wait, _ = self._joined().updating
+        group, wait, nccl = self._joined().updating
         there = [float(g is not None) for g in grads]
         kind = self.dtypes[self.trained[0]]
-        device = next((g.device for g in grads if g is not None), torch.device("cpu"))
+        nowhere = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+        device = next((g.device for g in grads if g is not None), nowhere)
         told = [float(self.stage), float(version), number, *there]
         head = torch.tensor(told, dtype=torch.float64).view(kind).to(device)
         runs = [None if g is None else self._run(n, g) for n, g in zip(self.trained, grads, strict=True)]

@@ -44,7 +44,7 @@ def agree(crew, model, case, replicas, store, **options):
 
 @pytest.mark.parametrize(
     ("model", "ranks", "replicas", "cases"),
-    [("plain", 2, 2, SOME), ("drawing", 3, 3, SOME[1:4]), ("drawing", 4, 2, SOME[1:4])],
+    [("plain", 2, 2, SOME[1:]), ("drawing", 3, 3, SOME[1:3]), ("drawing", 4, 2, SOME[2:4])],
 )
 def test_split_stores_equal_replicas_in_one_process(crew, tmp_path, model, ranks, replicas, cases):
     crew = crew.ranks(ranks)
@@ -228,7 +228,7 @@ def test_states_go_from_and_to_other_stores(crew, tmp_path):
     """Saved in flight by split stores, taken up by whole ones, and the other way round."""
     crew = crew.ranks(2)
     split = {"replicas": 2, "store": "host"}
-    for case in ("pipedream", "cerebras", "spectrain-v2"):
+    for case in ("pipedream", "spectrain-v2"):
         resident = first_part(case, tmp_path / f"{case}-a", replicas=2)
         wanted = second_part(case, resident, replicas=2)
         state = crew.run(first_part, case, tmp_path / f"{case}-b", **split)[-1]
@@ -255,7 +255,7 @@ def resumed(case, folder, until):
 def test_stores_on_disk_resume(crew, tmp_path):
     for ranks in (2, 4):
         crew = crew.ranks(ranks)
-        for case in ("pipedream", "cerebras"):
+        for case in ("pipedream", "cerebras")[: 4 // ranks]:
             wanted = second_part(case, first_part(case, tmp_path / f"{case}-{ranks}", replicas=2), replicas=2)
             folder = tmp_path / f"{case}-{ranks}-disk"
             crew.run(resumed, case, folder, BATCHES[1])
@@ -289,11 +289,17 @@ def killed(folder, method, pushes, after):
     return lines
 
 
-@pytest.mark.parametrize("method", ["pipedream"])
-def test_all_ranks_killed_at_random_moments(method, tmp_path):
-    draw, pushes = random.Random(5), 30
-    for _ in range(2):
-        killed(tmp_path / "store", method, pushes, draw.uniform(0.1, 0.4))
+@pytest.mark.parametrize(
+    ("method", "kills", "pushes"),
+    [
+        ("pipedream", 1, 20),
+        *(pytest.param(method, 15, 200, marks=pytest.mark.soak) for method in ("gpipe", "cerebras")),
+    ],
+)
+def test_all_ranks_killed_at_random_moments(method, kills, pushes, tmp_path):
+    draw = random.Random(5)
+    for _ in range(kills):
+        killed(tmp_path / "store", method, pushes, draw.uniform(0.05, 0.4))
     lines = killed(tmp_path / "store", method, pushes, None)
     assert any(line.startswith("resumed at") for line in lines)
     pipe = build(None, method, replicas=2)
