@@ -523,8 +523,8 @@ class Pipeline:
         """
         if not self.ranks.several and (self._workers is not None or self.replicas > 1):
             raise ValueError("workers, replicas: watch does not follow threads; use workers=None and no replicas")
-        if self._holding.shards:
-            raise ValueError("store: watch measures whole weights, of which this rank keeps a slice; use store=None")
+        if self._holding.shards or isinstance(self._holding.store, DiskStore):
+            raise ValueError("store: watch measures whole weights in memory, which this store has not; use store=None")
         self.wait()
         watch = self._watch or Watch(len(self._stages))
         self._watch = watch if on else None

@@ -293,7 +293,7 @@ def killed(folder, method, pushes, after):
     ("method", "kills", "pushes"),
     [
         ("pipedream", 1, 20),
-        *(pytest.param(method, 15, 200, marks=pytest.mark.soak) for method in ("gpipe", "cerebras")),
+        *(pytest.param(method, 15, 200, marks=pytest.mark.soak) for method in ("gpipe", "pipedream")),
     ],
 )
 def test_all_ranks_killed_at_random_moments(method, kills, pushes, tmp_path):
