@@ -1,6 +1,7 @@
 """DiskStore: weights, gradients and optimizer state in files; the newest whole version survives whatever happens.
 
-    FOLDER/lock                     held by the process that uses the folder
+    FOLDER/lock                     held by the process that uses the folder; over processes FOLDER is a folder of the
+                                    store's, rank-0, rank-1, …, and holds what this rank's store keeps
     FOLDER/stage-000.pages          regions of stage 0: see `pages`
     FOLDER/version-00000012.json    the last committed version: which region is what, its CRC-32, and plain values
 
@@ -15,7 +16,7 @@ import ctypes
 import fcntl
 import os
 import threading
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,8 @@ SMALL = 4096  # bytes: what is smaller stays in memory, as a step counter does
 class DiskStore(Store):
     """Weights, gradients and optimizer state in `folder`, read and written as stages come and go.
 
-    folder        a folder of its own, on a local disk; one that holds a committed version of the same model is resumed
+    folder        a folder of its own, on a local disk; one that holds a committed version of the same model is resumed,
+                  over processes on as many ranks, each of which has a folder of its own there
     prefetch      stages fetched ahead of the one at work; at most prefetch + 1 have their weights on the device
     fused         use torch's fused CPU optimizers: faster, with other last bits than the default ones
     commit_every  micro-batches between commits of a method that never flushes; one that flushes commits at each flush
@@ -61,6 +63,7 @@ class DiskStore(Store):
         self.folder, self.prefetch, self.fused, self.commit_every = Path(folder), prefetch, fused, commit_every
         self.device_memory, self.host_memory = device_memory, host_memory
         self.budgets  # noqa: B018 (raises where they cannot be read)
+        self.root = self.folder
         self.number = 0  # commits that this folder has seen
         self.committed: dict[str, Any] | None = None
         self._pages: dict[tuple[int, int], Pages] = {}  # by stage and replica
@@ -69,9 +72,10 @@ class DiskStore(Store):
         self._locks: dict[tuple[int, int], threading.RLock] = {}
         self._lock: int | None = None
 
-    def open(self) -> None:
+    def open(self, place: int | None = None) -> None:
         """Take the folder for this process, and read what was committed."""
         _give_memory_back()
+        self.folder = self.root if place is None else self.root / f"rank-{place}"
         with _naming(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
@@ -155,7 +159,7 @@ class DiskStore(Store):
         assert stage.home is not None
         if not slot.nbytes:
             return 0
-        if slot.device.type == "cpu" and stage.sparse is None:
+        if slot.device.type == "cpu" and stage.sparse is None and stage.shard is None:
             self._pages[_key(stage)].read("home", slot.flat.memory)
             return slot.nbytes
         with self.lent(stage, [stage.home.memory]):
@@ -268,6 +272,11 @@ class DiskStore(Store):
                 pages = Pages(self.folder / _file(index, replica), _regions(described))
                 parts.update({prefix + n: (pages, form) for n, form in described["tensors"].items()})
         return _Stored(parts)
+
+    def lacks(self, stages: Iterable[int], replica: int) -> list[int]:
+        """Those of a replica's stages that the committed version does not hold."""
+        held = {} if self.committed is None else self.committed["stages"]
+        return [s for s in stages if f"{s}/{replica}" not in held]
 
     def _described(self, stage: Stage) -> dict[str, Any]:
         if self.committed is None:

@@ -16,18 +16,16 @@ class Flat:
     The memory may be given away (`empty`) and got anew (`fill`); views and graphs that refer to it stay valid.
     """
 
-    def __init__(self, likes: Sequence[Tensor], device: torch.device, *, pinned: bool = False) -> None:
-        places, at = [], 0
-        for like in likes:
-            places.append(at)
-            at += lines(like.numel() * like.element_size())
-        self.nbytes = at
-        self.memory = torch.empty(at, dtype=torch.uint8, device=device, pin_memory=pinned)
+    def __init__(self, likes: Sequence[Tensor], device: torch.device, *, pinned: bool = False, least: int = 0) -> None:
+        """least: bytes, should there be more than the tensors need."""
+        begins, end = places(likes)
+        self.nbytes = max(end, least)
+        self.memory = torch.empty(self.nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
         self.views = [
             self.memory[begin : begin + like.numel() * like.element_size()]
             .view(like.dtype)
-            .as_strided(like.shape, _dense(like))
-            for begin, like in zip(places, likes, strict=True)
+            .as_strided(like.shape, dense(like))
+            for begin, like in zip(begins, likes, strict=True)
         ]
 
     @property
@@ -44,6 +42,15 @@ class Flat:
         self.memory.untyped_storage().resize_(0)
 
 
-def _dense(like: Tensor) -> tuple[int, ...]:
+def places(likes: Sequence[Tensor]) -> tuple[list[int], int]:
+    """Where each begins in one run of bytes, and where the run ends."""
+    begins, at = [], 0
+    for like in likes:
+        begins.append(at)
+        at += lines(like.numel() * like.element_size())
+    return begins, at
+
+
+def dense(like: Tensor) -> tuple[int, ...]:
     """Its strides, where they leave no gap and share no element; else those of a contiguous tensor."""
     return torch.empty_like(like, device="meta").stride()

@@ -14,6 +14,7 @@ from pipeback import meta, weights
 from pipeback.method import Method
 from pipeback.partition import balance
 from pipeback.ranks import Alone, Ranks
+from pipeback.shards import Column
 from pipeback.sparse import Sparse, choose
 from pipeback.sparsity import Sparsity
 from pipeback.stage import Stage
@@ -23,7 +24,8 @@ from pipeback.store import Store
 class Holding:
     """The stages of a pipeline, of every replica in this process: here, or on the meta device.
 
-    init: gives a module from the meta device its values, None: its layers do. device: where such a stage goes.
+    init: gives a module from the meta device its values, None: its layers do. device: where such a stage goes. shards:
+    every replica's store keeps a slice of each stage.
     """
 
     def __init__(
@@ -37,9 +39,10 @@ class Holding:
         store: Store | None,
         sparsity: Sparsity | None = None,
         skip_zeros: bool | str = False,
+        shards: bool = False,
     ) -> None:
         self.everywhere, self.method, self.ranks, self.init, self.device = everywhere, method, ranks, init, device
-        self.store, self.sparsity, self.skip_zeros = store, sparsity, skip_zeros
+        self.store, self.sparsity, self.skip_zeros, self.shards = store, sparsity, skip_zeros, shards
         self.workers = ranks.count if ranks.several else workers or 1
         self.stages = everywhere[0]
         self.compute: torch.device | None = None  # where stages of a store compute; None: where their module is
@@ -132,6 +135,12 @@ class Holding:
                     stage.take_up(self.method, partial(meta.take_up, device=stage.device or self.device))
         self.take_up()
 
+    def column(self) -> Column | None:
+        """The ranks over whose stores the own stages are split."""
+        if not self.shards or not isinstance(self.ranks, Ranks):
+            return None
+        return self.ranks.column(self.mine[0].device or torch.device(self.device))
+
     def take_up(self) -> None:
         """Stages that are to be here for good get their values, and the store, if there is one, takes them in.
 
@@ -140,7 +149,10 @@ class Holding:
         sparse: list[list[Sparse | None]] = []
         if self.store is not None and self.sparsity is not None:
             sparse = [choose(self.sparsity, stages, self.skip_zeros) for stages in self.everywhere]
+        column = self.column()
         for stage in self.mine:
+            if stage.shard is not None:
+                stage.shard.column = column
             if not stage.here:
                 self.initialise(stage)
             if self.store is not None and stage.slot is None:

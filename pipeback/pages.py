@@ -101,11 +101,13 @@ class Pages:
     # -- room ----------------------------------------------------------------------------------------------------
 
     def _release(self, name: str, region: Region) -> None:
-        if self.committed.get(name) != region:
+        if region.size and self.committed.get(name) != region:
             self._free.append((region.at, _end(region)))
 
     def _allocate(self, size: int) -> int:
         """The smallest free place that is large enough, or the end of the file."""
+        if not size:
+            return 0  # nothing is written, which must not count as missing
         need = _up(size)
         fitting = [place for place in self._free if place[1] - place[0] >= need]
         if not fitting:

@@ -45,6 +45,7 @@ from pipeback.recording import Recording
 from pipeback.rehearsal import rehearse, rehearse_shape
 from pipeback.runtime import Inline, Runtime
 from pipeback.schedules import flush
+from pipeback.shards import share_out
 from pipeback.sparsity import Sparsity
 from pipeback.stage import OptimizerFactory, Stage, Value, evaluate
 from pipeback.starting import Setting, start
@@ -85,7 +86,8 @@ class Pipeline:
     device      where stages from the meta device go; None: this rank's accelerator under NCCL, else the CPU. With a
                 store, where all stages compute; None: on the device of their module
     store       None: weights stay on the device of their module; "host": weights, gradients and optimizer state live in
-                host memory, and a stage's weights come to the device when they are needed; or a `Store`
+                host memory, and a stage's weights come to the device when they are needed; or a `Store`. The stores of
+                replicas over processes share the stages: each keeps a slice of every one that its rank computes
     sparsity    a name of `pipeback.sparsities.available()` or a `Sparsity`: most weights are zero, and neither stored,
                 sent to the device nor sent back
     skip_zeros  with sparsity: linear layers do not compute the zeros either, by sparse products with other last bits;
@@ -169,6 +171,9 @@ class Pipeline:
             self.delays: list[int] = self.method.delays(n)
             """Staleness D of every stage: own updates between reading the weights of F(i) and B(i), counted."""
             self._stages = self._build(parts, loss, optimizer, self.ranks.replica)
+            shards = self.ranks.several and self.replicas > 1 and not isinstance(home, DeviceStore | None)
+            if shards:
+                share_out(self._stages, self.ranks.replica, self.replicas, policy)
             if not any(stage.weights for stage in self._stages):
                 raise ValueError(
                     "the model has no trainable parameters; set requires_grad before the pipeline is built"
@@ -179,16 +184,25 @@ class Pipeline:
                 agree(
                     self.ranks, self._stages, method=repr(self.method), micro_batch_size=micro_batch_size,
                     weights=weights, clip_norm=clip_norm, clip_value=clip_value, check_finite=check_finite, link=link,
-                    activations=activations,
+                    activations=activations, store=home and f"{type(home).__name__}(prefetch={home.prefetch})",
                 )  # fmt: skip
             where = device or default_device()
             if home is not None:
                 check_stages(self._stages, home, alone=not self.ranks.several and policy is None)
-                home.open()
+                home.open(self.ranks.place)
             if isinstance(home, DiskStore):
                 self._choose(home)
             self._holding = Holding(
-                [self._stages], self.method, self.ranks, workers, init, where, home, policy, skip_zeros
+                [self._stages],
+                self.method,
+                self.ranks,
+                workers,
+                init,
+                where,
+                home,
+                policy,
+                skip_zeros,
+                shards,
             )
             self._holding.compute = None if device is None else torch.device(device)
             if not self.ranks.several:
@@ -496,6 +510,8 @@ class Pipeline:
                 raise RuntimeError(
                     'commit: weights are not on disk; use store="disk:FOLDER", or pipeback.checkpoint.save'
                 )
+            if self._runtime is None and self.ranks.several:
+                raise RuntimeError("commit: no rank has its stages before the first push; call it afterwards")
             self.wait()
             self._do(partial(self._commit, store))
 
@@ -536,6 +552,12 @@ class Pipeline:
         saved = store.state() if isinstance(store, DiskStore) else None
         if saved is None or not isinstance(store, DiskStore):
             return
+        mine = self.would_hold(saved["plain"]) or range(len(self._stages) if self.ranks.several else 0)
+        if missing := store.lacks(mine, self.ranks.replica):
+            raise StoreError(
+                f"{store.folder}: does not hold stage {missing[0]}, but other ranks do; start as many ranks, workers "
+                "and replicas as before, or give the store another folder"
+            )
         try:
             self.load_state_dict(saved)
         except ValueError as error:
@@ -561,8 +583,9 @@ class Pipeline:
         if self._runtime is None and self.ranks.several:
             return self._model
         # buffers (batch statistics) differ between replicas: the first one's count
-        stages = [] if self.ranks.replica else self._holding.mine
-        mine = {s.index: self._holding.values(s) for s in stages if not s.replica}
+        stages = [s for s in self._holding.mine if self._holding.shards or not s.replica]
+        found = {s.index: self._holding.values(s) for s in stages}
+        mine = {} if self.ranks.replica else found
         values = {s: v for part in self.ranks.gather(mine, "model") for s, v in part.items()}
         whole = copy.deepcopy(self._model)
         meta.take_up(whole, "cpu")
@@ -656,6 +679,8 @@ class Pipeline:
         """
         if not self.ranks.several and (self._workers is not None or self.replicas > 1):
             raise ValueError("workers, replicas: watch does not follow threads; use workers=None and no replicas")
+        if self._holding.shards:
+            raise ValueError("store: watch measures whole weights, of which a rank's store has a slice; use store=None")
         self.wait()
         watch = self._watch or Watch(len(self._stages))
         self._watch = watch if on else None
@@ -846,8 +871,8 @@ class Pipeline:
         modes = [stage.module.training for stage in self._stages]
         x, y, size = min(batches, key=lambda batch: batch[2])
         known = self._smallest is not None and modes == self._modes
-        if known and self._smallest is not None and size >= self._smallest:
-            return
+        if known and self._smallest is not None and (size >= self._smallest or self._holding.shards):
+            return  # with shards, replicas would have to gather weights for it all at once, whatever they push
         if self._runtime is not None:
             self._do(self._runtime.wait)  # buffers and random state are borrowed and put back
         if not known:

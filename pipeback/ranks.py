@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import os
+import time
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,12 +24,14 @@ from pipeback.beats import Facts, host_store, join_store, my_facts
 from pipeback.health import Health, RankError
 from pipeback.link import OtherBatch
 from pipeback.replicas import RankReplicas
+from pipeback.shards import Column, Exchange
 from pipeback.wire import Broken
 from pipeback.worker import StageError
 
 # pipelines built in a process group, by its weak reference: every rank builds them in the same order
 _built: list[Any] = [lambda: None, 0]
 
+PATIENT = 7 * 24 * 3600.0  # seconds of a group whose waits the health of the ranks ends
 SLOW = 15.0  # seconds more for first connections: the store asks for the caller's name, and a name service may be slow
 
 
@@ -36,6 +40,7 @@ class Alone:
 
     several = False
     index, count, replica, replicas = 0, 1, 0, 1
+    place = None  # among several
 
     def gather(self, value: Any, what: str) -> list[Any]:
         return [value]
@@ -66,11 +71,13 @@ class Ranks:
         self.replica, self.index = next((r, row.index(self.rank)) for r, row in enumerate(table) if self.rank in row)
         self.table, self.line = table, table[self.replica]  # line: the ranks of the own replica, first stages first
         self.count, self.replicas = len(self.line), len(table)
+        self.place = self.replica * self.count + self.index
         self.others = [rank for rank in self.everyone if rank != self.rank]
         store, self.facts = self._meet(_board())
         self.health = Health(store, self.rank, self.everyone, self.facts, timeout)
         self.control = self.group(self.everyone, "gloo")
         self._sums: RankReplicas | None = None
+        self._column: Column | None = None
 
     def _meet(self, board: dist.Store) -> tuple[dist.Store, dict[int, Facts]]:
         """The pipeline's store and the facts of all ranks; raises RuntimeError naming those that have not come."""
@@ -127,14 +134,42 @@ class Ranks:
             self._sums = RankReplicas(self.group(column, backend), self._awaited)
         return self._sums
 
-    def _awaited(self, work: dist.Work | None) -> None:
+    def column(self, device: torch.device) -> Column:
+        """The replicas, which hold the same stages, each a slice of them in its store; they compute on this device."""
+        if self._column is None:
+            ranks = [row[self.index] for row in self.table]
+            nccl = device.type == "cuda" and "nccl" in str(dist.get_backend_config())
+            fetching, updating = (self.group(ranks, "nccl" if nccl else "gloo") for _ in range(2))
+            self._column = Column(
+                Exchange(fetching, partial(self._awaited, what="the replicas' weights"), nccl),
+                Exchange(updating, self._awaited, nccl),
+                Exchange(self.group(ranks, "gloo", PATIENT), self._polled),
+                partial(self.health.waiting, ranks),
+            )
+        return self._column
+
+    def _awaited(self, work: dist.Work | None, what: str = "the replicas' gradients") -> None:
         column = [row[self.index] for row in self.table]
-        with self.health.waiting(column, "the replicas' gradients"):
+        with self.health.waiting(column, what):
             try:
                 assert work is not None  # it was started as asynchronous
                 work.wait()
             except RuntimeError as error:
-                raise self.lost(column, "the replicas' gradients") from error
+                raise self.lost(column, what) from error
+
+    def _polled(self, work: dist.Work | None) -> None:
+        """Wait as long as nothing is at fault: who writes a checkpoint may need long from stage to stage."""
+        column, pause = [row[self.index] for row in self.table], 1e-5
+        with self.health.waiting(column, "the replicas' state"):
+            assert work is not None
+            while not work.is_completed():
+                self.health.check()
+                time.sleep(pause)
+                pause = min(2 * pause, 0.02)
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise self.lost(column, "the replicas' state") from error
 
     def leave(self) -> None:
         """This rank has done its part."""

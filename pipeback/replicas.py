@@ -55,7 +55,7 @@ class ThreadReplicas:
             self.taken[key] = self.taken.get(key, 0) + 1
             if self.taken[key] == self.count:
                 del self.parts[key], self.taken[key]
-        return _in_order(parts)
+        return in_order(parts)
 
 
 class OneReplica:
@@ -88,7 +88,7 @@ class RankReplicas:
 
         def finish() -> Tensor:
             self.wait(work)
-            total = _in_order(list(theirs.view(self.count, share).unbind()))
+            total = in_order(list(theirs.view(self.count, share).unbind()))
             whole = torch.empty_like(padded)
             self.wait(dist.all_gather_into_tensor(whole, total, group=self.group, async_op=True))
             return whole[: mine.numel()]
@@ -96,7 +96,8 @@ class RankReplicas:
         return finish
 
 
-def _in_order(parts: list[Tensor]) -> Tensor:
+def in_order(parts: list[Tensor]) -> Tensor:
+    """Their sum, from the first to the last."""
     total = parts[0].clone()
     for part in parts[1:]:
         total += part

@@ -20,11 +20,14 @@ class Slot:
     """Device memory of one stage's parameters, which are there or at rest.
 
     rest: what the parameters show while they are not on the device: the weights of a store in host memory, or NaN.
+    least: bytes of memory, should there be more than the parameters need.
     """
 
-    def __init__(self, params: Sequence[nn.Parameter], device: torch.device, rest: Sequence[Tensor] | None) -> None:
+    def __init__(
+        self, params: Sequence[nn.Parameter], device: torch.device, rest: Sequence[Tensor] | None, least: int = 0
+    ) -> None:
         self.params, self.device = list(params), device
-        self.flat = Flat([p.data for p in params], device)
+        self.flat = Flat([p.data for p in params], device, least=least)
         self.shows = rest is not None  # whether the parameters at rest are the weights in the store
         self.rest = [_nan(p, device) for p in params] if rest is None else list(rest)
         self.content: int | None = None  # the version of the weights that lie there; None: others, or nothing

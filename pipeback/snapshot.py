@@ -8,7 +8,7 @@ strings, lists and dictionaries.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -105,7 +105,7 @@ def _save_flight(stage: Stage, mb: int, flight: Flight, tensors: Tensors, number
     }
 
 
-def load(stage: Stage, tensors: Tensors, plain: Plain, options: dict[int, Any]) -> None:
+def load(stage: Stage, tensors: Mapping[str, Tensor], plain: Plain, options: dict[int, Any]) -> None:
     """Put a saved state into the stage, all but its micro-batches in flight. `check` must have passed."""
     with torch.no_grad():
         if stage.sparse is not None:
@@ -142,7 +142,7 @@ def load(stage: Stage, tensors: Tensors, plain: Plain, options: dict[int, Any]) 
 
 
 def load_flights(
-    stage: Stage, tensors: Tensors, plain: Plain, options: dict[int, Any]
+    stage: Stage, tensors: Mapping[str, Tensor], plain: Plain, options: dict[int, Any]
 ) -> dict[tuple[str, int, int], Any]:
     """Put what is in flight into a stage that has its weights on its device; returns the waiting messages."""
     stage.flights = {int(mb): _load_flight(stage, int(mb), p, tensors, options) for mb, p in plain["flights"].items()}
@@ -152,7 +152,7 @@ def load_flights(
     }
 
 
-def _load_flight(stage: Stage, mb: int, plain: Plain, tensors: Tensors, options: dict[int, Any]) -> Flight:
+def _load_flight(stage: Stage, mb: int, plain: Plain, tensors: Mapping[str, Tensor], options: dict[int, Any]) -> Flight:
     x = _load_value(stage, tensors, f"flight/{mb}/x", plain["x"])
     target = _load_value(stage, tensors, f"flight/{mb}/target", plain["target"])
     # what is in flight goes on as it began, whatever this pipeline does with those that come
@@ -189,7 +189,7 @@ def _save_again(tensors: Tensors, prefix: str, flight: Flight) -> Plain:
     }
 
 
-def _load_again(stage: Stage, tensors: Tensors, prefix: str, plain: Plain, flight: Flight) -> None:
+def _load_again(stage: Stage, tensors: Mapping[str, Tensor], prefix: str, plain: Plain, flight: Flight) -> None:
     if len(plain["modes"]) != sum(1 for _ in stage.module.modules()):
         raise Corrupt(
             f"{stage.label}: a micro-batch that was saved with activations='recompute' is to be done once more, but "
@@ -205,9 +205,10 @@ def _load_again(stage: Stage, tensors: Tensors, prefix: str, plain: Plain, fligh
     )
 
 
-def check(stage: Stage, tensors: Tensors) -> None:
+def check(stage: Stage, tensors: Mapping[str, Tensor]) -> None:
     """Raise `Corrupt` unless the weights and buffers of the state are this stage's, by name and shape."""
-    for kind, mine in _named(stage).items():
+    whole: dict[str, dict[str, Tensor]] = {**_named(stage), "weight": dict(stage.module.named_parameters())}
+    for kind, mine in whole.items():
         theirs = {k.removeprefix(f"{kind}/"): v for k, v in tensors.items() if k.startswith(f"{kind}/")}
         where = stage.label
         if different := sorted(set(mine) ^ set(theirs)):
@@ -216,6 +217,9 @@ def check(stage: Stage, tensors: Tensors) -> None:
         for name, value in mine.items():
             if kind == "weight" and name in stage.sparse_names() and value.dtype == theirs[name].dtype:
                 continue  # there may be more survivors there, or fewer
+            piece = kind == "weight" and stage.shard is not None and stage.shard.fits(name, theirs[name])
+            if piece and value.dtype == theirs[name].dtype:
+                continue  # of a store's own folder, which has what this rank keeps
             if value.shape != theirs[name].shape or value.dtype != theirs[name].dtype:
                 raise Corrupt(
                     f"{where}: {kind} {name!r} is {tuple(value.shape)} {value.dtype} here, but "
@@ -242,7 +246,7 @@ def _home(stage: Stage, tensor: Tensor) -> Tensor:
     return inflight.replica(tensor, stage.weights[0].device)
 
 
-def _method_tensor(stage: Stage, name: str | None, tensors: Tensors) -> Tensor | None:
+def _method_tensor(stage: Stage, name: str | None, tensors: Mapping[str, Tensor]) -> Tensor | None:
     if name is None:
         return None
     if name.startswith("optimizer/"):
@@ -275,7 +279,7 @@ def _json(value: Any, where: str) -> Any:
     raise TypeError(f"{where}: a {type(value).__name__} cannot be saved; targets in flight must be tensors or numbers")
 
 
-def _load_value(stage: Stage, tensors: Tensors, prefix: str, shape: Any) -> Any:
+def _load_value(stage: Stage, tensors: Mapping[str, Tensor], prefix: str, shape: Any) -> Any:
     def part(n: int, kind: Any) -> Any:
         return _to(stage, tensors[f"{prefix}/{n}"]) if kind == "tensor" else kind["value"]
 

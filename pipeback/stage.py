@@ -17,6 +17,7 @@ from pipeback.method import Method, State
 from pipeback.slot import Slot
 
 if TYPE_CHECKING:
+    from pipeback.shards import Shard
     from pipeback.sparse import Sparse
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ class Stage:
         self.home: Flat | None = None  # the weights in a store, outside the device
         self.slot: Slot | None = None  # their place on the device, if they are only there when needed
         self.sparse: Sparse | None = None  # which of the weights survive
+        self.shard: Shard | None = None  # what this rank's store keeps of the weights, if others keep the rest
         self.spilled: Sequence[Tensor | None] | None = None  # sums of gradients that left the device with the weights
         first = next(module.parameters(), None)
         self.device = None if first is None or first.is_meta else first.device
@@ -137,6 +139,7 @@ class Stage:
         self.flights, self.versions = {}, {}  # graphs refer to the weights
         self.optimizer.state.clear()
         self.state, self.scratch, self.homes = {}, None, []
+        self.home = self.slot = self.spilled = None
         meta.let_go(self.module)
         meta.move(self.weights, "meta")
 
@@ -163,6 +166,8 @@ class Stage:
         """Have the optimizer step the weights where they live now."""
         assert self.home is not None and self.slot is not None
         mine = [view for p, view in zip(self.slot.params, self.home.views, strict=True) if p.requires_grad]
+        if self.shard is not None:
+            self._cut_state(self.shard)
         for w, view in zip(self.weights, mine, strict=True):
             if w.device == view.device:
                 w.data = view
@@ -179,6 +184,15 @@ class Stage:
     def live(self) -> Weights:
         """What F or B runs on while it does: the weights, or what a store has put at the stage's slot."""
         return self.weights if self.slot is None else [p.data for p in self.params]
+
+    def _cut_state(self, shard: Shard) -> None:
+        """What an optimizer has begun with keeps the own slice, too."""
+        for n, w in zip(shard.trained, self.weights, strict=True):
+            state = self.optimizer.state.get(w, {})
+            for key, value in state.items():
+                sliced = isinstance(value, Tensor) and shard.number(f"optimizer/0/{key}") is not None
+                if sliced and value.shape == shard.shapes[n]:
+                    state[key] = shard.cut(n, value).clone()
 
     def named(self) -> dict[str, Tensor]:
         """The newest parameters by name, wherever they live."""
@@ -330,7 +344,7 @@ class Stage:
         if count != 1:
             grads = [None if g is None else g / count for g in grads]
         if clip_norm is not None or clip_value is not None:
-            grads, clipped = _clipped(grads, clip_norm, clip_value)
+            grads, clipped = _clipped(grads, clip_norm, clip_value, None if self.shard is None else self.shard.norm)
         for w, g in zip(self.weights, grads, strict=True):
             w.grad = g
         return clipped
@@ -417,15 +431,21 @@ class Stage:
 
 
 def _clipped(
-    grads: Sequence[Tensor | None], norm: float | None, value: float | None
+    grads: Sequence[Tensor | None],
+    norm: float | None,
+    value: float | None,
+    whole: Callable[[Sequence[Tensor | None]], Tensor] | None = None,
 ) -> tuple[Sequence[Tensor | None], Tensor | None]:
+    """whole: the norm where others have the rest of the gradient; they ask for it, too."""
     there = [g for g in grads if g is not None]
+    total = whole(grads) if whole is not None and norm is not None and grads else None
     if not there:
         return grads, None
     clipped = None
     if norm is not None:
+        total = torch.nn.utils.get_total_norm(there) if total is None else total
         # not clip_grad_norm_, which would change a gradient that was just sent upstream
-        scale = torch.clamp(norm / (torch.nn.utils.get_total_norm(there) + 1e-6), max=1.0)
+        scale = torch.clamp(norm / (total + 1e-6), max=1.0)
         grads = [None if g is None else g * scale.to(g.dtype) for g in grads]
         clipped = scale < 1
     if value is not None:

@@ -45,7 +45,8 @@ def start(holding: Holding, setting: Setting) -> Runtime:
         mine[0].mixed = mine[-1].mixed = True  # messages arrive on the CPU
         devices = {stage.device.type for stage in mine if stage.device}
         link, results = connect(ranks, owner, bound, closed, setting.link, devices)
-        loop = _loop(holding, setting, mine, link, ranks.sums(mine[0].device), ranks.replica)
+        sums = None if holding.shards else ranks.sums(mine[0].device)
+        loop = _loop(holding, setting, mine, link, sums, ranks.replica)
         return Processes(loop, owner, ranks, results, closed)
     if setting.threads is None and len(holding.everywhere) == 1:
         return Inline(_loop(holding, setting, holding.stages, LocalLink(), None, 0))
@@ -78,7 +79,7 @@ def _loop(
 ) -> Loop:
     alone = len(mine) == len(holding.stages)
     for stage in mine:
-        stage.threaded = setting.threads is not None or sums is not None or not alone
+        stage.threaded = setting.threads is not None or sums is not None or holding.shards or not alone
     policy, shared = setting.order, None
     if policy == "grouped" and not alone and not any(setting.delays) and holding.stages[-1].loss is not None:
         # in a flush, the gradient that another worker waits for leaves before the next one is begun; where the loss is
@@ -88,7 +89,7 @@ def _loop(
     store, residence, near = holding.store, None, 1
     if store is not None:
         residence, near = (
-            Streaming({stage.index: stage for stage in mine}, holding.method, store),
+            Streaming({stage.index: stage for stage in mine}, holding.method, store, holding.column()),
             max(1, store.prefetch),
         )
         policy = "streaming" if setting.order == "grouped" else setting.order

@@ -8,9 +8,12 @@ so only what differs is kept: buffers, gradient sums, random streams, micro-batc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from pipeback import snapshot
 from pipeback.joint import Options, plain_groups, restored
@@ -52,7 +55,7 @@ def share(
     """Copies of what these stages and loops hold; the pipeline must be quiet.
 
     opened: a stage in host memory. take: is given the tensors of each stage in turn, and the share has none. copy: else
-    weights and state are those in use, and need not be in memory.
+    weights and state are those in use, and need not be in memory; where they are split over ranks, the own pieces.
     """
     groups: dict[int, Any] = {}
 
@@ -71,13 +74,21 @@ def share(
         mine = {name: m for name, m in waiting.get(stage.replica, {}).items() if name[1] == stage.index}
         with opened(stage):
             tensors, plain = snapshot.save(stage, mine, number, copy=copy)
-        if stage.replica:
-            tensors = {k: v for k, v in tensors.items() if not k.startswith(COMMON)}
+        own = partial(_own, stage)
+        if stage.shard is None or stage.home is None:
+            tensors = {k: v for k, v in tensors.items() if own(k)}
+        elif copy:  # else this rank's store keeps its pieces
+            tensors = stage.shard.whole(tensors, own)
         if take is not None:
             take(stage, tensors)
             tensors = {}
         parts.append(Part(stage.index, stage.replica, tensors, plain))
     return Share(parts, {r: together(some) for r, some in progress.items()}, groups)
+
+
+def _own(stage: Stage, name: str) -> bool:
+    """Whether this replica's part of the state has the tensor."""
+    return not (stage.replica and name.startswith(COMMON))
 
 
 def merge(shares: Sequence[Share], plain: Plain) -> dict[str, Any]:
@@ -113,15 +124,24 @@ def load(stage: Stage, state: dict[str, Any], options: dict[int, Options], opene
     opened: a stage in host memory, to be changed. present: a stage on its device.
     """
     tensors, plain = state["stages"][stage.index], state["plain"]["stages"][stage.index]
+    tensors = _part(stage, tensors)
     if stage.replica:
-        prefix = f"replica/{stage.replica}/"
-        mine = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
-        tensors = {**{k: v for k, v in tensors.items() if k.startswith(COMMON)}, **mine}
         plain = plain["replicas"][stage.replica - 1]
+    if stage.shard is not None and stage.home is not None:
+        tensors = stage.shard.pieces(tensors)
     with opened(stage):
         snapshot.load(stage, tensors, plain, options)
     with present(stage) if plain["flights"] else nullcontext():
         return snapshot.load_flights(stage, tensors, plain, options)
+
+
+def _part(stage: Stage, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """What a stage's own replica takes of the tensors of all."""
+    if not stage.replica:
+        return tensors
+    prefix = f"replica/{stage.replica}/"
+    mine = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+    return {**{k: v for k, v in tensors.items() if k.startswith(COMMON)}, **mine}
 
 
 def options_of(plain: Plain, optimizers: Sequence[Any]) -> dict[int, Options]:
@@ -185,5 +205,5 @@ def fits(
         )
     for stage, tensors in zip(stages, state["stages"], strict=True):
         if tensors:  # a checkpoint of which only the own stages were read has no others
-            snapshot.check(stage, tensors)
+            snapshot.check(stage, _part(stage, tensors))
     return plain

@@ -56,12 +56,16 @@ class Store:
         values = iter(mine)
         likes = [next(values) if p.requires_grad else p.detach() for p in params]
         where = self.where(device)
-        home = Flat(likes, where, pinned=device.type == "cuda" and where.type == "cpu")
+        pinned, shard = device.type == "cuda" and where.type == "cpu", stage.shard
+        home = Flat(likes, where, pinned=pinned) if shard is None else shard.home(where, pinned=pinned)
+        if shard is not None:
+            likes = [shard.cut(n, p) for n, p in enumerate(likes)]
         with torch.no_grad():
             for value, view in zip(likes, home.views, strict=True):
                 view.copy_(value)
         stage.sparse = sparse
-        slot = Slot(params, device, self.shown(home) if sparse is None else None)
+        rest = self.shown(home) if sparse is None and shard is None else None
+        slot = Slot(params, device, rest, 0 if shard is None else shard.nbytes)
         if sparse is not None:
             slot.skipping = sparse.skipping(stage, device)
         stage.move_home(home, slot, method)
@@ -91,15 +95,21 @@ class Store:
         """Take in what is new of a stage: sums that left the device, shifted weights that B will need."""
 
     def read(self, stage: Stage, slot: Slot) -> int:
-        """Copy the newest weights to the device: dense ones by one copy. Returns the bytes that travelled."""
+        """Copy the newest weights to the device: dense ones by one copy. Returns the bytes that travelled.
+
+        Of weights that are split over ranks, each copies its own slice and all gather the whole.
+        """
         assert stage.home is not None
+        if stage.shard is not None:
+            stage.shard.gather(stage.home.memory, slot.flat.memory)
+            return stage.home.nbytes
         if stage.sparse is None:
             slot.flat.memory.copy_(stage.home.memory, non_blocking=True)
             return slot.nbytes
         return lay(stage, slot, stage.weights, stage.version)
 
-    def open(self) -> None:
-        """Called once, before the first stage is held."""
+    def open(self, place: int | None = None) -> None:
+        """Called once, before the first stage is held. place: of this process among several of a pipeline."""
 
     def close(self) -> None:
         """Let go of files and the like."""
@@ -142,6 +152,8 @@ def lay(stage: Stage, slot: Slot, weights: Weights, version: int) -> int:
     Returns the bytes that travelled.
     """
     assert stage.home is not None
+    if stage.shard is not None:
+        return _lay_slice(stage, slot, weights)
     indices = [None] * len(weights) if stage.sparse is None else stage.sparse.packed_at(version)
     given = iter(zip(range(len(weights)), weights, indices, strict=True))
     sent = 0
@@ -157,6 +169,16 @@ def lay(stage: Stage, slot: Slot, weights: Weights, version: int) -> int:
             if n in slot.skipping and stage.sparse is not None:
                 slot.skipping[n].lay(there, index, stage.sparse.packed[n])
     return sent
+
+
+def _lay_slice(stage: Stage, slot: Slot, weights: Weights) -> int:
+    assert stage.home is not None and stage.shard is not None
+    given = iter(weights)
+    mine = stage.shard.home(stage.home.memory.device, pinned=stage.home.memory.is_pinned())
+    for p, home, view in zip(slot.params, stage.home.views, mine.views, strict=True):
+        view.copy_(next(given).detach() if p.requires_grad else home)
+    stage.shard.gather(mine.memory, slot.flat.memory)
+    return mine.nbytes
 
 
 def _fuse(stage: Stage) -> None:

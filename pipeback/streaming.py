@@ -5,6 +5,10 @@
     updating  one thread                      U2 ── U1 ── U0    on the weights in the store, by the gradients that left
 
 A stage's next fetch waits for its update, nobody else does. At most `prefetch + 1` stages are on the device.
+
+Where a stage's weights are split over the stores of several ranks (`shards`), a fetch gathers them, and an update
+begins with the sums of gradients going to the owners. Both threads then wait for other ranks, so what they do, and in
+which order, must follow from the operations alone: hence nothing stays on the device from one run of them to the next.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -26,6 +30,7 @@ from pipeback.method import Method, Past, Shift, overrides
 from pipeback.order import Ops, Wave
 from pipeback.packed import scatter, unpack
 from pipeback.residence import Ask, Asked, forget_casts
+from pipeback.shards import Column
 from pipeback.slot import Pool, Slot
 from pipeback.stage import Stage, Sums
 from pipeback.store import Store, lay
@@ -37,6 +42,8 @@ class Traffic(NamedTuple):
     weights_in: int = 0  # bytes of weights copied to the device
     gradients_out: int = 0  # bytes of gradients, and of partial sums, that left the device
     sums_in: int = 0  # bytes of partial sums that came back
+    gathered: int = 0  # bytes of weights that came from other ranks' stores
+    scattered: int = 0  # bytes of gradients that went to other ranks
     fetches: int = 0  # times that a stage's weights came
     stall: float = 0.0  # seconds in which computing waited for weights, gradients or the store
     seconds: float = 0.0  # seconds of all that was run
@@ -49,6 +56,9 @@ class Traffic(NamedTuple):
         """What has come to it since; peaks are of all the time."""
         more = {name: getattr(self, name) - getattr(before, name) for name in Traffic._fields if "peak" not in name}
         return self._replace(**more)
+
+
+_Scattered = tuple[list[Tensor | None], float, int]  # see `Shard.scatter`
 
 
 def together(parts: Iterable[Traffic]) -> Traffic:
@@ -73,8 +83,9 @@ class Streaming:
 
     joins = False
 
-    def __init__(self, stages: Mapping[int, Stage], method: Method, store: Store) -> None:
-        self.stages, self.method, self.store = stages, method, store
+    def __init__(self, stages: Mapping[int, Stage], method: Method, store: Store, column: Column | None = None) -> None:
+        """column: the ranks over whose stores the weights are split."""
+        self.stages, self.method, self.store, self.column = stages, method, store, column
         self.ask: Ask = lambda kind, ops: []
         self.pool = Pool(store.prefetch + 1)
         self._stash = method.copies == "stash"
@@ -112,6 +123,8 @@ class Streaming:
                         pulled = s
                         visits.append((s, wave.kind, i))
                 if not queue:
+                    if self.column is not None:
+                        self._vacate()  # whether somebody calls `rest` now must not change what is fetched next
                     return
                 wave = queue.popleft()
                 s = wave.ops[0][0]
@@ -162,12 +175,24 @@ class Streaming:
     def after_backward(self, held: Sequence[Brought]) -> None:
         """What was brought lies there until its room is needed."""
 
+    def collect(self, stage: Stage) -> None:
+        """Sums of gradients that left the device are in the parameters' `.grad` again."""
+        self._return_sums(stage)
+
     def update(self, stages: Sequence[Stage], make: Callable[[Sequence[Sums]], None]) -> None:
         """The gradients leave for the store, which makes the update while other stages compute."""
         (stage,) = stages
         self._check()
         self._return_sums(stage, to_device=False)
-        sums, sparse, number = stage.sums(), stage.sparse, stage.version + 1
+        sums = stage.sums()
+        job = self._owners_job(stage, sums, make) if stage.shard is not None else self._job(stage, sums, make)
+        while sum(not update.done() for update in self._updates.values()) > self.store.prefetch:
+            with self._stalling():
+                next(update for update in self._updates.values() if not update.done()).result()
+        self._updates[stage.index] = self._updating.submit(job)
+
+    def _job(self, stage: Stage, sums: Sums, make: Callable[[Sequence[Sums]], None]) -> Callable[[], None]:
+        sparse, number = stage.sparse, stage.version + 1
         grads, wait = self._streams.leave(self._surviving(stage, sums.grads))
         self._count(gradients_out=_bytes(grads))
 
@@ -179,10 +204,30 @@ class Streaming:
                 if sparse is not None and sparse.policy.due(number):
                     sparse.change(stage, grads, number)
 
-        while sum(not update.done() for update in self._updates.values()) > self.store.prefetch:
-            with self._stalling():
-                next(update for update in self._updates.values() if not update.done()).result()
-        self._updates[stage.index] = self._updating.submit(job)
+        return job
+
+    def _owners_job(self, stage: Stage, sums: Sums, make: Callable[[Sequence[Sums]], None]) -> Callable[[], None]:
+        """The sums go to their owners first: from device to device, or from host to host."""
+        assert stage.shard is not None and self.column is not None
+        scatter, version = stage.shard.scatter, stage.version
+        if self.column.updating.nccl:
+            grads, leave = sums.grads, self._streams.handed(sums.grads)
+        else:
+            (grads, wait), leave = self._streams.leave(sums.grads), None
+            self._count(gradients_out=_bytes(grads))
+
+        def job() -> None:
+            if leave is None:
+                wait()
+                mine, total, sent = scatter(grads, sums.number, version)
+            else:
+                mine, total, sent = leave(lambda: scatter(grads, sums.number, version))
+                self._count(gradients_out=_bytes(mine))
+            self._count(scattered=sent)
+            with self._moving("store", stage), torch.no_grad(), self.store.opened(stage, changes=True):
+                make([Sums(mine, total)])
+
+        return job
 
     def ready(self, kind: Kind, stage: int, mb: int) -> None:
         """Wait until what an operation runs on is on the device."""
@@ -214,10 +259,14 @@ class Streaming:
             for update in self._updates.values():
                 update.result()
         self._updates.clear()
+        self._vacate()
+        self._count(seconds=time.perf_counter() - begin)
+
+    def _vacate(self) -> None:
+        """Let all stages go from the device."""
         self._needed = set()
         while self.pool.slots:
             self._dismiss(self.pool.slots[0])
-        self._count(seconds=time.perf_counter() - begin)
 
     def close(self) -> None:
         """Stop the threads; what they were told last is done."""
@@ -318,11 +367,11 @@ class Streaming:
         """The newest weights, straight from the store."""
         sent = self.store.read(stage, slot)
         slot.content = version
-        self._count(weights_in=sent, fetches=1)
+        self._count(weights_in=sent, fetches=1, gathered=_others(stage))
 
     def _place(self, stage: Stage, slot: Slot, chosen: Weights | Shift, version: int) -> None:
         """Weights that are in host memory, shifted there or on the way."""
-        if isinstance(chosen, Shift) and slot.device.type == "cpu" and stage.sparse is None:
+        if isinstance(chosen, Shift) and slot.device.type == "cpu" and stage.sparse is None and stage.shard is None:
             sent = lay(stage, slot, stage.weights, version)
             _shift(stage.live(), chosen)
         elif isinstance(chosen, Shift):
@@ -332,7 +381,7 @@ class Streaming:
         else:
             sent = lay(stage, slot, chosen, version)
         slot.content = None
-        self._count(weights_in=sent, fetches=1)
+        self._count(weights_in=sent, fetches=1, gathered=_others(stage))
 
     def _surviving(self, stage: Stage, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """What is to leave of a gradient: that of the survivors, unless other ones are chosen by the rest."""
@@ -411,7 +460,8 @@ class Streaming:
     def _stalling(self) -> Iterator[None]:
         begin = time.perf_counter()
         try:
-            yield
+            with nullcontext() if self.column is None else self.column.stalled("the store"):
+                yield
         finally:
             self._count(stall=time.perf_counter() - begin)
 
@@ -471,6 +521,23 @@ class _Streams:
             event = self._out.record_event()
         return host, event.synchronize
 
+    def handed(self, grads: Sequence[Tensor | None]) -> Callable[[Callable[[], _Scattered]], _Scattered]:
+        """Another thread calls what is returned: to exchange gradients on the device, and have them in host memory."""
+        ready = torch.cuda.current_stream(self.device).record_event()
+        for g in grads:
+            if g is not None:
+                g.record_stream(self._out)
+
+        def leave(exchange: Callable[[], _Scattered]) -> _Scattered:
+            with torch.cuda.stream(self._out):
+                self._out.wait_event(ready)
+                mine, total, sent = exchange()
+                host, wait = self.leave(mine)
+            wait()
+            return host, total, sent
+
+        return leave
+
 
 def _singles(waves: Iterable[Wave]) -> Iterator[Wave]:
     for kind, ops in waves:
@@ -484,6 +551,11 @@ def _shift(weights: Weights, chosen: Weights | Shift) -> None:
         add_scaled(weights, chosen.coefficients, chosen.directions)
     else:
         torch._foreach_copy_(weights, list(chosen))
+
+
+def _others(stage: Stage) -> int:
+    """Bytes of a stage's weights that other ranks' stores have."""
+    return 0 if stage.shard is None else stage.shard.nbytes - stage.shard.share
 
 
 def _bytes(tensors: Sequence[Tensor | None]) -> int:

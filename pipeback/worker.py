@@ -212,7 +212,10 @@ class Worker:
             self.update(ops)
         else:
             for s, i in ops:
+                self.residence.collect(self.stages[s])
                 self._due[s] = i, self.replicas.start(s, self.stages[s].packed())
+                if not self.residence.joins:
+                    self.settle(s)  # what is fetched ahead must know of every update
 
     def settle(self, stage: int | None = None) -> None:
         """Do the update of a stage (of all) whose gradients the replicas were still summing.

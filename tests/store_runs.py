@@ -1,11 +1,14 @@
 """What test_disk runs in processes of its own.
 
 python -m tests.store_runs FOLDER METHOD PUSHES   trains from wherever the folder stands, and prints a digest at the end
+
+With RANK and WORLD_SIZE in the environment it is one of so many replicas, and pushes its part of every batch.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 from pathlib import Path
 
@@ -27,12 +30,13 @@ def model(seed: int = 0) -> nn.Sequential:
     return nn.Sequential(*blocks, nn.Linear(WIDTH, WIDTH))
 
 
-def build(folder: Path, method: str, **options) -> pipeback.Pipeline:
+def build(folder: Path | None, method: str, **options) -> pipeback.Pipeline:
     disk.SMALL = 1  # this model is small
     torch.manual_seed(5)
     return pipeback.Pipeline(
         model(), loss=nn.functional.mse_loss, method=methods.create(method), micro_batch_size=SAMPLES,
-        optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2), store=DiskStore(folder, commit_every=5), **options,
+        optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2), store=folder and DiskStore(folder, commit_every=5),
+        **options,
     )  # fmt: skip
 
 
@@ -47,11 +51,14 @@ def digest(pipe: pipeback.Pipeline) -> str:
 
 
 def train(folder: Path, method: str, pushes: int) -> pipeback.Pipeline:
-    pipe = build(folder, method)
+    ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    if ranks > 1:
+        pipeback.join()
+    pipe = build(folder, method, **({"replicas": ranks} if ranks > 1 else {}))
     if pipe.arrived:
         print("resumed at", pipe.arrived, flush=True)
-    for n in range(pipe.arrived // 4, pushes):
-        pipe.push(*batch(n))
+    for n in range(pipe.arrived // (4 // ranks), pushes):
+        pipe.push(*(part.chunk(ranks)[rank] for part in batch(n)))
         print("pushed", n, flush=True)
     return pipe
 
@@ -59,4 +66,7 @@ def train(folder: Path, method: str, pushes: int) -> pipeback.Pipeline:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     pipe = train(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
+    if pipe.ranks.several:
+        pipe.drain()  # graphs that were restored keep no batch statistics
     print("digest", digest(pipe), flush=True)
+    pipe.close()

@@ -15,11 +15,11 @@ FLOORS = [
     [
         "bundle", "method", "momentum", "lazy", "link", "partition", "meta", "form", "flat", "packed",
         "skipping", "slot", "inflight", "drawing", "stage", "repeat", "offload", "activations", "joint",
-        "team", "watch", "replicas", "shelf", "densities", "masks", "sparsity", "sparse", "store", "pages",
-        "disk", "residence", "streaming", "worker", "snapshot", "loop", "runtime", "state", "frame", "vigil",
-        "wire", "semaphore", "ring", "beats", "activity", "blame", "health", "joining", "digest", "ranks",
-        "clocks", "processes", "wiring", "weights", "holding", "starting", "dry", "bandwidth", "survey",
-        "agreement", "rehearsal", "inputs",
+        "team", "watch", "replicas", "shelf", "densities", "masks", "sparsity", "shards", "sparse", "store",
+        "pages", "disk", "residence", "streaming", "worker", "snapshot", "loop", "runtime", "state", "frame",
+        "vigil", "wire", "semaphore", "ring", "beats", "activity", "blame", "health", "joining", "digest",
+        "ranks", "clocks", "processes", "wiring", "weights", "holding", "starting", "dry", "bandwidth",
+        "survey", "agreement", "rehearsal", "inputs",
     ],
     ["methods", "sparsities", "plan", "pipeline", "checkpoint", "bands", "lanes", "trace", "draw"],
 ]  # fmt: skip

@@ -29,7 +29,7 @@ def test_replicas_equal_one_pipeline_on_the_whole_micro_batch(case, replicas):
 
 
 @pytest.mark.parametrize("case", ["pb", "gpipe-4", "pipedream", "cerebras"])
-def test_workers_do_not_matter(case):
+def test_workers_and_stores_do_not_matter(case):
     batches = data(13, samples=6)
 
     def run(**options):
@@ -41,8 +41,10 @@ def test_workers_do_not_matter(case):
         pipe.close()
         return found
 
-    for found, wanted in zip(run(workers=2), run(), strict=True):
-        assert torch.equal(found, wanted)
+    expected = run()
+    for options in ({"workers": 2}, {"store": "host"}, {"store": "host", "workers": 2}):
+        for found, wanted in zip(run(**options), expected, strict=True):
+            assert torch.equal(found, wanted), options
 
 
 def test_replicas_draw_their_own_masks():

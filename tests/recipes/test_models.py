@@ -17,6 +17,7 @@ CASES = {
     "resnet20": (IMAGES, {"width": 4, "groups": 2}, 20),
     "vgg": (IMAGES, {"width": 4, "groups": 2}, 8),
     "transformer": ({"vocabulary": 11, "context": 9}, {"width": 8, "depth": 2, "heads": 2}, 4),
+    "gpt": ({"vocabulary": 11, "context": 9}, {"width": 8, "layers": 2}, 4),
 }
 
 
@@ -28,7 +29,7 @@ def build(name, **more):
 
 def samples(name, count=4):
     stream = torch.Generator().manual_seed(1)
-    if name == "transformer":
+    if name in ("transformer", "gpt"):
         return tuple(torch.randint(11, (count, 9), generator=stream) for _ in range(2))
     if name == "residual_mlp":
         return torch.randn(count, 12, generator=stream), torch.randint(5, (count,), generator=stream)
