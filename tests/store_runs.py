@@ -30,12 +30,20 @@ def model(seed: int = 0) -> nn.Sequential:
     return nn.Sequential(*blocks, nn.Linear(WIDTH, WIDTH))
 
 
+def adamw(params):
+    return torch.optim.AdamW(params, lr=1e-2)
+
+
+def momentum(params):
+    return torch.optim.SGD(params, lr=1e-3, momentum=0.9)
+
+
 def build(folder: Path | None, method: str, **options) -> pipeback.Pipeline:
     disk.SMALL = 1  # this model is small
     torch.manual_seed(5)
     return pipeback.Pipeline(
         model(), loss=nn.functional.mse_loss, method=methods.create(method), micro_batch_size=SAMPLES,
-        optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2), store=folder and DiskStore(folder, commit_every=5),
+        optimizer=momentum if method == "cerebras" else adamw, store=folder and DiskStore(folder, commit_every=5),
         **options,
     )  # fmt: skip
 
