@@ -11,7 +11,7 @@ from pipeback.joint import Options
 from pipeback.link import Message, Name
 from pipeback.method import Method
 from pipeback.order import Order, Wave
-from pipeback.schedules import by_worker, flush
+from pipeback.schedules import by_worker, fill_drain, flush
 from pipeback.stage import Value
 from pipeback.worker import Worker
 
@@ -44,9 +44,11 @@ class Loop:
         """Let micro-batches in one by one, and do all that may then be done."""
         order, worker, link = self.order, self.worker, self.worker.link
         if self.fresh:
-            self._begin(len(batches))
-        elif self.owner is not None and order.empty:
-            order.restart(self._schedule(len(batches)))  # the last push may have been part of a flush, or this one is
+            self._begin(len(batches), at_once=self.at_once)
+        elif (self.owner is not None or self.at_once) and order.empty:
+            order.restart(
+                self._schedule(len(batches), at_once=self.at_once)
+            )  # the last push may have been part of a flush, or this one is
         last = worker.count - 1
         for n, (x, target, size) in enumerate(batches):
             i = order.arrived + (n if self.at_once else 0)
@@ -157,20 +159,25 @@ class Loop:
         self.settle()
         self.worker.residence.rest()
 
-    def _begin(self, pushed: int) -> None:
+    def _begin(self, pushed: int, *, at_once: bool = False) -> None:
         order, worker = self.order, self.worker
         self.pushed = pushed
-        order.restart(self._schedule(pushed))
+        order.restart(self._schedule(pushed, at_once=at_once))
         worker.start, worker.base = order.arrived, next(iter(worker.stages.values())).version
         worker.entered = worker.base
         self.fresh = False
 
-    def _schedule(self, pushed: int) -> Schedule:
-        """By worker only what is over with the push: what lies between pushes must not depend on the workers."""
+    def _schedule(self, pushed: int, *, at_once: bool = False) -> Schedule:
+        """Another one with the same weights only for what is over with the push: what lies between is as ever.
+
+        at_once: weights that come to the device come once forward and once backward, if all is forward first.
+        """
         schedule = self.method.schedule_at(self.order.arrived, pushed)
-        if self.owner is None or pushed % flush(schedule):
+        if pushed % flush(schedule):
             return schedule
-        return by_worker(schedule, self.owner)
+        if at_once and self.method.by_worker:
+            return fill_drain(flush(schedule))
+        return schedule if self.owner is None else by_worker(schedule, self.owner)
 
     # -- where it stands -----------------------------------------------------------------------------------------
 

@@ -86,7 +86,8 @@ class Method:
                     state in lists with one entry a weight: one call may serve several stages
     flush_each_push every push is a flush of its own
     by_worker       the neighbours that one worker holds may all run the program of one stage, with as many stages as
-                    there are workers: no weight can tell the difference, which ends with every flush
+                    there are workers, and with a store all forwards of a flush may come first: no weight can tell the
+                    difference, which ends with every flush
     needs_entry     the hooks read `when.entry`
     steps_itself    `update` makes the step without calling `optimizer.step()`: in a chain it stands last
     """

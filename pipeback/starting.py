@@ -19,6 +19,7 @@ from pipeback.ranks import Ranks
 from pipeback.replicas import OneReplica, Replicas, ThreadReplicas
 from pipeback.runtime import Inline, Runtime, Threads
 from pipeback.stage import Stage
+from pipeback.store import DeviceStore
 from pipeback.streaming import Streaming
 from pipeback.timeline import in_flight
 from pipeback.wiring import connect
@@ -95,4 +96,5 @@ def _loop(
         policy = "streaming" if setting.order == "grouped" else setting.order
     worker = Worker(mine, holding.method, setting.delays, link, replicas=sums, residence=residence, **setting.worker)
     order = Order(holding.method.schedule, len(holding.stages), policy=policy, seed=setting.seed, near=near)
-    return Loop(worker, order, holding.method, replica, shared, at_once=store is not None)
+    moves = store is not None and not isinstance(store, DeviceStore)
+    return Loop(worker, order, holding.method, replica, shared, at_once=moves)

@@ -3,7 +3,8 @@
     g ← (1/M) Σ_{i<M} G(w, x_i)        w ← step(w, g)        D = 0
 
 GPipe's arithmetic in another order: backwards begin as soon as they can. Narayanan et al., arXiv 2006.09503.
-Any optimizer. Weight copies: 1; min(M, S − s) micro-batches of activations; bubble (S − 1)/(M + S − 1).
+Any optimizer. Weight copies: 1; min(M, S − s) micro-batches of activations; bubble (S − 1)/(M + S − 1). With a store,
+a flush that comes in one push runs in GPipe's order, with its activations, so that weights come to the device twice.
 """
 
 from __future__ import annotations

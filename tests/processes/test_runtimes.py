@@ -237,3 +237,12 @@ def test_part_of_a_stage_on_the_meta_device():
     model = nn.Sequential(nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6, device="meta")))
     with pytest.raises(ValueError, match=r"stage 1 \(1\) is on the meta device in part"):
         pipeline(model, "pb")
+
+
+@pytest.mark.parametrize("kind", ["host", "disk"])
+def test_each_rank_streams_its_own_stages(crew, kind, tmp_path):
+    """With dropout and batch statistics; the event loop that it equals has its weights on the device."""
+    crew = crew.ranks(2)
+    for case in ("gpipe", "one_f_one_b-3", "pb", "cerebras", "pipedream", "pipemare-t3"):
+        store = "host" if kind == "host" else f"disk:{tmp_path / case}"
+        assert odd_cases(crew, "drawing", [case], store=store) == {}
