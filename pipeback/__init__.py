@@ -16,10 +16,11 @@ if TYPE_CHECKING:
     from pipeback.health import RankError
     from pipeback.joining import join
     from pipeback.ledger import Record
+    from pipeback.memory import Memory
     from pipeback.method import Method, Past, Shift, State, Weights, When, chain
     from pipeback.momentum import scale_hyperparameters
     from pipeback.pages import StoreError
-    from pipeback.pipeline import Memory, Pipeline
+    from pipeback.pipeline import Pipeline
     from pipeback.plan import Plan
     from pipeback.sparsity import Sparsity
     from pipeback.store import HostStore, Store
@@ -33,7 +34,7 @@ _HOME = {
     "join": "joining",
     "Op": "events", "Schedule": "events", "until": "events", "Record": "ledger",
     "Method": "method", "Past": "method", "Shift": "method", "State": "method", "Weights": "method", "When": "method",
-    "chain": "method", "scale_hyperparameters": "momentum", "Memory": "pipeline", "Pipeline": "pipeline",
+    "chain": "method", "scale_hyperparameters": "momentum", "Memory": "memory", "Pipeline": "pipeline",
     "Plan": "plan", "RankError": "health", "Sparsity": "sparsity", "StageError": "worker",
     "Watch": "watch", "DiskStore": "disk", "HostStore": "store", "Store": "store", "StoreError": "pages",
     "Traffic": "streaming",

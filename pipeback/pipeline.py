@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pipeback import clocks, disk, meta, methods, sparsities, state
+from pipeback import clocks, disk, memory, meta, methods, sparsities, state, versions
 from pipeback.activations import keeping
 from pipeback.agreement import agree
 from pipeback.disk import DiskStore
@@ -35,6 +35,7 @@ from pipeback.joining import default_device, join, layout, wanted
 from pipeback.joint import Options, plain_groups, restored
 from pipeback.ledger import Record
 from pipeback.loop import Batch, Loop, Messages
+from pipeback.memory import Memory
 from pipeback.method import Method
 from pipeback.pages import StoreError
 from pipeback.partition import Part, split
@@ -53,16 +54,6 @@ from pipeback.store import DeviceStore, Store
 from pipeback.streaming import Streaming, Traffic, together
 from pipeback.survey import survey
 from pipeback.watch import Watch
-
-
-class Memory(NamedTuple):
-    """What training holds, measured."""
-
-    weights: int  # bytes of one copy of the trainable weights
-    copies: float  # copies of the weights at the peak, weighted by stage size; 1.0 = the live ones alone
-    state: float  # the method's own state, in copies of the weights
-    activations: int  # bytes kept for backwards on the device at the peak: one micro-batch's, times those in flight
-    host: int = 0  # the same in host memory, with activations="host"; of "recompute", states of random streams
 
 
 class Pipeline:
@@ -191,7 +182,7 @@ class Pipeline:
                 check_stages(self._stages, home, alone=not self.ranks.several and policy is None)
                 home.open(self.ranks.place)
             if isinstance(home, DiskStore):
-                self._choose(home)
+                versions.choose(home, self.ranks)
             self._holding = Holding(
                 [self._stages],
                 self.method,
@@ -231,6 +222,7 @@ class Pipeline:
         self._pushed = (0, 0)  # micro-batches of the last push, and samples of its first one
         self._affordable = 0  # micro-batches of a push that are known to fit the store's budgets
         self._committed = 0  # micro-batches that had arrived at the store's last commit
+        self._drained = 0  # and when the schedule last began anew
         if home is not None:
             weakref.finalize(self, home.close)
         with self._telling(), _closing(home):
@@ -429,6 +421,7 @@ class Pipeline:
             self._open()
             if self._runtime is not None:
                 self._do(self._runtime.drain)
+                self._drained = self._arrived
                 self._begun = 0
                 self._commit_if_due()
 
@@ -513,53 +506,25 @@ class Pipeline:
             if self._runtime is None and self.ranks.several:
                 raise RuntimeError("commit: no rank has its stages before the first push; call it afterwards")
             self.wait()
-            self._do(partial(self._commit, store))
-
-    def _commit(self, store: DiskStore) -> None:
-        stages: dict[str, Any] = {}
-
-        def take(stage: Stage, tensors: dict[str, Tensor]) -> None:
-            stages[f"{stage.index}/{stage.replica}"] = store.begin(stage, tensors)
-
-        share = state.share(self._holding.mine, self._loops(), take=take, copy=False)
-        whole = state.merge(self.ranks.gather(share, "commit()"), self.plain())
-        store.finish(stages, {"format": whole["format"], "plain": whole["plain"]})
-        self.ranks.gather(None, "commit()")
-        store.forget()
-        self._committed = self._arrived
+            self._do(partial(versions.commit, store, self.ranks, self._holding.mine, self._loops(), self.plain()))
+            self._committed = self._arrived
 
     def _commit_if_due(self) -> None:
-        store = self._holding.store
-        if isinstance(store, DiskStore) and store.due(self.method, self._arrived - self._committed, self._flushed()):
+        store, every = self._holding.store, flush(self.method.schedule)
+        # counted, not looked up: loops may be at work in threads, and all ranks have to agree
+        flushed = self.method.flush_each_push or (self._arrived - self._drained) % every == 0
+        if isinstance(store, DiskStore) and store.due(self.method, self._arrived - self._committed, flushed):
             self.commit()
-
-    def _flushed(self) -> bool:
-        """Whether a flush has ended, and nothing of another begun."""
-        return all(loop.fresh or loop.order.empty for loop in self._loops())
-
-    def _choose(self, store: DiskStore) -> None:
-        """Go on from the newest version that the folders of all ranks hold, if they hold any."""
-        everywhere = self.ranks.gather(store.versions, "Pipeline()")
-        common = set.intersection(*everywhere)
-        if common:
-            store.choose(max(common))
-        elif any(everywhere):
-            raise StoreError(f"{store.folder}: the ranks hold no version in common; give the store an empty folder")
 
     def _resume(self) -> None:
         """Take up what the store's folder holds."""
         store = self._holding.store
-        saved = store.state() if isinstance(store, DiskStore) else None
-        if saved is None or not isinstance(store, DiskStore):
+        if not isinstance(store, DiskStore) or store.committed is None:
             return
-        mine = self.would_hold(saved["plain"]) or range(len(self._stages) if self.ranks.several else 0)
-        if missing := store.lacks(mine, self.ranks.replica):
-            raise StoreError(
-                f"{store.folder}: does not hold stage {missing[0]}, but other ranks do; start as many ranks, workers "
-                "and replicas as before, or give the store another folder"
-            )
+        mine = self.would_hold(store.committed["state"]["plain"])
+        saved = versions.found(store, self.ranks, mine, len(self._stages))
         try:
-            self.load_state_dict(saved)
+            self.load_state_dict(saved or {})
         except ValueError as error:
             raise StoreError(f"{store.folder}: {error}; or give the store another folder") from error
         self._committed = self._arrived
@@ -609,23 +574,7 @@ class Pipeline:
         Over processes: of the stages that this rank holds.
         """
         self.wait()
-        mine = self._holding.mine
-        one = sum(stage.bytes() for stage in mine)
-        held = sum(max(stage.peak_copies, stage.copies()) * stage.bytes() for stage in mine)
-        state = 0
-        for stage in mine:
-            owned = {id(v) for s in stage.optimizer.state.values() for v in s.values()}
-            tensors = [t for v in stage.state.values() if isinstance(v, list) for t in v if t is not None]
-            state += sum(t.numel() * t.element_size() for t in tensors if id(t) not in owned)
-        activations = sum(stage.activation_bytes * stage.peak_flights for stage in mine)
-        owner = self.owner
-        repeats: dict[tuple[int, int], int] = {}  # a worker does one at a time
-        for stage in mine:
-            worker = stage.replica, owner[stage.index]
-            repeats[worker] = max(repeats.get(worker, 0), stage.repeat_bytes)
-        activations += sum(repeats.values())
-        host = sum(stage.host_bytes * stage.peak_flights for stage in mine)
-        return Memory(one, held / one if one else 1.0, state / one if one else 0.0, activations, host)
+        return memory.counted(self._holding.mine, self.owner)
 
     def traffic(self) -> Traffic:
         """What the store's stages have cost since the first push: bytes, fetches, seconds of waiting.
@@ -828,6 +777,8 @@ class Pipeline:
                 holding = self._holding
                 loaded = state.load(stage, saved, options, partial(holding.opened, changes=True), holding.present)
                 messages.setdefault(stage.replica, {}).update(loaded)
+        loops = plain["loops"]
+        self._drained = loops[0]["order"]["start"] if loops and not loops[0]["fresh"] else self._arrived
         if plain["loops"]:
             self._start()
             assert self._runtime is not None

@@ -19,7 +19,7 @@ FLOORS = [
         "pages", "disk", "residence", "streaming", "worker", "snapshot", "loop", "runtime", "state", "frame",
         "vigil", "wire", "semaphore", "ring", "beats", "activity", "blame", "health", "joining", "digest",
         "ranks", "clocks", "processes", "wiring", "weights", "holding", "starting", "dry", "bandwidth",
-        "survey", "agreement", "rehearsal", "inputs",
+        "survey", "agreement", "rehearsal", "inputs", "memory", "versions",
     ],
     ["methods", "sparsities", "plan", "pipeline", "checkpoint", "bands", "lanes", "trace", "draw"],
 ]  # fmt: skip

@@ -1,0 +1,38 @@
+"""Memory: what training holds, counted while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from pipeback.stage import Stage
+
+
+class Memory(NamedTuple):
+    """What training holds, measured."""
+
+    weights: int  # bytes of one copy of the trainable weights
+    copies: float  # copies of the weights at the peak, weighted by stage size; 1.0 = the live ones alone
+    state: float  # the method's own state, in copies of the weights
+    activations: int  # bytes kept for backwards on the device at the peak: one micro-batch's, times those in flight
+    host: int = 0  # the same in host memory, with activations="host"; of "recompute", states of random streams
+
+
+def counted(stages: Sequence[Stage], owner: Sequence[int]) -> Memory:
+    """Of these stages; owner: the worker of each stage of the model."""
+    one = sum(stage.bytes() for stage in stages)
+    held = sum(max(stage.peak_copies, stage.copies()) * stage.bytes() for stage in stages)
+    state = 0
+    for stage in stages:
+        owned = {id(v) for s in stage.optimizer.state.values() for v in s.values()}
+        tensors = [t for v in stage.state.values() if isinstance(v, list) for t in v if t is not None]
+        state += sum(t.numel() * t.element_size() for t in tensors if id(t) not in owned)
+    activations = sum(stage.activation_bytes * stage.peak_flights for stage in stages)
+    repeats: dict[tuple[int, int], int] = {}  # a worker does one at a time
+    for stage in stages:
+        worker = stage.replica, owner[stage.index]
+        repeats[worker] = max(repeats.get(worker, 0), stage.repeat_bytes)
+    host = sum(stage.host_bytes * stage.peak_flights for stage in stages)
+    return Memory(
+        one, held / one if one else 1.0, state / one if one else 0.0, activations + sum(repeats.values()), host
+    )
