@@ -70,6 +70,14 @@ class Sparse:
                 found[n] = Skipping(layers[id(p)], lambda: self.policy.dense_gradient(stage.version + 1))
         return found
 
+    def cut_state(self, stage: Stage) -> None:
+        """What an optimizer has begun with, as Adagrad does, is that of the survivors from now on."""
+        for n in self.numbers:
+            state, index = stage.optimizer.state.get(stage.weights[n], {}), self.packed[n]
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.shape == stage.params[n].shape and index is not None:
+                    state[key] = gather(value, unpack(index))
+
     def dense(self, stage: Stage) -> list[Tensor]:
         """All parameters of the stage as they are on a device: zeros where nothing survives."""
         assert stage.home is not None and stage.slot is not None

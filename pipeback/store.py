@@ -69,6 +69,8 @@ class Store:
         if sparse is not None:
             slot.skipping = sparse.skipping(stage, device)
         stage.move_home(home, slot, method)
+        if sparse is not None:
+            sparse.cut_state(stage)
 
     def where(self, device: torch.device) -> torch.device:
         """Where the weights of a stage that computes on `device` live."""

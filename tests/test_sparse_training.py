@@ -134,6 +134,12 @@ def test_what_cannot_be_sparse():
         pipeline(network(), "pb").load_state_dict(pipe.state_dict())
 
 
+@pytest.fixture(autouse=True)
+def adagrad(monkeypatch):
+    """An optimizer that has state from the beginning."""
+    monkeypatch.setitem(OPTIMIZERS, "adagrad", lambda p: torch.optim.Adagrad(p, lr=0.02, initial_accumulator_value=0.1))
+
+
 def masked(policy, optimizer, batches, seed):
     """Plain dense training with masks: gradients are masked, and what is dropped loses its value and its state."""
     model = network(width=WIDTH)
@@ -162,7 +168,7 @@ def masked(policy, optimizer, batches, seed):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", [*OPTIMIZERS, "adagrad"])
 def test_it_equals_dense_training_with_masks(policy, optimizer):
     batches = data(21, width=WIDTH)
     torch.manual_seed(0)  # as `network` does, and of what the pipeline takes its streams
