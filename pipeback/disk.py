@@ -75,6 +75,7 @@ class DiskStore(Store):
     def open(self, place: int | None = None) -> None:
         """Take the folder for this process, and read what was committed."""
         _give_memory_back()
+        self.closed = False
         self.folder = self.root if place is None else self.root / f"rank-{place}"
         with _naming(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -173,6 +174,7 @@ class DiskStore(Store):
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+        self.closed = True
 
     @property
     def moved(self) -> tuple[int, int]:

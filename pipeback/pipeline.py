@@ -744,6 +744,10 @@ class Pipeline:
         does not fit (the same weights under other layers), the pipeline is closed.
         """
         with self._lock:
+            if self._holding.store is not None and self._holding.store.closed:
+                raise RuntimeError(
+                    "the store was closed with the pipeline; build a new Pipeline, which goes on from it"
+                )
             plain = state.fits(
                 state_dict, self._stages, self.method, self.optimizers,
                 weights=self._weights, replicas=self.replicas, sparsity=repr(self._holding.sparsity),

@@ -110,6 +110,8 @@ class Store:
             return slot.nbytes
         return lay(stage, slot, stage.weights, stage.version)
 
+    closed = False  # for good
+
     def open(self, place: int | None = None) -> None:
         """Called once, before the first stage is held. place: of this process among several of a pipeline."""
 

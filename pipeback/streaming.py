@@ -186,9 +186,9 @@ class Streaming:
         self._return_sums(stage, to_device=False)
         sums = stage.sums()
         job = self._owners_job(stage, sums, make) if stage.shard is not None else self._job(stage, sums, make)
-        while sum(not update.done() for update in self._updates.values()) > self.store.prefetch:
+        while len(pending := [update for update in self._updates.values() if not update.done()]) > self.store.prefetch:
             with self._stalling():
-                next(update for update in self._updates.values() if not update.done()).result()
+                pending[0].result()
         self._updates[stage.index] = self._updating.submit(job)
 
     def _job(self, stage: Stage, sums: Sums, make: Callable[[Sequence[Sums]], None]) -> Callable[[], None]:
@@ -269,9 +269,11 @@ class Streaming:
             self._dismiss(self.pool.slots[0])
 
     def close(self) -> None:
-        """Stop the threads; what they were told last is done."""
+        """Stop the threads, and let all stages go from the device, whatever has happened."""
         self._fetching.shutdown(cancel_futures=True)
         self._updating.shutdown(cancel_futures=True)
+        for slot in list(self.pool.slots):
+            self.pool.dismiss(slot)
 
     @property
     def traffic(self) -> Traffic:

@@ -139,6 +139,44 @@ def test_an_error_of_an_update_is_raised_and_closes_the_pipeline(monkeypatch):
         pushed(pipe)
 
 
+@pytest.mark.parametrize("kind", ["host", "disk"])
+def test_a_state_reopens_what_an_error_has_closed(kind, tmp_path, monkeypatch):
+    """Nothing of what lay on the device, or was half done, is taken for the loaded weights."""
+    monkeypatch.setattr(disk, "SMALL", 1)
+    store = "host" if kind == "host" else f"disk:{tmp_path}"
+    pipe, wanted = streamed(store, "pb"), streamed(None, "pb", network(seed=9))
+    for each in (pipe, wanted):
+        pushed(each)
+    state = wanted.state_dict()  # other weights, of versions that are on the device when the error comes
+    with monkeypatch.context() as patch:
+        patch.setattr("pipeback.joint.sgd_step", lambda joint: 1 / 0)
+        with pytest.raises(pipeback.StageError, match="the update failed: division by zero"):
+            pushed(pipe, 1)
+            pipe.wait()
+    pipe.load_state_dict(state)
+    for each in (pipe, wanted):
+        pushed(each)
+    assert torch.equal(everything(pipe), everything(wanted))
+
+
+def test_a_closed_pipeline_shows_the_newest_weights():
+    pipe, wanted = streamed(method="pb"), streamed(None, "pb")
+    for each in (pipe, wanted):
+        pushed(each)
+    model, other = wanted.model, pipe._model
+    pipe.close()
+    assert all(torch.equal(a, b) for a, b in zip(other.parameters(), model.parameters(), strict=True))
+
+
+def test_a_closed_disk_store_is_not_opened_again(tmp_path):
+    pipe = streamed(f"disk:{tmp_path}")
+    pushed(pipe)
+    state = pipe.state_dict()
+    pipe.close()
+    with pytest.raises(RuntimeError, match="the store was closed with the pipeline; build a new Pipeline"):
+        pipe.load_state_dict(state)
+
+
 def test_frozen_weights_travel_and_stay(tmp_path, monkeypatch):
     monkeypatch.setattr(disk, "SMALL", 1)
 
