@@ -26,7 +26,7 @@ from torch import Tensor
 
 from pipeback import shelf
 from pipeback.method import Method
-from pipeback.pages import Pages, Region, StoreError
+from pipeback.pages import Pages, Region, StoreError, read
 from pipeback.schedules import flush
 from pipeback.slot import Slot
 from pipeback.sparse import Sparse
@@ -117,8 +117,7 @@ class DiskStore(Store):
 
     def hold(self, stage: Stage, method: Method, device: torch.device, sparse: Sparse | None = None) -> None:
         key = _key(stage)
-        regions = self._described(stage).get("regions", {})
-        self._pages[key] = Pages(self.folder / _file(*key), {name: Region(*region) for name, region in regions.items()})
+        self._pages[key] = Pages(self.folder / _file(*key), _regions(self._described(stage)))
         self._housed[key], self._depth[key], self._locks[key] = {}, 0, threading.RLock()
         super().hold(stage, method, device, sparse)
         self._put_away(stage, changed=True)
@@ -266,13 +265,14 @@ class DiskStore(Store):
         return {**self.committed["state"], "stages": stages}
 
     def _stored(self, s: int) -> Mapping[str, Tensor]:
-        parts = {}
+        parts: dict[str, tuple[Path, str, Region, list[Any]]] = {}
         for key, described in self.committed["stages"].items() if self.committed else ():
             index, replica = map(int, key.split("/"))
             if index == s:
                 prefix = f"replica/{replica}/" if replica else ""
-                pages = Pages(self.folder / _file(index, replica), _regions(described))
-                parts.update({prefix + n: (pages, form) for n, form in described["tensors"].items()})
+                path, regions = self.folder / _file(index, replica), _regions(described)
+                for name, (region, *form) in described["tensors"].items():
+                    parts[prefix + name] = path, region, regions[region], form
         return _Stored(parts)
 
     def lacks(self, stages: Iterable[int], replica: int) -> list[int]:
@@ -289,17 +289,14 @@ class DiskStore(Store):
 class _Stored(Mapping[str, Tensor]):
     """Tensors by name, read when they are asked for; the region that was read last is remembered."""
 
-    def __init__(self, parts: dict[str, tuple[Pages, list[Any]]]) -> None:
+    def __init__(self, parts: dict[str, tuple[Path, str, Region, list[Any]]]) -> None:
         self._parts = parts
         self._last: tuple[Any, Tensor] | None = None
 
     def __getitem__(self, name: str) -> Tensor:
-        pages, (region, dtype, shape, stride, offset) = self._parts[name]
-        key = (pages.path, region)
-        if self._last is None or self._last[0] != key:
-            memory = torch.empty(pages.newest[region].size, dtype=torch.uint8)
-            pages.read(region, memory)
-            self._last = key, memory
+        path, label, region, (dtype, shape, stride, offset) = self._parts[name]
+        if self._last is None or self._last[0] != (path, label):
+            self._last = (path, label), read(path, label, region)
         return self._last[1].view(getattr(torch, dtype)).as_strided(shape, stride, offset)
 
     def __iter__(self) -> Iterator[str]:
@@ -372,7 +369,7 @@ def _file(index: int, replica: int) -> str:
 
 
 def _regions(described: dict[str, Any]) -> dict[str, Region]:
-    return {name: Region(*region) for name, region in described["regions"].items()}
+    return {name: Region(*region) for name, region in described.get("regions", {}).items()}
 
 
 def _give_memory_back() -> None:

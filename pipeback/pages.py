@@ -13,6 +13,7 @@ import zlib
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 PAGE = 4096  # bytes: regions begin at multiples of it
@@ -64,19 +65,8 @@ class Pages:
 
     def read(self, name: str, memory: Tensor) -> None:
         """Fill a tensor's storage. Raises StoreError when the file has other bytes than were written."""
-        region, buffer = self.newest[name], _bytes(memory)
-        done = 0
-        with _naming(self.path):
-            while done < region.size:
-                more = os.preadv(self._file, [buffer[done:]], region.at + done)
-                if not more:
-                    raise StoreError(f"{self.path}: ends within {name!r}: it was truncated; restore it from a copy")
-                done += more
-        if zlib.crc32(buffer) != region.crc:
-            raise StoreError(
-                f"{self.path}: {name!r} has other content than was written (CRC-32): the disk or somebody has changed "
-                "it; restore the folder from a copy, or a checkpoint"
-            )
+        region = self.newest[name]
+        _fill(self._file, self.path, name, region, memory)
         self.read_bytes += region.size
 
     def drop(self, name: str) -> None:
@@ -128,6 +118,29 @@ class Pages:
                 self._free.append((at, begin))
             at = max(at, end)
         self._end = at
+
+
+def read(path: Path, name: str, region: Region) -> Tensor:
+    """The bytes of a committed region, whoever has the file: (size,), uint8. Raises StoreError as `Pages.read`."""
+    memory = torch.empty(region.size, dtype=torch.uint8)
+    with _naming(path), open(path, "rb") as file:
+        _fill(file.fileno(), path, name, region, memory)
+    return memory
+
+
+def _fill(file: int, path: Path, name: str, region: Region, memory: Tensor) -> None:
+    buffer, done = _bytes(memory), 0
+    with _naming(path):
+        while done < region.size:
+            more = os.preadv(file, [buffer[done:]], region.at + done)
+            if not more:
+                raise StoreError(f"{path}: ends within {name!r}: it was truncated; restore it from a copy")
+            done += more
+    if zlib.crc32(buffer) != region.crc:
+        raise StoreError(
+            f"{path}: {name!r} has other content than was written (CRC-32): the disk or somebody has changed it; "
+            "restore the folder from a copy, or a checkpoint"
+        )
 
 
 def _up(size: int) -> int:

@@ -6,7 +6,7 @@ whatever was brought for it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -74,29 +74,21 @@ class Slot:
 
 
 class Pool:
-    """At most `most` stages have memory on the device; who came first leaves first."""
+    """At most `most` stages have memory on the device; `slots` are those, who came first before the others."""
 
     def __init__(self, most: int) -> None:
         self.most = most
         self.slots: list[Slot] = []  # that have memory
         self.peak_stages = self.peak_bytes = 0
-        self.admitted = 0
 
-    def admit(self, slot: Slot, keep: Collection[Slot] = ()) -> bool:
-        """Memory for a slot, if need be that of one that is not in `keep`; returns whether it is new."""
-        if slot in self.slots:
-            return False
-        while len(self.slots) >= self.most:
-            leaving = next((other for other in self.slots if other not in keep), None)
-            if leaving is None:
-                raise RuntimeError(f"all {self.most} stages on the device are needed; one more does not fit")
-            self.dismiss(leaving)
+    def admit(self, slot: Slot) -> None:
+        """Memory for a slot that has none; there must be room."""
+        if len(self.slots) >= self.most:
+            raise RuntimeError(f"{self.most} stages are on the device, which has room for no more")
         slot.arrive()
         self.slots.append(slot)
-        self.admitted += 1
         self.peak_stages = max(self.peak_stages, len(self.slots))
         self.peak_bytes = max(self.peak_bytes, sum(other.nbytes for other in self.slots))
-        return True
 
     def dismiss(self, slot: Slot) -> None:
         self.slots.remove(slot)

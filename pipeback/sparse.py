@@ -102,9 +102,10 @@ class Sparse:
             if index is not None:
                 view.copy_(gather(value, unpack(index)))
 
-    def bytes(self, packed: Packed) -> int:
-        """Bytes of an index, as it travels."""
-        return sum(index.numel() for index in packed if index is not None)
+    @property
+    def index_bytes(self) -> int:
+        """Bytes of the index, as it travels with the survivors."""
+        return sum(index.numel() for index in self.packed if index is not None)
 
     def change(self, stage: Stage, gradients: Sequence[Tensor | None], update: int) -> None:
         """After an update that is due: choose other survivors.

@@ -73,7 +73,6 @@ def together(parts: Iterable[Traffic]) -> Traffic:
 class Brought(NamedTuple):
     """What an operation finds on the device."""
 
-    slot: Slot
     version: int  # that the operation counts as run on: shifted weights are of the newest one
     owned: Weights | None = None  # shifted weights that B will need again
 
@@ -283,11 +282,11 @@ class Streaming:
 
     # -- fetching ------------------------------------------------------------------------------------------------
 
-    def _bring(self, s: int, op: Op | None = None) -> Brought:
-        """What this operation runs on (None: the newest weights), on the device now."""
+    def _bring(self, s: int, op: Op) -> Brought:
+        """What this operation runs on, on the device now."""
         slot = self._slot(s)
         if not slot.nbytes:  # a stage without parameters
-            return Brought(slot, self.stages[s].version)
+            return Brought(self.stages[s].version)
         if slot not in self._needed:
             self._needed = {slot}
         self._begin(s, op)
@@ -299,11 +298,11 @@ class Streaming:
         self._streams.arrived(slot)
         return brought
 
-    def _begin(self, s: int, op: Op | None = None) -> None:
+    def _begin(self, s: int, op: Op) -> None:
         """Have the fetching thread bring what the operation runs on, unless it is there or on its way."""
         stage, slot = self.stages[s], self._slot(s)
         self._check()
-        asks = op is not None and self._hooks[op.kind]
+        asks = self._hooks[op.kind]
         key = op if asks else None  # without a hook, all operations run on the newest weights
         under_way = self._fetches.get(s)
         if under_way is not None and under_way[0] == key:
@@ -313,23 +312,23 @@ class Streaming:
         version = stage.version
         if not asks and slot.content == version:
             done: Future[Brought] = Future()
-            done.set_result(Brought(slot, version))
+            done.set_result(Brought(version))
             self._fetches[s] = key, done
             return
-        asked = self.ask(op.kind, [(s, op.mb)]) if op is not None and asks else []
+        asked = self.ask(op.kind, [(s, op.mb)]) if asks else []
         self._admit(slot)
         self._fetches[s] = key, self._fetching.submit(self._fetch, stage, slot, op, asked, version)
 
-    def _fetch(self, stage: Stage, slot: Slot, op: Op | None, asked: Sequence[Asked], version: int) -> Brought:
+    def _fetch(self, stage: Stage, slot: Slot, op: Op, asked: Sequence[Asked], version: int) -> Brought:
         """In the fetching thread: ask the method, and copy what it chooses."""
         update = self._updates.get(stage.index)
         if update is not None:
             update.result()
         with self._moving("fetch", stage), torch.no_grad(), self._streams.fetching(slot):
-            if op is None or not asked:
+            if not asked:
                 if slot.content != version:
                     self._copy(stage, slot, version)
-                return Brought(slot, version)
+                return Brought(version)
             with self.store.opened(stage):
                 return self._chosen(stage, slot, op, asked[0], version)
 
@@ -343,7 +342,7 @@ class Streaming:
             if chosen is used and flight.owned is not None:
                 with self.store.lent(stage, flight.owned):
                     self._place(stage, slot, flight.owned, flight.version)
-                return Brought(slot, flight.version)
+                return Brought(flight.version)
             if chosen is used:
                 chosen = Past(flight.version)
         if chosen is team.weights:
@@ -356,14 +355,14 @@ class Streaming:
                 with self.store.lent(stage, older):
                     self._place(stage, slot, older, chosen.version)
                 slot.content = chosen.version
-            return Brought(slot, chosen.version)
+            return Brought(chosen.version)
         self._place(stage, slot, chosen, version)
         if not (self._stash and op.kind == "F"):
-            return Brought(slot, version)
+            return Brought(version)
         owned = [torch.empty_like(w) for w in stage.weights]
         torch._foreach_copy_(owned, list(stage.weights))
         _shift(owned, chosen)
-        return Brought(slot, version, owned)
+        return Brought(version, owned)
 
     def _copy(self, stage: Stage, slot: Slot, version: int) -> None:
         """The newest weights, straight from the store."""

@@ -130,7 +130,7 @@ def _portion(stage: Stage, method: Method) -> Portion:
     home, placed = place, sum(_sizes(stage.module.parameters()))
     load = Load(place, trainable, stage.activation_bytes, stage.repeat_bytes, place, placed)
     if stage.sparse is not None and stage.home is not None:
-        dense, index = sum(_sizes(stage.params)), stage.sparse.bytes(stage.sparse.packed)
+        dense, index = sum(_sizes(stage.params)), stage.sparse.index_bytes
         sent = placed - dense + trainable + index
         # a policy that looks at all gradients sometimes lets all of them leave then
         load = load._replace(gradients=dense, sent=sent, placed=sent, left=trainable)
