@@ -102,6 +102,15 @@ class Shard:
             whole = laid.copy_(whole)
         return whole.detach().as_strided((whole.numel(),), (1,))
 
+    def cut_state(self, stage: Stage) -> None:
+        """What an optimizer has begun with, as Adagrad does, is that of the own slice from now on."""
+        for n, w in zip(self.trained, stage.weights, strict=True):
+            state = stage.optimizer.state.get(w, {})
+            for key, value in state.items():
+                sliced = isinstance(value, Tensor) and self.number(f"optimizer/0/{key}") is not None
+                if sliced and value.shape == self.shapes[n]:
+                    state[key] = self.cut(n, value).clone()
+
     # -- fetch ---------------------------------------------------------------------------------------------------
 
     def gather(self, mine: Tensor, whole: Tensor) -> None:

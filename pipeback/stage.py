@@ -17,12 +17,10 @@ from pipeback.method import Method, State
 from pipeback.slot import Slot
 
 if TYPE_CHECKING:
-    from pipeback.shards import Shard
-    from pipeback.sparse import Sparse
-
-if TYPE_CHECKING:
     from pipeback.activations import Keeping
     from pipeback.repeat import Again
+    from pipeback.shards import Shard
+    from pipeback.sparse import Sparse
 
 Value = Any  # what crosses a boundary: a tensor or a tuple of tensors
 OptimizerFactory = Callable[[Any], torch.optim.Optimizer]  # given a list of parameters
@@ -60,7 +58,8 @@ class Stage:
 
     The module keeps the user's parameters, which the graphs in flight refer to. The optimizer steps `weights`:
     other parameters on the same storage with a version counter of their own, so that autograd does not mistake
-    an update between F and B for an error. Contents change, storage never does.
+    an update between F and B for an error. Contents change, storage never does. In a store the optimizer steps weights
+    that live elsewhere (`home`), and the user's parameters are views of memory that comes and goes (`slot`).
     """
 
     def __init__(
@@ -166,8 +165,6 @@ class Stage:
         """Have the optimizer step the weights where they live now."""
         assert self.home is not None and self.slot is not None
         mine = [view for p, view in zip(self.slot.params, self.home.views, strict=True) if p.requires_grad]
-        if self.shard is not None:
-            self._cut_state(self.shard)
         for w, view in zip(self.weights, mine, strict=True):
             if w.device == view.device:
                 w.data = view
@@ -184,15 +181,6 @@ class Stage:
     def live(self) -> Weights:
         """What F or B runs on while it does: the weights, or what a store has put at the stage's slot."""
         return self.weights if self.slot is None else [p.data for p in self.params]
-
-    def _cut_state(self, shard: Shard) -> None:
-        """What an optimizer has begun with keeps the own slice, too."""
-        for n, w in zip(shard.trained, self.weights, strict=True):
-            state = self.optimizer.state.get(w, {})
-            for key, value in state.items():
-                sliced = isinstance(value, Tensor) and shard.number(f"optimizer/0/{key}") is not None
-                if sliced and value.shape == shard.shapes[n]:
-                    state[key] = shard.cut(n, value).clone()
 
     def named(self) -> dict[str, Tensor]:
         """The newest parameters by name, wherever they live."""

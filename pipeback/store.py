@@ -69,8 +69,9 @@ class Store:
         if sparse is not None:
             slot.skipping = sparse.skipping(stage, device)
         stage.move_home(home, slot, method)
-        if sparse is not None:
-            sparse.cut_state(stage)
+        for part in (sparse, shard):
+            if part is not None:
+                part.cut_state(stage)
 
     def where(self, device: torch.device) -> torch.device:
         """Where the weights of a stage that computes on `device` live."""

@@ -26,6 +26,7 @@ class Field(NamedTuple):
 
     steps: np.ndarray
     values: np.ndarray
+    unstable: bool = False  # its weights ran away
 
 
 def field(method: Method, kind: str) -> Field | None:
@@ -45,7 +46,7 @@ def field(method: Method, kind: str) -> Field | None:
     for (stage, step), some in cells.items():
         finite = [value for value in some if np.isfinite(value)]
         values[stage, place[step]] = np.mean(finite) if finite else np.nan
-    return Field(np.array(steps), values)
+    return Field(np.array(steps), values, method.unstable)
 
 
 def fields(methods: Sequence[Method], kind: str) -> tuple[dict[str, Field], list[str]]:
@@ -56,7 +57,7 @@ def fields(methods: Sequence[Method], kind: str) -> tuple[dict[str, Field], list
 
 
 def draw_fields(found: dict[str, Field], kind: str, narrow: bool) -> plt.Figure:
-    """One colour scale for all panels; zero (no staleness) is left white."""
+    """One colour scale for all panels, that of the stable methods; zero (no staleness) is left white."""
     shown = dict(list(found.items())[:MOST])
     across = min(2 if narrow else 4 if len(shown) > 6 or len(shown) == 4 else 3, len(shown))
     down = -(-len(shown) // across)
@@ -67,7 +68,9 @@ def draw_fields(found: dict[str, Field], kind: str, narrow: bool) -> plt.Figure:
     )  # fmt: skip
     for ax in axes.flat[len(shown) :]:
         ax.remove()
-    positive = np.concatenate([f.values[f.values > 0] for f in shown.values()])
+    every = list(shown.values())
+    positive = np.concatenate([f.values[f.values > 0] for f in [f for f in every if not f.unstable] or every])
+    beyond = max(float(np.nanmax(f.values)) for f in every) > positive.max()
     norm: Normalize
     if kind == "gap" and positive.max() > 20 * positive.min():
         norm = LogNorm(max(positive.min(), positive.max() / 1e3), positive.max())
@@ -88,8 +91,10 @@ def draw_fields(found: dict[str, Field], kind: str, narrow: bool) -> plt.Figure:
         if n % across == 0:
             ax.set_ylabel("stage")
     place: dict[str, Any] = {"location": "top", "shrink": 0.9} if narrow else {"location": "right", "shrink": 0.8}
-    bar = figure.colorbar(mesh, ax=list(axes.flat[: len(shown)]), aspect=30, pad=0.02, **place)
-    bar.set_label(TITLES[kind])
+    bar = figure.colorbar(
+        mesh, ax=list(axes.flat[: len(shown)]), aspect=30, pad=0.02, extend="max" if beyond else "neither", **place
+    )
+    bar.set_label(f"{TITLES[kind]} (an unstable method's beyond it)" if beyond else TITLES[kind])
     bar.outline.set_visible(False)
     return figure
 
