@@ -239,16 +239,6 @@ class DiskStore(Store):
             draft.rename(file)
             shelf.sync(self.folder)
 
-    def due(self, method: Method, arrived: int, flushed: bool) -> bool:
-        """Whether to commit. arrived: micro-batches since the last commit. flushed: nothing is in flight."""
-        if (
-            self.commit_every is None
-            and (method.flush_each_push or flush(method.schedule) > 1)
-            and not any(method.delays(2))
-        ):
-            return flushed and arrived > 0
-        return arrived >= (self.commit_every or SELDOM)
-
     def forget(self) -> None:
         """Every rank has this version: others are not needed any more."""
         for number in self.versions - {self.number}:
@@ -304,6 +294,14 @@ class _Stored(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._parts)
+
+
+def due(method: Method, commit_every: int | None, arrived: int, flushed: bool) -> bool:
+    """Whether to commit. arrived: micro-batches since the last commit. flushed: nothing is in flight."""
+    flushes = (method.flush_each_push or flush(method.schedule) > 1) and not any(method.delays(2))
+    if commit_every is None and flushes:
+        return flushed and arrived > 0
+    return arrived >= (commit_every or SELDOM)
 
 
 def create(store: str | Store | None) -> Store | None:

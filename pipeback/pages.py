@@ -98,7 +98,7 @@ class Pages:
         """The smallest free place that is large enough, or the end of the file."""
         if not size:
             return 0  # nothing is written, which must not count as missing
-        need = _up(size)
+        need = paged(size)
         fitting = [place for place in self._free if place[1] - place[0] >= need]
         if not fitting:
             at, self._end = self._end, self._end + need
@@ -143,12 +143,13 @@ def _fill(file: int, path: Path, name: str, region: Region, memory: Tensor) -> N
         )
 
 
-def _up(size: int) -> int:
+def paged(size: int) -> int:
+    """Bytes that a region of so many takes in a file."""
     return -(-size // PAGE) * PAGE
 
 
 def _end(region: Region) -> int:
-    return region.at + _up(region.size)
+    return region.at + paged(region.size)
 
 
 def _bytes(memory: Tensor) -> memoryview:

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from pipeback import clocks, disk, memory, meta, methods, sparsities, state, versions
 from pipeback.activations import keeping
 from pipeback.agreement import agree
+from pipeback.budget import check, check_stages
 from pipeback.disk import DiskStore
 from pipeback.holding import Holding
 from pipeback.inputs import (
@@ -39,7 +40,7 @@ from pipeback.memory import Memory
 from pipeback.method import Method
 from pipeback.pages import StoreError
 from pipeback.partition import Part, split
-from pipeback.plan import Plan, check, check_stages, plan
+from pipeback.plan import Plan, plan
 from pipeback.processes import Processes
 from pipeback.ranks import Alone, Ranks
 from pipeback.recording import Recording
@@ -513,7 +514,8 @@ class Pipeline:
         store, every = self._holding.store, flush(self.method.schedule)
         # counted, not looked up: loops may be at work in threads, and all ranks have to agree
         flushed = self.method.flush_each_push or (self._arrived - self._drained) % every == 0
-        if isinstance(store, DiskStore) and store.due(self.method, self._arrived - self._committed, flushed):
+        arrived = self._arrived - self._committed
+        if isinstance(store, DiskStore) and disk.due(self.method, store.commit_every, arrived, flushed):
             self.commit()
 
     def _resume(self) -> None:

@@ -20,7 +20,7 @@ from pipeback.holding import Holding
 from pipeback.loop import Loop
 from pipeback.method import Method, Past, When, overrides
 from pipeback.order import Order
-from pipeback.pages import PAGE
+from pipeback.pages import paged
 from pipeback.ranks import Ranks
 from pipeback.schedules import flush
 from pipeback.sizes import written
@@ -144,17 +144,13 @@ def _portion(stage: Stage, method: Method) -> Portion:
     return Portion(
         stage.label, load, home, trainable, sum(kept), sum(state),
         copies * trainable, stage.host_bytes, sum(buffers),
-        sum(map(_paged, base + small)) + copies * sum(map(_paged, older)),
+        sum(map(paged, base + small)) + copies * sum(map(paged, older)),
         sum(base) + (sum(older) if copies else 0), sum(small),
     )  # fmt: skip
 
 
 def _sizes(tensors: Iterable[Tensor]) -> list[int]:
     return [t.numel() * t.element_size() for t in tensors]
-
-
-def _paged(size: int) -> int:
-    return -(-size // PAGE) * PAGE
 
 
 def _timed(portion: Portion, seconds: float, speeds: Bandwidth, step: float) -> Load:

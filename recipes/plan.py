@@ -32,8 +32,10 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import pipeback
+from pipeback.budget import check
 from pipeback.disk import DiskStore
-from pipeback.plan import Row, beside, check, fills, rows, title
+from pipeback.foreseen import fills
+from pipeback.plan import Row, beside, rows, title
 from pipeback.store import HostStore, Store
 
 TEXTS = {"method": "pb", "store": "host", "optimizer": "SGD", "device_memory": None, "host_memory": None}

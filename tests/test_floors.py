@@ -21,7 +21,10 @@ FLOORS = [
         "ranks", "clocks", "processes", "wiring", "weights", "holding", "starting", "dry", "bandwidth",
         "survey", "agreement", "rehearsal", "inputs", "memory", "versions",
     ],
-    ["methods", "sparsities", "plan", "pipeline", "checkpoint", "bands", "lanes", "trace", "draw"],
+    [
+        "methods", "sparsities", "foreseen", "plan", "budget", "pipeline", "checkpoint", "bands", "lanes", "trace",
+        "draw",
+    ],
 ]  # fmt: skip
 # floor 3, which nothing below imports
 LIGHTNING = [

@@ -8,12 +8,14 @@ from torch import nn
 
 import pipeback
 from pipeback import bandwidth, disk, methods, sizes
+from pipeback.budget import check
 from pipeback.disk import DiskStore
 from pipeback.dry import Dry, Load, Room, drive
+from pipeback.foreseen import fills, foresee
 from pipeback.loop import Loop
 from pipeback.order import Order
 from pipeback.pages import PAGE
-from pipeback.plan import beside, check, fills, foresee, plan, rows, table
+from pipeback.plan import beside, plan, rows, table
 from pipeback.store import HostStore
 from pipeback.survey import survey
 from tests.laws.cases import CASES, STAGES, allowed, data, network, pipeline, weights
