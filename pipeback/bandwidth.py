@@ -133,7 +133,9 @@ def _fastest(once: Callable[[], object]) -> float:
 
 def state_sizes(stage: Stage) -> list[int]:
     """Bytes of each tensor that the optimizer keeps beside the weights: counted, or found by a step without memory."""
-    state = stage.optimizer.state or _stepped(stage, lambda w: torch.empty_like(w, device="meta")).state
+    state = stage.optimizer.state
+    if not any(state.values()):
+        state = _stepped(stage, lambda w: torch.empty_like(w, device="meta")).state
     return [v.numel() * v.element_size() for own in state.values() for v in own.values() if isinstance(v, Tensor)]
 
 

@@ -589,11 +589,12 @@ class Pipeline:
         read, written = store.moved if isinstance(store, DiskStore) else (0, 0)
         return found._replace(read=read, written=written)
 
-    def plan(self, x: Value = None, y: Any = None, *, pushes: int | None = None) -> Plan:
+    def plan(self, x: Value = None, y: Any = None, *, pushes: int | None = None, expected: int = 1) -> Plan:
         """What training takes, before it begins: bytes on device, host and disk, weight passes, waiting, batch window.
 
         x, y: a push, which is rehearsed and not trained on; None: like the last one. pushes: averages are of so many
         between two calls of `traffic`, to be compared with it (`pipeback.plan.beside`); None: of the steady state.
+        expected: for a loss that is computed outside, micro-batches until the next `step`, of which x is one.
         Bandwidths are measured. `print` it. Over processes: of the stages that this rank holds, for which it asks alone
         once something was pushed, and together with all ranks before.
         """
@@ -605,7 +606,7 @@ class Pipeline:
                 with self._telling():
                     batches = [b for part in shares(x, y, here) for b in micro_batches(*part, size)]
                     self._rehearse(batches)
-                self._pushed = len(batches) // here, batches[0][2]
+                self._pushed = expected if self._outside else len(batches) // here, batches[0][2]
             count, samples = self._pushed
             if not count:
                 raise ValueError("plan: nothing was pushed yet; give it a push: pipe.plan(x, y)")

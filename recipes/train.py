@@ -33,6 +33,7 @@ from rich.console import Console
 import pipeback
 from pipeback.lightning import PipelineMonitor, PipelineStrategy
 from pipeback.lightning.body import find
+from pipeback.meta import absent
 from pipeback.recipes import build
 from pipeback.recipes.callbacks import Measure, StopWhenNotFinite, written
 from pipeback.recipes.command import mistakes, start
@@ -66,6 +67,8 @@ def run(config: Mapping[str, Any], more: Iterable[Callback] = (), say: Callable[
     begin(trainer.loggers, facts, config["ckpt_path"])
     say(f"{facts['method']}: {facts['stages']} stages, D = {facts['delays'][0]} at stage 0, seed {facts['seed']}")
     say(f"update size {facts['update_size']}: {facts['optimizer']}")
+    if isinstance(trainer.strategy, PipelineStrategy):
+        trainer.strategy.tell = tell
     try:
         trainer.fit(task, datamodule=data, ckpt_path=config["ckpt_path"])
         found = outcome(trainer, task, data, measure)
@@ -77,6 +80,12 @@ def run(config: Mapping[str, Any], more: Iterable[Callback] = (), say: Callable[
         told = [written(k, v) for k, v in found["measures"].items()]
         say("   ".join([*told, f"{found['samples_per_second']:,.0f} samples/s"]))
     return found
+
+
+@rank_zero_only
+def tell(plan: str) -> None:
+    """As a function of a file it can be sent to other processes."""
+    print(plan)
 
 
 def trainer_of(config: Mapping[str, Any], more: Iterable[Callback] = ()) -> tuple[Trainer, Measure]:
@@ -119,18 +128,25 @@ def task_of(
         optimizer, config["optimizer"], partial(getattr, trainer, "estimated_stepping_batches")
     )
     task = build.task(config["task"], build.model(config["model"], build.facts(data), config["seed"]), configured)
-    if pipeline and method and not pipeline.several:
+    if pipeline and method and not pipeline.several and not absent(task):
         stages = find(task, pipeline.module, pipeline.stages).stages
         pipeback.Pipeline(stages, loss=None, optimizer=optimizer, method=method)  # its checks; fit builds its own
     return task, size, hyperparameters
 
 
 def outcome(trainer: Trainer, task: LightningModule, data: LightningDataModule, measure: Measure) -> Record:
-    """Whether the run diverged; else what the drained model comes to, measured and logged once more."""
+    """Whether the run diverged; else what the drained model comes to, measured and logged once more.
+
+    Of a model that memory may not hold: what the last validation came to.
+    """
     if any(isinstance(c, StopWhenNotFinite) and c.stopped for c in trainer.callbacks):  # type: ignore[attr-defined]
         return {"diverged": True, "measures": {}}
-    found = trainer.validate(task, datamodule=data, verbose=False)  # [], if there is nothing to validate on
-    measures = {k: v for each in found for k, v in each.items() if k.startswith("val/")}
+    if absent(task):  # its weights are in files
+        last = {k: float(v) for k, v in trainer.callback_metrics.items()}
+    else:
+        found = trainer.validate(task, datamodule=data, verbose=False)  # [], if there is nothing to validate on
+        last = {k: v for each in found for k, v in each.items()}
+    measures = {k: v for k, v in last.items() if k.startswith("val/")}
     return {
         "diverged": not all(map(math.isfinite, measures.values())),
         "measures": measures,

@@ -15,8 +15,9 @@ except ModuleNotFoundError as error:
 
 from pipeback.lightning.monitor import PipelineMonitor
 from pipeback.lightning.registry import register
+from pipeback.lightning.saving import SaveWeights
 from pipeback.lightning.strategy import PipelineStrategy
 
-__all__ = ["PipelineMonitor", "PipelineStrategy"]
+__all__ = ["PipelineMonitor", "PipelineStrategy", "SaveWeights"]
 
 register(PipelineStrategy)

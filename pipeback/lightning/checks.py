@@ -8,15 +8,16 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import Checkpoint, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision
 
-from pipeback import disk, methods
+from pipeback import disk, meta, methods
 from pipeback.disk import DiskStore
 from pipeback.lightning import private
+from pipeback.lightning.body import Body
 from pipeback.method import Method
-from pipeback.store import Store
+from pipeback.store import DeviceStore, Store
 
 OPTIONS = (
     "method",
@@ -28,6 +29,8 @@ OPTIONS = (
     "sparsity",
     "skip_zeros",
     "activations",
+    "init",
+    "plan",
     "launcher",
     "timeout",
 )
@@ -75,6 +78,29 @@ def store(given: str | Store | None, rank: int = 0, ranks: int = 1) -> Store | N
             "fit a checkpoint (ckpt_path=...) and the store an empty folder"
         )
     return found
+
+
+def absent(trainer: Trainer, found: Body, init: Any, store: Store | None, several: bool) -> None:
+    """Raise where stages on the meta device cannot get values, or nobody could keep them."""
+    if not any(meta.absent(stage) for stage in found.stages):
+        if init is not None:
+            raise ValueError(
+                f"init gives values to stages from the meta device, but self.{found.name} has its values; build it in "
+                'torch.device("meta"), or leave init out'
+            )
+        return
+    where = f"self.{found.name} is on the meta device"
+    if several or store is None or isinstance(store, DeviceStore):
+        raise ValueError(
+            f'{where}, without values, which stages get on one device with store="host" or "disk:FOLDER"; '
+            f"build it with its values, or use {'devices=1' if several else 'a store'}"
+        )
+    for callback in trainer.callbacks if isinstance(store, DiskStore) else ():  # type: ignore[attr-defined]
+        if isinstance(callback, Checkpoint):
+            raise ValueError(
+                f"{where} and its weights in files, since memory may be too small, but {type(callback).__name__} "
+                "collects all of them in memory: use enable_checkpointing=False, and pipeback.lightning.SaveWeights"
+            )
 
 
 def trainer(

@@ -15,6 +15,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from pipeback import meta
 from pipeback.disk import DiskStore
 from pipeback.lightning import body, private, randomness, slices
 from pipeback.lightning.body import Body
@@ -38,7 +39,7 @@ class Asked(NamedTuple):
 class Fit:
     """A LightningModule's stages, the pipeline over them, and what is under way between two hooks.
 
-    store: where the weights live; visits: serves the model meanwhile where no F is asked for.
+    store: where the weights live; visits: serves the model meanwhile where no F is asked for. tell: shows the plan.
     """
 
     def __init__(
@@ -52,10 +53,12 @@ class Fit:
         store: Store | None = None,
         visits: Visits | None = None,
         more: Mapping[str, Any] = MappingProxyType({}),
+        tell: Callable[[str], None] | None = None,
     ) -> None:
         self.module, self.found, self.optimizer, self.interval = module, found, optimizer, interval
         self.size, self.check = micro_batch_size, check  # of the method, once it is known
         self.store, self.visits, self.more = store, visits, more  # options of the pipeline
+        self._tell = tell  # the plan, before the first micro-batch
         self.pipe: Pipeline | None = None
         self.twins: Twins
         self.update = (1, 1)  # batches an update, and micro-batches a batch, that the pipeline was built for
@@ -69,6 +72,7 @@ class Fit:
         self._sums: list[tuple[Tensor, Tensor]] = []  # gradients of groups under way, hidden from Lightning
         self._versions: list[int] = []  # of the parameters after the last step
         self._compare = not isinstance(found.module, nn.Sequential)  # the stages with the module's own forward
+        self._absent = any(meta.absent(stage) for stage in found.stages)  # at first: it may be larger than memory
         self._follow_loss = True  # to the output, once
         if interval.known:
             self.build(module.trainer.accumulate_grad_batches, 1)
@@ -79,7 +83,7 @@ class Fit:
         self.check(method)
         trainer = self.module.trainer
         norm, value = norm_and_value(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
-        self.twins = Twins(self.optimizer)
+        self.twins = Twins(self.optimizer, self.found.stages)
         streamed = {} if self.store is None else {"store": self.store, "device": trainer.strategy.root_device}
         self.pipe = self._pipeline(
             optimizer=self.twins, method=method, clip_norm=norm, clip_value=value, **streamed, **self.more
@@ -239,6 +243,9 @@ class Fit:
             body.check_chain(self.found, xs[0], None if self.visits is None else self.visits.bring)
             self._compare = False
         with self._at_work():
+            if self._tell is not None and self.pipe is not None:
+                self._tell(str(self.pipe.plan(xs[0], expected=expected)))
+                self._tell = None
             return self._enter(xs, expected)
 
     def _enter(self, xs: list[Any], expected: int) -> list[Any] | None:
@@ -390,10 +397,19 @@ class Fit:
         )
 
     def leave(self) -> None:
-        """The end of `fit`; it may have failed. What lives in a store is in the module again, in host memory."""
+        """The end of `fit`; it may have failed. What lives in a store is in the module again, in host memory.
+
+        A module that came from the meta device goes back there where its weights are in files: memory may be too small.
+        """
         if self.pipe is None or self.store is None or self.left:
             return
         on_disk = isinstance(self.store, DiskStore)
+        if on_disk and self._absent:
+            self.left = not self.lost
+            self.pipe.close()
+            self.optimizer.state.clear()
+            meta.let_go(self.found.module)
+            return
         if on_disk and not self.lost and not self.averaged:
             self._end = self._in_flight()
         try:

@@ -35,16 +35,17 @@ class PipelineMonitor(Callback):
     pipeback/stall_share          share of the time of F, B and U in which they waited for the store
     pipeback/peak_stages          stages on a device at most
 
-    every_n_steps  None: as often as the Trainer logs. A copy of the weights is kept while a micro-batch is followed.
+    every_n_steps  None: as often as the Trainer logs
+    follow         False: without delays and gaps, for which a copy of the weights is kept in memory
 
     With several devices every rank follows micro-batches through its own stages, and the ranks meet to log; there is
     no utilisation, and memory is that of all of them.
     """
 
-    def __init__(self, every_n_steps: int | None = None) -> None:
+    def __init__(self, every_n_steps: int | None = None, follow: bool = True) -> None:
         if every_n_steps is not None and (not isinstance(every_n_steps, int) or every_n_steps < 1):
             raise ValueError(f"every_n_steps must be a whole number of at least 1 or None, but is {every_n_steps!r}")
-        self.every_n_steps = every_n_steps
+        self.every_n_steps, self.follow = every_n_steps, follow
         self._watch: Watch | None = None
         self._traffic = Traffic()  # when last logged
         self._samples = 0
@@ -68,7 +69,7 @@ class PipelineMonitor(Callback):
         if self._watch is None and strategy.built:
             self._watch = strategy.pipeline.watch()
             self._watch.mark()
-        if self._watch is not None:
+        if self._watch is not None and self.follow:
             self._watch.follow()
 
     def on_train_batch_end(

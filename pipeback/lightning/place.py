@@ -46,7 +46,7 @@ class Place(SingleDeviceStrategy):
         self.num_nodes = 1
         self.alone = False  # a process that starts the others validates by itself
         self.meeting: Meeting | None = None
-        self.lost = False  # weights of the module are on ranks that have failed
+        self.lost = False  # weights of the module are elsewhere: on ranks that have failed, in files
         self._devices: list[torch.device] = []
 
     # -- ranks ---------------------------------------------------------------------------------------------------

@@ -14,16 +14,17 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import CheckpointIO, Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor, nn
 
-from pipeback import disk, sparsities
+from pipeback import disk, meta, sparsities
 from pipeback.lightning import body, checks, private, randomness
 from pipeback.lightning.fit import Fit, norm_and_value
 from pipeback.lightning.interval import Interval
@@ -56,6 +57,9 @@ class PipelineStrategy(Place):
     sparsity          most weights are zero: a name of `pipeback.sparsities.available()` or a `pipeback.Sparsity`
     skip_zeros        with sparsity: linear layers do not compute the zeros either; "auto": where that is faster
     activations       "device": kept for the backward; "recompute": from a stage's input; "host": in host memory
+    init              gives stages from the meta device their values: a function of the module, or the path of
+                      safetensors; None: `reset_parameters` of their layers
+    plan              with a store, log what training will hold, move and wait for, before the first micro-batch
     launcher          with several devices, who starts their processes, unless torchrun or SLURM has: "auto", "spawn",
                       "fork" or "script" (see `pipeback.lightning.launch`)
     timeout           seconds after which a rank that does not answer is given up, and every other one raises a
@@ -78,6 +82,10 @@ class PipelineStrategy(Place):
     between, the parameters of a stage show what lies on the device, or NaN. After fit the module has them in host
     memory. `Trainer(strategy="pipeback_streaming")` is method="gpipe", store="host".
 
+    With a store and one device the stages may come from the meta device (build the model in `torch.device("meta")`);
+    each gets its values when the store takes it in. With a disk store such a model may be larger than memory: it goes
+    back to the meta device after fit: the callback `SaveWeights` keeps its weights, `init` begins with them.
+
     Raises ValueError or TypeError, naming the option and the cure, before anything is trained.
     """
 
@@ -94,6 +102,8 @@ class PipelineStrategy(Place):
         sparsity: str | Sparsity | None = None,
         skip_zeros: bool | Literal["auto"] = False,
         activations: Literal["device", "recompute", "host"] = "device",
+        init: Callable[[nn.Module], object] | str | Path | None = None,
+        plan: bool = True,
         launcher: str = "auto",
         timeout: float = 30.0,
         *,
@@ -114,7 +124,9 @@ class PipelineStrategy(Place):
             "sparsity": sparsities.create(sparsity) if isinstance(sparsity, str) else sparsity,
             "skip_zeros": skip_zeros,
             "activations": activations,
+            "init": init,
         }
+        self.plan, self.tell = plan, cast(Callable[[str], None], rank_zero_info)
         self._visits: Visits | None = None
         self._fit: Fit | None = None
         self._together: Together | None = None
@@ -152,8 +164,7 @@ class PipelineStrategy(Place):
         assert module is not None
         store = checks.store(self.store, self.global_rank, self.ranks) if fitting else None
         if fitting:
-            checks.trainer(trainer, module, self.precision_plugin, self.several, store is not None)
-            found = self._find(module)
+            found = self._checked(trainer, module)
         super().setup(trainer)
         if self._keeps_home and (fitting or self.root_device.type != "cpu"):
             self._visits = Visits(self._find(module), self.root_device)
@@ -163,7 +174,8 @@ class PipelineStrategy(Place):
             self.precision_plugin.clip_gradients = self._clip_gradients  # type: ignore[method-assign]
             check = partial(checks.precision, self.precision_plugin)
             size, interval = self.micro_batch_size, Interval(self.method)
-            given = module, found, optimizer, interval, size, check, store, self._visits, self.more
+            tell = self.tell if self.plan and not isinstance(store, DeviceStore | None) else None
+            given = module, found, optimizer, interval, size, check, store, self._visits, self.more, tell
             if self.meeting is None:
                 self._fit = Fit(*given)
             else:
@@ -181,12 +193,17 @@ class PipelineStrategy(Place):
             )
         return found
 
+    def _checked(self, trainer: Trainer, module: LightningModule) -> body.Body:
+        checks.trainer(trainer, module, self.precision_plugin, self.several, self.store is not None)
+        found = self._find(module)
+        checks.absent(trainer, found, self.more["init"], disk.create(self.store), self.several)
+        return found
+
     def check_before_launch(self, trainer: Trainer) -> None:
         module = self.lightning_module
         assert module is not None
         if not is_overridden("configure_model", module):
-            checks.trainer(trainer, module, self.precision_plugin, self.several, self.store is not None)
-            self._find(module)
+            self._checked(trainer, module)
 
     def model_to_device(self) -> None:
         """The module, but for stages that live in a store."""
@@ -317,7 +334,7 @@ class PipelineStrategy(Place):
             if self._visits is not None:
                 self._visits.end()
                 self._visits = None
-        self.lost = isinstance(self._fit, Shared) and self._fit.hollow
+        self.lost = self.lightning_module is not None and meta.absent(self.lightning_module)
         super().teardown()
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
@@ -347,6 +364,14 @@ class PipelineStrategy(Place):
             else:
                 checkpoint[KEY] = fit.section()
         super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        module = self.lightning_module
+        assert module is not None
+        if meta.absent(module):  # what is copied there is lost
+            module.load_state_dict(checkpoint["state_dict"], strict=strict, assign=True)
+        else:
+            super().load_model_state_dict(checkpoint, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,10 +20,9 @@ IMPLEMENTATION = ("foreach", "fused")  # options of the twins' own: a store may 
 class Twins:
     """The optimizers of the stages: call it with the weights of a stage, in the order of the stages."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-        # the pipeline's weights are other parameters on the same memory
-        self._known = {p.data_ptr(): (g, p) for g, p in self._pairs() if p.numel()}
+    def __init__(self, optimizer: torch.optim.Optimizer, stages: Sequence[nn.Module]) -> None:
+        self.optimizer, self.stages = optimizer, stages
+        self._groups = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
         self._made: list[tuple[Any, list[tuple[Tensor, nn.Parameter]], list[int]]] = []
         self._options = self._current()
 
@@ -35,13 +34,12 @@ class Twins:
         twin.__dict__.pop("step", None)  # a scheduler's wrapper is bound to the original
         for hooks in [name for name in twin.__dict__ if name.startswith("_optimizer_") and name.endswith("_hooks")]:
             twin.__dict__[hooks] = OrderedDict()  # the user's hooks hear of the original's steps
-        groups: dict[int, list[Tensor]] = {}
-        pairs = []
-        for w in weights:
-            g, p = self._known.get(w.data_ptr(), (0, None))
-            groups.setdefault(g, []).append(w)
-            if p is not None:
-                pairs.append((w, p))
+        # the pipeline's weights are other parameters, in the order of the user's
+        mine = [p for p in self.stages[len(self._made)].parameters() if p.requires_grad]
+        pairs = list(zip(weights, mine, strict=True)) if mine else []
+        groups: dict[int, list[Tensor]] = {} if mine else {0: weights}
+        for w, p in pairs:
+            groups.setdefault(self._groups[id(p)], []).append(w)
         numbers = sorted(groups)
         twin.param_groups = [{"params": groups[g], **self._options[g]} for g in numbers]
         self._made.append((twin, pairs, numbers))
@@ -108,9 +106,6 @@ class Twins:
         twin.state = defaultdict(dict)
         for w, p in pairs:
             twin.state[w] = self.optimizer.state[p]
-
-    def _pairs(self) -> list[tuple[int, nn.Parameter]]:
-        return [(g, p) for g, group in enumerate(self.optimizer.param_groups) for p in group["params"]]
 
     def _current(self) -> list[dict[str, Any]]:
         return [

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout, scaled_dot_product_attention
 
@@ -79,9 +82,15 @@ def gpt(
     width: int = 768,
     heads: int | None = None,
     dropout: float = 0.0,
+    meta: bool = False,
 ) -> nn.Sequential:
-    """`transformer` by the numbers of GPTs: about 12 · layers · width² weights. heads: None: of 64 numbers each."""
+    """`transformer` by the numbers of GPTs: about 12 · layers · width² weights. heads: None: of 64 numbers each.
+
+    meta: without values, which a pipeline with a store gives each stage when it takes it in.
+    """
     heads = heads or max(1, width // 64)
-    return transformer(
-        vocabulary=vocabulary, context=context, outputs=outputs, width=width, depth=layers, heads=heads, dropout=dropout
-    )
+    with torch.device("meta") if meta else nullcontext():
+        return transformer(
+            vocabulary=vocabulary, context=context, outputs=outputs, width=width, depth=layers, heads=heads,
+            dropout=dropout,
+        )  # fmt: skip

@@ -64,7 +64,7 @@ def trainer(strategy=None, tmp=None, **options):
 
 
 def strategy(method="pb", **options):
-    return pipeback.lightning.PipelineStrategy(method=method, **options)
+    return pipeback.lightning.PipelineStrategy(method=method, **{"plan": False, **options})
 
 
 def weights(module):

@@ -349,3 +349,15 @@ def test_bad_input_reads_well(arguments, message, tmp_path):
     assert "Traceback" not in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1 or arguments[0] != "train"  # else the usage follows
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_larger_than_memory(tmp_path):
+    options = ["experiment=streaming_gpt", "quick=true", "model.meta=true", *small("streaming_gpt")]
+    streamed = ["trainer.strategy.store=disk:store", "callbacks=streaming", "out=run"]
+    done = pipeback("train", *options, *streamed, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for words in ("weights in files", "batch window", "held-out loss", "written to run"):
+        assert words in done.stdout
+    assert (tmp_path / "run" / "weights" / "model.safetensors.index.json").is_file()
+    done = pipeback("train", *options, "trainer.strategy.store=disk:other", "out=again", cwd=tmp_path)
+    assert done.returncode == 2 and "enable_checkpointing=False, and pipeback.lightning.SaveWeights" in done.stderr
