@@ -72,7 +72,7 @@ class Holding:
         seed = (stage.seed * 1_000_003 + stage.index + 0x5EED) % 2**63
         init = self.init
         if isinstance(init, (str, Path)):
-            init = partial(weights.fill, path=Path(init), prefix=f"{stage.name}.", label=stage.label)
+            init = partial(weights.fill, path=Path(init), names=stage.names, label=stage.label)
         stage.take_up(self.method, lambda module: meta.initialise(module, stage.label, seed, self.device, init))
 
     @contextmanager

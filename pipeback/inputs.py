@@ -123,17 +123,18 @@ def micro_batches(x: Value, y: Any, size: int | None) -> list[Batch]:
     parts = x if isinstance(x, tuple) else (x,)
     if not parts or [part for part in parts if not isinstance(part, Tensor)]:
         raise TypeError(f"push takes a tensor or a tuple of tensors, but got {type(x).__name__}")
-    if [part for part in parts if not part.dim()]:
+    batched = [part for part in parts if part.dim()]
+    if not batched:
         raise ValueError("push takes batches: the first dimension counts samples, but a 0-d tensor was given")
     y = tuple(map(_target, y)) if isinstance(y, tuple) else _target(y)
-    length = len(parts[0])
+    length = len(batched[0])
     if length == 0:
         raise ValueError("the batch that was pushed is empty")
     if size is None:
         return [(x, y, length)]
     targets = [t for t in (y if isinstance(y, tuple) else (y,)) if isinstance(t, Tensor) and t.dim()]
-    if any(len(part) != length for part in (*parts, *targets)):
-        lengths = [len(part) for part in (*parts, *targets)]
+    if any(len(part) != length for part in (*batched, *targets)):
+        lengths = [len(part) for part in (*batched, *targets)]
         raise ValueError(f"x and y must have one length to be cut into micro-batches of {size}, but have {lengths}")
     if size >= length:
         return [(x, y, length)]

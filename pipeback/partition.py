@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
@@ -62,6 +63,51 @@ def split(model: nn.Module | Sequence[nn.Module]) -> list[Part]:
                     "a stage changes its own alone, so give each its own or put both layers into one stage"
                 )
     return parts
+
+
+def plain(model: nn.Module) -> bool:
+    """Whether it is an nn.Sequential that runs its children one after the other."""
+    return isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward
+
+
+def declared(name: str, module: nn.Module) -> list[nn.Module]:
+    """The stages that a module's pipeline_stages() returns. Raises where a weight would be in none of them."""
+    method: Any = module.pipeline_stages
+    parts = list(method())
+    known = {id(p) for p in module.parameters() if p.requires_grad}
+    held: set[int] = set()
+    for n, part in enumerate(parts):
+        if not isinstance(part, nn.Module):
+            raise TypeError(
+                f"{name}.pipeline_stages() gave a {type(part).__name__} as stage {n}; return modules, and wrap a "
+                "function in one"
+            )
+        held |= {id(p) for p in part.parameters() if p.requires_grad}
+    if missing := [n for n, p in module.named_parameters() if id(p) in known - held]:
+        raise ValueError(
+            f"{name}.pipeline_stages() leaves out {missing[0]}, which would not be trained; add it to a stage"
+        )
+    return parts
+
+
+def join(parts: list[Part], count: int | None) -> list[Part]:
+    """So many stages of neighbouring modules, balanced by their weights; None: as they are."""
+    if count is None or count == len(parts):
+        return parts
+    if count > len(parts):
+        raise ValueError(
+            f'stages={count}, but there are {len(parts)} modules to share out; use that or less, or "auto"'
+        )
+    owner = balance([float(sum(p.numel() for p in part.module.parameters())) + 1e-3 for part in parts], count)
+    found = []
+    for n in range(count):
+        group = [part for part, s in zip(parts, owner, strict=True) if s == n]
+        if len(group) == 1:
+            found.append(group[0])
+            continue
+        both = nn.Sequential(OrderedDict((part.name, part.module) for part in group))
+        found.append(Part(f"{group[0].name}…{group[-1].name}", both))
+    return found
 
 
 def balance(times: Sequence[float], workers: int) -> list[int]:

@@ -20,6 +20,7 @@ from pipeback.activations import keeping
 from pipeback.agreement import agree
 from pipeback.budget import check, check_stages
 from pipeback.disk import DiskStore
+from pipeback.follow import Form
 from pipeback.holding import Holding
 from pipeback.inputs import (
     check_choices,
@@ -34,12 +35,13 @@ from pipeback.inputs import (
 )
 from pipeback.joining import default_device, join, layout, wanted
 from pipeback.joint import Options, plain_groups, restored
+from pipeback.ladder import climb
 from pipeback.ledger import Record
 from pipeback.loop import Batch, Loop, Messages
 from pipeback.memory import Memory
 from pipeback.method import Method
 from pipeback.pages import StoreError
-from pipeback.partition import Part, split
+from pipeback.partition import Part
 from pipeback.plan import Plan, plan
 from pipeback.processes import Processes
 from pipeback.ranks import Alone, Ranks
@@ -124,6 +126,10 @@ class Pipeline:
         weights: Literal["equal", "samples"] = "equal",
         check_finite: bool = False,
         weight_functions: Literal["refuse", "warn"] = "refuse",
+        stages: str | int | Sequence[str] = "auto",
+        example: Any = None,
+        leaves: Sequence[str] = (),
+        balance: Literal["time", "memory"] = "time",
         activations: Literal["device", "recompute", "host"] = "device",
         order: str = "grouped",
         seed: int = 0,
@@ -136,7 +142,9 @@ class Pipeline:
         home = disk.create(store) or (DeviceStore() if policy is not None else None)
         with self._telling(), _closing(home):
             self.replicas = self.ranks.replicas if self.ranks.several else 1 if replicas is None else replicas
-            parts = split(model)
+            self.split = climb(model, stages, example, leaves, balance)
+            """How the model became stages; print it."""
+            parts, self._program = self.split.parts, self.split.program
             self.method = methods.create(method) if isinstance(method, str) else method
             check_functions(self.method, loss, optimizer)
             check_numbers(
@@ -154,7 +162,7 @@ class Pipeline:
                 activations=activations,
             )  # fmt: skip
             self._activations = activations
-            self._model = model if isinstance(model, nn.Module) else nn.Sequential(*(part.module for part in parts))
+            self._model = model if isinstance(model, nn.Module) else nn.Sequential(*model)
             self._micro_batch_size, self._weights, self._workers = micro_batch_size, weights, workers
             self._outside = loss is None
             self._watch: Watch | None = None
@@ -163,6 +171,9 @@ class Pipeline:
             self.delays: list[int] = self.method.delays(n)
             """Staleness D of every stage: own updates between reading the weights of F(i) and B(i), counted."""
             self._stages = self._build(parts, loss, optimizer, self.ranks.replica)
+            named = {id(t): key for key, t in self._model.state_dict(keep_vars=True).items()}
+            for stage in self._stages:
+                stage.take_names(named)
             shards = self.ranks.several and self.replicas > 1 and not isinstance(home, DeviceStore | None)
             if shards:
                 share_out(self._stages, self.ranks.replica, self.replicas, policy)
@@ -200,6 +211,8 @@ class Pipeline:
             if not self.ranks.several:
                 for replica in range(1, self.replicas):
                     twin = [part._replace(module=copy.deepcopy(part.module)) for part in parts]
+                    if self._program is not None:
+                        self._program.follow_too([part.module for part in twin])
                     self._holding.everywhere.append(self._build(twin, loss, optimizer, replica))
                 self._holding.take_up()
         self._setting = Setting(
@@ -264,7 +277,9 @@ class Pipeline:
                 raise RuntimeError("push needs a loss, but this pipeline has loss=None; call forward and backward")
             with self._telling():
                 here = len(self._holding.everywhere)
+                x, form = self._enter(x)
                 batches = [b for part in shares(x, y, here) for b in micro_batches(*part, self._micro_batch_size)]
+                self._follow([b[0] for b in batches], form)
                 runtime = self._ready(batches)
             first = self._arrived
             self._arrived += len(batches) // here
@@ -297,6 +312,10 @@ class Pipeline:
                     f"{len(xs)} micro-batches do not lie in one flush of {self.method!r}; call forward and backward "
                     "for one after the other"
                 )
+            entered = [self._enter(x) for x in xs]
+            for given, form in entered:
+                self._follow([given], form)
+            xs = [given for given, _ in entered]
             runtime = self._ready([batch for x in xs for batch in micro_batches(x, None, None)], expected)
             assert isinstance(runtime, (Inline, Processes))
             if not self._begun:
@@ -307,7 +326,7 @@ class Pipeline:
                 for part in output if isinstance(output, tuple) else (output,):
                     if isinstance(part, Tensor) and (part.is_floating_point() or part.is_complex()):
                         part.requires_grad_()
-            return outputs
+            return [self._leave(output, x, self._training) for output, x in zip(outputs, xs, strict=True)]
 
     def together(self, count: int, *, expected: int = 1) -> bool:
         """Whether the next `count` micro-batches may all go forward before one goes backward: no update lies between.
@@ -434,9 +453,45 @@ class Pipeline:
         """
         with self._lock, torch.no_grad():
             self.wait()
+            x, form = self._enter(x)
+            self._follow([x], form, training=False)
             if isinstance(self._runtime, Processes):
-                return self._do(partial(self._runtime.relay, x, self._through_each, back=True))
-            return self._through_each(self._stages, x)
+                found = self._do(partial(self._runtime.relay, x, self._through_each, back=True))
+            else:
+                found = self._through_each(self._stages, x)
+            return self._leave(found, x, training=False)
+
+    # -- models whose own forward was followed -------------------------------------------------------------------
+
+    def _enter(self, x: Any) -> tuple[Value, Form | None]:
+        """What was pushed, as the first stage takes it, and the structure that it had."""
+        return (x, None) if self._program is None else self._program.enter(x)
+
+    def _follow(self, xs: Sequence[Value], form: Form | None, training: bool | None = None) -> None:
+        """Have the stages know what to do for these micro-batches. training: None: as the model is."""
+        if self._program is None or form is None:
+            return
+        mode = self._training if training is None else training
+        for x in xs:
+            if not self._program.knows(x, form, mode):
+                if self._runtime is not None:
+                    self._do(self._runtime.wait)  # buffers are borrowed and put back
+                self._program.prepare(x, form, mode)
+        if training is None and self._stages[0].module.training != mode:
+            self.wait()
+            for stages in self._holding.everywhere:
+                for stage in stages:
+                    stage.module.training = mode
+
+    def _leave(self, output: Value, x: Value, training: bool) -> Any:
+        """The model's output, as its forward gives it."""
+        if self._program is None or output is None:
+            return output
+        return self._program.leave(output, x, training)
+
+    @property
+    def _training(self) -> bool:
+        return self._program is not None and self._program.model.training
 
     def _through_each(self, stages: Sequence[Stage], value: Value) -> Value:
         for stage in stages:
@@ -555,9 +610,9 @@ class Pipeline:
         mine = {} if self.ranks.replica else found
         values = {s: v for part in self.ranks.gather(mine, "model") for s, v in part.items()}
         whole = copy.deepcopy(self._model)
-        meta.take_up(whole, "cpu")
-        for s, module in enumerate(part.module for part in split(whole)):
-            module.load_state_dict(values[s])
+        meta.move([t for t in (*whole.parameters(), *whole.buffers()) if t.is_meta], "cpu")
+        named = {self._stages[s].names[key]: v for s, part in values.items() for key, v in part.items()}
+        whole.load_state_dict(named, strict=False)  # what no stage computes with is as it was
         return whole
 
     @property
@@ -604,7 +659,9 @@ class Pipeline:
                 here = len(self._holding.everywhere)
                 size = None if self._outside else self._micro_batch_size
                 with self._telling():
+                    x, form = self._enter(x)
                     batches = [b for part in shares(x, y, here) for b in micro_batches(*part, size)]
+                    self._follow([b[0] for b in batches], form)
                     self._rehearse(batches)
                 self._pushed = expected if self._outside else len(batches) // here, batches[0][2]
             count, samples = self._pushed
@@ -697,12 +754,15 @@ class Pipeline:
         """How many stages the model has."""
         return len(self._stages)
 
-    def values(self) -> Iterator[tuple[int, str, dict[str, Tensor]]]:
-        """(stage, its name, copies of its newest weights and buffers), one of this process's stages after the other."""
+    def values(self) -> Iterator[tuple[int, dict[str, Tensor]]]:
+        """(stage, copies of its newest weights and buffers), one of this process's stages after the other.
+
+        Under the names that they have in the user's model.
+        """
         self.wait()
         for stage in self._holding.mine:
             if not stage.replica:
-                yield stage.index, stage.name, self._holding.values(stage)
+                yield stage.index, {stage.names[key]: v for key, v in self._holding.values(stage).items()}
 
     def expanded(self, weight: Tensor, value: Tensor) -> Tensor:
         """What belongs to the survivors of a weight, in a dense tensor. weight: as the optimizer has it."""

@@ -188,7 +188,7 @@ def choose(policy: Sparsity, stages: Sequence[Stage], skip: bool | str = False) 
         owners = {id(p): owner for owner in stage.module.modules() for p in owner.parameters(recurse=False)}
         numbers = {id(p): n for n, p in enumerate(stage.params)}
         for name, p in stage.module.named_parameters():
-            names.append(f"{stage.name}.{name}")
+            names.append(stage.names[name])
             if id(p) in numbers and policy.chooses(owners[id(p)], names[-1], p):
                 mine.append(numbers[id(p)])
                 shapes.append(p.shape)

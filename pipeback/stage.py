@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from pipeback.bundle import Bundle, Weights
 from pipeback.drawing import Drawing
 from pipeback.flat import Flat
 from pipeback.method import Method, State
+from pipeback.segment import Segment
 from pipeback.slot import Slot
 
 if TYPE_CHECKING:
@@ -76,6 +78,9 @@ class Stage:
         self.last = index == stages - 1
         self.judges = self.last and loss is not None  # its output is the loss
         self.label = f"stage {index} ({name})"
+        self.names = {key: f"{name}.{key}" for key in module.state_dict()}  # of its weights, in the user's model
+        # the model's output, where boundaries carry only its tensors
+        self.whole = partial(module, structured=True) if isinstance(module, Segment) else module
         self.seed = self.replica = 0  # of the random stream, should the stage draw
         self.params = [p for p in module.parameters() if p.requires_grad]
         self.weights = Bundle(nn.Parameter(p.data) for p in self.params)
@@ -118,6 +123,11 @@ class Stage:
             for key, p in owner._parameters.items()
             if p is not None
         ]
+
+    def take_names(self, known: Mapping[int, str]) -> None:
+        """What the weights are called in the user's model. known: by the identity of the tensors there."""
+        for key, tensor in self.module.state_dict(keep_vars=True).items():
+            self.names[key] = known.get(id(tensor), self.names[key])
 
     # -- whether the weights are here ------------------------------------------------------------------------------
 
@@ -257,7 +267,7 @@ class Stage:
     def run(self, given: Value, target: Any) -> Value:
         """The module, and on the last stage the loss."""
         if self.judges and self.loss is not None:
-            return self.loss(self.module(given), target)
+            return self.loss(self.whole(given), target)
         return self.module(given)
 
     def compute(self, given: Value, target: Any) -> Value:

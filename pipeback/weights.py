@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,8 @@ from torch import nn
 INDEX = "model.safetensors.index.json"
 
 
-def fill(module: nn.Module, path: Path, prefix: str, label: str) -> None:
-    """Give a module its weights and buffers from the tensors whose names begin with `prefix`.
+def fill(module: nn.Module, path: Path, names: Mapping[str, str], label: str) -> None:
+    """Give a module its weights and buffers. names: of the tensors, by what they are called in the module.
 
     path: a file, or a folder with one or with an index. Raises ValueError naming the tensor that is missing, that has
     another shape, or that belongs to nothing in the module.
@@ -29,15 +30,15 @@ def fill(module: nn.Module, path: Path, prefix: str, label: str) -> None:
     persistent = module.state_dict(keep_vars=True)
     with torch.no_grad():
         for name, tensor in persistent.items():
-            file = places.get(prefix + name)
+            file = places.get(names[name])
             if file is None:
-                raise ValueError(f"{label}: {path} has no tensor {prefix + name!r}; it is of another model")
+                raise ValueError(f"{label}: {path} has no tensor {names[name]!r}; it is of another model")
             found += 1
             with _safetensors().safe_open(file, framework="pt") as stored:
-                value = stored.get_tensor(prefix + name)
+                value = stored.get_tensor(names[name])
             if value.shape != tensor.shape:
                 raise ValueError(
-                    f"{label}: {prefix + name!r} is {tuple(value.shape)} in {file}, but {tuple(tensor.shape)} here"
+                    f"{label}: {names[name]!r} is {tuple(value.shape)} in {file}, but {tuple(tensor.shape)} here"
                 )
             tensor.copy_(value)
     kept = {name for name, _ in module.named_buffers()} - set(persistent)
@@ -45,8 +46,11 @@ def fill(module: nn.Module, path: Path, prefix: str, label: str) -> None:
         raise ValueError(
             f"{label}: buffer {min(kept)!r} is not kept in files (persistent=False); give init= a function"
         )
-    if strange := sorted(name for name in places if name.startswith(prefix) and name[len(prefix) :] not in persistent):
-        raise ValueError(f"{label}: {path} has {strange[0]!r}, which the model has not; it is of another model")
+    prefixes = {full.removesuffix(key) for key, full in names.items()}
+    mine = set(names.values())
+    for name in sorted(places):  # where the stage is one module of the model
+        if len(prefixes) == 1 and "" not in prefixes and name.startswith(tuple(prefixes)) and name not in mine:
+            raise ValueError(f"{label}: {path} has {name!r}, which the model has not; it is of another model")
 
 
 def save(pipe: Any, folder: str | Path) -> Path:
@@ -58,9 +62,9 @@ def save(pipe: Any, folder: str | Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     pipe.wait()
     count, mine = pipe.stages, {}
-    for s, name, values in pipe.values():
+    for s, values in pipe.values():
         file = f"model-{s + 1:05d}-of-{count:05d}.safetensors"
-        tensors = {f"{name}.{key}": value.contiguous() for key, value in values.items()}
+        tensors = {key: value.contiguous() for key, value in values.items()}
         if tensors:
             _safetensors_torch().save_file(tensors, folder / f"{file}.partial", metadata={"format": "pt"})
             os.replace(folder / f"{file}.partial", folder / file)

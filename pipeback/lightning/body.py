@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeback.inflight import nodes
-from pipeback.partition import balance
+from pipeback.partition import balance, declared, plain
 
 
 class Body(NamedTuple):
@@ -136,8 +136,7 @@ def _nominated(module: nn.Module, name: str) -> nn.Module:
 
 
 def _sequence(module: nn.Module) -> bool:
-    plain = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
-    return plain or callable(getattr(module, "pipeline_stages", None))
+    return plain(module) or callable(getattr(module, "pipeline_stages", None))
 
 
 def _trainable(module: nn.Module) -> bool:
@@ -163,22 +162,7 @@ def _stages(name: str, body: nn.Module) -> list[nn.Module]:
     if not callable(getattr(body, "pipeline_stages", None)):
         assert isinstance(body, nn.Sequential)
         return list(body)
-    declared: Any = body.pipeline_stages
-    parts = list(declared())
-    known = {id(p) for p in body.parameters() if p.requires_grad}
-    held: set[int] = set()
-    for n, part in enumerate(parts):
-        if not isinstance(part, nn.Module):
-            raise TypeError(
-                f"{name}.pipeline_stages() gave a {type(part).__name__} as stage {n}; return modules, and wrap a "
-                "function in one"
-            )
-        held |= {id(p) for p in part.parameters() if p.requires_grad}
-    if missing := [n for n, p in body.named_parameters() if id(p) in known - held]:
-        raise ValueError(
-            f"{name}.pipeline_stages() leaves out {missing[0]}, which would not be trained; add it to a stage"
-        )
-    return parts
+    return declared(name, body)
 
 
 def _joined(parts: list[nn.Module], count: int) -> list[nn.Module]:

@@ -606,7 +606,7 @@ def present(seed=7):
     """The same with the values that `absent` gets."""
     module = absent(seed)
     pipe = Pipeline(copy.deepcopy(module.model), loss=mse_loss, optimizer=module_optimizer, method="gpipe")
-    values = {f"model.{name}.{key}": value for _, name, part in pipe.values() for key, value in part.items()}
+    values = {f"model.{name}": value for _, part in pipe.values() for name, value in part.items()}
     module.load_state_dict(values, assign=True)
     return module
 

@@ -1,0 +1,350 @@
+"""Follow: a module's own forward, run once and written down call by call.
+
+The module runs as it is, on a real micro-batch (or on shapes alone, where its weights are elsewhere). Modules that are
+not looked into (`leaves`) are one call each, and so is every torch function between them; Python decides as it always
+does. What it decides by numbers of tensors (`if mask.all()`) is written down as a check: a later micro-batch that would
+go another way is refused, not led astray.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+# what asks a tensor for its numbers
+NUMBERS = {
+    "item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__complex__", "__contains__", "equal",
+    "allclose", "is_nonzero",
+}  # fmt: skip
+AWAY = {"numpy", "__array__", "data_ptr", "__dlpack__", "storage", "untyped_storage"}  # where nobody can follow
+PLAIN = (int, float, bool, complex, str, bytes, type(None), type(...), torch.dtype, torch.device, torch.memory_format,
+         torch.layout, torch.Size, slice, range)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Ref:  # not a tuple: those are opened
+    """A tensor, by its number."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Attribute:
+    """A parameter or buffer that is used outside of the leaf modules, by its name in the model."""
+
+    name: str
+
+
+@dataclass
+class Call:
+    """One call of a leaf module or of a torch function."""
+
+    target: Any  # the path of the module, or the function
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    where: str  # the path of the module whose forward has made it
+    grad: bool  # False: within torch.no_grad()
+    out: list[int] = field(default_factory=list)  # numbers of the tensors in what it gives
+    form: Any = None  # how those stand in it, with constants between; None: it gives one tensor
+    check: Any = None  # (what it has to give,), where Python decides by it
+
+    @property
+    def module(self) -> bool:
+        """Whether a leaf module is called."""
+        return isinstance(self.target, str)
+
+    def refs(self) -> list[Ref]:
+        """The tensors that it takes."""
+        return [x for x in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(x, Ref)]
+
+    def attributes(self) -> list[str]:
+        """The parameters and buffers that it takes, of a function."""
+        return [x.name for x in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(x, Attribute)]
+
+
+class Form(NamedTuple):
+    """Where tensors stand in nested tuples, lists and dictionaries, and what else stands there."""
+
+    spec: pytree.TreeSpec
+    constants: tuple[Any, ...]  # of every place; `Ref(n)` is the n-th tensor
+
+    def fill(self, tensors: Sequence[Any]) -> Any:
+        """The structure with these tensors."""
+        leaves = [tensors[c.number] if isinstance(c, Ref) else c for c in self.constants]
+        return pytree.tree_unflatten(leaves, self.spec)
+
+
+def opened(value: Any) -> tuple[list[Tensor], Form]:
+    """The tensors of a structure, in order, and where they stand."""
+    leaves, spec = pytree.tree_flatten(value)
+    tensors = [x for x in leaves if isinstance(x, Tensor)]
+    numbers = iter(range(len(tensors)))
+    return tensors, Form(spec, tuple(Ref(next(numbers)) if isinstance(x, Tensor) else x for x in leaves))
+
+
+@dataclass
+class Record:
+    """What a forward has done: calls in their order, on inputs numbered 0, 1, … and what they gave."""
+
+    calls: list[Call]
+    inputs: int
+    out: list[int]  # numbers of the tensors of the output
+    form: Form
+    constants: dict[str, Tensor]  # tensors that modules hold and that are neither parameter nor buffer, by name
+    forms: list[tuple[torch.Size, torch.dtype]]  # shape and type of every number
+    grads: list[bool]  # whether it needs a gradient
+    seconds: list[float]  # of every call
+
+
+def follow(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    leaves: Callable[[str, nn.Module], bool],
+    values: Mapping[str, Tensor] | None = None,
+) -> tuple[Record, Any]:
+    """Run `model(*args, **kwargs)` and write it down; returns its output, too. leaves: says of a path and module
+    whether its call is one. values: parameters and buffers to run on in place of its own. Tensors of args and kwargs,
+    in pytree order, are numbers 0, 1, …
+
+    Raises ValueError naming the module where something cannot be followed: objects that calls would share, state that
+    a forward leaves in a module, values from outside of torch.
+    """
+    recorder = _Recorder(model, leaves, values)
+    for tensor in pytree.tree_leaves((tuple(args), dict(kwargs))):
+        if isinstance(tensor, Tensor):
+            recorder.new(tensor)
+    inputs = recorder.count
+    before = {path: dict(vars(module)) for path, module in model.named_modules() if not leaves(path, module)}
+    with recorder, _calls_heard(recorder):
+        output = model(*args, **kwargs) if values is None else functional_call(model, dict(values), args, dict(kwargs))
+    for path, attributes in before.items():
+        _check_unchanged(model, path, attributes)
+    leaves_out, spec = pytree.tree_flatten(output)
+    out: list[int] = []
+    constants: list[Any] = []
+    for value in leaves_out:
+        if isinstance(value, Tensor):
+            constants.append(Ref(len(out)))
+            out.append(recorder.known(value, ""))
+        else:
+            constants.append(recorder.plain(value, "", "its output"))
+    if not out:
+        raise ValueError(f"{type(model).__name__} returned no tensor, but {type(output).__name__}")
+    form = Form(spec, tuple(constants))
+    record = Record(
+        recorder.calls, inputs, out, form, recorder.constants, recorder.forms, recorder.grads, recorder.seconds
+    )
+    return record, output
+
+
+class _Recorder(TorchFunctionMode):
+    def __init__(
+        self,
+        model: nn.Module,
+        leaves: Callable[[str, nn.Module], bool],
+        values: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        super().__init__()
+        self.model, self.calls, self.count = model, list[Call](), 0
+        self.numbers: dict[int, int] = {}
+        self.alive: list[Any] = []  # ids stay theirs
+        self.paths: dict[int, str] = {}
+        for path, module in model.named_modules():
+            self.paths[id(module)] = path
+        self.leaf = {id(m): leaves(path, m) for path, m in model.named_modules()}
+        own = dict([*model.named_buffers(), *model.named_parameters()])
+        self.names = {id(t): name for name, t in (values or own).items()}
+        self.held = {
+            id(value): f"{path}.{key}".lstrip(".")
+            for path, module in model.named_modules()
+            for key, value in vars(module).items()
+            if isinstance(value, Tensor)
+        }
+        self.constants: dict[str, Tensor] = {}
+        self.forms: list[tuple[torch.Size, torch.dtype]] = []
+        self.grads: list[bool] = []
+        self.seconds: list[float] = []
+        self.inside = 0  # of a leaf
+        self.stack: list[str] = []
+        self.thread = threading.get_ident()
+
+    @property
+    def where(self) -> str:
+        return self.stack[-1] if self.stack else ""
+
+    def name(self, path: str) -> str:
+        """A module, as it is told of."""
+        module = self.model.get_submodule(path)
+        return f"{type(module).__name__} {path!r}" if path else type(module).__name__
+
+    # -- values --------------------------------------------------------------------------------------------------
+
+    def new(self, tensor: Tensor) -> int:
+        self.numbers[id(tensor)] = number = self.count
+        self.alive.append(tensor)
+        self.forms.append((tensor.shape, tensor.dtype))
+        self.grads.append(tensor.requires_grad)
+        self.count += 1
+        return number
+
+    def write(self, call: Call, seconds: float = 0.0) -> None:
+        self.calls.append(call)
+        self.seconds.append(seconds)
+
+    def known(self, tensor: Tensor, what: str) -> int:
+        """The number of a tensor; one that is not a call's gets a call that gives it."""
+        if id(tensor) not in self.numbers:
+            placed = self.placed(tensor, what)
+            call = Call(_same, (placed,), {}, self.where, True)
+            self.write(call)
+            call.out = [self.new(tensor)]
+        return self.numbers[id(tensor)]
+
+    def placed(self, value: Any, what: str) -> Any:
+        """A value as it stands in a call."""
+        if not isinstance(value, Tensor):
+            return self.plain(value, self.where, what)
+        if id(value) in self.numbers:
+            return Ref(self.numbers[id(value)])
+        if id(value) in self.names:
+            return Attribute(self.names[id(value)])
+        if id(value) in self.held and not value.requires_grad:
+            self.alive.append(value)
+            self.constants[self.held[id(value)]] = value
+            return Attribute(self.held[id(value)])
+        raise ValueError(
+            f"{self.name(self.where)}.forward gives {what} a tensor {tuple(value.shape)} that no torch function or "
+            "module has made from its input, as custom autograd functions and numpy do: put that into a module of its "
+            "own, which is not looked into, and whose path you give in leaves="
+        )
+
+    def plain(self, value: Any, where: str, what: str) -> Any:
+        if isinstance(value, PLAIN):
+            return value
+        raise ValueError(
+            f"{self.name(where)}.forward gives {what} an object of {type(value).__name__}, which every micro-batch "
+            "would share; leave it out (use_cache=False for key-value caches), or give tensors, numbers and strings"
+        )
+
+    def place(self, values: Any, what: str) -> Any:
+        return pytree.tree_map(lambda value: self.placed(value, what), values)
+
+    def give(self, call: Call, output: Any) -> None:
+        """Number the tensors of what a call has given."""
+        if isinstance(output, Tensor):
+            call.out = [self.new(output)]
+            return
+        leaves, spec = pytree.tree_flatten(output)
+        constants: list[Any] = []
+        for value in leaves:
+            if isinstance(value, Tensor):
+                constants.append(Ref(len(call.out)))
+                call.out.append(self.new(value))
+            else:
+                constants.append(self.plain(value, call.target if call.module else call.where, "its caller"))
+        call.form = Form(spec, tuple(constants))
+
+    # -- calls ---------------------------------------------------------------------------------------------------
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.inside or threading.get_ident() != self.thread:
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if name == "__iter__":
+            return iter(self.__torch_function__(Tensor.unbind, types, args, kwargs))
+        target = func
+        if name == "__get__":  # of a property
+            target, args = getattr, (args[0], func.__self__.__name__)
+        if name in AWAY and args and isinstance(args[0], Tensor):
+            raise ValueError(
+                f"{self.name(self.where)}.forward calls Tensor.{name}, where nobody can follow; keep to torch "
+                "functions, or give its path in leaves="
+            )
+        begin = time.perf_counter()
+        output = target(*args, **kwargs)
+        seconds = time.perf_counter() - begin
+        asks = name in NUMBERS and not isinstance(output, Tensor)
+        if asks or name in ("__setitem__", "__delitem__") or _tensors(output):
+            what = f"torch function {name}"
+            call = Call(target, self.place(args, what), self.place(kwargs, what), self.where, torch.is_grad_enabled())
+            if asks and not call.refs():
+                return output  # of a parameter or constant
+            self.write(call, seconds)
+            if asks:
+                call.check = (output,)
+            elif _tensors(output):
+                self.give(call, output)
+        return output
+
+    def call(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self.inside or id(module) not in self.paths or threading.get_ident() != self.thread:
+            return original(module, *args, **kwargs)
+        path = self.paths[id(module)]
+        if not self.leaf[id(module)]:
+            self.stack.append(path)
+            try:
+                return original(module, *args, **kwargs)
+            finally:
+                self.stack.pop()
+        placed = self.place(args, self.name(path)), self.place(kwargs, self.name(path))
+        self.inside += 1
+        begin = time.perf_counter()
+        try:
+            output = original(module, *args, **kwargs)
+        finally:
+            self.inside -= 1
+        call = Call(path, *placed, self.where, torch.is_grad_enabled())
+        self.write(call, time.perf_counter() - begin)
+        self.give(call, output)
+        return output
+
+
+@contextmanager
+def _calls_heard(recorder: _Recorder) -> Iterator[None]:
+    """Calls of modules go through the recorder; those of other threads pass it by."""
+    original = nn.Module.__call__
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return recorder.call(original, module, args, kwargs)
+
+    with ExitStack() as stack:
+        stack.callback(setattr, nn.Module, "__call__", original)
+        nn.Module.__call__ = call  # type: ignore[method-assign]
+        yield
+
+
+def _check_unchanged(model: nn.Module, path: str, before: dict[str, Any]) -> None:
+    module = model.get_submodule(path)
+    now = vars(module)
+    changed = [key for key in {*before, *now} if now.get(key, _same) is not before.get(key, _same)]
+    for key in sorted(changed):
+        try:
+            equal = bool(now[key] == before[key])
+        except Exception:
+            equal = False
+        if not equal:
+            name = f"{type(module).__name__} {path!r}" if path else type(module).__name__
+            raise ValueError(
+                f"{name} changes self.{key} in its forward, which stages would not do again for each micro-batch; "
+                "make it a buffer that is changed in place, or keep the module whole: give its path in leaves="
+            )
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _tensors(value: Any) -> bool:
+    return isinstance(value, Tensor) or any(isinstance(x, Tensor) for x in pytree.tree_leaves(value))

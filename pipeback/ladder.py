@@ -1,0 +1,116 @@
+"""Ladder: how a model becomes stages; the first rung that holds.
+
+a  an nn.Sequential or a list: a stage a module
+b  a method pipeline_stages() of the module, which returns its stages
+c  a known family (torchvision, torch.nn.Transformer, transformers): its own forward followed, cut at its blocks
+d  any other module: its own forward followed, cut at blocks or layers
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeback.granularity import Cuts, chosen, family
+from pipeback.inflight import untouched
+from pipeback.partition import Part, declared, join, plain, split
+from pipeback.program import Program
+
+
+@dataclass
+class Split:
+    """A model's stages. `print` it: which rung, why not those before, and the names of the stages."""
+
+    rung: str
+    parts: list[Part]
+    program: Program | None = None  # of a model whose forward was followed
+    reasons: dict[str, str] = field(default_factory=dict)  # why a rung was left, by its letter
+
+    def __str__(self) -> str:
+        reasons = "".join(f"\n  not {letter}: {reason}" for letter, reason in self.reasons.items())
+        names = ", ".join(part.name for part in self.parts)
+        return f"{len(self.parts)} stages by {self.rung}{reasons}\n  {names}"
+
+
+def climb(
+    model: nn.Module | Sequence[nn.Module],
+    stages: Cuts = "auto",
+    example: Any = None,
+    leaves: Sequence[str] = (),
+    balance: str = "time",
+) -> Split:
+    """Split a model. stages: see `granularity`; example: what a push brings, for models whose forward is followed.
+
+    Raises TypeError or ValueError naming the layer, what was found and the cure; nothing is changed.
+    """
+    cuts, reasons = chosen(stages), dict[str, str]()
+    whole = cuts == "auto" or isinstance(cuts, int)
+    count = cuts if isinstance(cuts, int) else None
+    if not isinstance(model, nn.Module) or isinstance(model, nn.ModuleList):
+        if not whole:
+            raise ValueError(f'stages={cuts!r}: a list has its modules for stages; give "auto", a number or one module')
+        return Split("a: a list of modules", join(split(model), count))
+    rung = "a: the children of an nn.Sequential"
+    if plain(model) and whole and not leaves:
+        try:
+            parts = split(model)
+        except ValueError as error:
+            if example is None or "share a parameter" not in str(error):
+                raise
+            reasons["a"] = str(error).partition(";")[0]
+        else:
+            odd = None if example is None else _odd(parts, example)
+            if odd is None:
+                return Split(rung, join(parts, count))
+            reasons["a"] = odd
+    elif plain(model):
+        reasons["a"] = f"stages={cuts!r} looks into its children" if not leaves else "leaves= is given"
+    else:
+        reasons["a"] = f"{type(model).__name__} has a forward of its own"
+    if not callable(getattr(model, "pipeline_stages", None)):
+        reasons["b"] = "it has no pipeline_stages()"
+    elif whole:
+        parts = split(declared(type(model).__name__, model))
+        return Split("b: its pipeline_stages()", join(parts, count), None, reasons)
+    else:
+        reasons["b"] = f"stages={cuts!r} asks for other stages"
+    if example is None:
+        raise TypeError(
+            f"{type(model).__name__}: {reasons['a']}, so stages are cut from its forward, which needs an input: give "
+            "example=, what one push brings; or give its modules as a list, or it a method pipeline_stages() that "
+            "returns them, in the order in which they run"
+        )
+    known = family(model)
+    if plain(model) and cuts == "auto":
+        children = [name for name, _ in model.named_children()]
+        program = Program(model, example, children, [*children, *leaves], balance)
+    else:
+        program = Program(model, example, cuts, leaves, balance)
+    if known is None:
+        reasons["c"] = "it is of no family that is known"
+        rung = "d: its forward, followed"
+    else:
+        rung = f"c: {known.name}, its forward followed"
+    return Split(rung, program.parts, program, reasons)
+
+
+def _odd(parts: Sequence[Part], example: Any) -> str | None:
+    """What crosses a boundary and is neither a tensor nor a tuple of tensors; None if nothing is."""
+    value = example
+    if any(t.is_meta for part in parts for t in part.module.parameters()):
+        return None if _simple(value) else "its input is a structure"
+    for part in parts:
+        if not _simple(value):
+            return f"a {type(value).__name__} goes into {part.name!r}"
+        with untouched(part.module), torch.random.fork_rng([]), torch.no_grad():
+            value = part.module(value)
+    return None
+
+
+def _simple(value: Any) -> bool:
+    parts = value if isinstance(value, tuple) else (value,)
+    return bool(parts) and all(isinstance(part, Tensor) for part in parts)

@@ -1,0 +1,366 @@
+"""Program: a model that is trained as it is, its own forward followed and cut into stages.
+
+Values that a later stage needs, skip connections and masks for example, are handed along from stage to stage; their
+gradients come back the same way and are summed where they part. A weight that stages share (a tied embedding) belongs
+to the first of them: to the others it travels with every micro-batch, as its first stage's forward finds it, and its
+gradient travels back. So it is one weight with one delay, that of its owner, under every method.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from pipeback.follow import Call, Form, Record, follow, opened
+from pipeback.granularity import Cuts, Unit, blocks_of, chosen, family, joined, leaves, touched, units
+from pipeback.inflight import untouched
+from pipeback.partition import Part
+from pipeback.segment import Key, Lent, Portion, Segment, key_of
+
+
+class Arguments(NamedTuple):
+    """What a model is called with."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class Known(NamedTuple):
+    """A form of micro-batch that was followed."""
+
+    inputs: Form
+    output: Form
+
+
+class Program:
+    """A model and its stages. example: what a push brings, of one micro-batch or more.
+
+    cuts: where to cut, see `granularity`. whole: paths of modules that are not looked into. by: what stages of a
+    number are balanced by. Raises ValueError naming the layer and the cure.
+    """
+
+    def __init__(
+        self, model: nn.Module, example: Any, cuts: Cuts = "auto", whole: Sequence[str] = (), by: str = "time"
+    ) -> None:
+        self.model, self.cuts = model, chosen(cuts)
+        self._check(whole, by)
+        self.family = family(model)
+        self.blocks = blocks_of(model) if self.cuts in ("auto", "block") or isinstance(self.cuts, int) else []
+        if self.cuts == "block" and not self.blocks:
+            raise ValueError(
+                f'stages="block": {type(model).__name__} repeats no block in a list of modules; use stages="layer"'
+            )
+        self.kind: Cuts = ("block" if self.blocks else "layer") if self.cuts == "auto" else self.cuts
+        self._known: dict[Key, Known] = {}
+        arguments = self.arguments(example)
+        record, key, known = self._first(arguments, whole, by)
+        self._aliases = self._registered()
+        self._own(record)
+        self.segments = [self._segment(s) for s in range(len(self.units))]
+        self._copies: list[Sequence[nn.Module]] = [self.segments]
+        self._take(record, key, known)
+        if self.complete:
+            self._prove(arguments)
+
+    # -- in and out ----------------------------------------------------------------------------------------------
+
+    def arguments(self, x: Any) -> Arguments:
+        """How the model is called with what was pushed: a dictionary has keywords, a tuple positions."""
+        if isinstance(x, Arguments):
+            return x
+        if isinstance(x, dict):
+            return Arguments((), x)
+        one = isinstance(self.model, nn.Sequential) or not isinstance(x, tuple)
+        return Arguments((x,) if one else x, {})
+
+    def enter(self, x: Any) -> tuple[Any, Form]:
+        """The tensors of what was pushed, as the first stage takes them, and where they stood."""
+        tensors, form = opened(tuple(self.arguments(x)))
+        if not tensors:
+            raise TypeError(f"push takes tensors, or structures with tensors in them, but got {type(x).__name__}")
+        return tensors[0] if len(tensors) == 1 else tuple(tensors), form
+
+    def leave(self, output: Any, x: Any, training: bool) -> Any:
+        """The model's output from the tensors that the last stage gave for the tensors x."""
+        form = self._known[key_of(_parts(x), training)].output
+        return form.fill(_parts(output))
+
+    def knows(self, x: Any, form: Form, training: bool) -> bool:
+        """Whether it was followed for tensors as x. Raises ValueError where their structure was another."""
+        known = self._known.get(key_of(_parts(x), training))
+        if known is not None and known.inputs != form:
+            raise ValueError(
+                f"a micro-batch has another structure than the one before with tensors of the same shapes: "
+                f"{_shown(form)} instead of {_shown(known.inputs)}"
+            )
+        return known is not None
+
+    def prepare(self, x: Any, form: Form, training: bool) -> None:
+        """Know what to do for tensors as x: follow the model once more."""
+        args, kwargs = form.fill(_parts(x))
+        with self._modes(training):
+            record, known = self._follow(Arguments(args, kwargs), real=self.complete)
+        self._take(record, key_of(_parts(x), training), known)
+
+    def follow_too(self, segments: Sequence[nn.Module]) -> None:
+        """Copies of the segments are to know what these do."""
+        self._copies.append(segments)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all weights are here with their values."""
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        return not any(t.is_meta or (t.numel() and not t.untyped_storage().size()) for t in tensors)
+
+    @property
+    def parts(self) -> list[Part]:
+        """The stages, with the names that they have in reports."""
+        labels = [_label(unit) for unit in self.units]
+        counts = Counter(labels)
+        for s, unit in enumerate(self.units):
+            if counts[labels[s]] > 1:
+                labels[s] = unit.names[0] if unit.names and unit.names[0] not in labels else f"{labels[s]}#{s}"
+        return [Part(label, segment) for label, segment in zip(labels, self.segments, strict=True)]
+
+    # -- following -----------------------------------------------------------------------------------------------
+
+    def _check(self, whole: Sequence[str], by: str) -> None:
+        paths = dict(self.model.named_modules())
+        for path in whole:
+            if path not in paths:
+                raise ValueError(f"leaves: {type(self.model).__name__} has no module {path!r}")
+        if by not in ("time", "memory"):
+            raise ValueError(f'balance must be "time" or "memory", but is {by!r}')
+
+    def _first(self, arguments: Arguments, whole: Sequence[str], by: str) -> tuple[Record, Key, Known]:
+        """Follow the example, and cut."""
+        number = isinstance(self.cuts, int)
+        finest: Cuts = ("block" if self.blocks else "layer") if number else self.kind
+        self._leaves = leaves(self.blocks if finest == "block" else (), whole)
+        record, known = self._follow(arguments, real=self.complete)
+        self.units = units(self.model, record, finest, self.blocks)
+        if isinstance(self.cuts, int):
+            if self.cuts > len(self.units) and finest == "block":
+                self._leaves = leaves((), whole)
+                record, known = self._follow(arguments, real=self.complete)
+                self.units = units(self.model, record, "layer", ())
+            self.units = joined(self.units, self.cuts, by)
+        x, _ = self.enter(arguments)
+        return record, key_of(_parts(x), self.model.training), known
+
+    def _follow(self, arguments: Arguments, real: bool) -> tuple[Record, Known]:
+        if real:
+            device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
+            with untouched(self.model), torch.random.fork_rng([device] if device.type == "cuda" else []):
+                record, _ = follow(self.model, *arguments, self._leaves)
+        else:
+            with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+                own = dict([*self.model.named_buffers(), *self.model.named_parameters()])
+                values = {name: _shaped(t) for name, t in own.items()}
+                tensors, form = opened(tuple(arguments))
+                args, kwargs = form.fill([fake.from_tensor(t) for t in tensors])
+                record, _ = follow(self.model, args, kwargs, self._leaves, values)
+        return record, Known(opened(tuple(arguments))[1], record.form)
+
+    @contextmanager
+    def _modes(self, training: bool) -> Iterator[None]:
+        """Evaluation mode of every module, if they train."""
+        modes = [(m, m.training) for m in self.model.modules()]
+        try:
+            if training != self.model.training:
+                self.model.train(training)
+            yield
+        finally:
+            for m, mode in modes:
+                m.training = mode
+
+    def _prove(self, arguments: Arguments) -> None:
+        """Raise unless the stages, one after the other, give what the model does, bit for bit."""
+        x, _ = self.enter(arguments)
+        device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
+        found = []
+        for run in (lambda: self.model(*arguments.args, **arguments.kwargs), lambda: self._chain(x)):
+            with untouched(self.model), torch.random.fork_rng([device] if device.type == "cuda" else []):
+                torch.manual_seed(0)
+                with torch.no_grad():
+                    found.append(opened(run())[0])
+        for a, b in zip(*found, strict=True):
+            if a.shape != b.shape or not torch.allclose(a, b, equal_nan=True):
+                raise ValueError(
+                    f"the stages of {type(self.model).__name__} do not give what its forward does: something in it "
+                    "changes from call to call, or in place under another name; give the path of the module that "
+                    "does so in leaves="
+                )
+
+    def _chain(self, x: Any) -> Any:
+        value = tuple(part.clone() for part in _parts(x))
+        for segment in self.segments:
+            out = segment(value if len(value) > 1 else value[0])
+            value = tuple(part.clone() for part in _parts(out))
+        return value
+
+    # -- who owns what -------------------------------------------------------------------------------------------
+
+    def _registered(self) -> dict[int, list[str]]:
+        """All names of every module."""
+        found: dict[int, list[str]] = {}
+        for name, module in self.model.named_modules(remove_duplicate=False):
+            found.setdefault(id(module), []).append(name)
+        return found
+
+    def _own(self, record: Record) -> None:
+        """The stage of every module, parameter and buffer: the first that uses it."""
+        model = self.model
+        self.owner: dict[int, int] = {}  # of parameters, by identity
+        self.names: dict[int, str] = {}  # of parameters: what they are called in the stage that owns them
+        self.owned: list[dict[str, Any]] = [{} for _ in self.units]
+        where: dict[str, int] = {}
+        buffers = dict(model.named_buffers())
+        for s, call in self._staged(record):
+            if not call.module:
+                for name in call.attributes():
+                    if name in buffers and name not in where:
+                        where[name] = s
+                        self.owned[s][name] = buffers[name]
+                for name in touched(model, call):
+                    p = model.get_parameter(name)
+                    if id(p) not in self.owner:
+                        self.owner[id(p)], self.names[id(p)] = s, name
+                        self.owned[s][name] = p
+                continue
+            module = model.get_submodule(call.target)
+            if call.target in where:
+                if where[call.target] != s and any(True for _ in module.parameters()):
+                    self._again(call.target, where[call.target], s)
+                if where[call.target] == s:
+                    continue
+            where.setdefault(call.target, s)
+            tied = []
+            for name, p in module.named_parameters():
+                self.names.setdefault(id(p), f"{call.target}.{name}")
+                if self.owner.setdefault(id(p), s) != s:
+                    tied.append(name)
+            if tied:
+                self.owned[s][call.target] = Lent(module, tied)
+            else:
+                self.owned[s][call.target] = module
+
+    def _again(self, path: str, first: int, second: int) -> None:
+        """A module with weights is called in two stages: fine where it has two names, as a tied embedding has."""
+        module = self.model.get_submodule(path)
+        if len(self._aliases[id(module)]) < 2:
+            raise ValueError(
+                f"{type(module).__name__} {path!r} is called in stages {first} and {second}, but has weights, which "
+                "one stage alone can change; cut so that both calls lie in one stage, or use two modules (which may "
+                "share their weights)"
+            )
+
+    def _segment(self, s: int) -> Segment:
+        return Segment(f"stage {s} ({_label(self.units[s])})", self.owned[s], self._describe)
+
+    def _describe(self, path: str) -> str:
+        module = self.model.get_submodule(path)
+        return f"{type(module).__name__} {path!r}" if path else type(module).__name__
+
+    def _staged(self, record: Record) -> Iterator[tuple[int, Call]]:
+        """Every call with its stage."""
+        s, last = 0, len(self.units) - 1
+        for call in record.calls:
+            if s < last:
+                start = self.units[s + 1].start
+                if start == call.target if call.module else start in call.attributes():
+                    s += 1
+            yield s, call
+        if s != last:
+            raise ValueError(
+                f"{type(self.model).__name__} does not come to {self.units[s + 1].start!r} for every micro-batch, or "
+                "in another order, so that stages cannot follow one another"
+            )
+
+    # -- from a record to what each segment does -----------------------------------------------------------------
+
+    def _take(self, record: Record, key: Key, known: Known) -> None:
+        n = len(self.segments)
+        staged = list(self._staged(record))
+        forms = list(record.forms)
+        calls: list[list[Call]] = [[] for _ in range(n)]
+        made = dict.fromkeys(range(record.inputs), -1)  # the stage that makes a value
+        until = dict.fromkeys(record.out, n)  # the last stage that needs it
+        lends: list[dict[str, int]] = [{} for _ in range(n)]
+        borrows: list[dict[str, int]] = [{} for _ in range(n)]
+        numbers: dict[int, int] = {}  # of weights that travel
+        for s, call in staged:
+            calls[s].append(call)
+            for ref in call.refs():
+                until[ref.number] = max(until.get(ref.number, 0), s)
+            for number in call.out:
+                made[number] = s
+            for local, p in self._borrowed(s, call):
+                if id(p) not in numbers:
+                    numbers[id(p)] = len(forms)
+                    forms.append((p.shape, p.dtype))
+                    made[numbers[id(p)]] = self.owner[id(p)]
+                    lends[self.owner[id(p)]][self.names[id(p)]] = numbers[id(p)]
+                borrows[s][local] = numbers[id(p)]
+                until[numbers[id(p)]] = max(until.get(numbers[id(p)], 0), s)
+        takes = list(range(record.inputs))
+        for s in range(n):
+            gives = record.out if s == n - 1 else sorted(v for v, end in until.items() if made[v] <= s < end)
+            if not gives:
+                raise ValueError(f"{self.segments[s].label} gives nothing that a later stage would take; cut elsewhere")
+            form = record.form if s == n - 1 else None
+            fixed = {v for v in takes if v < len(record.grads) and not record.grads[v]}
+            portion = Portion(calls[s], takes, gives, fixed, lends[s], borrows[s], record.constants, form)
+            incoming = key if s == 0 else (key[0], *[forms[v] for v in takes])
+            for copy in self._copies:
+                copy[s].learn(incoming, portion)  # type: ignore[operator]
+            takes = gives
+        self._known[key] = known
+
+    def _borrowed(self, s: int, call: Call) -> Iterator[tuple[str, nn.Parameter]]:
+        """Weights of earlier stages that a call computes with, by the name that the segment looks them up by."""
+        if call.module:
+            found = self.owned[s].get(call.target)
+            if isinstance(found, Lent):
+                module = self.model.get_submodule(call.target)
+                for name in found.names:
+                    p = module.get_parameter(name)
+                    yield f"{call.target}.{name}", p
+        else:
+            for name in touched(self.model, call):
+                p = self.model.get_parameter(name)
+                if self.owner.get(id(p), s) != s:
+                    yield name, p
+
+
+def _parts(value: Any) -> tuple[Tensor, ...]:
+    return value if type(value) is tuple else (value,)
+
+
+def _label(unit: Unit) -> str:
+    """The longest path that holds all its weights; if there is none, from where to where they lie."""
+    if not unit.names:
+        return unit.start or "input"
+    paths = [name.split(".") for name in unit.names]
+    common = []
+    for steps in zip(*paths, strict=False):
+        if len(set(steps)) > 1:
+            break
+        common.append(steps[0])
+    return ".".join(common) or f"{paths[0][0]}…{paths[-1][0]}"
+
+
+def _shaped(tensor: Tensor) -> Tensor:
+    """Its shape, under a fake mode; what has no device yet is for the CPU."""
+    device = "cpu" if tensor.is_meta else tensor.device
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device, requires_grad=tensor.requires_grad)
+
+
+def _shown(form: Form) -> str:
+    return str(form.fill([f"tensor {n}" for n in range(len(form.constants))]))

@@ -1,0 +1,244 @@
+"""Segment: one stage of a model whose own forward was followed. It takes and gives the tensors that cross boundaries.
+
+Its modules and parameters are the user's, under the names they have there. What it does with them is one `torch.fx`
+graph for every form of a micro-batch (shapes, types, training or evaluation): `print(segment.code())` shows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.func import functional_call
+from torch.utils import _pytree as pytree
+
+from pipeback.follow import Attribute, Call, Form, Ref, opened
+
+Key = tuple[Any, ...]  # the form of what comes in
+
+
+def key_of(parts: Sequence[Tensor], training: bool) -> Key:
+    """What tells micro-batches apart that need another graph."""
+    return (training, *[(part.shape, part.dtype) for part in parts])
+
+
+class Lent(nn.Module):
+    """A module that computes with weights of another stage, which come as tensors; its other weights are its own."""
+
+    def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
+        super().__init__()
+        self._module, self.names = (module,), tuple(names)  # in a tuple: not a child, whose weights would be counted
+        for name, parameter in module.named_parameters():
+            if name not in names:
+                _register(self, name, parameter)
+        for name, buffer in module.named_buffers():
+            _register(self, name, buffer, persistent=name in module.state_dict())
+
+    def forward(self, weights: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
+        (module,) = self._module
+        module.training = self.training
+        return functional_call(module, dict(zip(self.names, weights, strict=True)), args, kwargs)
+
+
+class Opened:
+    """What a call gave, taken apart; refused if it is not what it was when the model was followed."""
+
+    __name__, __module__ = "opened", "pipeback"
+
+    def __init__(self, form: Form, who: str) -> None:
+        self.form, self.who = form, who
+
+    def __call__(self, value: Any) -> list[Tensor]:
+        tensors, form = opened(value)
+        if form.spec != self.form.spec or form.constants != self.form.constants:
+            raise ValueError(
+                f"{self.who} gave another structure than when the model was followed: {_told(form)} instead of "
+                f"{_told(self.form)}; give the same one for every micro-batch of a shape, and tensors for what changes"
+            )
+        return tensors
+
+
+class Decided:
+    """A number that Python has decided by; refused if it is another one."""
+
+    __name__, __module__ = "decided", "pipeback"
+
+    def __init__(self, function: Callable[..., Any], expected: Any, who: str) -> None:
+        self.function, self.expected, self.who = function, expected, who
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        found = self.function(*args, **kwargs)
+        if found != self.expected:
+            name = getattr(self.function, "__name__", "a function")
+            raise ValueError(
+                f"{self.who}.forward goes another way for this micro-batch: {name} gave {found}, but {self.expected} "
+                "when the model was followed; keep decisions by values within one layer: give the path of the "
+                "deciding module in leaves="
+            )
+
+
+class Ungraded:
+    """A function under torch.no_grad()."""
+
+    __name__, __module__ = "without_gradient", "pipeback"
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            return self.function(*args, **kwargs)
+
+
+def carried(weight: Tensor) -> Tensor:
+    """A weight that later stages compute with, too, as this micro-batch finds it."""
+    return weight.clone()
+
+
+@dataclass
+class Portion:
+    """What a segment does for one form of a micro-batch: `calls`, from numbers `takes` to numbers `gives`."""
+
+    calls: list[Call]
+    takes: list[int]
+    gives: list[int]
+    fixed: set[int]  # of what it takes, what needs no gradient: a mask that does may get slower kernels
+    lends: dict[str, int]  # own weights that go on to later stages, and the numbers they get
+    borrows: dict[str, int]  # weights of earlier stages, and the numbers that they came under
+    constants: Mapping[str, Tensor]
+    form: Form | None = None  # of the model's output, in the last segment
+
+
+class Segment(nn.Module):
+    """One stage. owned: the parts of it: modules, parameters and buffers of the model by their names there."""
+
+    def __init__(self, label: str, owned: Mapping[str, Any], describe: Callable[[str], str]) -> None:
+        super().__init__()
+        self.label, self._describe = label, describe
+        for name, part in sorted(owned.items(), key=lambda item: isinstance(item[1], Tensor)):  # modules first
+            if not _has(self, name):
+                _register(self, name, part)
+        self._graphs: dict[Key, tuple[fx.GraphModule, Form | None]] = {}
+
+    def forward(self, given: Any, structured: bool = False) -> Any:
+        """structured: the last segment gives the model's output, not only its tensors."""
+        parts = given if type(given) is tuple else (given,)
+        found = self._graphs.get(key_of(parts, self.training))
+        if found is None:
+            raise RuntimeError(f"{self.label}: {self._unknown(parts)}")
+        graph, form = found
+        out = graph(*parts)
+        if structured and form is not None:
+            return form.fill(out)
+        return out[0] if len(out) == 1 else out
+
+    def learn(self, key: Key, portion: Portion) -> None:
+        """Know what to do for a form. Raises ValueError where that cannot be told from another form."""
+        graph = self._built(portion)
+        if key in self._graphs:
+            known, form = self._graphs[key]
+            if known.code != graph.code or form != portion.form:
+                raise ValueError(
+                    f"{self.label}: micro-batches of two forms look alike here, but need other operations; pad them "
+                    "to one form"
+                )
+            return
+        self._graphs[key] = graph, portion.form
+
+    def code(self) -> str:
+        """What it does, as Python, for every form that it knows."""
+        return "\n".join(f"# {_written(key)}\n{graph.code.strip()}\n" for key, (graph, _) in self._graphs.items())
+
+    def _unknown(self, parts: Sequence[Any]) -> str:
+        known = "; ".join(_written(key) for key in self._graphs)
+        return f"a micro-batch of {_written(key_of(parts, self.training))} was not followed; known: {known}"
+
+    def _built(self, portion: Portion) -> fx.GraphModule:
+        graph, known = fx.Graph(), dict[int, fx.Node]()
+        root: dict[str, Any] = {}
+        for number in portion.takes:
+            known[number] = graph.placeholder(f"v{number}")
+        for number in portion.takes:
+            if number in portion.fixed:
+                known[number] = graph.call_function(Tensor.detach, (known[number],))
+
+        def attribute(name: str) -> fx.Node:
+            if name in portion.borrows:
+                return known[portion.borrows[name]]
+            root[name] = portion.constants[name] if name in portion.constants else _looked_up(self, name)
+            return graph.get_attr(name)
+
+        def filled(value: Any) -> Any:
+            if isinstance(value, Ref):
+                return known[value.number]
+            return attribute(value.name) if isinstance(value, Attribute) else value
+
+        for name, number in portion.lends.items():
+            known[number] = graph.call_function(carried, (attribute(name),))
+        for call in portion.calls:
+            args, kwargs = pytree.tree_map(filled, (call.args, call.kwargs))
+            if call.module:
+                module = root[call.target] = self.get_submodule(call.target)
+                if isinstance(module, Lent):
+                    args = ([known[portion.borrows[f"{call.target}.{name}"]] for name in module.names], *args)
+                node = graph.call_module(call.target, tuple(args), kwargs)
+            else:
+                function = call.target
+                if call.check is not None:
+                    function = Decided(function, call.check[0], self._describe(call.where))
+                elif not call.grad:
+                    function = Ungraded(function)
+                node = graph.call_function(function, tuple(args), kwargs)
+            if call.form is None:
+                for number in call.out:
+                    known[number] = node
+                continue
+            who = self._describe(call.target) if call.module else getattr(call.target, "__name__", "a function")
+            node = graph.call_function(Opened(call.form, who), (node,))
+            for n, number in enumerate(call.out):
+                known[number] = graph.call_function(getitem, (node, n))
+        graph.output(tuple(known[number] for number in portion.gives))
+        return fx.GraphModule(root, graph)
+
+
+def _looked_up(root: nn.Module, name: str) -> Tensor:
+    path, _, key = name.rpartition(".")
+    found = getattr(root.get_submodule(path), key)
+    assert isinstance(found, Tensor)
+    return found
+
+
+def _has(root: nn.Module, name: str) -> bool:
+    """Whether there is such an attribute, in a module of that path."""
+    for step in name.split("."):
+        root = getattr(root, step, None)  # type: ignore[assignment]
+    return root is not None
+
+
+def _register(root: nn.Module, name: str, part: Any, persistent: bool = True) -> None:
+    """Put a module, parameter or buffer under the root, with empty modules on the way."""
+    *path, key = name.split(".")
+    for step in path:
+        if step not in root._modules:
+            root.add_module(step, nn.Module())
+        root = root._modules[step]  # type: ignore[assignment]
+    if isinstance(part, nn.Parameter):
+        root.register_parameter(key, part)
+    elif isinstance(part, Tensor):
+        root.register_buffer(key, part, persistent)
+    else:
+        root.add_module(key, part)
+
+
+def _written(key: Key) -> str:
+    training, *parts = key
+    shapes = ", ".join(f"{tuple(shape)} {str(dtype).removeprefix('torch.')}" for shape, dtype in parts)
+    return f"{shapes} in {'training' if training else 'evaluation'}"
+
+
+def _told(form: Form) -> str:
+    return str(form.fill([f"tensor {n}" for n in range(len(form.constants))]))
