@@ -1,4 +1,4 @@
-"""`pipeback zoo`: models from elsewhere train with the bits of a plain loop; a failure is shown, and the status tells."""
+"""`pipeback zoo`: models from elsewhere train with a plain loop's bits; a failure is shown, and the status tells."""
 
 import math
 
