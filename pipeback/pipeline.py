@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from pipeback import clocks, disk, memory, meta, methods, sparsities, state, versions
 from pipeback.activations import keeping
 from pipeback.agreement import agree
+from pipeback.breakdown import Row, breakdown
 from pipeback.budget import check, check_stages
 from pipeback.disk import DiskStore
 from pipeback.follow import Form
@@ -668,6 +669,24 @@ class Pipeline:
             if not count:
                 raise ValueError("plan: nothing was pushed yet; give it a push: pipe.plan(x, y)")
             return plan(survey(self._holding, self._setting, samples), count, pushes)
+
+    def breakdown(self, x: Value, y: Any = None) -> list[Row]:
+        """What each stage is and costs: layers, parameters, FLOPs, seconds, activations and delay, a `Row` a stage.
+
+        x, y: a push, of which a micro-batch is rehearsed and not trained on. In one process.
+        """
+        with self._lock, torch.enable_grad():
+            self._open()
+            if self.ranks.several:
+                raise RuntimeError("breakdown: other ranks have stages of the model; ask for it in one process")
+            size = None if self._outside else self._micro_batch_size
+            x, form = self._enter(x)
+            batches = [b for part in shares(x, y, self.replicas) for b in micro_batches(*part, size)]
+            self._follow([b[0] for b in batches], form)
+            self._rehearse(batches)
+            self.wait()
+            x, y, _ = batches[0]
+            return breakdown(self._stages, self._holding.seconds, self.delays, x, y, self._holding.present)
 
     def record(self, on: bool = True) -> None:
         """Measure every operation from now on (same bits, one operation at a time), for `pipeback.draw.trace`.

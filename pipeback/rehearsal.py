@@ -45,7 +45,7 @@ def rehearse(
         with present(stage):
             if stage.device is None:  # a stage without weights works where its input comes from
                 stage.device = (value[0] if isinstance(value, tuple) else value).device
-            with _untouched(stage), _watch_norms(stage):
+            with leaving_no_trace(stage), _watch_norms(stage):
                 _learn(stage, value, target)
                 output = _first_run(stage, value, target)
                 stashes = stage.keeping is None or stage.keeping.stashes
@@ -64,7 +64,7 @@ def rehearse_shape(stages: Sequence[Stage], x: Value, target: Any) -> Value:
     """The cheap part, for a micro-batch smaller than any before: outputs and normalisations."""
     value = cut(x)
     for stage in stages:
-        with _untouched(stage), _watch_norms(stage), torch.no_grad():
+        with leaving_no_trace(stage), _watch_norms(stage), torch.no_grad():
             _, given = stage.enter(value)
             value = _checked(stage, _guarded(stage, _copied(given), target))
     return value
@@ -230,7 +230,7 @@ def _refuse_stashed_functions(stage: Stage, value: Value, target: Any, method: M
 def _saved_floats(stage: Stage, x: Value, target: Any) -> list[tuple[str, Tensor]]:
     """Names and copies of the floating-point tensors that the graph saves, weights themselves left out."""
     torch.clear_autocast_cache()  # or it would hide that the weights have changed
-    with _untouched(stage):  # the same buffers and masks each time
+    with leaving_no_trace(stage):  # the same buffers and masks each time
         stage.generator.manual_seed(0)
         _, given = stage.enter(x)
         roots = grown(stage.run(given, target))
@@ -318,7 +318,7 @@ def _check_norm(stage: Stage, key: str, norm: nn.Module, x: Tensor) -> None:
 
 
 @contextmanager
-def _untouched(stage: Stage) -> Iterator[None]:
+def leaving_no_trace(stage: Stage) -> Iterator[None]:
     """Buffers and random state afterwards as before."""
     generator = stage.generator
     state = generator.get_state()

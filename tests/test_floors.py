@@ -19,7 +19,7 @@ FLOORS = [
         "densities", "masks", "sparsity", "shards", "sparse", "store", "pages", "disk", "residence",
         "streaming", "worker", "snapshot", "loop", "runtime", "state", "frame", "vigil", "wire", "semaphore",
         "ring", "beats", "activity", "blame", "health", "joining", "digest", "ranks", "clocks", "processes",
-        "wiring", "weights", "holding", "starting", "dry", "bandwidth", "survey", "agreement", "rehearsal",
+        "wiring", "weights", "holding", "starting", "dry", "bandwidth", "survey", "agreement", "rehearsal", "breakdown",
         "inputs", "memory", "versions",
     ],
     [
