@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from pipeback.decisions import MOST, Decision, decisions, mark
 from pipeback.follow import Call, Form, Record, follow, opened
 from pipeback.granularity import Cuts, Unit, blocks_of, chosen, family, joined, leaves, touched, units
 from pipeback.inflight import untouched
@@ -36,6 +37,12 @@ class Known(NamedTuple):
 
     inputs: Form
     output: Form
+    decisions: list[Decision]  # by numbers of the input: where they fall otherwise, it is another variant
+    mark: Tensor | None = None  # of the variant, where there may be others
+
+    def marked(self, x: Any) -> Any:
+        """The tensors of a micro-batch as the stages take them."""
+        return x if self.mark is None else (*_parts(x), self.mark)
 
 
 class Program:
@@ -58,14 +65,15 @@ class Program:
             )
         self.kind: Cuts = ("block" if self.blocks else "layer") if self.cuts == "auto" else self.cuts
         self._known: dict[Key, Known] = {}
+        self._variants: dict[Key, list[Known]] = {}  # of every form, the ways that the model goes
         arguments = self.arguments(example)
-        record, key, known = self._first(arguments, whole, by)
+        record, known = self._first(arguments, whole, by)
         self._own(record)
         self.segments = [self._segment(s) for s in range(len(self.units))]
         self._copies: list[Sequence[nn.Module]] = [self.segments]
-        self._take(record, key, known)
+        x = self._take(record, self.enter(arguments)[0], model.training, known)
         if self.complete:
-            self._prove(arguments)
+            self._prove(arguments, x)
 
     # -- in and out ----------------------------------------------------------------------------------------------
 
@@ -90,22 +98,28 @@ class Program:
         form = self._known[key_of(_parts(x), training)].output
         return form.fill(_parts(output))
 
-    def knows(self, x: Any, form: Form, training: bool) -> bool:
-        """Whether it was followed for tensors as x. Raises ValueError where their structure was another."""
-        known = self._known.get(key_of(_parts(x), training))
-        if known is not None and known.inputs != form:
-            raise ValueError(
-                f"a micro-batch has another structure than the one before with tensors of the same shapes: "
-                f"{_shown(form)} instead of {_shown(known.inputs)}"
-            )
-        return known is not None
+    def known(self, x: Any, form: Form, training: bool) -> Any | None:
+        """The tensors x with the mark of their variant, None if the model was not followed for such.
 
-    def prepare(self, x: Any, form: Form, training: bool) -> None:
-        """Know what to do for tensors as x: follow the model once more."""
+        Raises ValueError where their structure was another.
+        """
+        parts = _parts(x)
+        for known in self._variants.get(key_of(parts, training), ()):
+            if known.inputs != form:
+                raise ValueError(
+                    f"a micro-batch has another structure than the one before with tensors of the same shapes: "
+                    f"{_shown(form)} instead of {_shown(known.inputs)}"
+                )
+            if all(decision.holds(parts) for decision in known.decisions):
+                return known.marked(x)
+        return None
+
+    def prepare(self, x: Any, form: Form, training: bool) -> Any:
+        """Know what to do for tensors as x: follow the model once more. Returns them with the mark of their variant."""
         args, kwargs = form.fill(_parts(x))
         with self._modes(training):
             record, known = self._follow(Arguments(args, kwargs), real=self.complete)
-        self._take(record, key_of(_parts(x), training), known)
+        return self._take(record, x, training, known)
 
     def follow_too(self, segments: Sequence[nn.Module]) -> None:
         """Copies of the segments are to know what these do."""
@@ -137,7 +151,7 @@ class Program:
         if by not in ("time", "memory"):
             raise ValueError(f'balance must be "time" or "memory", but is {by!r}')
 
-    def _first(self, arguments: Arguments, whole: Sequence[str], by: str) -> tuple[Record, Key, Known]:
+    def _first(self, arguments: Arguments, whole: Sequence[str], by: str) -> tuple[Record, Known]:
         """Follow the example, and cut."""
         number = isinstance(self.cuts, int)
         finest: Cuts = ("block" if self.blocks else "layer") if number else self.kind
@@ -150,14 +164,13 @@ class Program:
                 record, known = self._follow(arguments, real=self.complete)
                 self.units = units(self.model, record, "layer", ())
             self.units = joined(self.units, self.cuts, by)
-        x, _ = self.enter(arguments)
-        return record, key_of(_parts(x), self.model.training), known
+        return record, known
 
     def _follow(self, arguments: Arguments, real: bool) -> tuple[Record, Known]:
         if real:
             device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
             with untouched(self.model), torch.random.fork_rng([device] if device.type == "cuda" else []):
-                record, _ = follow(self.model, *arguments, self._leaves)
+                record, _ = follow(self.model, *_copied(arguments), self._leaves)
         else:
             with FakeTensorMode(allow_non_fake_inputs=True) as fake:
                 own = dict([*self.model.named_buffers(), *self.model.named_parameters()])
@@ -165,7 +178,8 @@ class Program:
                 tensors, form = opened(tuple(arguments))
                 args, kwargs = form.fill([fake.from_tensor(t) for t in tensors])
                 record, _ = follow(self.model, args, kwargs, self._leaves, values)
-        return record, Known(opened(tuple(arguments))[1], record.form)
+        tensors, form = opened(tuple(arguments))
+        return record, Known(form, record.form, decisions(record, tensors) if real else [])
 
     @contextmanager
     def _modes(self, training: bool) -> Iterator[None]:
@@ -179,12 +193,12 @@ class Program:
             for m, mode in modes:
                 m.training = mode
 
-    def _prove(self, arguments: Arguments) -> None:
+    def _prove(self, arguments: Arguments, x: Any) -> None:
         """Raise unless the stages, one after the other, give what the model does, bit for bit."""
-        x, _ = self.enter(arguments)
         device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
         found = []
-        for run in (lambda: self.model(*arguments.args, **arguments.kwargs), lambda: self._chain(x)):
+        args, kwargs = _copied(arguments)
+        for run in (lambda: self.model(*args, **kwargs), lambda: self._chain(x)):
             with untouched(self.model), torch.random.fork_rng([device] if device.type == "cuda" else []):
                 torch.manual_seed(0)
                 with torch.no_grad():
@@ -278,8 +292,19 @@ class Program:
 
     # -- from a record to what each segment does -----------------------------------------------------------------
 
-    def _take(self, record: Record, key: Key, known: Known) -> None:
-        n = len(self.segments)
+    def _take(self, record: Record, x: Any, training: bool, known: Known) -> Any:
+        """Have the stages know what to do for micro-batches as x; returns x with its mark."""
+        n, others = len(self.segments), self._variants.setdefault(key_of(_parts(x), training), [])
+        if len(others) == MOST:
+            raise ValueError(
+                f"{type(self.model).__name__}.forward has gone {MOST} ways for micro-batches of one form, and goes yet "
+                f"another one: {_asked(known)}; keep decisions by values within one layer: give the path of the "
+                "deciding module in leaves="
+            )
+        if known.decisions:
+            known = known._replace(mark=mark(known.decisions, [o.mark for o in others if o.mark is not None]))
+        marked = known.marked(x)
+        key = key_of(_parts(marked), training)
         staged = list(self._staged(record))
         forms = list(record.forms)
         calls: list[list[Call]] = [[] for _ in range(n)]
@@ -302,11 +327,16 @@ class Program:
                     lends[self.owner[id(p)]][self.names[id(p)]] = numbers[id(p)]
                 borrows[s][local] = numbers[id(p)]
                 until[numbers[id(p)]] = max(until.get(numbers[id(p)], 0), s)
-        takes = list(range(record.inputs))
+        takes, marks = list(range(record.inputs)), list[int]()
+        if known.mark is not None:
+            marks = [len(forms)]
+            forms.append((known.mark.shape, known.mark.dtype))
+        takes += marks
         for s in range(n):
             gives = record.out if s == n - 1 else sorted(v for v, end in until.items() if made[v] <= s < end)
             if not gives:
                 raise ValueError(f"{self.segments[s].label} gives nothing that a later stage would take; cut elsewhere")
+            gives = gives if s == n - 1 else gives + marks
             form = record.form if s == n - 1 else None
             fixed = {v for v in takes if v < len(record.grads) and not record.grads[v]}
             portion = Portion(calls[s], takes, gives, fixed, lends[s], borrows[s], record.constants, form)
@@ -315,6 +345,8 @@ class Program:
                 copy[s].learn(incoming, portion)  # type: ignore[operator]
             takes = gives
         self._known[key] = known
+        others.append(known)
+        return marked
 
     def _borrowed(self, s: int, call: Call) -> Iterator[tuple[str, nn.Parameter]]:
         """Weights of earlier stages that a call computes with, by the name that the segment looks them up by."""
@@ -332,8 +364,20 @@ class Program:
                     yield name, p
 
 
+def _copied(arguments: Arguments) -> Arguments:
+    """With tensors of its own: a model may change what it is called with."""
+    tensors, form = opened(tuple(arguments))
+    return Arguments(*form.fill([tensor.clone() for tensor in tensors]))
+
+
 def _parts(value: Any) -> tuple[Tensor, ...]:
     return value if type(value) is tuple else (value,)
+
+
+def _asked(known: Known) -> str:
+    """What it decided by last."""
+    call = known.decisions[-1].calls[-1] if known.decisions else None
+    return "it changes from call to call" if call is None else f"{call.target.__name__} gave {call.check[0]}"
 
 
 def _label(unit: Unit) -> str:

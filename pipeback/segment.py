@@ -206,7 +206,10 @@ class Segment(nn.Module):
 
     def _unknown(self, parts: Sequence[Any]) -> str:
         known = "; ".join(_written(key) for key in self._graphs)
-        return f"a micro-batch of {_written(key_of(parts, self.training))} was not followed; known: {known}"
+        return (
+            f"a micro-batch of {_written(key_of(parts, self.training))} was not followed; known: {known}. If it is of "
+            "a state that was saved, have such a micro-batch followed before: pipe.plan(x, y)"
+        )
 
     def _built(self, portion: Portion) -> fx.GraphModule:
         graph, known = fx.Graph(), dict[int, fx.Node]()
