@@ -45,6 +45,18 @@ class Attribute:
     name: str
 
 
+class Applied:
+    """The call of a custom autograd function."""
+
+    __module__ = "pipeback"
+
+    def __init__(self, function: Any) -> None:
+        self.function, self.__name__ = function, function.__name__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function.apply(*args, **kwargs)
+
+
 @dataclass
 class Call:
     """One call of a leaf module or of a torch function."""
@@ -105,6 +117,11 @@ class Record:
     grads: list[bool]  # whether it needs a gradient
     seconds: list[float]  # of every call
 
+    @property
+    def answers(self) -> list[Any]:
+        """What Python has decided by."""
+        return [call.check[0] for call in self.calls if call.check is not None]
+
 
 def follow(
     model: nn.Module,
@@ -112,15 +129,16 @@ def follow(
     kwargs: Mapping[str, Any],
     leaves: Callable[[str, nn.Module], bool],
     values: Mapping[str, Tensor] | None = None,
+    answers: Sequence[Any] | None = None,
 ) -> tuple[Record, Any]:
     """Run `model(*args, **kwargs)` and write it down; returns its output, too. leaves: says of a path and module
-    whether its call is one. values: parameters and buffers to run on in place of its own. Tensors of args and kwargs,
-    in pytree order, are numbers 0, 1, …
+    whether its call is one. values: parameters and buffers to run on in place of its own. answers: what Python's
+    decisions by values are to be, of a record before. Tensors of args and kwargs, in pytree order, are numbers 0, 1, …
 
     Raises ValueError naming the module where something cannot be followed: objects that calls would share, state that
     a forward leaves in a module, values from outside of torch.
     """
-    recorder = _Recorder(model, leaves, values)
+    recorder = _Recorder(model, leaves, values, answers)
     for tensor in pytree.tree_leaves((tuple(args), dict(kwargs))):
         if isinstance(tensor, Tensor):
             recorder.new(tensor)
@@ -154,6 +172,7 @@ class _Recorder(TorchFunctionMode):
         model: nn.Module,
         leaves: Callable[[str, nn.Module], bool],
         values: Mapping[str, Tensor] | None = None,
+        answers: Sequence[Any] | None = None,
     ) -> None:
         super().__init__()
         self.model, self.calls, self.count = model, list[Call](), 0
@@ -175,6 +194,7 @@ class _Recorder(TorchFunctionMode):
         self.forms: list[tuple[torch.Size, torch.dtype]] = []
         self.grads: list[bool] = []
         self.seconds: list[float] = []
+        self.answers = None if answers is None else iter(answers)
         self.inside = 0  # of a leaf
         self.stack: list[str] = []
         self.thread = threading.get_ident()
@@ -225,8 +245,8 @@ class _Recorder(TorchFunctionMode):
             return Attribute(self.held[id(value)])
         raise ValueError(
             f"{self.name(self.where)}.forward gives {what} a tensor {tuple(value.shape)} that no torch function or "
-            "module has made from its input, as custom autograd functions and numpy do: put that into a module of its "
-            "own, which is not looked into, and whose path you give in leaves="
+            "module has made from its input, as numpy does: put that into a module of its own, which is not looked "
+            "into, and whose path you give in leaves="
         )
 
     def plain(self, value: Any, where: str, what: str) -> Any:
@@ -273,19 +293,39 @@ class _Recorder(TorchFunctionMode):
                 "functions, or give its path in leaves="
             )
         begin = time.perf_counter()
-        output = target(*args, **kwargs)
+        asks = name in NUMBERS and self.asks(args, kwargs)
+        output = next(self.answers) if asks and self.answers is not None else target(*args, **kwargs)
         seconds = time.perf_counter() - begin
-        asks = name in NUMBERS and not isinstance(output, Tensor)
         if asks or name in ("__setitem__", "__delitem__") or _tensors(output):
             what = f"torch function {name}"
             call = Call(target, self.place(args, what), self.place(kwargs, what), self.where, torch.is_grad_enabled())
-            if asks and not call.refs():
-                return output  # of a parameter or constant
             self.write(call, seconds)
             if asks:
                 call.check = (output,)
             elif _tensors(output):
                 self.give(call, output)
+        return output
+
+    def asks(self, args: Any, kwargs: Any) -> bool:
+        """Whether what is asked for its numbers belongs to the micro-batch, not to the model."""
+        leaves = pytree.tree_leaves((args, kwargs))
+        return any(isinstance(x, Tensor) and id(x) in self.numbers for x in leaves)
+
+    def applied(self, original: Callable[..., Any], function: Any, args: Any, kwargs: Any) -> Any:
+        """A custom autograd function, with its own backward."""
+        if self.inside or threading.get_ident() != self.thread:
+            return original(*args, **kwargs)
+        what = f"autograd function {function.__name__}"
+        call = Call(Applied(function), self.place(args, what), self.place(kwargs, what), self.where, True)
+        call.grad = torch.is_grad_enabled()
+        self.inside += 1
+        begin = time.perf_counter()
+        try:
+            output = original(*args, **kwargs)
+        finally:
+            self.inside -= 1
+        self.write(call, time.perf_counter() - begin)
+        self.give(call, output)
         return output
 
     def call(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -319,9 +359,16 @@ def _calls_heard(recorder: _Recorder) -> Iterator[None]:
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return recorder.call(original, module, args, kwargs)
 
+    apply = torch.autograd.Function.__dict__["apply"]
+
+    def applied(function: Any, *args: Any, **kwargs: Any) -> Any:
+        return recorder.applied(apply.__get__(None, function), function, args, kwargs)
+
     with ExitStack() as stack:
         stack.callback(setattr, nn.Module, "__call__", original)
+        stack.callback(setattr, torch.autograd.Function, "apply", apply)
         nn.Module.__call__ = call  # type: ignore[method-assign]
+        torch.autograd.Function.apply = classmethod(applied)
         yield
 
 

@@ -80,6 +80,11 @@ def keep(roots: Sequence[Tensor], known: set[int], where: str) -> tuple[list[Ten
     The signature names every saved tensor and every saved number, in order: numbers cannot be put back, so a forward
     that finds others (a threshold taken from the data, say) must be noticed.
     """
+    if any(type(node).__name__ == "CopySlices" for node in nodes(roots)):
+        raise TypeError(
+            f"{where}: its forward changes a view in place (x.view(…).relu_(), y[0] = …), and what torch saves "
+            "for it cannot be reached; change a copy instead, or drain() before saving"
+        )
     values, signature = [], []
     for name, tensor, _ in saved(roots):
         if tensor.untyped_storage()._cdata not in known:

@@ -798,6 +798,7 @@ class Pipeline:
             "seconds": self._holding.seconds,
             "groups": {str(current.since): [plain_groups(g) for g in current.groups]},
             "current": current.since,
+            **({} if self._program is None else {"forms": self._program.forms()}),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -836,6 +837,8 @@ class Pipeline:
         options = state.options_of(plain, self.optimizers)
         self._options = options[plain["current"]]
         self._arrived, self._smallest, self._holding.seconds = plain["arrived"], None, plain["seconds"]
+        if self._program is not None:
+            self._program.know(plain.get("forms", ()))
         if plain["loops"]:
             self._holding.share_out(values=False)
         messages: dict[int, Messages] = {}

@@ -9,15 +9,16 @@ gradient travels back. So it is one weight with one delay, that of its owner, un
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
 
-from pipeback.follow import Call, Form, Record, follow, opened
+from pipeback.follow import Call, Form, Record, Ref, follow, opened
 from pipeback.granularity import Cuts, Unit, blocks_of, chosen, family, joined, leaves, touched, units
 from pipeback.inflight import untouched
 from pipeback.partition import Part
@@ -36,6 +37,7 @@ class Known(NamedTuple):
 
     inputs: Form
     output: Form
+    answers: list[Any]  # what Python has decided by
 
 
 class Program:
@@ -108,6 +110,31 @@ class Program:
             record, known = self._follow(Arguments(args, kwargs), real=self.complete)
         self._take(record, key_of(_parts(x), training), known)
 
+    def forms(self) -> list[dict[str, Any]]:
+        """The forms of micro-batches that are known, as plain values: a saved state has micro-batches of these."""
+        found = []
+        for (training, *tensors), known in self._known.items():
+            found.append({
+                "training": training,
+                "tensors": [[list(shape), str(dtype).removeprefix("torch.")] for shape, dtype in tensors],
+                "structure": pytree.treespec_dumps(known.inputs.spec),
+                "constants": [_plain(c) for c in known.inputs.constants],
+                "answers": known.answers,
+            })  # fmt: skip
+        return found
+
+    def know(self, forms: Sequence[Mapping[str, Any]]) -> None:
+        """Follow the model on these forms, by shapes alone."""
+        for form in forms:
+            x = tuple(torch.empty(shape, dtype=getattr(torch, kind)) for shape, kind in form["tensors"])
+            constants = tuple(Ref(c["tensor"]) if isinstance(c, dict) else c for c in form["constants"])
+            structure = Form(pytree.treespec_loads(form["structure"]), constants)
+            if not self.knows(x, structure, form["training"]):
+                arguments = Arguments(*structure.fill(x))
+                with self._modes(form["training"]):
+                    record, known = self._follow(arguments, real=False, answers=form["answers"])
+                self._take(record, key_of(x, form["training"]), known)
+
     def follow_too(self, segments: Sequence[nn.Module]) -> None:
         """Copies of the segments are to know what these do."""
         self._copies.append(segments)
@@ -121,7 +148,7 @@ class Program:
     @property
     def parts(self) -> list[Part]:
         """The stages, with the names that they have in reports."""
-        labels = [_label(unit) for unit in self.units]
+        labels = [self._label(unit) for unit in self.units]
         counts = Counter(labels)
         for s, unit in enumerate(self.units):
             if counts[labels[s]] > 1:
@@ -154,7 +181,7 @@ class Program:
         x, _ = self.enter(arguments)
         return record, key_of(_parts(x), self.model.training), known
 
-    def _follow(self, arguments: Arguments, real: bool) -> tuple[Record, Known]:
+    def _follow(self, arguments: Arguments, real: bool, answers: Sequence[Any] | None = None) -> tuple[Record, Known]:
         if real:
             device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
             with untouched(self.model), torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -165,8 +192,8 @@ class Program:
                 values = {name: _shaped(t) for name, t in own.items()}
                 tensors, form = opened(tuple(arguments))
                 args, kwargs = form.fill([fake.from_tensor(t) for t in tensors])
-                record, _ = follow(self.model, args, kwargs, self._leaves, values)
-        return record, Known(opened(tuple(arguments))[1], record.form)
+                record, _ = follow(self.model, args, kwargs, self._leaves, values, answers)
+        return record, Known(opened(tuple(arguments))[1], record.form, record.answers)
 
     @contextmanager
     def _modes(self, training: bool) -> Iterator[None]:
@@ -262,7 +289,19 @@ class Program:
             )
 
     def _segment(self, s: int) -> Segment:
-        return Segment(f"stage {s} ({_label(self.units[s])})", self.owned[s], self._describe)
+        return Segment(f"stage {s} ({self._label(self.units[s])})", self.owned[s], self._describe)
+
+    def _label(self, unit: Unit) -> str:
+        """Its layer; of several, the longest path that holds all their weights, or from where to where they lie."""
+        if not unit.names or self.kind in ("layer", "sublayer"):
+            return unit.names[0] if unit.names else unit.start or "input"
+        paths = [name.split(".") for name in unit.names]
+        common = []
+        for steps in zip(*paths, strict=False):
+            if len(set(steps)) > 1:
+                break
+            common.append(steps[0])
+        return ".".join(common) or f"{paths[0][0]}…{paths[-1][0]}"
 
     def _describe(self, path: str) -> str:
         module = self.model.get_submodule(path)
@@ -343,17 +382,16 @@ def _parts(value: Any) -> tuple[Tensor, ...]:
     return value if type(value) is tuple else (value,)
 
 
-def _label(unit: Unit) -> str:
-    """The longest path that holds all its weights; if there is none, from where to where they lie."""
-    if not unit.names:
-        return unit.start or "input"
-    paths = [name.split(".") for name in unit.names]
-    common = []
-    for steps in zip(*paths, strict=False):
-        if len(set(steps)) > 1:
-            break
-        common.append(steps[0])
-    return ".".join(common) or f"{paths[0][0]}…{paths[-1][0]}"
+def _plain(value: Any) -> Any:
+    """What stands in a structure, for JSON."""
+    if isinstance(value, Ref):
+        return {"tensor": value.number}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise ValueError(
+        f"a micro-batch has a {type(value).__name__} in it, {value!r}, which a saved state cannot hold; push tensors, "
+        "numbers and strings"
+    )
 
 
 def _shaped(tensor: Tensor) -> Tensor:

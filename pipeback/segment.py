@@ -51,6 +51,7 @@ class Opened:
 
     def __init__(self, form: Form, who: str) -> None:
         self.form, self.who = form, who
+        self.expects: Any = form
 
     def __call__(self, value: Any) -> list[Tensor]:
         tensors, form = opened(value)
@@ -68,14 +69,14 @@ class Decided:
     __name__, __module__ = "decided", "pipeback"
 
     def __init__(self, function: Callable[..., Any], expected: Any, who: str) -> None:
-        self.function, self.expected, self.who = function, expected, who
+        self.function, self.expects, self.who = function, expected, who
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         found = self.function(*args, **kwargs)
-        if found != self.expected:
+        if found != self.expects:
             name = getattr(self.function, "__name__", "a function")
             raise ValueError(
-                f"{self.who}.forward goes another way for this micro-batch: {name} gave {found}, but {self.expected} "
+                f"{self.who}.forward goes another way for this micro-batch: {name} gave {found}, but {self.expects} "
                 "when the model was followed; keep decisions by values within one layer: give the path of the "
                 "deciding module in leaves="
             )
@@ -94,9 +95,32 @@ class Ungraded:
             return self.function(*args, **kwargs)
 
 
-def carried(weight: Tensor) -> Tensor:
-    """A weight that later stages compute with, too, as this micro-batch finds it."""
-    return weight.clone()
+class Carried:
+    """A weight that later stages compute with, too, as a micro-batch finds it: a copy, kept while it stays the same."""
+
+    __name__, __module__ = "carried", "pipeback"
+
+    def __init__(self) -> None:
+        self.copy: Tensor | None = None
+
+    def __call__(self, weight: Tensor) -> Tensor:
+        if self.copy is None or self.copy.shape != weight.shape or not torch.equal(self.copy, weight):
+            self.copy = weight.detach().clone()
+        found: Tensor = _Handed.apply(weight, self)
+        return found
+
+
+class _Handed(torch.autograd.Function):
+    """The copy, with the weight's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, carried: Carried) -> Tensor:
+        assert carried.copy is not None
+        return carried.copy.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], None
 
 
 @dataclass
@@ -122,6 +146,7 @@ class Segment(nn.Module):
         for name, part in sorted(owned.items(), key=lambda item: isinstance(item[1], Tensor)):  # modules first
             if not _has(self, name):
                 _register(self, name, part)
+        self._carried: dict[str, Carried] = {}
         self._graphs: dict[Key, tuple[fx.GraphModule, Form | None]] = {}
 
     def forward(self, given: Any, structured: bool = False) -> Any:
@@ -141,7 +166,7 @@ class Segment(nn.Module):
         graph = self._built(portion)
         if key in self._graphs:
             known, form = self._graphs[key]
-            if known.code != graph.code or form != portion.form:
+            if _does(known) != _does(graph) or form != portion.form:
                 raise ValueError(
                     f"{self.label}: micro-batches of two forms look alike here, but need other operations; pad them "
                     "to one form"
@@ -160,8 +185,8 @@ class Segment(nn.Module):
     def _built(self, portion: Portion) -> fx.GraphModule:
         graph, known = fx.Graph(), dict[int, fx.Node]()
         root: dict[str, Any] = {}
-        for number in portion.takes:
-            known[number] = graph.placeholder(f"v{number}")
+        for n, number in enumerate(portion.takes):
+            known[number] = graph.placeholder(f"x{n}")
         for number in portion.takes:
             if number in portion.fixed:
                 known[number] = graph.call_function(Tensor.detach, (known[number],))
@@ -178,6 +203,7 @@ class Segment(nn.Module):
             return attribute(value.name) if isinstance(value, Attribute) else value
 
         for name, number in portion.lends.items():
+            carried = self._carried.setdefault(name, Carried())
             known[number] = graph.call_function(carried, (attribute(name),))
         for call in portion.calls:
             args, kwargs = pytree.tree_map(filled, (call.args, call.kwargs))
@@ -203,6 +229,11 @@ class Segment(nn.Module):
                 known[number] = graph.call_function(getitem, (node, n))
         graph.output(tuple(known[number] for number in portion.gives))
         return fx.GraphModule(root, graph)
+
+
+def _does(graph: fx.GraphModule) -> list[Any]:
+    """What makes two graphs equal: their code, and what they expect of what calls give."""
+    return [graph.code, *[n.target.expects for n in graph.graph.nodes if isinstance(n.target, (Opened, Decided))]]
 
 
 def _looked_up(root: nn.Module, name: str) -> Tensor:
