@@ -115,6 +115,7 @@ class Record:
     constants: dict[str, Tensor]  # tensors that modules hold and that are neither parameter nor buffer, by name
     forms: list[tuple[torch.Size, torch.dtype]]  # shape and type of every number
     grads: list[bool]  # whether it needs a gradient
+    changed: set[str]  # buffers that were changed in place
     seconds: list[float]  # of every call
 
     @property
@@ -144,6 +145,7 @@ def follow(
             recorder.new(tensor)
     inputs = recorder.count
     before = {path: dict(vars(module)) for path, module in model.named_modules() if not leaves(path, module)}
+    watched = [(name, buffer, buffer._version) for name, buffer in model.named_buffers()]
     with recorder, _calls_heard(recorder):
         output = model(*args, **kwargs) if values is None else functional_call(model, dict(values), args, dict(kwargs))
     for path, attributes in before.items():
@@ -160,10 +162,8 @@ def follow(
     if not out:
         raise ValueError(f"{type(model).__name__} returned no tensor, but {type(output).__name__}")
     form = Form(spec, tuple(constants))
-    record = Record(
-        recorder.calls, inputs, out, form, recorder.constants, recorder.forms, recorder.grads, recorder.seconds
-    )
-    return record, output
+    h, changed = recorder, {name for name, buffer, version in watched if buffer._version != version}
+    return Record(h.calls, inputs, out, form, h.constants, h.forms, h.grads, changed, h.seconds), output
 
 
 class _Recorder(TorchFunctionMode):

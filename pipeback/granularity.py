@@ -157,8 +157,14 @@ def joined(units: Sequence[Unit], count: int, by: str) -> list[Unit]:
 
 def touched(model: nn.Module, call: Call) -> list[str]:
     """Names of the parameters that a call computes with."""
+    own: list[str] = []
     if call.module:
-        return [f"{call.target}.{n}" for n, _ in model.get_submodule(call.target).named_parameters()]
+        own = [f"{call.target}.{n}" for n, _ in model.get_submodule(call.target).named_parameters()]
+    return own + given(model, call)
+
+
+def given(model: nn.Module, call: Call) -> list[str]:
+    """Names of the parameters that a call is given."""
     parameters = dict(model.named_parameters())
     return [name for name in call.attributes() if name in parameters]
 

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from pipeback.follow import Call, Form, Record, Ref, follow, opened
-from pipeback.granularity import Cuts, Unit, blocks_of, chosen, family, joined, leaves, touched, units
+from pipeback.granularity import Cuts, Unit, blocks_of, chosen, family, given, joined, leaves, units
 from pipeback.inflight import untouched
 from pipeback.partition import Part
 from pipeback.segment import Key, Lent, Portion, Segment, key_of
@@ -247,19 +247,28 @@ class Program:
         self.owner: dict[int, int] = {}  # of parameters, by identity
         self.names: dict[int, str] = {}  # of parameters: what they are called in the stage that owns them
         self.owned: list[dict[str, Any]] = [{} for _ in self.units]
+        self._copied: list[set[str]] = [set() for _ in self.units]  # buffers of another stage, read here too
         where: dict[str, int] = {}
         buffers = dict(model.named_buffers())
         for s, call in self._staged(record):
+            for name in call.attributes():
+                if name in buffers and name not in self.owned[s]:
+                    self.owned[s][name] = buffers[name]
+                    if name in where:
+                        if name in record.changed:
+                            raise ValueError(
+                                f"buffer {name!r} is changed by the forward, and stages {where[name]} and {s} read it; "
+                                "cut so that one stage alone does, or keep their module whole: give its path in leaves="
+                            )
+                        self._copied[s].add(name)
+                        self.owned[s][name] = buffers[name].detach().clone()
+                    where.setdefault(name, s)
+            for name in given(model, call):
+                p = model.get_parameter(name)
+                if id(p) not in self.owner:
+                    self.owner[id(p)], self.names[id(p)] = s, name
+                    self.owned[s][name] = p
             if not call.module:
-                for name in call.attributes():
-                    if name in buffers and name not in where:
-                        where[name] = s
-                        self.owned[s][name] = buffers[name]
-                for name in touched(model, call):
-                    p = model.get_parameter(name)
-                    if id(p) not in self.owner:
-                        self.owner[id(p)], self.names[id(p)] = s, name
-                        self.owned[s][name] = p
                 continue
             module = model.get_submodule(call.target)
             if call.target in where:
@@ -289,7 +298,9 @@ class Program:
             )
 
     def _segment(self, s: int) -> Segment:
-        return Segment(f"stage {s} ({self._label(self.units[s])})", self.owned[s], self._describe)
+        label = f"stage {s} ({self._label(self.units[s])})"
+        saved = self.model.state_dict()
+        return Segment(label, self.owned[s], self._describe, self._copied[s] | (set(self.owned[s]) - set(saved)))
 
     def _label(self, unit: Unit) -> str:
         """Its layer; of several, the longest path that holds all their weights, or from where to where they lie."""
@@ -364,18 +375,15 @@ class Program:
 
     def _borrowed(self, s: int, call: Call) -> Iterator[tuple[str, nn.Parameter]]:
         """Weights of earlier stages that a call computes with, by the name that the segment looks them up by."""
-        if call.module:
-            found = self.owned[s].get(call.target)
-            if isinstance(found, Lent):
-                module = self.model.get_submodule(call.target)
-                for name in found.names:
-                    p = module.get_parameter(name)
-                    yield f"{call.target}.{name}", p
-        else:
-            for name in touched(self.model, call):
-                p = self.model.get_parameter(name)
-                if self.owner.get(id(p), s) != s:
-                    yield name, p
+        found = self.owned[s].get(call.target) if call.module else None
+        if isinstance(found, Lent):
+            module = self.model.get_submodule(call.target)
+            for name in found.names:
+                yield f"{call.target}.{name}", module.get_parameter(name)
+        for name in given(self.model, call):
+            p = self.model.get_parameter(name)
+            if self.owner.get(id(p), s) != s:
+                yield name, p
 
 
 def _parts(value: Any) -> tuple[Tensor, ...]:

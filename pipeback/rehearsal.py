@@ -175,15 +175,24 @@ def _measure(stage: Stage, value: Value, target: Any) -> float:
     else:
         flight, output = _trial(stage, value, target)
         leaves, roots = flight.leaves, grown(output)
-    inputs = [x for x in leaves if x.requires_grad] + stage.params
+    starts = [x for x in leaves if x.requires_grad]
+    inputs = starts + stage.params
     if roots and inputs:
         try:
-            torch.autograd.grad(roots, inputs, [torch.ones_like(y) for y in roots], allow_unused=True)
+            grads = torch.autograd.grad(roots, inputs, [torch.ones_like(y) for y in roots], allow_unused=True)
         except Exception as error:
             raise ValueError(f"{stage.label}: the backward failed on the first micro-batch: {error}") from error
+        if not all(_alike_in_memory(x, g) for x, g in zip(starts, grads, strict=False)):
+            stage.odd_gradients = True
     if stage.device is not None and stage.device.type != "cpu":
         torch.accelerator.synchronize(stage.device)
     return time.perf_counter() - begin
+
+
+def _alike_in_memory(x: Tensor, gradient: Tensor | None) -> bool:
+    """Whether a gradient has the strides of its tensor, where they count."""
+    strides = [[s for s, n in zip(t.stride(), t.shape, strict=True) if n > 1] for t in (x, gradient) if t is not None]
+    return strides[0] == strides[-1]
 
 
 # -- functions of the weights ------------------------------------------------------------------------------------------

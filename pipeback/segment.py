@@ -6,7 +6,7 @@ graph for every form of a micro-batch (shapes, types, training or evaluation): `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from operator import getitem
 from typing import Any
@@ -138,14 +138,16 @@ class Portion:
 
 
 class Segment(nn.Module):
-    """One stage. owned: the parts of it: modules, parameters and buffers of the model by their names there."""
+    """One stage. owned: modules, parameters, buffers of the model by their names; unsaved: buffers in no state_dict."""
 
-    def __init__(self, label: str, owned: Mapping[str, Any], describe: Callable[[str], str]) -> None:
+    def __init__(
+        self, label: str, owned: Mapping[str, Any], describe: Callable[[str], str], unsaved: Collection[str] = ()
+    ) -> None:
         super().__init__()
         self.label, self._describe = label, describe
         for name, part in sorted(owned.items(), key=lambda item: isinstance(item[1], Tensor)):  # modules first
             if not _has(self, name):
-                _register(self, name, part)
+                _register(self, name, part, persistent=name not in unsaved)
         self._carried: dict[str, Carried] = {}
         self._graphs: dict[Key, tuple[fx.GraphModule, Form | None]] = {}
 

@@ -70,6 +70,7 @@ def save(
         _put(tensors, f"version/{version}", {str(n): w for n, w in enumerate(weights)}, mine)
     plain["versions"] = sorted(stage.versions)
     plain["seed"] = stage.seed
+    plain["odd_gradients"] = stage.odd_gradients
     plain["clones_input"] = stage.clones_input  # a graph can only be built anew when this is known
     if stage.stream is not None:
         tensors["random"] = stage.stream.clone()
@@ -138,6 +139,7 @@ def load(stage: Stage, tensors: Mapping[str, Tensor], plain: Plain, options: dic
         stage.stream = tensors["random"].clone() if "random" in tensors else None
     stage.seed = plain["seed"]
     stage.clones_input = plain["clones_input"]
+    stage.odd_gradients = plain.get("odd_gradients", False)
     stage.options = None if plain["options"] is None else options[plain["options"]]
 
 
@@ -172,6 +174,8 @@ def _load_flight(stage: Stage, mb: int, plain: Plain, tensors: Mapping[str, Tens
         stage.keeping.adopt(flight)
     if plain["owned"]:
         flight.owned = [_home(stage, tensors[f"flight/{mb}/used/{n}"]) for n in range(len(stage.weights))]
+    if stage.odd_gradients or any(leaf.dim() > 2 for leaf in flight.leaves):
+        flight.listen()
     flight.entry, flight.options = plain["entry"], options[plain["options"]]
     return flight
 

@@ -41,7 +41,7 @@ class Sums(NamedTuple):
 class Flight:
     """A micro-batch between its forward and its backward at one stage."""
 
-    __slots__ = ("again", "entry", "leaves", "options", "output", "owned", "target", "tuple_input", "version")
+    __slots__ = ("again", "caught", "entry", "leaves", "options", "output", "owned", "target", "tuple_input", "version")
 
     def __init__(self, leaves: tuple[Tensor, ...], output: Value, target: Any, version: int, tuple_input: bool) -> None:
         self.tuple_input = tuple_input
@@ -53,6 +53,17 @@ class Flight:
         self.options: Any = None  # the optimizers' options when the micro-batch was pushed
         self.entry = 0
         self.again: Again | None = None  # gives B the output, if F has kept no graph
+        self.caught: list[Tensor | None] | None = None  # gradients of the leaves as they lie in memory
+
+    def listen(self) -> None:
+        """Catch the gradients of the leaves as they come: `.grad` may be a copy with the strides of the leaf, on which
+        kernels of the stage before would round otherwise than in one graph.
+        """
+        caught: list[Tensor | None] = [None] * len(self.leaves)
+        for n, leaf in enumerate(self.leaves):
+            if leaf.requires_grad:
+                leaf.register_hook(partial(caught.__setitem__, n))
+        self.caught = caught
 
 
 class Stage:
@@ -108,6 +119,7 @@ class Stage:
         self.stream: Tensor | None = None  # the random state of a stage that draws
         self.threaded = False  # others may draw from the default generator while this stage does
         self.mixed = True  # inputs or gradients may come from another device; the rehearsal knows better
+        self.odd_gradients = False  # gradients of flat inputs, too, lie in memory otherwise than the inputs
         self.clones_input = False  # a module that changes its input in place gets a copy
         self.keeping: Keeping | None = None  # how F leaves to B what it needs; None: the graph, on the device
         self.activation_bytes = 0  # of one micro-batch, on the device, measured in the rehearsal
@@ -228,6 +240,8 @@ class Stage:
             flight = Flight(leaves, None, target, self.version, type(x) is tuple)
             output = self.keeping.forward(self, flight, given)
             self.flights[mb] = flight
+        if self.odd_gradients or any(leaf.dim() > 2 for leaf in leaves):
+            self.flights[mb].listen()
         if len(self.flights) > self.peak_flights:
             self.peak_flights = len(self.flights)
         return cut(output) if self.last else output
@@ -320,6 +334,8 @@ class Stage:
     def end_backward(self, flight: Flight) -> Value:
         """Count the micro-batch; returns the gradient to send upstream, None where there is none."""
         self.count += 1
+        if flight.caught is not None:
+            return tuple(flight.caught) if flight.tuple_input else flight.caught[0]
         if flight.tuple_input:
             return tuple(x.grad for x in flight.leaves)
         return flight.leaves[0].grad

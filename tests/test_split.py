@@ -359,6 +359,33 @@ def test_a_module_in_two_stages():
     assert pipe(model, stages="layer").stages == 2
 
 
+class Rotary(nn.Module):
+    """A buffer that two layers read, one of them as an argument."""
+
+    def __init__(self, change=False):
+        super().__init__()
+        self.a, self.b = linear(), linear()
+        self.register_buffer("turn", torch.randn(4))
+        self.register_buffer("shift", torch.randn(4), persistent=False)
+        self.change = change
+
+    def forward(self, x):
+        x = self.b(self.a(x + self.turn) * self.turn + self.shift) + self.a.weight.sum() * 0 + self.turn
+        if self.change:
+            self.turn.add_(1)
+        return x
+
+
+def test_buffers_that_several_stages_read():
+    plain = Rotary()
+    found = pipe(copy.deepcopy(plain), stages="layer")
+    held = [name for part in found.split.parts for name in part.module.state_dict()]
+    assert sorted(held) == sorted(plain.state_dict())
+    wanted = mse_loss(plain(X), X)
+    assert torch.equal(found.push(X, X), wanted.detach())
+    refused("buffer 'turn' is changed by the forward, and stages 0 and 1 read it", Rotary(True), stages="layer")
+
+
 def test_a_wrong_input():
     found = pipe(Deep(), stages="layer")
     with pytest.raises(TypeError, match="push takes tensors, or structures with tensors"):
