@@ -62,7 +62,6 @@ class Program:
         self._known: dict[Key, Known] = {}
         arguments = self.arguments(example)
         record, key, known = self._first(arguments, whole, by)
-        self._aliases = self._registered()
         self._own(record)
         self.segments = [self._segment(s) for s in range(len(self.units))]
         self._copies: list[Sequence[nn.Module]] = [self.segments]
@@ -234,13 +233,6 @@ class Program:
 
     # -- who owns what -------------------------------------------------------------------------------------------
 
-    def _registered(self) -> dict[int, list[str]]:
-        """All names of every module."""
-        found: dict[int, list[str]] = {}
-        for name, module in self.model.named_modules(remove_duplicate=False):
-            found.setdefault(id(module), []).append(name)
-        return found
-
     def _own(self, record: Record) -> None:
         """The stage of every module, parameter and buffer: the first that uses it."""
         model = self.model
@@ -288,13 +280,14 @@ class Program:
                 self.owned[s][call.target] = module
 
     def _again(self, path: str, first: int, second: int) -> None:
-        """A module with weights is called in two stages: fine where it has two names, as a tied embedding has."""
+        """A module with weights is called in two stages: fine, they travel as tied ones do; what it keeps cannot."""
         module = self.model.get_submodule(path)
-        if len(self._aliases[id(module)]) < 2:
+        kept = next((name for name, _ in module.named_buffers()), None)
+        if kept is not None:
             raise ValueError(
-                f"{type(module).__name__} {path!r} is called in stages {first} and {second}, but has weights, which "
-                "one stage alone can change; cut so that both calls lie in one stage, or use two modules (which may "
-                "share their weights)"
+                f"{type(module).__name__} {path!r} is called in stages {first} and {second}, and its buffer {kept!r} "
+                "belongs to one stage alone, while weights may travel; cut so that both calls lie in one stage, or use "
+                "two modules (which may share their weights)"
             )
 
     def _segment(self, s: int) -> Segment:

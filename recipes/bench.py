@@ -7,6 +7,7 @@ event_loop  one process, one thread, 20 stages of width 64, micro-batch 1: a pus
 threads     two threads on two cores against two independent single-process copies that run at once
 processes   two ranks against two such copies and against torch.distributed.pipelining; memory of a rank
 streaming   stores in host memory and on disk against resident weights; bytes of sparse weights; fetches of PB
+splitting   seconds of cutting resnet50 into stages; what handing dictionaries and long skips along costs
 memory      weight copies and method state, measured and declared; memory after 100 and after 10,000 micro-batches
 lightning   the strategy, batches of 64 cut into 64 micro-batches: samples a second over Pipeline.push's
 imports     `import pipeback` beyond `import torch`
@@ -21,7 +22,7 @@ import sys
 import torch
 
 SECTIONS = {
-    name: name for name in ("event_loop", "threads", "processes", "streaming", "memory", "imports")
+    name: name for name in ("event_loop", "threads", "processes", "streaming", "splitting", "memory", "imports")
 } | {"lightning": "under_lightning"}  # fmt: skip
 
 

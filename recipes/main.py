@@ -13,6 +13,7 @@ COMMANDS = {
     "dashboard": "the same comparison on Weights & Biases:   pipeback dashboard --help",
     "draw": "draw a schedule:                           pipeback draw --help",
     "plan": "what a training takes, before it begins:   pipeback plan --help",
+    "zoo": "models from elsewhere, split and trained:   pipeback zoo resnet18 gpt2",
     "bench": "speed and memory, as ratios in one run:    pipeback bench",
 }
 
@@ -37,7 +38,7 @@ def main(argv: list[str] | None = None) -> None:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("pipeback"):
             raise
-        extra = "recipes,wandb" if command == "dashboard" else "recipes"
+        extra = {"dashboard": "recipes,wandb", "zoo": "recipes,models"}.get(command, "recipes")
         sys.exit(f"pipeback {command} needs {error.name}: pip install 'pipeback[{extra}]'")
     recipe.main()
 

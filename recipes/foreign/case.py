@@ -1,0 +1,44 @@
+"""Case: a model, batches for it, and a loss. Nothing is downloaded, and nothing draws random numbers in training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+CLASSES = 10
+
+
+class Case(NamedTuple):
+    """batch: a generator of random numbers -> (x, y), a micro-batch as `Pipeline.push` takes it."""
+
+    model: nn.Module
+    batch: Callable[[torch.Generator], tuple[Any, Any]]
+    loss: Callable[[Any, Any], Tensor]
+    cuts: tuple[str, ...] = ("block", "layer")  # granularities that make sense
+
+
+def called(model: nn.Module, x: Any) -> Any:
+    """A model on what a push brings: a dictionary has keywords, a tuple positions."""
+    if isinstance(x, dict):
+        return model(**x)
+    return model(*x) if isinstance(x, tuple) else model(x)
+
+
+def pictures(channels: int = 3, size: int = 32, samples: int = 2) -> Callable[[torch.Generator], tuple[Any, Any]]:
+    """Batches of pictures (B, channels, size, size), and a class for each."""
+    return lambda generator: (
+        torch.randn(samples, channels, size, size, generator=generator),
+        torch.randint(CLASSES, (samples,), generator=generator),
+    )
+
+
+def steady(model: nn.Module) -> nn.Module:
+    """Dropout and stochastic depth to 0: a plain loop would draw from one stream, and a pipeline from one a stage."""
+    for module in model.modules():
+        for name in ("p", "dropout"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+    return model

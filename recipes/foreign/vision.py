@@ -1,0 +1,51 @@
+"""torchvision's networks for pictures, those with batch normalisation with GroupNorm in its place."""
+
+from __future__ import annotations
+
+import torchvision
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torchvision.models.convnext import CNBlockConfig
+
+from pipeback.recipes.foreign.case import CLASSES, Case, pictures, steady
+
+
+def group_norm(channels: int) -> nn.GroupNorm:
+    return nn.GroupNorm(8, channels)
+
+
+def resnet18() -> Case:
+    model = torchvision.models.resnet18(num_classes=CLASSES, norm_layer=group_norm)
+    return Case(model, pictures(), cross_entropy)
+
+
+def resnet50() -> Case:
+    model = torchvision.models.resnet50(num_classes=CLASSES, norm_layer=group_norm)
+    return Case(model, pictures(), cross_entropy)
+
+
+def vgg11() -> Case:
+    """vgg11_bn with a classifier for small pictures; it repeats no block."""
+    features = torchvision.models.vgg.make_layers(torchvision.models.vgg.cfgs["A"], batch_norm=True)
+    model = torchvision.models.VGG(features, num_classes=CLASSES, init_weights=True, dropout=0.0)
+    model.avgpool, model.classifier[0] = nn.AdaptiveAvgPool2d(1), nn.Linear(512, 4096)
+    for n, layer in enumerate(model.features):
+        if isinstance(layer, nn.BatchNorm2d):
+            model.features[n] = group_norm(layer.num_features)
+    return Case(model, pictures(), cross_entropy, cuts=("layer",))
+
+
+def vit() -> Case:
+    """What vit_b_16 is, smaller."""
+    model = torchvision.models.VisionTransformer(
+        image_size=32, patch_size=8, num_layers=4, num_heads=4, hidden_dim=64, mlp_dim=256, num_classes=CLASSES
+    )
+    nn.init.normal_(model.heads.head.weight, std=0.02)  # else zero: nothing below the head would learn at first
+    return Case(model, pictures(), cross_entropy)
+
+
+def convnext() -> Case:
+    """What convnext_tiny is, narrower and with fewer blocks."""
+    setting = [CNBlockConfig(16, 32, 2), CNBlockConfig(32, 64, 2), CNBlockConfig(64, None, 2)]
+    model = torchvision.models.ConvNeXt(setting, num_classes=CLASSES, layer_scale=0.1)
+    return Case(steady(model), pictures(), cross_entropy)

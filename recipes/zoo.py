@@ -1,0 +1,206 @@
+"""Models that nobody here wrote: each is split, and trained by several methods; sgd must equal plain PyTorch.
+
+    pipeback zoo                             # all of them, 20 micro-batches
+    pipeback zoo resnet18 gpt2 t5            # some
+    pipeback zoo micro_batches=50 lr=0.001   # longer, or faster
+    pipeback zoo --quick                     # four models, 6 micro-batches
+    pipeback zoo --markdown                  # the table of the README
+
+Each model (recipes/foreign/) is split a block a stage and a layer a stage, where that makes sense. A plain loop and
+method=sgd train it on the same micro-batches: the largest difference of a loss or a weight must be 0. pb, pipedream and
+cerebras train it too; their last loss must be finite. Weights are random and nothing is downloaded. A model that fails
+is shown with its error, and the exit status is 1.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
+from typing import Any, NamedTuple
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from torch import Tensor
+
+import pipeback
+from pipeback.recipes.foreign import WHERE, build
+from pipeback.recipes.foreign.case import Case, called
+
+METHODS = ("pb", "pipedream", "cerebras")
+QUICK = ("resnet18", "seq2seq", "unet", "gpt2")
+HEADS = ("model", "parameters", "rung", "a stage is a", "stages", "sgd − plain", *METHODS)
+
+
+class Row(NamedTuple):
+    """A model at one granularity. difference: the largest of a loss or a weight between sgd and a plain loop."""
+
+    model: str
+    parameters: int
+    rung: str
+    cuts: str
+    stages: int
+    difference: float
+    last: dict[str, float]  # loss of a method's last micro-batch
+    error: str = ""
+
+    @property
+    def good(self) -> bool:
+        return not self.error and self.difference == 0 and all(map(math.isfinite, self.last.values()))
+
+
+def main() -> None:
+    try:
+        names, options = parsed(sys.argv[1:])
+    except ValueError as error:
+        sys.exit(f"pipeback zoo: {error}")
+    torch.set_num_threads(1)
+    console = Console(highlight=False, stderr=options["markdown"])
+    if not console.is_terminal:
+        console.width = 150
+    found = []
+    for name in names:
+        with console.status(name):
+            found += list(rows(name, options["micro_batches"], options["lr"]))
+    if options["markdown"]:
+        print(markdown(found))
+    else:
+        console.print(table(found))
+    for row in found:
+        if row.error:
+            console.print(f"[red]{row.model}, a {row.cuts} a stage:[/red] {escape(row.error)}")
+    sys.exit(0 if all(row.good for row in found) else 1)
+
+
+def parsed(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """Models, all of them where none is named, and options."""
+    if any(word in ("-h", "--help") for word in words):
+        print(f"{__doc__}\nmodels: {', '.join(WHERE)}")
+        sys.exit()
+    quick = "--quick" in words
+    options: dict[str, Any] = {"micro_batches": 6 if quick else 20, "lr": 1e-4, "markdown": "--markdown" in words}
+    names = []
+    for word in words:
+        name, given, value = word.removeprefix("--").partition("=")
+        if name in WHERE and not given:
+            names.append(name)
+        elif name == "micro_batches" and value.isdecimal() and int(value):
+            options[name] = int(value)
+        elif name == "lr" and value.replace(".", "", 1).replace("e-", "", 1).isdecimal() and float(value):
+            options[name] = float(value)
+        elif word not in ("--quick", "--markdown"):
+            near = get_close_matches(name, [*WHERE, "micro_batches", "--quick", "--markdown"], n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(
+                f"{word!r} is no model and no option{hint}; models are {', '.join(WHERE)}, "
+                "options micro_batches=20, lr=0.0001, --quick and --markdown"
+            )
+    return names or list(QUICK if quick else WHERE), options
+
+
+def rows(name: str, count: int, lr: float) -> Iterator[Row]:
+    """A row a granularity of this model."""
+    try:
+        case = build(name)
+    except Exception as error:
+        yield Row(name, 0, "", "", 0, math.nan, {}, told(error))
+        return
+    parameters = sum(p.numel() for p in case.model.parameters())
+    expected = plain(case, count, lr)
+    for cuts in case.cuts:
+        row = Row(name, parameters, "", cuts, 0, math.nan, {})
+        try:
+            pipe, losses = piped(case, "sgd", cuts, count, lr)
+            row = row._replace(
+                rung=pipe.split.rung, stages=pipe.stages, difference=difference((pipe.model, losses), expected)
+            )
+            for method in METHODS:
+                _, losses = piped(case, method, cuts, count, lr)
+                row = row._replace(last={**row.last, method: losses[-1]})
+        except Exception as error:
+            row = row._replace(error=told(error))
+        yield row
+
+
+def told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def batches(case: Case, count: int) -> list[tuple[Any, Any]]:
+    generator = torch.Generator().manual_seed(1)
+    return [case.batch(generator) for _ in range(count)]
+
+
+def sgd(lr: float) -> Any:
+    return lambda params: torch.optim.SGD(params, lr=lr, momentum=0.9)
+
+
+def plain(case: Case, count: int, lr: float) -> tuple[torch.nn.Module, list[float]]:
+    """The loop that everybody writes: the trained model, and its losses."""
+    model = copy.deepcopy(case.model)
+    optimizer = sgd(lr)(model.parameters())
+    losses = []
+    for x, y in batches(case, count):
+        loss = case.loss(called(model, x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return model, losses
+
+
+def piped(case: Case, method: str, cuts: str, count: int, lr: float) -> tuple[pipeback.Pipeline, list[float]]:
+    """The same through a pipeline."""
+    data = batches(case, count)
+    pipe = pipeback.Pipeline(
+        copy.deepcopy(case.model), loss=case.loss, optimizer=sgd(lr), method=method, stages=cuts, example=data[0][0]
+    )
+    losses = [pipe.push(x, y) for x, y in data]
+    pipe.drain()
+    return pipe, [loss.item() for loss in losses]
+
+
+def difference(found: tuple[torch.nn.Module, list[float]], expected: tuple[torch.nn.Module, list[float]]) -> float:
+    """The largest of all losses, weights and buffers; infinite where one is not a number."""
+    pairs: list[tuple[Tensor, Tensor]] = [(torch.tensor(found[1]), torch.tensor(expected[1]))]
+    others = expected[0].state_dict()
+    pairs += [(value, others[key]) for key, value in found[0].state_dict().items()]
+    largest = max(float((a.double() - b.double()).abs().max()) for a, b in pairs if a.numel())
+    return largest if math.isfinite(largest) else math.inf
+
+
+def cells(row: Row) -> list[str]:
+    """What stands in the columns."""
+    if row.error and not row.rung:
+        return [row.model, f"{row.parameters:,}", "failed", row.cuts, *[""] * (len(HEADS) - 4)]
+    losses = [f"{row.last[method]:.3f}" if method in row.last else "failed" for method in METHODS]
+    rung = row.rung.removesuffix(", its forward followed")
+    return [row.model, f"{row.parameters:,}", rung, row.cuts, str(row.stages), f"{row.difference:.1g}", *losses]
+
+
+def table(found: Sequence[Row]) -> Table:
+    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for n, head in enumerate(HEADS):
+        shown.add_column(head, justify="left" if n in (0, 2, 3) else "right")
+    last = None
+    for row in found:
+        values = cells(row)
+        if row.model == last:
+            values[:2] = "", ""
+        shown.add_row(*map(escape, values), style=None if row.good else "red")
+        last = row.model
+    return shown
+
+
+def markdown(found: Sequence[Row]) -> str:
+    rule = ["---" if n in (0, 2, 3) else "---:" for n in range(len(HEADS))]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (HEADS, rule, *map(cells, found)))
+
+
+if __name__ == "__main__":
+    main()

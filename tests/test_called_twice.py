@@ -1,0 +1,70 @@
+"""A module that two stages call: its weights are one, owned by the first and lent to the second."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+from pipeback import Pipeline
+
+
+class Twice(nn.Module):
+    """One embedding for two sequences, with a layer between the two calls."""
+
+    def __init__(self, again):
+        super().__init__()
+        self.again, self.middle, self.last = again, nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, a, b):
+        return self.last(self.middle(self.again(a)) + self.again(b))
+
+
+def sgd(params):
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+def batches(count=8):
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.randn(3, 3, 4, generator=generator)).unbind() for _ in range(count)]
+
+
+def test_it_is_one_weight_with_plain_training_s_bits():
+    torch.manual_seed(0)
+    plain = Twice(nn.Linear(4, 4))
+    model = copy.deepcopy(plain)
+    data = batches()
+    pipe = Pipeline(model, loss=mse_loss, optimizer=sgd, method="sgd", stages="layer", example=data[0][:2])
+    assert [len(opt.param_groups[0]["params"]) for opt in pipe.optimizers] == [2, 2, 2]
+    optimizer = sgd(plain.parameters())
+    for a, b, y in data:
+        loss = mse_loss(plain(a, b), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert torch.equal(pipe.push((a, b), y), loss)
+    for name, value in plain.state_dict().items():
+        assert torch.equal(pipe.model.state_dict()[name], value), name
+
+
+@pytest.mark.parametrize("method", ["pb", "cerebras", "pipedream", "spectrain"])
+def test_any_number_of_threads_has_equal_bits(method):
+    found = []
+    for workers in (None, 2):
+        torch.manual_seed(0)
+        data = batches(12)
+        pipe = Pipeline(
+            Twice(nn.Linear(4, 4)), loss=mse_loss, optimizer=sgd, method=method, stages="layer", example=data[0][:2],
+            workers=workers,
+        )  # fmt: skip
+        losses = torch.stack([torch.as_tensor(float(pipe.push((a, b), y))) for a, b, y in data])
+        found.append([losses, *pipe.model.state_dict().values()])
+        pipe.close()
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_buffers_belong_to_one_stage():
+    data = batches(1)
+    with pytest.raises(ValueError, match="BatchNorm1d 'again' is called in stages 0 and 1, and its buffer 'running_m"):
+        Pipeline(Twice(nn.BatchNorm1d(4)), loss=mse_loss, optimizer=sgd, stages="layer", example=data[0][:2])
