@@ -280,14 +280,20 @@ class Program:
                 self.owned[s][call.target] = module
 
     def _again(self, path: str, first: int, second: int) -> None:
-        """A module with weights is called in two stages: fine, they travel as tied ones do; what it keeps cannot."""
+        """A module with weights is called in two stages: meant where it has two names; what it keeps cannot travel."""
         module = self.model.get_submodule(path)
-        kept = next((name for name, _ in module.named_buffers()), None)
-        if kept is not None:
+        names = [name for name, m in self.model.named_modules(remove_duplicate=False) if m is module]
+        where = f"{type(module).__name__} {path!r} is called in stages {first} and {second}"
+        if len(names) < 2:
             raise ValueError(
-                f"{type(module).__name__} {path!r} is called in stages {first} and {second}, and its buffer {kept!r} "
-                "belongs to one stage alone, while weights may travel; cut so that both calls lie in one stage, or use "
-                "two modules (which may share their weights)"
+                f"{where}, but has weights, which one stage alone can change; cut so that both calls lie in one stage, "
+                "or use two modules, or give it a second name in the model (self.b = self.a), which says that its "
+                "weights are to be tied"
+            )
+        if kept := next((name for name, _ in module.named_buffers()), None):
+            raise ValueError(
+                f"{where}, and its buffer {kept!r} belongs to one stage alone, while weights may travel; cut so that "
+                "both calls lie in one stage, or use two modules (which may share their weights)"
             )
 
     def _segment(self, s: int) -> Segment:
