@@ -220,6 +220,10 @@ class Segment(nn.Module):
                     "to one form"
                 )
             return
+        same = (
+            known for _, known, form in self._graphs.values() if form == portion.form and _does(known) == _does(graph)
+        )
+        graph = next(same, graph)  # most forms differ in few stages
         self._graphs[key] = graph.forward, graph, portion.form
 
     def code(self) -> str:
@@ -228,7 +232,10 @@ class Segment(nn.Module):
 
     def _unknown(self, parts: Sequence[Any]) -> str:
         known = "; ".join(_written(key) for key in self._graphs)
-        return f"a micro-batch of {_written(key_of(parts, self.training))} was not followed; known: {known}"
+        return (
+            f"a micro-batch of {_written(key_of(parts, self.training))} came, but the model was followed with {known}; "
+            "where shapes depend on values (x[mask]), have them do so within one stage: give its path in leaves="
+        )
 
     def _built(self, portion: Portion) -> fx.GraphModule:
         graph, known = fx.Graph(), dict[int, fx.Node]()

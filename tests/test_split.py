@@ -393,3 +393,11 @@ def test_a_wrong_input():
     with pytest.raises(Exception, match="4"):
         found.push(torch.randn(3, 5), X)
     assert torch.isfinite(found.push(X, X))
+
+
+def test_shapes_that_depend_on_values():
+    found = pipe(Model(lambda own, x: x[x[:, 0] > 0]), loss=lambda out, y: out.square().mean(), stages="layer")
+    found.push(X, X)
+    with pytest.raises(Exception, match=r"followed with .*where shapes depend on values.*leaves="):
+        for k in range(20):
+            found.push(torch.randn(3, 4, generator=torch.Generator().manual_seed(k)), X)
