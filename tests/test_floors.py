@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent / "pipeback"
 FLOORS = [
     ["events", "schedules", "order", "timeline", "recording", "ledger", "plugins", "sizes"],
     [
-        "bundle", "method", "momentum", "lazy", "link", "partition", "meta", "form", "flat", "packed",
+        "bundle", "method", "momentum", "lazy", "link", "partition", "norms", "meta", "form", "flat", "packed",
         "skipping", "slot", "inflight", "drawing", "stage", "repeat", "offload", "activations", "joint",
         "team", "watch", "replicas", "shelf", "densities", "masks", "sparsity", "shards", "sparse", "store",
         "pages", "disk", "residence", "streaming", "worker", "snapshot", "loop", "runtime", "state", "frame",
