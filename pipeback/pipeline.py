@@ -25,6 +25,7 @@ from pipeback.inputs import (
     check_choices,
     check_functions,
     check_groups,
+    check_masters,
     check_numbers,
     check_optimizer,
     check_outside,
@@ -90,6 +91,11 @@ class Pipeline:
     check_finite  raise when a loss is NaN or infinite, naming micro-batch and stage, before its backward
     weight_functions  what to do when a graph saves a function of the weights (autocast, weight norm, masks), so that a
                 method that does not stash runs part of its backward on old weights: "refuse" or "warn"
+    masters     the optimizer, the method, clipping and averaging work on float32 copies of trainable weights of a half
+                type (bfloat16, float16), and F and B run on these, rounded. Else an update smaller than half a unit in
+                the last place of a weight is lost. Gradients are summed in the half type. Costs 4 bytes a weight, and
+                what optimizer and method keep is float32, too. Write weights in place by torch's functions, which are
+                noticed at the next push, not through `.data`. Does not go with a store or sparsity
     activations what a stage keeps of a micro-batch from F to B. "device": all that autograd saves. "host": the same,
                 but it waits in host memory, except the stage's input; the same bits. "recompute": the stage's input; B
                 does the forward once more, on the weights in force at B. Methods that flush or stash have F's weights
@@ -124,6 +130,7 @@ class Pipeline:
         weights: Literal["equal", "samples"] = "equal",
         check_finite: bool = False,
         weight_functions: Literal["refuse", "warn"] = "refuse",
+        masters: bool = False,
         activations: Literal["device", "recompute", "host"] = "device",
         order: str = "grouped",
         seed: int = 0,
@@ -153,7 +160,8 @@ class Pipeline:
                 weights=weights, weight_functions=weight_functions, order=order, link=link,
                 activations=activations,
             )  # fmt: skip
-            self._activations = activations
+            check_masters(masters, home)
+            self._activations, self._masters = activations, masters
             self._model = model if isinstance(model, nn.Module) else nn.Sequential(*(part.module for part in parts))
             self._micro_batch_size, self._weights, self._workers = micro_batch_size, weights, workers
             self._outside = loss is None
@@ -176,7 +184,8 @@ class Pipeline:
                 agree(
                     self.ranks, self._stages, method=repr(self.method), micro_batch_size=micro_batch_size,
                     weights=weights, clip_norm=clip_norm, clip_value=clip_value, check_finite=check_finite, link=link,
-                    activations=activations, store=home and f"{type(home).__name__}(prefetch={home.prefetch})",
+                    activations=activations, masters=masters,
+                    store=home and f"{type(home).__name__}(prefetch={home.prefetch})",
                 )  # fmt: skip
             where = device or default_device()
             if home is not None:
@@ -243,7 +252,8 @@ class Pipeline:
         stages = []
         for s, part in enumerate(parts):
             factory = checked_factory(optimizer, s)
-            stage = Stage(s, n, part.module, part.name, self.method, factory, loss if s == n - 1 else None)
+            judge = loss if s == n - 1 else None
+            stage = Stage(s, n, part.module, part.name, self.method, factory, judge, self._masters)
             stage.seed, stage.replica = torch.initial_seed(), replica
             stage.keeping = keeping(self._activations)
             check_optimizer(stage, self.method)

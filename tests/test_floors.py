@@ -16,7 +16,7 @@ FLOORS = [
         "bundle", "method", "momentum", "lazy", "link", "partition", "norms", "meta", "form", "flat", "packed",
         "skipping", "slot", "inflight", "drawing", "stage", "repeat", "offload", "activations", "joint",
         "team", "watch", "replicas", "shelf", "densities", "masks", "sparsity", "shards", "sparse", "store",
-        "pages", "disk", "residence", "streaming", "worker", "snapshot", "loop", "runtime", "state", "frame",
+        "pages", "disk", "residence", "rounded", "streaming", "worker", "snapshot", "loop", "runtime", "state", "frame",
         "vigil", "wire", "semaphore", "ring", "beats", "activity", "blame", "health", "joining", "digest",
         "ranks", "clocks", "processes", "wiring", "weights", "holding", "starting", "dry", "bandwidth",
         "survey", "agreement", "rehearsal", "inputs", "memory", "versions",
