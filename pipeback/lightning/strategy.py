@@ -56,6 +56,10 @@ class PipelineStrategy(Place):
                       (of rank r in FOLDER/rank-r); or a `pipeback.store.Store` with its options
     sparsity          most weights are zero: a name of `pipeback.sparsities.available()` or a `pipeback.Sparsity`
     skip_zeros        with sparsity: linear layers do not compute the zeros either; "auto": where that is faster
+    masters           with precision="bf16-true": weights are stepped as float32 copies; F and B run on these, rounded.
+                      `configure_optimizers` gives an optimizer over the bfloat16 parameters; each stage's steps the
+                      float32 ones, so that what it keeps, also in a checkpoint's "optimizer_states", is float32. The
+                      checkpoint holds the weights twice, rounded for others, and as they are under "pipeback"
     activations       "device": kept for the backward; "recompute": from a stage's input; "host": in host memory
     init              gives stages from the meta device their values: a function of the module, or the path of
                       safetensors; None: `reset_parameters` of their layers
@@ -101,6 +105,7 @@ class PipelineStrategy(Place):
         store: str | Store | None = None,
         sparsity: str | Sparsity | None = None,
         skip_zeros: bool | Literal["auto"] = False,
+        masters: bool = False,
         activations: Literal["device", "recompute", "host"] = "device",
         init: Callable[[nn.Module], object] | str | Path | None = None,
         plan: bool = True,
@@ -123,9 +128,11 @@ class PipelineStrategy(Place):
         self.more = {
             "sparsity": sparsities.create(sparsity) if isinstance(sparsity, str) else sparsity,
             "skip_zeros": skip_zeros,
+            "masters": masters,
             "activations": activations,
             "init": init,
         }
+        checks.masters(masters, disk.create(self.store))
         self.plan, self.tell = plan, cast(Callable[[str], None], rank_zero_info)
         self._visits: Visits | None = None
         self._fit: Fit | None = None
