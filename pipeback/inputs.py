@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeback.activations import KINDS
 from pipeback.loop import Batch
 from pipeback.method import Method
 from pipeback.order import POLICIES
@@ -102,7 +101,6 @@ def check_outside(**options: Any) -> None:
 
 def check_choices(**options: Any) -> None:
     allowed = {"weights": ("equal", "samples"), "weight_functions": ("refuse", "warn"), "order": POLICIES}
-    allowed["activations"] = tuple(KINDS)
     allowed["link"] = ("auto", "shared_memory", "gloo", "nccl")
     for name, value in options.items():
         if value not in allowed[name]:

@@ -76,6 +76,7 @@ class Stage:
         masters: bool = False,
     ) -> None:
         self.index, self.stages, self.module, self.name, self.loss = index, stages, module, name, loss
+        self.call: Callable[[Value], Value] = module  # or what torch.compile has made of it
         self.last = index == stages - 1
         self.judges = self.last and loss is not None  # its output is the loss
         self.label = f"stage {index} ({name})"
@@ -295,8 +296,8 @@ class Stage:
     def run(self, given: Value, target: Any) -> Value:
         """The module, and on the last stage the loss."""
         if self.judges and self.loss is not None:
-            return self.loss(self.module(given), target)
-        return self.module(given)
+            return self.loss(self.call(given), target)
+        return self.call(given)
 
     def compute(self, given: Value, target: Any) -> Value:
         """`run`, drawing random numbers from the stage's own stream where it draws any."""
@@ -306,7 +307,8 @@ class Stage:
         """`run` on the stage's own random stream."""
         assert self.stream is not None
         generator = self.generator
-        if self.threaded and generator.device.type == "cpu":
+        # torch.compile leaves code alone that is run in a dispatch mode
+        if self.threaded and generator.device.type == "cpu" and self.call is self.module:
             own = torch.Generator()
             own.set_state(self.stream)
             try:

@@ -14,12 +14,12 @@ FLOORS = [
     ["events", "schedules", "order", "timeline", "recording", "ledger", "plugins", "sizes"],
     [
         "bundle", "method", "momentum", "lazy", "link", "partition", "norms", "meta", "form", "flat", "packed",
-        "skipping", "slot", "inflight", "drawing", "stage", "repeat", "offload", "activations", "joint",
+        "skipping", "slot", "inflight", "drawing", "compiled", "stage", "repeat", "offload", "activations", "joint",
         "team", "watch", "replicas", "shelf", "densities", "masks", "sparsity", "shards", "sparse", "store",
         "pages", "disk", "residence", "rounded", "streaming", "worker", "snapshot", "loop", "runtime", "state", "frame",
         "vigil", "wire", "semaphore", "ring", "beats", "activity", "blame", "health", "joining", "digest",
         "ranks", "clocks", "processes", "wiring", "weights", "holding", "starting", "dry", "bandwidth",
-        "survey", "agreement", "rehearsal", "inputs", "memory", "versions",
+        "survey", "agreement", "newer", "rehearsal", "inputs", "memory", "versions",
     ],
     [
         "methods", "sparsities", "foreseen", "plan", "budget", "pipeline", "checkpoint", "bands", "lanes", "trace",

@@ -30,6 +30,7 @@ OPTIONS = (
     "sparsity",
     "skip_zeros",
     "masters",
+    "compile",
     "activations",
     "init",
     "plan",

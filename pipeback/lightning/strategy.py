@@ -10,7 +10,7 @@ so that every hook, log and closure of Lightning keeps its meaning. Public Light
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -60,7 +60,9 @@ class PipelineStrategy(Place):
                       `configure_optimizers` gives an optimizer over the bfloat16 parameters; each stage's steps the
                       float32 ones, so that what it keeps, also in a checkpoint's "optimizer_states", is float32. The
                       checkpoint holds the weights twice, rounded for others, and as they are under "pipeback"
-    activations       "device": kept for the backward; "recompute": from a stage's input; "host": in host memory
+    compile           every stage's forward in training through torch.compile, or a dict of its options
+    activations       "device": kept for the backward; "recompute": from a stage's input; "host": in host memory; or a
+                      list of these, one a stage, or {stage's name or number: kind}
     init              gives stages from the meta device their values: a function of the module, or the path of
                       safetensors; None: `reset_parameters` of their layers
     plan              with a store, log what training will hold, move and wait for, before the first micro-batch
@@ -106,7 +108,8 @@ class PipelineStrategy(Place):
         sparsity: str | Sparsity | None = None,
         skip_zeros: bool | Literal["auto"] = False,
         masters: bool = False,
-        activations: Literal["device", "recompute", "host"] = "device",
+        compile: bool | dict[str, Any] = False,
+        activations: str | Sequence[str] | Mapping[str | int, str] = "device",
         init: Callable[[nn.Module], object] | str | Path | None = None,
         plan: bool = True,
         launcher: str = "auto",
@@ -129,6 +132,7 @@ class PipelineStrategy(Place):
             "sparsity": sparsities.create(sparsity) if isinstance(sparsity, str) else sparsity,
             "skip_zeros": skip_zeros,
             "masters": masters,
+            "compile": compile,
             "activations": activations,
             "init": init,
         }
