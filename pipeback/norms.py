@@ -32,8 +32,8 @@ def to_group_norm(model: nn.Module, group_size: int = 2) -> nn.Module:
     of your own; then nothing has changed.
 
     >>> model = to_group_norm(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()))
-    >>> model[1]
-    GroupNorm(4, 8, eps=1e-05, affine=True)
+    >>> model[1].num_groups
+    4
     """
     if isinstance(group_size, bool) or not isinstance(group_size, int) or group_size < 1:
         raise ValueError(

@@ -1,5 +1,7 @@
 """Law: runtimes agree, bit for bit: the event loop and real processes, over every link."""
 
+import shutil
+
 import pytest
 import torch
 from torch import nn
@@ -47,6 +49,13 @@ def test_every_kind_of_activations(crew, activations):
 def test_weights_of_a_half_type_with_masters(crew):
     crew = crew.ranks(2)
     assert odd_cases(crew, "half", ["pb", "cerebras", "pipedream", "gpipe-4", "pipemare"], masters=True) == {}
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a compiler")
+def test_compiled_stages(crew):
+    crew = crew.ranks(2)
+    assert odd_cases(crew, "drawing", ["pb"], compile=True) == {}
 
 
 @pytest.mark.soak
