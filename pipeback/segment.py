@@ -197,17 +197,20 @@ class Segment(nn.Module):
         # the graphs' forward methods, which start faster than the graphs
         self._graphs: dict[Key, tuple[Callable[..., Any], fx.GraphModule, Form | None]] = {}
 
-    def forward(self, given: Any, structured: bool = False) -> Any:
-        """structured: the last segment gives the model's output, not only its tensors."""
+    def forward(self, given: Any) -> Any:
         parts = given if type(given) is tuple else (given,)
         found = self._graphs.get(key_of(parts, self.training))
         if found is None:
             raise RuntimeError(f"{self.label}: {self._unknown(parts)}")
-        run, _, form = found
-        out = run(*parts)
-        if structured and form is not None:
-            return form.fill(out)
+        out = found[0](*parts)
         return out[0] if len(out) == 1 else out
+
+    def structured(self, given: Any, out: Any) -> Any:
+        """The model's output from the tensors `out` that the last segment gave for `given`."""
+        parts = given if type(given) is tuple else (given,)
+        form = self._graphs[key_of(parts, self.training)][2]
+        assert form is not None
+        return form.fill(out if type(out) is tuple else (out,))
 
     def learn(self, key: Key, portion: Portion) -> None:
         """Know what to do for a form. Raises ValueError where that cannot be told from another form."""
