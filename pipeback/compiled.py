@@ -119,6 +119,9 @@ def _partitioner() -> Any:
         def uuid(self) -> str:
             return "pipeback: as written"
 
+        def __reduce__(self) -> Any:
+            return _partitioner, ()  # a class of its own here, since its base is slow to import
+
     return AsWritten()
 
 
