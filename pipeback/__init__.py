@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pipeback import checkpoint, draw, methods, plan, schedules, sparsities, timeline, weights
+    from pipeback import checkpoint, draw, methods, norms, plan, schedules, sparsities, timeline, weights
     from pipeback.disk import DiskStore
     from pipeback.events import Op, Schedule, until
     from pipeback.health import RankError
@@ -67,6 +67,7 @@ __all__ = [
     "draw",
     "join",
     "methods",
+    "norms",
     "plan",
     "scale_hyperparameters",
     "schedules",

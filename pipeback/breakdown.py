@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from pipeback.rehearsal import leaving_no_trace
+from pipeback.newer import untouched
 from pipeback.segment import Lent
 from pipeback.stage import Stage, Value, cut, grown
 
@@ -45,7 +45,7 @@ def breakdown(
     """A row a stage, for the micro-batch (x, target) that was rehearsed; nothing is trained and nothing changes."""
     rows, value = [], cut(x)
     for stage in stages:
-        with present(stage), leaving_no_trace(stage):
+        with present(stage), untouched(stage):
             with FlopCounterMode(display=False) as forward:
                 leaves, given = stage.enter(value)
                 output = stage.run(given, target)

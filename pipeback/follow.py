@@ -45,6 +45,18 @@ class Attribute:
     name: str
 
 
+class Applied:
+    """The call of a custom autograd function."""
+
+    __module__ = "pipeback"
+
+    def __init__(self, function: Any) -> None:
+        self.function, self.__name__ = function, function.__name__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function.apply(*args, **kwargs)
+
+
 @dataclass
 class Call:
     """One call of a leaf module or of a torch function."""
@@ -103,7 +115,13 @@ class Record:
     constants: dict[str, Tensor]  # tensors that modules hold and that are neither parameter nor buffer, by name
     forms: list[tuple[torch.Size, torch.dtype]]  # shape and type of every number
     grads: list[bool]  # whether it needs a gradient
+    changed: set[str]  # buffers that were changed in place
     seconds: list[float]  # of every call
+
+    @property
+    def answers(self) -> list[Any]:
+        """What Python has decided by."""
+        return [call.check[0] for call in self.calls if call.check is not None]
 
 
 def follow(
@@ -112,20 +130,23 @@ def follow(
     kwargs: Mapping[str, Any],
     leaves: Callable[[str, nn.Module], bool],
     values: Mapping[str, Tensor] | None = None,
+    answers: Callable[..., Any] | None = None,
 ) -> tuple[Record, Any]:
     """Run `model(*args, **kwargs)` and write it down; returns its output, too. leaves: says of a path and module
-    whether its call is one. values: parameters and buffers to run on in place of its own. Tensors of args and kwargs,
-    in pytree order, are numbers 0, 1, …
+    whether its call is one. values: parameters and buffers to run on in place of its own. answers: says what Python
+    is to decide by, where there are shapes only, given the call that asks, those before and the constants. Tensors of
+    args and kwargs, in pytree order, are numbers 0, 1, …
 
     Raises ValueError naming the module where something cannot be followed: objects that calls would share, state that
     a forward leaves in a module, values from outside of torch.
     """
-    recorder = _Recorder(model, leaves, values)
+    recorder = _Recorder(model, leaves, values, answers)
     for tensor in pytree.tree_leaves((tuple(args), dict(kwargs))):
         if isinstance(tensor, Tensor):
             recorder.new(tensor)
     inputs = recorder.count
     before = {path: dict(vars(module)) for path, module in model.named_modules() if not leaves(path, module)}
+    watched = [(name, buffer, buffer._version) for name, buffer in model.named_buffers()]
     with recorder, _calls_heard(recorder):
         output = model(*args, **kwargs) if values is None else functional_call(model, dict(values), args, dict(kwargs))
     for path, attributes in before.items():
@@ -142,10 +163,8 @@ def follow(
     if not out:
         raise ValueError(f"{type(model).__name__} returned no tensor, but {type(output).__name__}")
     form = Form(spec, tuple(constants))
-    record = Record(
-        recorder.calls, inputs, out, form, recorder.constants, recorder.forms, recorder.grads, recorder.seconds
-    )
-    return record, output
+    h, changed = recorder, {name for name, buffer, version in watched if buffer._version != version}
+    return Record(h.calls, inputs, out, form, h.constants, h.forms, h.grads, changed, h.seconds), output
 
 
 class _Recorder(TorchFunctionMode):
@@ -154,6 +173,7 @@ class _Recorder(TorchFunctionMode):
         model: nn.Module,
         leaves: Callable[[str, nn.Module], bool],
         values: Mapping[str, Tensor] | None = None,
+        answers: Callable[..., Any] | None = None,
     ) -> None:
         super().__init__()
         self.model, self.calls, self.count = model, list[Call](), 0
@@ -175,6 +195,7 @@ class _Recorder(TorchFunctionMode):
         self.forms: list[tuple[torch.Size, torch.dtype]] = []
         self.grads: list[bool] = []
         self.seconds: list[float] = []
+        self.answers = answers
         self.inside = 0  # of a leaf
         self.stack: list[str] = []
         self.thread = threading.get_ident()
@@ -225,8 +246,8 @@ class _Recorder(TorchFunctionMode):
             return Attribute(self.held[id(value)])
         raise ValueError(
             f"{self.name(self.where)}.forward gives {what} a tensor {tuple(value.shape)} that no torch function or "
-            "module has made from its input, as custom autograd functions and numpy do: put that into a module of its "
-            "own, which is not looked into, and whose path you give in leaves="
+            "module has made from its input, as numpy does: put that into a module of its own, which is not looked "
+            "into, and whose path you give in leaves="
         )
 
     def plain(self, value: Any, where: str, what: str) -> Any:
@@ -273,19 +294,45 @@ class _Recorder(TorchFunctionMode):
                 "functions, or give its path in leaves="
             )
         begin = time.perf_counter()
-        output = target(*args, **kwargs)
+        asks = name in NUMBERS and self.asks(args, kwargs)
+        output = self.answered(target, args, kwargs) if asks and self.answers else target(*args, **kwargs)
         seconds = time.perf_counter() - begin
-        asks = name in NUMBERS and not isinstance(output, Tensor)
         if asks or name in ("__setitem__", "__delitem__") or _tensors(output):
             what = f"torch function {name}"
             call = Call(target, self.place(args, what), self.place(kwargs, what), self.where, torch.is_grad_enabled())
-            if asks and not call.refs():
-                return output  # of a parameter or constant
             self.write(call, seconds)
             if asks:
                 call.check = (output,)
             elif _tensors(output):
                 self.give(call, output)
+        return output
+
+    def answered(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """What others say that Python is to decide by, where there are shapes only."""
+        assert self.answers is not None
+        call = Call(target, self.place(args, "a decision"), self.place(kwargs, "a decision"), self.where, False)
+        return self.answers(call, self.calls, self.constants)
+
+    def asks(self, args: Any, kwargs: Any) -> bool:
+        """Whether what is asked for its numbers belongs to the micro-batch, not to the model."""
+        leaves = pytree.tree_leaves((args, kwargs))
+        return any(isinstance(x, Tensor) and id(x) in self.numbers for x in leaves)
+
+    def applied(self, original: Callable[..., Any], function: Any, args: Any, kwargs: Any) -> Any:
+        """A custom autograd function, with its own backward."""
+        if self.inside or threading.get_ident() != self.thread:
+            return original(*args, **kwargs)
+        what = f"autograd function {function.__name__}"
+        call = Call(Applied(function), self.place(args, what), self.place(kwargs, what), self.where, True)
+        call.grad = torch.is_grad_enabled()
+        self.inside += 1
+        begin = time.perf_counter()
+        try:
+            output = original(*args, **kwargs)
+        finally:
+            self.inside -= 1
+        self.write(call, time.perf_counter() - begin)
+        self.give(call, output)
         return output
 
     def call(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -319,9 +366,16 @@ def _calls_heard(recorder: _Recorder) -> Iterator[None]:
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return recorder.call(original, module, args, kwargs)
 
+    apply = torch.autograd.Function.__dict__["apply"]
+
+    def applied(function: Any, *args: Any, **kwargs: Any) -> Any:
+        return recorder.applied(apply.__get__(None, function), function, args, kwargs)
+
     with ExitStack() as stack:
         stack.callback(setattr, nn.Module, "__call__", original)
+        stack.callback(setattr, torch.autograd.Function, "apply", apply)
         nn.Module.__call__ = call  # type: ignore[method-assign]
+        torch.autograd.Function.apply = classmethod(applied)
         yield
 
 

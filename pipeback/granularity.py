@@ -98,7 +98,7 @@ def units(model: nn.Module, record: Record, cuts: Cuts, blocks: Sequence[str]) -
     parameters = dict(model.named_parameters(remove_duplicate=False))
     seen: set[int] = set()
     begins: list[tuple[int, str, list[str]]] = []
-    after_block = True
+    after_block, called = True, set[Any]()
     names = [] if isinstance(cuts, (str, int)) else list(cuts)
     for n, call in enumerate(record.calls):
         mine = [name for name in touched(model, call) if id(parameters[name]) not in seen]
@@ -108,8 +108,8 @@ def units(model: nn.Module, record: Record, cuts: Cuts, blocks: Sequence[str]) -
             if hit is not None:
                 names.remove(hit)
             starts = hit is not None
-        elif not mine:
-            continue
+        elif not mine and (not call.module or call.target in called or not touched(model, call)):
+            continue  # a tied layer is one of its own
         elif cuts == "block":
             block = call.target in blocks
             starts, after_block = block or after_block, block
@@ -119,8 +119,11 @@ def units(model: nn.Module, record: Record, cuts: Cuts, blocks: Sequence[str]) -
             begins.append((0, "", []))
         elif starts and begins[-1][2]:
             begins.append((n, call.target if call.module else (mine or call.attributes())[0], []))
-        if mine:
-            begins[-1][2].extend([call.target] if call.module else mine)
+        if call.module and touched(model, call) and call.target not in called:
+            begins[-1][2].append(call.target)
+        elif mine:
+            begins[-1][2].extend(mine)
+        called.add(call.target)
     if names:
         raise ValueError(_unknown(model, names[0], record))
     found, ends = [], [n for n, *_ in begins[1:]] + [len(record.calls)]
@@ -154,8 +157,14 @@ def joined(units: Sequence[Unit], count: int, by: str) -> list[Unit]:
 
 def touched(model: nn.Module, call: Call) -> list[str]:
     """Names of the parameters that a call computes with."""
+    own: list[str] = []
     if call.module:
-        return [f"{call.target}.{n}" for n, _ in model.get_submodule(call.target).named_parameters()]
+        own = [f"{call.target}.{n}" for n, _ in model.get_submodule(call.target).named_parameters()]
+    return own + given(model, call)
+
+
+def given(model: nn.Module, call: Call) -> list[str]:
+    """Names of the parameters that a call is given."""
     parameters = dict(model.named_parameters())
     return [name for name in call.attributes() if name in parameters]
 

@@ -80,6 +80,11 @@ def keep(roots: Sequence[Tensor], known: set[int], where: str) -> tuple[list[Ten
     The signature names every saved tensor and every saved number, in order: numbers cannot be put back, so a forward
     that finds others (a threshold taken from the data, say) must be noticed.
     """
+    if any(type(node).__name__ == "CopySlices" for node in nodes(roots)):
+        raise TypeError(
+            f"{where}: its forward changes a view in place (x.view(…).relu_(), y[0] = …), and what torch saves "
+            "for it cannot be reached; change a copy instead, or drain() before saving"
+        )
     values, signature = [], []
     for name, tensor, _ in saved(roots):
         if tensor.untyped_storage()._cdata not in known:
@@ -88,7 +93,7 @@ def keep(roots: Sequence[Tensor], known: set[int], where: str) -> tuple[list[Ten
     for node, key, value in _attributes(roots):
         if isinstance(value, Tensor):
             values.append(replica(value))
-        elif value is not None and not isinstance(value, (bool, int, float, str)):
+        elif not _plain(value):
             raise TypeError(
                 f"{where}: {type(node).__name__} keeps ctx.{key}, a {type(value).__name__}, which cannot be stored; "
                 "keep tensors with ctx.save_for_backward, and numbers"
@@ -131,6 +136,15 @@ def put_back(
             ) from error
     for (node, key, _), (_, _, text) in zip(attributes, kept, strict=True):
         setattr(node, key, literal_eval(text) if text else _Give(next(given), device)(None))
+
+
+def _plain(value: Any) -> bool:
+    """Whether it can be written as text: numbers, and what is made of them (of compiled graphs, sizes)."""
+    if isinstance(value, dict):
+        return all(_plain(part) for pair in value.items() for part in pair)
+    if isinstance(value, (list, tuple)):
+        return type(value) in (list, tuple) and all(_plain(part) for part in value)
+    return value is None or isinstance(value, (bool, int, float, str))
 
 
 def _attributes(roots: Sequence[Tensor]) -> Iterator[tuple[Any, str, Any]]:

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeback.activations import KINDS
 from pipeback.loop import Batch
 from pipeback.method import Method
 from pipeback.order import POLICIES
 from pipeback.stage import OptimizerFactory, Stage, Value
+from pipeback.store import DeviceStore, Store
 
 
 def checked_factory(optimizer: OptimizerFactory, s: int) -> OptimizerFactory:
@@ -101,11 +101,22 @@ def check_outside(**options: Any) -> None:
 
 def check_choices(**options: Any) -> None:
     allowed = {"weights": ("equal", "samples"), "weight_functions": ("refuse", "warn"), "order": POLICIES}
-    allowed["activations"] = tuple(KINDS)
     allowed["link"] = ("auto", "shared_memory", "gloo", "nccl")
     for name, value in options.items():
         if value not in allowed[name]:
             raise ValueError(f"{name} must be one of {', '.join(allowed[name])}, but is {value!r}")
+
+
+def check_masters(masters: Any, store: Store | None) -> None:
+    if not isinstance(masters, bool):
+        raise TypeError(f"masters must be True or False, but is {masters!r}")
+    if masters and isinstance(store, DeviceStore):
+        raise ValueError("masters=True does not go with sparsity, whose survivors have one type; leave masters out")
+    if masters and store is not None:
+        raise ValueError(
+            f"masters=True does not go with store={type(store).__name__}: a store sends weights to the device as it "
+            "keeps them, in one type; use store=None, or leave masters out and build the model in float32"
+        )
 
 
 def shares(x: Value, y: Any, replicas: int) -> list[tuple[Value, Any]]:

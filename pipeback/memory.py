@@ -11,11 +11,12 @@ from pipeback.stage import Stage
 class Memory(NamedTuple):
     """What training holds, measured."""
 
-    weights: int  # bytes of one copy of the trainable weights
+    weights: int  # bytes of one copy of the trainable weights, as the optimizer steps them
     copies: float  # copies of the weights at the peak, weighted by stage size; 1.0 = the live ones alone
     state: float  # the method's own state, in copies of the weights
     activations: int  # bytes kept for backwards on the device at the peak: one micro-batch's, times those in flight
     host: int = 0  # the same in host memory, with activations="host"; of "recompute", states of random streams
+    rounded: int = 0  # with masters: bytes of the weights of a half type, which `weights` has as float32
 
 
 def counted(stages: Sequence[Stage], owner: Sequence[int]) -> Memory:
@@ -33,6 +34,7 @@ def counted(stages: Sequence[Stage], owner: Sequence[int]) -> Memory:
         worker = stage.replica, owner[stage.index]
         repeats[worker] = max(repeats.get(worker, 0), stage.repeat_bytes)
     host = sum(stage.host_bytes * stage.peak_flights for stage in stages)
+    rounded = sum(half.nbytes for stage in stages for half in stage.halves)
     return Memory(
-        one, held / one if one else 1.0, state / one if one else 0.0, activations + sum(repeats.values()), host
+        one, held / one if one else 1.0, state / one if one else 0.0, activations + sum(repeats.values()), host, rounded
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pipeback import clocks, disk, memory, meta, methods, sparsities, state, versions
-from pipeback.activations import keeping
+from pipeback import clocks, compiled, disk, memory, meta, methods, sparsities, state, versions
+from pipeback.activations import keeping, kinds
 from pipeback.agreement import agree
 from pipeback.breakdown import Row, breakdown
 from pipeback.budget import check, check_stages
@@ -27,6 +27,7 @@ from pipeback.inputs import (
     check_choices,
     check_functions,
     check_groups,
+    check_masters,
     check_numbers,
     check_optimizer,
     check_outside,
@@ -93,11 +94,24 @@ class Pipeline:
     check_finite  raise when a loss is NaN or infinite, naming micro-batch and stage, before its backward
     weight_functions  what to do when a graph saves a function of the weights (autocast, weight norm, masks), so that a
                 method that does not stash runs part of its backward on old weights: "refuse" or "warn"
+    masters     the optimizer, the method, clipping and averaging work on float32 copies of trainable weights of a half
+                type (bfloat16, float16), and F and B run on these, rounded. Else an update smaller than half a unit in
+                the last place of a weight is lost. Gradients are summed in the half type. Costs 4 bytes a weight, and
+                what optimizer and method keep is float32, too. Write weights in place by torch's functions, which are
+                noticed at the next push, not through `.data`. Does not go with a store or sparsity
+    compile     run every stage's forward (and so its backward) through torch.compile; or a dict of its options.
+                Modules, names, hooks and state_dict stay as they are; evaluation is not compiled. Results differ in
+                rounding. The rehearsal compiles; a micro-batch of another shape later on does once more. Where B runs
+                on newer weights than F, graphs keep what uncompiled ones keep, which is checked: one that keeps old
+                weights is refused, see `weight_functions`
     activations what a stage keeps of a micro-batch from F to B. "device": all that autograd saves. "host": the same,
                 but it waits in host memory, except the stage's input; the same bits. "recompute": the stage's input; B
-                does the forward once more, on the weights in force at B. Methods that flush or stash have F's weights
-                there, and the same bits; with others they are newer, so that B's activations fit B's weights, not F's.
-                Hooks on modules, and whatever else a forward does by the way, then happen twice; buffers change once
+                does the forward once more, on the weights in force at B. Hooks on modules, and whatever else a forward
+                does by the way, then happen twice; buffers change once. A list has one kind a stage, a dict {stage's
+                name or number: kind} leaves the rest at "device". What "recompute" does to the gradient, by method:
+                sgd, gpipe, one_f_one_b (flush) and pipedream, pipedream_2bw, spectrain's version 2 (stash) have F's
+                weights at B, and the same bits. pb, lwp, sc, cerebras, pipemare, spectrain's version 1 (they flow) have
+                newer or others, so that B's activations fit B's weights, not F's: another gradient, where D > 0
     order       "grouped", or "upstream", "sticky", "random": other orders with the same weights
     seed        of order="random"
 
@@ -131,7 +145,9 @@ class Pipeline:
         example: Any = None,
         leaves: Sequence[str] = (),
         balance: Literal["time", "memory"] = "time",
-        activations: Literal["device", "recompute", "host"] = "device",
+        masters: bool = False,
+        compile: bool | dict[str, Any] = False,
+        activations: str | Sequence[str] | Mapping[str | int, str] = "device",
         order: str = "grouped",
         seed: int = 0,
     ) -> None:
@@ -160,9 +176,10 @@ class Pipeline:
                 )  # fmt: skip
             check_choices(
                 weights=weights, weight_functions=weight_functions, order=order, link=link,
-                activations=activations,
             )  # fmt: skip
-            self._activations = activations
+            check_masters(masters, home)
+            self._compile = compile
+            self._activations, self._masters = kinds(activations, [part.name for part in parts]), masters
             self._model = model if isinstance(model, nn.Module) else nn.Sequential(*model)
             self._micro_batch_size, self._weights, self._workers = micro_batch_size, weights, workers
             self._outside = loss is None
@@ -188,7 +205,8 @@ class Pipeline:
                 agree(
                     self.ranks, self._stages, method=repr(self.method), micro_batch_size=micro_batch_size,
                     weights=weights, clip_norm=clip_norm, clip_value=clip_value, check_finite=check_finite, link=link,
-                    activations=activations, store=home and f"{type(home).__name__}(prefetch={home.prefetch})",
+                    activations=self._activations, masters=masters, compile=repr(compile),
+                    store=home and f"{type(home).__name__}(prefetch={home.prefetch})",
                 )  # fmt: skip
             where = device or default_device()
             if home is not None:
@@ -257,9 +275,13 @@ class Pipeline:
         stages = []
         for s, part in enumerate(parts):
             factory = checked_factory(optimizer, s)
-            stage = Stage(s, n, part.module, part.name, self.method, factory, loss if s == n - 1 else None)
+            judge = loss if s == n - 1 else None
+            stage = Stage(s, n, part.module, part.name, self.method, factory, judge, self._masters)
             stage.seed, stage.replica = torch.initial_seed(), replica
-            stage.keeping = keeping(self._activations)
+            stage.keeping = keeping(self._activations[s])
+            if self._compile:
+                keep = compiled.faithful(self.method, self.delays[s]) and self._activations[s] != "recompute"
+                stage.call = compiled.Compiled(part.module, s, compiled.options(self._compile, keep))
             check_optimizer(stage, self.method)
             stages.append(stage)
         return stages
@@ -827,6 +849,7 @@ class Pipeline:
             "seconds": self._holding.seconds,
             "groups": {str(current.since): [plain_groups(g) for g in current.groups]},
             "current": current.since,
+            **({} if self._program is None else {"forms": self._program.forms()}),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -865,6 +888,8 @@ class Pipeline:
         options = state.options_of(plain, self.optimizers)
         self._options = options[plain["current"]]
         self._arrived, self._smallest, self._holding.seconds = plain["arrived"], None, plain["seconds"]
+        if self._program is not None:
+            self._program.know(plain.get("forms", ()))
         if plain["loops"]:
             self._holding.share_out(values=False)
         messages: dict[int, Messages] = {}

@@ -9,17 +9,19 @@ gradient travels back. So it is one weight with one delay, that of its owner, un
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
 
-from pipeback.decisions import MOST, Decision, decisions, mark
-from pipeback.follow import Call, Form, Record, follow, opened
-from pipeback.granularity import Cuts, Unit, blocks_of, chosen, family, joined, leaves, touched, units
+from pipeback.decisions import MOST, Decision, decisions, mark, told
+from pipeback.follow import Call, Form, Record, Ref, follow, opened
+from pipeback.granularity import Cuts, Unit, blocks_of, chosen, family, given, joined, leaves, units
 from pipeback.inflight import untouched
 from pipeback.partition import Part
 from pipeback.segment import Key, Lent, Portion, Segment, key_of
@@ -37,6 +39,7 @@ class Known(NamedTuple):
 
     inputs: Form
     output: Form
+    answers: list[Any]  # what Python has decided by
     decisions: list[Decision]  # by numbers of the input: where they fall otherwise, it is another variant
     mark: Tensor | None = None  # of the variant, where there may be others
 
@@ -121,6 +124,41 @@ class Program:
             record, known = self._follow(Arguments(args, kwargs), real=self.complete)
         return self._take(record, x, training, known)
 
+    def forms(self) -> list[dict[str, Any]]:
+        """The forms of micro-batches that are known, as plain values: a saved state has micro-batches of these."""
+        found = []
+        for (training, *tensors), ways in self._variants.items():
+            for known in ways:
+                found.append({
+                    "training": training,
+                    "tensors": [[list(shape), str(dtype).removeprefix("torch.")] for shape, dtype in tensors],
+                    "structure": pytree.treespec_dumps(known.inputs.spec),
+                    "constants": [_plain(c) for c in known.inputs.constants],
+                    "answers": known.answers,
+                    "decisions": [decision.number for decision in known.decisions],
+                    "mark": None if known.mark is None else list(known.mark.shape),
+                })  # fmt: skip
+        return found
+
+    def know(self, forms: Sequence[Mapping[str, Any]]) -> None:
+        """Follow the model on these forms, by shapes alone."""
+        for form in forms:
+            x = tuple(torch.empty(shape, dtype=getattr(torch, kind)) for shape, kind in form["tensors"])
+            constants = tuple(Ref(c["tensor"]) if isinstance(c, dict) else c for c in form["constants"])
+            structure = Form(pytree.treespec_loads(form["structure"]), constants)
+            ways = self._variants.get(key_of(x, form["training"]), ())
+            if any(way.inputs == structure and way.answers == form["answers"] for way in ways):
+                continue
+            arguments = Arguments(*structure.fill(x))
+            with self._modes(form["training"]):
+                record, known = self._follow(arguments, real=False, answers=form["answers"])
+            shape = form.get("mark")
+            known = known._replace(
+                decisions=[decision for decision in known.decisions if decision.number in form.get("decisions", ())],
+                mark=None if shape is None else torch.zeros(shape, dtype=torch.bool),
+            )
+            self._take(record, x, form["training"], known)
+
     def follow_too(self, segments: Sequence[nn.Module]) -> None:
         """Copies of the segments are to know what these do."""
         self._copies.append(segments)
@@ -134,7 +172,7 @@ class Program:
     @property
     def parts(self) -> list[Part]:
         """The stages, with the names that they have in reports."""
-        labels = [_label(unit) for unit in self.units]
+        labels = [self._label(unit) for unit in self.units]
         counts = Counter(labels)
         for s, unit in enumerate(self.units):
             if counts[labels[s]] > 1:
@@ -166,7 +204,7 @@ class Program:
             self.units = joined(self.units, self.cuts, by)
         return record, known
 
-    def _follow(self, arguments: Arguments, real: bool) -> tuple[Record, Known]:
+    def _follow(self, arguments: Arguments, real: bool, answers: Sequence[Any] | None = None) -> tuple[Record, Known]:
         if real:
             device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
             with untouched(self.model), torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -177,9 +215,16 @@ class Program:
                 values = {name: _shaped(t) for name, t in own.items()}
                 tensors, form = opened(tuple(arguments))
                 args, kwargs = form.fill([fake.from_tensor(t) for t in tensors])
-                record, _ = follow(self.model, args, kwargs, self._leaves, values)
+                saved = None if answers is None else iter(answers)
+                record, _ = follow(
+                    self.model, args, kwargs, self._leaves, values,
+                    partial(told, tensors) if saved is None else lambda *asked: next(saved),
+                )  # fmt: skip
         tensors, form = opened(tuple(arguments))
-        return record, Known(form, record.form, decisions(record, tensors) if real else [])
+        found = decisions(record)
+        if answers is None:
+            found = [decision for decision in found if decision.holds(tensors)]
+        return record, Known(form, record.form, record.answers, found)
 
     @contextmanager
     def _modes(self, training: bool) -> Iterator[None]:
@@ -226,19 +271,28 @@ class Program:
         self.owner: dict[int, int] = {}  # of parameters, by identity
         self.names: dict[int, str] = {}  # of parameters: what they are called in the stage that owns them
         self.owned: list[dict[str, Any]] = [{} for _ in self.units]
+        self._copied: list[set[str]] = [set() for _ in self.units]  # buffers of another stage, read here too
         where: dict[str, int] = {}
         buffers = dict(model.named_buffers())
         for s, call in self._staged(record):
+            for name in call.attributes():
+                if name in buffers and name not in self.owned[s]:
+                    self.owned[s][name] = buffers[name]
+                    if name in where:
+                        if name in record.changed:
+                            raise ValueError(
+                                f"buffer {name!r} is changed by the forward, and stages {where[name]} and {s} read it; "
+                                "cut so that one stage alone does, or keep their module whole: give its path in leaves="
+                            )
+                        self._copied[s].add(name)
+                        self.owned[s][name] = buffers[name].detach().clone()
+                    where.setdefault(name, s)
+            for name in given(model, call):
+                p = model.get_parameter(name)
+                if id(p) not in self.owner:
+                    self.owner[id(p)], self.names[id(p)] = s, name
+                    self.owned[s][name] = p
             if not call.module:
-                for name in call.attributes():
-                    if name in buffers and name not in where:
-                        where[name] = s
-                        self.owned[s][name] = buffers[name]
-                for name in touched(model, call):
-                    p = model.get_parameter(name)
-                    if id(p) not in self.owner:
-                        self.owner[id(p)], self.names[id(p)] = s, name
-                        self.owned[s][name] = p
                 continue
             module = model.get_submodule(call.target)
             if call.target in where:
@@ -258,18 +312,38 @@ class Program:
                 self.owned[s][call.target] = module
 
     def _again(self, path: str, first: int, second: int) -> None:
-        """A module with weights is called in two stages: fine, they travel as tied ones do; what it keeps cannot."""
+        """A module with weights is called in two stages: meant where it has two names; what it keeps cannot travel."""
         module = self.model.get_submodule(path)
-        kept = next((name for name, _ in module.named_buffers()), None)
-        if kept is not None:
+        names = [name for name, m in self.model.named_modules(remove_duplicate=False) if m is module]
+        where = f"{type(module).__name__} {path!r} is called in stages {first} and {second}"
+        if len(names) < 2:
             raise ValueError(
-                f"{type(module).__name__} {path!r} is called in stages {first} and {second}, and its buffer {kept!r} "
-                "belongs to one stage alone, while weights may travel; cut so that both calls lie in one stage, or use "
-                "two modules (which may share their weights)"
+                f"{where}, but has weights, which one stage alone can change; cut so that both calls lie in one stage, "
+                "or use two modules, or give it a second name in the model (self.b = self.a), which says that its "
+                "weights are to be tied"
+            )
+        if kept := next((name for name, _ in module.named_buffers()), None):
+            raise ValueError(
+                f"{where}, and its buffer {kept!r} belongs to one stage alone, while weights may travel; cut so that "
+                "both calls lie in one stage, or use two modules (which may share their weights)"
             )
 
     def _segment(self, s: int) -> Segment:
-        return Segment(f"stage {s} ({_label(self.units[s])})", self.owned[s], self._describe)
+        label = f"stage {s} ({self._label(self.units[s])})"
+        saved = self.model.state_dict()
+        return Segment(label, self.owned[s], self._describe, self._copied[s] | (set(self.owned[s]) - set(saved)))
+
+    def _label(self, unit: Unit) -> str:
+        """Its layer; of several, the longest path that holds all their weights, or from where to where they lie."""
+        if not unit.names or self.kind in ("layer", "sublayer"):
+            return unit.names[0] if unit.names else unit.start or "input"
+        paths = [name.split(".") for name in unit.names]
+        common = []
+        for steps in zip(*paths, strict=False):
+            if len(set(steps)) > 1:
+                break
+            common.append(steps[0])
+        return ".".join(common) or f"{paths[0][0]}…{paths[-1][0]}"
 
     def _describe(self, path: str) -> str:
         module = self.model.get_submodule(path)
@@ -301,7 +375,7 @@ class Program:
                 f"another one: {_asked(known)}; keep decisions by values within one layer: give the path of the "
                 "deciding module in leaves="
             )
-        if known.decisions:
+        if known.decisions and known.mark is None:
             known = known._replace(mark=mark(known.decisions, [o.mark for o in others if o.mark is not None]))
         marked = known.marked(x)
         key = key_of(_parts(marked), training)
@@ -350,18 +424,15 @@ class Program:
 
     def _borrowed(self, s: int, call: Call) -> Iterator[tuple[str, nn.Parameter]]:
         """Weights of earlier stages that a call computes with, by the name that the segment looks them up by."""
-        if call.module:
-            found = self.owned[s].get(call.target)
-            if isinstance(found, Lent):
-                module = self.model.get_submodule(call.target)
-                for name in found.names:
-                    p = module.get_parameter(name)
-                    yield f"{call.target}.{name}", p
-        else:
-            for name in touched(self.model, call):
-                p = self.model.get_parameter(name)
-                if self.owner.get(id(p), s) != s:
-                    yield name, p
+        found = self.owned[s].get(call.target) if call.module else None
+        if isinstance(found, Lent):
+            module = self.model.get_submodule(call.target)
+            for name in found.names:
+                yield f"{call.target}.{name}", module.get_parameter(name)
+        for name in given(self.model, call):
+            p = self.model.get_parameter(name)
+            if self.owner.get(id(p), s) != s:
+                yield name, p
 
 
 def _copied(arguments: Arguments) -> Arguments:
@@ -380,17 +451,16 @@ def _asked(known: Known) -> str:
     return "it changes from call to call" if call is None else f"{call.target.__name__} gave {call.check[0]}"
 
 
-def _label(unit: Unit) -> str:
-    """The longest path that holds all its weights; if there is none, from where to where they lie."""
-    if not unit.names:
-        return unit.start or "input"
-    paths = [name.split(".") for name in unit.names]
-    common = []
-    for steps in zip(*paths, strict=False):
-        if len(set(steps)) > 1:
-            break
-        common.append(steps[0])
-    return ".".join(common) or f"{paths[0][0]}…{paths[-1][0]}"
+def _plain(value: Any) -> Any:
+    """What stands in a structure, for JSON."""
+    if isinstance(value, Ref):
+        return {"tensor": value.number}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise ValueError(
+        f"a micro-batch has a {type(value).__name__} in it, {value!r}, which a saved state cannot hold; push tensors, "
+        "numbers and strings"
+    )
 
 
 def _shaped(tensor: Tensor) -> Tensor:

@@ -11,15 +11,19 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pipeback import inflight
+from pipeback import inflight, newer
+from pipeback.compiled import Compiled, faithful
 from pipeback.method import Method
+from pipeback.newer import Refused, disturb, noise, untouched
 from pipeback.stage import Flight, Stage, Value, cut, grown
 
+_COMPILED = "Use compile=True without options of your own (compiled convolutions keep copies), or"
 FEW = 16  # values a channel under which batch statistics are called poor
 
 
@@ -45,10 +49,14 @@ def rehearse(
         with present(stage):
             if stage.device is None:  # a stage without weights works where its input comes from
                 stage.device = (value[0] if isinstance(value, tuple) else value).device
-            with leaving_no_trace(stage), _watch_norms(stage):
-                _learn(stage, value, target)
+            stashes = stage.keeping is None or stage.keeping.stashes
+            with untouched(stage):
+                with _watch_norms(stage), _uncompiled(stage):
+                    _learn(stage, value, target)
+                matters = stashes and stage.weights and faithful(method, delays[stage.index])
+                if isinstance(stage.call, Compiled) and matters:
+                    stage.call.check = partial(newer.check, stage, method, warn)
                 output = _first_run(stage, value, target)
-                stashes = stage.keeping is None or stage.keeping.stashes
                 if stashes and method.copies != "stash" and delays[stage.index] and stage.weights:
                     _refuse_stashed_functions(stage, value, target, method, warn)
                 seconds.append(_fastest(stage, value, target))
@@ -64,7 +72,7 @@ def rehearse_shape(stages: Sequence[Stage], x: Value, target: Any) -> Value:
     """The cheap part, for a micro-batch smaller than any before: outputs and normalisations."""
     value = cut(x)
     for stage in stages:
-        with leaving_no_trace(stage), _watch_norms(stage), torch.no_grad():
+        with untouched(stage), _watch_norms(stage), _uncompiled(stage), torch.no_grad():
             _, given = stage.enter(value)
             value = _checked(stage, _guarded(stage, _copied(given), target))
     return value
@@ -119,7 +127,7 @@ def _trial(stage: Stage, value: Value, target: Any) -> tuple[Flight, Value]:
 def _guarded(stage: Stage, given: Value, target: Any) -> Value:
     try:
         return stage.run(given, target)
-    except _Refused:
+    except Refused:
         raise
     except Exception as error:
         raise ValueError(f"{stage.label}: the forward failed on the first micro-batch: {error}") from error
@@ -175,15 +183,24 @@ def _measure(stage: Stage, value: Value, target: Any) -> float:
     else:
         flight, output = _trial(stage, value, target)
         leaves, roots = flight.leaves, grown(output)
-    inputs = [x for x in leaves if x.requires_grad] + stage.params
+    starts = [x for x in leaves if x.requires_grad]
+    inputs = starts + stage.params
     if roots and inputs:
         try:
-            torch.autograd.grad(roots, inputs, [torch.ones_like(y) for y in roots], allow_unused=True)
+            grads = torch.autograd.grad(roots, inputs, [torch.ones_like(y) for y in roots], allow_unused=True)
         except Exception as error:
             raise ValueError(f"{stage.label}: the backward failed on the first micro-batch: {error}") from error
+        if not all(_alike_in_memory(x, g) for x, g in zip(starts, grads, strict=False)):
+            stage.odd_gradients = True
     if stage.device is not None and stage.device.type != "cpu":
         torch.accelerator.synchronize(stage.device)
     return time.perf_counter() - begin
+
+
+def _alike_in_memory(x: Tensor, gradient: Tensor | None) -> bool:
+    """Whether a gradient has the strides of its tensor, where they count."""
+    strides = [[s for s, n in zip(t.stride(), t.shape, strict=True) if n > 1] for t in (x, gradient) if t is not None]
+    return strides[0] == strides[-1]
 
 
 # -- functions of the weights ------------------------------------------------------------------------------------------
@@ -200,9 +217,9 @@ def _refuse_stashed_functions(stage: Stage, value: Value, target: Any, method: M
         return
     originals = [p.detach().clone() for p in stage.params]
     try:
-        _disturb(originals, stage, 1)
+        disturb(originals, stage, 1)
         first, second = _saved_floats(stage, value, target), _saved_floats(stage, other, target)
-        _disturb(originals, stage, 2)
+        disturb(originals, stage, 2)
         third = _saved_floats(stage, value, target)
     except Exception:
         return  # the module does not take such an input or such weights; nothing can be said
@@ -215,10 +232,11 @@ def _refuse_stashed_functions(stage: Stage, value: Value, target: Any, method: M
         return  # the graph depends on the data; nothing can be said
     for (name, a), (_, b), (_, c) in zip(first, second, third, strict=True):
         if a.shape == b.shape and torch.equal(a, b) and a.shape == c.shape and not torch.equal(a, c):
+            cure = _COMPILED if isinstance(stage.call, Compiled) else "Use"
             found = (
                 f"{stage.label}: its graph saves a function of the weights ({name}, {tuple(a.shape)}), as autocast, "
                 f"weight or spectral norm and pruning masks do; {method!r} would run its backward on old weights. "
-                'Use method="pipedream", which means to, compute it outside the graph, or accept it with '
+                f'{cure} method="pipedream", which means to, compute it outside the graph, or accept it with '
                 'weight_functions="warn"'
             )
             if not warn:
@@ -230,7 +248,7 @@ def _refuse_stashed_functions(stage: Stage, value: Value, target: Any, method: M
 def _saved_floats(stage: Stage, x: Value, target: Any) -> list[tuple[str, Tensor]]:
     """Names and copies of the floating-point tensors that the graph saves, weights themselves left out."""
     torch.clear_autocast_cache()  # or it would hide that the weights have changed
-    with leaving_no_trace(stage):  # the same buffers and masks each time
+    with untouched(stage):  # the same buffers and masks each time
         stage.generator.manual_seed(0)
         _, given = stage.enter(x)
         roots = grown(stage.run(given, target))
@@ -242,19 +260,12 @@ def _saved_floats(stage: Stage, x: Value, target: Any) -> list[tuple[str, Tensor
     ]
 
 
-def _disturb(originals: Sequence[Tensor], stage: Stage, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for p, original in zip(stage.params, originals, strict=True):
-        scale = original.float().abs().mean().item() or 1.0
-        p.data.copy_(original + scale * _noise(original, generator))
-
-
 def _other_input(value: Value) -> Value | None:
     """Another input of the same form; None where none can be made."""
     parts = value if isinstance(value, tuple) else (value,)
     generator = torch.Generator().manual_seed(0)
     others = [
-        p + (p.std(correction=0) + 1) * _noise(p, generator) if p.is_floating_point() else p.flip(-1) if p.dim() else p
+        p + (p.std(correction=0) + 1) * noise(p, generator) if p.is_floating_point() else p.flip(-1) if p.dim() else p
         for p in parts
     ]
     if all(torch.equal(a, b) for a, b in zip(parts, others, strict=True)):
@@ -262,15 +273,7 @@ def _other_input(value: Value) -> Value | None:
     return tuple(others) if isinstance(value, tuple) else others[0]
 
 
-def _noise(like: Tensor, generator: torch.Generator) -> Tensor:
-    return torch.randn(like.shape, generator=generator).to(like)
-
-
 # -- normalisations ----------------------------------------------------------------------------------------------------
-
-
-class _Refused(ValueError):
-    """A refusal that already names its stage."""
 
 
 @contextmanager
@@ -303,7 +306,7 @@ def _check_norm(stage: Stage, key: str, norm: nn.Module, x: Tensor) -> None:
     where = f"{stage.label}: {kind} {key!r}" if key else f"{stage.label}: {kind}"
     if values <= 1:
         cure = "use GroupNorm or LayerNorm, or a larger micro-batch" if batch else "normalise over more than one value"
-        raise _Refused(
+        raise Refused(
             f"{where} would see one value a {'channel' if batch else 'group'}, which it turns into zero; {cure}"
         )
     if batch and values < FEW:
@@ -318,15 +321,13 @@ def _check_norm(stage: Stage, key: str, norm: nn.Module, x: Tensor) -> None:
 
 
 @contextmanager
-def leaving_no_trace(stage: Stage) -> Iterator[None]:
-    """Buffers and random state afterwards as before."""
-    generator = stage.generator
-    state = generator.get_state()
+def _uncompiled(stage: Stage) -> Iterator[None]:
+    """Hooks that come and go would be compiled, and a forward without a graph is another one to compile."""
+    call, stage.call = stage.call, stage.module
     try:
-        with inflight.untouched(stage.module):
-            yield
+        yield
     finally:
-        generator.set_state(state)
+        stage.call = call
 
 
 def _copied(value: Value) -> Value:

@@ -67,11 +67,11 @@ class Resident:
     def ahead(self, waves: Iterable[Wave]) -> Iterable[Wave]:
         return waves
 
-    def forward(self, ops: Ops) -> list[_Held]:
+    def forward(self, ops: Ops) -> list[Held]:
         """Put what these forwards run on into place."""
         if not self._forward_hook:
             return []
-        held: list[_Held] = []
+        held: list[Held] = []
         with torch.no_grad():
             for team, _, when in self.ask("F", ops):
                 chosen = self.method.forward_weights(team.weights, team.state, when)
@@ -85,7 +85,7 @@ class Resident:
         forget_casts()
         return held
 
-    def after_forward(self, held: Sequence[_Held], ops: Ops) -> None:
+    def after_forward(self, held: Sequence[Held], ops: Ops) -> None:
         """The newest weights again; the flights remember what they ran on."""
         mbs = dict(ops)
         with torch.no_grad():
@@ -104,11 +104,11 @@ class Resident:
                     flight.owned = h.buffer
         forget_casts()
 
-    def backward(self, ops: Ops) -> tuple[list[_Held], dict[int, int]]:
+    def backward(self, ops: Ops) -> tuple[list[Held], dict[int, int]]:
         """Put what these backwards run on into place; returns also the versions of those that run on an older one."""
         if not self._backward_hook:
             return [], {}
-        held: list[_Held] = []
+        held: list[Held] = []
         versions: dict[int, int] = {}
         with torch.no_grad():
             for team, mb, when in self.ask("B", ops):
@@ -127,7 +127,7 @@ class Resident:
                     held.append(_place(team, chosen))
         return held, versions
 
-    def after_backward(self, held: Sequence[_Held]) -> None:
+    def after_backward(self, held: Sequence[Held]) -> None:
         """The newest weights again."""
         with torch.no_grad():
             for h in held:
@@ -157,7 +157,7 @@ class Resident:
         """Nothing to let go."""
 
 
-class _Held:
+class Held:
     """The live weights hold something else; `buffer` holds the current ones, or swaps with them."""
 
     __slots__ = ("buffer", "swap", "team", "version")
@@ -172,12 +172,12 @@ class _Held:
             torch._foreach_copy_(self.team.weights, self.buffer)
 
 
-def _exchange(team: Team, buffer: Weights, version: int | None = None) -> _Held:
+def _exchange(team: Team, buffer: Weights, version: int | None = None) -> Held:
     _swap(team.weights, buffer)
-    return _Held(team, buffer, swap=True, version=version)
+    return Held(team, buffer, swap=True, version=version)
 
 
-def _place(team: Team, chosen: Weights | Shift) -> _Held:
+def _place(team: Team, chosen: Weights | Shift) -> Held:
     """Put shifted weights into the live storage."""
     weights, stash = team.weights, team.first.stash
     if stash:
@@ -189,7 +189,7 @@ def _place(team: Team, chosen: Weights | Shift) -> _Held:
         add_scaled(weights, chosen.coefficients, chosen.directions)
     else:
         torch._foreach_copy_(weights, chosen)
-    return _Held(team, buffer, swap=stash)
+    return Held(team, buffer, swap=stash)
 
 
 def _swap(a: Weights, b: Weights) -> None:

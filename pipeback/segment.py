@@ -6,7 +6,7 @@ graph for every form of a micro-batch (shapes, types, training or evaluation): `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import getitem
@@ -57,6 +57,7 @@ class Opened:
 
     def __init__(self, form: Form, who: str) -> None:
         self.form, self.who = form, who
+        self.expects: Any = form
         self._open = opener(form)
 
     def __call__(self, value: Any) -> list[Tensor]:
@@ -118,14 +119,14 @@ class Decided:
     __name__, __module__ = "decided", "pipeback"
 
     def __init__(self, function: Callable[..., Any], expected: Any, who: str) -> None:
-        self.function, self.expected, self.who = function, expected, who
+        self.function, self.expects, self.who = function, expected, who
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         found = self.function(*args, **kwargs)
-        if found != self.expected:
+        if found != self.expects:
             name = getattr(self.function, "__name__", "a function")
             raise ValueError(
-                f"{self.who}.forward goes another way for this micro-batch: {name} gave {found}, but {self.expected} "
+                f"{self.who}.forward goes another way for this micro-batch: {name} gave {found}, but {self.expects} "
                 "when the model was followed; keep decisions by values within one layer: give the path of the "
                 "deciding module in leaves="
             )
@@ -144,9 +145,32 @@ class Ungraded:
             return self.function(*args, **kwargs)
 
 
-def carried(weight: Tensor) -> Tensor:
-    """A weight that later stages compute with, too, as this micro-batch finds it."""
-    return weight.clone()
+class Carried:
+    """A weight that later stages compute with, too, as a micro-batch finds it: a copy, kept while it stays the same."""
+
+    __name__, __module__ = "carried", "pipeback"
+
+    def __init__(self) -> None:
+        self.copy: Tensor | None = None
+
+    def __call__(self, weight: Tensor) -> Tensor:
+        if self.copy is None or self.copy.shape != weight.shape or not torch.equal(self.copy, weight):
+            self.copy = weight.detach().clone()
+        found: Tensor = _Handed.apply(weight, self)
+        return found
+
+
+class _Handed(torch.autograd.Function):
+    """The copy, with the weight's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, carried: Carried) -> Tensor:
+        assert carried.copy is not None
+        return carried.copy.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], None
 
 
 @dataclass
@@ -164,40 +188,50 @@ class Portion:
 
 
 class Segment(nn.Module):
-    """One stage. owned: the parts of it: modules, parameters and buffers of the model by their names there."""
+    """One stage. owned: modules, parameters, buffers of the model by their names; unsaved: buffers in no state_dict."""
 
-    def __init__(self, label: str, owned: Mapping[str, Any], describe: Callable[[str], str]) -> None:
+    def __init__(
+        self, label: str, owned: Mapping[str, Any], describe: Callable[[str], str], unsaved: Collection[str] = ()
+    ) -> None:
         super().__init__()
         self.label, self._describe = label, describe
         for name, part in sorted(owned.items(), key=lambda item: isinstance(item[1], Tensor)):  # modules first
             if not _has(self, name):
-                _register(self, name, part)
+                _register(self, name, part, persistent=name not in unsaved)
+        self._carried: dict[str, Carried] = {}
         # the graphs' forward methods, which start faster than the graphs
         self._graphs: dict[Key, tuple[Callable[..., Any], fx.GraphModule, Form | None]] = {}
 
-    def forward(self, given: Any, structured: bool = False) -> Any:
-        """structured: the last segment gives the model's output, not only its tensors."""
+    def forward(self, given: Any) -> Any:
         parts = given if type(given) is tuple else (given,)
         found = self._graphs.get(key_of(parts, self.training))
         if found is None:
             raise RuntimeError(f"{self.label}: {self._unknown(parts)}")
-        run, _, form = found
-        out = run(*parts)
-        if structured and form is not None:
-            return form.fill(out)
+        out = found[0](*parts)
         return out[0] if len(out) == 1 else out
+
+    def structured(self, given: Any, out: Any) -> Any:
+        """The model's output from the tensors `out` that the last segment gave for `given`."""
+        parts = given if type(given) is tuple else (given,)
+        form = self._graphs[key_of(parts, self.training)][2]
+        assert form is not None
+        return form.fill(out if type(out) is tuple else (out,))
 
     def learn(self, key: Key, portion: Portion) -> None:
         """Know what to do for a form. Raises ValueError where that cannot be told from another form."""
         graph = self._built(portion)
         if key in self._graphs:
             _, known, form = self._graphs[key]
-            if known.code != graph.code or form != portion.form:
+            if _does(known) != _does(graph) or form != portion.form:
                 raise ValueError(
                     f"{self.label}: micro-batches of two forms look alike here, but need other operations; pad them "
                     "to one form"
                 )
             return
+        same = (
+            known for _, known, form in self._graphs.values() if form == portion.form and _does(known) == _does(graph)
+        )
+        graph = next(same, graph)  # most forms differ in few stages
         self._graphs[key] = graph.forward, graph, portion.form
 
     def code(self) -> str:
@@ -207,15 +241,15 @@ class Segment(nn.Module):
     def _unknown(self, parts: Sequence[Any]) -> str:
         known = "; ".join(_written(key) for key in self._graphs)
         return (
-            f"a micro-batch of {_written(key_of(parts, self.training))} was not followed; known: {known}. If it is of "
-            "a state that was saved, have such a micro-batch followed before: pipe.plan(x, y)"
+            f"a micro-batch of {_written(key_of(parts, self.training))} came, but the model was followed with {known}; "
+            "where shapes depend on values (x[mask]), have them do so within one stage: give its path in leaves="
         )
 
     def _built(self, portion: Portion) -> fx.GraphModule:
         graph, known = fx.Graph(), dict[int, fx.Node]()
         root: dict[str, Any] = {}
-        for number in portion.takes:
-            known[number] = graph.placeholder(f"v{number}")
+        for n, number in enumerate(portion.takes):
+            known[number] = graph.placeholder(f"x{n}")
         for number in portion.takes:
             if number in portion.fixed:
                 known[number] = graph.call_function(Tensor.detach, (known[number],))
@@ -232,6 +266,7 @@ class Segment(nn.Module):
             return attribute(value.name) if isinstance(value, Attribute) else value
 
         for name, number in portion.lends.items():
+            carried = self._carried.setdefault(name, Carried())
             known[number] = graph.call_function(carried, (attribute(name),))
         for call in portion.calls:
             args, kwargs = pytree.tree_map(filled, (call.args, call.kwargs))
@@ -257,6 +292,11 @@ class Segment(nn.Module):
                 known[number] = graph.call_function(getitem, (node, n))
         graph.output(tuple(known[number] for number in portion.gives))
         return fx.GraphModule(root, graph)
+
+
+def _does(graph: fx.GraphModule) -> list[Any]:
+    """What makes two graphs equal: their code, and what they expect of what calls give."""
+    return [graph.code, *[n.target.expects for n in graph.graph.nodes if isinstance(n.target, (Opened, Decided))]]
 
 
 def _looked_up(root: nn.Module, name: str) -> Tensor:

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from pipeback import inflight
 from pipeback.repeat import Again, versions
-from pipeback.stage import Flight, Stage, grown
+from pipeback.stage import HALF, Flight, Stage, grown
 
 Tensors = dict[str, Tensor]
+_MASTERED = [{half, torch.float32} for half in HALF]
 Plain = dict[str, Any]
 
 
@@ -70,6 +71,7 @@ def save(
         _put(tensors, f"version/{version}", {str(n): w for n, w in enumerate(weights)}, mine)
     plain["versions"] = sorted(stage.versions)
     plain["seed"] = stage.seed
+    plain["odd_gradients"] = stage.odd_gradients
     plain["clones_input"] = stage.clones_input  # a graph can only be built anew when this is known
     if stage.stream is not None:
         tensors["random"] = stage.stream.clone()
@@ -114,6 +116,7 @@ def load(stage: Stage, tensors: Mapping[str, Tensor], plain: Plain, options: dic
         for kind, mine in _named(stage).items():
             for name, value in mine.items():
                 value.data.copy_(tensors[f"{kind}/{name}"])
+        stage.round()
         stage.version, stage.count = plain["version"], plain["count"]
         state = stage.optimizer.state
         state.clear()
@@ -138,6 +141,7 @@ def load(stage: Stage, tensors: Mapping[str, Tensor], plain: Plain, options: dic
         stage.stream = tensors["random"].clone() if "random" in tensors else None
     stage.seed = plain["seed"]
     stage.clones_input = plain["clones_input"]
+    stage.odd_gradients = plain.get("odd_gradients", False)
     stage.options = None if plain["options"] is None else options[plain["options"]]
 
 
@@ -172,6 +176,8 @@ def _load_flight(stage: Stage, mb: int, plain: Plain, tensors: Mapping[str, Tens
         stage.keeping.adopt(flight)
     if plain["owned"]:
         flight.owned = [_home(stage, tensors[f"flight/{mb}/used/{n}"]) for n in range(len(stage.weights))]
+    if stage.odd_gradients or any(leaf.dim() > 2 for leaf in flight.leaves):
+        flight.listen()
     flight.entry, flight.options = plain["entry"], options[plain["options"]]
     return flight
 
@@ -207,7 +213,9 @@ def _load_again(stage: Stage, tensors: Mapping[str, Tensor], prefix: str, plain:
 
 def check(stage: Stage, tensors: Mapping[str, Tensor]) -> None:
     """Raise `Corrupt` unless the weights and buffers of the state are this stage's, by name and shape."""
-    whole: dict[str, dict[str, Tensor]] = {**_named(stage), "weight": dict(stage.module.named_parameters())}
+    whole = _named(stage)
+    if not stage.keeps_masters:
+        whole["weight"] = dict(stage.module.named_parameters())  # in a store there may be other shapes
     for kind, mine in whole.items():
         theirs = {k.removeprefix(f"{kind}/"): v for k, v in tensors.items() if k.startswith(f"{kind}/")}
         where = stage.label
@@ -220,6 +228,11 @@ def check(stage: Stage, tensors: Mapping[str, Tensor]) -> None:
             piece = kind == "weight" and stage.shard is not None and stage.shard.fits(name, theirs[name])
             if piece and value.dtype == theirs[name].dtype:
                 continue  # of a store's own folder, which has what this rank keeps
+            if value.shape == theirs[name].shape and {value.dtype, theirs[name].dtype} in _MASTERED:
+                raise Corrupt(
+                    f"{where}: {kind} {name!r} is {value.dtype} here, but {theirs[name].dtype} in the state: one of "
+                    "them keeps float32 masters of weights of a half type; build both with the same masters="
+                )
             if value.shape != theirs[name].shape or value.dtype != theirs[name].dtype:
                 raise Corrupt(
                     f"{where}: {kind} {name!r} is {tuple(value.shape)} {value.dtype} here, but "

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 Value = Any  # what crosses a boundary: a tensor or a tuple of tensors
 OptimizerFactory = Callable[[Any], torch.optim.Optimizer]  # given a list of parameters
 
+HALF = torch.bfloat16, torch.float16
 drawing = threading.RLock()  # the default generator is one a process; whoever draws from it has it to itself
 _COPY = "copy values into the weights in place, or build a new Pipeline"
 
@@ -41,7 +42,7 @@ class Sums(NamedTuple):
 class Flight:
     """A micro-batch between its forward and its backward at one stage."""
 
-    __slots__ = ("again", "entry", "leaves", "options", "output", "owned", "target", "tuple_input", "version")
+    __slots__ = ("again", "caught", "entry", "leaves", "options", "output", "owned", "target", "tuple_input", "version")
 
     def __init__(self, leaves: tuple[Tensor, ...], output: Value, target: Any, version: int, tuple_input: bool) -> None:
         self.tuple_input = tuple_input
@@ -53,6 +54,17 @@ class Flight:
         self.options: Any = None  # the optimizers' options when the micro-batch was pushed
         self.entry = 0
         self.again: Again | None = None  # gives B the output, if F has kept no graph
+        self.caught: list[Tensor | None] | None = None  # gradients of the leaves as they lie in memory
+
+    def listen(self) -> None:
+        """Catch the gradients of the leaves as they come: `.grad` may be a copy with the strides of the leaf, on which
+        kernels of the stage before would round otherwise than in one graph.
+        """
+        caught: list[Tensor | None] = [None] * len(self.leaves)
+        for n, leaf in enumerate(self.leaves):
+            if leaf.requires_grad:
+                leaf.register_hook(partial(caught.__setitem__, n))
+        self.caught = caught
 
 
 class Stage:
@@ -62,6 +74,7 @@ class Stage:
     other parameters on the same storage with a version counter of their own, so that autograd does not mistake
     an update between F and B for an error. Contents change, storage never does. In a store the optimizer steps weights
     that live elsewhere (`home`), and the user's parameters are views of memory that comes and goes (`slot`).
+    With masters it steps float32 copies of the weights of a half type, which are rounded from them (`masters`).
     """
 
     def __init__(
@@ -73,17 +86,21 @@ class Stage:
         method: Method,
         optimizer: OptimizerFactory,
         loss: Callable[[Any, Any], Tensor] | None = None,
+        masters: bool = False,
     ) -> None:
         self.index, self.stages, self.module, self.name, self.loss = index, stages, module, name, loss
+        self.call: Callable[[Value], Value] = module  # or what torch.compile has made of it
         self.last = index == stages - 1
         self.judges = self.last and loss is not None  # its output is the loss
         self.label = f"stage {index} ({name})"
         self.names = {key: f"{name}.{key}" for key in module.state_dict()}  # of its weights, in the user's model
-        # the model's output, where boundaries carry only its tensors
-        self.whole = partial(module, structured=True) if isinstance(module, Segment) else module
+        # gives the model's output, where boundaries carry only its tensors
+        self.shape = module.structured if isinstance(module, Segment) else None
         self.seed = self.replica = 0  # of the random stream, should the stage draw
         self.params = [p for p in module.parameters() if p.requires_grad]
-        self.weights = Bundle(nn.Parameter(p.data) for p in self.params)
+        self.keeps_masters = masters and any(p.dtype in HALF for p in self.params)
+        self.weights = Bundle(nn.Parameter(self._own(p)) for p in self.params)
+        self._pair()
         self.homes = self._homes()
         self.home: Flat | None = None  # the weights in a store, outside the device
         self.slot: Slot | None = None  # their place on the device, if they are only there when needed
@@ -108,6 +125,7 @@ class Stage:
         self.stream: Tensor | None = None  # the random state of a stage that draws
         self.threaded = False  # others may draw from the default generator while this stage does
         self.mixed = True  # inputs or gradients may come from another device; the rehearsal knows better
+        self.odd_gradients = False  # gradients of flat inputs, too, lie in memory otherwise than the inputs
         self.clones_input = False  # a module that changes its input in place gets a copy
         self.keeping: Keeping | None = None  # how F leaves to B what it needs; None: the graph, on the device
         self.activation_bytes = 0  # of one micro-batch, on the device, measured in the rehearsal
@@ -129,6 +147,33 @@ class Stage:
         for key, tensor in self.module.state_dict(keep_vars=True).items():
             self.names[key] = known.get(id(tensor), self.names[key])
 
+    # -- weights of a half type, rounded from float32 masters --------------------------------------------------------
+
+    def _own(self, p: nn.Parameter) -> Tensor:
+        """What the optimizer steps for a parameter: its storage, or a master."""
+        return p.data.float() if self.keeps_masters and p.dtype in HALF else p.data
+
+    def _pair(self) -> None:
+        pairs = [(w, p) for w, p in zip(self.weights, self.params, strict=True) if w.dtype != p.dtype]
+        self.masters: list[Tensor] = [w for w, _ in pairs]
+        self.halves: list[Tensor] = [p.data for _, p in pairs]
+        self._seen = [p._version for p in self.params]
+
+    @torch.no_grad()
+    def round(self) -> None:
+        """Have the weights of a half type be their masters, rounded."""
+        if self.masters:
+            torch._foreach_copy_(self.halves, self.masters)
+
+    @torch.no_grad()
+    def adopt(self) -> None:
+        """Take what was written into weights of a half type from outside, as autograd counts changes, as masters."""
+        seen = [p._version for p in self.params]
+        if seen != self._seen:
+            for w, half in zip(self.masters, self.halves, strict=True):
+                w.copy_(torch.where(w.to(half.dtype) == half, w, half.float()))
+            self._seen = seen
+
     # -- whether the weights are here ------------------------------------------------------------------------------
 
     @property
@@ -148,6 +193,7 @@ class Stage:
         self.flights, self.versions = {}, {}  # graphs refer to the weights
         self.optimizer.state.clear()
         self.state, self.scratch, self.homes = {}, None, []
+        self.masters, self.halves = [], []
         self.home = self.slot = self.spilled = None
         meta.let_go(self.module)
         meta.move(self.weights, "meta")
@@ -156,8 +202,9 @@ class Stage:
         """Hold the stage: `fill` gives its module memory and values."""
         fill(self.module)
         for w, p in zip(self.weights, self.params, strict=True):
-            torch.utils.swap_tensors(w, nn.Parameter(p.data))
+            torch.utils.swap_tensors(w, nn.Parameter(self._own(p)))
         self.weights.forget()
+        self._pair()
         self.device = next((p.device for p in self.module.parameters()), self.device)
         self.homes = self._homes()
         self.prepare(method)
@@ -193,8 +240,11 @@ class Stage:
         return self.weights if self.slot is None else [p.data for p in self.params]
 
     def named(self) -> dict[str, Tensor]:
-        """The newest parameters by name, wherever they live."""
+        """The newest parameters by name, wherever they live; masters for those that have them."""
         mine: dict[str, Tensor] = dict(self.module.named_parameters())
+        if self.keeps_masters:
+            stepped = {id(p): w for p, w in zip(self.params, self.weights, strict=True)}
+            return {name: stepped.get(id(p), p) for name, p in mine.items()}
         return mine if self.home is None else dict(zip(mine, self.home.views, strict=True))
 
     def sparse_names(self) -> list[str]:
@@ -228,6 +278,8 @@ class Stage:
             flight = Flight(leaves, None, target, self.version, type(x) is tuple)
             output = self.keeping.forward(self, flight, given)
             self.flights[mb] = flight
+        if self.odd_gradients or any(leaf.dim() > 2 for leaf in leaves):
+            self.flights[mb].listen()
         if len(self.flights) > self.peak_flights:
             self.peak_flights = len(self.flights)
         return cut(output) if self.last else output
@@ -244,6 +296,7 @@ class Stage:
         """U(mb) of plain training: one step on the averaged gradient. Methods go through `Worker`."""
         self.average(self.sums(), None)
         self.optimizer.step()
+        self.round()
         self.version += 1
 
     # -- their parts, which a worker joins over several stages ---------------------------------------------------
@@ -267,8 +320,9 @@ class Stage:
     def run(self, given: Value, target: Any) -> Value:
         """The module, and on the last stage the loss."""
         if self.judges and self.loss is not None:
-            return self.loss(self.whole(given), target)
-        return self.module(given)
+            output = self.call(given)
+            return self.loss(output if self.shape is None else self.shape(given, output), target)
+        return self.call(given)
 
     def compute(self, given: Value, target: Any) -> Value:
         """`run`, drawing random numbers from the stage's own stream where it draws any."""
@@ -278,7 +332,8 @@ class Stage:
         """`run` on the stage's own random stream."""
         assert self.stream is not None
         generator = self.generator
-        if self.threaded and generator.device.type == "cpu":
+        # torch.compile leaves code alone that is run in a dispatch mode
+        if self.threaded and generator.device.type == "cpu" and self.call is self.module:
             own = torch.Generator()
             own.set_state(self.stream)
             try:
@@ -320,6 +375,8 @@ class Stage:
     def end_backward(self, flight: Flight) -> Value:
         """Count the micro-batch; returns the gradient to send upstream, None where there is none."""
         self.count += 1
+        if flight.caught is not None:
+            return tuple(flight.caught) if flight.tuple_input else flight.caught[0]
         if flight.tuple_input:
             return tuple(x.grad for x in flight.leaves)
         return flight.leaves[0].grad
@@ -339,6 +396,8 @@ class Stage:
         """
         grads, count = sums
         clipped = None
+        if self.masters:
+            grads = [None if g is None else g.to(w.dtype) for w, g in zip(self.weights, grads, strict=True)]
         if count != 1:
             grads = [None if g is None else g / count for g in grads]
         if clip_norm is not None or clip_value is not None:
@@ -352,8 +411,10 @@ class Stage:
         there = [float(p.grad is not None) for p in self.params]
         kind = self.params[0] if self.params else torch.empty(0)
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.params]
-        tail = torch.tensor([*there, self.count], dtype=kind.dtype, device=kind.device)
-        return torch.cat([*(g.flatten().to(kind) for g in grads), tail])
+        # a half type cannot count far; sums of two replicas in float32 round to the same half
+        dtype = torch.promote_types(kind.dtype, torch.float32)
+        tail = torch.tensor([*there, self.count], dtype=dtype, device=kind.device)
+        return torch.cat([*(g.flatten().to(kind.device, dtype) for g in grads), tail])
 
     def unpack(self, total: Tensor) -> None:
         """Take the sum of all replicas for one's own."""
@@ -367,6 +428,8 @@ class Stage:
 
     def check_weight(self, turn: int) -> None:
         """Raise if a weight is not what was built, at its place in memory: another one at every turn, for speed."""
+        if self.masters:
+            self.adopt()
         if self.homes:
             owner, key, p, pointer = self.homes[turn % len(self.homes)]
             there = p.data_ptr() == pointer if self.slot is None else self.slot.intact()

@@ -17,6 +17,8 @@ from pipeback.order import Order
 from pipeback.processes import Processes
 from pipeback.ranks import Ranks
 from pipeback.replicas import OneReplica, Replicas, ThreadReplicas
+from pipeback.residence import Residence
+from pipeback.rounded import Rounded
 from pipeback.runtime import Inline, Runtime, Threads
 from pipeback.stage import Stage
 from pipeback.store import DeviceStore
@@ -87,13 +89,16 @@ def _loop(
         # computed outside, a loop expects the forwards of a micro-batch first
         policy = "upstream"
         shared = holding.balance() if holding.method.by_worker else None
-    store, residence, near = holding.store, None, 1
+    store, near = holding.store, 1
+    residence: Residence | None = None
     if store is not None:
         residence, near = (
             Streaming({stage.index: stage for stage in mine}, holding.method, store, holding.column()),
             max(1, store.prefetch),
         )
         policy = "streaming" if setting.order == "grouped" else setting.order
+    elif any(stage.masters for stage in mine):
+        residence = Rounded({stage.index: stage for stage in mine}, holding.method)
     worker = Worker(mine, holding.method, setting.delays, link, replicas=sums, residence=residence, **setting.worker)
     order = Order(holding.method.schedule, len(holding.stages), policy=policy, seed=setting.seed, near=near)
     moves = store is not None and not isinstance(store, DeviceStore)

@@ -128,7 +128,10 @@ def _portion(stage: Stage, method: Method) -> Portion:
     place, trainable = slot_bytes(stage), sum(weights)
     copies = method.held(stage.index, stage.stages) - 1 if method.copies == "stash" else 0
     home, placed = place, sum(_sizes(stage.module.parameters()))
-    load = Load(place, trainable, stage.activation_bytes, stage.repeat_bytes, place, placed)
+    gradients = trainable
+    if stage.masters:
+        place, gradients = place + sum(_sizes(stage.masters)), sum(_sizes(stage.params))
+    load = Load(place, gradients, stage.activation_bytes, stage.repeat_bytes, place, placed)
     if stage.sparse is not None and stage.home is not None:
         dense, index = sum(_sizes(stage.params)), stage.sparse.index_bytes
         sent = placed - dense + trainable + index

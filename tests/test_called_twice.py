@@ -1,4 +1,4 @@
-"""A module that two stages call: its weights are one, owned by the first and lent to the second."""
+"""A module with two names that two stages call: its weights are one, owned by the first and lent to the second."""
 
 import copy
 
@@ -16,9 +16,10 @@ class Twice(nn.Module):
     def __init__(self, again):
         super().__init__()
         self.again, self.middle, self.last = again, nn.Linear(4, 4), nn.Linear(4, 4)
+        self.once_more = again
 
     def forward(self, a, b):
-        return self.last(self.middle(self.again(a)) + self.again(b))
+        return self.last(self.middle(self.again(a)) + self.once_more(b))
 
 
 def sgd(params):

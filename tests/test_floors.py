@@ -13,14 +13,14 @@ ROOT = Path(__file__).parent.parent / "pipeback"
 FLOORS = [
     ["events", "schedules", "order", "timeline", "recording", "ledger", "plugins", "sizes"],
     [
-        "bundle", "method", "momentum", "lazy", "link", "partition", "meta", "form", "flat", "packed",
-        "skipping", "slot", "follow", "decisions", "segment", "inflight", "granularity", "program", "ladder", "drawing",
-        "stage", "repeat", "offload", "activations", "joint", "team", "watch", "replicas", "shelf",
-        "densities", "masks", "sparsity", "shards", "sparse", "store", "pages", "disk", "residence",
-        "streaming", "worker", "snapshot", "loop", "runtime", "state", "frame", "vigil", "wire", "semaphore",
-        "ring", "beats", "activity", "blame", "health", "joining", "digest", "ranks", "clocks", "processes",
-        "wiring", "weights", "holding", "starting", "dry", "bandwidth", "survey", "agreement", "rehearsal", "breakdown",
-        "inputs", "memory", "versions",
+        "bundle", "method", "momentum", "lazy", "link", "partition", "norms", "meta", "form", "flat",
+        "packed", "skipping", "slot", "follow", "decisions", "segment", "inflight", "granularity", "program", "ladder",
+        "drawing", "compiled", "stage", "repeat", "offload", "activations", "joint", "team", "watch",
+        "replicas", "shelf", "densities", "masks", "sparsity", "shards", "sparse", "store", "pages", "disk",
+        "residence", "rounded", "streaming", "worker", "snapshot", "loop", "runtime", "state", "frame",
+        "vigil", "wire", "semaphore", "ring", "beats", "activity", "blame", "health", "joining", "digest",
+        "ranks", "clocks", "processes", "wiring", "weights", "holding", "starting", "dry", "bandwidth",
+        "survey", "agreement", "newer", "rehearsal", "breakdown", "inputs", "memory", "versions",
     ],
     [
         "methods", "sparsities", "foreseen", "plan", "budget", "pipeline", "checkpoint", "bands", "lanes", "trace",

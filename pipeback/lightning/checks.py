@@ -14,6 +14,7 @@ from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision
 
 from pipeback import disk, meta, methods
 from pipeback.disk import DiskStore
+from pipeback.inputs import check_masters
 from pipeback.lightning import private
 from pipeback.lightning.body import Body
 from pipeback.method import Method
@@ -28,6 +29,8 @@ OPTIONS = (
     "store",
     "sparsity",
     "skip_zeros",
+    "masters",
+    "compile",
     "activations",
     "init",
     "plan",
@@ -57,6 +60,13 @@ def options(method: str | Method, size: int | None, drain: str) -> None:
         raise ValueError(f"micro_batch_size must be a whole number of at least 1 or None, but is {size!r}")
     if drain not in DRAIN:
         raise ValueError(f"drain must be one of {', '.join(DRAIN)}, but is {drain!r}")
+
+
+def masters(given: Any, store: Store | None) -> None:
+    try:
+        check_masters(given, store)
+    except ValueError as error:
+        raise ValueError(f'{error} (precision="32-true")') from None
 
 
 def store(given: str | Store | None, rank: int = 0, ranks: int = 1) -> Store | None:

@@ -486,9 +486,14 @@ class Fit:
             return self._end
         with self._at_work():
             state = self.pipe.state_dict()
-        # of sparse weights the checkpoint has them dense, for others than us
-        kept = () if self.sparse else KEPT
-        return {**state, "stages": [without(kept, tensors) for tensors in state["stages"]]}
+        return {**state, "stages": [without(self.left_out, tensors) for tensors in state["stages"]]}
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """What a section leaves out, since the rest of a checkpoint has it: not sparse weights, which it has dense for
+        others than us, nor masters, which it has rounded.
+        """
+        return () if self.sparse or self.more.get("masters") else KEPT
 
     @property
     def sparse(self) -> bool:
@@ -511,9 +516,9 @@ class Fit:
         if section is None:
             return
         here, there = self._fresh()["stages"], section["state"]["stages"]
-        if len(here) == len(there) and not self.sparse:  # if not, load_state_dict says so
+        if len(here) == len(there) and self.left_out:  # if not, load_state_dict says so
             there = [
-                {**{k: v for k, v in mine.items() if k.startswith(KEPT)}, **theirs}
+                {**{k: v for k, v in mine.items() if k.startswith(self.left_out)}, **theirs}
                 for mine, theirs in zip(here, there, strict=True)
             ]
         with self._at_work():

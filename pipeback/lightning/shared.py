@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pipeback import state
-from pipeback.lightning.fit import KEPT, Fit, as_written, without
+from pipeback.lightning.fit import Fit, as_written, without
 from pipeback.lightning.hollow import Hollow
 from pipeback.lightning.meeting import Meeting
 from pipeback.lightning.together import agree
@@ -222,7 +222,7 @@ class Shared(Fit):
             return self._end
         with self._at_work():
             mine, plain = self.pipe.share(), self.pipe.plain()
-        mine = mine._replace(parts=[part._replace(tensors=without(KEPT, part.tensors)) for part in mine.parts])
+        mine = mine._replace(parts=[part._replace(tensors=without(self.left_out, part.tensors)) for part in mine.parts])
         shares = self.meeting.gather("the micro-batches in flight", mine, 0)
         return state.merge(shares[::-1], plain) if shares else {}
 

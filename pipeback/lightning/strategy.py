@@ -10,7 +10,7 @@ so that every hook, log and closure of Lightning keeps its meaning. Public Light
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -56,7 +56,13 @@ class PipelineStrategy(Place):
                       (of rank r in FOLDER/rank-r); or a `pipeback.store.Store` with its options
     sparsity          most weights are zero: a name of `pipeback.sparsities.available()` or a `pipeback.Sparsity`
     skip_zeros        with sparsity: linear layers do not compute the zeros either; "auto": where that is faster
-    activations       "device": kept for the backward; "recompute": from a stage's input; "host": in host memory
+    masters           with precision="bf16-true": weights are stepped as float32 copies; F and B run on these, rounded.
+                      `configure_optimizers` gives an optimizer over the bfloat16 parameters; each stage's steps the
+                      float32 ones, so that what it keeps, also in a checkpoint's "optimizer_states", is float32. The
+                      checkpoint holds the weights twice, rounded for others, and as they are under "pipeback"
+    compile           every stage's forward in training through torch.compile, or a dict of its options
+    activations       "device": kept for the backward; "recompute": from a stage's input; "host": in host memory; or a
+                      list of these, one a stage, or {stage's name or number: kind}
     init              gives stages from the meta device their values: a function of the module, or the path of
                       safetensors; None: `reset_parameters` of their layers
     plan              with a store, log what training will hold, move and wait for, before the first micro-batch
@@ -101,7 +107,9 @@ class PipelineStrategy(Place):
         store: str | Store | None = None,
         sparsity: str | Sparsity | None = None,
         skip_zeros: bool | Literal["auto"] = False,
-        activations: Literal["device", "recompute", "host"] = "device",
+        masters: bool = False,
+        compile: bool | dict[str, Any] = False,
+        activations: str | Sequence[str] | Mapping[str | int, str] = "device",
         init: Callable[[nn.Module], object] | str | Path | None = None,
         plan: bool = True,
         launcher: str = "auto",
@@ -123,9 +131,12 @@ class PipelineStrategy(Place):
         self.more = {
             "sparsity": sparsities.create(sparsity) if isinstance(sparsity, str) else sparsity,
             "skip_zeros": skip_zeros,
+            "masters": masters,
+            "compile": compile,
             "activations": activations,
             "init": init,
         }
+        checks.masters(masters, disk.create(self.store))
         self.plan, self.tell = plan, cast(Callable[[str], None], rank_zero_info)
         self._visits: Visits | None = None
         self._fit: Fit | None = None

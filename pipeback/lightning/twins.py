@@ -59,6 +59,10 @@ class Twins:
         """After a state was loaded into the original: the twins' state is that. stored: the weights are in a store."""
         for twin, pairs, _ in self._made:
             self._share(twin, pairs)
+            for w, p in pairs:
+                if w.dtype != p.dtype:  # a master: torch has cast what it has loaded to the type of the user's weight
+                    state = twin.state[w]
+                    state.update({k: v.to(w.dtype) for k, v in state.items() if _like(v, p)})
             for w, _ in pairs if stored else ():
                 state = twin.state[w]
                 state.update({k: _owned(v, w.device) for k, v in state.items() if isinstance(v, Tensor) and v.dim()})
@@ -112,6 +116,10 @@ class Twins:
             {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
             for group in self.optimizer.param_groups
         ]
+
+
+def _like(value: Any, p: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.dtype == p.dtype
 
 
 def _owned(value: Tensor, device: torch.device) -> Tensor:

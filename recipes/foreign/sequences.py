@@ -19,6 +19,7 @@ class Translator(nn.Module):
     def __init__(self, layers: int = 2) -> None:
         super().__init__()
         self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(32, WIDTH)
+        self.target_words, self.target_places = self.words, self.places  # tied, which two names say
         self.body = nn.Transformer(WIDTH, 4, layers, layers, 4 * WIDTH, dropout=0.0, batch_first=True)
         self.head = nn.Linear(WIDTH, WORDS)
 
@@ -26,13 +27,16 @@ class Translator(nn.Module):
         later = nn.Transformer.generate_square_subsequent_mask(target.shape[1], dtype=torch.bool)
         padding = source == PAD
         found = self.body(
-            self.embedded(source), self.embedded(target), tgt_mask=later, src_key_padding_mask=padding,
-            tgt_key_padding_mask=target == PAD, memory_key_padding_mask=padding, tgt_is_causal=True,
+            _embedded(source, self.words, self.places), _embedded(target, self.target_words, self.target_places),
+            tgt_mask=later, src_key_padding_mask=padding, tgt_key_padding_mask=target == PAD,
+            memory_key_padding_mask=padding, tgt_is_causal=True,
         )  # fmt: skip
         return self.head(found)
 
-    def embedded(self, tokens: Tensor) -> Tensor:
-        return self.words(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
+
+def _embedded(tokens: Tensor, words: nn.Module, places: nn.Module) -> Tensor:
+    found: Tensor = words(tokens) + places(torch.arange(tokens.shape[1], device=tokens.device))
+    return found
 
 
 def seq2seq() -> Case:

@@ -122,3 +122,26 @@ def test_last_and_by_hand(tmp_path, crew):
     for found in crew.ranks(2).run(save_in_between, tmp_path / "two", 2):
         assert all(torch.equal(found["weights"][k], v) for k, v in wanted["weights"].items())
     same(content(tmp_path / "two" / "after.ckpt"), content(tmp_path / "one" / "after.ckpt"))
+
+
+def with_masters(folder=None, ckpt=None, devices=2, **options):
+    callbacks = [] if folder is None else [saving(folder, every_n_train_steps=3)]
+    return ranks.result(
+        "cerebras", devices, ckpt=ckpt, given={"masters": True}, precision="bf16-true", callbacks=callbacks,
+        enable_checkpointing=bool(callbacks), **options,
+    )  # fmt: skip
+
+
+def test_masters_are_in_the_checkpoint_of_any_number_of_devices(tmp_path, crew):
+    wanted = with_masters(tmp_path / "one", devices=1)
+    for found in crew.ranks(2).run(with_masters, tmp_path / "two"):
+        assert ranks.differences(found, wanted) == []
+    files = sorted(Path(tmp_path / "one").glob("*.ckpt"))
+    assert len(files) > 2
+    for file in files:
+        same(content(tmp_path / "two" / file.name), content(file))
+    wanted["losses"] = None
+    for found in crew.ranks(2).run(with_masters, ckpt=tmp_path / "one" / files[0].name, seed=9):
+        found["losses"] = None
+        assert torch.equal(found["weights"]["model.0.0.weight"], wanted["weights"]["model.0.0.weight"])
+        assert found["step"] == wanted["step"]

@@ -23,7 +23,18 @@ def drawing(width: int = 6) -> nn.Sequential:
     )
 
 
-MODELS = {"plain": network, "drawing": drawing}
+class Cast(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.bfloat16()
+
+
+def half() -> nn.Sequential:
+    """Weights in bfloat16."""
+    model = network(dtype=torch.bfloat16)
+    return nn.Sequential(nn.Sequential(Cast(), model[0]), *model[1:])
+
+
+MODELS = {"plain": network, "drawing": drawing, "half": half}
 
 
 def flat(state: dict[str, Any]) -> dict[str, torch.Tensor]:

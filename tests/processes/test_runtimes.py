@@ -1,5 +1,7 @@
 """Law: runtimes agree, bit for bit: the event loop and real processes, over every link."""
 
+import shutil
+
 import pytest
 import torch
 from torch import nn
@@ -16,7 +18,7 @@ def odd_cases(crew, model, cases, **options):
     """What differs from the event loop, by case and rank."""
     found = {}
     for case in cases:
-        wanted = train(model, case, activations=options.get("activations", "device"))
+        wanted = train(model, case, **{k: v for k, v in options.items() if k != "link"})
         for rank, result in enumerate(crew.run(train, model, case, **options)):
             if odd := differences(result, wanted):
                 found[f"{case}, rank {rank}"] = odd
@@ -42,6 +44,18 @@ def test_four_ranks_over_every_link(crew):
 def test_every_kind_of_activations(crew, activations):
     crew = crew.ranks(2)
     assert odd_cases(crew, "drawing", ["pb", "cerebras", "pipedream", "gpipe-4"], activations=activations) == {}
+
+
+def test_weights_of_a_half_type_with_masters(crew):
+    crew = crew.ranks(2)
+    assert odd_cases(crew, "half", ["pb", "cerebras", "pipedream", "gpipe-4", "pipemare"], masters=True) == {}
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a compiler")
+def test_compiled_stages(crew):
+    crew = crew.ranks(2)
+    assert odd_cases(crew, "drawing", ["pb"], compile=True) == {}
 
 
 @pytest.mark.soak

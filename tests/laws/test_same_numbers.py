@@ -1,0 +1,447 @@
+"""Law: what must simply work does: each against plain training, bit for bit, or a recurrence by versions."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize, prune
+
+import pipeback
+from tests.laws.cases import CASES, data, everything
+
+STAGES = 4
+SYNCHRONOUS = [("sgd", 1), ("gpipe-4", 4), ("one_f_one_b-3", 3)]
+FLOWING = ["pb", "cerebras", "pipedream", "pipedream_2bw", "pipemare", "lwp-weight"]
+pytestmark = pytest.mark.filterwarnings("ignore:.*takes its statistics")
+
+
+def momentum(params, **options):
+    return torch.optim.SGD(params, **{"lr": 0.02, "momentum": 0.9, "weight_decay": 1e-3, **options})
+
+
+def pipeline(model, case, optimizer=momentum, **options):
+    return pipeback.Pipeline(
+        model, loss=options.pop("loss", nn.functional.mse_loss), optimizer=optimizer, method=CASES[case](len(model)),
+        **options,
+    )  # fmt: skip
+
+
+def plain(model, some, group, optimizer=momentum, loss=nn.functional.mse_loss):
+    """Gradients of a flush summed in micro-batch order, divided once; an optimizer a stage, as the pipeline has it."""
+    trained = [[p for p in stage.parameters() if p.requires_grad] for stage in model]
+    opts = [optimizer(params) for params in trained if params]
+    losses = []
+    for first in range(0, len(some), group):
+        part = some[first : first + group]
+        for x, y in part:
+            one = loss(model(x), y)
+            one.backward()
+            losses.append(one.detach())
+        for p in (p for params in trained for p in params if p.grad is not None):
+            p.grad /= len(part)
+        for opt in opts:
+            opt.step()
+            opt.zero_grad()
+    return torch.stack(losses)
+
+
+def same(build, some, optimizer=momentum, methods=SYNCHRONOUS, loss=nn.functional.mse_loss, **options):
+    """Plain training and the pipeline, on two copies of one model."""
+    for case, group in methods:
+        model, twin = build(), build()
+        pipe = pipeline(model, case, optimizer, loss=loss, **options)
+        losses = torch.stack([pipe.push(x, y).clone() for x, y in some])
+        pipe.drain()
+        assert torch.equal(losses, plain(twin, some, group, optimizer, loss)), case
+        assert list(model.state_dict()) == list(twin.state_dict())
+        for (name, a), b in zip(model.state_dict().items(), twin.state_dict().values(), strict=True):
+            assert torch.equal(a, b), (case, name)
+        pipe.close()
+
+
+def linears(seed=0, stages=STAGES, dtype=torch.float32):
+    torch.manual_seed(seed)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(stages)]).to(dtype)
+
+
+# -- frozen weights ----------------------------------------------------------------------------------------------------
+
+
+def frozen(which):
+    def build(dtype=torch.float32):
+        model = linears(dtype=dtype)
+        for name, p in model.named_parameters():
+            if name.startswith(which):
+                p.requires_grad_(False)
+        return model
+
+    return build
+
+
+PARTS = [("0.",), ("1.",), ("3.",), ("0.", "1."), ("1.0.weight", "2.0.bias"), ("0.", "2.0.weight")]
+
+
+@pytest.mark.parametrize("which", PARTS, ids=str)
+def test_frozen_stages_and_parts_of_them(which):
+    same(frozen(which), data(13))
+
+
+@pytest.mark.parametrize("which", PARTS, ids=str)
+@pytest.mark.parametrize("case", FLOWING)
+def test_frozen_weights_do_not_move_and_the_others_agree_between_runtimes(case, which):
+    found = []
+    for options in ({}, {"workers": 2}):
+        model = frozen(which)()
+        before = copy.deepcopy(model.state_dict())
+        pipe = pipeline(model, case, **options)
+        for x, y in data(12):
+            pipe.push(x, y)
+        pipe.drain()
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, before[name]) == name.startswith(which), name
+        found.append(everything(pipe))
+        pipe.close()
+    assert torch.equal(*found)
+
+
+def by_versions(model, some, slack, rate=0.02, m=0.9, decay=1e-3, stash=False, groups=None):
+    """Flowing methods by versions, in float64, with plain autograd: F(j) reads max(0, j − slack·(S−1−s)), B(j) reads j.
+
+    Frozen weights have one version. groups: name of a weight -> its decay.
+    """
+    S, aten = len(model), torch.ops.aten
+    names = [[n for n, _ in stage.named_parameters()] for stage in model]
+    trains = [[p.requires_grad for p in stage.parameters()] for stage in model]
+    history = [[[p.detach().clone() for p in stage.parameters()]] for stage in model]
+    velocity = [[torch.zeros_like(w) for w in versions[0]] for versions in history]
+    for j, (x, y) in enumerate(some):
+        inputs, outputs, used = [], [], []
+        for s in range(S):
+            w = history[s][max(0, j - slack * (S - 1 - s))]
+            inputs.append(x)
+            used.append(w)
+            x = torch.tanh(nn.functional.linear(x, *w))
+            outputs.append(x)
+        out = x.detach().requires_grad_()
+        nn.functional.mse_loss(out, y).backward()
+        g = out.grad
+        for s in reversed(range(S)):
+            w = used[s] if stash else history[s][j]
+            dz = aten.tanh_backward(g, outputs[s])
+            grads = [dz.t() @ inputs[s], dz.sum(0)]
+            g = dz @ w[0]
+            new = []
+            for n, (a, b) in enumerate(zip(history[s][j], grads, strict=True)):
+                own = decay if groups is None else groups(names[s][n])
+                velocity[s][n] = m * velocity[s][n] + b + own * a
+                new.append(a - rate * velocity[s][n] if trains[s][n] else a)
+            history[s].append(new)
+    return [w for versions in history for w in versions[-1]]
+
+
+@pytest.mark.parametrize("which", PARTS, ids=str)
+@pytest.mark.parametrize(
+    ("case", "slack", "stash"), [("pb", 2, False), ("pb-slack1", 1, False), ("pipedream", 1, True)]
+)
+def test_frozen_weights_in_the_recurrence(case, slack, stash, which):
+    some = data(12, dtype=torch.float64)
+    model = frozen(which)(torch.float64)
+    wanted = by_versions(frozen(which)(torch.float64), some, slack, stash=stash)
+    pipe = pipeline(model, case)
+    for x, y in some:
+        pipe.push(x, y)
+    pipe.drain()
+    for a, b in zip(model.parameters(), wanted, strict=True):
+        torch.testing.assert_close(a.detach(), b, rtol=1e-12, atol=1e-12)
+
+
+# -- groups of parameters ----------------------------------------------------------------------------------------------
+
+
+def decayed(params):
+    """Weight decay off, and another rate, for biases and norms: whatever has one dimension."""
+    many, few = [p for p in params if p.dim() > 1], [p for p in params if p.dim() <= 1]
+    groups = [{"params": many, "weight_decay": 0.1}, {"params": few, "weight_decay": 0.0, "lr": 0.05}]
+    return momentum([group for group in groups if group["params"]])
+
+
+def normed():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(6, 6), nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 6, bias=False)), nn.LayerNorm(6), nn.Linear(6, 6)
+    )
+
+
+def adamw(params):
+    groups = decayed(params).param_groups
+    return torch.optim.AdamW(
+        [{"params": g["params"], "weight_decay": g["weight_decay"], "lr": 0.1 * g["lr"]} for g in groups]
+    )
+
+
+@pytest.mark.parametrize("optimizer", [decayed, adamw])
+def test_groups_with_options_of_their_own(optimizer):
+    same(normed, data(13), optimizer)
+
+
+@pytest.mark.parametrize("order", ["grouped", "sticky"])
+def test_groups_in_the_recurrence(order):
+    some, model = data(12, dtype=torch.float64), linears(dtype=torch.float64)
+    split = lambda params: momentum(  # noqa: E731
+        [{"params": [p for p in params if p.dim() > 1], "weight_decay": 0.1},
+         {"params": [p for p in params if p.dim() == 1], "weight_decay": 0.0}]
+    )  # fmt: skip
+    wanted = by_versions(linears(dtype=torch.float64), some, 2, groups=lambda name: 0.1 if "weight" in name else 0.0)
+    pipe = pipeline(model, "pb", split, order=order)
+    for x, y in some:
+        pipe.push(x, y)
+    pipe.drain()
+    for a, b in zip(model.parameters(), wanted, strict=True):
+        torch.testing.assert_close(a.detach(), b, rtol=1e-12, atol=1e-12)
+
+
+# -- batch normalisation -----------------------------------------------------------------------------------------------
+
+
+def convolutional(*, freeze=False, channels_last=False):
+    def build():
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()),
+            nn.Sequential(nn.Conv2d(4, 6, 3, padding=1), nn.BatchNorm2d(6, momentum=None), nn.ReLU()),
+            nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(24, 6)),
+        )
+        model[0][1].running_mean.uniform_(-0.5, 0.5)
+        model[0][1].running_var.uniform_(0.5, 1.5)
+        if freeze:
+            model[0][1].eval()
+            model[0][1].weight.requires_grad_(False)
+        return model.to(memory_format=torch.channels_last) if channels_last else model
+
+    return build
+
+
+def images(count=13, samples=8, size=6, channels_last=False):
+    generator = torch.Generator().manual_seed(4)
+    form = torch.channels_last if channels_last else torch.contiguous_format
+    return [
+        (
+            torch.randn(samples, 3, size, size, generator=generator).to(memory_format=form),
+            torch.randn(samples, 6, generator=generator),
+        )
+        for _ in range(count)
+    ]
+
+
+def test_running_statistics_with_micro_batches():
+    same(convolutional(), images())
+
+
+@pytest.mark.parametrize("activations", ["recompute", "host"])
+def test_running_statistics_change_once_a_micro_batch(activations):
+    same(convolutional(), images(), activations=activations)
+
+
+@pytest.mark.parametrize("case", FLOWING)
+def test_running_statistics_of_flowing_methods_count_every_micro_batch_once(case):
+    model = convolutional()()
+    pipe = pipeline(model, case)
+    for x, y in images(9):
+        pipe.push(x, y)
+    pipe.drain()
+    assert model[0][1].num_batches_tracked == model[1][1].num_batches_tracked == 9
+
+
+def test_frozen_batch_normalisation_inside_training():
+    same(convolutional(freeze=True), images())
+    for case in FLOWING:
+        model = convolutional(freeze=True)()
+        before = copy.deepcopy(model[0][1].state_dict())
+        pipe = pipeline(model, case)
+        for x, y in images(9):
+            pipe.push(x, y)
+        pipe.drain()
+        after = model[0][1].state_dict()
+        assert all(torch.equal(after[k], before[k]) for k in before if k != "bias")
+        assert not torch.equal(after["bias"], before["bias"]) and not model[0][1].training
+        pipe.evaluate(images(1)[0][0])
+        assert not model[0][1].training and model[1][1].training
+
+
+# -- parametrizations --------------------------------------------------------------------------------------------------
+
+
+class Symmetric(nn.Module):
+    def forward(self, w):
+        return w.triu() + w.triu(1).t()
+
+
+def parametrized(kind):
+    def build():
+        torch.manual_seed(0)
+        layers = [nn.Linear(6, 6) for _ in range(3)]
+        if kind == "weight_norm":
+            layers = [parametrizations.weight_norm(layer) for layer in layers]
+        elif kind == "old weight_norm":
+            layers = [nn.utils.weight_norm(layer) for layer in layers]
+        elif kind == "spectral_norm":
+            layers = [parametrizations.spectral_norm(layer) for layer in layers]
+        elif kind == "old spectral_norm":
+            layers = [nn.utils.spectral_norm(layer) for layer in layers]
+        elif kind == "orthogonal":
+            layers = [parametrizations.orthogonal(layer, orthogonal_map="cayley") for layer in layers]
+        elif kind == "symmetric":
+            for layer in layers:
+                parametrize.register_parametrization(layer, "weight", Symmetric())
+        else:
+            for layer in layers:
+                prune.random_unstructured(layer, "weight", 0.3)
+        return nn.Sequential(*[nn.Sequential(layer, nn.Tanh()) for layer in layers])
+
+    return build
+
+
+KINDS = ["weight_norm", "old weight_norm", "spectral_norm", "old spectral_norm", "orthogonal", "symmetric", "pruned"]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("kind", KINDS)
+def test_functions_of_weights_where_b_has_fs_weights(kind):
+    same(parametrized(kind), data(13))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("kind", KINDS)
+def test_functions_of_weights_are_stashed_by_pipedream(kind):
+    """The gradient is the true one at the stale weights: plain autograd, a copy of the model a version."""
+    some, build = data(11), parametrized(kind)
+    model = build()
+    pipe = pipeline(model, "pipedream", lambda p: torch.optim.SGD(p, lr=0.05))
+    losses = [pipe.push(x, y) for x, y in some]
+    pipe.drain()
+    if "spectral" in kind:  # its power iteration moves at every F, of which versions know nothing
+        assert torch.stack(losses).isfinite().all()
+        return
+    twin = build()
+    history = [[stage] for stage in twin]
+    for j, (x, y) in enumerate(some):
+        used = [history[s][max(0, j - (2 - s))] for s in range(3)]
+        for stage in used:
+            stage.zero_grad()
+        loss = nn.functional.mse_loss(nn.Sequential(*used)(x), y)
+        loss.backward()
+        assert torch.equal(losses[j], loss.detach())
+        for s in range(3):
+            new = build()[s]  # not a copy: the old ones keep what they computed, with its graph
+            new.load_state_dict(history[s][j].state_dict())
+            with torch.no_grad():
+                for p, q in zip(new.parameters(), used[s].parameters(), strict=True):
+                    p.sub_(q.grad, alpha=0.05)
+            history[s].append(new)
+    for s in range(3):
+        for a, b in zip(model[s].parameters(), history[s][-1].parameters(), strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", ["pb", "cerebras", "pipemare"])
+def test_functions_of_weights_are_refused_where_b_has_others(case, kind):
+    pipe = pipeline(parametrized(kind)(), case)
+    (x, y), *_ = data(1)
+    with pytest.raises(ValueError, match=r"stage [01] \([01]\): its graph saves a function of the weights"):
+        pipe.push(x, y)
+
+
+# -- inputs ------------------------------------------------------------------------------------------------------------
+
+
+def sequences(lengths):
+    generator = torch.Generator().manual_seed(2)
+    return [(torch.randint(9, (3, n), generator=generator), torch.randn(3, n, 8, generator=generator)) for n in lengths]
+
+
+def attention():
+    torch.manual_seed(0)
+    block = lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)  # noqa: E731
+    return nn.Sequential(nn.Embedding(9, 8), block(), block(), nn.Linear(8, 8))
+
+
+LENGTHS = (5, 2, 7, 1, 5, 3, 9, 4, 4, 6, 2, 8)
+
+
+def test_sequences_of_any_length():
+    same(attention, sequences(LENGTHS))
+
+
+@pytest.mark.parametrize("case", FLOWING)
+def test_sequences_of_any_length_in_flight(case):
+    found = []
+    for options in ({}, {"workers": 2}, {"order": "random"}):
+        pipe = pipeline(attention(), case, **options)
+        losses = torch.stack([pipe.push(x, y).clone() for x, y in sequences(LENGTHS)])
+        found.append((losses, everything(pipe)))
+        pipe.close()
+    for other in found[1:]:
+        assert torch.equal(found[0][0], other[0]) and torch.equal(found[0][1], other[1])
+
+
+@pytest.mark.parametrize("case", ["sgd", "gpipe-4", "one_f_one_b-3", *FLOWING])
+def test_a_short_last_batch_is_what_its_micro_batches_are(case):
+    """Pushes of eight samples, the last of five, in micro-batches of three: the same as pushing 3, 3, 2, …, 3, 2."""
+    x, y = (torch.cat(parts) for parts in zip(*data(7), strict=True))
+    whole = pipeline(linears(), case, micro_batch_size=3)
+    single = pipeline(linears(), case)
+    for begin in range(0, 21, 8):
+        a, b = x[begin : begin + 8], y[begin : begin + 8]
+        whole.push(a, b)
+        for n in range(0, len(a), 3):
+            single.push(a[n : n + 3], b[n : n + 3])
+    assert torch.equal(everything(whole), everything(single))
+
+
+def test_a_short_last_batch_is_plain_training():
+    some = [*data(9), *data(1, samples=2, seed=5), *data(1, samples=1, seed=6)]
+    same(linears, some)
+
+
+@pytest.mark.parametrize("weights_too", [False, True])
+def test_channels_last(weights_too):
+    same(convolutional(channels_last=weights_too), images(channels_last=True))
+    model = convolutional(channels_last=weights_too)()
+    found = []
+    for options in ({}, {"workers": 2}, {"store": "host"}):
+        pipe = pipeline(copy.deepcopy(model), "cerebras", **options)
+        for x, y in images(9, channels_last=True):
+            pipe.push(x, y)
+        kept = pipe.model[1][0].weight
+        assert kept.is_contiguous(memory_format=torch.channels_last) == weights_too
+        found.append(everything(pipe))
+        pipe.close()
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+# -- random layers in threads ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", ["sgd", "gpipe-4", *FLOWING])
+def test_dropout_under_threads(case):
+    def build():
+        torch.manual_seed(0)
+        return nn.Sequential(
+            *[nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.3), nn.Tanh(), nn.AlphaDropout(0.2)) for _ in range(STAGES)]
+        )
+
+    found = []
+    for options in ({}, {"workers": 2}, {"workers": 4}):
+        torch.manual_seed(9)
+        pipe = pipeline(build(), case, **options)
+        losses = []
+        for x, y in data(13):
+            losses.append(pipe.push(x, y))
+            torch.randn(5)  # the caller draws meanwhile
+        found.append((torch.stack([loss.clone() for loss in losses]), everything(pipe)))
+        pipe.close()
+    for other in found[1:]:
+        assert torch.equal(found[0][0], other[0]) and torch.equal(found[0][1], other[1])

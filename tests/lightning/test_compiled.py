@@ -1,0 +1,20 @@
+"""Compiled stages under Lightning: the losses of uncompiled ones, to rounding."""
+
+import shutil
+
+import pytest
+import torch
+
+from tests.lightning.cases import Regression, loader, strategy, trainer
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="torch.compile needs a compiler")
+def test_losses_are_those_of_uncompiled_stages():
+    found = []
+    for compile in (False, True):
+        module = Regression()
+        trainer(strategy("pb", compile=compile), precision="64-true").fit(module, loader(6))
+        found.append(torch.stack(module.losses))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-10, atol=1e-10)

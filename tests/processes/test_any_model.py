@@ -1,0 +1,60 @@
+"""Law: a followed model on real processes is the event loop, bit for bit, forms that come later included."""
+
+import warnings
+
+import pytest
+import torch
+
+from tests.laws.branching import STAGES, batches, build
+from tests.laws.cases import CASES
+from tests.processes.cases import differences, flat
+from tests.test_decisions import batches as masked
+from tests.test_decisions import piped as padded
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*takes its statistics")
+
+
+def train(case, **options):
+    warnings.filterwarnings("ignore", ".*takes its statistics")
+    pipe = build(CASES[case](STAGES), drop=0.3, **options)
+    every = batches(13)
+    losses = [pipe.push(x, y) for x, y in every]
+    state = pipe.state_dict()
+    output = pipe.evaluate(every[0][0])
+    pipe.drain()
+    last = flat(pipe.state_dict())
+    model = {name: value.clone() for name, value in pipe.model.state_dict().items()}
+    pipe.load_state_dict(state)
+    losses += [pipe.push(x, y) for x, y in batches(4, seed=5)]
+    pipe.drain()
+    assert output["kind"] == "words" and output["hidden"][1] is None
+    result = {
+        "losses": torch.stack([loss.clone() for loss in losses]), "flying": flat(state), "drained": last,
+        "output": output["scores"], "model": model, "loaded": flat(pipe.state_dict()),
+    }  # fmt: skip
+    pipe.close()
+    return result
+
+
+def test_ranks_equal_the_event_loop(crew):
+    for ranks, cases in ((2, ["gpipe-4", "pb", "pipedream", "cerebras"]), (3, ["pb"])):
+        crew = crew.ranks(ranks)
+        for case in cases:
+            wanted = train(case)
+            for rank, result in enumerate(crew.run(train, case)):
+                assert differences(result, wanted) == [], (case, rank)
+
+
+def decide():
+    """Micro-batches with and without padding, the latter being first met when ranks have their stages."""
+    pipe = padded("pb", masked(12))
+    losses = torch.stack([pipe.push(x, y).clone() for x, y in masked(12)])
+    result = {"losses": losses, "model": {name: value.clone() for name, value in pipe.model.state_dict().items()}}
+    pipe.close()
+    return result
+
+
+def test_ranks_go_every_way(crew):
+    wanted = decide()
+    for result in crew.ranks(2).run(decide):
+        assert differences(result, wanted) == []
