@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from pipeback import clocks, compiled, disk, memory, meta, methods, sparsities, state, versions
 from pipeback.activations import keeping, kinds
 from pipeback.agreement import agree
+from pipeback.breakdown import Row, breakdown
 from pipeback.budget import check, check_stages
 from pipeback.disk import DiskStore
 from pipeback.follow import Form
@@ -301,7 +302,7 @@ class Pipeline:
                 here = len(self._holding.everywhere)
                 x, form = self._enter(x)
                 batches = [b for part in shares(x, y, here) for b in micro_batches(*part, self._micro_batch_size)]
-                self._follow([b[0] for b in batches], form)
+                batches = self._followed(batches, form)
                 runtime = self._ready(batches)
             first = self._arrived
             self._arrived += len(batches) // here
@@ -335,9 +336,7 @@ class Pipeline:
                     "for one after the other"
                 )
             entered = [self._enter(x) for x in xs]
-            for given, form in entered:
-                self._follow([given], form)
-            xs = [given for given, _ in entered]
+            xs = [marked for given, form in entered for marked in self._follow([given], form)]
             runtime = self._ready([batch for x in xs for batch in micro_batches(x, None, None)], expected)
             assert isinstance(runtime, (Inline, Processes))
             if not self._begun:
@@ -476,7 +475,7 @@ class Pipeline:
         with self._lock, torch.no_grad():
             self.wait()
             x, form = self._enter(x)
-            self._follow([x], form, training=False)
+            (x,) = self._follow([x], form, training=False)
             if isinstance(self._runtime, Processes):
                 found = self._do(partial(self._runtime.relay, x, self._through_each, back=True))
             else:
@@ -489,21 +488,33 @@ class Pipeline:
         """What was pushed, as the first stage takes it, and the structure that it had."""
         return (x, None) if self._program is None else self._program.enter(x)
 
-    def _follow(self, xs: Sequence[Value], form: Form | None, training: bool | None = None) -> None:
-        """Have the stages know what to do for these micro-batches. training: None: as the model is."""
+    def _follow(self, xs: Sequence[Value], form: Form | None, training: bool | None = None) -> list[Value]:
+        """Have the stages know what to do for these micro-batches; returns them as the first stage takes them.
+
+        training: None: as the model is.
+        """
         if self._program is None or form is None:
-            return
+            return list(xs)
         mode = self._training if training is None else training
+        found = []
         for x in xs:
-            if not self._program.knows(x, form, mode):
+            known = self._program.known(x, form, mode)
+            if known is None:
                 if self._runtime is not None:
                     self._do(self._runtime.wait)  # buffers are borrowed and put back
-                self._program.prepare(x, form, mode)
+                known = self._program.prepare(x, form, mode)
+            found.append(known)
         if training is None and self._stages[0].module.training != mode:
             self.wait()
             for stages in self._holding.everywhere:
                 for stage in stages:
                     stage.module.training = mode
+        return found
+
+    def _followed(self, batches: Sequence[Batch], form: Form | None) -> list[Batch]:
+        """`_follow` for what is to be trained on."""
+        xs = self._follow([x for x, _, _ in batches], form)
+        return [(x, y, size) for x, (_, y, size) in zip(xs, batches, strict=True)]
 
     def _leave(self, output: Value, x: Value, training: bool) -> Any:
         """The model's output, as its forward gives it."""
@@ -683,13 +694,31 @@ class Pipeline:
                 with self._telling():
                     x, form = self._enter(x)
                     batches = [b for part in shares(x, y, here) for b in micro_batches(*part, size)]
-                    self._follow([b[0] for b in batches], form)
+                    batches = self._followed(batches, form)
                     self._rehearse(batches)
                 self._pushed = expected if self._outside else len(batches) // here, batches[0][2]
             count, samples = self._pushed
             if not count:
                 raise ValueError("plan: nothing was pushed yet; give it a push: pipe.plan(x, y)")
             return plan(survey(self._holding, self._setting, samples), count, pushes)
+
+    def breakdown(self, x: Value, y: Any = None) -> list[Row]:
+        """What each stage is and costs: layers, parameters, FLOPs, seconds, activations and delay, a `Row` a stage.
+
+        x, y: a push, of which a micro-batch is rehearsed and not trained on. In one process.
+        """
+        with self._lock, torch.enable_grad():
+            self._open()
+            if self.ranks.several:
+                raise RuntimeError("breakdown: other ranks have stages of the model; ask for it in one process")
+            size = None if self._outside else self._micro_batch_size
+            x, form = self._enter(x)
+            batches = [b for part in shares(x, y, self.replicas) for b in micro_batches(*part, size)]
+            batches = self._followed(batches, form)
+            self._rehearse(batches)
+            self.wait()
+            x, y, _ = batches[0]
+            return breakdown(self._stages, self._holding.seconds, self.delays, x, y, self._holding.present)
 
     def record(self, on: bool = True) -> None:
         """Measure every operation from now on (same bits, one operation at a time), for `pipeback.draw.trace`.

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from pipeback.decisions import MOST, Decision, decisions, mark
 from pipeback.follow import Call, Form, Record, Ref, follow, opened
 from pipeback.granularity import Cuts, Unit, blocks_of, chosen, family, given, joined, leaves, units
 from pipeback.inflight import untouched
@@ -37,7 +38,13 @@ class Known(NamedTuple):
 
     inputs: Form
     output: Form
+    decisions: list[Decision]  # by numbers of the input: where they fall otherwise, it is another variant
     answers: list[Any]  # what Python has decided by
+    mark: Tensor | None = None  # of the variant, where there may be others
+
+    def marked(self, x: Any) -> Any:
+        """The tensors of a micro-batch as the stages take them."""
+        return x if self.mark is None else (*_parts(x), self.mark)
 
 
 class Program:
@@ -60,14 +67,15 @@ class Program:
             )
         self.kind: Cuts = ("block" if self.blocks else "layer") if self.cuts == "auto" else self.cuts
         self._known: dict[Key, Known] = {}
+        self._variants: dict[Key, list[Known]] = {}  # of every form, the ways that the model goes
         arguments = self.arguments(example)
-        record, key, known = self._first(arguments, whole, by)
+        record, known = self._first(arguments, whole, by)
         self._own(record)
         self.segments = [self._segment(s) for s in range(len(self.units))]
         self._copies: list[Sequence[nn.Module]] = [self.segments]
-        self._take(record, key, known)
+        x = self._take(record, self.enter(arguments)[0], model.training, known)
         if self.complete:
-            self._prove(arguments)
+            self._prove(arguments, x)
 
     # -- in and out ----------------------------------------------------------------------------------------------
 
@@ -92,47 +100,58 @@ class Program:
         form = self._known[key_of(_parts(x), training)].output
         return form.fill(_parts(output))
 
-    def knows(self, x: Any, form: Form, training: bool) -> bool:
-        """Whether it was followed for tensors as x. Raises ValueError where their structure was another."""
-        known = self._known.get(key_of(_parts(x), training))
-        if known is not None and known.inputs != form:
-            raise ValueError(
-                f"a micro-batch has another structure than the one before with tensors of the same shapes: "
-                f"{_shown(form)} instead of {_shown(known.inputs)}"
-            )
-        return known is not None
+    def known(self, x: Any, form: Form, training: bool) -> Any | None:
+        """The tensors x with the mark of their variant, None if the model was not followed for such.
 
-    def prepare(self, x: Any, form: Form, training: bool) -> None:
-        """Know what to do for tensors as x: follow the model once more."""
+        Raises ValueError where their structure was another.
+        """
+        parts = _parts(x)
+        for known in self._variants.get(key_of(parts, training), ()):
+            if known.inputs != form:
+                raise ValueError(
+                    f"a micro-batch has another structure than the one before with tensors of the same shapes: "
+                    f"{_shown(form)} instead of {_shown(known.inputs)}"
+                )
+            if all(decision.holds(parts) for decision in known.decisions):
+                return known.marked(x)
+        return None
+
+    def prepare(self, x: Any, form: Form, training: bool) -> Any:
+        """Know what to do for tensors as x: follow the model once more. Returns them with the mark of their variant."""
         args, kwargs = form.fill(_parts(x))
         with self._modes(training):
             record, known = self._follow(Arguments(args, kwargs), real=self.complete)
-        self._take(record, key_of(_parts(x), training), known)
+        return self._take(record, x, training, known)
 
     def forms(self) -> list[dict[str, Any]]:
         """The forms of micro-batches that are known, as plain values: a saved state has micro-batches of these."""
-        found = []
-        for (training, *tensors), known in self._known.items():
-            found.append({
+        return [
+            {
                 "training": training,
                 "tensors": [[list(shape), str(dtype).removeprefix("torch.")] for shape, dtype in tensors],
                 "structure": pytree.treespec_dumps(known.inputs.spec),
                 "constants": [_plain(c) for c in known.inputs.constants],
                 "answers": known.answers,
-            })  # fmt: skip
-        return found
+                "mark": None if known.mark is None else list(known.mark.shape),
+            }
+            for (training, *tensors), variants in self._variants.items()
+            for known in variants
+        ]
 
     def know(self, forms: Sequence[Mapping[str, Any]]) -> None:
         """Follow the model on these forms, by shapes alone."""
         for form in forms:
             x = tuple(torch.empty(shape, dtype=getattr(torch, kind)) for shape, kind in form["tensors"])
+            variants = self._variants.get(key_of(x, form["training"]), ())
+            if form["mark"] in [None if known.mark is None else list(known.mark.shape) for known in variants]:
+                continue
             constants = tuple(Ref(c["tensor"]) if isinstance(c, dict) else c for c in form["constants"])
             structure = Form(pytree.treespec_loads(form["structure"]), constants)
-            if not self.knows(x, structure, form["training"]):
+            with self._modes(form["training"]):
                 arguments = Arguments(*structure.fill(x))
-                with self._modes(form["training"]):
-                    record, known = self._follow(arguments, real=False, answers=form["answers"])
-                self._take(record, key_of(x, form["training"]), known)
+                record, known = self._follow(arguments, real=False, answers=form["answers"])
+            wanted = None if form["mark"] is None else torch.zeros(form["mark"], dtype=torch.bool)
+            self._take(record, x, form["training"], known._replace(mark=wanted))
 
     def follow_too(self, segments: Sequence[nn.Module]) -> None:
         """Copies of the segments are to know what these do."""
@@ -164,7 +183,7 @@ class Program:
         if by not in ("time", "memory"):
             raise ValueError(f'balance must be "time" or "memory", but is {by!r}')
 
-    def _first(self, arguments: Arguments, whole: Sequence[str], by: str) -> tuple[Record, Key, Known]:
+    def _first(self, arguments: Arguments, whole: Sequence[str], by: str) -> tuple[Record, Known]:
         """Follow the example, and cut."""
         number = isinstance(self.cuts, int)
         finest: Cuts = ("block" if self.blocks else "layer") if number else self.kind
@@ -177,14 +196,13 @@ class Program:
                 record, known = self._follow(arguments, real=self.complete)
                 self.units = units(self.model, record, "layer", ())
             self.units = joined(self.units, self.cuts, by)
-        x, _ = self.enter(arguments)
-        return record, key_of(_parts(x), self.model.training), known
+        return record, known
 
     def _follow(self, arguments: Arguments, real: bool, answers: Sequence[Any] | None = None) -> tuple[Record, Known]:
         if real:
             device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
             with untouched(self.model), torch.random.fork_rng([device] if device.type == "cuda" else []):
-                record, _ = follow(self.model, *arguments, self._leaves)
+                record, _ = follow(self.model, *_copied(arguments), self._leaves)
         else:
             with FakeTensorMode(allow_non_fake_inputs=True) as fake:
                 own = dict([*self.model.named_buffers(), *self.model.named_parameters()])
@@ -192,7 +210,9 @@ class Program:
                 tensors, form = opened(tuple(arguments))
                 args, kwargs = form.fill([fake.from_tensor(t) for t in tensors])
                 record, _ = follow(self.model, args, kwargs, self._leaves, values, answers)
-        return record, Known(opened(tuple(arguments))[1], record.form, record.answers)
+        tensors, form = opened(tuple(arguments))
+        found = decisions(record, tensors if real else None) if real or answers is not None else []
+        return record, Known(form, record.form, found, record.answers)
 
     @contextmanager
     def _modes(self, training: bool) -> Iterator[None]:
@@ -206,12 +226,12 @@ class Program:
             for m, mode in modes:
                 m.training = mode
 
-    def _prove(self, arguments: Arguments) -> None:
+    def _prove(self, arguments: Arguments, x: Any) -> None:
         """Raise unless the stages, one after the other, give what the model does, bit for bit."""
-        x, _ = self.enter(arguments)
         device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
         found = []
-        for run in (lambda: self.model(*arguments.args, **arguments.kwargs), lambda: self._chain(x)):
+        args, kwargs = _copied(arguments)
+        for run in (lambda: self.model(*args, **kwargs), lambda: self._chain(x)):
             with untouched(self.model), torch.random.fork_rng([device] if device.type == "cuda" else []):
                 torch.manual_seed(0)
                 with torch.no_grad():
@@ -334,8 +354,19 @@ class Program:
 
     # -- from a record to what each segment does -----------------------------------------------------------------
 
-    def _take(self, record: Record, key: Key, known: Known) -> None:
-        n = len(self.segments)
+    def _take(self, record: Record, x: Any, training: bool, known: Known) -> Any:
+        """Have the stages know what to do for micro-batches as x; returns x with its mark."""
+        n, others = len(self.segments), self._variants.setdefault(key_of(_parts(x), training), [])
+        if len(others) == MOST:
+            raise ValueError(
+                f"{type(self.model).__name__}.forward has gone {MOST} ways for micro-batches of one form, and goes yet "
+                f"another one: {_asked(known)}; keep decisions by values within one layer: give the path of the "
+                "deciding module in leaves="
+            )
+        if known.decisions and known.mark is None:
+            known = known._replace(mark=mark(known.decisions, [o.mark for o in others if o.mark is not None]))
+        marked = known.marked(x)
+        key = key_of(_parts(marked), training)
         staged = list(self._staged(record))
         forms = list(record.forms)
         calls: list[list[Call]] = [[] for _ in range(n)]
@@ -358,11 +389,16 @@ class Program:
                     lends[self.owner[id(p)]][self.names[id(p)]] = numbers[id(p)]
                 borrows[s][local] = numbers[id(p)]
                 until[numbers[id(p)]] = max(until.get(numbers[id(p)], 0), s)
-        takes = list(range(record.inputs))
+        takes, marks = list(range(record.inputs)), list[int]()
+        if known.mark is not None:
+            marks = [len(forms)]
+            forms.append((known.mark.shape, known.mark.dtype))
+        takes += marks
         for s in range(n):
             gives = record.out if s == n - 1 else sorted(v for v, end in until.items() if made[v] <= s < end)
             if not gives:
                 raise ValueError(f"{self.segments[s].label} gives nothing that a later stage would take; cut elsewhere")
+            gives = gives if s == n - 1 else gives + marks
             form = record.form if s == n - 1 else None
             fixed = {v for v in takes if v < len(record.grads) and not record.grads[v]}
             portion = Portion(calls[s], takes, gives, fixed, lends[s], borrows[s], record.constants, form)
@@ -371,6 +407,8 @@ class Program:
                 copy[s].learn(incoming, portion)  # type: ignore[operator]
             takes = gives
         self._known[key] = known
+        others.append(known)
+        return marked
 
     def _borrowed(self, s: int, call: Call) -> Iterator[tuple[str, nn.Parameter]]:
         """Weights of earlier stages that a call computes with, by the name that the segment looks them up by."""
@@ -383,6 +421,12 @@ class Program:
             p = self.model.get_parameter(name)
             if self.owner.get(id(p), s) != s:
                 yield name, p
+
+
+def _copied(arguments: Arguments) -> Arguments:
+    """With tensors of its own: a model may change what it is called with."""
+    tensors, form = opened(tuple(arguments))
+    return Arguments(*form.fill([tensor.clone() for tensor in tensors]))
 
 
 def _parts(value: Any) -> tuple[Tensor, ...]:
@@ -399,6 +443,12 @@ def _plain(value: Any) -> Any:
         f"a micro-batch has a {type(value).__name__} in it, {value!r}, which a saved state cannot hold; push tensors, "
         "numbers and strings"
     )
+
+
+def _asked(known: Known) -> str:
+    """What it decided by last."""
+    call = known.decisions[-1].calls[-1] if known.decisions else None
+    return "it changes from call to call" if call is None else f"{call.target.__name__} gave {call.check[0]}"
 
 
 def _shaped(tensor: Tensor) -> Tensor:

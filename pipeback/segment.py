@@ -39,6 +39,11 @@ class Lent(nn.Module):
         for name, buffer in module.named_buffers():
             _register(self, name, buffer, persistent=name in module.state_dict())
 
+    @property
+    def kind(self) -> str:
+        """The class of the module."""
+        return type(self._module[0]).__name__
+
     def forward(self, weights: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
         (module,) = self._module
         module.training = self.training

@@ -1,10 +1,11 @@
-"""Draw the schedule of a method, or what was measured when it ran: text, pictures, and traces for ui.perfetto.dev.
+"""Draw the schedule of a method, what was measured when it ran, or the stages of a model: text, pictures, and traces.
 
     pipeback draw method=pb stages=4 micro_batches=8                         # a text grid
     pipeback draw method=gpipe,one_f_one_b,pb stages=5 micro_batches=40 until=52 out=schedules.png
     pipeback draw method=gpipe,pb stages=8 ranks=2 micro_batches=24 --run run.json out=run.png
     pipeback draw method=gpipe stages=8 micro_batches=4 store=host --run run.json out=streaming.png
     pipeback draw trace=run.json out=run.png                                 # what was recorded before, once more
+    pipeback draw model=resnet50 stages=block method=cerebras out=stages.png # stages: layers, FLOPs, seconds, delays
 
 --run trains linear layers of one size on that many processes of this machine, from an empty pipeline until it is empty
 again, and prints how much the ranks idled beside what the schedule predicts. It writes a trace a method (run-gpipe.json
@@ -12,7 +13,12 @@ and run-pb.json; run.json if there is one method), and the timelines as a pictur
 streamed, all micro-batches are pushed at once, and the picture shows what overlaps. For a script of your own:
 pipe.record() before the pushes, and pipeback.draw.trace(pipe, "run.json") on every rank after them.
 
-Options of a method go behind its name: method=pipedream:slack=2. For gpipe and one_f_one_b, flush= is the flush.
+model= is a model of `pipeback zoo` or of conf/model; stages= then is auto, block, layer, sublayer or a number, and a
+micro-batch is rehearsed: seconds, activations and FLOPs (of products, convolutions and attention) are of that. out= may
+end in .txt or .md, too. For a pipeline of your own: pipe.breakdown(x, y), a row a stage.
+
+Traces are for ui.perfetto.dev. Options of a method go behind its name: method=pipedream:slack=2. For gpipe and
+one_f_one_b, flush= is the flush.
 """
 
 from __future__ import annotations
@@ -20,6 +26,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -44,14 +51,16 @@ OPTIONS = {
     "ranks": None,
     "store": None,
     "trace": None,
+    "model": None,
 }
-TEXTS = {"method", "out", "run", "store", "trace"}
+TEXTS = {"method", "out", "run", "store", "trace", "model"}
+CUTS = ("auto", "block", "layer", "sublayer")
 
 
 def main() -> None:
     try:
         show(parsed(sys.argv[1:]))
-    except (ValueError, OSError, RuntimeError) as error:
+    except (ValueError, TypeError, OSError, RuntimeError) as error:
         sys.exit(f"pipeback draw: {error}")
 
 
@@ -59,7 +68,7 @@ def parsed(arguments: list[str]) -> dict[str, Any]:
     if any(argument in ("-h", "--help") for argument in arguments):
         print(__doc__)
         sys.exit()
-    options: dict[str, Any] = dict(OPTIONS)
+    options, given_ones = dict[str, Any](OPTIONS), set[str]()
     for argument in plain(arguments):
         name, given, value = argument.partition("=")
         if not given or name not in OPTIONS:
@@ -67,7 +76,13 @@ def parsed(arguments: list[str]) -> dict[str, Any]:
             near = get_close_matches(name, OPTIONS, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ValueError(f"{argument!r} is not an option{hint}; write one of {names}")
-        options[name] = value if name in TEXTS else whole(name, value)
+        words = name in TEXTS or (name == "stages" and value in CUTS)
+        options[name] = value if words else whole(name, value)
+        given_ones.add(name)
+    if options["model"] is not None:
+        return of_model(options, given_ones)
+    if options["stages"] in CUTS:
+        raise ValueError(f"stages={options['stages']} is for a model; add model=, or give a number")
     if options["store"] is not None and options["run"] is None:
         raise ValueError("store= is for a real run; add --run")
     if options["ranks"] is None:
@@ -77,6 +92,18 @@ def parsed(arguments: list[str]) -> dict[str, Any]:
     if options["ranks"] > options["stages"]:
         raise ValueError(f"ranks={options['ranks']} is more than stages={options['stages']}; every rank needs a stage")
     return options
+
+
+def of_model(options: dict[str, Any], given: set[str]) -> dict[str, Any]:
+    """The options beside model=. Raises ValueError for those that do not go with it."""
+    for name in ("micro_batches", "until", "width", "run", "ranks", "store", "trace"):
+        if name in given:
+            raise ValueError(
+                f"{name}= does not go with model=, which shows the stages of one micro-batch; leave it out"
+            )
+    if "," in options["method"]:
+        raise ValueError(f"method={options['method']}: model= shows the delays of one method; name one")
+    return options if "stages" in given else {**options, "stages": "auto"}
 
 
 def plain(arguments: list[str]) -> list[str]:
@@ -107,12 +134,19 @@ def begins(word: str) -> bool:
 
 def whole(name: str, value: str) -> int:
     if not value.isdecimal() or int(value) < 1:
-        raise ValueError(f"{name} must be a whole number of at least 1, but is {value!r}")
+        words = f", or one of {', '.join(CUTS)} beside model=" if name == "stages" else ""
+        raise ValueError(f"{name} must be a whole number of at least 1{words}, but is {value!r}")
     return int(value)
 
 
 def show(options: dict[str, Any]) -> None:
     stages, count, out = options["stages"], options["micro_batches"], options["out"]
+    if options["model"]:
+        from pipeback.recipes import stages as table
+
+        picturable(out, table.TEXTS)
+        table.show(options["model"], stages, build(options["method"], options["flush"]), out)
+        return
     picturable(out)
     if options["trace"]:
         tell([traces.read(path) for path in options["trace"].split(",")], out)
@@ -157,15 +191,15 @@ def tell(recordings: list[Recording], out: str | None) -> None:
         print(f"written: {out}")
 
 
-def picturable(out: str | None) -> None:
+def picturable(out: str | None, more: Sequence[str] = ()) -> None:
     """Raise ValueError where a picture cannot be written: it is made last."""
     if out is None:
         return
     from matplotlib.backend_bases import FigureCanvasBase
 
-    known = FigureCanvasBase.get_supported_filetypes()
-    if Path(out).suffix[1:].lower() not in known:
-        raise ValueError(f"out={out} must end in one of {', '.join('.' + ending for ending in known)}")
+    known = [*more, *(f".{ending}" for ending in FigureCanvasBase.get_supported_filetypes())]
+    if Path(out).suffix.lower() not in known:
+        raise ValueError(f"out={out} must end in one of {', '.join(known)}")
     writable("out", Path(out))
 
 

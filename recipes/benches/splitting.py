@@ -16,7 +16,7 @@ from pipeback.recipes.benches.network import interleaved, sgd
 from pipeback.recipes.foreign import build
 
 STAGES, COUNT = 12, 24  # micro-batches a turn
-SIZES = {"2 ms a stage": (448, 128), "nothing to compute": (8, 1)}  # width, samples
+SIZES = {"width 448, 128 samples": (448, 128), "width 8, a sample": (8, 1)}  # some milliseconds a stage, and nothing
 
 
 class Masked(nn.Module):
@@ -88,7 +88,7 @@ def main(repeats: int) -> None:
         print(f"{f'a stage a {cuts}, {pipe.stages} stages':<30}{split:>6.2f} s to split{ready:>8.2f} s until ready")
     print(f"\n{STAGES} stages that hand on a dictionary with a mask and a long skip, over an nn.Sequential of the same "
           "arithmetic; pb")  # fmt: skip
-    print(f"{'':<24}{'ms a micro-batch':>18}{'of the plain stages':>22}{'   spread':>16}{'µs a boundary':>16}")
+    print(f"{'':<24}{'ms a stage':>12}{'of the plain stages':>22}{'   spread':>16}{'µs a boundary':>16}")
     for name, (width, samples) in SIZES.items():
         handed(name, width, samples, repeats)
 
@@ -113,8 +113,8 @@ def handed(name: str, width: int, samples: int, repeats: int) -> None:
     ratios = [a / b for a, b in zip(seconds["handed"], seconds["plain"], strict=True)]
     more = statistics.median(a - b for a, b in zip(seconds["handed"], seconds["plain"], strict=True))
     own = statistics.median(seconds["handed"]) / count
-    print(f"{name:<24}{own * 1e3:>18.3f}{statistics.median(ratios):>22.3f}{min(ratios):>10.3f} … {max(ratios):.3f}"
-          f"{more / count / (STAGES - 1) * 1e6:>16.1f}")  # fmt: skip
+    print(f"{name:<24}{own / STAGES * 1e3:>12.3f}{statistics.median(ratios):>22.3f}"
+          f"{min(ratios):>10.3f} … {max(ratios):.3f}{more / count / (STAGES - 1) * 1e6:>16.1f}")  # fmt: skip
 
 
 def pushed(pipe: pipeback.Pipeline, x: Any, y: Tensor, count: int) -> None:
