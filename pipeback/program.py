@@ -8,6 +8,7 @@ gradient travels back. So it is one weight with one delay, that of its owner, un
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pipeback.follow import Call, Form, Record, follow, opened
-from pipeback.granularity import Cuts, Unit, blocks_of, chosen, family, joined, leaves, touched, units
+from pipeback.granularity import Cuts, Unit, blocks_of, cacheless, chosen, family, joined, leaves, touched, units
 from pipeback.inflight import untouched
 from pipeback.partition import Part
 from pipeback.segment import Key, Lent, Portion, Segment, key_of
@@ -59,14 +60,21 @@ class Program:
         self.kind: Cuts = ("block" if self.blocks else "layer") if self.cuts == "auto" else self.cuts
         self._known: dict[Key, Known] = {}
         arguments = self.arguments(example)
-        record, key, known = self._first(arguments, whole, by)
-        self._aliases = self._registered()
-        self._own(record)
-        self.segments = [self._segment(s) for s in range(len(self.units))]
-        self._copies: list[Sequence[nn.Module]] = [self.segments]
-        self._take(record, key, known)
-        if self.complete:
-            self._prove(arguments)
+        with cacheless(model) as without:
+            record, key, known = self._first(arguments, whole, by)
+            self._aliases = self._registered()
+            self._own(record)
+            self.segments = [self._segment(s) for s in range(len(self.units))]
+            self._copies: list[Sequence[nn.Module]] = [self.segments]
+            self._take(record, key, known)
+            if self.complete:
+                self._prove(arguments)
+        if without:
+            warnings.warn(
+                f"{type(model).__name__} has use_cache=True, but key-value caches are for generation: its stages give "
+                "none (use_cache=False in its config silences this)",
+                stacklevel=2,
+            )
 
     # -- in and out ----------------------------------------------------------------------------------------------
 
@@ -104,7 +112,7 @@ class Program:
     def prepare(self, x: Any, form: Form, training: bool) -> None:
         """Know what to do for tensors as x: follow the model once more."""
         args, kwargs = form.fill(_parts(x))
-        with self._modes(training):
+        with self._modes(training), cacheless(self.model):
             record, known = self._follow(Arguments(args, kwargs), real=self.complete)
         self._take(record, key_of(_parts(x), training), known)
 
