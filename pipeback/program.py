@@ -8,6 +8,7 @@ gradient travels back. So it is one weight with one delay, that of its owner, un
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from pipeback.decisions import MOST, Decision, decisions, mark
 from pipeback.follow import Call, Form, Record, Ref, follow, opened
-from pipeback.granularity import Cuts, Unit, blocks_of, chosen, family, given, joined, leaves, units
+from pipeback.granularity import Cuts, Unit, blocks_of, cacheless, chosen, family, given, joined, leaves, units
 from pipeback.inflight import untouched
 from pipeback.partition import Part
 from pipeback.segment import Key, Lent, Portion, Segment, key_of
@@ -69,13 +70,20 @@ class Program:
         self._known: dict[Key, Known] = {}
         self._variants: dict[Key, list[Known]] = {}  # of every form, the ways that the model goes
         arguments = self.arguments(example)
-        record, known = self._first(arguments, whole, by)
-        self._own(record)
-        self.segments = [self._segment(s) for s in range(len(self.units))]
-        self._copies: list[Sequence[nn.Module]] = [self.segments]
-        x = self._take(record, self.enter(arguments)[0], model.training, known)
-        if self.complete:
-            self._prove(arguments, x)
+        with cacheless(model) as without:
+            record, known = self._first(arguments, whole, by)
+            self._own(record)
+            self.segments = [self._segment(s) for s in range(len(self.units))]
+            self._copies: list[Sequence[nn.Module]] = [self.segments]
+            x = self._take(record, self.enter(arguments)[0], model.training, known)
+            if self.complete:
+                self._prove(arguments, x)
+        if without:
+            warnings.warn(
+                f"{type(model).__name__} has use_cache=True, but key-value caches are for generation: its stages give "
+                "none (use_cache=False in its config silences this)",
+                stacklevel=2,
+            )
 
     # -- in and out ----------------------------------------------------------------------------------------------
 
@@ -119,7 +127,7 @@ class Program:
     def prepare(self, x: Any, form: Form, training: bool) -> Any:
         """Know what to do for tensors as x: follow the model once more. Returns them with the mark of their variant."""
         args, kwargs = form.fill(_parts(x))
-        with self._modes(training):
+        with self._modes(training), cacheless(self.model):
             record, known = self._follow(Arguments(args, kwargs), real=self.complete)
         return self._take(record, x, training, known)
 
@@ -147,7 +155,7 @@ class Program:
                 continue
             constants = tuple(Ref(c["tensor"]) if isinstance(c, dict) else c for c in form["constants"])
             structure = Form(pytree.treespec_loads(form["structure"]), constants)
-            with self._modes(form["training"]):
+            with self._modes(form["training"]), cacheless(self.model):
                 arguments = Arguments(*structure.fill(x))
                 record, known = self._follow(arguments, real=False, answers=form["answers"])
             wanted = None if form["mark"] is None else torch.zeros(form["mark"], dtype=torch.bool)

@@ -1,0 +1,209 @@
+"""Laws for models as they are: without delay plain Lightning, with any method the core's pipeline, bit for bit."""
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch.nn.functional import cross_entropy, mse_loss
+
+import pipeback
+from pipeback.program import Arguments
+from tests.laws.cases import OPTIMIZERS
+from tests.lightning.cases import strategy, trainer, weights
+from tests.lightning.models import CASES, case, data, gpt2
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*use_cache=True"),
+    pytest.mark.filterwarnings("ignore:.*nested tensors"),
+]
+SOME = [name for name in ("recurrent", "unet", "transformer", "t5") if name in CASES]
+
+
+@pytest.fixture
+def slow_path():
+    """In evaluation mode torch's encoder has a fast path with zeros in padded places, but not where it is followed."""
+    torch.backends.mha.set_fastpath_enabled(False)
+    yield
+    torch.backends.mha.set_fastpath_enabled(True)
+
+
+def fitted(name, where=None, optimizer="momentum", batches=6, samples=4, val=False, ckpt=None, **options):
+    module = case(name, optimizer)
+    made = trainer(where, **{"max_epochs": 1, **options})
+    made.fit(module, data(name, batches, samples), data(name, 2, samples) if val else None, ckpt_path=ckpt)
+    return module
+
+
+def same(a, b):
+    assert a.losses and torch.equal(torch.stack(a.losses), torch.stack(b.losses))
+    assert torch.equal(weights(a), weights(b))
+    assert not a.values or torch.equal(torch.stack(a.values), torch.stack(b.values))
+
+
+@pytest.mark.parametrize("method", ["sgd", "gpipe"])
+@pytest.mark.parametrize("name", CASES)
+def test_no_delay_is_plain_lightning(name, method):
+    same(fitted(name, val=True), fitted(name, strategy(method), val=True))
+
+
+def pushed(name, method, **options):
+    """The losses and the model of a core pipeline that is given the same micro-batches."""
+    module = case(name)
+    outside = {
+        "recurrent": cross_entropy, "unet": cross_entropy, "resnet": cross_entropy,
+        "transformer": mse_loss,
+        "gpt2, loss outside": lambda out, y: cross_entropy(out.logits.flatten(0, 1), y.flatten()),
+    }  # fmt: skip
+    pipe, losses = None, []
+    for batch in data(name):
+        if name == "transformer":
+            asked = []
+            module.model.forward = lambda *args, asked=asked, **kwargs: asked.append(Arguments(args, kwargs))
+            with pytest.raises(AttributeError):
+                module.loss(batch)
+            del module.model.forward
+            x = asked[0]
+            y = x.args[0].flip(1)
+        elif name == "gpt2, loss outside":
+            y = batch.pop("labels")
+            x = batch
+        else:
+            x, y = (batch, None) if isinstance(batch, dict) else batch
+        if pipe is None:
+            loss = outside.get(name, lambda out, _: out.loss)
+            pipe = pipeback.Pipeline(
+                module.model, loss=loss, optimizer=OPTIMIZERS["momentum"], method=method, example=x, **options
+            )
+        losses.append(pipe.push(x, y))
+    pipe.drain()
+    return torch.stack(losses), pipe
+
+
+@pytest.mark.parametrize("method", ["pb", "cerebras"])
+@pytest.mark.parametrize("name", CASES)
+def test_delay_is_push(name, method):
+    losses, pipe = pushed(name, method)
+    assert pipe.stages > 2
+    module = fitted(name, strategy(method))
+    assert torch.equal(losses, torch.stack(module.losses))
+    for a, b in zip(pipe.model.parameters(), module.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(("name", "method", "size"), [
+    *((name, "pb", None) for name in CASES),
+    *((name, "gpipe", 2) for name in SOME),
+    ("gpt2", "cerebras", 2), ("unet", "pipedream", 1),
+] if "gpt2" in CASES else [])  # fmt: skip
+def test_a_store_is_resident(name, method, size, slow_path):
+    given = {"micro_batch_size": size}
+    same(
+        fitted(name, strategy(method, **given), val=True, batches=4),
+        fitted(name, strategy(method, store="host", **given), val=True, batches=4),
+    )
+
+
+def test_a_disk_store_is_resident(tmp_path):
+    same(
+        fitted("recurrent", strategy("pb"), val=True),
+        fitted("recurrent", strategy("pb", store=f"disk:{tmp_path}"), val=True),
+    )
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_slices_are_pushes(name):
+    """gpipe over slices is one batch, but for rounding."""
+    plain, ours = fitted(name), fitted(name, strategy("gpipe", micro_batch_size=2))
+    assert torch.allclose(weights(plain), weights(ours), atol=1e-4)
+    assert not torch.equal(weights(plain), weights(case(name)))
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_accumulation(name):
+    same(fitted(name, accumulate_grad_batches=2), fitted(name, strategy("gpipe"), accumulate_grad_batches=2))
+    counting = fitted(name, strategy("pipedream_2bw", stages=2), accumulate_grad_batches=2)
+    assert torch.isfinite(weights(counting)).all()
+
+
+def test_clipping():
+    losses, _ = pushed("unet", "pb", clip_value=0.001)
+    module = fitted("unet", strategy("pb"), gradient_clip_val=0.001, gradient_clip_algorithm="value")
+    assert torch.equal(losses, torch.stack(module.losses))
+    same(
+        fitted("unet", gradient_clip_val=0.001, gradient_clip_algorithm="value"),
+        fitted("unet", strategy("sgd"), gradient_clip_val=0.001, gradient_clip_algorithm="value"),
+    )
+
+
+STAGES = [("layer", ()), ("sublayer", ()), (3, ()), ("block", ()), (["lstm", "head"], ()), ("auto", ["lstm"])]
+
+
+@pytest.mark.parametrize(("stages", "leaves"), STAGES)
+def test_stages(stages, leaves):
+    name = "t5" if stages == "block" and "t5" in CASES else "recurrent"
+    where = strategy("sgd", stages=stages, leaves=leaves)
+    same(fitted(name), fitted(name, where))
+
+
+@pytest.mark.parametrize("store", [None, "host"])
+@pytest.mark.parametrize(
+    ("name", "method", "accumulate"), [*((name, "pb", 1) for name in SOME), ("unet", "pipedream_2bw", 2)]
+)
+def test_resume(name, method, accumulate, store, tmp_path):
+    """From the middle of an epoch, with micro-batches in flight."""
+    options = {"accumulate_grad_batches": accumulate, "max_epochs": 2}
+    given = {"store": store, "stages": 2 if accumulate > 1 else "auto"}
+    whole = fitted(name, strategy(method, **given), "adamw", **options)
+    kept = pl.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1, filename="{step}")
+    first = case(name, "adamw")
+    stopped = trainer(
+        strategy(method, **given), callbacks=[kept], enable_checkpointing=True, max_steps=4,
+        accumulate_grad_batches=accumulate,
+    )  # fmt: skip
+    stopped.fit(first, data(name))
+    path = tmp_path / "step=4.ckpt"
+    second = fitted(name, strategy(method, **given), "adamw", ckpt=path, **options)
+    assert torch.equal(weights(whole), weights(second))
+    assert torch.equal(torch.stack(whole.losses)[-len(second.losses) :], torch.stack(second.losses))
+    plain = case(name, "adamw")
+    plain.load_state_dict(torch.load(path)["state_dict"])
+    trainer(max_epochs=2).fit(plain, data(name), ckpt_path=path)  # opens in plain Lightning
+
+
+def test_a_checkpoint_before_the_first_call(tmp_path):
+    """What waits for the first call is not lost where it is saved again at once."""
+    kept = pl.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1, filename="{step}")
+    module = case("recurrent")
+    trainer(strategy("pb"), callbacks=[kept], enable_checkpointing=True, max_steps=4).fit(module, data("recurrent"))
+
+    class Again(pl.Callback):
+        def on_train_start(self, trainer, pl_module):
+            trainer.save_checkpoint(tmp_path / "again.ckpt")
+
+    found = []
+    for path in ("step=4.ckpt", "again.ckpt"):
+        more = case("recurrent")
+        trainer(strategy("pb"), callbacks=[Again()], max_epochs=2).fit(
+            more, data("recurrent"), ckpt_path=tmp_path / path
+        )
+        found.append(more)
+    same(*found)
+
+
+def test_the_structure_comes_without_gradients_too():
+    """Within training_step, in evaluation mode, of streamed stages."""
+
+    class Teacher(type(case("gpt2"))):
+        def loss(self, batch):
+            self.model.eval()
+            with torch.no_grad():
+                logits = self.model(input_ids=batch["input_ids"]).logits
+            self.model.train()
+            return self.model(**batch).loss + 0 * logits.sum()
+
+    found = []
+    for where in (None, strategy("sgd"), strategy("sgd", store="host")):
+        module = Teacher(gpt2)
+        trainer(where, max_epochs=1).fit(module, data("gpt2"))
+        found.append(module)
+    same(*found[:2])
+    same(*found[1:])
