@@ -493,7 +493,7 @@ class Pipeline:
         with self._lock, torch.no_grad():
             self.wait()
             x, form = self._enter(x)
-            self._follow([x], form)
+            (x,) = self._follow([x], form)
             value = x
             for stage in self._stages:
                 with self._holding.present(stage):
