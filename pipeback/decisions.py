@@ -8,11 +8,12 @@ form. Stages tell variants by a mark that travels beside the values: its shape s
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils import _pytree as pytree
 
 from pipeback.follow import Attribute, Call, Record, Ref, opened
@@ -24,13 +25,14 @@ MOST = 64  # ways for micro-batches of one form
 
 
 class Decision(NamedTuple):
-    """calls: in their order, the last one asks. constants: tensors that they take by name."""
+    """calls: in their order, the last one asks. constants: tensors that they take by name. number: among all."""
 
     calls: list[Call]
-    constants: dict[str, Tensor]
+    constants: Mapping[str, Tensor]
+    number: int
 
-    def holds(self, inputs: Sequence[Tensor]) -> bool:
-        """Whether it falls as it did when the model was followed."""
+    def falls(self, inputs: Sequence[Tensor]) -> Any:
+        """What it gives for these."""
         known: dict[int, Tensor] = dict(enumerate(inputs))
 
         def filled(value: Any) -> Any:
@@ -43,40 +45,55 @@ class Decision(NamedTuple):
             for call in self.calls:
                 args, kwargs = pytree.tree_map(filled, (call.args, call.kwargs))
                 found = call.target(*args, **kwargs)
-                if call.check is None:
+                if call is not self.calls[-1]:
                     values = [found] if call.form is None else opened(found)[0]
                     known.update(zip(call.out, values, strict=True))
-        return bool(found == self.calls[-1].check[0])
+        return found
+
+    def holds(self, inputs: Sequence[Tensor]) -> bool:
+        """Whether it falls as it did when the model was followed."""
+        return bool(self.falls(inputs) == self.calls[-1].check[0])
 
 
-def decisions(record: Record, inputs: Sequence[Tensor] | None) -> list[Decision]:
-    """Those that follow from the input alone: no layer, no weight, nothing that is changed in place.
+def decisions(record: Record) -> list[Decision]:
+    """Those that follow from the input alone: no layer, no weight, nothing that is changed in place."""
+    asking = [(n, call) for n, call in enumerate(record.calls) if call.check is not None]
+    found = [_traced(call, record.calls[:n], record.constants, number) for number, (n, call) in enumerate(asking)]
+    return [decision for decision in found if decision is not None]
 
-    inputs: what was followed, for which they hold; None: they are known to.
-    """
+
+def told(inputs: Sequence[Tensor], call: Call, before: Sequence[Call], constants: Mapping[str, Tensor]) -> Any:
+    """What a call asks for, of a model that is followed by shapes alone. Raises ValueError where weights decide."""
+    decision = _traced(call, before, constants, 0)
+    if decision is None:
+        raise ValueError(
+            f"{_name(call)} asks for a number that depends on weights, which are not here; have such a micro-batch "
+            "followed while the model is whole, by pipe.plan(x, y) before the first push, or keep the decision within "
+            "one layer: give the path of the deciding module in leaves="
+        )
+    with unset_fake_temporarily():
+        return decision.falls(inputs)
+
+
+def _traced(asks: Call, before: Sequence[Call], constants: Mapping[str, Tensor], number: int) -> Decision | None:
+    """The calls before that lead from the input to this one; None if others do, too."""
     makers: dict[int, Call] = {}
-    clear = set(range(record.inputs))
-    for call in record.calls:
-        refs = {ref.number for ref in call.refs()}
-        if _changes(call):
-            clear -= refs
-        elif not call.module and refs <= clear and set(call.attributes()) <= set(record.constants):
-            clear |= set(call.out)
+    changed: set[int] = set()
+    for call in before:
         makers.update(dict.fromkeys(call.out, call))
-    found = []
-    for n, call in enumerate(record.calls):
-        wanted = [ref.number for ref in call.refs()]
-        if call.check is None or not clear.issuperset(wanted):
-            continue
-        needed: set[int] = set()
-        while wanted:
-            number = wanted.pop()
-            if number in makers and id(makers[number]) not in needed:
-                needed.add(id(makers[number]))
-                wanted += [ref.number for ref in makers[number].refs()]
-        calls = [other for other in record.calls[:n] if id(other) in needed]
-        found.append(Decision([*calls, call], record.constants))
-    return [decision for decision in found if inputs is None or decision.holds(inputs)]
+        if _changes(call):
+            changed |= {ref.number for ref in call.refs()}
+    needed: set[int] = set()
+    wanted = [asks]
+    while wanted:
+        call = wanted.pop()
+        refs = [ref.number for ref in call.refs()]
+        if call.module or _changes(call) or changed.intersection(refs) or not set(call.attributes()) <= set(constants):
+            return None
+        more = [makers[ref] for ref in refs if ref in makers and id(makers[ref]) not in needed]
+        needed |= {id(call) for call in more}
+        wanted += more
+    return Decision([*(call for call in before if id(call) in needed), asks], constants, number)
 
 
 def mark(taken: Sequence[Decision], others: Sequence[Tensor]) -> Tensor:

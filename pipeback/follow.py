@@ -130,11 +130,12 @@ def follow(
     kwargs: Mapping[str, Any],
     leaves: Callable[[str, nn.Module], bool],
     values: Mapping[str, Tensor] | None = None,
-    answers: Sequence[Any] | None = None,
+    answers: Callable[..., Any] | None = None,
 ) -> tuple[Record, Any]:
     """Run `model(*args, **kwargs)` and write it down; returns its output, too. leaves: says of a path and module
-    whether its call is one. values: parameters and buffers to run on in place of its own. answers: what Python's
-    decisions by values are to be, of a record before. Tensors of args and kwargs, in pytree order, are numbers 0, 1, …
+    whether its call is one. values: parameters and buffers to run on in place of its own. answers: says what Python
+    is to decide by, where there are shapes only, given the call that asks, those before and the constants. Tensors of
+    args and kwargs, in pytree order, are numbers 0, 1, …
 
     Raises ValueError naming the module where something cannot be followed: objects that calls would share, state that
     a forward leaves in a module, values from outside of torch.
@@ -172,7 +173,7 @@ class _Recorder(TorchFunctionMode):
         model: nn.Module,
         leaves: Callable[[str, nn.Module], bool],
         values: Mapping[str, Tensor] | None = None,
-        answers: Sequence[Any] | None = None,
+        answers: Callable[..., Any] | None = None,
     ) -> None:
         super().__init__()
         self.model, self.calls, self.count = model, list[Call](), 0
@@ -194,7 +195,7 @@ class _Recorder(TorchFunctionMode):
         self.forms: list[tuple[torch.Size, torch.dtype]] = []
         self.grads: list[bool] = []
         self.seconds: list[float] = []
-        self.answers = None if answers is None else iter(answers)
+        self.answers = answers
         self.inside = 0  # of a leaf
         self.stack: list[str] = []
         self.thread = threading.get_ident()
@@ -294,7 +295,7 @@ class _Recorder(TorchFunctionMode):
             )
         begin = time.perf_counter()
         asks = name in NUMBERS and self.asks(args, kwargs)
-        output = next(self.answers) if asks and self.answers is not None else target(*args, **kwargs)
+        output = self.answered(target, args, kwargs) if asks and self.answers else target(*args, **kwargs)
         seconds = time.perf_counter() - begin
         if asks or name in ("__setitem__", "__delitem__") or _tensors(output):
             what = f"torch function {name}"
@@ -305,6 +306,12 @@ class _Recorder(TorchFunctionMode):
             elif _tensors(output):
                 self.give(call, output)
         return output
+
+    def answered(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """What others say that Python is to decide by, where there are shapes only."""
+        assert self.answers is not None
+        call = Call(target, self.place(args, "a decision"), self.place(kwargs, "a decision"), self.where, False)
+        return self.answers(call, self.calls, self.constants)
 
     def asks(self, args: Any, kwargs: Any) -> bool:
         """Whether what is asked for its numbers belongs to the micro-batch, not to the model."""

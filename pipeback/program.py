@@ -12,6 +12,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from pipeback.decisions import MOST, Decision, decisions, mark
+from pipeback.decisions import MOST, Decision, decisions, mark, told
 from pipeback.follow import Call, Form, Record, Ref, follow, opened
 from pipeback.granularity import Cuts, Unit, blocks_of, cacheless, chosen, family, given, joined, leaves, units
 from pipeback.inflight import untouched
@@ -39,8 +40,8 @@ class Known(NamedTuple):
 
     inputs: Form
     output: Form
-    decisions: list[Decision]  # by numbers of the input: where they fall otherwise, it is another variant
     answers: list[Any]  # what Python has decided by
+    decisions: list[Decision]  # by numbers of the input: where they fall otherwise, it is another variant
     mark: Tensor | None = None  # of the variant, where there may be others
 
     def marked(self, x: Any) -> Any:
@@ -133,33 +134,38 @@ class Program:
 
     def forms(self) -> list[dict[str, Any]]:
         """The forms of micro-batches that are known, as plain values: a saved state has micro-batches of these."""
-        return [
-            {
-                "training": training,
-                "tensors": [[list(shape), str(dtype).removeprefix("torch.")] for shape, dtype in tensors],
-                "structure": pytree.treespec_dumps(known.inputs.spec),
-                "constants": [_plain(c) for c in known.inputs.constants],
-                "answers": known.answers,
-                "mark": None if known.mark is None else list(known.mark.shape),
-            }
-            for (training, *tensors), variants in self._variants.items()
-            for known in variants
-        ]
+        found = []
+        for (training, *tensors), ways in self._variants.items():
+            for known in ways:
+                found.append({
+                    "training": training,
+                    "tensors": [[list(shape), str(dtype).removeprefix("torch.")] for shape, dtype in tensors],
+                    "structure": pytree.treespec_dumps(known.inputs.spec),
+                    "constants": [_plain(c) for c in known.inputs.constants],
+                    "answers": known.answers,
+                    "decisions": [decision.number for decision in known.decisions],
+                    "mark": None if known.mark is None else list(known.mark.shape),
+                })  # fmt: skip
+        return found
 
     def know(self, forms: Sequence[Mapping[str, Any]]) -> None:
         """Follow the model on these forms, by shapes alone."""
         for form in forms:
             x = tuple(torch.empty(shape, dtype=getattr(torch, kind)) for shape, kind in form["tensors"])
-            variants = self._variants.get(key_of(x, form["training"]), ())
-            if form["mark"] in [None if known.mark is None else list(known.mark.shape) for known in variants]:
-                continue
             constants = tuple(Ref(c["tensor"]) if isinstance(c, dict) else c for c in form["constants"])
             structure = Form(pytree.treespec_loads(form["structure"]), constants)
+            ways = self._variants.get(key_of(x, form["training"]), ())
+            if any(way.inputs == structure and way.answers == form["answers"] for way in ways):
+                continue
+            arguments = Arguments(*structure.fill(x))
             with self._modes(form["training"]), cacheless(self.model):
-                arguments = Arguments(*structure.fill(x))
                 record, known = self._follow(arguments, real=False, answers=form["answers"])
-            wanted = None if form["mark"] is None else torch.zeros(form["mark"], dtype=torch.bool)
-            self._take(record, x, form["training"], known._replace(mark=wanted))
+            shape = form.get("mark")
+            known = known._replace(
+                decisions=[decision for decision in known.decisions if decision.number in form.get("decisions", ())],
+                mark=None if shape is None else torch.zeros(shape, dtype=torch.bool),
+            )
+            self._take(record, x, form["training"], known)
 
     def follow_too(self, segments: Sequence[nn.Module]) -> None:
         """Copies of the segments are to know what these do."""
@@ -217,10 +223,16 @@ class Program:
                 values = {name: _shaped(t) for name, t in own.items()}
                 tensors, form = opened(tuple(arguments))
                 args, kwargs = form.fill([fake.from_tensor(t) for t in tensors])
-                record, _ = follow(self.model, args, kwargs, self._leaves, values, answers)
+                saved = None if answers is None else iter(answers)
+                record, _ = follow(
+                    self.model, args, kwargs, self._leaves, values,
+                    partial(told, tensors) if saved is None else lambda *asked: next(saved),
+                )  # fmt: skip
         tensors, form = opened(tuple(arguments))
-        found = decisions(record, tensors if real else None) if real or answers is not None else []
-        return record, Known(form, record.form, found, record.answers)
+        found = decisions(record)
+        if answers is None:
+            found = [decision for decision in found if decision.holds(tensors)]
+        return record, Known(form, record.form, record.answers, found)
 
     @contextmanager
     def _modes(self, training: bool) -> Iterator[None]:
@@ -441,6 +453,12 @@ def _parts(value: Any) -> tuple[Tensor, ...]:
     return value if type(value) is tuple else (value,)
 
 
+def _asked(known: Known) -> str:
+    """What it decided by last."""
+    call = known.decisions[-1].calls[-1] if known.decisions else None
+    return "it changes from call to call" if call is None else f"{call.target.__name__} gave {call.check[0]}"
+
+
 def _plain(value: Any) -> Any:
     """What stands in a structure, for JSON."""
     if isinstance(value, Ref):
@@ -451,12 +469,6 @@ def _plain(value: Any) -> Any:
         f"a micro-batch has a {type(value).__name__} in it, {value!r}, which a saved state cannot hold; push tensors, "
         "numbers and strings"
     )
-
-
-def _asked(known: Known) -> str:
-    """What it decided by last."""
-    call = known.decisions[-1].calls[-1] if known.decisions else None
-    return "it changes from call to call" if call is None else f"{call.target.__name__} gave {call.check[0]}"
 
 
 def _shaped(tensor: Tensor) -> Tensor:

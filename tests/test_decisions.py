@@ -53,7 +53,8 @@ def batches(count=12, samples=2):
         mask = torch.ones(samples, 4)
         if n % 3 == 1:
             mask[0, 2:] = 0
-        found.append(((torch.randn(samples, 4, 4, generator=generator), mask), torch.randn(samples, 4, 4)))
+        x, y = torch.randn(2, samples, 4, 4, generator=generator)
+        found.append(((x, mask), y))
     return found
 
 
@@ -109,7 +110,7 @@ def test_micro_batches_of_a_push_go_their_own_ways():
     assert all(map(torch.equal, *found))
 
 
-def test_a_state_with_both_in_flight_says_how_they_went():
+def test_a_state_with_both_in_flight_is_taken_up_by_a_pipeline_that_has_seen_one():
     data = batches(15)
     pipe = piped("pb", data)
     for x, y in data[:9]:

@@ -69,3 +69,17 @@ def test_the_lightning_examples_of_the_readme(tmp_path, monkeypatch):
     pipe = pipeback.Pipeline(network(), loss=None, optimizer=torch.optim.SGD, method="pb")
     x, y = data(1)[0]
     exec(outside, {"pipe": pipe, "criterion": torch.nn.functional.mse_loss, "x": x, "y": y})
+
+
+def test_any_model_of_the_readme(capsys):
+    pytest.importorskip("transformers")
+    (code,) = (code for code in blocks("README.md") if "print(pipe.split)" in code)
+    (printed,) = re.findall(r"```\n(\d+ stages by .*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    tokens = torch.randint(2, 96, (2, 9))
+    sgd = lambda params: torch.optim.SGD(params, lr=1e-4)  # noqa: E731
+    scope = {
+        "pipeback": pipeback, "torch": torch, "sgd": sgd, "tokens": tokens[:, :-1], "y": tokens[:, 1:],
+        "mask": torch.ones(2, 8, dtype=torch.int64),
+    }  # fmt: skip
+    exec(code, scope)
+    assert capsys.readouterr().out == printed and [row.delay for row in scope["rows"]] == [10, 8, 6, 4, 2, 0]

@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torchvision.models.convnext import CNBlockConfig
 
+from pipeback.norms import to_group_norm
 from pipeback.recipes.foreign.case import CLASSES, Case, pictures, steady
 
 
@@ -29,9 +30,7 @@ def vgg11() -> Case:
     features = torchvision.models.vgg.make_layers(torchvision.models.vgg.cfgs["A"], batch_norm=True)
     model = torchvision.models.VGG(features, num_classes=CLASSES, init_weights=True, dropout=0.0)
     model.avgpool, model.classifier[0] = nn.AdaptiveAvgPool2d(1), nn.Linear(512, 4096)
-    for n, layer in enumerate(model.features):
-        if isinstance(layer, nn.BatchNorm2d):
-            model.features[n] = group_norm(layer.num_features)
+    to_group_norm(model, 8)
     return Case(model, pictures(), cross_entropy, cuts=("layer",))
 
 

@@ -8,6 +8,8 @@ import torch
 from tests.laws.branching import STAGES, batches, build
 from tests.laws.cases import CASES
 from tests.processes.cases import differences, flat
+from tests.test_decisions import batches as masked
+from tests.test_decisions import piped as padded
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*takes its statistics")
 
@@ -41,3 +43,18 @@ def test_ranks_equal_the_event_loop(crew):
             wanted = train(case)
             for rank, result in enumerate(crew.run(train, case)):
                 assert differences(result, wanted) == [], (case, rank)
+
+
+def decide():
+    """Micro-batches with and without padding, the latter being first met when ranks have their stages."""
+    pipe = padded("pb", masked(12))
+    losses = torch.stack([pipe.push(x, y).clone() for x, y in masked(12)])
+    result = {"losses": losses, "model": {name: value.clone() for name, value in pipe.model.state_dict().items()}}
+    pipe.close()
+    return result
+
+
+def test_ranks_go_every_way(crew):
+    wanted = decide()
+    for result in crew.ranks(2).run(decide):
+        assert differences(result, wanted) == []
