@@ -36,6 +36,8 @@ class Hollow:
             self.copy, stages = copy.deepcopy((found.module, found.stages), known)
         except Exception as error:
             raise ValueError(f"self.{found.name} cannot be copied, as several devices need it: {error}") from error
+        with meta.unreferenced(self.copy):
+            pass
         self.split: Split | None = None  # of the copy; None: it is to be followed
         if found.split is not None:
             parts = [part._replace(module=stage) for part, stage in zip(found.split.parts, stages, strict=True)]
@@ -71,14 +73,13 @@ class Hollow:
     def let_go(self, forward: Callable[..., Any]) -> None:
         """Without values from now on. forward: what the module does then."""
         if not self.empty:
-            meta.move(_tensors(self.module).values(), "meta")
+            meta.let_go(self.module)
         self.module.forward = forward
         self.empty = True
 
     def fill(self, values: dict[str, Tensor], device: torch.device) -> None:
-        tensors = _tensors(self.module)
-        meta.move(tensors.values(), device)
-        for name, tensor in tensors.items():
+        meta.take_up(self.module, device)
+        for name, tensor in _tensors(self.module).items():
             tensor.data.copy_(values[name])
         self.restore()
         self.empty = False

@@ -1,20 +1,27 @@
 """Laws for models as they are: without delay plain Lightning, with any method the core's pipeline, bit for bit."""
 
+from functools import partial
+
 import lightning.pytorch as pl
 import pytest
 import torch
+from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 import pipeback
+from pipeback.lightning.body import find
+from pipeback.lightning.visits import Visits
 from pipeback.program import Arguments
 from tests.laws.cases import OPTIMIZERS
-from tests.lightning.cases import strategy, trainer, weights
-from tests.lightning.models import CASES, case, data, gpt2
+from tests.lightning import ranks
+from tests.lightning.cases import Regression, loader, strategy, trainer, weights
+from tests.lightning.models import CASES, Case, Inside, Recurrent, case, data, gpt2
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*use_cache=True"),
     pytest.mark.filterwarnings("ignore:.*nested tensors"),
 ]
+needs_transformers = pytest.mark.skipif("gpt2" not in CASES, reason="transformers is not installed")
 SOME = [name for name in ("recurrent", "unet", "transformer", "t5") if name in CASES]
 
 
@@ -189,10 +196,11 @@ def test_a_checkpoint_before_the_first_call(tmp_path):
     same(*found)
 
 
+@needs_transformers
 def test_the_structure_comes_without_gradients_too():
     """Within training_step, in evaluation mode, of streamed stages."""
 
-    class Teacher(type(case("gpt2"))):
+    class Teacher(Case):
         def loss(self, batch):
             self.model.eval()
             with torch.no_grad():
@@ -207,3 +215,151 @@ def test_the_structure_comes_without_gradients_too():
         found.append(module)
     same(*found[:2])
     same(*found[1:])
+
+
+# -- several devices ---------------------------------------------------------------------------------------------------
+
+
+def shared(name, devices, **options):
+    options = {"val": partial(data, name, 2), "max_epochs": 1, **options}
+    return ranks.result(devices=devices, module=partial(case, name), data=partial(data, name), **options)
+
+
+DEVICES = [
+    ("recurrent", 3, {"method": "cerebras"}),
+    ("unet", 2, {"method": "pb", "num_sanity_val_steps": 1}),
+    ("gpt2", 2, {"method": "pb"}),
+    ("t5", 2, {"method": "gpipe", "given": {"store": "host", "micro_batch_size": 2}}),
+    ("llama", 2, {"method": "pb", "given": {"stages": 3}, "precision": "bf16-true"}),
+]
+
+
+@pytest.mark.parametrize(("name", "devices", "options"), [row for row in DEVICES if row[0] in CASES])
+def test_devices_are_one_device(name, devices, options, crew):
+    wanted = shared(name, 1, **options)
+    for rank, found in enumerate(crew.ranks(devices).run(shared, name, devices, **options)):
+        assert ranks.differences(found, wanted) == [], rank
+
+
+def test_devices_go_on_from_one_device_in_the_middle_of_an_epoch(crew, tmp_path):
+    kept = pl.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1, filename="{step}")
+    module = case("recurrent")
+    trainer(strategy("pb"), callbacks=[kept], enable_checkpointing=True, max_steps=4).fit(module, data("recurrent"))
+    wanted = shared("recurrent", 1, method="pb")
+    for found in crew.ranks(2).run(shared, "recurrent", 2, method="pb", ckpt=tmp_path / "step=4.ckpt"):
+        assert all(torch.equal(v, found["weights"][k]) for k, v in wanted["weights"].items())
+
+
+def test_fewer_stages_than_devices(crew):
+    for raised in crew.ranks(3).run(failure, "recurrent", 3, given={"stages": 2}):
+        assert "2 stages for 3 devices; use as many devices or less" in raised
+
+
+def failure(*args, **options):
+    with pytest.raises((ValueError, RuntimeError)) as found:
+        shared(*args, **options)
+    return str(found.value)
+
+
+# -- bad input ---------------------------------------------------------------------------------------------------------
+
+
+class Strange(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+
+class Numpy(Strange):
+    def forward(self, x):
+        return self.second(torch.from_numpy(self.first(x).detach().numpy()))
+
+
+class Parts(nn.Module):
+    """Its sequence is not called as such."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+
+    def forward(self, x):
+        for part in self.body:
+            x = x + part(x)
+        return x
+
+
+class Twice(Regression):
+    def training_step(self, batch, batch_idx):
+        return mse_loss(self.model(batch[0]) + self.model(batch[0]), batch[1])
+
+
+@pytest.mark.parametrize(("module", "options", "message"), [
+    (lambda: Regression(Numpy()), {}, "Numpy.forward calls Tensor.numpy.*leaves="),
+    (lambda: Twice(Parts()), {"stages": "layer"}, "called self.model twice.*call it once"),
+    (lambda: Regression(Parts()), {}, "did not call self.model.body.*stages=\"layer\""),
+    (lambda: case("recurrent"), {"stages": ["lsmt"]}, "no module 'lsmt'; did you mean 'lstm'"),
+    (lambda: case("recurrent"), {"leaves": ["lsmt"]}, "leaves: Recurrent has no module 'lsmt'"),
+    (lambda: case("recurrent"), {"stages": "layers"}, "did you mean 'layer'"),
+    (lambda: case("recurrent"), {"stages": 9}, "stages=9, but the model has 3 layers"),
+])  # fmt: skip
+def test_bad_input(module, options, message):
+    module = module()
+    before = weights(module)
+    with pytest.raises((ValueError, TypeError), match=message):
+        trainer(strategy("pb", **options)).fit(module, data("recurrent") if isinstance(module, Case) else loader())
+    assert torch.equal(before, weights(module)), "half a step was trained"
+
+
+def test_the_cure_of_parts():
+    plain, ours = Regression(Parts()), Regression(Parts())
+    ours.load_state_dict(plain.state_dict())
+    trainer().fit(plain, loader())
+    trainer(strategy("sgd", stages="layer")).fit(ours, loader())
+    assert torch.equal(weights(plain), weights(ours))
+
+
+@needs_transformers
+def test_caches_are_left_out():
+    found = []
+    for cache in (False, True):
+        module = Inside(partial(gpt2, cache=cache))
+        where = strategy("sgd")
+        if cache:
+            with pytest.warns(UserWarning, match="GPT2LMHeadModel has use_cache=True.*use_cache=False in its config"):
+                trainer(where, max_epochs=1).fit(module, data("gpt2"))
+        else:
+            trainer(where, max_epochs=1).fit(module, data("gpt2"))
+        assert module.model.config.use_cache is cache
+        found.append(module)
+    same(*found)
+
+    class Asking(Case):
+        def loss(self, batch):
+            return self.model(**batch, use_cache=True).loss
+
+    with pytest.raises(ValueError, match="object of DynamicCache.*use_cache=False"):
+        trainer(strategy("sgd")).fit(Asking(gpt2), data("gpt2"))
+
+
+@pytest.mark.parametrize("store", ["host", "disk"])
+def test_a_model_from_the_meta_device(store, tmp_path):
+    with torch.device("meta"):
+        module = case("recurrent")
+    where = strategy("pb", store=f"disk:{tmp_path}" if store == "disk" else store)
+    trainer(where, max_epochs=1).fit(module, data("recurrent"), data("recurrent", 2))
+    assert torch.isfinite(torch.stack(module.losses)).all() and len(module.values) == 2
+    if store == "host":
+        assert torch.isfinite(weights(module)).all()
+
+
+def test_layers_visit_the_device_before_there_is_a_pipeline():
+    """As validation does before fit, were the device another one than the host."""
+    module = case("recurrent").eval()
+    x, _ = next(iter(data("recurrent")))
+    with torch.no_grad():
+        wanted = module.model(x)
+        visits = Visits(find(module, "model"), torch.device("cpu"))
+        with visits._visiting():
+            assert torch.equal(wanted, Recurrent.forward(module.model, x))
+        visits.end()
+        assert torch.equal(wanted, module.model(x))
