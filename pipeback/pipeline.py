@@ -280,7 +280,7 @@ class Pipeline:
                 here = len(self._holding.everywhere)
                 x, form = self._enter(x)
                 batches = [b for part in shares(x, y, here) for b in micro_batches(*part, self._micro_batch_size)]
-                self._follow([b[0] for b in batches], form)
+                batches = [(self._follow(x, form), y, size) for x, y, size in batches]
                 runtime = self._ready(batches)
             first = self._arrived
             self._arrived += len(batches) // here
@@ -313,10 +313,7 @@ class Pipeline:
                     f"{len(xs)} micro-batches do not lie in one flush of {self.method!r}; call forward and backward "
                     "for one after the other"
                 )
-            entered = [self._enter(x) for x in xs]
-            for given, form in entered:
-                self._follow([given], form)
-            xs = [given for given, _ in entered]
+            xs = [self._follow(*self._enter(x)) for x in xs]
             runtime = self._ready([batch for x in xs for batch in micro_batches(x, None, None)], expected)
             assert isinstance(runtime, (Inline, Processes))
             if not self._begun:
@@ -454,8 +451,7 @@ class Pipeline:
         """
         with self._lock, torch.no_grad():
             self.wait()
-            x, form = self._enter(x)
-            self._follow([x], form, training=False)
+            x = self._follow(*self._enter(x), training=False)
             if isinstance(self._runtime, Processes):
                 found = self._do(partial(self._runtime.relay, x, self._through_each, back=True))
             else:
@@ -471,9 +467,7 @@ class Pipeline:
             raise RuntimeError("run is for one process; over several, evaluate asks all ranks")
         with self._lock, torch.no_grad():
             self.wait()
-            x, form = self._enter(x)
-            self._follow([x], form)
-            value = x
+            value = x = self._follow(*self._enter(x))
             for stage in self._stages:
                 with self._holding.present(stage):
                     value = stage.module(stage.enter(value)[1])
@@ -485,21 +479,24 @@ class Pipeline:
         """What was pushed, as the first stage takes it, and the structure that it had."""
         return (x, None) if self._program is None else self._program.enter(x)
 
-    def _follow(self, xs: Sequence[Value], form: Form | None, training: bool | None = None) -> None:
-        """Have the stages know what to do for these micro-batches. training: None: as the model is."""
+    def _follow(self, x: Value, form: Form | None, training: bool | None = None) -> Value:
+        """Have the stages know what to do for a micro-batch, and return it as they take it. training: None: as the
+        model is.
+        """
         if self._program is None or form is None:
-            return
+            return x
         mode = self._training if training is None else training
-        for x in xs:
-            if not self._program.knows(x, form, mode):
-                if self._runtime is not None:
-                    self._do(self._runtime.wait)  # buffers are borrowed and put back
-                self._program.prepare(x, form, mode)
+        x = self._program.marked(x, mode)
+        if not self._program.knows(x, form, mode):
+            if self._runtime is not None:
+                self._do(self._runtime.wait)  # buffers are borrowed and put back
+            self._program.prepare(x, form, mode)
         if training is None and self._stages[0].module.training != mode:
             self.wait()
             for stages in self._holding.everywhere:
                 for stage in stages:
                     stage.module.training = mode
+        return x
 
     def _leave(self, output: Value, x: Value, training: bool) -> Any:
         """The model's output, as its forward gives it."""
@@ -679,7 +676,7 @@ class Pipeline:
                 with self._telling():
                     x, form = self._enter(x)
                     batches = [b for part in shares(x, y, here) for b in micro_batches(*part, size)]
-                    self._follow([b[0] for b in batches], form)
+                    batches = [(self._follow(x, form), y, size) for x, y, size in batches]
                     self._rehearse(batches)
                 self._pushed = expected if self._outside else len(batches) // here, batches[0][2]
             count, samples = self._pushed

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from pipeback.decisions import Decisions
 from pipeback.follow import Call, Form, Record, follow, opened
 from pipeback.granularity import Cuts, Unit, blocks_of, cacheless, chosen, family, joined, leaves, touched, units
 from pipeback.inflight import untouched
@@ -59,6 +60,7 @@ class Program:
             )
         self.kind: Cuts = ("block" if self.blocks else "layer") if self.cuts == "auto" else self.cuts
         self._known: dict[Key, Known] = {}
+        self._ways: dict[Key, list[Decisions]] = {}  # that Python has gone for a form, and by what it has chosen them
         arguments = self.arguments(example)
         with cacheless(model) as without:
             record, key, known = self._first(arguments, whole, by)
@@ -98,6 +100,13 @@ class Program:
         """The model's output from the tensors that the last stage gave for the tensors x."""
         form = self._known[key_of(_parts(x), training)].output
         return form.fill(_parts(output))
+
+    def marked(self, x: Any, training: bool) -> Any:
+        """The tensors x with a mark, an empty tensor, where Python goes another way for them than for the first."""
+        parts = _parts(x)
+        ways = self._ways.get(key_of(parts, training), [])
+        way = next((n for n, decisions in enumerate(ways) if decisions.hold(parts)), len(ways))
+        return (*parts, torch.empty(way, 0, dtype=torch.uint8)) if way else x
 
     def knows(self, x: Any, form: Form, training: bool) -> bool:
         """Whether it was followed for tensors as x. Raises ValueError where their structure was another."""
@@ -318,18 +327,23 @@ class Program:
                 borrows[s][local] = numbers[id(p)]
                 until[numbers[id(p)]] = max(until.get(numbers[id(p)], 0), s)
         takes = list(range(record.inputs))
+        for form in key[1 + record.inputs :]:
+            takes.append(len(forms))
+            made[len(forms)], until[len(forms)] = -1, n - 1
+            forms.append(form)
         for s in range(n):
             gives = record.out if s == n - 1 else sorted(v for v, end in until.items() if made[v] <= s < end)
             if not gives:
                 raise ValueError(f"{self.segments[s].label} gives nothing that a later stage would take; cut elsewhere")
-            form = record.form if s == n - 1 else None
+            output = record.form if s == n - 1 else None
             fixed = {v for v in takes if v < len(record.grads) and not record.grads[v]}
-            portion = Portion(calls[s], takes, gives, fixed, lends[s], borrows[s], record.constants, form)
+            portion = Portion(calls[s], takes, gives, fixed, lends[s], borrows[s], record.constants, output)
             incoming = key if s == 0 else (key[0], *[forms[v] for v in takes])
             for copy in self._copies:
                 copy[s].learn(incoming, portion)  # type: ignore[operator]
             takes = gives
         self._known[key] = known
+        self._ways.setdefault(key[: 1 + record.inputs], []).append(Decisions(record))
 
     def _borrowed(self, s: int, call: Call) -> Iterator[tuple[str, nn.Parameter]]:
         """Weights of earlier stages that a call computes with, by the name that the segment looks them up by."""

@@ -14,7 +14,7 @@ FLOORS = [
     ["events", "schedules", "order", "timeline", "recording", "ledger", "plugins", "sizes"],
     [
         "bundle", "method", "momentum", "lazy", "link", "partition", "meta", "form", "flat", "packed",
-        "skipping", "slot", "follow", "segment", "inflight", "granularity", "program", "ladder", "drawing",
+        "skipping", "slot", "follow", "decisions", "segment", "inflight", "granularity", "program", "ladder", "drawing",
         "stage", "repeat", "offload", "activations", "joint", "team", "watch", "replicas", "shelf",
         "densities", "masks", "sparsity", "shards", "sparse", "store", "pages", "disk", "residence",
         "streaming", "worker", "snapshot", "loop", "runtime", "state", "frame", "vigil", "wire", "semaphore",
