@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
+from torch.utils.data import DataLoader
 
 import pipeback
 from pipeback.lightning.body import find
@@ -15,7 +16,7 @@ from pipeback.program import Arguments
 from tests.laws.cases import OPTIMIZERS
 from tests.lightning import ranks
 from tests.lightning.cases import Regression, loader, strategy, trainer, weights
-from tests.lightning.models import CASES, Case, Inside, Recurrent, case, data, gpt2
+from tests.lightning.models import CASES, Case, Inside, Recurrent, Texts, case, data, gpt2
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*use_cache=True"),
@@ -363,3 +364,26 @@ def test_layers_visit_the_device_before_there_is_a_pipeline():
             assert torch.equal(wanted, Recurrent.forward(module.model, x))
         visits.end()
         assert torch.equal(wanted, module.model(x))
+
+
+class Some(Texts):
+    """Padded in some batches only."""
+
+    def __getitem__(self, n):
+        found = super().__getitem__(n)
+        if n // 4 % 2:
+            return found
+        return {"input_ids": self.x[n], "attention_mask": torch.ones(7, dtype=torch.long), "labels": self.x[n]}
+
+
+@needs_transformers
+@pytest.mark.parametrize("name", [name for name in ("gpt2", "llama", "t5") if name in CASES])
+def test_padding_comes_and_goes(name):
+    """transformers leaves masks out that hide nothing."""
+    found = []
+    for where in (None, strategy("sgd"), strategy("gpipe")):
+        module = case(name)
+        trainer(where, max_epochs=2).fit(module, DataLoader(Some(24), 4), DataLoader(Some(8), 4))
+        found.append(module)
+    same(*found[:2])
+    same(*found[1:])
