@@ -27,6 +27,7 @@ class Split:
 
     rung: str
     parts: list[Part]
+    model: nn.Module  # whose they are
     program: Program | None = None  # of a model whose forward was followed
     reasons: dict[str, str] = field(default_factory=dict)  # why a rung was left, by its letter
 
@@ -48,36 +49,14 @@ def climb(
     Raises TypeError or ValueError naming the layer, what was found and the cure; nothing is changed.
     """
     cuts, reasons = chosen(stages), dict[str, str]()
-    whole = cuts == "auto" or isinstance(cuts, int)
-    count = cuts if isinstance(cuts, int) else None
     if not isinstance(model, nn.Module) or isinstance(model, nn.ModuleList):
-        if not whole:
+        if not _whole(cuts):
             raise ValueError(f'stages={cuts!r}: a list has its modules for stages; give "auto", a number or one module')
-        return Split("a: a list of modules", join(split(model), count))
-    rung = "a: the children of an nn.Sequential"
-    if plain(model) and whole and not leaves:
-        try:
-            parts = split(model)
-        except ValueError as error:
-            if example is None or "share a parameter" not in str(error):
-                raise
-            reasons["a"] = str(error).partition(";")[0]
-        else:
-            odd = None if example is None else _odd(parts, example)
-            if odd is None:
-                return Split(rung, join(parts, count))
-            reasons["a"] = odd
-    elif plain(model):
-        reasons["a"] = f"stages={cuts!r} looks into its children" if not leaves else "leaves= is given"
-    else:
-        reasons["a"] = f"{type(model).__name__} has a forward of its own"
-    if not callable(getattr(model, "pipeline_stages", None)):
-        reasons["b"] = "it has no pipeline_stages()"
-    elif whole:
-        parts = split(declared(type(model).__name__, model))
-        return Split("b: its pipeline_stages()", join(parts, count), None, reasons)
-    else:
-        reasons["b"] = f"stages={cuts!r} asks for other stages"
+        parts = join(split(model), _count(cuts))
+        return Split("a: a list of modules", parts, model if isinstance(model, nn.Module) else nn.Sequential(*model))
+    found = at_once(model, cuts, leaves, reasons, example, strict=example is None)
+    if found is not None:
+        return found
     if example is None:
         raise TypeError(
             f"{type(model).__name__}: {reasons['a']}, so stages are cut from its forward, which needs an input: give "
@@ -95,7 +74,56 @@ def climb(
         rung = "d: its forward, followed"
     else:
         rung = f"c: {known.name}, its forward followed"
-    return Split(rung, program.parts, program, reasons)
+    return Split(rung, program.parts, model, program, reasons)
+
+
+def at_once(
+    model: nn.Module,
+    cuts: Cuts,
+    leaves: Sequence[str] = (),
+    reasons: dict[str, str] | None = None,
+    example: Any = None,
+    strict: bool = False,
+) -> Split | None:
+    """The rungs that need no input, a and b; None where neither holds, and `reasons` say why.
+
+    example: has a sequence tried whether tensors alone cross its boundaries. strict: stages of a sequence that share
+    weights are an error, and no reason to follow it.
+    """
+    reasons = {} if reasons is None else reasons
+    if plain(model) and _whole(cuts) and not leaves:
+        try:
+            parts = split(model)
+        except ValueError as error:
+            if strict or "share a parameter" not in str(error):
+                raise
+            reasons["a"] = str(error).partition(";")[0]
+        else:
+            odd = None if example is None else _odd(parts, example)
+            if odd is None:
+                return Split("a: the children of an nn.Sequential", join(parts, _count(cuts)), model)
+            reasons["a"] = odd
+    elif plain(model):
+        reasons["a"] = f"stages={cuts!r} looks into its children" if not leaves else "leaves= is given"
+    else:
+        reasons["a"] = f"{type(model).__name__} has a forward of its own"
+    if not callable(getattr(model, "pipeline_stages", None)):
+        reasons["b"] = "it has no pipeline_stages()"
+    elif _whole(cuts):
+        parts = split(declared(type(model).__name__, model))
+        return Split("b: its pipeline_stages()", join(parts, _count(cuts)), model, None, reasons)
+    else:
+        reasons["b"] = f"stages={cuts!r} asks for other stages"
+    return None
+
+
+def _whole(cuts: Cuts) -> bool:
+    """Whether modules of a list stay as they are."""
+    return cuts == "auto" or isinstance(cuts, int)
+
+
+def _count(cuts: Cuts) -> int | None:
+    return cuts if isinstance(cuts, int) else None
 
 
 def _odd(parts: Sequence[Part], example: Any) -> str | None:

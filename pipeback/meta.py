@@ -6,7 +6,10 @@ Parameters keep their identity, so that optimizers and whoever else refers to th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,13 +30,29 @@ def move(tensors: Iterable[Tensor], device: torch.device | str) -> None:
         torch.utils.swap_tensors(tensor, other)
 
 
+@contextmanager
+def unreferenced(module: nn.Module) -> Iterator[None]:
+    """Meanwhile no weak references, which nn.LSTM and the like keep to their weights, hinder those from being moved.
+
+    Afterwards they refer to the module's own weights, where a copy may have referred to the original's.
+    """
+    recurrent: list[Any] = [m for m in module.modules() if isinstance(m, nn.RNNBase)]
+    for m in recurrent:
+        m._flat_weight_refs = []
+    yield
+    for m in recurrent:
+        m._flat_weight_refs = [None if w is None else weakref.ref(w) for w in m._flat_weights]
+
+
 def let_go(module: nn.Module) -> None:
-    move(_tensors(module), "meta")
+    with unreferenced(module):
+        move(_tensors(module), "meta")
 
 
 def take_up(module: nn.Module, device: torch.device | str) -> None:
     """Memory for weights and buffers; their values are anything."""
-    move(_tensors(module), device)
+    with unreferenced(module):
+        move(_tensors(module), device)
 
 
 def initialise(

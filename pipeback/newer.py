@@ -89,7 +89,7 @@ def check(stage: Stage, method: Method, warn: bool, given: Value) -> None:
     sizes = [float(g.abs().max()) if g.numel() else 0.0 for g in wanted]
     for n, (far, near, size) in enumerate(zip(apart, map(max, *rounding), sizes, strict=True)):
         eps = torch.finfo(wanted[n].dtype).eps
-        if not far <= 50 * near + math.sqrt(eps) * size + 100 * eps * max(sizes):
+        if not far <= 8 * near + math.sqrt(eps) * size + 8 * eps * max(sizes):
             _refuse(
                 f"{stage.label}: its compiled backward does not run on the weights it is given: the graph keeps a copy "
                 f"of older weights, or computes activations anew on newer ones (a gradient differs by {far:.1e} of "

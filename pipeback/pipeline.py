@@ -37,7 +37,7 @@ from pipeback.inputs import (
 )
 from pipeback.joining import default_device, join, layout, wanted
 from pipeback.joint import Options, plain_groups, restored
-from pipeback.ladder import climb
+from pipeback.ladder import Split, climb
 from pipeback.ledger import Record
 from pipeback.loop import Batch, Loop, Messages
 from pipeback.memory import Memory
@@ -53,7 +53,7 @@ from pipeback.runtime import Inline, Runtime
 from pipeback.schedules import flush
 from pipeback.shards import share_out
 from pipeback.sparsity import Sparsity
-from pipeback.stage import OptimizerFactory, Stage, Value, evaluate
+from pipeback.stage import OptimizerFactory, Stage, Value, cut, evaluate
 from pipeback.starting import Setting, start
 from pipeback.store import DeviceStore, Store
 from pipeback.streaming import Streaming, Traffic, together
@@ -64,7 +64,8 @@ from pipeback.watch import Watch
 class Pipeline:
     """Train `model` by pipelined backpropagation.
 
-    model       nn.Sequential or list of modules, one stage each; the modules are trained in place
+    model       nn.Sequential or list of modules, one stage each; or any module, whose forward is followed; or a `Split`
+                of one. The modules are trained in place
     loss        (output, target) -> 0-d tensor, the mean over the micro-batch; None: it is computed outside, between
                 `forward` and `backward`
     optimizer   parameters -> torch.optim.Optimizer, called once a stage
@@ -120,7 +121,7 @@ class Pipeline:
 
     def __init__(
         self,
-        model: nn.Module | Sequence[nn.Module],
+        model: nn.Module | Sequence[nn.Module] | Split,
         *,
         loss: Callable[[Any, Any], Tensor] | None,
         optimizer: OptimizerFactory,
@@ -159,7 +160,7 @@ class Pipeline:
         home = disk.create(store) or (DeviceStore() if policy is not None else None)
         with self._telling(), _closing(home):
             self.replicas = self.ranks.replicas if self.ranks.several else 1 if replicas is None else replicas
-            self.split = climb(model, stages, example, leaves, balance)
+            self.split = model if isinstance(model, Split) else climb(model, stages, example, leaves, balance)
             """How the model became stages; print it."""
             parts, self._program = self.split.parts, self.split.program
             self.method = methods.create(method) if isinstance(method, str) else method
@@ -180,7 +181,7 @@ class Pipeline:
             check_masters(masters, home)
             self._compile = compile
             self._activations, self._masters = kinds(activations, [part.name for part in parts]), masters
-            self._model = model if isinstance(model, nn.Module) else nn.Sequential(*model)
+            self._model = self.split.model
             self._micro_batch_size, self._weights, self._workers = micro_batch_size, weights, workers
             self._outside = loss is None
             self._watch: Watch | None = None
@@ -481,6 +482,23 @@ class Pipeline:
             else:
                 found = self._through_each(self._stages, x)
             return self._leave(found, x, training=False)
+
+    def run(self, x: Value) -> Any:
+        """The model's output for x (N, …), without gradients, as its modules are set to train or to evaluate.
+
+        So batch statistics change, and layers draw, as they would in a call of the model. In one process.
+        """
+        if self.ranks.several:
+            raise RuntimeError("run is for one process; over several, evaluate asks all ranks")
+        with self._lock, torch.no_grad():
+            self.wait()
+            x, form = self._enter(x)
+            (x,) = self._follow([x], form)
+            value = x
+            for stage in self._stages:
+                with self._holding.present(stage):
+                    value = stage.module(stage.enter(value)[1])
+            return self._leave(cut(value), x, self._training)
 
     # -- models whose own forward was followed -------------------------------------------------------------------
 

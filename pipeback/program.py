@@ -8,6 +8,7 @@ gradient travels back. So it is one weight with one delay, that of its owner, un
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from pipeback.decisions import MOST, Decision, decisions, mark, told
 from pipeback.follow import Call, Form, Record, Ref, follow, opened
-from pipeback.granularity import Cuts, Unit, blocks_of, chosen, family, given, joined, leaves, units
+from pipeback.granularity import Cuts, Unit, blocks_of, cacheless, chosen, family, given, joined, leaves, units
 from pipeback.inflight import untouched
 from pipeback.partition import Part
 from pipeback.segment import Key, Lent, Portion, Segment, key_of
@@ -70,13 +71,20 @@ class Program:
         self._known: dict[Key, Known] = {}
         self._variants: dict[Key, list[Known]] = {}  # of every form, the ways that the model goes
         arguments = self.arguments(example)
-        record, known = self._first(arguments, whole, by)
-        self._own(record)
-        self.segments = [self._segment(s) for s in range(len(self.units))]
-        self._copies: list[Sequence[nn.Module]] = [self.segments]
-        x = self._take(record, self.enter(arguments)[0], model.training, known)
-        if self.complete:
-            self._prove(arguments, x)
+        with cacheless(model) as without:
+            record, known = self._first(arguments, whole, by)
+            self._own(record)
+            self.segments = [self._segment(s) for s in range(len(self.units))]
+            self._copies: list[Sequence[nn.Module]] = [self.segments]
+            x = self._take(record, self.enter(arguments)[0], model.training, known)
+            if self.complete:
+                self._prove(arguments, x)
+        if without:
+            warnings.warn(
+                f"{type(model).__name__} has use_cache=True, but key-value caches are for generation: its stages give "
+                "none (use_cache=False in its config silences this)",
+                stacklevel=2,
+            )
 
     # -- in and out ----------------------------------------------------------------------------------------------
 
@@ -120,7 +128,7 @@ class Program:
     def prepare(self, x: Any, form: Form, training: bool) -> Any:
         """Know what to do for tensors as x: follow the model once more. Returns them with the mark of their variant."""
         args, kwargs = form.fill(_parts(x))
-        with self._modes(training):
+        with self._modes(training), cacheless(self.model):
             record, known = self._follow(Arguments(args, kwargs), real=self.complete)
         return self._take(record, x, training, known)
 
@@ -150,7 +158,7 @@ class Program:
             if any(way.inputs == structure and way.answers == form["answers"] for way in ways):
                 continue
             arguments = Arguments(*structure.fill(x))
-            with self._modes(form["training"]):
+            with self._modes(form["training"]), cacheless(self.model):
                 record, known = self._follow(arguments, real=False, answers=form["answers"])
             shape = form.get("mark")
             known = known._replace(

@@ -14,13 +14,13 @@ FLOORS = [
     ["events", "schedules", "order", "timeline", "recording", "ledger", "plugins", "sizes"],
     [
         "bundle", "method", "momentum", "lazy", "link", "partition", "norms", "meta", "form", "flat",
-        "packed", "skipping", "slot", "follow", "decisions", "segment", "inflight", "granularity", "program", "ladder",
-        "drawing", "compiled", "stage", "repeat", "offload", "activations", "joint", "team", "watch",
-        "replicas", "shelf", "densities", "masks", "sparsity", "shards", "sparse", "store", "pages", "disk",
-        "residence", "rounded", "streaming", "worker", "snapshot", "loop", "runtime", "state", "frame",
-        "vigil", "wire", "semaphore", "ring", "beats", "activity", "blame", "health", "joining", "digest",
-        "ranks", "clocks", "processes", "wiring", "weights", "holding", "starting", "dry", "bandwidth",
-        "survey", "agreement", "newer", "rehearsal", "breakdown", "inputs", "memory", "versions",
+        "packed", "skipping", "slot", "follow", "decisions", "segment", "inflight", "granularity", "program",
+        "ladder", "drawing", "compiled", "stage", "repeat", "offload", "activations", "joint", "team",
+        "watch", "replicas", "shelf", "densities", "masks", "sparsity", "shards", "sparse", "store", "pages",
+        "disk", "residence", "rounded", "streaming", "worker", "snapshot", "loop", "runtime", "state",
+        "frame", "vigil", "wire", "semaphore", "ring", "beats", "activity", "blame", "health", "joining",
+        "digest", "ranks", "clocks", "processes", "wiring", "weights", "holding", "starting", "dry",
+        "bandwidth", "survey", "agreement", "newer", "rehearsal", "breakdown", "inputs", "memory", "versions",
     ],
     [
         "methods", "sparsities", "foreseen", "plan", "budget", "pipeline", "checkpoint", "bands", "lanes", "trace",
@@ -30,7 +30,8 @@ FLOORS = [
 # floor 3, which nothing below imports
 LIGHTNING = [
     "private", "randomness", "registry", "launch", "meeting", "place", "body", "interval", "twins", "slices",
-    "suspended", "visits", "turns", "hollow", "together", "fit", "shared", "checks", "strategy", "monitor", "saving",
+    "suspended", "instead", "visits", "turns", "hollow", "together", "fit", "shared", "checks", "strategy", "monitor",
+    "saving",
 ]  # fmt: skip
 RANK = {name: n for n, name in enumerate(name for floor in FLOORS for name in floor)}
 

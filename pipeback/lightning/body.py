@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any, NamedTuple
@@ -10,8 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from pipeback.follow import opened
+from pipeback.granularity import Cuts, chosen
 from pipeback.inflight import nodes
-from pipeback.partition import balance, declared, plain
+from pipeback.ladder import Split, at_once, climb
+from pipeback.partition import plain
+from pipeback.program import Arguments
 
 
 class Body(NamedTuple):
@@ -19,29 +23,51 @@ class Body(NamedTuple):
 
     name: str  # in the LightningModule
     module: nn.Module  # its forward is what the stages compute one after the other
-    stages: list[nn.Module]
+    cuts: Cuts
+    leaves: tuple[str, ...]
+    split: Split | None  # None: its forward is followed, when it is called first
+
+    @property
+    def followed(self) -> bool:
+        """Whether stages are cut from the module's own forward, which takes and gives whatever it likes."""
+        return self.split is None
+
+    @property
+    def stages(self) -> list[nn.Module]:
+        """Those of a sequence."""
+        return [] if self.split is None else [part.module for part in self.split.parts]
+
+    def given(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """What the pipeline is given for a call of the module."""
+        return Arguments(inputs, named) if self.followed else inputs[0]
+
+    def cut(self, module: nn.Module, example: Any) -> Split:
+        """The stages of the module, or of a copy. example: what the pipeline is given for its first call."""
+        # by their weights: measured times would differ from rank to rank, and from one run to the one that resumes it
+        return climb(module, self.cuts, _on_device_of(module, example), self.leaves, "memory")
 
 
-def find(module: nn.Module, nominated: str, stages: Any) -> Body:
-    """The nominated module of `module`, or the one inside it, that is a sequence of stages.
+def find(module: nn.Module, nominated: str, cuts: Cuts = "auto", leaves: Sequence[str] = ()) -> Body:
+    """The nominated module of `module`, or the one inside it that is a sequence of stages; else itself, to be followed.
 
-    It is an `nn.Sequential`, has `pipeline_stages()`, or holds all its trainable weights in one child that is such.
-    stages: "auto", a stage a child, or their number: neighbours joined, balanced by their weights.
-    Raises ValueError or TypeError that names what was found and the cure.
+    A sequence is an `nn.Sequential`, has `pipeline_stages()`, or holds all its trainable weights in one child that is
+    such. cuts, leaves: see `granularity`. Raises ValueError or TypeError that names what was found and the cure.
     """
-    if stages != "auto" and (isinstance(stages, bool) or not isinstance(stages, int) or stages < 1):
-        raise ValueError(f'stages must be "auto" (a stage a child) or a whole number of at least 1, but is {stages!r}')
-    name, body = nominated, _nominated(module, nominated)
-    while not _sequence(body):
+    chosen(cuts)
+    top = _nominated(module, nominated)
+    if isinstance(top, (nn.ModuleList, nn.ModuleDict)):
+        raise TypeError(
+            f"{nominated!r} ({type(top).__name__}) has no forward, so training_step cannot call it; write it as an "
+            "nn.Sequential, or nominate the module that runs it with PipelineStrategy(module=...)"
+        )
+    name, body = nominated, top
+    while (found := at_once(body, cuts, leaves)) is None:
         holders = [(n, child) for n, child in body.named_children() if _trainable(child)]
-        own = [n for n, p in body.named_parameters(recurse=False) if p.requires_grad]
-        if len(holders) != 1 or own or isinstance(body, nn.Sequential):
-            raise TypeError(_no_sequence(name, body, own, [n for n, _ in holders]))
+        own = any(p.requires_grad for p in body.parameters(recurse=False))
+        if len(holders) != 1 or own or plain(body):
+            return Body(nominated, top, cuts, tuple(leaves), None)
         name, body = f"{name}.{holders[0][0]}", holders[0][1]
-    parts = _stages(name, body)
-    if _trainable(body) and isinstance(stages, int):
-        parts = _joined(parts, stages)
-    return Body(name, body, parts)
+    return Body(name, body, cuts, tuple(leaves), found)
 
 
 def check_outside(module: nn.Module, body: Body, optimizer: torch.optim.Optimizer) -> None:
@@ -103,7 +129,7 @@ def check_chain(body: Body, x: Any, present: Callable[[int], AbstractContextMana
 def check_loss(body: Body, loss: Tensor, output: Any) -> None:
     """Raise unless the loss has been computed from the output of the pipeline."""
     leaves = {id(part) for part in (output if isinstance(output, tuple) else (output,))}
-    if not any(id(getattr(node, "variable", None)) in leaves for node in nodes([loss])):
+    if id(loss) not in leaves and not any(id(getattr(node, "variable", None)) in leaves for node in nodes([loss])):
         raise ValueError(
             f"the loss that training_step returned does not depend on the output of self.{body.name}; compute it from "
             "the output with differentiable operations"
@@ -135,41 +161,22 @@ def _nominated(module: nn.Module, name: str) -> nn.Module:
     raise ValueError(f"{type(module).__name__}.{name} {what}, but the pipeline runs through it; {has}: {cure}")
 
 
-def _sequence(module: nn.Module) -> bool:
-    return plain(module) or callable(getattr(module, "pipeline_stages", None))
-
-
 def _trainable(module: nn.Module) -> bool:
     return any(p.requires_grad for p in module.parameters())
 
 
-def _no_sequence(name: str, body: nn.Module, own: list[str], holders: list[str]) -> str:
-    if own:
-        has = f"has weights of its own ({', '.join(own)})"
-    elif holders:
-        has = f"spreads its weights over {', '.join(holders)}"
-    else:
-        has = "has no trainable weights"
-    if isinstance(body, nn.Sequential):
-        has = "has a forward of its own"
+def _on_device_of(module: nn.Module, example: Any) -> Any:
+    """The example where the weights are: in host memory, if a store will take them in."""
+    device = next((p.device for p in module.parameters()), None)
+    if device is None or device.type == "meta" or not isinstance(example, Arguments):
+        return example
+    tensors, form = opened(tuple(example))
+    return Arguments(*form.fill([t.to(device) for t in tensors]))
+
+
+def few(name: str, stages: int, ranks: int) -> str:
+    """What is wrong where there are fewer stages than devices."""
     return (
-        f"{name!r} ({type(body).__name__}) is no sequence of stages: it {has}. Write it as an nn.Sequential, or give "
-        "it a method pipeline_stages() that returns its modules in the order in which they run"
+        f"several devices: self.{name} has {stages} stages for {ranks} devices; use as many devices or less, or "
+        'split it finer (stages="layer")'
     )
-
-
-def _stages(name: str, body: nn.Module) -> list[nn.Module]:
-    if not callable(getattr(body, "pipeline_stages", None)):
-        assert isinstance(body, nn.Sequential)
-        return list(body)
-    return declared(name, body)
-
-
-def _joined(parts: list[nn.Module], count: int) -> list[nn.Module]:
-    if count > len(parts):
-        raise ValueError(
-            f'stages={count}, but there are {len(parts)} modules to share out; use that or less, or "auto"'
-        )
-    owner = balance([float(sum(p.numel() for p in part.parameters())) + 1e-3 for part in parts], count)
-    groups = [[part for part, s in zip(parts, owner, strict=True) if s == n] for n in range(count)]
-    return [group[0] if len(group) == 1 else nn.Sequential(*group) for group in groups]

@@ -36,6 +36,7 @@ OPTIONS = (
     "plan",
     "launcher",
     "timeout",
+    "leaves",
 )
 NEVER = 2**62  # micro-batches between commits
 DRAIN = ("end", "validation")
@@ -92,7 +93,7 @@ def store(given: str | Store | None, rank: int = 0, ranks: int = 1) -> Store | N
 
 def absent(trainer: Trainer, found: Body, init: Any, store: Store | None, several: bool) -> None:
     """Raise where stages on the meta device cannot get values, or nobody could keep them."""
-    if not any(meta.absent(stage) for stage in found.stages):
+    if not meta.absent(found.module):
         if init is not None:
             raise ValueError(
                 f"init gives values to stages from the meta device, but self.{found.name} has its values; build it in "

@@ -6,7 +6,7 @@ import copy
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -17,14 +17,18 @@ from torch import Tensor, nn
 
 from pipeback import meta
 from pipeback.disk import DiskStore
+from pipeback.follow import opened
+from pipeback.ladder import Split
 from pipeback.lightning import body, private, randomness, slices
 from pipeback.lightning.body import Body
+from pipeback.lightning.instead import instead
 from pipeback.lightning.interval import Interval
 from pipeback.lightning.suspended import Suspended
 from pipeback.lightning.twins import Twins
 from pipeback.lightning.visits import Visits
 from pipeback.method import Method
 from pipeback.pipeline import Pipeline
+from pipeback.schedules import flush
 from pipeback.store import Store
 
 KEPT = ("weight/", "buffer/", "optimizer/")  # what a checkpoint holds anyway: the model's state and the optimizer's
@@ -71,29 +75,71 @@ class Fit:
         self._end: dict[str, Any] | None = None  # the state of the pipeline at the end of the fit
         self._sums: list[tuple[Tensor, Tensor]] = []  # gradients of groups under way, hidden from Lightning
         self._versions: list[int] = []  # of the parameters after the last step
-        self._compare = not isinstance(found.module, nn.Sequential)  # the stages with the module's own forward
-        self._absent = any(meta.absent(stage) for stage in found.stages)  # at first: it may be larger than memory
+        followed = found.followed
+        self._compare = not followed and not isinstance(found.module, nn.Sequential)  # with the module's own forward
+        self._absent = meta.absent(found.module)  # at first: it may be larger than memory
         self._follow_loss = True  # to the output, once
+        self._own = found.module.__dict__.get("forward") if visits is None else visits.own  # what the user has put in
+        self._dtype = torch.get_default_dtype()  # outside of training_step
+        self._due = (1, 1)  # batches an update, and micro-batches of this batch
+        self._kept: dict[str, Any] | None = None
+        self._loaded = False  # from a checkpoint, for a pipeline that comes with the first call
         if interval.known:
-            self.build(module.trainer.accumulate_grad_batches, 1)
+            batches = module.trainer.accumulate_grad_batches
+            check(interval.method(batches, 1))
+            if not followed:
+                self.build(batches, 1)
 
-    def build(self, batches: int, per_batch: int) -> None:
-        """The pipeline, for updates of so many batches and so many micro-batches a batch."""
+    def build(self, batches: int, per_batch: int, example: Any = None) -> None:
+        """The pipeline, for updates of so many batches and so many micro-batches a batch.
+
+        example: what it is given first, for a module whose forward is followed.
+        """
         method = self.interval.method(batches, per_batch)
         self.check(method)
         trainer = self.module.trainer
         norm, value = norm_and_value(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
-        self.twins = Twins(self.optimizer, self.found.stages)
+        with instead(self.found.module, self._own) if self.found.followed else nullcontext():
+            split = self._split(example)
+        self.twins = Twins(self.optimizer, self._trained(split))
         streamed = {} if self.store is None else {"store": self.store, "device": trainer.strategy.root_device}
-        self.pipe = self._pipeline(
-            optimizer=self.twins, method=method, clip_norm=norm, clip_value=value, **streamed, **self.more
-        )
+        inside = torch.get_default_dtype()
+        torch.set_default_dtype(self._dtype)
+        try:
+            self.pipe = self._pipeline(
+                split, optimizer=self.twins, method=method, clip_norm=norm, clip_value=value, **streamed, **self.more
+            )
+        finally:
+            torch.set_default_dtype(inside)
         self.update = (batches, per_batch)
         if self.visits is not None:
-            self.visits.stream(self._present)
+            self.visits.stream(self._present, self._visit)
 
-    def _pipeline(self, **options: Any) -> Pipeline:
-        return Pipeline(as_written(self.found.module, self.found.stages), loss=None, **options)
+    def _split(self, example: Any) -> Split:
+        """The stages that the pipeline gets."""
+        return self.found.split or self.found.cut(self.found.module, example)
+
+    def _trained(self, split: Split) -> list[list[nn.Parameter]]:
+        """The user's parameters that each stage trains."""
+        return [[p for p in part.module.parameters() if p.requires_grad] for part in split.parts]
+
+    def _pipeline(self, split: Split, **options: Any) -> Pipeline:
+        return Pipeline(split, loss=None, **options)
+
+    def _begin(self, example: Any) -> None:
+        """The pipeline of a module that has just been called first, and what it goes on from."""
+        section, self._kept = self._kept, None
+        batches, per_batch = self._due if section is None else section["update"]
+        self.build(batches, per_batch, example)
+        if self._loaded:
+            self._take_up(section)
+            self._show_sums()
+
+    def _visit(self, given: Any) -> Any:
+        """The model without gradients, outside of F."""
+        assert self.pipe is not None
+        with self._at_work():
+            return self.pipe.run(given)
 
     @contextmanager
     def _present(self, s: int) -> Iterator[None]:
@@ -110,20 +156,21 @@ class Fit:
         self._fall()  # a micro-batch whose backward Lightning has skipped
         cut = [(batch, 0)] if self.size is None else slices.cut(batch, self.size)
         batches = trainer.accumulate_grad_batches
-        if self.pipe is None:
+        if self.pipe is None and not self.found.followed:
             self.build(batches, len(cut))
         self.interval.check(batches)
-        self.twins.follow()
+        if self.pipe is not None:
+            self.twins.follow()
+        self._due = (batches, len(cut))
         self._show_sums()
         expected = len(cut) * batches
 
         def one(part: Any) -> Any:
             return self._one(lambda: step(part, *rest, **named), expected)
 
-        assert self.pipe is not None
         if len(cut) == 1:
             output = one(batch)
-        elif self.store is not None and self.pipe.together(len(cut), expected=expected):
+        elif self.store is not None and self._at_once(len(cut), expected):
             output = self._together(cut, lambda part: step(part, *rest, **named), expected)
         else:
             output = self._many(cut, one)
@@ -134,21 +181,15 @@ class Fit:
     def _one(self, step: Callable[[], Any], expected: int) -> Any:
         """`training_step` on one micro-batch, its F within."""
         model, self._output = self.found.module, None
-        original, own = model.forward, model.__dict__.get("forward")
+        original = model.forward
 
         def forward(*inputs: Any, **named: Any) -> Any:
             if not torch.is_grad_enabled():
                 return original(*inputs, **named)
             return self._forward(inputs, named, expected)
 
-        model.forward = forward
-        try:
+        with instead(model, forward):
             output = step()
-        finally:
-            if own is None:
-                del model.forward
-            else:
-                model.forward = own
         self._check_output(output)
         return output
 
@@ -173,7 +214,7 @@ class Fit:
         F, so that they run in turns, in the order of the slices.
         """
         model = self.found.module
-        original, own = model.forward, model.__dict__.get("forward")
+        original = model.forward
         calls = [Suspended(partial(step, batch)) for batch, _ in cut]
         log, losses, entered = slices.Log(), list[Tensor](), set[Suspended]()
         running = calls[0]
@@ -183,7 +224,7 @@ class Fit:
                 return running.ask(partial(original, *inputs, **named))  # in the caller's thread
             self._check_call(inputs, named, again=running in entered)
             entered.add(running)
-            return running.ask(Asked(inputs[0]))
+            return running.ask(Asked(self.found.given(inputs, named)))
 
         def run(n: int, answer: Any = None) -> bool:
             """Slice n goes on; returns whether it waits for F."""
@@ -200,9 +241,8 @@ class Fit:
                     asks = running.go_on(answer)
             return asks
 
-        model.forward = forward
         try:
-            with log.listening(self.module):
+            with instead(model, forward), log.listening(self.module):
                 for n, call in enumerate(calls):
                     if not run(n):
                         self._output = None
@@ -211,9 +251,9 @@ class Fit:
                     outputs = self._forward_all([call.question.x for call in calls], expected)
                 if outputs is None:
                     return self._handed_over(len(calls))
-                self._outputs = outputs
+                self._outputs = [held(output) for output in outputs]
                 for n, call in enumerate(calls):
-                    self._output = outputs[n]
+                    self._output = self._outputs[n]
                     run(n, outputs[n])
                     output = call.result
                     self._check_output(output)
@@ -224,29 +264,36 @@ class Fit:
             self._output = None
             for call in calls:
                 call.end()
-            if own is None:
-                del model.forward
-            else:
-                model.forward = own
         return _passed(output, losses, [samples for _, samples in cut])
 
     def _forward(self, inputs: tuple[Any, ...], named: dict[str, Any], expected: int) -> Any:
         self._check_call(inputs, named, again=self._output is not None)
-        outputs = self._forward_all([inputs[0]], expected)
+        outputs = self._forward_all([self.found.given(inputs, named)], expected)
         assert outputs is not None
-        (self._output,) = outputs
-        return self._output
+        self._output = held(outputs[0])
+        return outputs[0]
 
     def _forward_all(self, xs: list[Any], expected: int) -> list[Any] | None:
         """F of these micro-batches; None where the loss is another rank's."""
         if self._compare:
             body.check_chain(self.found, xs[0], None if self.visits is None else self.visits.bring)
             self._compare = False
+        if self.pipe is None:
+            self._begin(xs[0])
         with self._at_work():
             if self._tell is not None and self.pipe is not None:
                 self._tell(str(self.pipe.plan(xs[0], expected=expected)))
                 self._tell = None
             return self._enter(xs, expected)
+
+    def _at_once(self, count: int, expected: int) -> bool:
+        """Whether so many micro-batches may go forward before one goes backward."""
+        if self.pipe is not None:
+            return self.pipe.together(count, expected=expected)
+        if self._kept is not None:  # it may stand within a flush: the first batch goes slice by slice
+            return False
+        method = self.interval.method(*self._due)
+        return not any(method.delays(2)) and count <= flush(method.schedule_at(0, expected))
 
     def _enter(self, xs: list[Any], expected: int) -> list[Any] | None:
         assert self.pipe is not None
@@ -263,13 +310,12 @@ class Fit:
                 f"training_step called self.{name} twice; a micro-batch goes through the stages once: concatenate the "
                 "inputs and call it once, or wrap a call that needs no gradient in torch.no_grad()"
             )
-        if len(inputs) != 1 or named:
+        if not self.found.followed and (len(inputs) != 1 or named):
             raise TypeError(
                 f"training_step called self.{name} with {len(inputs)} positional and {len(named)} named arguments; the "
                 "first stage takes one tensor or a tuple of tensors: put them into one tuple"
             )
-        parts = inputs[0] if isinstance(inputs[0], tuple) else inputs
-        if any(isinstance(part, Tensor) and part.requires_grad for part in parts):
+        if any(part.requires_grad for part in opened((inputs, named))[0]):
             raise ValueError(
                 f"the input of self.{name} requires a gradient, but what comes before it would get none; move the "
                 f"layers before it into the first stage of {name!r}, or detach the input"
@@ -280,7 +326,8 @@ class Fit:
         if self._output is None:
             raise ValueError(
                 f"training_step did not call self.{name}, so there is nothing for the stages to learn from; call it "
-                "once and compute the loss from its output"
+                "once and compute the loss from its output (if a module around it does not call it as a whole, but its "
+                'parts, have that one followed: PipelineStrategy(stages="layer"))'
             )
         if not isinstance(loss, Tensor):
             raise ValueError(
@@ -340,10 +387,11 @@ class Fit:
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:
-        """The stages have the word."""
+        """The stages have the word; a module that is followed once more, for another form of input, is itself."""
         begin = time.perf_counter()
         try:
-            yield
+            with instead(self.found.module, self._own) if self.found.followed else nullcontext():
+                yield
         finally:
             self.busy += time.perf_counter() - begin
 
@@ -470,14 +518,17 @@ class Fit:
 
     def section(self) -> dict[str, Any]:
         """What a checkpoint lacks: micro-batches in flight, the method's state, random state; on rank 0."""
+        now = {"mid_epoch": private.mid_epoch(self.module.trainer), "random": randomness.save()}
+        if self._kept is not None:
+            return {**self._kept, **now}
         with self.quiet():
             state = self._in_flight()
-        return {
-            "update": list(self.update),
-            "mid_epoch": private.mid_epoch(self.module.trainer),
-            "random": randomness.save(),
-            "state": state,
-        }
+        return {"update": list(self.update), **now, "state": state}
+
+    @property
+    def sections(self) -> bool:
+        """Whether there is something that a checkpoint lacks."""
+        return self.pipe is not None or self._kept is not None
 
     def _in_flight(self) -> dict[str, Any]:
         """The state of the pipeline without what a checkpoint holds anyway."""
@@ -506,10 +557,22 @@ class Fit:
         return self.pipe.state_dict()
 
     def load(self, section: dict[str, Any] | None) -> None:
-        """Take up a section; weights, buffers and the optimizer's state have been loaded where they live."""
+        """Take up a section; weights, buffers and the optimizer's state have been loaded where they live.
+
+        A module that is followed takes it up when it is called first.
+        """
+        if section is not None:
+            randomness.load(section["random"])
+        if self.pipe is None and self.found.followed:
+            self._loaded, self._kept = True, section
+            return
         if self.pipe is None:
             batches = self.module.trainer.accumulate_grad_batches
             self.build(*((batches, 1) if section is None else section["update"]))
+        self._take_up(section)
+        self._hide_sums()
+
+    def _take_up(self, section: dict[str, Any] | None) -> None:
         assert self.pipe is not None
         with self.shown(changes=True):
             self.twins.give(stored=self.store is not None)
@@ -524,19 +587,12 @@ class Fit:
         with self._at_work():
             self.pipe.load_state_dict({**section["state"], "stages": there})
         self.twins.take()
-        self._hide_sums()
-        randomness.load(section["random"])
 
 
 def norm_and_value(clip: float | None, algorithm: Any) -> tuple[float | None, float | None]:
     """What limits the norm, and what the single values, of a stage's gradient."""
     clip = clip or None
     return (None, clip) if getattr(algorithm, "value", algorithm) == "value" else (clip, None)
-
-
-def as_written(module: nn.Module, stages: list[nn.Module]) -> nn.Module | list[nn.Module]:
-    """The module itself where its stages are its children, so that the pipeline knows their names."""
-    return module if isinstance(module, nn.Sequential) and list(module) == stages else stages
 
 
 def without(prefixes: tuple[str, ...], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -547,6 +603,12 @@ def _passed(output: Any, losses: list[Tensor], sizes: list[int]) -> Any:
     """What `training_step` gave for the last slice, with the mean of all losses."""
     passed = slices.Passed.apply(_loss(output), slices.mean(losses, sizes))
     return {**output, "loss": passed} if isinstance(output, Mapping) else passed
+
+
+def held(output: Any) -> Any:
+    """The tensors of the model's output, which get its gradients; the structure itself is the user's."""
+    tensors, _ = opened(output)
+    return tensors[0] if len(tensors) == 1 else tuple(tensors)
 
 
 def _loss(output: Any) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from pipeback import meta
+from pipeback.ladder import Split
 from pipeback.lightning.body import Body
 
 
@@ -31,9 +33,16 @@ class Hollow:
         known |= {id(b): b.detach() for b in found.module.buffers()}
         known |= {id(module): module, id(module.trainer): module.trainer}
         try:
-            self.copy, self.stages = copy.deepcopy((found.module, found.stages), known)
+            self.copy, stages = copy.deepcopy((found.module, found.stages), known)
         except Exception as error:
             raise ValueError(f"self.{found.name} cannot be copied, as several devices need it: {error}") from error
+        with meta.unreferenced(self.copy):
+            pass
+        self.split: Split | None = None  # of the copy; None: it is to be followed
+        if found.split is not None:
+            parts = [part._replace(module=stage) for part, stage in zip(found.split.parts, stages, strict=True)]
+            self.split = replace(found.split, parts=parts, model=self.copy)
+        self.followed = found.followed
         self._places = {name: tensor.data_ptr() for name, tensor in _tensors(found.module).items()}
         self._pairs = list(zip(found.module.modules(), self.copy.modules(), strict=True))
 
@@ -64,14 +73,13 @@ class Hollow:
     def let_go(self, forward: Callable[..., Any]) -> None:
         """Without values from now on. forward: what the module does then."""
         if not self.empty:
-            meta.move(_tensors(self.module).values(), "meta")
+            meta.let_go(self.module)
         self.module.forward = forward
         self.empty = True
 
     def fill(self, values: dict[str, Tensor], device: torch.device) -> None:
-        tensors = _tensors(self.module)
-        meta.move(tensors.values(), device)
-        for name, tensor in tensors.items():
+        meta.take_up(self.module, device)
+        for name, tensor in _tensors(self.module).items():
             tensor.data.copy_(values[name])
         self.restore()
         self.empty = False
@@ -97,7 +105,7 @@ class Hollow:
                 f"training_step called self.{self.name} without gradients after it had called it with gradients, where "
                 "the other ranks leave training_step; call it before"
             )
-        if len(inputs) != 1 or named:
+        if not self.followed and (len(inputs) != 1 or named):
             raise TypeError(
                 f"self.{self.name} was called with {len(inputs)} positional and {len(named)} named arguments; the "
                 "first stage takes one tensor or a tuple of tensors"

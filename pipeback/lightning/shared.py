@@ -12,10 +12,13 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from pipeback import state
-from pipeback.lightning.fit import Fit, as_written, without
+from pipeback.ladder import Split
+from pipeback.lightning import body
+from pipeback.lightning.fit import Fit, held, without
 from pipeback.lightning.hollow import Hollow
 from pipeback.lightning.meeting import Meeting
 from pipeback.lightning.together import agree
@@ -43,13 +46,23 @@ class Shared(Fit):
         agree(meeting, module, found, optimizer, facts)
         super().__init__(*given)
 
-    def _pipeline(self, **options: Any) -> Pipeline:
-        self._clip = options["clip_norm"], options["clip_value"]
+    def _split(self, example: Any) -> Split:
         hollow = self._hollow = Hollow(self.found, self.module)
-        for stage in hollow.stages:
-            self._turns.guard(stage)
-        whole = as_written(hollow.copy, hollow.stages)
-        pipe = Pipeline(whole, loss=None, mesh=self.meeting.mesh, timeout=self.timeout, **options)
+        split = hollow.split or self.found.cut(hollow.copy, example)
+        if len(split.parts) < self.meeting.world:
+            raise ValueError(body.few(self.found.name, len(split.parts), self.meeting.world))
+        for part in split.parts:
+            self._turns.guard(part.module)
+        return split
+
+    def _trained(self, split: Split) -> list[list[nn.Parameter]]:
+        copied = zip(self._hollow.copy.parameters(), self.found.module.parameters(), strict=True)
+        known = {id(mine): theirs for mine, theirs in copied}
+        return [[known[id(p)] for p in stage] for stage in super()._trained(split)]
+
+    def _pipeline(self, split: Split, **options: Any) -> Pipeline:
+        self._clip = options["clip_norm"], options["clip_value"]
+        pipe = Pipeline(split, loss=None, mesh=self.meeting.mesh, timeout=self.timeout, **options)
         assert isinstance(pipe.ranks, Ranks)
         self.meeting.health = pipe.ranks.health
         return pipe
@@ -93,11 +106,11 @@ class Shared(Fit):
 
     def _forward(self, inputs: tuple[Any, ...], named: dict[str, Any], expected: int) -> Any:
         self._check_call(inputs, named, again=self._output is not None)
-        outputs = self._forward_all([inputs[0]], expected)
+        outputs = self._forward_all([self.found.given(inputs, named)], expected)
         if outputs is None:
             raise Handed
-        (self._output,) = outputs
-        return self._output
+        self._output = held(outputs[0])
+        return outputs[0]
 
     def _enter(self, xs: list[Any], expected: int) -> list[Any] | None:
         if follow := self._hollow.modes():
@@ -140,7 +153,7 @@ class Shared(Fit):
         assert self.pipe is not None
         self._hollow.check_call(inputs, named, after=self._output is not None)
         with self._at_work():
-            return _to(self.module.device, self.pipe.evaluate(inputs[0]))
+            return _to(self.module.device, self.pipe.evaluate(self.found.given(inputs, named)))
 
     def _empty(self) -> None:
         self._hollow.let_go(self._elsewhere)
@@ -230,16 +243,12 @@ class Shared(Fit):
         assert self.pipe is not None
         return state.merge([self.pipe.share()], self.pipe.plain())
 
-    def load(self, section: dict[str, Any] | None) -> None:
-        super().load(section)
+    def _take_up(self, section: dict[str, Any] | None) -> None:
+        super()._take_up(section)
         if section is not None and section["state"]["plain"]["loops"]:
             self._empty()
 
 
 def _to(device: Any, value: Any) -> Any:
-    """Every tensor in tuples and dictionaries, on that device."""
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, tuple):
-        return tuple(_to(device, part) for part in value)
-    return {k: _to(device, part) for k, part in value.items()} if isinstance(value, dict) else value
+    """Every tensor in a structure, on that device."""
+    return pytree.tree_map(lambda part: part.to(device) if isinstance(part, Tensor) else part, value)

@@ -25,6 +25,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from pipeback import disk, meta, sparsities
+from pipeback.granularity import Cuts
 from pipeback.lightning import body, checks, private, randomness
 from pipeback.lightning.fit import Fit, norm_and_value
 from pipeback.lightning.interval import Interval
@@ -46,9 +47,12 @@ class PipelineStrategy(Place):
     method            a name of `pipeback.methods.available()` or a `pipeback.Method`
     micro_batch_size  None: a batch of the DataLoader is a micro-batch. n: the batch is cut into micro-batches of n
                       samples, and `training_step` runs once on each; hooks, steps and schedulers count batches
-    stages            "auto": every module of the sequence is a stage. n: so many stages, neighbours joined
-    module            the name of the LightningModule's module that is the sequence of stages: an `nn.Sequential`, a
-                      module with such a body, or one with a method `pipeline_stages()`
+    stages            "auto": of a sequence every module, else every block or layer. "block", "layer", "sublayer". n: so
+                      many stages, neighbours joined. A list of names: a stage begins where each module is called
+    module            the name of the LightningModule's module that is trained. A sequence of stages is an
+                      `nn.Sequential`, a module with such a body, or one with a method `pipeline_stages()`. Of any other
+                      the forward is followed when training_step calls it first, with whatever arguments it takes, and
+                      cut into stages
     drain             "end": what is in flight stays so until the end of `fit`. "validation": it is finished before
                       every validation, and the pipeline fills anew after it
     store             where weights, gradients and the optimizer's state live: None: on the device; "host": in host
@@ -70,6 +74,7 @@ class PipelineStrategy(Place):
                       "fork" or "script" (see `pipeback.lightning.launch`)
     timeout           seconds after which a rank that does not answer is given up, and every other one raises a
                       `RankError`; a rank in code of its own between two batches has as long
+    leaves            names of modules that are not looked into when the forward is followed
 
     `accumulate_grad_batches` sets the update interval of methods that have one, `gradient_clip_val` clips the gradient
     of each stage for itself (a norm over all stages would have to wait for the last). Backward hooks see the loss of
@@ -101,7 +106,7 @@ class PipelineStrategy(Place):
         self,
         method: str | Method = "cerebras",
         micro_batch_size: int | None = None,
-        stages: str | int = "auto",
+        stages: Cuts = "auto",
         module: str = "model",
         drain: str = "end",
         store: str | Store | None = None,
@@ -114,6 +119,7 @@ class PipelineStrategy(Place):
         plan: bool = True,
         launcher: str = "auto",
         timeout: float = 30.0,
+        leaves: Sequence[str] = (),
         *,
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
@@ -123,7 +129,8 @@ class PipelineStrategy(Place):
         checks.no_unknown(unknown)
         super().__init__(launcher, timeout, accelerator, checkpoint_io, precision_plugin)
         checks.options(method, micro_batch_size, drain)
-        self.method, self.micro_batch_size, self.stages, self.module = method, micro_batch_size, stages, module
+        self.method, self.micro_batch_size, self.module = method, micro_batch_size, module
+        self.stages, self.leaves = stages, tuple(leaves)
         checks.store(store)
         self.drain_at, self.store = drain, None if store == "device" else store
         if sparsity is not None and self.store is None:
@@ -196,12 +203,9 @@ class PipelineStrategy(Place):
                 self._together.begin(trainer)
 
     def _find(self, module: LightningModule) -> body.Body:
-        found = body.find(module, self.module, self.stages)
-        if self.several and len(found.stages) < self.ranks:
-            raise ValueError(
-                f"Trainer(devices={self.num_processes}, num_nodes={self.num_nodes}): self.{found.name} has "
-                f"{len(found.stages)} stages for {self.ranks} devices; use as many devices or less, or split it finer"
-            )
+        found = body.find(module, self.module, self.stages, self.leaves)
+        if self.several and not found.followed and len(found.stages) < self.ranks:
+            raise ValueError(body.few(found.name, len(found.stages), self.ranks))
         return found
 
     def _checked(self, trainer: Trainer, module: LightningModule) -> body.Body:
@@ -366,7 +370,7 @@ class PipelineStrategy(Place):
         if fit is not None and fit.lost and isinstance(fit, Shared):
             warnings.warn(f"{filepath} is not written: the weights of other ranks are lost", stacklevel=2)
             return
-        if "optimizer_states" in checkpoint and fit is not None and fit.pipe is not None and not fit.averaged:
+        if "optimizer_states" in checkpoint and fit is not None and fit.sections and not fit.averaged:
             if fit.lost:
                 warnings.warn(
                     f"{filepath}: a stage has failed, so what was in flight is lost; the checkpoint holds the rest",

@@ -40,7 +40,8 @@ def agree(
         **{name: getattr(trainer, name) for name in OPTIONS},
         "callbacks": [type(callback).__name__ for callback in trainer.callbacks],
         "optimizer": repr(optimizer),
-        "stages": len(found.stages),
+        "stages": str(found.cuts) if found.split is None else len(found.stages),
+        "leaves": found.leaves,
         "weights": [(name, tuple(t.shape), str(t.dtype)) for name, t in module.state_dict().items() if _known(t)],
     }
     every = meeting.gather("the options of fit", mine)

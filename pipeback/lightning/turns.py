@@ -49,11 +49,11 @@ class Turns:
         if self.dtype is not None:
             stage.forward = partial(self._run, self.dtype, stage.forward)
 
-    def _run(self, dtype: torch.dtype, forward: Callable[..., Any], *given: Any) -> Any:
+    def _run(self, dtype: torch.dtype, forward: Callable[..., Any], *given: Any, **named: Any) -> Any:
         with self._lock:
             outside = torch.get_default_dtype()
             torch.set_default_dtype(dtype)
             try:
-                return forward(*given)
+                return forward(*given, **named)
             finally:
                 torch.set_default_dtype(outside)

@@ -18,10 +18,13 @@ IMPLEMENTATION = ("foreach", "fused")  # options of the twins' own: a store may 
 
 
 class Twins:
-    """The optimizers of the stages: call it with the weights of a stage, in the order of the stages."""
+    """The optimizers of the stages: call it with the weights of a stage, in the order of the stages.
 
-    def __init__(self, optimizer: torch.optim.Optimizer, stages: Sequence[nn.Module]) -> None:
-        self.optimizer, self.stages = optimizer, stages
+    trained: the user's parameters that each stage trains, in the order in which its module has them.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, trained: Sequence[Sequence[nn.Parameter]]) -> None:
+        self.optimizer, self.trained = optimizer, trained
         self._groups = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
         self._made: list[tuple[Any, list[tuple[Tensor, nn.Parameter]], list[int]]] = []
         self._options = self._current()
@@ -35,7 +38,7 @@ class Twins:
         for hooks in [name for name in twin.__dict__ if name.startswith("_optimizer_") and name.endswith("_hooks")]:
             twin.__dict__[hooks] = OrderedDict()  # the user's hooks hear of the original's steps
         # the pipeline's weights are other parameters, in the order of the user's
-        mine = [p for p in self.stages[len(self._made)].parameters() if p.requires_grad]
+        mine = self.trained[len(self._made)]
         pairs = list(zip(weights, mine, strict=True)) if mine else []
         groups: dict[int, list[Tensor]] = {} if mine else {0: weights}
         for w, p in pairs:

@@ -243,6 +243,18 @@ def test_half_weights_with_masters():
         assert pipe.push(x.bfloat16(), y.bfloat16()).isfinite()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rounding_hides_nothing(dtype):
+    """What differs by rounding is taken, what differs by weights is not, in a type of eight bits too."""
+    build = lambda: nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), Product(16)) for _ in range(2)]).to(dtype)  # noqa: E731
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        pipeline(build(), "pb", compile=True).push(x, x)
+        with pytest.raises(ValueError, match=REFUSED):
+            pipeline(build(), "pb", compile=plain_inductor()).push(x, x)
+
+
 @pytest.mark.parametrize(
     ("asked", "says"),
     [

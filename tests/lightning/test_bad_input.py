@@ -1,5 +1,6 @@
 """Bad input: one clear error that names the cure, before half a step is trained."""
 
+import copy
 import subprocess
 import sys
 
@@ -91,18 +92,24 @@ class Residual(nn.Module):
         return x + self.second(self.first(x))
 
 
-def test_model_is_no_sequence():
-    refused(
-        Regression(Residual()), "'model' \\(Residual\\) is no sequence.*weights over first, second.*pipeline_stages"
-    )
-
-
-def test_a_sequential_with_a_forward_of_its_own():
+def test_a_model_that_is_no_sequence_is_followed():
     class Own(nn.Sequential):
         def forward(self, x):
             return x + super().forward(x)
 
-    refused(Regression(Own(nn.Linear(6, 6))), "no sequence of stages: it has a forward of its own")
+    for model in (Residual(), Own(nn.Linear(6, 6))):
+        plain, ours = Regression(copy.deepcopy(model)), Regression(model)
+        trainer().fit(plain, loader())
+        trainer(strategy("sgd")).fit(ours, loader())
+        assert torch.equal(weights(plain), weights(ours))
+
+
+def test_a_list_has_no_forward():
+    class Listed(Regression):
+        def training_step(self, batch, batch_idx):
+            return mse_loss(self.model[0](batch[0]), batch[1])
+
+    refused(Listed(nn.ModuleList([nn.Linear(6, 6)])), "'model' \\(ModuleList\\) has no forward.*nn.Sequential")
 
 
 def test_the_body_inside_the_model():
