@@ -23,6 +23,7 @@ class Decisions:
 
     def __init__(self, record: Record) -> None:
         self.calls: list[Call] = []
+        self.device = record.device
         made: dict[int, Call | None] = dict.fromkeys(range(record.inputs))  # of numbers that can be had in advance
         written = {r.number for call in record.calls if _writes(call) for r in call.refs()}
         needed: set[int] = set()
@@ -49,6 +50,8 @@ class Decisions:
         known = dict(enumerate(parts))
 
         def filled(value: Any) -> Any:
+            if isinstance(value, torch.device) and value == self.device:
+                return parts[0].device
             return known[value.number] if isinstance(value, Ref) else value
 
         for call in self.calls:

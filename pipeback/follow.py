@@ -104,6 +104,7 @@ class Record:
     forms: list[tuple[torch.Size, torch.dtype]]  # shape and type of every number
     grads: list[bool]  # whether it needs a gradient
     seconds: list[float]  # of every call
+    device: torch.device | None = None  # of the input
 
 
 def follow(
@@ -142,9 +143,11 @@ def follow(
     if not out:
         raise ValueError(f"{type(model).__name__} returned no tensor, but {type(output).__name__}")
     form = Form(spec, tuple(constants))
+    given = [x for x in pytree.tree_leaves((tuple(args), dict(kwargs))) if isinstance(x, Tensor)]
     record = Record(
-        recorder.calls, inputs, out, form, recorder.constants, recorder.forms, recorder.grads, recorder.seconds
-    )
+        recorder.calls, inputs, out, form, recorder.constants, recorder.forms, recorder.grads, recorder.seconds,
+        given[0].device if given else None,
+    )  # fmt: skip
     return record, output
 
 

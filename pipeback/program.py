@@ -337,7 +337,9 @@ class Program:
                 raise ValueError(f"{self.segments[s].label} gives nothing that a later stage would take; cut elsewhere")
             output = record.form if s == n - 1 else None
             fixed = {v for v in takes if v < len(record.grads) and not record.grads[v]}
-            portion = Portion(calls[s], takes, gives, fixed, lends[s], borrows[s], record.constants, output)
+            portion = Portion(
+                calls[s], takes, gives, fixed, lends[s], borrows[s], record.constants, output, record.device
+            )
             incoming = key if s == 0 else (key[0], *[forms[v] for v in takes])
             for copy in self._copies:
                 copy[s].learn(incoming, portion)  # type: ignore[operator]

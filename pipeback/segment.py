@@ -111,6 +111,7 @@ class Portion:
     borrows: dict[str, int]  # weights of earlier stages, and the numbers that they came under
     constants: Mapping[str, Tensor]
     form: Form | None = None  # of the model's output, in the last segment
+    device: torch.device | None = None  # where it was followed; it computes where its input is
 
 
 class Segment(nn.Module):
@@ -175,6 +176,8 @@ class Segment(nn.Module):
         def filled(value: Any) -> Any:
             if isinstance(value, Ref):
                 return known[value.number]
+            if isinstance(value, torch.device) and value == portion.device:
+                return graph.call_function(getattr, (known[portion.takes[0]], "device"))
             return attribute(value.name) if isinstance(value, Attribute) else value
 
         for name, number in portion.lends.items():

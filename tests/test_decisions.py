@@ -6,8 +6,10 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import pipeback
+from pipeback import meta
 from pipeback.decisions import Decisions
 from pipeback.follow import follow
+from pipeback.program import Program
 
 
 class Masked(nn.Module):
@@ -72,3 +74,26 @@ def test_only_what_depends_on_the_input_alone_is_asked_in_advance():
         record, _ = follow(model, (x, mask), {}, lambda path, module: bool(path))
         found = Decisions(record)
         assert sum(call.check is not None for call in found.calls) == count and found.hold((x, mask))
+
+
+class Made(nn.Module):
+    """Makes tensors where its input is."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = self.first(x + torch.arange(4, device=x.device))
+        return self.second(x + torch.ones(4, device=x.device))
+
+
+def test_a_stage_computes_where_its_input_is():
+    """In a store the weights are followed in host memory, and compute elsewhere; here on the meta device."""
+    model = Made()
+    program = Program(model, torch.randn(3, 4), "layer")
+    value = torch.randn(3, 4, device="meta")
+    meta.let_go(model)
+    for segment in program.segments:
+        value = segment(value)
+    assert value.is_meta and len(program.segments) == 2
