@@ -30,6 +30,7 @@ class Decision(NamedTuple):
     calls: list[Call]
     constants: Mapping[str, Tensor]
     number: int
+    device: torch.device | None = None  # where it was followed
 
     def falls(self, inputs: Sequence[Tensor]) -> Any:
         """What it gives for these."""
@@ -38,6 +39,8 @@ class Decision(NamedTuple):
         def filled(value: Any) -> Any:
             if isinstance(value, Ref):
                 return known[value.number]
+            if isinstance(value, torch.device) and value == self.device:
+                return inputs[0].device
             return self.constants[value.name] if isinstance(value, Attribute) else value
 
         found = None
@@ -59,7 +62,7 @@ def decisions(record: Record) -> list[Decision]:
     """Those that follow from the input alone: no layer, no weight, nothing that is changed in place."""
     asking = [(n, call) for n, call in enumerate(record.calls) if call.check is not None]
     found = [_traced(call, record.calls[:n], record.constants, number) for number, (n, call) in enumerate(asking)]
-    return [decision for decision in found if decision is not None]
+    return [decision._replace(device=record.device) for decision in found if decision is not None]
 
 
 def told(inputs: Sequence[Tensor], call: Call, before: Sequence[Call], constants: Mapping[str, Tensor]) -> Any:

@@ -117,6 +117,7 @@ class Record:
     grads: list[bool]  # whether it needs a gradient
     changed: set[str]  # buffers that were changed in place
     seconds: list[float]  # of every call
+    device: torch.device  # of the input
 
     @property
     def answers(self) -> list[Any]:
@@ -141,10 +142,10 @@ def follow(
     a forward leaves in a module, values from outside of torch.
     """
     recorder = _Recorder(model, leaves, values, answers)
-    for tensor in pytree.tree_leaves((tuple(args), dict(kwargs))):
-        if isinstance(tensor, Tensor):
-            recorder.new(tensor)
-    inputs = recorder.count
+    given = [x for x in pytree.tree_leaves((tuple(args), dict(kwargs))) if isinstance(x, Tensor)]
+    for tensor in given:
+        recorder.new(tensor)
+    inputs, device = recorder.count, given[0].device if given else torch.device("cpu")
     before = {path: dict(vars(module)) for path, module in model.named_modules() if not leaves(path, module)}
     watched = [(name, buffer, buffer._version) for name, buffer in model.named_buffers()]
     with recorder, _calls_heard(recorder):
@@ -164,7 +165,7 @@ def follow(
         raise ValueError(f"{type(model).__name__} returned no tensor, but {type(output).__name__}")
     form = Form(spec, tuple(constants))
     h, changed = recorder, {name for name, buffer, version in watched if buffer._version != version}
-    return Record(h.calls, inputs, out, form, h.constants, h.forms, h.grads, changed, h.seconds), output
+    return Record(h.calls, inputs, out, form, h.constants, h.forms, h.grads, changed, h.seconds, device), output
 
 
 class _Recorder(TorchFunctionMode):

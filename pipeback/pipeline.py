@@ -160,7 +160,8 @@ class Pipeline:
         home = disk.create(store) or (DeviceStore() if policy is not None else None)
         with self._telling(), _closing(home):
             self.replicas = self.ranks.replicas if self.ranks.several else 1 if replicas is None else replicas
-            self.split = model if isinstance(model, Split) else climb(model, stages, example, leaves, balance)
+            cut = partial(climb, agree=lambda seconds: self.ranks.gather(seconds, "Pipeline()")[0])
+            self.split = model if isinstance(model, Split) else cut(model, stages, example, leaves, balance)
             """How the model became stages; print it."""
             parts, self._program = self.split.parts, self.split.program
             self.method = methods.create(method) if isinstance(method, str) else method

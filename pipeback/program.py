@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -53,13 +53,19 @@ class Program:
     """A model and its stages. example: what a push brings, of one micro-batch or more.
 
     cuts: where to cut, see `granularity`. whole: paths of modules that are not looked into. by: what stages of a
-    number are balanced by. Raises ValueError naming the layer and the cure.
+    number are balanced by; agree: has all ranks go by the seconds of one. Raises ValueError naming layer and cure.
     """
 
     def __init__(
-        self, model: nn.Module, example: Any, cuts: Cuts = "auto", whole: Sequence[str] = (), by: str = "time"
+        self,
+        model: nn.Module,
+        example: Any,
+        cuts: Cuts = "auto",
+        whole: Sequence[str] = (),
+        by: str = "time",
+        agree: Callable[[list[float]], list[float]] = list,
     ) -> None:
-        self.model, self.cuts = model, chosen(cuts)
+        self.model, self.cuts, self._agree = model, chosen(cuts), agree
         self._check(whole, by)
         self.family = family(model)
         self.blocks = blocks_of(model) if self.cuts in ("auto", "block") or isinstance(self.cuts, int) else []
@@ -209,7 +215,9 @@ class Program:
                 self._leaves = leaves((), whole)
                 record, known = self._follow(arguments, real=self.complete)
                 self.units = units(self.model, record, "layer", ())
-            self.units = joined(self.units, self.cuts, by)
+            seconds = self._agree([unit.seconds for unit in self.units])
+            timed = [unit._replace(seconds=t) for unit, t in zip(self.units, seconds, strict=True)]
+            self.units = joined(timed, self.cuts, by)
         return record, known
 
     def _follow(self, arguments: Arguments, real: bool, answers: Sequence[Any] | None = None) -> tuple[Record, Known]:
@@ -421,7 +429,9 @@ class Program:
             gives = gives if s == n - 1 else gives + marks
             form = record.form if s == n - 1 else None
             fixed = {v for v in takes if v < len(record.grads) and not record.grads[v]}
-            portion = Portion(calls[s], takes, gives, fixed, lends[s], borrows[s], record.constants, form)
+            portion = Portion(
+                calls[s], takes, gives, fixed, lends[s], borrows[s], record.constants, form, record.device
+            )
             incoming = key if s == 0 else (key[0], *[forms[v] for v in takes])
             for copy in self._copies:
                 copy[s].learn(incoming, portion)  # type: ignore[operator]

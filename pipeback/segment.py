@@ -46,8 +46,14 @@ class Lent(nn.Module):
 
     def forward(self, weights: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
         (module,) = self._module
-        module.training = self.training
-        return functional_call(module, dict(zip(self.names, weights, strict=True)), args, kwargs)
+        modes = [] if self.training else [(m, m.training) for m in module.modules()]
+        try:
+            for m, _ in modes:
+                m.training = False
+            return functional_call(module, dict(zip(self.names, weights, strict=True)), args, kwargs)
+        finally:
+            for m, mode in modes:
+                m.training = mode
 
 
 class Opened:
@@ -185,6 +191,7 @@ class Portion:
     borrows: dict[str, int]  # weights of earlier stages, and the numbers that they came under
     constants: Mapping[str, Tensor]
     form: Form | None = None  # of the model's output, in the last segment
+    device: torch.device | None = None  # where it was followed; it computes where its input is
 
 
 class Segment(nn.Module):
@@ -263,6 +270,8 @@ class Segment(nn.Module):
         def filled(value: Any) -> Any:
             if isinstance(value, Ref):
                 return known[value.number]
+            if isinstance(value, torch.device) and value == portion.device:
+                return graph.call_function(getattr, (known[portion.takes[0]], "device"))
             return attribute(value.name) if isinstance(value, Attribute) else value
 
         for name, number in portion.lends.items():

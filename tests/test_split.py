@@ -8,8 +8,10 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import pipeback
+from pipeback import meta
 from pipeback.granularity import blocks_of, family
 from pipeback.ladder import climb
+from pipeback.program import Program
 
 X = torch.randn(3, 4)
 
@@ -401,3 +403,54 @@ def test_shapes_that_depend_on_values():
     with pytest.raises(Exception, match=r"followed with .*where shapes depend on values.*leaves="):
         for k in range(20):
             found.push(torch.randn(3, 4, generator=torch.Generator().manual_seed(k)), X)
+
+
+class Made(nn.Module):
+    """Makes tensors where its input is."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = linear(), linear()
+
+    def forward(self, x):
+        x = self.first(x + torch.arange(4, device=x.device))
+        return self.second(x + torch.ones(4, device=x.device))
+
+
+def test_a_stage_computes_where_its_input_is():
+    """In a store the weights are followed in host memory, and compute elsewhere; here on the meta device."""
+    model = Made()
+    program = Program(model, X, "layer")
+    value = X.to("meta")
+    meta.let_go(model)
+    for segment in program.segments:
+        value = segment(value)
+    assert value.is_meta and len(program.segments) == 2
+
+
+def test_a_layer_with_a_tied_weight_trains_and_evaluates_as_the_model_is_set():
+    class Head(nn.Module):
+        def __init__(self, weight):
+            super().__init__()
+            self.inner, self.drop = nn.Linear(4, 4, bias=False), nn.Dropout(0.5)
+            self.inner.weight = weight
+
+        def forward(self, x):
+            return self.drop(self.inner(x))
+
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = linear(), linear()
+            self.head = Head(self.a.weight)
+
+        def forward(self, x):
+            return self.head(self.b(self.a(x)))
+
+    found = pipe(Tied(), stages="layer", leaves=["head"])
+    found.push(X, X)
+    assert torch.equal(found.evaluate(X), found.evaluate(X))
+    found.model.head.eval()
+    wanted = mse_loss(copy.deepcopy(found.model)(X), X)
+    assert torch.equal(found.push(X, X), wanted)
+    assert found.model.training and not found.model.head.training

@@ -1,12 +1,15 @@
 """Law: a followed model on real processes is the event loop, bit for bit, forms that come later included."""
 
+import time
 import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from tests.laws.branching import STAGES, batches, build
-from tests.laws.cases import CASES
+import pipeback
+from tests.laws.branching import STAGES, Branching, batches, build, loss
+from tests.laws.cases import CASES, OPTIMIZERS
 from tests.processes.cases import differences, flat
 from tests.test_decisions import batches as masked
 from tests.test_decisions import piped as padded
@@ -58,3 +61,26 @@ def test_ranks_go_every_way(crew):
     wanted = decide()
     for result in crew.ranks(2).run(decide):
         assert differences(result, wanted) == []
+
+
+def cut(count):
+    """A rank that is slower at some layers than another must not cut elsewhere."""
+    warnings.filterwarnings("ignore", ".*takes its statistics")
+    x, y = batches(1)[0]
+    model = Branching()
+    rank = dist.get_rank()
+    layers = [model.first, model.second, model.third, model.head]
+    layers[rank].register_forward_hook(lambda *_: time.sleep(0.05))
+    pipe = pipeback.Pipeline(
+        model, loss=loss, optimizer=OPTIMIZERS["sgd"], method="pb", example=x, stages=count, balance="time"
+    )
+    pipe.push(x, y)
+    pipe.drain()
+    names = [part.name for part in pipe.split.parts]
+    pipe.close()
+    return names
+
+
+def test_all_ranks_cut_alike(crew):
+    one, two = crew.ranks(2).run(cut, 3)
+    assert one == two and len(one) == 3
