@@ -95,6 +95,13 @@ class Pipeline:
     check_finite  raise when a loss is NaN or infinite, naming micro-batch and stage, before its backward
     weight_functions  what to do when a graph saves a function of the weights (autocast, weight norm, masks), so that a
                 method that does not stash runs part of its backward on old weights: "refuse" or "warn"
+    stages      where a model whose forward is followed is cut: "block"; "layer", each layer with weights and what comes
+                behind it; "sublayer", norms apart; a number of stages; names of modules where stages begin; "auto":
+                blocks, else layers. Of a sequence: "auto", a stage a module, or a number
+    example     what one push brings, which such a model is followed with: a tensor, a tuple of positional arguments, or
+                a dict of keyword arguments
+    leaves      paths of modules that are not looked into
+    balance     what a number of stages is balanced by: "time" or "memory"
     masters     the optimizer, the method, clipping and averaging work on float32 copies of trainable weights of a half
                 type (bfloat16, float16), and F and B run on these, rounded. Else an update smaller than half a unit in
                 the last place of a weight is lost. Gradients are summed in the half type. Costs 4 bytes a weight, and

@@ -148,7 +148,8 @@ def _checked(stage: Stage, output: Any) -> Value:
         inner = f" of {', '.join(type(part).__name__ for part in parts)}" if isinstance(output, tuple) else ""
         raise TypeError(
             f"{stage.label}: the output must be a tensor or a tuple of tensors, not {type(output).__name__}{inner}: "
-            "return what the next stage needs as a tuple"
+            "return what the next stage needs as a tuple, or have the model followed, which lets any structure cross: "
+            'Pipeline(example=...), PipelineStrategy(stages="layer")'
         )
     return output
 
