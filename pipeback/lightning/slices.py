@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,9 +19,12 @@ from pipeback.lightning import private
 def cut(batch: Any, size: int) -> list[tuple[Any, int]]:
     """Slices of `size` samples along the first dimension of every tensor of a batch, and their lengths.
 
-    batch: tensors in tuples, lists, dictionaries, named tuples or dataclasses known to torch; a list that has one
-    entry a sample (strings, say) is cut too, everything else is handed to every slice.
+    batch: tensors in tuples, lists, dictionaries, named tuples or dataclasses known to torch, or a UserDict (what
+    tokenizers of transformers give); a list that has one entry a sample (strings, say) is cut too, everything else is
+    handed to every slice.
     """
+    if isinstance(batch, UserDict):
+        return [(type(batch)(part), samples) for part, samples in cut(dict(batch), size)]
     leaves, shape = pytree.tree_flatten(batch, is_leaf=_plain_list)
     lengths = {len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()}
     if len(lengths) != 1:

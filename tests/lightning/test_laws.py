@@ -1,5 +1,7 @@
 """Laws: fit without delay is plain Lightning, fit with any method is Pipeline.push, bit for bit."""
 
+from collections import UserDict
+
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -9,6 +11,7 @@ from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
 import pipeback
 from pipeback import methods
+from pipeback.lightning import slices
 from tests.laws.cases import CASES, OPTIMIZERS, STAGES, allowed, network
 from tests.lightning.cases import Regression, loader, strategy, trainer, weights
 
@@ -206,3 +209,17 @@ def test_the_name_is_registered():
     found = pl.Trainer(strategy="pipeback", accelerator="cpu", logger=False, enable_checkpointing=False)
     assert isinstance(found.strategy, pipeback.lightning.PipelineStrategy)
     assert found.strategy.method == "cerebras"
+
+
+def test_batches_of_tokenizers_are_cut():
+    class Encoding(UserDict):
+        """What tokenizers of transformers give."""
+
+        @property
+        def x(self):
+            return self.data["x"]
+
+    (one, samples), (two, rest) = slices.cut(Encoding(x=torch.arange(5), names=["a", "b", "c", "d", "e"], kind="k"), 3)
+    assert (samples, rest) == (3, 2) and isinstance(one, Encoding)
+    assert one.x.tolist() == [0, 1, 2] and two.x.tolist() == [3, 4]
+    assert two["names"] == ["d", "e"] and two["kind"] == "k"
