@@ -4,6 +4,7 @@
     pipeback zoo resnet18 gpt2 t5            # some
     pipeback zoo micro_batches=50 lr=0.001   # longer, or faster
     pipeback zoo --quick                     # four models, 6 micro-batches
+    pipeback zoo --others                    # 26 more, of torchvision and transformers
     pipeback zoo --markdown                  # the table of the README
 
 Each model (recipes/foreign/) is split a block a stage and a layer a stage, where that makes sense. A plain loop and
@@ -17,6 +18,7 @@ from __future__ import annotations
 import copy
 import math
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from typing import Any, NamedTuple
@@ -29,7 +31,7 @@ from rich.table import Table
 from torch import Tensor
 
 import pipeback
-from pipeback.recipes.foreign import WHERE, build
+from pipeback.recipes.foreign import OTHERS, WHERE, build
 from pipeback.recipes.foreign.case import Case, called
 
 METHODS = ("pb", "pipedream", "cerebras")
@@ -60,6 +62,7 @@ def main() -> None:
     except ValueError as error:
         sys.exit(f"pipeback zoo: {error}")
     torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", ".*takes its statistics from")  # few pictures a micro-batch are meant here
     console = Console(highlight=False, stderr=options["markdown"])
     if not console.is_terminal:
         console.width = 150
@@ -80,25 +83,27 @@ def main() -> None:
 def parsed(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     """Models, all of them where none is named, and options."""
     if any(word in ("-h", "--help") for word in words):
-        print(f"{__doc__}\nmodels: {', '.join(WHERE)}")
+        print(f"{__doc__}\nmodels: {', '.join(WHERE)}\nothers: {', '.join(OTHERS)}")
         sys.exit()
     quick = "--quick" in words
     options: dict[str, Any] = {"micro_batches": 6 if quick else 20, "lr": 1e-4, "markdown": "--markdown" in words}
     names = []
     for word in words:
         name, given, value = word.removeprefix("--").partition("=")
-        if name in WHERE and not given:
+        if name in (*WHERE, *OTHERS) and not given:
             names.append(name)
         elif name == "micro_batches" and value.isdecimal() and int(value):
             options[name] = int(value)
         elif name == "lr" and value.replace(".", "", 1).replace("e-", "", 1).isdecimal() and float(value):
             options[name] = float(value)
+        elif word == "--others":
+            names += OTHERS
         elif word not in ("--quick", "--markdown"):
-            near = get_close_matches(name, [*WHERE, "micro_batches", "--quick", "--markdown"], n=1)
+            near = get_close_matches(name, [*WHERE, *OTHERS, "micro_batches", "--quick", "--others", "--markdown"], n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ValueError(
                 f"{word!r} is no model and no option{hint}; models are {', '.join(WHERE)}, "
-                "options micro_batches=20, lr=0.0001, --quick and --markdown"
+                "options micro_batches=20, lr=0.0001, --quick, --others and --markdown"
             )
     return names or list(QUICK if quick else WHERE), options
 

@@ -45,7 +45,7 @@ def test_mistakes_are_one_line(word, text, tmp_path):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("name", foreign.WHERE)
+@pytest.mark.parametrize("name", [*foreign.WHERE, *foreign.OTHERS])
 def test_every_model(name):
     for row in zoo.rows(name, 20, 1e-4):
         assert row.good, row
