@@ -214,7 +214,8 @@ class Pipeline:
                 agree(
                     self.ranks, self._stages, method=repr(self.method), micro_batch_size=micro_batch_size,
                     weights=weights, clip_norm=clip_norm, clip_value=clip_value, check_finite=check_finite, link=link,
-                    activations=self._activations, masters=masters, compile=repr(compile),
+                    activations=activations if isinstance(activations, str) else self._activations,
+                    masters=masters, compile=repr(compile),
                     store=home and f"{type(home).__name__}(prefetch={home.prefetch})",
                 )  # fmt: skip
             where = device or default_device()

@@ -268,7 +268,7 @@ def test_stores_on_disk_resume(crew, tmp_path):
 
 
 def killed(folder, method, pushes, after):
-    """Two ranks that are killed together some seconds after their first push; None: they end by themselves."""
+    """Two ranks that are killed together some seconds after their first commit; None: they end by themselves."""
     port = str(free_port())
     common = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
     command = [sys.executable, "-m", "tests.store_runs", str(folder), method, str(pushes)]
@@ -278,7 +278,8 @@ def killed(folder, method, pushes, after):
     lines = []
     for line in ranks[0].stdout:
         lines.append(line)
-        if after is not None and line.startswith("pushed"):
+        # a push has two micro-batches of each rank, and every fifth commits
+        if after is not None and sum(each.startswith("pushed") for each in lines) == 4:
             time.sleep(after)
             for rank in ranks:
                 rank.send_signal(signal.SIGKILL)
