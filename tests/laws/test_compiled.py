@@ -65,9 +65,18 @@ def trained(model, case, some, **options):
 FEW = ["pb", "cerebras", "pipedream_2bw", "gpipe-4", "pipemare", "lwp-horizon3"]
 
 
+def rare(*values):
+    """In the soak: every case compiles a model or two."""
+    return pytest.param(*values, marks=pytest.mark.soak)
+
+
 @pytest.mark.parametrize(
-    ("model", "case"), [*[(small, case) for case in FEW], (images, "pb"), (images, "pipedream"), (images, "pipemare")]
-)
+    ("model", "case"),
+    [
+        (small, "pb"), (small, "gpipe-4"), (images, "pb"), rare(images, "pipedream"), rare(images, "pipemare"),
+        *[rare(small, case) for case in FEW if case not in ("pb", "gpipe-4")],
+    ],
+)  # fmt: skip
 def test_losses_and_weights_equal_uncompiled_ones(case, model):
     some = batches(model)
     losses, _, plain = trained(model, case, some)
@@ -193,7 +202,7 @@ def test_variable_shapes_and_hooks_that_come_later():
     assert seen == [1]
 
 
-@pytest.mark.parametrize("case", ["pb", "pipedream", "gpipe-4"])
+@pytest.mark.parametrize("case", ["pb", rare("pipedream"), rare("gpipe-4")])
 @pytest.mark.parametrize(
     "options", [{"workers": 2}, {"store": "host"}, {"activations": "host"}, {"activations": "recompute"}], ids=str
 )
@@ -210,7 +219,7 @@ def test_other_runtimes_with_random_layers(case, options):
         torch.testing.assert_close(found[1], wanted[1], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("case", ["pb", "cerebras", "pipedream", "gpipe-4"])
+@pytest.mark.parametrize("case", ["cerebras", rare("pb"), rare("pipedream"), rare("gpipe-4")])
 def test_resume_in_flight(case):
     some = batches(small, 12)
     pipe, other = (pipeline(small(), CASES[case](3), compile=True) for _ in range(2))

@@ -26,6 +26,14 @@ needs_transformers = pytest.mark.skipif("gpt2" not in CASES, reason="transformer
 SOME = [name for name in ("recurrent", "unet", "transformer", "t5") if name in CASES]
 
 
+def first(count, rows):
+    """The first rows; the others are in the soak."""
+    return [
+        row if n < count else pytest.param(*(row if isinstance(row, tuple) else (row,)), marks=pytest.mark.soak)
+        for n, row in enumerate(rows)
+    ]
+
+
 @pytest.fixture
 def slow_path():
     """In evaluation mode torch's encoder has a fast path with zeros in padded places, but not where it is followed."""
@@ -47,8 +55,9 @@ def same(a, b):
     assert not a.values or torch.equal(torch.stack(a.values), torch.stack(b.values))
 
 
-@pytest.mark.parametrize("method", ["sgd", "gpipe"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "method"), first(len(CASES) + 2, [*((n, "sgd") for n in CASES), *((n, "gpipe") for n in (*SOME, *CASES))])
+)
 def test_no_delay_is_plain_lightning(name, method):
     same(fitted(name, val=True), fitted(name, strategy(method), val=True))
 
@@ -86,8 +95,9 @@ def pushed(name, method, **options):
     return torch.stack(losses), pipe
 
 
-@pytest.mark.parametrize("method", ["pb", "cerebras"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "method"), first(4, [*((n, "pb") for n in SOME), *((n, m) for n in CASES for m in ("pb", "cerebras"))])
+)
 def test_delay_is_push(name, method):
     losses, pipe = pushed(name, method)
     assert pipe.stages > 2
@@ -97,11 +107,11 @@ def test_delay_is_push(name, method):
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize(("name", "method", "size"), [
+@pytest.mark.parametrize(("name", "method", "size"), first(4, [
+    ("gpt2", "cerebras", 2), ("unet", "pipedream", 1), ("t5", "pb", None), ("recurrent", "gpipe", 2),
     *((name, "pb", None) for name in CASES),
     *((name, "gpipe", 2) for name in SOME),
-    ("gpt2", "cerebras", 2), ("unet", "pipedream", 1),
-] if "gpt2" in CASES else [])  # fmt: skip
+]) if "gpt2" in CASES else [])  # fmt: skip
 def test_a_store_is_resident(name, method, size, slow_path):
     given = {"micro_batch_size": size}
     same(
@@ -117,7 +127,7 @@ def test_a_disk_store_is_resident(tmp_path):
     )
 
 
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name", first(2, SOME))
 def test_slices_are_pushes(name):
     """gpipe over slices is one batch, but for rounding."""
     plain, ours = fitted(name), fitted(name, strategy("gpipe", micro_batch_size=2))
@@ -125,7 +135,7 @@ def test_slices_are_pushes(name):
     assert not torch.equal(weights(plain), weights(case(name)))
 
 
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name", first(2, SOME))
 def test_accumulation(name):
     same(fitted(name, accumulate_grad_batches=2), fitted(name, strategy("gpipe"), accumulate_grad_batches=2))
     counting = fitted(name, strategy("pipedream_2bw", stages=2), accumulate_grad_batches=2)
@@ -235,7 +245,7 @@ DEVICES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "devices", "options"), [row for row in DEVICES if row[0] in CASES])
+@pytest.mark.parametrize(("name", "devices", "options"), first(3, [row for row in DEVICES if row[0] in CASES]))
 def test_devices_are_one_device(name, devices, options, crew):
     wanted = shared(name, 1, **options)
     for rank, found in enumerate(crew.ranks(devices).run(shared, name, devices, **options)):
@@ -377,7 +387,7 @@ class Some(Texts):
 
 
 @needs_transformers
-@pytest.mark.parametrize("name", [name for name in ("gpt2", "llama", "t5") if name in CASES])
+@pytest.mark.parametrize("name", first(1, [name for name in ("gpt2", "llama", "t5") if name in CASES]))
 def test_padding_comes_and_goes(name):
     """transformers leaves masks out that hide nothing."""
     found = []
