@@ -3,7 +3,7 @@
 The module runs as it is, on a real micro-batch (or on shapes alone, where its weights are elsewhere). Modules that are
 not looked into (`leaves`) are one call each, and so is every torch function between them; Python decides as it always
 does. What it decides by numbers of tensors (`if mask.all()`) is written down as a check: a later micro-batch that would
-go another way is refused, not led astray.
+go another way is not led astray (`decisions` finds those that can be foreseen).
 """
 
 from __future__ import annotations
@@ -142,30 +142,21 @@ def follow(
     a forward leaves in a module, values from outside of torch.
     """
     recorder = _Recorder(model, leaves, values, answers)
+    watched = [(name, buffer, buffer._version) for name, buffer in model.named_buffers()]
     given = [x for x in pytree.tree_leaves((tuple(args), dict(kwargs))) if isinstance(x, Tensor)]
     for tensor in given:
         recorder.new(tensor)
-    inputs, device = recorder.count, given[0].device if given else torch.device("cpu")
+    device = given[0].device if given else torch.device("cpu")
     before = {path: dict(vars(module)) for path, module in model.named_modules() if not leaves(path, module)}
-    watched = [(name, buffer, buffer._version) for name, buffer in model.named_buffers()]
     with recorder, _calls_heard(recorder):
         output = model(*args, **kwargs) if values is None else functional_call(model, dict(values), args, dict(kwargs))
     for path, attributes in before.items():
         _check_unchanged(model, path, attributes)
-    leaves_out, spec = pytree.tree_flatten(output)
-    out: list[int] = []
-    constants: list[Any] = []
-    for value in leaves_out:
-        if isinstance(value, Tensor):
-            constants.append(Ref(len(out)))
-            out.append(recorder.known(value, ""))
-        else:
-            constants.append(recorder.plain(value, "", "its output"))
+    out, form = recorder.opened(output, recorder.known, "")
     if not out:
         raise ValueError(f"{type(model).__name__} returned no tensor, but {type(output).__name__}")
-    form = Form(spec, tuple(constants))
-    h, changed = recorder, {name for name, buffer, version in watched if buffer._version != version}
-    return Record(h.calls, inputs, out, form, h.constants, h.forms, h.grads, changed, h.seconds, device), output
+    r, changed = recorder, {name for name, buffer, version in watched if buffer._version != version}
+    return Record(r.calls, len(given), out, form, r.constants, r.forms, r.grads, changed, r.seconds, device), output
 
 
 class _Recorder(TorchFunctionMode):
@@ -177,7 +168,7 @@ class _Recorder(TorchFunctionMode):
         answers: Callable[..., Any] | None = None,
     ) -> None:
         super().__init__()
-        self.model, self.calls, self.count = model, list[Call](), 0
+        self.model, self.calls = model, list[Call]()
         self.numbers: dict[int, int] = {}
         self.alive: list[Any] = []  # ids stay theirs
         self.paths: dict[int, str] = {}
@@ -213,21 +204,20 @@ class _Recorder(TorchFunctionMode):
     # -- values --------------------------------------------------------------------------------------------------
 
     def new(self, tensor: Tensor) -> int:
-        self.numbers[id(tensor)] = number = self.count
+        self.numbers[id(tensor)] = number = len(self.forms)
         self.alive.append(tensor)
         self.forms.append((tensor.shape, tensor.dtype))
         self.grads.append(tensor.requires_grad)
-        self.count += 1
         return number
 
     def write(self, call: Call, seconds: float = 0.0) -> None:
         self.calls.append(call)
         self.seconds.append(seconds)
 
-    def known(self, tensor: Tensor, what: str) -> int:
-        """The number of a tensor; one that is not a call's gets a call that gives it."""
+    def known(self, tensor: Tensor) -> int:
+        """The number of a tensor of the output; one that is not a call's gets a call that gives it."""
         if id(tensor) not in self.numbers:
-            placed = self.placed(tensor, what)
+            placed = self.placed(tensor, "its caller")
             call = Call(_same, (placed,), {}, self.where, True)
             self.write(call)
             call.out = [self.new(tensor)]
@@ -267,15 +257,16 @@ class _Recorder(TorchFunctionMode):
         if isinstance(output, Tensor):
             call.out = [self.new(output)]
             return
-        leaves, spec = pytree.tree_flatten(output)
-        constants: list[Any] = []
-        for value in leaves:
-            if isinstance(value, Tensor):
-                constants.append(Ref(len(call.out)))
-                call.out.append(self.new(value))
-            else:
-                constants.append(self.plain(value, call.target if call.module else call.where, "its caller"))
-        call.form = Form(spec, tuple(constants))
+        where = call.target if call.module else call.where
+        call.out, call.form = self.opened(output, self.new, where)
+
+    def opened(self, value: Any, number: Callable[[Tensor], int], where: str) -> tuple[list[int], Form]:
+        """The numbers of the tensors in what a call, or all of it, has given, and where they stand."""
+        tensors, form = opened(value)
+        for constant in form.constants:
+            if not isinstance(constant, Ref):
+                self.plain(constant, where, "its caller")
+        return [number(tensor) for tensor in tensors], form
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
@@ -359,20 +350,22 @@ class _Recorder(TorchFunctionMode):
         return output
 
 
+_one_at_a_time = threading.Lock()
+_CALL, _APPLY = nn.Module.__call__, torch.autograd.Function.__dict__["apply"]
+
+
 @contextmanager
 def _calls_heard(recorder: _Recorder) -> Iterator[None]:
     """Calls of modules go through the recorder; those of other threads pass it by."""
-    original = nn.Module.__call__
+    original, apply = _CALL, _APPLY
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return recorder.call(original, module, args, kwargs)
 
-    apply = torch.autograd.Function.__dict__["apply"]
-
     def applied(function: Any, *args: Any, **kwargs: Any) -> Any:
         return recorder.applied(apply.__get__(None, function), function, args, kwargs)
 
-    with ExitStack() as stack:
+    with _one_at_a_time, ExitStack() as stack:
         stack.callback(setattr, nn.Module, "__call__", original)
         stack.callback(setattr, torch.autograd.Function, "apply", apply)
         nn.Module.__call__ = call  # type: ignore[method-assign]

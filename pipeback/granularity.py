@@ -9,7 +9,7 @@ names      a stage begins where the module of that name is called first
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any, NamedTuple
@@ -116,15 +116,16 @@ def units(model: nn.Module, record: Record, cuts: Cuts, blocks: Sequence[str]) -
     begins: list[tuple[int, str, list[str]]] = []
     after_block, called = True, set[Any]()
     names = [] if isinstance(cuts, (str, int)) else list(cuts)
+    touched = [_touched(model, parameters, call) for call in record.calls]
     for n, call in enumerate(record.calls):
-        mine = [name for name in touched(model, call) if id(parameters[name]) not in seen]
+        mine = [name for name in touched[n] if id(parameters[name]) not in seen]
         seen |= {id(parameters[name]) for name in mine}
         if not isinstance(cuts, (str, int)):
             hit = next((name for name in names if _reached(call, name)), None)
             if hit is not None:
                 names.remove(hit)
             starts = hit is not None
-        elif not mine and (not call.module or call.target in called or not touched(model, call)):
+        elif not mine and (not call.module or call.target in called or not touched[n]):
             continue  # a tied layer is one of its own
         elif cuts == "block":
             block = call.target in blocks
@@ -135,7 +136,7 @@ def units(model: nn.Module, record: Record, cuts: Cuts, blocks: Sequence[str]) -
             begins.append((0, "", []))
         elif starts and begins[-1][2]:
             begins.append((n, call.target if call.module else (mine or call.attributes())[0], []))
-        if call.module and touched(model, call) and call.target not in called:
+        if call.module and touched[n] and call.target not in called:
             begins[-1][2].append(call.target)
         elif mine:
             begins[-1][2].extend(mine)
@@ -146,7 +147,7 @@ def units(model: nn.Module, record: Record, cuts: Cuts, blocks: Sequence[str]) -
     counted: set[int] = set()
     for (begin, start, held), end in zip(begins, ends, strict=True):
         fresh = {
-            id(parameters[k]): parameters[k] for call in record.calls[begin:end] for k in touched(model, call)
+            id(parameters[k]): parameters[k] for own in touched[begin:end] for k in own
             if id(parameters[k]) not in counted
         }  # fmt: skip
         counted |= set(fresh)
@@ -171,17 +172,16 @@ def joined(units: Sequence[Unit], count: int, by: str) -> list[Unit]:
     ]  # fmt: skip
 
 
-def touched(model: nn.Module, call: Call) -> list[str]:
+def _touched(model: nn.Module, parameters: Container[str], call: Call) -> list[str]:
     """Names of the parameters that a call computes with."""
     own: list[str] = []
     if call.module:
         own = [f"{call.target}.{n}" for n, _ in model.get_submodule(call.target).named_parameters()]
-    return own + given(model, call)
+    return own + given(parameters, call)
 
 
-def given(model: nn.Module, call: Call) -> list[str]:
-    """Names of the parameters that a call is given."""
-    parameters = dict(model.named_parameters())
+def given(parameters: Container[str], call: Call) -> list[str]:
+    """Names of the parameters that a call is given, of those that the model has."""
     return [name for name in call.attributes() if name in parameters]
 
 

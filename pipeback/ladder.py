@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeback.granularity import Cuts, chosen, family
-from pipeback.inflight import untouched
+from pipeback.inflight import replica, untouched
 from pipeback.partition import Part, declared, join, plain, split
 from pipeback.program import Program
 
@@ -137,8 +137,13 @@ def _odd(parts: Sequence[Part], example: Any) -> str | None:
         if not _simple(value):
             return f"a {type(value).__name__} goes into {part.name!r}"
         with untouched(part.module), torch.random.fork_rng([]), torch.no_grad():
-            value = part.module(value)
+            value = part.module(_apart(value))
     return None
+
+
+def _apart(value: Any) -> Any:
+    """With tensors of its own: a module may change what it is given."""
+    return tuple(replica(part) for part in value) if isinstance(value, tuple) else replica(value)
 
 
 def _simple(value: Any) -> bool:

@@ -21,7 +21,7 @@ from pipeback.agreement import agree
 from pipeback.breakdown import Row, breakdown
 from pipeback.budget import check, check_stages
 from pipeback.disk import DiskStore
-from pipeback.follow import Form
+from pipeback.entrance import Entrance
 from pipeback.holding import Holding
 from pipeback.inputs import (
     check_choices,
@@ -32,8 +32,6 @@ from pipeback.inputs import (
     check_optimizer,
     check_outside,
     checked_factory,
-    micro_batches,
-    shares,
 )
 from pipeback.joining import default_device, join, layout, wanted
 from pipeback.joint import Options, plain_groups, restored
@@ -167,8 +165,10 @@ class Pipeline:
         home = disk.create(store) or (DeviceStore() if policy is not None else None)
         with self._telling(), _closing(home):
             self.replicas = self.ranks.replicas if self.ranks.several else 1 if replicas is None else replicas
-            cut = partial(climb, agree=lambda seconds: self.ranks.gather(seconds, "Pipeline()")[0])
-            self.split = model if isinstance(model, Split) else cut(model, stages, example, leaves, balance)
+            if not isinstance(model, Split):
+                same = lambda seconds: self.ranks.gather(seconds, "Pipeline()")[0]  # noqa: E731
+                model = climb(model, stages, example, leaves, balance, same)
+            self.split = model
             """How the model became stages; print it."""
             parts, self._program = self.split.parts, self.split.program
             self.method = methods.create(method) if isinstance(method, str) else method
@@ -225,17 +225,8 @@ class Pipeline:
             if isinstance(home, DiskStore):
                 versions.choose(home, self.ranks)
             self._holding = Holding(
-                [self._stages],
-                self.method,
-                self.ranks,
-                workers,
-                init,
-                where,
-                home,
-                policy,
-                skip_zeros,
-                shards,
-            )
+                [self._stages], self.method, self.ranks, workers, init, where, home, policy, skip_zeros, shards,
+            )  # fmt: skip
             self._holding.compute = None if device is None else torch.device(device)
             if not self.ranks.several:
                 for replica in range(1, self.replicas):
@@ -244,6 +235,7 @@ class Pipeline:
                         self._program.follow_too([part.module for part in twin])
                     self._holding.everywhere.append(self._build(twin, loss, optimizer, replica))
                 self._holding.take_up()
+        self._entrance = Entrance(self._program, self._holding.everywhere)
         self._setting = Setting(
             self.delays, order, seed, link, workers,
             {"clip_norm": clip_norm, "clip_value": clip_value, "samples": weights == "samples",
@@ -309,13 +301,10 @@ class Pipeline:
             if self._outside:
                 raise RuntimeError("push needs a loss, but this pipeline has loss=None; call forward and backward")
             with self._telling():
-                here = len(self._holding.everywhere)
-                x, form = self._enter(x)
-                batches = [b for part in shares(x, y, here) for b in micro_batches(*part, self._micro_batch_size)]
-                batches = self._followed(batches, form)
+                batches = self._batches(x, y)
                 runtime = self._ready(batches)
             first = self._arrived
-            self._arrived += len(batches) // here
+            self._arrived += len(batches) // len(self._holding.everywhere)
             losses = self._do(partial(runtime.push, first, batches, self._options))
             self._commit_if_due()
             weigh = self._weights == "samples" and len(batches) > 1
@@ -345,9 +334,8 @@ class Pipeline:
                     f"{len(xs)} micro-batches do not lie in one flush of {self.method!r}; call forward and backward "
                     "for one after the other"
                 )
-            entered = [self._enter(x) for x in xs]
-            xs = [marked for given, form in entered for marked in self._follow([given], form)]
-            runtime = self._ready([batch for x in xs for batch in micro_batches(x, None, None)], expected)
+            batches = [batch for x in xs for batch in self._batches(x, None)]
+            runtime, xs = self._ready(batches, expected), [x for x, _, _ in batches]
             assert isinstance(runtime, (Inline, Processes))
             if not self._begun:
                 self._expected = expected
@@ -357,7 +345,7 @@ class Pipeline:
                 for part in output if isinstance(output, tuple) else (output,):
                     if isinstance(part, Tensor) and (part.is_floating_point() or part.is_complex()):
                         part.requires_grad_()
-            return [self._leave(output, x, self._training) for output, x in zip(outputs, xs, strict=True)]
+            return [self._entrance.leave(output, x) for output, x in zip(outputs, xs, strict=True)]
 
     def together(self, count: int, *, expected: int = 1) -> bool:
         """Whether the next `count` micro-batches may all go forward before one goes backward: no update lies between.
@@ -420,6 +408,10 @@ class Pipeline:
                 self._do(partial(self._runtime.step, self.method.flush_each_push))
                 self._begun = 0 if self.method.flush_each_push else self._begun
                 self._commit_if_due()
+
+    def _batches(self, x: Any, y: Any) -> list[Batch]:
+        size = None if self._outside else self._micro_batch_size
+        return self._entrance.batches(x, y, size, self.wait)
 
     def _one_by_one(self) -> None:
         self._open()
@@ -484,13 +476,12 @@ class Pipeline:
         """
         with self._lock, torch.no_grad():
             self.wait()
-            x, form = self._enter(x)
-            (x,) = self._follow([x], form, training=False)
+            x = self._entrance.enter(x, self.wait, training=False)
             if isinstance(self._runtime, Processes):
                 found = self._do(partial(self._runtime.relay, x, self._through_each, back=True))
             else:
                 found = self._through_each(self._stages, x)
-            return self._leave(found, x, training=False)
+            return self._entrance.leave(found, x, training=False)
 
     def run(self, x: Value) -> Any:
         """The model's output for x (N, …), without gradients, as its modules are set to train or to evaluate.
@@ -501,57 +492,11 @@ class Pipeline:
             raise RuntimeError("run is for one process; over several, evaluate asks all ranks")
         with self._lock, torch.no_grad():
             self.wait()
-            x, form = self._enter(x)
-            (x,) = self._follow([x], form)
-            value = x
+            value = x = self._entrance.enter(x, self.wait)
             for stage in self._stages:
                 with self._holding.present(stage):
                     value = stage.module(stage.enter(value)[1])
-            return self._leave(cut(value), x, self._training)
-
-    # -- models whose own forward was followed -------------------------------------------------------------------
-
-    def _enter(self, x: Any) -> tuple[Value, Form | None]:
-        """What was pushed, as the first stage takes it, and the structure that it had."""
-        return (x, None) if self._program is None else self._program.enter(x)
-
-    def _follow(self, xs: Sequence[Value], form: Form | None, training: bool | None = None) -> list[Value]:
-        """Have the stages know what to do for these micro-batches; returns them as the first stage takes them.
-
-        training: None: as the model is.
-        """
-        if self._program is None or form is None:
-            return list(xs)
-        mode = self._training if training is None else training
-        found = []
-        for x in xs:
-            known = self._program.known(x, form, mode)
-            if known is None:
-                if self._runtime is not None:
-                    self._do(self._runtime.wait)  # buffers are borrowed and put back
-                known = self._program.prepare(x, form, mode)
-            found.append(known)
-        if training is None and self._stages[0].module.training != mode:
-            self.wait()
-            for stages in self._holding.everywhere:
-                for stage in stages:
-                    stage.module.training = mode
-        return found
-
-    def _followed(self, batches: Sequence[Batch], form: Form | None) -> list[Batch]:
-        """`_follow` for what is to be trained on."""
-        xs = self._follow([x for x, _, _ in batches], form)
-        return [(x, y, size) for x, (_, y, size) in zip(xs, batches, strict=True)]
-
-    def _leave(self, output: Value, x: Value, training: bool) -> Any:
-        """The model's output, as its forward gives it."""
-        if self._program is None or output is None:
-            return output
-        return self._program.leave(output, x, training)
-
-    @property
-    def _training(self) -> bool:
-        return self._program is not None and self._program.model.training
+            return self._entrance.leave(cut(value), x)
 
     def _through_each(self, stages: Sequence[Stage], value: Value) -> Value:
         for stage in stages:
@@ -716,13 +661,10 @@ class Pipeline:
         with self._lock, torch.enable_grad():
             self._open()
             if x is not None:
-                here = len(self._holding.everywhere)
-                size = None if self._outside else self._micro_batch_size
                 with self._telling():
-                    x, form = self._enter(x)
-                    batches = [b for part in shares(x, y, here) for b in micro_batches(*part, size)]
-                    batches = self._followed(batches, form)
+                    batches = self._batches(x, y)
                     self._rehearse(batches)
+                here = len(self._holding.everywhere)
                 self._pushed = expected if self._outside else len(batches) // here, batches[0][2]
             count, samples = self._pushed
             if not count:
@@ -738,10 +680,7 @@ class Pipeline:
             self._open()
             if self.ranks.several:
                 raise RuntimeError("breakdown: other ranks have stages of the model; ask for it in one process")
-            size = None if self._outside else self._micro_batch_size
-            x, form = self._enter(x)
-            batches = [b for part in shares(x, y, self.replicas) for b in micro_batches(*part, size)]
-            batches = self._followed(batches, form)
+            batches = self._batches(x, y)
             self._rehearse(batches)
             self.wait()
             x, y, _ = batches[0]

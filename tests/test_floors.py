@@ -20,7 +20,8 @@ FLOORS = [
         "disk", "residence", "rounded", "streaming", "worker", "snapshot", "loop", "runtime", "state",
         "frame", "vigil", "wire", "semaphore", "ring", "beats", "activity", "blame", "health", "joining",
         "digest", "ranks", "clocks", "processes", "wiring", "weights", "holding", "starting", "dry",
-        "bandwidth", "survey", "agreement", "newer", "rehearsal", "breakdown", "inputs", "memory", "versions",
+        "bandwidth", "survey", "agreement", "newer", "rehearsal", "breakdown", "inputs", "entrance", "memory",
+        "versions",
     ],
     [
         "methods", "sparsities", "foreseen", "plan", "budget", "pipeline", "checkpoint", "bands", "lanes", "trace",
