@@ -176,8 +176,7 @@ def _load_flight(stage: Stage, mb: int, plain: Plain, tensors: Mapping[str, Tens
         stage.keeping.adopt(flight)
     if plain["owned"]:
         flight.owned = [_home(stage, tensors[f"flight/{mb}/used/{n}"]) for n in range(len(stage.weights))]
-    if stage.odd_gradients or any(leaf.dim() > 2 for leaf in flight.leaves):
-        flight.listen()
+    stage.listen(flight)
     flight.entry, flight.options = plain["entry"], options[plain["options"]]
     return flight
 

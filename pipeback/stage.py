@@ -278,11 +278,15 @@ class Stage:
             flight = Flight(leaves, None, target, self.version, type(x) is tuple)
             output = self.keeping.forward(self, flight, given)
             self.flights[mb] = flight
-        if self.odd_gradients or any(leaf.dim() > 2 for leaf in leaves):
-            self.flights[mb].listen()
+        self.listen(self.flights[mb])
         if len(self.flights) > self.peak_flights:
             self.peak_flights = len(self.flights)
         return cut(output) if self.last else output
+
+    def listen(self, flight: Flight) -> None:
+        """Note how gradients of its inputs lie in memory, where that may be otherwise than the inputs."""
+        if self.odd_gradients or any(leaf.dim() > 2 for leaf in flight.leaves):
+            flight.listen()
 
     def backward(self, mb: int, grad: Value = None) -> Value:
         """B(mb): adds to the gradients of the weights; returns the gradient of the input, shaped like the input."""

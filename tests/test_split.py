@@ -221,14 +221,16 @@ def refused(message, model, x=X, error=ValueError, **options):
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-class Doubling(torch.autograd.Function):
+class Tripled(torch.autograd.Function):
+    """Its gradient is not what its forward says."""
+
     @staticmethod
     def forward(ctx, x):
         return x * 2
 
     @staticmethod
     def backward(ctx, grad):
-        return grad * 2
+        return grad * 3
 
 
 class Thing:
@@ -261,15 +263,6 @@ def test_forwards_that_cannot_be_followed():
 
 
 def test_custom_autograd_functions_keep_their_backward():
-    class Tripled(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x * 2
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad * 3
-
     plain = Model(lambda own, x: Tripled.apply(x))
     found = pipe(copy.deepcopy(plain), stages="layer")
     for _ in range(3):
@@ -288,7 +281,7 @@ def test_what_cannot_be_followed_can_stay_whole():
 
         def forward(self, x):
             self.calls += 1
-            return Doubling.apply(self.inner(x))
+            return Tripled.apply(self.inner(x))
 
     model = nn.Sequential(linear(), Odd(), linear())
     refused("Odd '1' changes self.calls.*leaves=", model, stages="layer")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 CLASSES = 10
+WORDS, LENGTH = 96, 16
 
 
 class Case(NamedTuple):
@@ -33,6 +34,18 @@ def pictures(channels: int = 3, size: int = 32, samples: int = 2) -> Callable[[t
         torch.randn(samples, channels, size, size, generator=generator),
         torch.randint(CLASSES, (samples,), generator=generator),
     )
+
+
+def tokens(generator: torch.Generator) -> tuple[Any, Any]:
+    """Tokens (B, T), and the next ones; in about every second batch the end of the second sentence is padding.
+
+    Where nothing is, the forward goes another way.
+    """
+    found = torch.randint(2, WORDS, (2, LENGTH + 1), generator=generator)
+    mask = torch.ones(2, LENGTH, dtype=torch.int64)
+    if torch.randint(2, (), generator=generator):
+        mask[1, -4:] = 0
+    return {"input_ids": found[:, :-1].contiguous(), "attention_mask": mask}, found[:, 1:].contiguous()
 
 
 def steady(model: nn.Module) -> nn.Module:

@@ -16,21 +16,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from pipeback.recipes.foreign.case import Case, steady
-
-WORDS, LENGTH = 96, 16
-
-
-def tokens(generator: torch.Generator) -> tuple[Any, Any]:
-    """Tokens (B, T), and the next ones; in about every second batch the end of the second sentence is padding.
-
-    Where nothing is, the forward goes another way.
-    """
-    found = torch.randint(2, WORDS, (2, LENGTH + 1), generator=generator)
-    mask = torch.ones(2, LENGTH, dtype=torch.int64)
-    if torch.randint(2, (), generator=generator):
-        mask[1, -4:] = 0
-    return {"input_ids": found[:, :-1].contiguous(), "attention_mask": mask}, found[:, 1:].contiguous()
+from pipeback.recipes.foreign.case import WORDS, Case, steady, tokens
 
 
 def next_token(output: Any, words: Tensor) -> Tensor:

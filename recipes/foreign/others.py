@@ -5,13 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torchvision
-import transformers
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from pipeback.recipes.foreign.case import CLASSES, Case, pictures, steady
-from pipeback.recipes.foreign.language import WORDS, tokens
+from pipeback.recipes.foreign.case import CLASSES, WORDS, Case, pictures, steady, tokens
 
 SIZES = {
     "vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -56,11 +53,15 @@ VISION = (
 
 
 def case(name: str) -> Case:
-    """The model of that name."""
+    """The model of that name. Raises ImportError naming the package that it needs."""
     if name in VISION:
+        import torchvision
+
         more = {"init_weights": False} if name == "googlenet" else {}
         model: nn.Module = getattr(torchvision.models, name)(weights=None, num_classes=CLASSES, **more)
         return Case(steady(model), pictures(size=64), _classes)
+    import transformers
+
     kind, options = LANGUAGE[name]
     found = getattr(transformers, kind)
     model = found(found.config_class(**options)).train()

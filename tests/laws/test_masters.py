@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import pipeback
+from tests.laws.by_versions import by_versions
 from tests.laws.cases import CASES, OPTIMIZERS, STAGES, allowed, data, everything, network, pipeline
 
 HALVES = [torch.bfloat16, torch.float16]
@@ -73,41 +74,6 @@ def test_synchronous_training_is_the_loop_written_by_hand(case, group, optimizer
             assert found.dtype == expected.dtype and torch.equal(found, expected)
 
 
-def recurrence(name, some, rate=0.02, m=0.9, slack=2):
-    """Flowing methods by versions: F(j) reads max(0, j − slack·(S−1−s)), B(j) reads j; masters in float32."""
-    model, stages = halved(), STAGES
-    history = [[[p.detach().float() for p in stage.parameters()]] for stage in model]
-    velocity = [[torch.zeros_like(w) for w in versions[0]] for versions in history]
-    aten = torch.ops.aten
-    for j, (x, y) in enumerate(some):
-        inputs, outputs, used = [], [], []
-        for s in range(stages):
-            D = slack * (stages - 1 - s)
-            v = max(0, j - D)
-            w = history[s][v]
-            if name == "lwp-weight" and v:
-                w = [a + D * (a - b) for a, b in zip(w, history[s][v - 1], strict=True)]
-            w = [a.bfloat16() for a in w]
-            inputs.append(x)
-            used.append(w)
-            x = torch.tanh(nn.functional.linear(x, *w))
-            outputs.append(x)
-        out = x.detach().requires_grad_()
-        nn.functional.mse_loss(out, y).backward()
-        g = out.grad
-        for s in reversed(range(stages)):
-            w = used[s] if name.startswith("pipedream") else [a.bfloat16() for a in history[s][j]]
-            dz = aten.tanh_backward(g, outputs[s])
-            grads = [dz.t().mm(inputs[s]), dz.sum(0)]
-            g = dz.mm(w[0])
-            new = []
-            for n, (a, b) in enumerate(zip(history[s][j], grads, strict=True)):
-                velocity[s][n] = m * velocity[s][n] + (b.float() + 1e-3 * a)
-                new.append(a - rate * velocity[s][n])
-            history[s].append(new)
-    return torch.cat([w.flatten() for versions in history for w in versions[-1]])
-
-
 @pytest.mark.parametrize(("case", "slack"), [("pb", 2), ("pb-slack1", 1), ("pipedream", 1), ("lwp-weight", 2)])
 def test_flowing_methods_are_their_recurrence_on_masters(case, slack):
     """Float32 sums may be fused differently; the half weights come out alike but for a rare tie."""
@@ -116,7 +82,11 @@ def test_flowing_methods_are_their_recurrence_on_masters(case, slack):
     for x, y in some:
         pipe.push(x, y)
     pipe.drain()
-    torch.testing.assert_close(masters(pipe), recurrence(case, some, slack=slack), rtol=1e-6, atol=1e-6)
+    wanted = by_versions(
+        halved(), some, slack, stash=case == "pipedream", ahead=case == "lwp-weight", keep=torch.float32,
+        half=torch.bfloat16,
+    )  # fmt: skip
+    torch.testing.assert_close(masters(pipe), torch.cat([w.flatten() for w in wanted]), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
 import pipeback
+from tests.laws.by_versions import by_versions
 from tests.laws.cases import CASES, data, everything
 
 STAGES = 4
@@ -105,41 +106,6 @@ def test_frozen_weights_do_not_move_and_the_others_agree_between_runtimes(case, 
     assert torch.equal(*found)
 
 
-def by_versions(model, some, slack, rate=0.02, m=0.9, decay=1e-3, stash=False, groups=None):
-    """Flowing methods by versions, in float64, with plain autograd: F(j) reads max(0, j − slack·(S−1−s)), B(j) reads j.
-
-    Frozen weights have one version. groups: name of a weight -> its decay.
-    """
-    S, aten = len(model), torch.ops.aten
-    names = [[n for n, _ in stage.named_parameters()] for stage in model]
-    trains = [[p.requires_grad for p in stage.parameters()] for stage in model]
-    history = [[[p.detach().clone() for p in stage.parameters()]] for stage in model]
-    velocity = [[torch.zeros_like(w) for w in versions[0]] for versions in history]
-    for j, (x, y) in enumerate(some):
-        inputs, outputs, used = [], [], []
-        for s in range(S):
-            w = history[s][max(0, j - slack * (S - 1 - s))]
-            inputs.append(x)
-            used.append(w)
-            x = torch.tanh(nn.functional.linear(x, *w))
-            outputs.append(x)
-        out = x.detach().requires_grad_()
-        nn.functional.mse_loss(out, y).backward()
-        g = out.grad
-        for s in reversed(range(S)):
-            w = used[s] if stash else history[s][j]
-            dz = aten.tanh_backward(g, outputs[s])
-            grads = [dz.t() @ inputs[s], dz.sum(0)]
-            g = dz @ w[0]
-            new = []
-            for n, (a, b) in enumerate(zip(history[s][j], grads, strict=True)):
-                own = decay if groups is None else groups(names[s][n])
-                velocity[s][n] = m * velocity[s][n] + b + own * a
-                new.append(a - rate * velocity[s][n] if trains[s][n] else a)
-            history[s].append(new)
-    return [w for versions in history for w in versions[-1]]
-
-
 @pytest.mark.parametrize("which", PARTS, ids=str)
 @pytest.mark.parametrize(
     ("case", "slack", "stash"), [("pb", 2, False), ("pb-slack1", 1, False), ("pipedream", 1, True)]
@@ -192,7 +158,7 @@ def test_groups_in_the_recurrence(order):
         [{"params": [p for p in params if p.dim() > 1], "weight_decay": 0.1},
          {"params": [p for p in params if p.dim() == 1], "weight_decay": 0.0}]
     )  # fmt: skip
-    wanted = by_versions(linears(dtype=torch.float64), some, 2, groups=lambda name: 0.1 if "weight" in name else 0.0)
+    wanted = by_versions(linears(dtype=torch.float64), some, 2, decay=lambda name: 0.1 if "weight" in name else 0.0)
     pipe = pipeline(model, "pb", split, order=order)
     for x, y in some:
         pipe.push(x, y)
