@@ -25,7 +25,7 @@ test: setup
 	$(BIN)/python -m pytest -q -n $(WORKERS)
 
 soak: setup
-	$(BIN)/python -m pytest -q -m soak
+	$(BIN)/python -m pytest -q -m soak --timeout 3600
 
 bench: setup
 	$(BIN)/python recipes/bench.py

@@ -39,6 +39,7 @@ from pipeback.recipes.callbacks import Measure, StopWhenNotFinite, written
 from pipeback.recipes.command import mistakes, start
 from pipeback.recipes.facts import facts_of
 from pipeback.recipes.logs import begin, end
+from pipeback.recipes.resident import resident
 from pipeback.recipes.schemas import check
 from pipeback.recipes.sweep import folder_for_each
 
@@ -57,6 +58,7 @@ def run(config: Mapping[str, Any], more: Iterable[Callback] = (), say: Callable[
     seed_everything(config["seed"], verbose=False)
     data = build.data(config["data"], config["batch_size"], config["seed"])
     trainer, measure = trainer_of(config, more)
+    before = resident("VmRSS")
     task, size, hyperparameters = task_of(config, data, trainer)
     facts = facts_of(config, trainer, task, data, size, hyperparameters)
 
@@ -79,6 +81,9 @@ def run(config: Mapping[str, Any], more: Iterable[Callback] = (), say: Callable[
     else:
         told = [written(k, v) for k, v in found["measures"].items()]
         say("   ".join([*told, f"{found['samples_per_second']:,.0f} samples/s"]))
+    most = resident("VmHWM")
+    if before and most and isinstance(trainer.strategy, PipelineStrategy) and trainer.strategy.store is not None:
+        say(f"resident memory: at most {most:,.0f} MB, {before:,.0f} MB of them before the model was built")
     return found
 
 

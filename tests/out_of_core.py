@@ -6,7 +6,6 @@ python -m tests.out_of_core FOLDER STAGES WIDTH BATCHES    prints JSON
 from __future__ import annotations
 
 import json
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,15 +14,9 @@ import torch
 from torch import nn
 
 import pipeback
+from pipeback.recipes.resident import resident
 
 SAMPLES, MICRO_BATCHES = 32, 4
-
-
-def resident(kind: str) -> float:
-    """MB of memory of this process: VmRSS now, VmHWM at most so far."""
-    found = re.search(rf"{kind}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) / 1024
 
 
 def build(stages: int, width: int, store: str | None) -> pipeback.Pipeline:

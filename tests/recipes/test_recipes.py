@@ -356,7 +356,7 @@ def test_a_model_larger_than_memory(tmp_path):
     streamed = ["trainer.strategy.store=disk:store", "callbacks=streaming", "out=run"]
     done = pipeback("train", *options, *streamed, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    for words in ("weights in files", "batch window", "held-out loss", "written to run"):
+    for words in ("weights in files", "batch window", "held-out loss", "resident memory: at most", "written to run"):
         assert words in done.stdout
     assert (tmp_path / "run" / "weights" / "model.safetensors.index.json").is_file()
     done = pipeback("train", *options, "trainer.strategy.store=disk:other", "out=again", cwd=tmp_path)
