@@ -264,8 +264,8 @@ class Program:
         """Raise unless the stages, one after the other, give what the model does: bit for bit on the CPU."""
         found, (args, kwargs) = [], _apart(arguments)
         for run in (lambda: self.model(*args, **kwargs), lambda: self._chain(x)):
-            with self._unchanged(), torch.no_grad():
-                found.append(opened(run())[0])
+            with self._unchanged(), torch.enable_grad():  # which kernels run depends on what needs a gradient
+                found.append([part.detach() for part in opened(run())[0]])
         for a, b in zip(*found, strict=True):
             if not _equal(a, b):
                 raise ValueError(
@@ -275,8 +275,8 @@ class Program:
                 )
 
     def _chain(self, x: Any) -> Any:
-        for segment in self.segments:
-            parts = [replica(part) for part in _parts(x)]
+        for s, segment in enumerate(self.segments):
+            parts = [replica(part).requires_grad_(s > 0 and part.is_floating_point()) for part in _parts(x)]
             x = segment(tuple(parts) if len(parts) > 1 else parts[0])
         return x
 

@@ -312,7 +312,7 @@ def test_all_ranks_killed_at_random_moments(method, kills, pushes, tmp_path):
 
 # -- what goes wrong -------------------------------------------------------------------------------------------------
 
-TIMEOUT = 4.0
+TIMEOUT = 8.0
 
 
 class Fatal(nn.Linear):
