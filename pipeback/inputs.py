@@ -107,6 +107,19 @@ def check_choices(**options: Any) -> None:
             raise ValueError(f"{name} must be one of {', '.join(allowed[name])}, but is {value!r}")
 
 
+def check_vectorize(vectorize: Any, **options: Any) -> None:
+    """What goes with stages that run as one. options: name -> (what was given, what goes)."""
+    if vectorize not in (True, False, "auto"):
+        raise ValueError(f'vectorize must be True, False or "auto", but is {vectorize!r}')
+    for name, (value, plain) in options.items():
+        if vectorize and value != plain:
+            raise ValueError(
+                f"vectorize={vectorize!r} does not go with {name}={value!r}; use {name}={plain!r}, or vectorize=False"
+            )
+        if options["order"][0] == "skewed" and name not in ("order", "activations", "masters") and value != plain:
+            raise ValueError(f'order="skewed" does not go with {name}={value!r}; use {name}={plain!r}')
+
+
 def check_masters(masters: Any, store: Store | None) -> None:
     if not isinstance(masters, bool):
         raise TypeError(f"masters must be True or False, but is {masters!r}")

@@ -151,7 +151,7 @@ class Loop:
     def settle(self) -> None:
         """Do all that may be done."""
         waves, self._waves = self._waves, iter(())
-        self.worker.run(waves)
+        self.worker.run(chain(waves, self.order.rest()))
         self.worker.settle()
 
     def rest(self) -> None:
@@ -191,7 +191,7 @@ class Loop:
             if s < self.worker.count - 1:
                 for mb in range(order.backwards[s], order.backwards[s + 1]):
                     link.wait("B", s, order.start + mb)
-        return link.box
+        return {**link.box, **self.worker.between(order)}
 
     def progress(self, number: Callable[[Options], int]) -> dict[str, Any]:
         """As plain values; `entries`, `options` and `sizes` are what this worker still remembers of micro-batches."""
@@ -219,6 +219,7 @@ class Loop:
         worker.options = {int(i): options[n] for i, n in saved["options"].items()}
         worker.sizes = {int(i): n for i, n in saved["sizes"].items()}
         worker.link.box.update({name: m for name, m in messages.items() if name[1] in worker.stages})
+        worker.take_up()
 
 
 def _downstream_first(wave: Wave) -> int:

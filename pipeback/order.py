@@ -28,7 +28,7 @@ class Wave(NamedTuple):
     ops: list[tuple[int, int]]  # (stage, micro-batch)
 
 
-POLICIES = ("grouped", "upstream", "sticky", "random", "streaming")
+POLICIES = ("grouped", "upstream", "sticky", "random", "streaming", "skewed")
 FAR = 64  # operations that are looked ahead at most
 
 
@@ -37,7 +37,9 @@ class Order:
 
     policy: `grouped` (waves, the default), or one operation at a time: `upstream` (lowest stage first), `sticky`
     (change stage only when blocked), `random` (seeded), or `streaming`: sticky, and when blocked one of the last `near`
-    stages that were run, else the one that has most to do.
+    stages that were run, else the one that has most to do. `skewed`: in ticks; at each, a stage does at most one
+    forward, one backward and one update, of what its neighbours gave it at earlier ticks: no operation feeds another.
+    `advance` then leaves undone what the first stage need not wait for, and `rest` does it.
     """
 
     def __init__(
@@ -71,19 +73,25 @@ class Order:
     def advance(self, arrived: int) -> Iterator[Wave]:
         """Every operation that data flow and programs allow once `arrived` micro-batches are there."""
         self.arrived = arrived
-        yield from self._waves()
+        yield from self._ticks(until_input=True) if self.policy == "skewed" else self._waves()
         if not self.empty and all(h is not None and not self._awaits_input(s, h) for s, h in enumerate(self._heads)):
             raise RuntimeError("the schedule deadlocks: " + self._where())
+
+    def rest(self) -> Iterator[Wave]:
+        """What `advance` has left undone."""
+        if self.policy == "skewed":
+            yield from self._ticks()
 
     def close(self, arrived: int) -> Iterator[Wave]:
         """Finish what has arrived, the ragged end included; `restart` begins again."""
         yield from self.advance(arrived)
+        yield from self.rest()
         n = arrived - self.start
         for s, program in enumerate(self._programs):
             rest = until(self._rest(s, program), n, self.backwards[s], self.updated[s])
             self._programs[s] = _Foreseen(rest) if self.policy == "streaming" else rest
             self._heads[s] = next(self._programs[s], None)
-        yield from self._waves()
+        yield from self._ticks() if self.policy == "skewed" else self._waves()
         if not self.empty:
             raise RuntimeError("the schedule deadlocks at its end: " + self._where())
 
@@ -174,6 +182,31 @@ class Order:
             if not ops:
                 return
             yield Wave("U", ops)
+
+    def _ticks(self, *, until_input: bool = False) -> Iterator[Wave]:
+        """Ticks while anything can be done. until_input: no more once the first stage waits for an arrival."""
+        heads, take, last = self._heads, self._take, self.stages - 1
+        done = True
+        while done and not (until_input and heads[0] is not None and self._awaits_input(0, heads[0])):
+            done = False
+            came = [self.arrived - self.start, *self.forwards]
+            back = self.backwards[1:]
+            ops = [take(s, h) for s, h in enumerate(heads) if h is not None and h[0] == "F" and h[1] < came[s]]
+            if ops:
+                done = True
+                yield Wave("F", ops)
+            ops = [
+                take(s, h)
+                for s, h in enumerate(heads)
+                if h is not None and h[0] == "B" and (s == last or h[1] < back[s])
+            ]
+            if ops:
+                done = True
+                yield Wave("B", ops)
+            ops = [take(s, h) for s, h in enumerate(heads) if h is not None and h[0] == "U"]
+            if ops:
+                done = True
+                yield Wave("U", ops)
 
     def _singles(self) -> Iterator[Wave]:
         while ready := [s for s in range(self.stages) if self._ready(s)]:

@@ -31,6 +31,7 @@ from pipeback.inputs import (
     check_numbers,
     check_optimizer,
     check_outside,
+    check_vectorize,
     checked_factory,
 )
 from pipeback.joining import default_device, join, layout, wanted
@@ -47,7 +48,7 @@ from pipeback.processes import Processes
 from pipeback.ranks import Alone, Ranks
 from pipeback.recording import Recording
 from pipeback.rehearsal import rehearse, rehearse_shape
-from pipeback.runtime import Inline, Runtime
+from pipeback.runtime import Inline, Runtime, Ticks
 from pipeback.schedules import flush
 from pipeback.shards import share_out
 from pipeback.sparsity import Sparsity
@@ -56,6 +57,7 @@ from pipeback.starting import Setting, start
 from pipeback.store import DeviceStore, Store
 from pipeback.streaming import Streaming, Traffic, together
 from pipeback.survey import survey
+from pipeback.vectorized import calls, learn, leave, stacked
 from pipeback.watch import Watch
 
 
@@ -110,6 +112,12 @@ class Pipeline:
                 rounding. The rehearsal compiles; a micro-batch of another shape later on does once more. Where B runs
                 on newer weights than F, graphs keep what uncompiled ones keep, which is checked: one that keeps old
                 weights is refused, see `weight_functions`
+    vectorize   runs of neighbouring stages that are alike (layers or blocks of one shape) run as one, each stage on its
+                own micro-batch: at update size one the work of all layers becomes a few large operations. Every method
+                works; results differ from those of the event loop in rounding. With compile, the two graphs of a run
+                are compiled. Losses are lazy: reading one, like `wait`, first finishes what was pushed. Stages that
+                draw random numbers or change buffers, and whatever torch cannot batch, run as they are. "auto": where
+                it was measured to be faster when the first micro-batch came; `vectorized` says what became of each run
     activations what a stage keeps of a micro-batch from F to B. "device": all that autograd saves. "host": the same,
                 but it waits in host memory, except the stage's input; the same bits. "recompute": the stage's input; B
                 does the forward once more, on the weights in force at B. Hooks on modules, and whatever else a forward
@@ -153,6 +161,7 @@ class Pipeline:
         balance: Literal["time", "memory"] = "time",
         masters: bool = False,
         compile: bool | dict[str, Any] = False,
+        vectorize: bool | Literal["auto"] = False,
         activations: str | Sequence[str] | Mapping[str | int, str] = "device",
         order: str = "grouped",
         seed: int = 0,
@@ -187,6 +196,11 @@ class Pipeline:
                 weights=weights, weight_functions=weight_functions, order=order, link=link,
             )  # fmt: skip
             check_masters(masters, home)
+            check_vectorize(
+                vectorize, workers=(workers, None), replicas=(self.replicas, 1), ranks=(self.ranks.count, 1),
+                store=(store, None), sparsity=(sparsity, None), loss=(loss if loss is None else "given", "given"),
+                activations=(activations, "device"), masters=(masters, False), order=(order, "grouped"),
+            )  # fmt: skip
             self._compile = compile
             self._activations, self._masters = kinds(activations, [part.name for part in parts]), masters
             self._model = self.split.model
@@ -240,7 +254,11 @@ class Pipeline:
             self.delays, order, seed, link, workers,
             {"clip_norm": clip_norm, "clip_value": clip_value, "samples": weights == "samples",
              "check_finite": check_finite},
+            stacked(self._stages, self.method, compile, must=vectorize is True) if vectorize else (),
         )  # fmt: skip
+        self._vectorize = vectorize
+        self.vectorized: dict[str, str] = {}
+        """With vectorize=: what became of each run of stages that look alike, once the first micro-batch was there."""
         self._options = Options(self.optimizers, 0)
         self._arrived = 0
         self._smallest: int | None = None  # the smallest micro-batch rehearsed
@@ -919,6 +937,8 @@ class Pipeline:
             self._holding.seconds = seconds or self._holding.seconds
         if not known or size < batches[0][2]:
             self._through(x, partial(self._cheap, y=y))
+        if self._setting.stacks:
+            self._stack([first_x for first_x, _, _ in (batches[0], (x, y, size))])
         if self._runtime is None:
             if self.ranks.several:
                 self._holding.seconds = self.ranks.gather(self._holding.seconds, "push()")[0]
@@ -926,6 +946,33 @@ class Pipeline:
             self._start()
         self._modes = modes
         self._smallest = size if self._smallest is None else min(size, self._smallest)
+
+    def _stack(self, xs: Sequence[Value]) -> None:
+        """Have stages that are alike run as one, where they can and should."""
+        reasons: dict[str, str] = {}
+        for x in xs:
+            reasons |= learn(self._stages, self._setting.stacks, x)
+        kept = [stack for stack in self._setting.stacks if stack.name not in reasons]
+        if self._runtime is not None:
+            if reasons:
+                name, reason = next(iter(reasons.items()))
+                raise ValueError(
+                    f"vectorize: a micro-batch of another form came, for which {name} do not fit: {reason}"
+                )
+            return
+        for stack in list(kept):
+            times = stack.gain(stack.known) / calls(self.method.schedule, len(self._stages), stack)
+            reasons[stack.name] = f"as one, {times:.1f} times as fast"
+            if self._vectorize == "auto" and times < 1:
+                reasons[stack.name] = f"as they are, for as one they are {times:.2f} times as fast"
+                kept.remove(stack)
+        if not kept and self._vectorize is True:
+            told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+            raise ValueError(f'vectorize=True: no stages can run as one ({told}); use vectorize="auto" or False')
+        for stack in self._setting.stacks:
+            if stack not in kept:
+                leave(stack)
+        self.vectorized, self._setting = reasons, self._setting._replace(stacks=kept)
 
     def _through(
         self, x: Value, rehearsal: Callable[[Sequence[Stage], Value], tuple[list[float], Value]]
@@ -949,6 +996,8 @@ class Pipeline:
 
     def _start(self) -> None:
         self._runtime = start(self._holding, self._setting)
+        if isinstance(self._runtime, Ticks):
+            self._runtime.settle = _weakly(self.wait)
         if not isinstance(self._runtime, Inline) or self._holding.store is not None:
             self._finalizer = weakref.finalize(self, _end, self._runtime, self.ranks)
         self._look()
@@ -970,6 +1019,19 @@ def _closing(store: Store | None) -> Iterator[None]:
 def _end(runtime: Runtime, ranks: Ranks | Alone) -> None:
     runtime.close()
     ranks.leave()
+
+
+def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+    """A method of an object that is not to be kept alive by it."""
+    held = weakref.WeakMethod(method)
+
+    def call() -> None:
+        there = held()
+        if there is None:
+            raise RuntimeError("the pipeline is gone, and with it what was pushed and not done")
+        there()
+
+    return call
 
 
 def _nothing(gradient: Value) -> bool:

@@ -9,6 +9,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -79,6 +80,35 @@ class Inline:
 
     def close(self) -> None:
         self.loop.worker.residence.close()
+
+
+class Ticks(Inline):
+    """The event loop in the order "skewed": what was pushed is not all done, and its loss is there when it is read.
+
+    settle: does what is left, as a call of `Pipeline.wait` would.
+    """
+
+    def __init__(self, loop: Loop) -> None:
+        super().__init__(loop)
+        self.settle: Callable[[], None] = self.wait
+        self.futures: dict[int, Future[Tensor]] = {}
+        loop.worker.report = deliver(self.futures)
+
+    def push(self, first: int, batches: Sequence[Batch], options: Options) -> Read:
+        futures: list[Future[Tensor]] = [Future() for _ in batches]
+        self.futures.update(enumerate(futures, first))
+        self.loop.push(batches, options)
+
+        def read(sizes: list[int] | None) -> Tensor:
+            if not all(future.done() for future in futures):
+                self.settle()
+            return mean([future.result(timeout=0) for future in futures], sizes)
+
+        return lambda sizes: LazyLoss(partial(read, sizes))
+
+    def close(self) -> None:
+        super().close()
+        fail(self.futures, RuntimeError("the pipeline was closed before this loss was there"))
 
 
 class Commands(queue.Queue[Any]):

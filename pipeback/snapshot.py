@@ -87,15 +87,23 @@ def save(
 
 def _save_flight(stage: Stage, mb: int, flight: Flight, tensors: Tensors, number: Callable[[Any], int]) -> Plain:
     names: list[str] = []
-    again = None
-    if flight.again is None:
+    again = row = x = None
+    if flight.row is not None:
+        shape, dtype, training = flight.row.kind
+        row = [list(shape), str(dtype).removeprefix("torch."), training]
+        _put(
+            tensors, f"flight/{mb}/row", {str(n): value for n, value in enumerate(flight.row.tensors())}, Tensor.detach
+        )
+    elif flight.again is None:
         where = f"{stage.label}, micro-batch {mb}"
         values, names = inflight.keep(grown(flight.output), _known(stage, flight.leaves, flight.target), where)
         _put(tensors, f"flight/{mb}/saved", {str(n): value for n, value in enumerate(values)})
     else:
         again = _save_again(tensors, f"flight/{mb}", flight)
-    x = flight.leaves if flight.tuple_input else flight.leaves[0]
+    if flight.row is None:
+        x = flight.leaves if flight.tuple_input else flight.leaves[0]
     return {
+        "row": row,
         "x": _save_value(tensors, f"flight/{mb}/x", x),
         "target": _save_value(tensors, f"flight/{mb}/target", flight.target),
         "saved": names,
@@ -157,6 +165,8 @@ def load_flights(
 
 
 def _load_flight(stage: Stage, mb: int, plain: Plain, tensors: Mapping[str, Tensor], options: dict[int, Any]) -> Flight:
+    if plain.get("row") is not None:
+        return _load_row(stage, mb, plain, tensors, options)
     x = _load_value(stage, tensors, f"flight/{mb}/x", plain["x"])
     target = _load_value(stage, tensors, f"flight/{mb}/target", plain["target"])
     # what is in flight goes on as it began, whatever this pipeline does with those that come
@@ -177,6 +187,23 @@ def _load_flight(stage: Stage, mb: int, plain: Plain, tensors: Mapping[str, Tens
     if plain["owned"]:
         flight.owned = [_home(stage, tensors[f"flight/{mb}/used/{n}"]) for n in range(len(stage.weights))]
     stage.listen(flight)
+    flight.entry, flight.options = plain["entry"], options[plain["options"]]
+    return flight
+
+
+def _load_row(stage: Stage, mb: int, plain: Plain, tensors: Mapping[str, Tensor], options: dict[int, Any]) -> Flight:
+    if stage.stack is None:
+        raise Corrupt(
+            f"{stage.label}: micro-batch {mb} was saved in flight with vectorize=, and needs what a stack keeps; "
+            "build the pipeline with vectorize=True, or save it drained"
+        )
+    flight = Flight((), None, None, plain["version"], False)
+    shape, dtype, training = plain["row"]
+    prefix = f"flight/{mb}/row/"
+    values = [tensors[f"{prefix}{n}"] for n in range(sum(name.startswith(prefix) for name in tensors))]
+    flight.row = stage.stack.restore(stage, mb, (tuple(shape), getattr(torch, dtype), training), values)
+    if plain["owned"]:
+        flight.owned = [_home(stage, tensors[f"flight/{mb}/used/{n}"]) for n in range(len(stage.weights))]
     flight.entry, flight.options = plain["entry"], options[plain["options"]]
     return flight
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pipeback.repeat import Again
     from pipeback.shards import Shard
     from pipeback.sparse import Sparse
+    from pipeback.stack import Row, Stack
 
 Value = Any  # what crosses a boundary: a tensor or a tuple of tensors
 OptimizerFactory = Callable[[Any], torch.optim.Optimizer]  # given a list of parameters
@@ -42,7 +43,9 @@ class Sums(NamedTuple):
 class Flight:
     """A micro-batch between its forward and its backward at one stage."""
 
-    __slots__ = ("again", "caught", "entry", "leaves", "options", "output", "owned", "target", "tuple_input", "version")
+    __slots__ = (
+        "again", "caught", "entry", "leaves", "options", "output", "owned", "row", "target", "tuple_input", "version"
+    )  # fmt: skip
 
     def __init__(self, leaves: tuple[Tensor, ...], output: Value, target: Any, version: int, tuple_input: bool) -> None:
         self.tuple_input = tuple_input
@@ -55,6 +58,7 @@ class Flight:
         self.entry = 0
         self.again: Again | None = None  # gives B the output, if F has kept no graph
         self.caught: list[Tensor | None] | None = None  # gradients of the leaves as they lie in memory
+        self.row: Row | None = None  # where a stack keeps it, if one has done F
 
     def listen(self) -> None:
         """Catch the gradients of the leaves as they come: `.grad` may be a copy with the strides of the leaf, on which
@@ -127,6 +131,7 @@ class Stage:
         self.mixed = True  # inputs or gradients may come from another device; the rehearsal knows better
         self.odd_gradients = False  # gradients of flat inputs, too, lie in memory otherwise than the inputs
         self.clones_input = False  # a module that changes its input in place gets a copy
+        self.stack: Stack | None = None  # the neighbours that it runs with as one
         self.keeping: Keeping | None = None  # how F leaves to B what it needs; None: the graph, on the device
         self.activation_bytes = 0  # of one micro-batch, on the device, measured in the rehearsal
         self.host_bytes = 0  # the same in host memory, where that is another place

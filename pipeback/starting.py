@@ -6,6 +6,7 @@ import os
 import threading
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,11 +20,13 @@ from pipeback.ranks import Ranks
 from pipeback.replicas import OneReplica, Replicas, ThreadReplicas
 from pipeback.residence import Residence
 from pipeback.rounded import Rounded
-from pipeback.runtime import Inline, Runtime, Threads
+from pipeback.runtime import Inline, Runtime, Threads, Ticks
+from pipeback.stack import Stack
 from pipeback.stage import Stage
 from pipeback.store import DeviceStore
 from pipeback.streaming import Streaming
 from pipeback.timeline import in_flight
+from pipeback.vectorized import Vectorized
 from pipeback.wiring import connect
 from pipeback.worker import Worker
 
@@ -37,6 +40,7 @@ class Setting(NamedTuple):
     link: str
     threads: int | None  # workers in this process; None: the event loop
     worker: dict[str, Any]  # options of `Worker`
+    stacks: Sequence[Stack] = ()  # of stages that run as one
 
 
 def start(holding: Holding, setting: Setting) -> Runtime:
@@ -52,7 +56,8 @@ def start(holding: Holding, setting: Setting) -> Runtime:
         loop = _loop(holding, setting, mine, link, sums, ranks.replica)
         return Processes(loop, owner, ranks, results, closed)
     if setting.threads is None and len(holding.everywhere) == 1:
-        return Inline(_loop(holding, setting, holding.stages, LocalLink(), None, 0))
+        inline = Ticks if setting.stacks or setting.order == "skewed" else Inline
+        return inline(_loop(holding, setting, holding.stages, LocalLink(), None, 0))
     return Threads(_loops(holding, setting, owner, bound, closed), owner, closed)
 
 
@@ -99,7 +104,10 @@ def _loop(
         policy = "streaming" if setting.order == "grouped" else setting.order
     elif any(stage.masters for stage in mine):
         residence = Rounded({stage.index: stage for stage in mine}, holding.method)
-    worker = Worker(mine, holding.method, setting.delays, link, replicas=sums, residence=residence, **setting.worker)
+    kind: Any = partial(Vectorized, stacks=setting.stacks) if setting.stacks else Worker
+    worker = kind(mine, holding.method, setting.delays, link, replicas=sums, residence=residence, **setting.worker)
+    if setting.stacks:
+        policy = "skewed"
     order = Order(holding.method.schedule, len(holding.stages), policy=policy, seed=setting.seed, near=near)
     moves = store is not None and not isinstance(store, DeviceStore)
     return Loop(worker, order, holding.method, replica, shared, at_once=moves)

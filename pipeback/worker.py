@@ -16,9 +16,9 @@ from torch import Tensor
 from pipeback.bundle import Weights
 from pipeback.joint import Options, hooked, joinable
 from pipeback.ledger import Ledger
-from pipeback.link import Link
+from pipeback.link import Link, Message, Name
 from pipeback.method import Method, When, overrides
-from pipeback.order import Kind, Ops, Wave
+from pipeback.order import Kind, Ops, Order, Wave
 from pipeback.replicas import Replicas
 from pipeback.residence import Asked, Residence, Resident, forget_casts
 from pipeback.stage import Flight, Stage, Sums, differentiate
@@ -128,30 +128,10 @@ class Worker:
 
     def forward(self, ops: Ops) -> None:
         """F of each (stage, micro-batch), in the order given."""
-        link, stages, residence = self.link, self.stages, self.residence
+        stages, residence = self.stages, self.residence
         held = residence.forward(ops)
-        flights: list[Flight] = []
         try:
-            for s, i in ops:
-                stage = stages[s]
-                x = link.recv("F", s, i)
-                if self.began is not None:
-                    self.began(("F", s, i))
-                try:
-                    y = stage.forward(i, x, link.recv("Y", s, i) if stage.judges else None)
-                except Exception as error:
-                    raise self._failed("forward", stage, i, error) from error
-                flight = stage.flights[i]
-                flight.options = self.options[i]
-                flights.append(flight)
-                if not stage.last:
-                    link.send("F", s + 1, i, y)
-                elif self.check_finite and stage.judges and not torch.isfinite(y):
-                    raise StageError(self._first_bad(i, y))
-                else:
-                    self.report(i, y)
-                if s == self._last:
-                    del self.options[i]
+            flights = self._forward(ops)
             if self.watch is not None:
                 self.watch.forward([(stages[s], i) for s, i in ops])
         finally:
@@ -166,12 +146,54 @@ class Worker:
             for s in numbers:
                 stages[s].peak_copies = max(stages[s].peak_copies, stages[s].copies())
 
-    def backward(self, ops: Ops) -> None:
-        """B of each (stage, micro-batch), as one autograd call."""
+    def _forward(self, ops: Ops) -> list[Flight]:
+        """F on what is in place; returns what went off."""
         link, stages = self.link, self.stages
+        flights: list[Flight] = []
+        for s, i in ops:
+            stage = stages[s]
+            x = link.recv("F", s, i)
+            if self.began is not None:
+                self.began(("F", s, i))
+            try:
+                y = stage.forward(i, x, link.recv("Y", s, i) if stage.judges else None)
+            except Exception as error:
+                raise self._failed("forward", stage, i, error) from error
+            flight = stage.flights[i]
+            flight.options = self.options[i]
+            flights.append(flight)
+            if not stage.last:
+                link.send("F", s + 1, i, y)
+            elif self.check_finite and stage.judges and not torch.isfinite(y):
+                raise StageError(self._first_bad(i, y))
+            else:
+                self.report(i, y)
+            if s == self._last:
+                del self.options[i]
+        return flights
+
+    def backward(self, ops: Ops) -> None:
+        """B of each (stage, micro-batch)."""
+        stages = self.stages
         if self.watch is not None:
             self.watch.backward([(stages[s], i) for s, i in ops])
         held, versions = self.residence.backward(ops)
+        if self.began is not None:
+            self.began(("B", *ops[-1]))
+        try:
+            self._backward(ops)
+        finally:
+            if held:
+                self.residence.after_backward(held)
+        numbers, mbs = zip(*ops, strict=True)
+        self.ledger.add("B", numbers, mbs, [versions.get(s, stages[s].version) for s in numbers])
+        if self.stash:
+            for s in numbers:
+                stages[s].release()
+
+    def _backward(self, ops: Ops) -> None:
+        """B on what is in place, as one autograd call."""
+        link, stages = self.link, self.stages
         roots: list[Tensor] = []
         seeds: list[Tensor] = []
         flights = []
@@ -184,28 +206,30 @@ class Worker:
                 flights.append(stage.begin_backward(i, grad, roots, seeds))
             except Exception as error:
                 raise self._failed("backward", stage, i, error) from error
-        if self.began is not None:
-            self.began(("B", *ops[-1]))
         try:
             differentiate(roots, seeds)
         except Exception as error:
             raise StageError(self._culprit(ops, flights, error)) from error
-        finally:
-            if held:
-                self.residence.after_backward(held)
-        numbers, mbs = zip(*ops, strict=True)
-        self.ledger.add("B", numbers, mbs, [versions.get(s, stages[s].version) for s in numbers])
         for (s, i), flight in zip(ops, flights, strict=True):
             stage = stages[s]
             upstream = stage.end_backward(flight)
-            if self.samples:
-                # `end_backward` has counted the micro-batch as one
-                stage.count += (self.sizes.pop(i) if s == self._first else self.sizes[i]) - 1
+            self._count(stage, i)
             if s:
                 link.send("B", s - 1, i, upstream)
-        if self.stash:
-            for s in numbers:
-                stages[s].release()
+
+    def _count(self, stage: Stage, i: int) -> None:
+        """Where samples weigh: a backward has counted the micro-batch as one."""
+        if self.samples:
+            stage.count += (self.sizes.pop(i) if stage.index == self._first else self.sizes[i]) - 1
+
+    # -- what lies between stages that run as one ------------------------------------------------------------------
+
+    def between(self, order: Order) -> dict[Name, Message]:
+        """Messages that wait elsewhere than in the link."""
+        return {}
+
+    def take_up(self) -> None:
+        """A state was put into the stages, and messages into the link."""
 
     def _update(self, ops: Ops) -> None:
         if self.replicas is None:

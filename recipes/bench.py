@@ -4,6 +4,7 @@
     pipeback bench processes repeats=9         # some; each is a file of benches/
 
 event_loop  one process, one thread, 20 stages of width 64, micro-batch 1: a push of 150 over the plain PyTorch loop
+vectorized  stages that are alike run as one, with and without torch.compile, over the plain loop
 threads     two threads on two cores against two independent single-process copies that run at once
 processes   two ranks against two such copies and against torch.distributed.pipelining; memory of a rank
 streaming   stores in host memory and on disk against resident weights; bytes of sparse weights; fetches of PB
@@ -22,7 +23,9 @@ import sys
 import torch
 
 SECTIONS = {
-    name: name for name in ("event_loop", "threads", "processes", "streaming", "splitting", "memory", "imports")
+    name: name for name in (
+        "event_loop", "vectorized", "threads", "processes", "streaming", "splitting", "memory", "imports"
+    )
 } | {"lightning": "under_lightning"}  # fmt: skip
 
 

@@ -1,0 +1,206 @@
+"""Vectorized: a worker that runs stacks of stages as one, and the others as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from pipeback import compiled
+from pipeback.capture import Unfit, signature
+from pipeback.events import Schedule
+from pipeback.inflight import untouched
+from pipeback.link import Message, Name
+from pipeback.method import Method
+from pipeback.order import Ops, Order
+from pipeback.stack import Stack
+from pipeback.stage import Flight, Stage
+from pipeback.timeline import in_flight
+from pipeback.worker import StageError, Worker
+
+LEAST = 2  # stages of a stack
+
+
+def alike(stages: Sequence[Stage]) -> list[list[Stage]]:
+    """Runs of neighbouring stages that look alike, have weights and no loss."""
+    found: list[list[Stage]] = []
+    kinds: list[Any] = []
+    for stage in stages:
+        kind = None if stage.judges or not stage.params else signature(stage.module)
+        if kinds and kind is not None and kind == kinds[-1]:
+            found[-1].append(stage)
+        else:
+            found.append([stage])
+        kinds.append(kind)
+    return [run for run in found if len(run) >= LEAST]
+
+
+def stacked(stages: Sequence[Stage], method: Method, compile: bool | dict[str, Any], *, must: bool) -> list[Stack]:
+    """Stacks of those that look alike; whether they are, `learn` finds out. must: raise where there are none."""
+    flying = in_flight(method.schedule, len(stages))
+    stacks = []
+    for run in alike(stages):
+        first = run[0].index
+        how = None
+        if compile:
+            how = partial(torch.compile, **compiled.options(compile, keep=False))
+        stack = Stack(run, max(flying[first : first + len(run)]) + 1, how)
+        for stage in run:
+            stage.stack, stage.call = stack, stage.module
+        stacks.append(stack)
+    if not stacks and must:
+        raise ValueError(
+            "vectorize=True: no neighbouring stages are alike (in layers, shapes and options; the last one has the loss); "
+            'use vectorize="auto" or False'
+        )
+    return stacks
+
+
+def learn(stages: Sequence[Stage], stacks: Sequence[Stack], x: Any) -> dict[str, str]:
+    """Have the stacks make their graphs for micro-batches like x; returns what does not fit, and why, by name."""
+    found: dict[str, str] = {}
+    firsts = {stack.first: stack for stack in stacks}
+    value = x
+    for stage in stages[: max((stack.last for stack in stacks), default=-1) + 1]:
+        stack = firsts.get(stage.index)
+        if stack is not None:
+            try:
+                stack.rings(stack.kind(value))
+            except Unfit as error:
+                found[stack.name] = str(error)
+        cuda = [stage.device] if stage.device is not None and stage.device.type == "cuda" else []
+        with untouched(stage.module), torch.random.fork_rng(cuda), torch.no_grad():
+            value = stage.module(stage.enter(value)[1])
+    return found
+
+
+def leave(stack: Stack) -> None:
+    """Let its stages run as they are."""
+    for stage in stack.stages:
+        stage.stack = None
+
+
+def calls(schedule: Schedule, stages: int, stack: Stack) -> float:
+    """Ticks at which the stack has something to do, for each micro-batch, in the steady state."""
+    order, count = Order(schedule, stages, policy="skewed"), 0
+    warm, last = 4 * stages, 8 * stages
+    for arrived in range(1, last + 1):
+        for kind, ops in order.advance(arrived):
+            if arrived > warm and kind != "U" and any(stack.first <= s <= stack.last for s, _ in ops):
+                count += 1
+    return count / 2 / (last - warm)
+
+
+class Vectorized(Worker):
+    """`stacks`: of some of the stages."""
+
+    def __init__(self, stages: Sequence[Stage], *given: Any, stacks: Sequence[Stack], **named: Any) -> None:
+        super().__init__(stages, *given, **named)
+        self.stacks = list(stacks)
+        self._of = {stage.index: stack for stack in stacks for stage in stack.stages}
+        self._mixed = False  # whether some flights of stacked stages are graphs, from a state
+
+    def _forward(self, ops: Ops) -> list[Flight]:
+        for stack in self.stacks:
+            some = [op for op in ops if self._of.get(op[0]) is stack]
+            if some:
+                try:
+                    stack.forward(some, self.link)
+                except Exception as error:
+                    raise self._failed_rows("forward", stack, some, error) from error
+                for s, i in some:
+                    self.stages[s].flights[i].options = self.options[i]
+                    if s == self._last:
+                        del self.options[i]
+        others = [op for op in ops if op[0] not in self._of]
+        if others:
+            super()._forward(others)
+        return [self.stages[s].flights[i] for s, i in ops]
+
+    def _backward(self, ops: Ops) -> None:
+        others = [op for op in ops if op[0] not in self._of]
+        for stack in self.stacks:
+            some = [op for op in ops if self._of.get(op[0]) is stack]
+            if self._mixed:
+                graphs = [(s, i) for s, i in some if self.stages[s].flights[i].row is None]
+                some = [op for op in some if op not in graphs]
+                self._lend(stack, graphs)
+                others += graphs
+                stack.take(self.link.box)
+            if some:
+                try:
+                    stack.backward(some, self.link)
+                except Exception as error:
+                    raise self._failed_rows("backward", stack, some, error) from error
+                if self.samples:
+                    for s, i in some:
+                        self._count(self.stages[s], i)
+        if others:
+            super()._backward(sorted(others))
+        if self._mixed:
+            for s, i in others:
+                if s in self._of and s == self._of[s].first:
+                    self._of[s].forget(i)
+            self._look()
+
+    def update(self, ops: Ops) -> None:
+        """U of each: of a whole stack at once, where nothing but the optimizer moves the weights."""
+        if not self.stacks:
+            return super().update(ops)
+        plain = not (self._update_hook or self.stash or self.watch or self.clip_norm or self.clip_value)
+        there = {s for s, _ in ops}
+        done: set[int] = set()
+        for stack in self.stacks:
+            if plain and there.issuperset(stack.numbers) and stack.step():
+                done.update(stack.numbers)
+                for stage in stack.stages:
+                    stage.version += 1
+            else:
+                stack.spread()
+        rest = [op for op in ops if op[0] not in done]
+        return super().update(rest) if rest else None
+
+    def settle(self, stage: int | None = None) -> None:
+        for stack in self.stacks:
+            stack.spread()
+        super().settle(stage)
+
+    def _lend(self, stack: Stack, ops: Ops) -> None:
+        """Gradients that rows of the stack have left for stages whose flight is a graph."""
+        for s, i in ops:
+            name = ("B", s, i)
+            if name not in self.link.box:
+                value = stack.waiting(name)
+                assert value is not None
+                self.link.box[name] = value
+
+    # -- states --------------------------------------------------------------------------------------------------
+
+    def between(self, order: Order) -> dict[Name, Message]:
+        found: dict[Name, Message] = {}
+        for stack in self.stacks:
+            for s in range(stack.first, stack.last + 1):
+                came = range(order.forwards[s], order.forwards[s - 1]) if s > stack.first else ()
+                back = range(order.backwards[s], order.backwards[s + 1]) if s < stack.last else ()
+                for kind, mbs in (("F", came), ("B", back)):
+                    for mb in mbs:
+                        name = (kind, s, order.start + mb)
+                        value = None if name in self.link.box else stack.waiting(name)
+                        if value is not None:
+                            found[name] = value
+        return found
+
+    def take_up(self) -> None:
+        self._look()
+        for stack in self.stacks:
+            stack.take(self.link.box)
+
+    def _look(self) -> None:
+        some = (self.stages[s] for s in self._of)
+        self._mixed = any(flight.row is None for stage in some for flight in stage.flights.values())
+
+    def _failed_rows(self, what: str, stack: Stack, ops: Ops, error: Exception) -> StageError:
+        mbs = ", ".join(str(i) for _, i in ops)
+        return StageError(f"{stack.name}, micro-batches {mbs}: the {what} failed: {error}")

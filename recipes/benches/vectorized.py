@@ -1,0 +1,128 @@
+"""Stages that run as one, in one process and one thread: samples over the plain PyTorch loop's, and what torch.compile
+adds. The plain loop steps momentum SGD by foreach, which is torch's own choice for it, or fused.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss, scaled_dot_product_attention
+
+import pipeback
+from pipeback.recipes.benches.network import interleaved
+
+
+class Linear(nn.Sequential):
+    """relu(norm(linear(x)))"""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(nn.Linear(width, width), nn.LayerNorm(width), nn.ReLU())
+
+
+class Transformer(nn.Module):
+    """Pre-norm, causal, four heads, a hidden layer four times as wide."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.before, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.before(x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)  # (B, heads, T, width / 4)
+        x = x + self.out(scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.mlp(x)
+
+
+class Case(NamedTuple):
+    """So many stages of a width, a micro-batch of that shape."""
+
+    name: str
+    block: Callable[[int], nn.Module]
+    stages: int
+    shape: tuple[int, ...]  # the last is the width
+    turn: int  # micro-batches
+
+
+CASES = (
+    Case("20 x 64", Linear, 20, (1, 64), 200),
+    Case("48 x 64", Linear, 48, (1, 64), 100),
+    Case("20 x 256", Linear, 20, (1, 256), 60),
+    Case("20 x 256, micro-batch 8", Linear, 20, (8, 256), 60),
+    Case("12 blocks, d 64, T 16", Transformer, 12, (1, 16, 64), 50),
+    Case("12 blocks, d 128, T 32", Transformer, 12, (1, 32, 128), 25),
+)
+METHODS = ("pb", "cerebras", "pipedream")
+
+
+def sgd(params: Any, **options: Any) -> torch.optim.SGD:
+    return torch.optim.SGD(params, lr=1e-5, momentum=0.9, **options)
+
+
+def main(repeats: int, cases: Iterable[Case] = CASES, compiled: bool = True) -> None:
+    print("one process, one thread, update size one: samples over the plain loop's")
+    for case in cases:
+        print(f"\n{case.name}\n{'':<26}{'ms a micro-batch':>18}{'of the plain loop':>20}{'   spread':>16}")
+        runs, compiling = contenders(case, compiled)
+        seconds = interleaved(runs, repeats)
+        for name, some in seconds.items():
+            ratios = [a / b for a, b in zip(seconds["plain loop"], some, strict=True)]
+            print(f"{name:<26}{statistics.median(some) / case.turn * 1e3:>18.3f}{statistics.median(ratios):>20.2f}"
+                  f"{min(ratios):>10.2f} … {max(ratios):.2f}")  # fmt: skip
+        if compiled:
+            print(f"the first push of pb, compiled: {compiling:.1f} s", flush=True)
+
+
+def contenders(case: Case, compiled: bool) -> tuple[dict[str, Callable[[], Any]], float]:
+    """What takes turns, and the seconds of the first push with a compiler."""
+    x, y = torch.randn(2, case.turn * case.shape[0], *case.shape[1:])
+    runs: dict[str, Callable[[], Any]] = {
+        "plain loop": partial(plain, *model_and_step(case, foreach=True), x, y, case.shape[0]),
+        "plain loop, fused": partial(plain, *model_and_step(case, fused=True), x, y, case.shape[0]),
+        "pb, event loop": partial(pushed, pipeline(case, "pb"), x, y),
+    }
+    for method in METHODS:
+        runs[f"{method}, vectorized"] = partial(pushed, pipeline(case, method, vectorize=True), x, y)
+    pipe = pipeline(case, "pb", vectorize="auto")
+    runs["pb, vectorize=auto"] = partial(pushed, pipe, x, y)
+    begin = time.perf_counter()
+    if compiled:
+        runs["pb, compiled"] = partial(pushed, pipeline(case, "pb", vectorize=True, compile=True), x, y)
+        runs["pb, compiled"]()
+    return runs, time.perf_counter() - begin
+
+
+def model(case: Case) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *[case.block(case.shape[-1]) for _ in range(case.stages)], nn.Linear(case.shape[-1], case.shape[-1])
+    )
+
+
+def model_and_step(case: Case, **options: Any) -> tuple[nn.Sequential, torch.optim.SGD]:
+    found = model(case)
+    return found, sgd(found.parameters(), **options)
+
+
+def plain(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor, size: int) -> None:
+    for some, target in zip(x.split(size), y.split(size), strict=True):
+        mse_loss(model(some), target).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def pipeline(case: Case, method: str, **options: Any) -> pipeback.Pipeline:
+    return pipeback.Pipeline(
+        model(case), loss=mse_loss, optimizer=sgd, method=method, micro_batch_size=case.shape[0], **options
+    )
+
+
+def pushed(pipe: pipeback.Pipeline, x: Tensor, y: Tensor) -> None:
+    pipe.push(x, y)
