@@ -52,7 +52,7 @@ def stacked(stages: Sequence[Stage], method: Method, compile: bool | dict[str, A
         stacks.append(stack)
     if not stacks and must:
         raise ValueError(
-            "vectorize=True: no neighbouring stages are alike (in layers, shapes and options; the last one has the loss); "
+            "vectorize=True: no neighbouring stages are alike (in layers, shapes, options; the last one has the loss); "
             'use vectorize="auto" or False'
         )
     return stacks
