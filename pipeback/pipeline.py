@@ -126,7 +126,7 @@ class Pipeline:
                 sgd, gpipe, one_f_one_b (flush) and pipedream, pipedream_2bw, spectrain's version 2 (stash) have F's
                 weights at B, and the same bits. pb, lwp, sc, cerebras, pipemare, spectrain's version 1 (they flow) have
                 newer or others, so that B's activations fit B's weights, not F's: another gradient, where D > 0
-    order       "grouped", or "upstream", "sticky", "random": other orders with the same weights
+    order       "grouped", or "upstream", "sticky", "random", "skewed": other orders with the same weights
     seed        of order="random"
 
     Raises ValueError or TypeError, naming stage or option and the cure, before anything is trained.
@@ -924,6 +924,8 @@ class Pipeline:
         threads = self._workers is not None or self.replicas > 1 or self.ranks.several
         if threads and (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")):
             raise ValueError("workers: autocast does not reach other threads; enter it inside the modules")
+        if self._setting.stacks and (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")):
+            raise ValueError("vectorize: stages that run as one know no autocast; enter it inside the modules")
         modes = [stage.module.training for stage in self._stages]
         x, y, size = min(batches, key=lambda batch: batch[2])
         known = self._smallest is not None and modes == self._modes

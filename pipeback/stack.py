@@ -96,7 +96,8 @@ class Rings:
 
     def _places(self, some: Rows, sign: int, *, everywhere: bool = False) -> Tensor:
         """Where these rows lie in a ring, as rows of a matrix; everywhere: and some place for every other row."""
-        key = (sign, everywhere, some[0][0], *[i % self.length for _, i in some], some[-1][0])
+        rows = [r for r, _ in some] if len(some) < self.rows else []
+        key = (sign, everywhere, len(rows), *rows, *[i % self.length for _, i in some])
         found = self._known.get(key)
         if found is None:
             flat = {r: (i + sign * r) % self.length * self.rows + r for r, i in some}
@@ -413,7 +414,10 @@ class Stack:
         return statistics.median(times[0][1:]) / statistics.median(times[1][1:])
 
     def _check_plain(self, module: nn.Module, x: Tensor) -> None:
-        """Raise where a forward changes a buffer or draws: that is the stage's own affair."""
+        """Raise where a forward does more than compute, which is the stage's own affair."""
+        hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+        if any(getattr(m, name) for stage in self.stages for m in stage.module.modules() for name in hooks):
+            raise Unfit("there are hooks on their modules")
         states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(x.device)] if x.is_cuda else [])]
         seen = [b._version for b in module.buffers()]
         with untouched(module), torch.random.fork_rng([x.device] if x.is_cuda else []), torch.no_grad():

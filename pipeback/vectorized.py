@@ -102,6 +102,11 @@ class Vectorized(Worker):
         self._of = {stage.index: stack for stack in stacks for stage in stack.stages}
         self._mixed = False  # whether some flights of stacked stages are graphs, from a state
 
+    def record(self, on: bool) -> None:
+        if on:
+            raise ValueError("record: stages that run as one cannot be measured apart; build it with vectorize=False")
+        super().record(on)
+
     def _forward(self, ops: Ops) -> list[Flight]:
         for stack in self.stacks:
             some = [op for op in ops if self._of.get(op[0]) is stack]

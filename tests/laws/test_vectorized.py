@@ -370,6 +370,33 @@ def test_what_does_not_go_together(options, message):
         pipeline(network(), "pb", **options)
 
 
+def test_what_a_run_as_one_cannot_do():
+    pipe = trained("pb", some=doubles(5), vectorize=True)[0]
+    with pytest.raises(ValueError, match="record: stages that run as one cannot be measured apart"):
+        pipe.record()
+    with torch.autocast("cpu"), pytest.raises(ValueError, match="vectorize: stages that run as one know no autocast"):
+        pipe.push(*doubles(1)[0])
+    hooked = model()
+    hooked[2].register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="there are hooks on their modules"):
+        pipeline(hooked, "pb", vectorize=True).push(*doubles(1)[0])
+
+
+def test_watched():
+    found = []
+    for on in (False, True):
+        pipe = pipeline(model(), "pb", vectorize=on)
+        for x, y in doubles(20):
+            pipe.push(x, y)
+        watch = pipe.watch()
+        watch.follow()
+        for x, y in doubles(20):
+            pipe.push(x, y)
+        pipe.wait()
+        found.append((watch.gap, watch.delay))
+    assert found[0][0] == pytest.approx(found[1][0]) and found[0][1] == found[1][1]
+
+
 def test_auto_tells_what_it_measured():
     pipe = trained("pb", some=doubles(9), vectorize="auto")[0]
     (told,) = pipe.vectorized.values()
