@@ -12,7 +12,7 @@ def rare(*values: Any, id: str | None = None) -> Any:
 
 
 def mostly_rare(values: Iterable[Any], *usual: Any) -> list[Any]:
-    """All of them, in the soak but for the usual ones."""
+    """All of them, in the soak but for the usual ones; a plain tuple has the values of several arguments."""
     every = list(values)
     assert all(value in every for value in usual), "a usual case that is not there"
-    return [value if value in usual else rare(value) for value in every]
+    return [value if value in usual else rare(*(value if type(value) is tuple else (value,))) for value in every]

@@ -1,6 +1,7 @@
 """Laws: fit without delay is plain Lightning, fit with any method is Pipeline.push, bit for bit."""
 
 from collections import UserDict
+from itertools import product
 
 import lightning.pytorch as pl
 import pytest
@@ -12,6 +13,7 @@ from torch.optim.lr_scheduler import OneCycleLR, StepLR
 import pipeback
 from pipeback import methods
 from pipeback.lightning import slices
+from tests.choice import mostly_rare
 from tests.laws.cases import CASES, OPTIMIZERS, STAGES, allowed, network
 from tests.lightning.cases import Regression, loader, strategy, trainer, weights
 
@@ -56,8 +58,13 @@ def test_every_method_is_push(case):
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if allowed(case, "adam")])
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
+SLICED = [case for case in CASES if allowed(case, "adam")]
+
+
+@pytest.mark.parametrize(
+    ("case", "size"),
+    mostly_rare(product(SLICED, (1, 2, 3, 5)), *((case, (2, 3, 1, 5)[n % 4]) for n, case in enumerate(SLICED))),
+)
 def test_every_method_is_push_on_slices(case, size):
     """micro_batch_size=n: the same cuts, the short ones and the methods that flush with the batch included."""
     batches = list(loader(samples=5))

@@ -21,6 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.laws.cases import data, network, pipeline
+
 START = multiprocessing.get_context("spawn")
 
 
@@ -132,6 +134,9 @@ def _serve(pipe: Any) -> None:
     torch.set_num_threads(1)
     importlib.import_module("torch._dynamo")  # the first optimizer would, for seconds that a short timeout has not
     warnings.simplefilter("ignore")
+    pipe = pipeline(network(2), "pb")  # likewise
+    pipe.push(*data(1)[0])
+    pipe.close()
     while (told := pipe.recv()) is not None:
         function, arguments, named = told
         result: Any
