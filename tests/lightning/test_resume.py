@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.choice import mostly_rare
-from tests.laws.cases import CASES, STAGES, network
+from tests.laws.cases import CASES, FEW, STAGES, network
 from tests.lightning.cases import Regression, dataset, dropout_network, loader, strategy, trainer, weights
 
 BATCHES = 8
@@ -54,7 +54,7 @@ def saved(folder):
 
 @pytest.mark.parametrize(
     ("case", "size"),
-    mostly_rare(product(CASES, (None, 2)), *((case, (None, 2)[n % 2]) for n, case in enumerate(CASES))),
+    mostly_rare(product(CASES, (None, 2)), *((case, (None, 2)[n % 2]) for n, case in enumerate(FEW))),
 )
 def test_every_method_from_every_epochs_end(case, size, tmp_path):
     whole = Regression()
