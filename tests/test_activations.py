@@ -14,6 +14,7 @@ import pipeback
 from pipeback import offload, worker
 from pipeback.inflight import saved
 from pipeback.stage import Stage, grown
+from tests.collecting import frozen
 from tests.laws.cases import CASES, OPTIMIZERS, STAGES, data, everything, network, pipeline
 from tests.processes.cases import drawing
 
@@ -347,7 +348,8 @@ def copies(monkeypatch):
             alive.add(self)
 
     monkeypatch.setattr(offload, "_Away", Remembered)
-    return alive
+    with frozen():
+        yield alive
 
 
 def layered():

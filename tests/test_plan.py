@@ -1,6 +1,7 @@
 """The plan: what it predicts is what is counted; what does not fit is refused, and what it recommends instead fits."""
 
 import re
+from itertools import product
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from pipeback.pages import PAGE
 from pipeback.plan import beside, plan, rows, table
 from pipeback.store import HostStore
 from pipeback.survey import survey
+from tests.choice import mostly_rare
 from tests.laws.cases import CASES, STAGES, allowed, data, network, pipeline, weights
 
 SAMPLES = 3
@@ -66,22 +68,29 @@ def optimizer_of(case):
 # -- bytes -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_bytes_predicted_are_bytes_counted(case):
+WAYS = list(product((0, 1, 3), (1, 5)))
+
+
+@pytest.mark.parametrize(
+    ("case", "prefetch", "count"),
+    mostly_rare(
+        ((case, *way) for case in CASES for way in WAYS),
+        *((case, *WAYS[n % len(WAYS)]) for n, case in enumerate(CASES)),
+    ),
+)
+def test_bytes_predicted_are_bytes_counted(case, prefetch, count):
     """Every method: weights in, gradients out, fetches, what is on the device at most, activations."""
-    for prefetch in (0, 1, 3):
-        for count in (1, 5):
-            store = HostStore(prefetch=prefetch)
-            pipe = pipeline(network(), CASES[case](STAGES), optimizer_of(case), micro_batch_size=SAMPLES, store=store)
-            found, before, after = planned(pipe, count, 3)
-            for name in ("weights_in", "fetches", "gradients_out", "sums_in"):
-                expected, counted = 3 * getattr(found.push, name), getattr(after, name) - getattr(before, name)
-                assert round(expected) == counted, f"prefetch={prefetch}, pushes of {count}: {name}"
-            assert (found.push.peak_weights, found.push.peak_stages) == (after.peak_bytes, after.peak_stages)
-            each = {s: p.load.activations for s, p in found.facts.stages.items()}
-            held = sum(each[s] * flights for s, flights in found.push.peak_flights.items())
-            assert held == pipe.memory().activations
-            assert found.device.activations <= held
+    store = HostStore(prefetch=prefetch)
+    pipe = pipeline(network(), CASES[case](STAGES), optimizer_of(case), micro_batch_size=SAMPLES, store=store)
+    found, before, after = planned(pipe, count, 3)
+    for name in ("weights_in", "fetches", "gradients_out", "sums_in"):
+        expected, counted = 3 * getattr(found.push, name), getattr(after, name) - getattr(before, name)
+        assert round(expected) == counted, name
+    assert (found.push.peak_weights, found.push.peak_stages) == (after.peak_bytes, after.peak_stages)
+    each = {s: p.load.activations for s, p in found.facts.stages.items()}
+    held = sum(each[s] * flights for s, flights in found.push.peak_flights.items())
+    assert held == pipe.memory().activations
+    assert found.device.activations <= held
 
 
 @pytest.mark.parametrize("case", ["gpipe-4", "pb", "pipedream"])

@@ -1,5 +1,7 @@
 """Sparse training: streamed survivors equal dense training with masks, and only survivors travel."""
 
+from itertools import cycle, product
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +9,7 @@ from torch import nn
 import pipeback
 from pipeback import disk, sparse, sparsities
 from pipeback.sparsity import At
+from tests.choice import mostly_rare
 from tests.laws.cases import CASES, OPTIMIZERS, STAGES, data, everything, network, pipeline
 
 POLICIES = {
@@ -34,10 +37,15 @@ def run(case, policy, optimizer="momentum", **options):
     return result
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize(
-    "case", ["sgd", "gpipe", "pb", "cerebras", "lwp-weight", "pipedream", "pipemare", "spectrain-v2"]
-)
+STREAMED = ["sgd", "gpipe", "pb", "cerebras", "lwp-weight", "pipedream", "pipemare", "spectrain-v2"]
+
+
+def in_turn(cases):
+    """Each with one policy; the others in the soak."""
+    return mostly_rare(product(cases, POLICIES), *zip(cases, cycle(POLICIES), strict=False))
+
+
+@pytest.mark.parametrize(("case", "policy"), in_turn(STREAMED))
 def test_streamed_equals_resident(case, policy, tmp_path, monkeypatch):
     monkeypatch.setattr(disk, "SMALL", 1)
     expected = run(case, policy)
@@ -46,8 +54,7 @@ def test_streamed_equals_resident(case, policy, tmp_path, monkeypatch):
             assert torch.equal(found, wanted), f"{options} differs from the resident run"
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("case", ["gpipe", "pb", "cerebras", "pipedream", "pipemare"])
+@pytest.mark.parametrize(("case", "policy"), in_turn(["gpipe", "pb", "cerebras", "pipedream", "pipemare"]))
 def test_zeros_that_are_not_computed(case, policy):
     """Sums are made in another order: equal to rounding."""
 
@@ -167,8 +174,7 @@ def masked(policy, optimizer, batches, seed):
     return model
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("optimizer", [*OPTIMIZERS, "adagrad"])
+@pytest.mark.parametrize(("optimizer", "policy"), in_turn([*OPTIMIZERS, "adagrad"]))
 def test_it_equals_dense_training_with_masks(policy, optimizer):
     batches = data(21, width=WIDTH)
     torch.manual_seed(0)  # as `network` does, and of what the pipeline takes its streams

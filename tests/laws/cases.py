@@ -42,6 +42,12 @@ CASES: dict[str, Callable[[int], pipeback.Method]] = {
     "lwp-weight+sc": lambda S: pipeback.chain(methods.create("lwp", form="weight"), methods.create("sc")),
 }
 
+# one of each kind, where all of them would take long
+FEW = (
+    "gpipe-4", "one_f_one_b-3", "pb", "pipedream-vertical", "pipedream_2bw", "pipemare-t3", "spectrain-v2", "cerebras",
+    "lwp-weight+sc",
+)  # fmt: skip
+
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05),
     "momentum": lambda p: torch.optim.SGD(p, lr=0.02, momentum=0.9, weight_decay=1e-3),

@@ -6,7 +6,14 @@ import pytest
 import torch
 from torch import nn
 
+from tests.collecting import frozen
 from tests.laws.cases import CASES, STAGES, data, network, pipeline
+
+
+@pytest.fixture(autouse=True)
+def quick_collections():
+    with frozen():
+        yield
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from itertools import product
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 
 import pipeback
 from pipeback import inflight
+from tests.choice import mostly_rare, rare
 from tests.laws.cases import CASES, OPTIMIZERS, STAGES, allowed, data, everything, network, pipeline
 
 CHILD = """
@@ -135,21 +137,13 @@ def layered(layer, method, seed=0, **options):
 
 
 @pytest.mark.filterwarnings("ignore:.*takes its statistics", "ignore:.*enable_nested_tensor")
-def test_every_layer_in_a_new_process(tmp_path):
+@pytest.mark.parametrize("every", [False, rare(True)])
+def test_every_kind_of_activations_in_a_new_process(every, tmp_path):
+    """With every layer, on the device too; methods in turn."""
     lines = []
     for n, layer in enumerate(LAYERS):
-        for method in ("pb", "pipedream"):
-            pipe, batches = layered(layer, method)
-            lines.append(record(pipe, batches, 10 + n % 5, method, layer=layer))
-    in_a_new_process(lines, tmp_path)
-
-
-@pytest.mark.filterwarnings("ignore:.*takes its statistics", "ignore:.*enable_nested_tensor")
-def test_every_kind_of_activations_in_a_new_process(tmp_path):
-    lines = []
-    for n, layer in enumerate(LAYERS):
-        for method in ("pb", "pipedream"):
-            for kind in ("host", "recompute"):
+        for m, kind in enumerate(("device", "host", "recompute")):
+            for method in ("pb", "pipedream") if every else (("pb", "pipedream")[(n + m) % 2],):
                 pipe, batches = layered(layer, method, activations=kind)
                 lines.append(record(pipe, batches, 10 + n % 5, method, layer=layer, activations=kind))
     in_a_new_process(lines, tmp_path)
@@ -169,8 +163,10 @@ def taken_up(state, kind, layer, method, batches):
 
 
 @pytest.mark.filterwarnings("ignore:.*takes its statistics", "ignore:.*enable_nested_tensor")
-@pytest.mark.parametrize("method", ["pb", "pipedream", "gpipe-4"])
-@pytest.mark.parametrize("layer", ["dropout", "batch norm", "attention", "lstm", "tuples"])
+@pytest.mark.parametrize(("layer", "method"), mostly_rare(
+    product(["dropout", "batch norm", "attention", "lstm", "tuples"], ["pb", "pipedream", "gpipe-4"]),
+    ("dropout", "pb"), ("batch norm", "pipedream"), ("attention", "pb"), ("lstm", "pipedream"), ("tuples", "gpipe-4"),
+))  # fmt: skip
 def test_what_is_in_flight_goes_on_as_it_began(layer, method):
     """A state saved under one kind of activations, taken up under another."""
     method = CASES[method](STAGES)

@@ -1,4 +1,4 @@
-"""One crew of processes for the tests of several devices in a file."""
+"""One crew of processes for the tests of several devices: it takes long to import Lightning in all of them."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ import pytest
 from tests.processes.crew import Crew
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def crew() -> Iterator[Crew]:
     with Crew(3) as crew:
         yield crew

@@ -34,16 +34,22 @@ def equal(found, wanted):
     assert found["best"] == "2.ckpt"
 
 
-def test_every_launcher(tmp_path):
-    """All at once, for most of their time goes into imports; spawn in this process."""
-    running = {name: start(name, tmp_path / name) for name in COMMANDS}
-    wanted, _ = script.train(1, tmp_path / "one")
-    spawned, _ = script.train(2, tmp_path / "spawn")
-    wanted["losses"] = None
-    equal({**spawned, "losses": None}, wanted)
+@pytest.fixture(scope="module")
+def wanted(tmp_path_factory):
+    found, _ = script.train(1, tmp_path_factory.mktemp("one"))
+    return {**found, "losses": None}
+
+
+def test_spawned_in_this_process(wanted, tmp_path):
+    found, _ = script.train(2, tmp_path)
+    equal({**found, "losses": None}, wanted)
     assert "MASTER_PORT" not in os.environ
-    for name, process in running.items():
-        out, _ = process.communicate(timeout=180)
-        assert process.returncode == 0, f"{name}: {out[-3000:]}"
-        found = torch.load(tmp_path / name / "found.pt", weights_only=False)
-        equal({**found, "losses": None}, wanted)
+
+
+@pytest.mark.parametrize("launcher", COMMANDS)
+def test_started_by_a_command(launcher, wanted, tmp_path):
+    process = start(launcher, tmp_path)
+    out, _ = process.communicate(timeout=180)
+    assert process.returncode == 0, out[-3000:]
+    found = torch.load(tmp_path / "found.pt", weights_only=False)
+    equal({**found, "losses": None}, wanted)

@@ -1,6 +1,7 @@
 """Laws: fit without delay is plain Lightning, fit with any method is Pipeline.push, bit for bit."""
 
 from collections import UserDict
+from itertools import product
 
 import lightning.pytorch as pl
 import pytest
@@ -12,7 +13,8 @@ from torch.optim.lr_scheduler import OneCycleLR, StepLR
 import pipeback
 from pipeback import methods
 from pipeback.lightning import slices
-from tests.laws.cases import CASES, OPTIMIZERS, STAGES, allowed, network
+from tests.choice import mostly_rare
+from tests.laws.cases import CASES, FEW, OPTIMIZERS, STAGES, allowed, network
 from tests.lightning.cases import Regression, loader, strategy, trainer, weights
 
 
@@ -43,7 +45,7 @@ def test_schedulers_without_delay(scheduler, optimizer, recwarn):
     assert not [w for w in recwarn if "lr_scheduler.step" in str(w.message)]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", mostly_rare(CASES, *FEW))
 def test_every_method_is_push(case):
     batches = list(loader())
     pipe = pipeback.Pipeline(network(), loss=mse_loss, optimizer=OPTIMIZERS["momentum"], method=CASES[case](STAGES))
@@ -56,8 +58,24 @@ def test_every_method_is_push(case):
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if allowed(case, "adam")])
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
+SLICED = [case for case in CASES if allowed(case, "adam")]
+
+
+@pytest.mark.parametrize(
+    ("case", "size"),
+    mostly_rare(
+        product(SLICED, (1, 2, 3, 5)),
+        ("gpipe", 2),
+        ("gpipe-4", 3),
+        ("one_f_one_b", 3),
+        ("one_f_one_b-3", 1),
+        ("pb", 2),
+        ("pipedream", 5),
+        ("pipedream_2bw", 1),
+        ("pipemare-t3", 2),
+        ("lwp-weight", 3),
+    ),
+)
 def test_every_method_is_push_on_slices(case, size):
     """micro_batch_size=n: the same cuts, the short ones and the methods that flush with the batch included."""
     batches = list(loader(samples=5))

@@ -13,6 +13,7 @@ import pipeback
 from pipeback.lightning.body import find
 from pipeback.lightning.visits import Visits
 from pipeback.program import Arguments
+from tests.choice import mostly_rare, rare
 from tests.laws.cases import OPTIMIZERS
 from tests.lightning import ranks
 from tests.lightning.cases import Regression, loader, strategy, trainer, weights
@@ -28,10 +29,7 @@ SOME = [name for name in ("recurrent", "unet", "transformer", "t5") if name in C
 
 def first(count, rows):
     """The first rows; the others are in the soak."""
-    return [
-        row if n < count else pytest.param(*(row if isinstance(row, tuple) else (row,)), marks=pytest.mark.soak)
-        for n, row in enumerate(rows)
-    ]
+    return [row if n < count else rare(*(row if isinstance(row, tuple) else (row,))) for n, row in enumerate(rows)]
 
 
 @pytest.fixture
@@ -162,9 +160,15 @@ def test_stages(stages, leaves):
     same(fitted(name), fitted(name, where))
 
 
-@pytest.mark.parametrize("store", [None, "host"])
+RESUMED = [*((name, "pb", 1) for name in SOME), ("unet", "pipedream_2bw", 2)]
+
+
 @pytest.mark.parametrize(
-    ("name", "method", "accumulate"), [*((name, "pb", 1) for name in SOME), ("unet", "pipedream_2bw", 2)]
+    ("name", "method", "accumulate", "store"),
+    mostly_rare(
+        ((*row, store) for row in RESUMED for store in (None, "host")),
+        *((*row, (None, "host")[n % 2]) for n, row in enumerate(RESUMED)),
+    ),
 )
 def test_resume(name, method, accumulate, store, tmp_path):
     """From the middle of an epoch, with micro-batches in flight."""

@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import warnings
+from itertools import product
 
 import lightning.pytorch as pl
 import pytest
@@ -13,7 +14,8 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from tests.laws.cases import CASES, STAGES, network
+from tests.choice import mostly_rare
+from tests.laws.cases import CASES, FEW, STAGES, network
 from tests.lightning.cases import Regression, dataset, dropout_network, loader, strategy, trainer, weights
 
 BATCHES = 8
@@ -50,8 +52,10 @@ def saved(folder):
     return sorted(folder.glob("*.ckpt"), key=lambda file: int(file.stem.split("-")[-1]))
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("size", [None, 2])
+@pytest.mark.parametrize(
+    ("case", "size"),
+    mostly_rare(product(CASES, (None, 2)), *((case, (None, 2)[n % 2]) for n, case in enumerate(FEW))),
+)
 def test_every_method_from_every_epochs_end(case, size, tmp_path):
     whole = Regression()
     fit(strategy(CASES[case](STAGES), micro_batch_size=size), whole, loader(BATCHES), callbacks=[checkpoints(tmp_path)])

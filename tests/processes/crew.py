@@ -21,6 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.laws.cases import data, network, pipeline
+
 START = multiprocessing.get_context("spawn")
 
 
@@ -127,11 +129,18 @@ def _join(rank: int, store: str, ranks: int) -> None:
     )
 
 
+def _train_once() -> None:
+    pipe = pipeline(network(2), "pb")
+    pipe.push(*data(1)[0])
+    pipe.close()
+
+
 def _serve(pipe: Any) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     importlib.import_module("torch._dynamo")  # the first optimizer would, for seconds that a short timeout has not
     warnings.simplefilter("ignore")
+    _train_once()  # likewise
     while (told := pipe.recv()) is not None:
         function, arguments, named = told
         result: Any

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from pipeback import checkpoint
+from tests.choice import rare
 from tests.laws.cases import CASES, STAGES, data, pipeline
 from tests.processes.cases import differences, drawing, settled
 
@@ -44,9 +45,18 @@ def whole(case):
     return second_part(case, first_part(case))
 
 
-@pytest.mark.parametrize(("save", "load"), [(3, 2), (2, 1), (1, 3), (2, 4)])
-def test_on_another_number_of_ranks(crew, tmp_path, save, load):
-    for case in CASES_HERE:
+WAYS = [(3, 2), (2, 1), (1, 3), (2, 4)]
+
+
+@pytest.mark.parametrize(
+    ("save", "load", "cases"),
+    [
+        *((*way, CASES_HERE[n : n + 1] + CASES_HERE[n + 4 : n + 5]) for n, way in enumerate(WAYS)),
+        *(rare(*way, CASES_HERE) for way in WAYS),
+    ],
+)
+def test_on_another_number_of_ranks(crew, tmp_path, save, load, cases):
+    for case in cases:
         wanted, folder = whole(case), tmp_path / case
         if save == 1:
             state = first_part(case, folder)

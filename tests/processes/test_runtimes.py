@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 import pipeback
+from tests.choice import rare
 from tests.laws.cases import CASES, data, flushes, pipeline
 from tests.processes.cases import differences, drawing, flat, train
 
-FEW = ["gpipe", "one_f_one_b-3", "pb", "pipedream", "pipedream_2bw", "pipemare", "spectrain", "lwp-weight+sc"]
 pytestmark = pytest.mark.filterwarnings("ignore:.*takes its statistics")
 
 
@@ -26,7 +26,8 @@ def odd_cases(crew, model, cases, **options):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "cases"), [(2, list(CASES)), (3, FEW), pytest.param(3, list(CASES), marks=pytest.mark.soak, id="3-all")]
+    ("ranks", "cases"),
+    [(2, list(CASES)[::2]), (3, list(CASES)[1::2]), rare(2, list(CASES), id="2-all"), rare(3, list(CASES), id="3-all")],
 )
 def test_ranks_equal_the_event_loop(crew, ranks, cases):
     """With dropout and batch statistics: a stage owns its random stream and its buffers."""

@@ -17,6 +17,7 @@ from pipeback import checkpoint, disk
 from pipeback.disk import DiskStore
 from pipeback.shards import Shard
 from pipeback.store import HostStore
+from tests.choice import rare
 from tests.laws.cases import CASES, OPTIMIZERS, STAGES, allowed, data, pipeline
 from tests.processes.cases import differences, drawing, settled, train
 from tests.processes.crew import Failed, free_port
@@ -44,8 +45,11 @@ def agree(crew, model, case, replicas, store, **options):
 
 @pytest.mark.parametrize(
     ("model", "ranks", "replicas", "cases"),
-    [("plain", 2, 2, SOME[1:]), ("drawing", 3, 3, SOME[1:3]), ("drawing", 4, 2, SOME[2:4])],
-)
+    [
+        ("plain", 2, 2, SOME[3:]), ("drawing", 3, 3, SOME[1:2]), ("drawing", 4, 2, SOME[2:3]),
+        rare("plain", 2, 2, SOME[1:]), rare("drawing", 3, 3, SOME[1:3]), rare("drawing", 4, 2, SOME[2:4]),
+    ],
+)  # fmt: skip
 def test_split_stores_equal_replicas_in_one_process(crew, tmp_path, model, ranks, replicas, cases):
     crew = crew.ranks(ranks)
     for n, case in enumerate(cases):
@@ -294,7 +298,7 @@ def killed(folder, method, pushes, after):
     ("method", "kills", "pushes"),
     [
         ("pipedream", 1, 20),
-        *(pytest.param(method, 15, 200, marks=pytest.mark.soak) for method in ("gpipe", "pipedream")),
+        *(rare(method, 15, 200) for method in ("gpipe", "pipedream")),
     ],
 )
 def test_all_ranks_killed_at_random_moments(method, kills, pushes, tmp_path):

@@ -16,6 +16,7 @@ pytest.importorskip("sklearn")
 
 from pipeback import methods, plugins
 from pipeback.recipes import command
+from tests.choice import rare
 from tests.recipes.cli import TINY, config, facts, needs_joblib, numbers, pipeback, rows
 
 ROOT = Path(__file__).parents[2]
@@ -139,14 +140,16 @@ def test_sweep_by_joblib(tmp_path):
     assert numbers(tmp_path / "outputs" / "train" / "digits" / "pb-seed0") == numbers(tmp_path / "here")
 
 
-def test_sweep_over_two_devices(tmp_path):
+@pytest.mark.parametrize("swept", ["pb", rare("sgd,pb")])
+def test_sweep_over_two_devices(swept, tmp_path):
     """Each run starts its processes, and what is validated after them goes into the same log."""
-    options = [*TINY, "method=sgd,pb", "callbacks=minimal", "-m", "trainer.devices=2"]
+    options = [*TINY, f"method={swept}", "callbacks=minimal", "-m", "trainer.devices=2"]
     done = pipeback("train", *options, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert pipeback("train", *TINY, "method=pb", "callbacks=minimal", "out=here", cwd=tmp_path).returncode == 0
     assert numbers(tmp_path / "outputs" / "train" / "digits" / "pb-seed0") == numbers(tmp_path / "here")
-    assert facts(tmp_path / "outputs" / "train" / "digits" / "sgd-seed0")["runtime"] == "2 processes"
+    for run in (tmp_path / "outputs" / "train" / "digits").glob("*-seed0"):
+        assert facts(run)["runtime"] == "2 processes"
 
 
 def test_cfg_job(tmp_path):
