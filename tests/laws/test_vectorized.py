@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.functional import mse_loss, scaled_dot_product_attention
 
 import pipeback
+from tests.choice import mostly_rare
 from tests.laws.cases import CASES, OPTIMIZERS, allowed, data, everything, network, pipeline, weights
 
 S = 7
@@ -55,15 +56,7 @@ def test_every_method_equals_the_event_loop(case):
     assert list(pipe.vectorized) == ["stages 1 … 5"]
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(
-            case, marks=() if case in ("pb-slack1", "gpipe-4", "cerebras", "pipedream-vertical") else pytest.mark.soak
-        )
-        for case in CASES
-    ],
-)
+@pytest.mark.parametrize("case", mostly_rare(CASES, "pb-slack1", "gpipe-4", "cerebras", "pipedream-vertical"))
 def test_the_skewed_order_has_the_bits_of_the_grouped_one(case):
     some = data(23)
     wanted = trained(case, some=some, build=lambda: network(S))
