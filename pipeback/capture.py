@@ -17,6 +17,7 @@ from torch.func import functional_call, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 Graph = Callable[..., Any]
+aten = torch.ops.aten
 
 
 class Unfit(ValueError):
@@ -83,9 +84,8 @@ def _graphs(forward: fx.GraphModule, backward: fx.GraphModule, weights: int) -> 
     made = [node for node in saved if node in of_weights]
     kept = [node for node in saved if node not in of_weights]
     order = [saved.index(node) for node in kept + made]
-    return Graphs(
-        _giving(forward, inputs, [y, *kept]), _taking(backward, order), _giving(forward, inputs[:weights], made)
-    )
+    found = _giving(forward, inputs, [y, *kept]), _taking(backward, order), _giving(forward, inputs[:weights], made)
+    return Graphs(*map(_simplified, found))
 
 
 def _following(graph: fx.GraphModule, known: set[fx.Node]) -> set[fx.Node]:
@@ -98,7 +98,77 @@ def _following(graph: fx.GraphModule, known: set[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def _giving(graph: fx.GraphModule, inputs: Sequence[fx.Node], wanted: Sequence[fx.Node]) -> Graph:
+def _simplified(graph: fx.GraphModule) -> fx.GraphModule:
+    """Without operations that change nothing, and with biases added by the products: an operation costs as much as the
+    arithmetic of a small layer. Gradients of weights come as contiguous as these are."""
+    part: Any = graph.graph
+    for node in list(part.nodes):
+        if node.op == "call_function" and _idle(node):
+            node.replace_all_uses_with(node.args[0])
+            part.erase_node(node)
+    for node in list(part.nodes):
+        if node.op != "call_function" or node.target is not aten.add.Tensor or node.kwargs:
+            continue
+        for product, bias in (node.args, node.args[::-1]):
+            if _joins(node, product, bias):
+                with part.inserting_before(node):
+                    one = part.call_function(aten.baddbmm.default, (bias, *product.args))
+                one.meta = node.meta
+                node.replace_all_uses_with(one)
+                part.erase_node(node)
+                part.erase_node(product)
+                break
+    for node in list(part.nodes):
+        if node.op == "call_function" and _turned(node):
+            first, second = (_transposed(part, node, matrix) for matrix in node.args[0].args[::-1])
+            with part.inserting_before(node):
+                one = part.call_function(aten.bmm.default, (first, second))
+            one.meta = node.meta
+            node.replace_all_uses_with(one)
+    part.eliminate_dead_code()
+    graph.recompile()
+    return graph
+
+
+def _turned(node: Any) -> bool:
+    """Whether it is (a b)ᵀ, which as bᵀ aᵀ lies in memory as the weight does whose gradient it is."""
+    product = node.args[0] if node.target is aten.transpose.int and tuple(node.args[1:]) == (1, 2) else None
+    return isinstance(product, fx.Node) and product.target is aten.bmm.default and len(product.users) == 1
+
+
+def _transposed(part: Any, before: Any, matrix: Any) -> Any:
+    if matrix.target is aten.transpose.int and tuple(matrix.args[1:]) == (1, 2):
+        return matrix.args[0]
+    with part.inserting_before(before):
+        return part.call_function(aten.transpose.int, (matrix, 1, 2))
+
+
+def _idle(node: Any) -> bool:
+    """Whether it gives what it is given."""
+    if node.target in (aten.detach.default, aten.alias.default):
+        return True
+    if node.target is aten.mul.Scalar and node.args[1] == 1:
+        return _shape(node) is not None and node.meta["val"].dtype == node.args[0].meta["val"].dtype
+    shaping = (aten.view.default, aten.expand.default, aten._unsafe_view.default)
+    return node.target in shaping and _shape(node) is not None and _shape(node) == _shape(node.args[0])
+
+
+def _joins(node: Any, product: Any, bias: Any) -> bool:
+    """Whether the sum is baddbmm(bias, product): of matrices, of one type, with a bias that is not larger."""
+    if not isinstance(product, fx.Node) or not isinstance(bias, fx.Node) or product.target is not aten.bmm.default:
+        return False
+    shapes = _shape(node), _shape(product), _shape(bias)
+    if len(product.users) > 1 or None in shapes or shapes[0] != shapes[1] or bias.meta["val"].dim() != 3:
+        return False
+    return bool(bias.meta["val"].dtype == product.meta["val"].dtype)
+
+
+def _shape(node: Any) -> tuple[int, ...] | None:
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return tuple(value.shape) if isinstance(value, Tensor) else None
+
+
+def _giving(graph: fx.GraphModule, inputs: Sequence[fx.Node], wanted: Sequence[fx.Node]) -> fx.GraphModule:
     """The part of a graph from these inputs to these nodes."""
     needed: set[fx.Node] = set()
     todo = list(wanted)
@@ -110,6 +180,7 @@ def _giving(graph: fx.GraphModule, inputs: Sequence[fx.Node], wanted: Sequence[f
     part, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in inputs:
         copies[node] = part.placeholder(node.name)
+        copies[node].meta = node.meta
     for node in graph.graph.nodes:
         if node in needed and node not in copies:
             copies[node] = part.node_copy(node, lambda n: copies[n])
@@ -117,12 +188,13 @@ def _giving(graph: fx.GraphModule, inputs: Sequence[fx.Node], wanted: Sequence[f
     return fx.GraphModule(graph, part)
 
 
-def _taking(graph: fx.GraphModule, order: Sequence[int]) -> Graph:
+def _taking(graph: fx.GraphModule, order: Sequence[int]) -> fx.GraphModule:
     """The graph, its inputs but the last one in this order."""
     part, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
     for node in [*(inputs[n] for n in order), inputs[-1]]:
         copies[node] = part.placeholder(node.name)
+        copies[node].meta = node.meta
     for node in graph.graph.nodes:
         if node.op == "output":
             part.output(fx.map_arg(node.args[0], lambda n: copies[n]))

@@ -185,21 +185,17 @@ class Order:
 
     def _ticks(self, *, until_input: bool = False) -> Iterator[Wave]:
         """Ticks while anything can be done. until_input: no more once the first stage waits for an arrival."""
-        heads, take, last = self._heads, self._take, self.stages - 1
+        heads, take = self._heads, self._take
         done = True
         while done and not (until_input and heads[0] is not None and self._awaits_input(0, heads[0])):
             done = False
             came = [self.arrived - self.start, *self.forwards]
-            back = self.backwards[1:]
+            back = [*self.backwards[1:], self.arrived]
             ops = [take(s, h) for s, h in enumerate(heads) if h is not None and h[0] == "F" and h[1] < came[s]]
             if ops:
                 done = True
                 yield Wave("F", ops)
-            ops = [
-                take(s, h)
-                for s, h in enumerate(heads)
-                if h is not None and h[0] == "B" and (s == last or h[1] < back[s])
-            ]
+            ops = [take(s, h) for s, h in enumerate(heads) if h is not None and h[0] == "B" and h[1] < back[s]]
             if ops:
                 done = True
                 yield Wave("B", ops)

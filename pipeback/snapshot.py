@@ -92,7 +92,10 @@ def _save_flight(stage: Stage, mb: int, flight: Flight, tensors: Tensors, number
         shape, dtype, training = flight.row.kind
         row = [list(shape), str(dtype).removeprefix("torch."), training]
         _put(
-            tensors, f"flight/{mb}/row", {str(n): value for n, value in enumerate(flight.row.tensors())}, Tensor.detach
+            tensors,
+            f"flight/{mb}/row",
+            {str(n): value for n, value in enumerate(flight.row.tensors(mb))},
+            Tensor.detach,
         )
     elif flight.again is None:
         where = f"{stage.label}, micro-batch {mb}"

@@ -40,11 +40,10 @@ class Row(NamedTuple):
     stack: Stack
     kind: Kind
     number: int
-    mb: int
 
-    def tensors(self) -> list[Tensor]:
-        """Copies, in the order of the graph."""
-        rings, at = self.stack.rings(self.kind), self.mb - self.number
+    def tensors(self, mb: int) -> list[Tensor]:
+        """Copies of a micro-batch's, in the order of the graph."""
+        rings, at = self.stack.rings(self.kind), mb - self.number
         return [ring[at % len(ring), self.number].clone() for ring in rings.saved]
 
 
@@ -62,6 +61,7 @@ class Rings:
         self.saved = [torch.zeros(length, rows, t.numel() // rows, dtype=t.dtype, device=device) for t in saved]
         self.inputs = torch.zeros(length, rows, *shape, dtype=dtype, device=device)
         self.gradients = torch.zeros(length, rows, *shape, dtype=dtype, device=device)
+        self.places: list[Row] = []
         self.made: Sequence[Tensor] | None = None  # what B needs of the weights, where it is views of them
         self._known: dict[tuple[int, ...], Tensor] = {}
 
@@ -207,7 +207,7 @@ class Stack:
             for r, i in some:
                 stage = self.stages[r]
                 stage.flights[i] = flight = Flight((), None, None, stage.version, False)
-                flight.row = Row(self, kind, r, i)
+                flight.row = rings.places[r]
                 if len(stage.flights) > stage.peak_flights:
                     stage.peak_flights = len(stage.flights)
 
@@ -377,6 +377,7 @@ class Stack:
         with torch.no_grad():
             y, *saved = graphs.forward(*self.weights, xs)
             rings = Rings(graphs, kind, saved, self._folds(graphs, xs, saved), self.rows, self._length)
+            rings.places = [Row(self, kind, r) for r in range(self.rows)]
             made = graphs.made(*self.weights)
             own = {w.untyped_storage().data_ptr() for w in self.weights}
             if all(t.untyped_storage().data_ptr() in own for t in made):
@@ -477,7 +478,7 @@ class Stack:
         for ring, value in zip(rings.saved, tensors, strict=True):
             ring[(mb - row) % rings.length, row].copy_(value)
         self._kinds[mb] = kind
-        return Row(self, kind, row, mb)
+        return rings.places[row]
 
     def waiting(self, name: Name) -> Tensor | None:
         """A copy of a message to one of the stages from another one of them."""

@@ -129,11 +129,11 @@ class Vectorized(Worker):
         for stack in self.stacks:
             some = [op for op in ops if self._of.get(op[0]) is stack]
             if self._mixed:
+                stack.take(self.link.box)
                 graphs = [(s, i) for s, i in some if self.stages[s].flights[i].row is None]
                 some = [op for op in some if op not in graphs]
                 self._lend(stack, graphs)
                 others += graphs
-                stack.take(self.link.box)
             if some:
                 try:
                     stack.backward(some, self.link)

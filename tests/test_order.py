@@ -1,5 +1,7 @@
 """The order: what it lets run, its agreement with the programs, deadlocks, saving and resuming."""
 
+from itertools import chain
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -58,8 +60,26 @@ def test_every_policy_runs_the_programs_and_nothing_else(schedule, stages, pushe
 @given(st.integers(0, 2), st.integers(1, 4), st.integers(1, 12), st.integers(0, 3))
 def test_the_quiet_state_does_not_depend_on_the_order(slack, stages, arrived, seed):
     """After n arrivals the set of operations done is the same under every policy."""
-    found = [set(flat(Order(flowing(slack), stages, policy=p, seed=seed).advance(arrived))) for p in POLICIES]
+    orders = [Order(flowing(slack), stages, policy=p, seed=seed) for p in POLICIES]
+    found = [set(flat(chain(order.advance(arrived), order.rest()))) for order in orders]
     assert all(some == found[0] for some in found)
+
+
+@given(st.integers(0, 3), st.integers(1, 6), st.integers(1, 14))
+def test_no_operation_of_a_tick_feeds_another(slack, stages, arrived):
+    """What an operation of a wave takes was given in an earlier tick; at a tick a stage does each kind at most once."""
+    order, done, tick = Order(flowing(slack), stages, policy="skewed"), dict[tuple[str, int, int], int](), 0
+    last = "U"
+    for kind, ops in chain(*(order.advance(n) for n in range(1, arrived + 1)), order.rest()):
+        tick += "FBU".index(kind) <= "FBU".index(last)
+        last = kind
+        assert len({s for s, _ in ops}) == len(ops)
+        for s, i in ops:
+            if kind == "F" and s:
+                assert done["F", s - 1, i] < tick
+            if kind == "B" and s < stages - 1:
+                assert done["B", s + 1, i] < tick
+            done[kind, s, i] = tick
 
 
 def test_restart_counts_micro_batches_on():
