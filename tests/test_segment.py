@@ -61,7 +61,7 @@ def test_another_structure_than_when_it_was_followed_is_refused():
     x = torch.randn(2, 4)
     sgd = lambda params: torch.optim.SGD(params, lr=0.1)  # noqa: E731
     pipe = Pipeline(Model(), loss=mse_loss, optimizer=sgd, method="pb", stages="block", example=x)
-    with pytest.raises(Exception, match="Fickle 'blocks.[012]' gave another structure than when the model was followed"):
+    with pytest.raises(Exception, match="Fickle 'blocks..' gave another structure than when the model was followed"):
         for _ in range(40):
             pipe.push(x, x)
 
