@@ -940,7 +940,9 @@ class Pipeline:
         if not known or size < batches[0][2]:
             self._through(x, partial(self._cheap, y=y))
         if self._setting.stacks:
-            self._stack([first_x for first_x, _, _ in (batches[0], (x, y, size))])
+            left = self._stack([batches[0][0], x])
+            if left and self._compile:  # these compile, and are checked, on their own
+                self._through(batches[0][0], partial(self._full, y=batches[0][1]))
         if self._runtime is None:
             if self.ranks.several:
                 self._holding.seconds = self.ranks.gather(self._holding.seconds, "push()")[0]
@@ -949,19 +951,18 @@ class Pipeline:
         self._modes = modes
         self._smallest = size if self._smallest is None else min(size, self._smallest)
 
-    def _stack(self, xs: Sequence[Value]) -> None:
-        """Have stages that are alike run as one, where they can and should."""
+    def _stack(self, xs: Sequence[Value]) -> bool:
+        """Have stages that are alike run as one, where they can and should; returns whether some do not."""
         reasons: dict[str, str] = {}
         for x in xs:
             reasons |= learn(self._stages, self._setting.stacks, x)
         kept = [stack for stack in self._setting.stacks if stack.name not in reasons]
-        if self._runtime is not None:
-            if reasons:
-                name, reason = next(iter(reasons.items()))
+        if self.vectorized:
+            for name, reason in reasons.items():
                 raise ValueError(
                     f"vectorize: a micro-batch of another form came, for which {name} do not fit: {reason}"
                 )
-            return
+            return False
         for stack in list(kept):
             times = stack.gain(stack.known) / calls(self.method.schedule, len(self._stages), stack)
             reasons[stack.name] = f"as one, {times:.1f} times as fast"
@@ -971,10 +972,13 @@ class Pipeline:
         if not kept and self._vectorize is True:
             told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
             raise ValueError(f'vectorize=True: no stages can run as one ({told}); use vectorize="auto" or False')
-        for stack in self._setting.stacks:
-            if stack not in kept:
-                leave(stack)
+        left = [stack for stack in self._setting.stacks if stack not in kept]
+        for stack in left:
+            leave(stack)
+        for loop in self._loops():  # of a state that was taken up
+            loop.worker.leave(left)
         self.vectorized, self._setting = reasons, self._setting._replace(stacks=kept)
+        return bool(left)
 
     def _through(
         self, x: Value, rehearsal: Callable[[Sequence[Stage], Value], tuple[list[float], Value]]

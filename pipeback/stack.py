@@ -130,6 +130,7 @@ class Stack:
         self.stages, self.rows = list(stages), len(stages)
         self.first, self.last = stages[0].index, stages[-1].index
         self.numbers = range(self.first, self.last + 1)
+        self.calls = [stage.call for stage in stages]  # what they do on their own
         self._length, self._compile = length, compile
         self._kinds: dict[int, Kind] = {}  # of the micro-batches between F of the first stage and B of it
         self._rings: dict[Kind, Rings] = {}
@@ -151,10 +152,7 @@ class Stack:
                 p.data = row
             found.append(whole)
         for stage in self.stages:
-            for w, p in zip(stage.weights, stage.params, strict=True):
-                w.data = p.data
-            stage.weights.forget()
-            stage.homes = stage._homes()
+            stage.moved()
         return found
 
     @property
@@ -166,7 +164,11 @@ class Stack:
     def name(self) -> str:
         return f"stages {self.first} … {self.last}"
 
-    def kind(self, x: Tensor) -> Kind:
+    def kind(self, x: Any) -> Kind:
+        """Of an input. Raises `Unfit` where it is no tensor of floating point."""
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            what = str(x.dtype) if isinstance(x, Tensor) else type(x).__name__
+            raise Unfit(f"they are given {what}, and not one tensor of floating point")
         return tuple(x.shape), x.dtype, self.stages[0].module.training
 
     def rings(self, kind: Kind) -> Rings:
@@ -187,8 +189,6 @@ class Stack:
         """F of each (stage, micro-batch): no two of one stage, none feeds another."""
         if ops[0][0] == self.first:
             x = link.recv("F", *ops[0])
-            if not isinstance(x, Tensor) or not x.is_floating_point():
-                raise Unfit(f"{self.name} take a tensor of floating point, but got {type(x).__name__}")
             kind = self.kind(x)
             self._kinds[ops[0][1]] = kind
             rings = self.rings(kind)
@@ -393,6 +393,7 @@ class Stack:
     def gain(self, kind: Kind, repeats: int = 5) -> float:
         """How many times as fast all rows are at once, as one after the other: F and B, measured by turns."""
         rings, times = self._rings[kind], ([], [])  # type: ignore[var-annotated]
+        waiting = [ring.clone() for ring in rings.saved]
         xs = torch.randn(rings.inputs[0].shape, device=rings.inputs.device, dtype=torch.float64).to(kind[1])
         for _ in range(repeats + 1):
             begin = time.perf_counter()
@@ -412,6 +413,8 @@ class Stack:
             _synchronized(xs.device)
             times[0].append(between - begin)
             times[1].append(time.perf_counter() - between)
+        for ring, value in zip(rings.saved, waiting, strict=True):
+            ring.copy_(value)
         return statistics.median(times[0][1:]) / statistics.median(times[1][1:])
 
     def _check_plain(self, module: nn.Module, x: Tensor) -> None:
@@ -488,12 +491,11 @@ class Stack:
     def take(self, box: dict[Name, Message]) -> None:
         """Messages to one of the stages that should have come from another one of them."""
         for name in [name for name in box if self.within(name)]:
-            value = box.pop(name)
-            kind = self._kinds.setdefault(name[2], self.kind(value))
+            kind = self._kinds.setdefault(name[2], self.kind(box[name]))
             self.rings(kind)
             place = self._place(name)
             assert place is not None
-            place.copy_(value)
+            place.copy_(box.pop(name))
 
     def within(self, name: Name) -> bool:
         kind, s, _ = name

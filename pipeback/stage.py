@@ -234,6 +234,13 @@ class Stage:
                 torch.utils.swap_tensors(w, nn.Parameter(view))
         self.weights.forget()
 
+    def moved(self) -> None:
+        """The parameters lie elsewhere from now on, and the optimizer steps them there."""
+        for w, p in zip(self.weights, self.params, strict=True):
+            w.data = p.data
+        self.weights.forget()
+        self.homes = self._homes()
+
     def newest(self) -> Weights:
         """The newest weights, dense."""
         if self.sparse is None:

@@ -47,7 +47,7 @@ def stacked(stages: Sequence[Stage], method: Method, compile: bool | dict[str, A
         if compile:
             how = partial(torch.compile, **compiled.options(compile, keep=False))
         stack = Stack(run, max(flying[first : first + len(run)]) + 1, how)
-        for stage in run:
+        for stage in run:  # what is compiled is the stack
             stage.stack, stage.call = stack, stage.module
         stacks.append(stack)
     if not stacks and must:
@@ -78,8 +78,8 @@ def learn(stages: Sequence[Stage], stacks: Sequence[Stack], x: Any) -> dict[str,
 
 def leave(stack: Stack) -> None:
     """Let its stages run as they are."""
-    for stage in stack.stages:
-        stage.stack = None
+    for stage, call in zip(stack.stages, stack.calls, strict=True):
+        stage.stack, stage.call = None, call
 
 
 def calls(schedule: Schedule, stages: int, stack: Stack) -> float:
@@ -199,8 +199,15 @@ class Vectorized(Worker):
 
     def take_up(self) -> None:
         self._look()
-        for stack in self.stacks:
-            stack.take(self.link.box)
+        for stack in list(self.stacks):
+            try:
+                stack.take(self.link.box)
+            except Unfit:  # `learn` will say so
+                self.leave([stack])
+
+    def leave(self, stacks: Sequence[Stack]) -> None:
+        self.stacks = [stack for stack in self.stacks if stack not in stacks]
+        self._of = {stage.index: stack for stack in self.stacks for stage in stack.stages}
 
     def _look(self) -> None:
         some = (self.stages[s] for s in self._of)

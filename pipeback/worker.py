@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -230,6 +231,9 @@ class Worker:
 
     def take_up(self) -> None:
         """A state was put into the stages, and messages into the link."""
+
+    def leave(self, stacks: Sequence[Any]) -> None:
+        """These stacks of stages run as they are."""
 
     def _update(self, ops: Ops) -> None:
         if self.replicas is None:

@@ -239,7 +239,7 @@ def test_resumed_in_flight(case, at):
     for pipe in (one, other):
         for x, y in some[at:]:
             pipe.push(x, y)
-    assert torch.equal(everything(one), everything(other))
+    assert torch.equal(everything(one), everything(other)) and other.vectorized.keys() == one.vectorized.keys()
 
 
 @pytest.mark.parametrize("case", mostly_rare(CASES, "cerebras", "pipedream", "gpipe-4"))
@@ -254,6 +254,24 @@ def test_a_state_of_the_event_loop_goes_on_as_one(case):
         for x, y in some[11:]:
             each.push(x, y)
     same([weights(pipe)], [weights(plain)])
+
+
+def test_a_state_of_stages_that_do_not_fit():
+    """What "auto" leaves as it is goes on with the bits of the event loop."""
+    make = lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))  # noqa: E731
+    some, found = doubles(20), []
+    plain = pipeline(model(make=make), "pb")
+    for x, y in some[:9]:
+        plain.push(x, y)
+    state = plain.state_dict()
+    for on in (False, "auto"):
+        pipe = pipeline(model(make=make), "pb", vectorize=on)
+        pipe.load_state_dict(state)
+        for x, y in some[9:]:
+            pipe.push(x, y)
+        found.append(everything(pipe))
+    assert "changes a buffer" in pipe.vectorized["stages 1 … 5"]
+    assert torch.equal(*found)
 
 
 def test_a_state_in_flight_needs_stacks():
@@ -302,6 +320,25 @@ def wider():
     return nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 6)).double()
 
 
+class Doubled(nn.Module):
+    def forward(self, x):
+        return x, 2 * x
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, pair):
+        return self.linear(pair[0]), pair[1]
+
+
+class Summed(nn.Module):
+    def forward(self, pair):
+        return pair[0] + pair[1]
+
+
 @pytest.mark.parametrize(
     ("build", "reason"),
     [
@@ -315,8 +352,9 @@ def wider():
             lambda: model(make=lambda: nn.Sequential(nn.Linear(6, 6), Branching())),
             "torch cannot run them as one",
         ),
+        (lambda: nn.Sequential(Doubled(), *[Pair() for _ in range(3)], Summed()).double(), "they are given tuple"),
     ],
-    ids=["dropout", "batch statistics", "another factor", "branches"],
+    ids=["dropout", "batch statistics", "another factor", "branches", "pairs"],
 )
 def test_what_does_not_fit_runs_as_it_is(build, reason):
     torch.manual_seed(0)
@@ -402,6 +440,16 @@ def test_compiled(case):
     _, *wanted = trained(case, some=doubles(25))
     _, *found = trained(case, some=doubles(25), vectorize=True, compile=True)
     same(found, wanted)
+
+
+@pytest.mark.soak
+def test_stages_that_are_left_compile_on_their_own():
+    make = lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))  # noqa: E731
+    options = {"some": doubles(9), "build": lambda: model(make=make), "compile": True}
+    _, *wanted = trained("pb", **options)
+    pipe, *found = trained("pb", vectorize="auto", **options)
+    assert "changes a buffer" in pipe.vectorized["stages 1 … 5"] and pipe._stages[2].call is not pipe._stages[2].module
+    same(found, wanted, 0)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
