@@ -18,7 +18,7 @@ from tests.choice import mostly_rare, rare
 from tests.laws.cases import data, pipeline
 from tests.processes.crew import Failed, free_port
 
-TIMEOUT = 8.0  # of the pipelines, on a machine that may be busy; the default is 30 s
+TIMEOUT = 20.0  # of the pipelines: on a busy machine a rank may not be heard of for many seconds
 WITHIN = TIMEOUT + 12  # generous: the machine may be busy
 
 
@@ -93,10 +93,10 @@ def test_one_rank_ends_all(crew, what, link):
         assert seconds < WITHIN
         assert "the pipeline is closed" in again
         if rank == victim:
-            assert kind == "StageError"
+            assert kind == "StageError", message
             assert "stage 4 (4), micro-batch" in message
         else:
-            assert kind == "RankError"
+            assert kind == "RankError", message
             assert message.startswith(f"rank {victim} ("), message
             if what == "raise":
                 assert "stage 4 (4), micro-batch" in message
@@ -152,7 +152,7 @@ def different(rank, what):
     if what == "own error" and rank == 1:
         options["clip_norm"] = -1.0
     if what == "absent" and rank == 1:
-        time.sleep(2 * TIMEOUT)
+        time.sleep(TIMEOUT + 4)
         return "was elsewhere"
     try:
         pipe = pipeline(stages, method, "adam" if what == "optimizer" and rank == 1 else "momentum", **options)
@@ -187,7 +187,7 @@ def different(rank, what):
         ("batch", r"micro-batch 11 is not the one that .*every rank must push the same data"),
         ("count", r"rank 0 .*(evaluation|left the pipeline|evaluate|wait)"),
         ("calls", r"the same calls in the same order"),
-        ("absent", r"rank 1 did not come to build the pipeline within 8 s|was elsewhere"),
+        ("absent", r"rank 1 did not come to build the pipeline within 20 s|was elsewhere"),
     ],
 )
 def test_ranks_that_differ_are_told_on_every_rank(crew, what, message):

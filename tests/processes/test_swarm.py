@@ -316,7 +316,7 @@ def test_all_ranks_killed_at_random_moments(method, kills, pushes, tmp_path):
 
 # -- what goes wrong -------------------------------------------------------------------------------------------------
 
-TIMEOUT = 8.0
+TIMEOUT = 20.0
 
 
 class Fatal(nn.Linear):
@@ -353,7 +353,7 @@ def test_a_rank_that_ends_ends_the_others(crew, what):
     crew = crew.ranks(3)
     crew.start(until_the_end, what, each=range(3))
     try:
-        found = crew.results([0, 2], seconds=40)
+        found = crew.results([0, 2], seconds=60)
     finally:
         os.kill(crew.members[1].pid, signal.SIGKILL)
         crew.members[1].join()
