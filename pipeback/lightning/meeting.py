@@ -53,6 +53,10 @@ def join(environment: ClusterEnvironment, device: torch.device, timeout: float) 
         atexit.register(_end)
 
 
+# Groups with work that a rank has given up: one that is freed waits for its work, and would for ever.
+_unfinished: list[Any] = []
+
+
 class Meeting:
     """All ranks of the Trainer. Every one makes the same calls in the same order."""
 
@@ -116,12 +120,14 @@ class Meeting:
     def _wait(self, work: Any, what: str) -> None:
         """Return when all have come; look after the pipeline's health meanwhile."""
         pause = 0.0
+        _unfinished.append((self._group, work))
         with self.rest(), nullcontext() if self.health is None else self.health.calling(what):
             while not work.is_completed():
                 if self.health is not None:
                     self.health.check()
                 time.sleep(pause)
                 pause = min(pause + 0.0001, 0.01)
+        _unfinished.pop()  # not where the pipeline's health raised: this work will never end
         try:
             work.wait()
         except RuntimeError as error:

@@ -6,6 +6,7 @@ with Crew(4) as crew:
 
 from __future__ import annotations
 
+import gc
 import importlib
 import multiprocessing
 import os
@@ -150,6 +151,7 @@ def _serve(pipe: Any) -> None:
         except BaseException as error:
             result = error
             text = traceback.format_exc()
+            gc.freeze()  # a process group with work that will never end waits for it when it is collected
         try:
             pipe.send((result, text))
         except Exception as error:
