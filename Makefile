@@ -1,6 +1,8 @@
 # Each target sets up what it needs; the second call reuses it.
 PYTHON ?= python3
 WORKERS ?= 2
+# sections and options of `pipeback bench`, say BENCH="table repeats=5"; none: all sections
+BENCH ?=
 BIN := .venv/bin
 STAMP := .venv/.installed
 # one intra-op thread a process: small layers gain nothing from more, and parallel processes would fight for cores
@@ -28,7 +30,7 @@ soak: setup
 	$(BIN)/python -m pytest -q -m soak --timeout 3600
 
 bench: setup
-	$(BIN)/python recipes/bench.py
+	$(BIN)/python recipes/bench.py $(BENCH)
 
 lint: setup
 	$(BIN)/ruff check .

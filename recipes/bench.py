@@ -2,7 +2,12 @@
 
     make bench                                 # all sections
     pipeback bench processes repeats=9         # some; each is a file of benches/
+    pipeback bench table networks=resnet20,narrow repeats=3 out=some.json
 
+table       everything side by side: plain loops, our runtimes, torch.distributed.pipelining; README's table
+            options: networks= contenders= out=FILE read=FILE readme=true; benches/table.py says what is what
+scaling     cost of a micro-batch and stage by number of stages, delay and method; memory beside the predicted
+            options: stages= methods= slack=
 event_loop  one process, one thread, 20 stages of width 64, micro-batch 1: a push of 150 over the plain PyTorch loop
 vectorized  stages that are alike run as one, with and without torch.compile, over the plain loop
 threads     two threads on two cores against two independent single-process copies that run at once
@@ -24,36 +29,46 @@ import torch
 
 SECTIONS = {
     name: name for name in (
-        "event_loop", "vectorized", "threads", "processes", "streaming", "splitting", "memory", "imports"
+        "table", "scaling", "event_loop", "vectorized", "threads", "processes", "streaming", "splitting", "memory",
+        "imports",
     )
 } | {"lightning": "under_lightning"}  # fmt: skip
+OPTIONS = {"table": ("networks", "contenders", "out", "read", "readme"), "scaling": ("stages", "methods", "slack")}
 
 
 def main() -> None:
-    repeats, chosen = parsed(sys.argv[1:])
+    repeats, chosen, options = parsed(sys.argv[1:])
     torch.set_num_threads(1)
     load = f", load {os.getloadavg()[0]:.1f} before" if hasattr(os, "getloadavg") else ""
     print(f"torch {torch.__version__}, {os.cpu_count()} cores{load}, one intra-op thread; medians of {repeats}")
     for name in chosen:
         print(flush=True)
-        importlib.import_module(f"pipeback.recipes.benches.{SECTIONS[name]}").main(repeats)
+        importlib.import_module(f"pipeback.recipes.benches.{SECTIONS[name]}").main(repeats, **options.get(name, {}))
 
 
-def parsed(arguments: list[str]) -> tuple[int, list[str]]:
-    """Repeats and sections; all of these where none is named."""
+def parsed(arguments: list[str]) -> tuple[int, list[str], dict[str, dict[str, str]]]:
+    """Repeats, sections and options of each; all sections where none is named."""
     if any(argument in ("-h", "--help") for argument in arguments):
         print(__doc__)
         sys.exit()
-    repeats, chosen = 9, []
+    repeats, chosen, values = 9, [], {}
     for argument in arguments:
         name, given, value = argument.partition("=")
         if name == "repeats" and value.isdecimal() and int(value):
             repeats = int(value)
         elif name in SECTIONS and not given:
             chosen.append(name)
+        elif given and value and any(name in some for some in OPTIONS.values()):
+            values[name] = value
         else:
-            sys.exit(f"pipeback bench: {argument!r} is not an option; there are {', '.join(SECTIONS)} and repeats=9")
-    return repeats, chosen or list(SECTIONS)
+            sys.exit(f"pipeback bench: {argument!r} is not an option; there are {', '.join(SECTIONS)} and repeats=9, "
+                     + ", ".join(f"and of {whose} {'= '.join(some)}=" for whose, some in OPTIONS.items()))  # fmt: skip
+    options = {section: {n: v for n, v in values.items() if n in OPTIONS.get(section, ())} for section in chosen}
+    for name in values:
+        if not any(name in some for some in options.values()):
+            whose = next(section for section, some in OPTIONS.items() if name in some)
+            sys.exit(f"pipeback bench: {name}= is an option of {whose}; name that too: pipeback bench {whose} ...")
+    return repeats, chosen or list(SECTIONS), options
 
 
 if __name__ == "__main__":

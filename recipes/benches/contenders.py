@@ -1,10 +1,10 @@
-"""What takes turns in the section `processes`: one model in every runtime, and in torch.distributed.pipelining."""
+"""What takes turns: one model in plain loops, in every runtime, and in torch.distributed.pipelining."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,20 @@ PEERS = {"gpipe": ScheduleGPipe, "one_f_one_b": Schedule1F1B}
 FLUSHES = (4, 8)  # micro-batches between two steps
 
 
+class Task(Protocol):
+    """What is trained, on micro-batches of `samples`; contenders do `turn` of them when it is theirs."""
+
+    @property
+    def samples(self) -> int: ...
+    @property
+    def turn(self) -> int: ...
+    @property
+    def loss(self) -> Callable[[Tensor, Tensor], Tensor]: ...
+
+    def model(self) -> nn.Sequential: ...
+    def data(self, micro_batches: int = 1) -> tuple[Tensor, Tensor]: ...
+
+
 class Case(NamedTuple):
     """A transformer: layers of `width` on micro-batches of `samples` sequences; `turn` micro-batches a turn."""
 
@@ -30,6 +44,10 @@ class Case(NamedTuple):
     samples: int
     turn: int
     layers: int = 8
+
+    @property
+    def loss(self) -> Callable[[Tensor, Tensor], Tensor]:
+        return mse_loss
 
     def model(self) -> nn.Sequential:
         torch.manual_seed(0)
@@ -65,7 +83,7 @@ def alone(case: Case, rank: int) -> dict[str, Contender]:
     threads = pipelined(case, "pb", case.turn, workers=RANKS) if rank == 0 else Contender(lambda: 0.0, case.turn)
     return {
         "two copies of pb": pipelined(case, "pb", case.turn // RANKS)._replace(copies=True),
-        "two plain loops": plain(case),
+        "two plain loops": plain(case, case.turn // RANKS)._replace(copies=True),
         "pb, threads": threads,
     }
 
@@ -77,19 +95,47 @@ def together(case: Case, rank: int) -> dict[str, Contender]:
         for name, schedule in PEERS.items():
             few = max(flush, case.turn // 3 // flush * flush)  # flushes are alike, so fewer will do
             some[f"{name} {flush}"] = pipelined(case, name, few, flush)
-            some[f"{schedule.__name__} {flush}"] = peer(case, rank, schedule, flush, few)
+            some[f"{schedule.__name__} {flush}"] = peer(case, rank, schedule, flush, few, halves(case.layers))
     return some
 
 
-def pipelined(case: Case, name: str, turn: int, flush: int = 0, **options: Any) -> Contender:
-    """A Pipeline; with `flush`, micro-batches come by the flush."""
+def build(task: Task, name: str, flush: int = 0, **options: Any) -> pipeback.Pipeline:
     method = methods.create(name, micro_batches=flush) if flush else methods.create(name)
-    pipe = pipeback.Pipeline(
-        case.model(), loss=mse_loss, optimizer=sgd, method=method, micro_batch_size=case.samples, **options
+    return pipeback.Pipeline(
+        task.model(), loss=task.loss, optimizer=sgd, method=method, micro_batch_size=task.samples, **options
     )
+
+
+def pushed(task: Task, name: str, **options: Any) -> Contender:
+    """A Pipeline of this process alone, which gets a turn's micro-batches in one push.
+
+    It is full before the first turn. No loss is read: stages that run as one would have to finish what is in flight.
+    """
+    pipe = build(task, name, **options)
+    filled(pipe, task)
+    x, y = task.data(task.turn)
+
+    def run() -> float:
+        begin = time.perf_counter()
+        pipe.push(x, y)
+        return time.perf_counter() - begin
+
+    return Contender(run, task.turn, pipe=pipe)
+
+
+def filled(pipe: pipeback.Pipeline, task: Task) -> None:
+    """So much is pushed that every stage has something to go backward with from then on."""
+    pipe.push(*task.data(max(pipe.delays) + 2))
+
+
+def pipelined(task: Task, name: str, turn: int, flush: int = 0, fill: bool = False, **options: Any) -> Contender:
+    """A Pipeline of workers or ranks; with `flush`, micro-batches come by the flush. fill: before the first turn."""
+    pipe = build(task, name, flush, **options)
+    if fill:
+        filled(pipe, task)
     judges = pipe.ranks.index == pipe.ranks.count - 1
     at_once = flush or 1
-    x, y = case.data(at_once)
+    x, y = task.data(at_once)
 
     def run() -> float:
         """A flush begins and ends with an empty pipeline; else it is full, and time goes from a loss to a later one."""
@@ -111,31 +157,79 @@ def pipelined(case: Case, name: str, turn: int, flush: int = 0, **options: Any) 
     return Contender(run, turn, pipe=pipe)
 
 
-def plain(case: Case) -> Contender:
-    """The loop that everybody writes, on every rank for itself."""
-    model, turn = case.model(), case.turn // RANKS
-    optimizer = sgd(model.parameters())
-    x, y = case.data()
+def plain(task: Task, turn: int, fused: bool = False) -> Contender:
+    """The loop that everybody writes."""
+    model = task.model()
+    optimizer = sgd(model.parameters(), fused)
+    x, y = task.data()
 
     def run() -> float:
         begin = time.perf_counter()
         for _ in range(turn):
-            mse_loss(model(x), y).backward()
+            task.loss(model(x), y).backward()
             optimizer.step()
             optimizer.zero_grad()
         return time.perf_counter() - begin
 
-    return Contender(run, turn, copies=True)
+    return Contender(run, turn)
 
 
-def peer(case: Case, rank: int, schedule: Any, flush: int, turn: int) -> Contender:
-    """torch.distributed.pipelining: a rank has half of the layers, and a step ends each flush."""
-    each = case.layers // RANKS
-    part = case.model()[rank * each : (rank + 1) * each]
+def apart(task: Task, turn: int) -> Contender:
+    """F of each stage, then B of each, by itself, and one step: the arithmetic of a pipeline, and nothing else.
+
+    No schedule, no versions, no messages. The plain loop does the same, but its backward is one call.
+    """
+    model = task.model()
+    optimizer = sgd(model.parameters())
+    x, y = task.data()
+
+    def run() -> float:
+        begin = time.perf_counter()
+        for _ in range(turn):
+            value: Any = x
+            ends = []
+            for stage in model:
+                inside = entering(value)
+                value = stage(inside)
+                ends.append((inside, value))
+            loss = task.loss(value, y)
+            gradients: Any = None
+            for inside, outside in reversed(ends):
+                torch.autograd.backward(loss if gradients is None else outside, gradients)
+                gradients = inside.grad if isinstance(inside, Tensor) else [part.grad for part in inside]
+            optimizer.step()
+            optimizer.zero_grad()
+        return time.perf_counter() - begin
+
+    return Contender(run, turn)
+
+
+def entering(value: Tensor | tuple[Tensor, ...]) -> Any:
+    """Leaves, which gradients come to."""
+    if isinstance(value, Tensor):
+        return value.detach().requires_grad_()
+    return tuple(part.detach().requires_grad_() for part in value)
+
+
+class Part(nn.Sequential):
+    """Some of the stages; torch hands a tuple that crosses a boundary over as arguments."""
+
+    def forward(self, *args: Any) -> Any:
+        return super().forward(args[0] if len(args) == 1 else args)
+
+
+def halves(layers: int) -> list[int]:
+    """The rank of each layer."""
+    return [layer * RANKS // layers for layer in range(layers)]
+
+
+def peer(task: Task, rank: int, schedule: Any, flush: int, turn: int, owner: list[int]) -> Contender:
+    """torch.distributed.pipelining: a step ends each flush. owner: the rank of each of the model's stages."""
+    part = Part(*(stage for stage, who in zip(task.model(), owner, strict=True) if who == rank))
     stage = PipelineStage(part, rank, RANKS, torch.device("cpu"), group=dist.group.WORLD)
-    steps = schedule(stage, n_microbatches=flush, loss_fn=mse_loss)
+    steps = schedule(stage, n_microbatches=flush, loss_fn=task.loss)
     optimizer = sgd(part.parameters())
-    x, y = case.data(flush)
+    x, y = task.data(flush)
 
     def run() -> float:
         begin = time.perf_counter()

@@ -30,22 +30,23 @@ def network(stages: int = 20, width: int = 64) -> nn.Sequential:
     return nn.Sequential(*[Block(width) for _ in range(stages - 1)], nn.Linear(width, 10))
 
 
-def sgd(params: Any) -> torch.optim.SGD:
-    return torch.optim.SGD(params, lr=1e-5, momentum=0.999, weight_decay=1e-4, foreach=True)
+def sgd(params: Any, fused: bool = False) -> torch.optim.SGD:
+    return torch.optim.SGD(params, lr=1e-5, momentum=0.999, weight_decay=1e-4, foreach=not fused, fused=fused)
 
 
-def create(name: str, stages: int) -> pipeback.Method:
+def create(name: str, stages: int, **given: Any) -> pipeback.Method:
+    """given: options of the method."""
     options: dict[str, dict[str, int]] = {
         "pipemare": {"anneal": 10_000}, "pipedream_2bw": {"micro_batches": stages},
         "gpipe": {"micro_batches": 32}, "one_f_one_b": {"micro_batches": 32},
     }  # fmt: skip
-    return methods.create(name, **options.get(name, {}))
+    return methods.create(name, **options.get(name, {}) | given)
 
 
-def pipeline(method: str, stages: int = 20, width: int = 64, **options: Any) -> pipeback.Pipeline:
-    return pipeback.Pipeline(
-        network(stages, width), loss=cross_entropy, optimizer=sgd, method=create(method, stages), **options
-    )
+def pipeline(method: str | pipeback.Method, stages: int = 20, width: int = 64, **options: Any) -> pipeback.Pipeline:
+    """method: a name, with the options of `create`, or a method."""
+    chosen = create(method, stages) if isinstance(method, str) else method
+    return pipeback.Pipeline(network(stages, width), loss=cross_entropy, optimizer=sgd, method=chosen, **options)
 
 
 def interleaved(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:

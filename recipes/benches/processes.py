@@ -8,29 +8,22 @@ steps after every one.
 
 from __future__ import annotations
 
-import os
 import statistics
-import tempfile
 from collections.abc import Iterable
-from typing import Any
 
-import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-
-from pipeback.recipes.benches.contenders import FLUSHES, PEERS, RANKS, Case, alone, together
+from pipeback.recipes.benches.contenders import FLUSHES, PEERS, Case, alone, together
+from pipeback.recipes.benches.turns import Rates, everywhere, join, on_ranks, take_turns
 
 CASES = (
     Case("large", width=256, length=64, samples=4, turn=48),
     Case("small", width=64, length=16, samples=2, turn=288),
 )
 IDEAL = "two copies of pb"
-Rates = dict[str, list[float]]  # micro-batches a second, by contender and round
 
 
 def main(repeats: int, cases: Iterable[Case] = CASES) -> None:
     for case in cases:
-        rates, weights, whole = measured(case, repeats)
+        rates, weights, whole = on_ranks(measured, case, repeats)
         print(f"two processes, two cores, a thread each: {case.layers} transformer layers of width {case.width}, "
               f"sequence {case.length}, micro-batch {case.samples}")  # fmt: skip
         table(rates)
@@ -38,49 +31,19 @@ def main(repeats: int, cases: Iterable[Case] = CASES) -> None:
         print(f"weights that a rank holds, of {whole / 1e6:.1f} MB: {shares}\n", flush=True)
 
 
-def measured(case: Case, repeats: int) -> tuple[Rates, list[int], int]:
+def measured(rank: int, store: str, case: Case, repeats: int) -> tuple[Rates, list[int], int]:
     """Rates, and bytes of weights on every rank and of the whole model."""
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"  # read by the new processes
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            found = mp.get_context("spawn").SimpleQueue()
-            mp.spawn(on_rank, (f"file://{folder}/store", case, repeats, found), nprocs=RANKS)
-            return found.get()
-    finally:
-        if before is None:
-            del os.environ["OMP_NUM_THREADS"]
-        else:
-            os.environ["OMP_NUM_THREADS"] = before
-
-
-def on_rank(rank: int, store: str, case: Case, repeats: int, found: Any) -> None:
-    torch.set_num_threads(1)
     contenders = alone(case, rank)
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS)
+    join(rank, store)
     contenders |= together(case, rank)
-    rates: Rates = {name: [] for name in contenders}
-    for turn in range(repeats + 1):
-        for name, contender in contenders.items():
-            dist.barrier()
-            seconds = everywhere(contender.run())
-            if turn:  # the first is a warm-up
-                rates[name].append(contender.rate(seconds))
+    rates = take_turns(contenders, repeats)
     pipe = contenders["pb, shared_memory"].pipe
     assert pipe is not None
     weights = everywhere(pipe.memory().weights)
     for contender in contenders.values():
         if contender.pipe is not None:
             contender.pipe.close()
-    if rank == 0:
-        found.put((rates, weights, sum(p.nbytes for p in case.model().parameters())))
-    dist.destroy_process_group()
-
-
-def everywhere(value: Any) -> list[Any]:
-    values: list[Any] = [None] * RANKS
-    dist.all_gather_object(values, value)
-    return values
+    return rates, weights, sum(p.nbytes for p in case.model().parameters())
 
 
 def table(rates: Rates) -> None:

@@ -100,10 +100,13 @@ def contenders(case: Case, compiled: bool) -> tuple[dict[str, Callable[[], Any]]
 
 
 def model(case: Case) -> nn.Sequential:
+    return blocks(case.block, case.stages, case.shape[-1])
+
+
+def blocks(block: Callable[[int], nn.Module], count: int, width: int) -> nn.Sequential:
+    """So many of them, and a linear head."""
     torch.manual_seed(0)
-    return nn.Sequential(
-        *[case.block(case.shape[-1]) for _ in range(case.stages)], nn.Linear(case.shape[-1], case.shape[-1])
-    )
+    return nn.Sequential(*[block(width) for _ in range(count)], nn.Linear(width, width))
 
 
 def model_and_step(case: Case, **options: Any) -> tuple[nn.Sequential, torch.optim.SGD]:

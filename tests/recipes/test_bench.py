@@ -1,4 +1,7 @@
-"""`pipeback bench`: which sections run, and the code of `processes`, tiny. No times are asserted."""
+"""`pipeback bench`: which sections run, and the code of some, tiny. No times are asserted.
+
+The table is tested in test_bench_table.py.
+"""
 
 import re
 import sys
@@ -6,16 +9,26 @@ import sys
 import pytest
 
 from pipeback.recipes import bench
-from pipeback.recipes.benches import processes
+from pipeback.recipes.benches import processes, scaling
 from pipeback.recipes.benches.contenders import Case
 
 
 def test_sections_are_chosen_by_name(monkeypatch, capsys):
-    assert bench.parsed([]) == (9, list(bench.SECTIONS))
-    assert bench.parsed(["processes", "repeats=3", "memory"]) == (3, ["processes", "memory"])
-    for wrong in ("process", "repeats=0", "processes=1"):
-        with pytest.raises(SystemExit, match=rf"'{wrong}' is not an option; there are event_loop, .* and repeats=9"):
+    assert bench.parsed([]) == (9, list(bench.SECTIONS), {})
+    assert bench.parsed(["processes", "repeats=3", "memory"]) == (
+        3, ["processes", "memory"], {"processes": {}, "memory": {}}
+    )  # fmt: skip
+    for wrong in ("process", "repeats=0", "processes=1", "networks=", "network=narrow"):
+        with pytest.raises(
+            SystemExit,
+            match=rf"'{wrong}' is not an option; there are table, .* and repeats=9, and of table networks= ",
+        ):
             bench.parsed([wrong])
+    assert bench.parsed(["table", "networks=narrow", "scaling", "slack=1"])[2] == {
+        "table": {"networks": "narrow"}, "scaling": {"slack": "1"}
+    }  # fmt: skip
+    with pytest.raises(SystemExit, match="networks= is an option of table; name that too: pipeback bench table ..."):
+        bench.parsed(["networks=narrow", "scaling"])
     monkeypatch.setattr(sys, "argv", ["pipeback bench", "imports", "repeats=1"])
     bench.main()
     assert "import pipeback, with its Pipeline, beyond import torch" in capsys.readouterr().out
@@ -29,3 +42,35 @@ def test_processes_take_turns(capfd):
         assert f"\n{name} " in out, name
     assert "over the better peer at 4" in out and "over ScheduleGPipe 8" in out
     assert re.search(r"weights that a rank holds, of 0.0 MB: \d+.\d%, \d+.\d%\n", out)
+
+
+def test_the_power_of_a_law():
+    sizes = [10, 50, 100, 500]
+    assert scaling.power(sizes, [3e-4 * size for size in sizes]) == pytest.approx(1)
+    assert scaling.power(sizes, [7 * size**2.5 for size in sizes]) == pytest.approx(2.5)
+    assert scaling.power([1, 2, 4], [1, 4, 4]) == pytest.approx(1)  # the slope between the ends, here
+
+
+def test_scaling_with_few_stages(capfd, monkeypatch):
+    monkeypatch.setattr(scaling, "on_ranks", lambda work, *given, ranks: work(0, "", *given))  # in this process
+    scaling.main(1, stages="4,8", methods="pb,pipedream", slack="1")
+    out = capfd.readouterr().out
+    assert re.search(r"\npb, slack 1: power -?\d+\.\d\d", out)
+    declared = {"pb": ("1.00", "1.00"), "pipedream": ("2.65", "4.75")}  # 1 + S − 1 − s, weighed by size
+    rows = re.findall(r"\n +(4|8) +([\d,]+) .*? … [\d.]+ +([\d.]+) +([\d.]+) ", out)
+    assert [(int(n), flying) for n, flying, *_ in rows] == [(4, "10"), (8, "36")] * 2
+    assert all(copies == said for *_, copies, said in rows)
+    assert [said for *_, said in rows[:2]] == list(declared["pb"])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"stages": "1,5"}, "stages=1,5: whole numbers from 2 on, like stages=10,50"),
+        ({"slack": "x"}, "slack=x: whole numbers from 0 on"),
+        ({"methods": "gpipe"}, "there is no 'gpipe' with a slack; there are .*pb"),
+    ],
+)
+def test_wrong_options_of_scaling(options, words):
+    with pytest.raises(SystemExit, match=words):
+        scaling.main(1, **options)

@@ -1,0 +1,148 @@
+"""What a micro-batch costs each stage, by number of stages, method and delay; and memory beside what was predicted.
+
+    pipeback bench scaling repeats=5
+    pipeback bench scaling stages=10,50,100,200,500 methods=pb,cerebras slack=1      # a gigabyte and minutes each
+
+Stages are so narrow that a pipeline's own work is most of it. For every method and slack (in-flight micro-batches are
+about slack × stages at the first stage) one new process builds and fills a pipeline of each size; then they take turns.
+
+µs              of a micro-batch and stage: F, B and U, with the pipeline full. `power` is the exponent p of the law
+                seconds a micro-batch ∝ stages^p that fits best: 1 where a stage costs the same in any company
+copies          of the weights at the peak, and what the method declares
+MB counted      weights, their copies, method state and activations, as `Pipeline.memory` counts tensors
+MB planned      the same, optimizer state and gradients, as `Pipeline.plan` predicts them
+MB resident     by which the process grew when the pipeline was built and filled. What is no tensor is in here alone:
+                `KB in flight` is resident beyond planned, over the stages' micro-batches that are in flight
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+import pipeback
+from pipeback import methods
+from pipeback.plan import Plan
+from pipeback.recipes.benches.network import create, interleaved, pipeline
+from pipeback.recipes.benches.peaks import peak
+from pipeback.recipes.benches.turns import on_ranks
+from pipeback.timeline import in_flight
+
+SIZES, METHODS, SLACKS = (10, 50, 100), ("pb", "cerebras", "pipedream", "pipemare"), (1, 2)
+WIDTH, TURN = 8, 4  # micro-batches a turn
+
+
+class Point(NamedTuple):
+    """A pipeline of so many stages."""
+
+    stages: int
+    flying: int  # micro-batches in flight, summed over the stages
+    seconds: list[float]  # of a turn
+    copies: float
+    declared: float
+    counted: int  # bytes
+    planned: int  # bytes
+    resident: float | None  # MB
+
+    @property
+    def cost(self) -> float:
+        """Seconds of a micro-batch."""
+        return statistics.median(self.seconds) / TURN
+
+
+def main(repeats: int, stages: str = "", methods: str = "", slack: str = "") -> None:
+    sizes, slacks = numbers("stages", stages, SIZES, 2), numbers("slack", slack, SLACKS, 0)
+    print(f"one process, one thread, stages of width {WIDTH}, micro-batch 1")
+    for name in named(methods):
+        for ahead in slacks:
+            points = on_ranks(grown, name, ahead, sizes, repeats, ranks=1)
+            print("\n" + text(name, ahead, points), flush=True)
+
+
+def numbers(option: str, given: str, default: Sequence[int], least: int) -> list[int]:
+    parts = given.split(",") if given else [str(n) for n in default]
+    if not all(part.isdecimal() and int(part) >= least for part in parts):
+        sys.exit(f"pipeback bench: {option}={given}: whole numbers from {least} on, like "
+                 f"{option}={','.join(map(str, default))}")  # fmt: skip
+    return sorted({int(part) for part in parts})
+
+
+def named(given: str) -> list[str]:
+    names = given.split(",") if given else list(METHODS)
+    flowing = [name for name in methods.available() if hasattr(create(name, 2), "slack")]
+    for name in names:
+        if name not in flowing:
+            sys.exit(f"pipeback bench: methods={given}: there is no {name!r} with a slack; there are "
+                     + ", ".join(flowing))  # fmt: skip
+    return names
+
+
+def grown(rank: int, store: str, name: str, slack: int, sizes: list[int], repeats: int) -> list[Point]:
+    """A pipeline of each size, the smaller ones first; all are there when they take turns."""
+    x, y = torch.randn(TURN, WIDTH), torch.randint(0, 10, (TURN,))
+    pipes: dict[int, pipeback.Pipeline] = {}
+    resident = {}
+
+    def filled(stages: int) -> None:
+        pipes[stages] = pipeline(create(name, stages, slack=slack), stages, WIDTH, micro_batch_size=1)
+        method = pipes[stages].method
+        rounds = 2 if method.copies == "stash" else 1  # what is in flight has used as many versions only then
+        for _ in range(0, rounds * max(in_flight(method.schedule, stages)) + 1, TURN):
+            pipes[stages].push(x, y)
+
+    filled(2)  # what is loaded and made once
+    for stages in sizes:
+        resident[stages] = peak(partial(filled, stages))
+    seconds = interleaved({str(stages): partial(pipes[stages].push, x, y) for stages in sizes}, repeats)
+    return [point(pipes[stages], seconds[str(stages)], resident[stages]) for stages in sizes]
+
+
+def point(pipe: pipeback.Pipeline, seconds: list[float], resident: float | None) -> Point:
+    count = pipe.stages
+    found, sizes = pipe.memory(), [sum(p.numel() for p in part.parameters()) for part in pipe.model.children()]
+    declared = sum(pipe.method.held(s, count) * size for s, size in enumerate(sizes)) / sum(sizes)
+    counted = round(found.weights * (found.copies + found.state)) + found.activations
+    flying = sum(in_flight(pipe.method.schedule, count))
+    return Point(count, flying, seconds, found.copies, declared, counted, planned(pipe.plan()), resident)
+
+
+def planned(plan: Plan) -> int:
+    """Bytes of everything that training holds on the device."""
+    return plan.device.total + sum(p.optimizer + p.method + p.older for p in plan.facts.stages.values())
+
+
+def power(sizes: Sequence[int], costs: Sequence[float]) -> float:
+    """p of the law cost ∝ size^p that fits best: the slope of the least squares line through their logarithms."""
+    xs, ys = [math.log(size) for size in sizes], [math.log(cost) for cost in costs]
+    x, y = statistics.fmean(xs), statistics.fmean(ys)
+    return sum((a - x) * (b - y) for a, b in zip(xs, ys, strict=True)) / sum((a - x) ** 2 for a in xs)
+
+
+def text(name: str, slack: int, points: Sequence[Point]) -> str:
+    lines = [f"{name}, slack {slack}"]
+    if len(points) > 1:
+        sizes = [p.stages for p in points]
+        held = [p.resident for p in points if p.resident is not None and p.resident > 0]
+        lines[0] += f": power {power(sizes, [p.cost for p in points]):.2f}"
+        if len(held) == len(points):
+            flying = power([p.flying for p in points], held)
+            lines[0] += f"; resident memory by what is in flight: power {flying:.2f}"
+    lines.append(
+        f"{'stages':>8}{'in flight':>11}{'µs':>9}{'  spread':>18}{'copies':>10}{'declared':>10}"
+        f"{'MB counted':>12}{'planned':>10}{'resident':>10}{'KB in flight':>14}"
+    )
+    for p in points:
+        each = [1e6 * seconds / TURN / p.stages for seconds in p.seconds]
+        beyond = None if p.resident is None else (p.resident * 1e6 - p.planned) / 1e3 / max(1, p.flying)
+        lines.append(
+            f"{p.stages:>8}{p.flying:>11,}{statistics.median(each):>9.1f}{min(each):>10.1f} … {max(each):<5.1f}"
+            f"{p.copies:>10.2f}{p.declared:>10.2f}{p.counted / 1e6:>12.2f}{p.planned / 1e6:>10.2f}"
+            + ("".join(f"{'–':>{w}}" for w in (10, 14)) if beyond is None else f"{p.resident:>10.1f}{beyond:>14.2f}")
+        )
+    return "\n".join(lines)

@@ -1,0 +1,211 @@
+"""Everything side by side: plain loops, every runtime of one method, and torch.distributed.pipelining, in one run.
+
+    pipeback bench table repeats=5                        # all of it
+    pipeback bench table networks=resnet20,narrow contenders=pb,threads out=some.json
+    pipeback bench table readme=true                      # all of it, into results.json beside this and README.md
+    pipeback bench table read=some.json                   # measures nothing: prints what was found then
+
+Two processes of one thread each; contenders take turns within them, those of one process on the first while the second
+waits. A turn is some micro-batches with the pipeline full, or whole flushes. Numbers are medians of the turns; ratios
+are of the same round.
+
+samples/s       of training: forward, backward, and an update after every `update` samples
+of plain        over the plain PyTorch loop's, momentum SGD by foreach, an update a micro-batch
+of ideal        over workers × those of `stages apart`: F of each stage by itself, B of each by itself, and one step,
+                one after the other in one thread. That is the arithmetic of a pipeline and nothing else. What puts
+                the calls of several stages together may exceed it: a plain loop's backward, stages that run as one
+peak MB         resident memory at its highest above what the process held before the contender was built, one turn
+                from an empty pipeline on; each in a process of its own, which has trained a plain loop and dropped it.
+                Modules that it imports count, and so does compiling. Of every rank
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from pipeback.recipes.benches import results
+from pipeback.recipes.benches.contenders import PEERS, RANKS, Contender, apart, build, peer, pipelined, plain, pushed
+from pipeback.recipes.benches.peaks import peak
+from pipeback.recipes.benches.tasks import NETWORKS, Task, tasks
+from pipeback.recipes.benches.turns import everywhere, join, on_ranks, take_turns
+
+FLUSH = 8  # micro-batches between two steps of the flush schedules
+
+
+class Entry(NamedTuple):
+    """A row. build: of the task, the own rank and the rank of each stage; ranks: on each, else on the first alone."""
+
+    label: str
+    build: Callable[[Task, int, list[int]], Contender]
+    workers: int = 1
+    ranks: bool = False
+    flush: int = 1  # micro-batches an update
+
+
+def loop(label: str, build: Callable[..., Contender], **options: Any) -> Entry:
+    return Entry(label, lambda task, *_: build(task, task.turn, **options))
+
+
+def one(label: str, **options: Any) -> Entry:
+    """Pipelined backpropagation in one process and thread."""
+    return Entry(label, lambda task, *_: pushed(task, "pb", **options))
+
+
+def two(label: str, ranks: bool, **options: Any) -> Entry:
+    """The same on two workers."""
+    return Entry(
+        label, lambda task, *_: pipelined(task, "pb", task.turn, fill=True, **options), workers=RANKS, ranks=ranks
+    )
+
+
+def ours(name: str) -> Entry:
+    return Entry(
+        f"`{name}`, 2 ranks", lambda task, *_: pipelined(task, name, task.turn, FLUSH), RANKS, ranks=True, flush=FLUSH
+    )
+
+
+def theirs(name: str) -> Entry:
+    schedule = PEERS[name]
+    return Entry(
+        f"torch's {schedule.__name__}, 2 ranks",
+        lambda task, rank, owner: peer(task, rank, schedule, FLUSH, task.turn, owner), RANKS, ranks=True, flush=FLUSH,
+    )  # fmt: skip
+
+
+ENTRIES = {
+    "plain": loop("plain loop", plain),
+    "fused": loop("plain loop, fused", plain, fused=True),
+    "apart": loop("stages apart", apart),
+    "pb": one("`pb`, event loop"),
+    "vectorized": one("`pb`, `vectorize=True`", vectorize=True),
+    "auto": one('`pb`, `vectorize="auto"`', vectorize="auto"),
+    "compiled": one("`pb`, `vectorize=True, compile=True`", vectorize=True, compile=True),
+    "threads": two("`pb`, `workers=2`", ranks=False, workers=RANKS),
+    "ranks": two("`pb`, 2 ranks", ranks=True),
+    "gpipe": ours("gpipe"),
+    "one_f_one_b": ours("one_f_one_b"),
+    "torch_gpipe": theirs("gpipe"),
+    "torch_1f1b": theirs("one_f_one_b"),
+}
+ALWAYS = ("plain", "apart")  # what the others are compared with
+NEVER = "every stage is another graph, and the compiler takes minutes; contenders=compiled does it"
+
+
+def main(
+    repeats: int, networks: str = "", contenders: str = "", out: str = "", read: str = "", readme: str = ""
+) -> None:
+    if readme not in ("", "true", "false"):
+        sys.exit(f"pipeback bench: readme={readme}: true or false")
+    if readme == "true" and (networks or contenders):
+        sys.exit("pipeback bench: readme=true is for the whole table; leave networks= and contenders= out")
+    if read and (networks or contenders or out):
+        sys.exit("pipeback bench: read= measures nothing; leave networks=, contenders= and out= out")
+    some, names = chosen("networks", networks, NETWORKS), chosen("contenders", contenders, ENTRIES)
+    if read:
+        found = results.load(read)
+    else:
+        found = measured(tasks(some), names, repeats, every=bool(contenders))
+    print(results.text(found), flush=True)
+    if out:
+        results.save(found, out)
+    if readme == "true":
+        if not read:
+            results.save(found, results.FILE)
+        results.into_readme(found)
+
+
+def chosen(option: str, given: str, known: dict[str, Any]) -> list[str]:
+    """In the order in which they are known; all where nothing was given."""
+    names = given.split(",") if given else list(known)
+    for name in names:
+        if name not in known:
+            sys.exit(f"pipeback bench: {option}={given}: there is no {name!r}; there are {', '.join(known)}")
+    return [name for name in known if name in names]
+
+
+def measured(wanted: list[Task], names: list[str], repeats: int, every: bool = False) -> results.Results:
+    """every: also those that take minutes to compile."""
+    begin = time.perf_counter()
+    machine = results.machine()
+    found = []
+    for task in wanted:
+        left_out = {} if every or task.network.compiles else {"compiled": NEVER}
+        mine = [name for name in ENTRIES if (name in names or name in ALWAYS) and name not in left_out]
+        ranks = RANKS if any(ENTRIES[name].ranks for name in mine) else 1
+        rates, notes = on_ranks(side_by_side, task, mine, repeats, ranks=ranks, start="forkserver")
+        notes |= {name: why for name, why in left_out.items() if name in names}
+        model = task.model()
+        rows = []
+        for name in ENTRIES:
+            if name in rates or name in notes:
+                entry = ENTRIES[name]
+                speeds, held = [task.samples * rate for rate in rates.get(name, [])], []
+                if speeds:
+                    held = on_ranks(peak_of, task, name, ranks=RANKS if entry.ranks else 1, start="forkserver")
+                rows.append(
+                    results.Row(name, entry.label, entry.workers, task.samples * entry.flush, speeds, held,
+                                notes.get(name, ""))
+                )  # fmt: skip
+        print(f"{task.network.name}, micro-batch {task.samples}: {time.perf_counter() - begin:.0f} s", file=sys.stderr)
+        found.append(
+            results.Case(task.network.name, task.network.words, len(model), sum(p.numel() for p in model.parameters()),
+                         task.samples, task.turn, rows)
+        )  # fmt: skip
+    return results.Results(machine, repeats, time.perf_counter() - begin, found)
+
+
+def side_by_side(rank: int, store: str, task: Task, names: list[str], repeats: int) -> tuple[Any, dict[str, str]]:
+    """Micro-batches a second of each contender and round; and why others cannot train this network."""
+    contenders: dict[str, Contender] = {}
+    notes: dict[str, str] = {}
+    for name in names:
+        if not ENTRIES[name].ranks:
+            try:
+                contenders[name] = ENTRIES[name].build(task, rank, []) if rank == 0 else idle(task)
+            except ValueError as error:
+                notes[name] = str(error)
+    of_ranks = [name for name in names if ENTRIES[name].ranks]
+    if of_ranks:
+        join(rank, store)
+        notes = everywhere(notes)[0]
+        contenders = {name: one for name, one in contenders.items() if name not in notes}
+        owner = cut(task)
+        contenders |= {name: ENTRIES[name].build(task, rank, owner) for name in of_ranks}
+    rates = take_turns(contenders, repeats)
+    for contender in contenders.values():
+        if contender.pipe is not None:
+            contender.pipe.close()
+    return rates, notes
+
+
+def idle(task: Task) -> Contender:
+    return Contender(lambda: 0.0, task.turn)
+
+
+def cut(task: Task) -> list[int]:
+    """The rank of each stage, by their times as our pipelines measure them."""
+    pipe = build(task, "pb")
+    pipe.push(*task.data())
+    owner = pipe.owner
+    pipe.close()
+    return owner
+
+
+def peak_of(rank: int, store: str, task: Task, name: str) -> list[float | None]:
+    """MB of every rank that trains a turn, in processes that have trained before."""
+    plain(task, 1).run()
+    entry, owner = ENTRIES[name], []
+    if entry.ranks:
+        join(rank, store)
+        owner = cut(task)
+
+    def work() -> Contender:
+        contender = entry.build(task, rank, owner)
+        contender.run()
+        return contender
+
+    found = peak(work)
+    return everywhere(found)

@@ -1,0 +1,81 @@
+"""Contenders take turns within the same processes of this machine, so that whatever else it does meets them alike."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from pipeback.recipes.benches.contenders import RANKS, Contender
+
+Rates = dict[str, list[float]]  # micro-batches a second, by contender and round
+
+
+def on_ranks(work: Callable[..., Any], *given: Any, ranks: int = RANKS, start: str = "spawn") -> Any:
+    """work(rank, store, *given) on new processes of one thread; what rank 0 returned. `join` takes the store.
+
+    start: "spawn", or "forkserver", where there is one: new processes that have imported everything, much sooner.
+    """
+    start = start if start in mp.get_all_start_methods() else "spawn"
+    with one_thread(), tempfile.TemporaryDirectory() as folder:
+        context = mp.get_context(start)
+        if start == "forkserver":
+            context.set_forkserver_preload([work.__module__])
+        found = context.SimpleQueue()
+        mp.start_processes(on_rank, (f"file://{folder}/store", found, work, given), nprocs=ranks, start_method=start)
+        return found.get()
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """New processes read it."""
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = before
+
+
+def on_rank(rank: int, store: str, found: Any, work: Callable[..., Any], given: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    answer = work(rank, store, *given)
+    if rank == 0:
+        found.put(answer)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def join(rank: int, store: str) -> None:
+    """From here on a Pipeline is one of all ranks."""
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS)
+
+
+def everywhere(value: Any) -> list[Any]:
+    """What each rank has given."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * RANKS
+    dist.all_gather_object(values, value)
+    return values
+
+
+def take_turns(contenders: Mapping[str, Contender], repeats: int) -> Rates:
+    """Called on every rank, with the same names in the same order."""
+    rates: Rates = {name: [] for name in contenders}
+    for turn in range(repeats + 1):
+        for name, contender in contenders.items():
+            everywhere(None)  # nobody runs ahead
+            seconds = everywhere(contender.run())
+            if turn:  # the first is a warm-up
+                rates[name].append(contender.rate(seconds))
+    return rates

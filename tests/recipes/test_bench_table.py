@@ -1,0 +1,161 @@
+"""`pipeback bench table`, tiny: what it runs, its file, and README.md, which says what the file says. No times."""
+
+import json
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from pipeback.recipes.benches import peaks, results, table
+from pipeback.recipes.benches.contenders import apart, plain
+from pipeback.recipes.benches.tasks import NETWORKS, Network, Task, images, tasks
+from pipeback.recipes.benches.vectorized import Linear, blocks
+
+TINY = Network("tiny", "4 layers of width 8", partial(blocks, Linear, 4, 8), (8,), {2: 8})
+
+
+def some(rates, **given):
+    rows = [
+        results.Row(name, label, workers, 1, list(numbers), [20.4, 3.0], note)
+        for name, label, workers, numbers, note in rates
+    ]
+    case = results.Case("tiny", "4 layers of width 8", 5, 388, 1, 8, rows)
+    machine = {"date": "2020-01-01", "cpu": "a CPU", "cores": 2, "threads": 1, "torch": "2", "python": "3"}
+    return results.Results(machine | given, 3, 1.0, [case])
+
+
+FOUND = some([
+    ("plain", "plain loop", 1, (100.0, 200.0, 50.0), ""),
+    ("apart", "stages apart", 1, (50.0, 100.0, 50.0), ""),
+    ("ranks", "`pb`, 2 ranks", 2, (90.0, 100.0, 100.0), ""),
+    ("vectorized", "`pb`, `vectorize=True`", 1, (), "no stages are alike"),
+])  # fmt: skip
+
+
+def here(work, *given, ranks, start=""):
+    """Instead of new processes."""
+    assert ranks == 1
+    return work(0, "", *given)
+
+
+def test_the_table_and_its_file(tmp_path, monkeypatch, capfd):
+    monkeypatch.setitem(NETWORKS, "tiny", TINY)
+    monkeypatch.setattr(table, "on_ranks", here)
+    path = tmp_path / "found.json"
+    table.main(1, networks="tiny", contenders="pb,vectorized", out=str(path))
+    out = capfd.readouterr().out
+    for label in ("plain loop", "stages apart", "pb, event loop", "pb, vectorize=True"):
+        assert f"\n{label} " in out, label
+    known = json.loads(path.read_text("utf-8"))
+    assert {"date", "cpu", "cores", "threads", "torch", "python", "load"} <= set(known["machine"])
+    assert known["repeats"] == 1 and known["seconds"] > 0
+    (case,) = known["cases"]
+    assert (case["network"], case["stages"], case["micro_batch"], case["turn"]) == ("tiny", 5, 2, 8)
+    assert [row["name"] for row in case["rows"]] == ["plain", "apart", "pb", "vectorized"]
+    assert all(row["update"] == 2 and len(row["peak_mb"]) == 1 for row in case["rows"])
+    assert all(len(row["rates"]) == 1 and row["rates"][0] > 0 for row in case["rows"])
+    table.main(1, read=str(path))
+    assert capfd.readouterr().out.strip() in out  # the same, from the file
+
+
+def test_ranks_are_in_the_table_beside_the_others():
+    """With processes of their own."""
+    (case,) = table.measured([Task(TINY, 2, 8)], ["torch_1f1b"], 1).cases
+    assert [row.name for row in case.rows] == ["plain", "apart", "torch_1f1b"]
+    assert [row.update for row in case.rows] == [2, 2, 16]
+    assert [len(row.peak_mb) for row in case.rows] == [1, 1, 2]
+    assert all(len(row.rates) == 1 and row.rates[0] > 0 for row in case.rows)
+
+
+def test_what_cannot_be_trained_so_says_why(monkeypatch):
+    monkeypatch.setattr(table, "on_ranks", here)
+    unlike = Network("unlike", "", images("resnet20", width=4), (3, 32, 32), {1: 2}, 10, compiles=False)
+    (case,) = table.measured([Task(unlike, 1, 2)], ["vectorized", "compiled"], 1).cases
+    assert [(row.name, bool(row.rates)) for row in case.rows[2:]] == [("vectorized", False), ("compiled", False)]
+    assert "no neighbouring stages are alike" in case.row("vectorized").note
+    assert case.row("compiled").note == table.NEVER and case.row("compiled").peak_mb == []
+
+
+def test_the_readme_says_what_the_file_says():
+    document = results.README.read_text("utf-8")
+    assert results.between(document) == results.block(results.load(results.FILE))
+
+
+def test_the_committed_file_has_everything():
+    found = results.load(results.FILE)
+    assert [(case.network, case.micro_batch) for case in found.cases] == [
+        (task.network.name, task.samples) for task in tasks(list(NETWORKS))
+    ]
+    for case in found.cases:
+        assert [row.name for row in case.rows] == list(table.ENTRIES)
+        for row in case.rows:
+            assert len(row.rates) == (0 if row.note else found.repeats) and bool(row.peak_mb) != bool(row.note)
+
+
+def test_ratios_are_of_the_same_round():
+    (case,) = FOUND.cases
+    ranks = case.row("ranks")
+    assert case.ratios(ranks, "plain") == [0.9, 0.5, 2.0]
+    assert case.ratios(ranks, "apart") == [0.9, 0.5, 1.0]  # of two workers
+    assert results.cells(case, ranks) == ["100.0", "0.90 (0.50 … 2.00)", "0.90 (0.50 … 1.00)", "20 + 3", "1"]
+    assert results.cells(case, case.row("vectorized"))[:3] == [results.NONE] * 3
+    text, block = results.text(FOUND), results.block(FOUND)
+    assert "pb, vectorize=True: no stages are alike" in text and "3 interleaved turns" in text
+    assert "| `pb`, 2 ranks | 0.90 (0.50 … 2.00) |" in block
+    assert "| `pb`, 2 ranks | 100.0 | 0.90 (0.50 … 2.00) | 0.90 (0.50 … 1.00) | 20 + 3 | 1 |" in block
+    assert "`pb`, `vectorize=True`: no stages are alike." in block
+
+
+def test_the_block_of_the_readme_is_written_anew(tmp_path, monkeypatch):
+    path, file = tmp_path / "README.md", tmp_path / "found.json"
+    monkeypatch.setattr(results, "README", path)
+    results.save(FOUND, file)
+    assert results.load(file) == FOUND
+    path.write_text(f"before\n{results.BEGIN}\nold\n{results.END}\nbehind\n", "utf-8")
+    table.main(1, read=str(file), readme="true")
+    assert path.read_text("utf-8") == f"before\n{results.block(FOUND)}\nbehind\n"
+    path.write_text("no marks", "utf-8")
+    with pytest.raises(SystemExit, match="has no line .*written by"):
+        results.into_readme(FOUND)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"networks": "resnet"}, "networks=resnet: there is no 'resnet'; there are resnet20, vgg16, "),
+        ({"contenders": "pb,nobody"}, "there is no 'nobody'; there are plain, fused, apart, pb, "),
+        ({"readme": "yes"}, "readme=yes: true or false"),
+        ({"readme": "true", "networks": "narrow"}, "readme=true is for the whole table"),
+        ({"read": "x.json", "out": "y.json"}, "read= measures nothing; leave networks=, contenders= and out= out"),
+        ({"read": "nowhere.json"}, "read=nowhere.json: No such file"),
+        ({"read": results.__file__}, "is no file of `pipeback bench table out=`"),
+    ],
+)
+def test_wrong_options(options, words):
+    with pytest.raises(SystemExit, match=words):
+        table.main(1, **options)
+
+
+def test_stages_apart_do_the_arithmetic_of_the_plain_loop(monkeypatch):
+    """Bit for bit, also where a tuple crosses a boundary."""
+    for network in (TINY, Network("small", "", images("resnet20", width=4), (3, 8, 8), {2: 8}, 10)):
+        models: list[nn.Module] = []
+        made = Task.model
+        monkeypatch.setattr(
+            Task, "model", lambda task, made=made, models=models: models.append(made(task)) or models[-1]
+        )
+        for contender in (plain, apart):
+            contender(Task(network, 2, 8), 3).run()
+        monkeypatch.undo()
+        ours, theirs = (list(model.parameters()) for model in models)
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+        begin = list(Task(network, 2, 8).model().parameters())
+        assert not torch.equal(begin[0], ours[0])
+
+
+def test_the_peak_is_what_a_piece_of_work_held():
+    found = peaks.peak(lambda: torch.ones(8_000_000))
+    if found is None:
+        pytest.skip("the system does not tell")
+    assert 32 <= found < 64
