@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pipeback.plan import Plan
     from pipeback.sparsity import Sparsity
     from pipeback.store import HostStore, Store
-    from pipeback.streaming import Traffic
+    from pipeback.traffic import Traffic
     from pipeback.watch import Watch
     from pipeback.worker import StageError
 
@@ -37,7 +37,7 @@ _HOME = {
     "chain": "method", "scale_hyperparameters": "momentum", "Memory": "memory", "Pipeline": "pipeline",
     "Plan": "plan", "RankError": "health", "Sparsity": "sparsity", "StageError": "worker",
     "Watch": "watch", "DiskStore": "disk", "HostStore": "store", "Store": "store", "StoreError": "pages",
-    "Traffic": "streaming",
+    "Traffic": "traffic",
 }  # fmt: skip
 
 __all__ = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -105,6 +106,18 @@ class Holding:
         """Copies of a stage's newest weights and buffers, dense and on the CPU, by name."""
         with self.present(stage):
             return {name: value.detach().to("cpu", copy=True) for name, value in stage.module.state_dict().items()}
+
+    def whole(self, model: nn.Module) -> nn.Module:
+        """A copy of the user's model with the newest weights of all stages; every rank asks for it."""
+        # buffers (batch statistics) differ between replicas: the first one's count
+        own = {s.index: self.values(s) for s in self.mine if self.shards or not s.replica}
+        parts = self.ranks.gather({} if self.ranks.replica else own, "model")
+        whole = copy.deepcopy(model)
+        meta.move([t for t in (*whole.parameters(), *whole.buffers()) if t.is_meta], "cpu")
+        values = [(self.stages[s].names, found) for part in parts for s, found in part.items()]
+        named = {names[key]: value for names, found in values for key, value in found.items()}
+        whole.load_state_dict(named, strict=False)  # what no stage computes with is as it was
+        return whole
 
     @contextmanager
     def shown(self, *, changes: bool = False) -> Iterator[None]:

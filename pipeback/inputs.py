@@ -15,6 +15,8 @@ from pipeback.store import DeviceStore, Store
 
 
 def checked_factory(optimizer: OptimizerFactory, s: int) -> OptimizerFactory:
+    """`optimizer` of stage s, which raises TypeError or ValueError unless it gives an optimizer of what it is given."""
+
     def build(params: list[nn.Parameter]) -> torch.optim.Optimizer:
         made = optimizer(params)
         if not isinstance(made, torch.optim.Optimizer):
@@ -34,6 +36,7 @@ def checked_factory(optimizer: OptimizerFactory, s: int) -> OptimizerFactory:
 
 
 def check_optimizer(stage: Stage, method: Method) -> None:
+    """Raise ValueError, naming the stage, where the method cannot work with the stage's optimizer."""
     opt = stage.optimizer
     if isinstance(opt, torch.optim.LBFGS):
         raise ValueError(
@@ -47,12 +50,14 @@ def check_optimizer(stage: Stage, method: Method) -> None:
 
 
 def check_groups(stage: Stage) -> None:
+    """Raise ValueError where the stage's optimizer has come by other parameters."""
     found = {id(p) for group in stage.optimizer.param_groups for p in group["params"]}
     if stage.weights and found != {id(w) for w in stage.weights}:
         raise ValueError(f"{stage.label}: parameters were added to its optimizer; build a new Pipeline")
 
 
 def check_functions(method: Any, loss: Any, optimizer: Any) -> None:
+    """Raise TypeError or ValueError unless method, loss and optimizer are such."""
     if not isinstance(method, Method):
         raise TypeError(f"method must be a name or a pipeback.Method, but is {type(method).__name__}")
     if not callable(getattr(method, "schedule", None)):
@@ -65,6 +70,7 @@ def check_functions(method: Any, loss: Any, optimizer: Any) -> None:
 
 
 def check_numbers(stages: int, **options: Any) -> None:
+    """Raise ValueError unless sizes and bounds are in their ranges, and go with the number of stages."""
     for name in ("micro_batch_size", "workers", "replicas"):
         value = options.get(name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
@@ -100,6 +106,7 @@ def check_outside(**options: Any) -> None:
 
 
 def check_choices(**options: Any) -> None:
+    """Raise ValueError unless each is one of its words."""
     allowed = {"weights": ("equal", "samples"), "weight_functions": ("refuse", "warn"), "order": POLICIES}
     allowed["link"] = ("auto", "shared_memory", "gloo", "nccl")
     for name, value in options.items():
@@ -109,10 +116,10 @@ def check_choices(**options: Any) -> None:
 
 def check_vectorize(vectorize: Any, **options: Any) -> None:
     """What goes with stages that run as one. options: name -> (what was given, what goes)."""
-    if vectorize not in (True, False, "auto"):
-        raise ValueError(f'vectorize must be True, False or "auto", but is {vectorize!r}')
+    if vectorize not in (True, False, "auto", "cuda_graph"):
+        raise ValueError(f'vectorize must be True, False, "auto" or "cuda_graph", but is {vectorize!r}')
     for name, (value, plain) in options.items():
-        if vectorize and value != plain:
+        if vectorize and value != plain and (name, value) != ("activations", "recompute"):
             raise ValueError(
                 f"vectorize={vectorize!r} does not go with {name}={value!r}; use {name}={plain!r}, or vectorize=False"
             )
@@ -121,6 +128,7 @@ def check_vectorize(vectorize: Any, **options: Any) -> None:
 
 
 def check_masters(masters: Any, store: Store | None) -> None:
+    """Raise TypeError or ValueError where masters= is no choice, or does not go with the store."""
     if not isinstance(masters, bool):
         raise TypeError(f"masters must be True or False, but is {masters!r}")
     if masters and isinstance(store, DeviceStore):

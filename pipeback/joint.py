@@ -44,11 +44,19 @@ class Options:
             )
             for opt, some in zip(optimizers, self.groups, strict=True)
         ]
-        """η of every weight of every stage."""
+        """η of every weight of every stage, as they stand in its optimizer: `rates_of` has the stage's own order."""
 
     def current(self, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
         """Whether the optimizers still have these options."""
         return all(opt.param_groups == groups for opt, groups in zip(optimizers, self.groups, strict=True))
+
+
+def rates_of(stage: Any, options: Options) -> list[float]:
+    """η of every weight of a stage, or of a replica of it; 0 for those that its optimizer does not step."""
+    rates = options.rates[stage.index]
+    steps = [w for group in stage.optimizer.param_groups for w in group["params"]]
+    places = {id(w): rate for w, rate in zip(steps, rates, strict=True)}
+    return [places.get(id(w), 0.0) for w in stage.weights]
 
 
 def plain_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:

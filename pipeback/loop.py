@@ -50,8 +50,9 @@ class Loop:
                 self._schedule(len(batches), at_once=self.at_once)
             )  # the last push may have been part of a flush, or this one is
         last = worker.count - 1
+        together = self.at_once or order.policy == "skewed"  # where the order of what is done does not change
         for n, (x, target, size) in enumerate(batches):
-            i = order.arrived + (n if self.at_once else 0)
+            i = order.arrived + (n if together else 0)
             worker.options[i] = options
             if worker.samples:
                 worker.sizes[i] = size
@@ -60,9 +61,9 @@ class Loop:
                 link.send("F", 0, i, x)
             if last in worker.stages:
                 link.send("Y", last, i, target)
-            if not self.at_once:
+            if not together:
                 worker.run(order.advance(i + 1))
-        if self.at_once:
+        if together:
             worker.run(order.advance(order.arrived + len(batches)))
         if self.method.flush_each_push:
             self.drain()

@@ -28,7 +28,9 @@ def counted(stages: Sequence[Stage], owner: Sequence[int]) -> Memory:
         owned = {id(v) for s in stage.optimizer.state.values() for v in s.values()}
         tensors = [t for v in stage.state.values() if isinstance(v, list) for t in v if t is not None]
         state += sum(t.numel() * t.element_size() for t in tensors if id(t) not in owned)
-    activations = sum(stage.activation_bytes * stage.peak_flights for stage in stages)
+    activations = sum(
+        stage.activation_bytes * stage.peak_flights if stage.stack is None else stage.stack.held for stage in stages
+    )
     repeats: dict[tuple[int, int], int] = {}  # a worker does one at a time
     for stage in stages:
         worker = stage.replica, owner[stage.index]

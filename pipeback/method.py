@@ -63,6 +63,15 @@ class Past(NamedTuple):
 Chosen = Weights | Shift | Past
 
 
+class Correction(NamedTuple):
+    """Hooks under momentum SGD, weight by weight: F on w + ahead·v, U with spike compensation for gradients that come
+    `late` updates late. Empty: F on w; the optimizer's own step.
+    """
+
+    ahead: Sequence[float] = ()
+    late: Sequence[float] = ()
+
+
 class OptimizerLike(Protocol):
     """What `update` is given: the stage's optimizer (or one over several stages), at the rates of its micro-batch."""
 
@@ -146,6 +155,13 @@ class Method:
         optimizer.step()
         return state
 
+    def correction(self, when: When) -> Correction | None:
+        """What the hooks amount to, if that is a `Correction` and their state is v alone; None: they do more.
+
+        Stages that run as one then need not call the hooks. A subclass with hooks of its own is asked through these.
+        """
+        return None
+
     def options(self) -> dict[str, Any]:
         """The method's options as plain values: what a saved state must agree with."""
         names = [f.name for f in fields(self)] if is_dataclass(self) else list(vars(self))
@@ -160,6 +176,20 @@ class Method:
 def overrides(method: Method, hook: str) -> bool:
     """Whether the method changes this hook; an identity is not called on the hot path."""
     return getattr(type(method), hook) is not getattr(Method, hook)
+
+
+HOOKS = ("forward_weights", "backward_weights", "update")
+
+
+def described(method: Method) -> bool:
+    """Whether `correction` speaks for the hooks: it says something, and none stands in a class below."""
+    if not any(overrides(method, hook) for hook in HOOKS):
+        return True
+    classes = type(method).__mro__
+    says = next(n for n, kind in enumerate(classes) if "correction" in vars(kind))
+    if any(hook in vars(kind) for kind in classes[:says] for hook in HOOKS):
+        return False
+    return method.correction(When(0, 1, 0, 0, 0)) is not None
 
 
 class _Chain(Method):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,11 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pipeback import clocks, compiled, disk, memory, meta, methods, sparsities, state, versions
-from pipeback.activations import keeping, kinds
+from pipeback import disk, memory, methods, sparsities, state, versions
+from pipeback.activations import kinds
 from pipeback.agreement import agree
+from pipeback.ahead import Ahead, nothing
 from pipeback.breakdown import Row, breakdown
 from pipeback.budget import check, check_stages
+from pipeback.building import Building
 from pipeback.disk import DiskStore
 from pipeback.entrance import Entrance
 from pipeback.holding import Holding
@@ -29,34 +30,32 @@ from pipeback.inputs import (
     check_groups,
     check_masters,
     check_numbers,
-    check_optimizer,
     check_outside,
     check_vectorize,
-    checked_factory,
 )
 from pipeback.joining import default_device, join, layout, wanted
-from pipeback.joint import Options, plain_groups, restored
+from pipeback.joint import Options, plain_groups
 from pipeback.ladder import Split, climb
 from pipeback.ledger import Record
 from pipeback.loop import Batch, Loop, Messages
 from pipeback.memory import Memory
 from pipeback.method import Method
+from pipeback.observing import Observing
 from pipeback.pages import StoreError
-from pipeback.partition import Part
 from pipeback.plan import Plan, plan
 from pipeback.processes import Processes
 from pipeback.ranks import Alone, Ranks
 from pipeback.recording import Recording
-from pipeback.rehearsal import rehearse, rehearse_shape
+from pipeback.rehearsals import Rehearsals, smallest
 from pipeback.runtime import Inline, Runtime, Ticks
-from pipeback.schedules import flush
 from pipeback.shards import share_out
 from pipeback.sparsity import Sparsity
 from pipeback.stage import OptimizerFactory, Stage, Value, cut, evaluate
 from pipeback.starting import Setting, start
 from pipeback.store import DeviceStore, Store
-from pipeback.streaming import Streaming, Traffic, together
+from pipeback.streaming import Streaming
 from pipeback.survey import survey
+from pipeback.traffic import Traffic, together
 from pipeback.vectorized import calls, learn, leave, stacked
 from pipeback.watch import Watch
 
@@ -117,7 +116,10 @@ class Pipeline:
                 works; results differ from those of the event loop in rounding. With compile, the two graphs of a run
                 are compiled. Losses are lazy: reading one, like `wait`, first finishes what was pushed. Stages that
                 draw random numbers or change buffers, and whatever torch cannot batch, run as they are. "auto": where
-                it was measured to be faster when the first micro-batch came; `vectorized` says what became of each run
+                it was measured to be faster when the first micro-batch came; `vectorized` says what became of each run.
+                "cuda_graph": as True, and ticks of the steady state (pb, sc, lwp and cerebras with momentum SGD) are
+                captured as a CUDA graph and replayed; needs all stages on a GPU, and has not been tried on one.
+                With activations "device" or "recompute"
     activations what a stage keeps of a micro-batch from F to B. "device": all that autograd saves. "host": the same,
                 but it waits in host memory, except the stage's input; the same bits. "recompute": the stage's input; B
                 does the forward once more, on the weights in force at B. Hooks on modules, and whatever else a forward
@@ -161,7 +163,7 @@ class Pipeline:
         balance: Literal["time", "memory"] = "time",
         masters: bool = False,
         compile: bool | dict[str, Any] = False,
-        vectorize: bool | Literal["auto"] = False,
+        vectorize: bool | Literal["auto", "cuda_graph"] = False,
         activations: str | Sequence[str] | Mapping[str | int, str] = "device",
         order: str = "grouped",
         seed: int = 0,
@@ -202,16 +204,16 @@ class Pipeline:
                 activations=(activations, "device"), masters=(masters, False), order=(order, "grouped"),
             )  # fmt: skip
             self._compile = compile
-            self._activations, self._masters = kinds(activations, [part.name for part in parts]), masters
+            every = kinds(activations, [part.name for part in parts])
             self._model = self.split.model
             self._micro_batch_size, self._weights, self._workers = micro_batch_size, weights, workers
             self._outside = loss is None
-            self._watch: Watch | None = None
             n = len(parts)
             self.method.check_stages(n)
             self.delays: list[int] = self.method.delays(n)
             """Staleness D of every stage: own updates between reading the weights of F(i) and B(i), counted."""
-            self._stages = self._build(parts, loss, optimizer, self.ranks.replica)
+            building = Building(self.method, self.delays, loss, optimizer, every, masters, compile)
+            self._stages = building.stages(parts, self.ranks.replica)
             named = {id(t): key for key, t in self._model.state_dict(keep_vars=True).items()}
             for stage in self._stages:
                 stage.take_names(named)
@@ -228,7 +230,7 @@ class Pipeline:
                 agree(
                     self.ranks, self._stages, method=repr(self.method), micro_batch_size=micro_batch_size,
                     weights=weights, clip_norm=clip_norm, clip_value=clip_value, check_finite=check_finite, link=link,
-                    activations=activations if isinstance(activations, str) else self._activations,
+                    activations=activations if isinstance(activations, str) else every,
                     masters=masters, compile=repr(compile),
                     store=home and f"{type(home).__name__}(prefetch={home.prefetch})",
                 )  # fmt: skip
@@ -243,39 +245,30 @@ class Pipeline:
             )  # fmt: skip
             self._holding.compute = None if device is None else torch.device(device)
             if not self.ranks.several:
-                for replica in range(1, self.replicas):
-                    twin = [part._replace(module=copy.deepcopy(part.module)) for part in parts]
-                    if self._program is not None:
-                        self._program.follow_too([part.module for part in twin])
-                    self._holding.everywhere.append(self._build(twin, loss, optimizer, replica))
+                self._holding.everywhere += building.twins(parts, self._program, self.replicas)
                 self._holding.take_up()
         self._entrance = Entrance(self._program, self._holding.everywhere)
         self._setting = Setting(
             self.delays, order, seed, link, workers,
             {"clip_norm": clip_norm, "clip_value": clip_value, "samples": weights == "samples",
              "check_finite": check_finite},
-            stacked(self._stages, self.method, compile, must=vectorize is True) if vectorize else (),
+            stacked(self._stages, self.method, compile, vectorize),
         )  # fmt: skip
         self._vectorize = vectorize
         self.vectorized: dict[str, str] = {}
         """With vectorize=: what became of each run of stages that look alike, once the first micro-batch was there."""
         self._options = Options(self.optimizers, 0)
         self._arrived = 0
-        self._smallest: int | None = None  # the smallest micro-batch rehearsed
+        self._rehearsals = Rehearsals(self._holding, self.delays, warn=weight_functions == "warn")
+        self._ahead = Ahead(self.method)
+        self._observing = Observing()
+        self._commits = versions.Commits(self.method, home)
         self._error: BaseException | None = None
         self._runtime: Runtime | None = None
         self._finalizer: Any = None  # stops the threads of a pipeline that nobody holds
-        self._warn = weight_functions == "warn"
-        self._modes: list[bool] = []  # training mode of every stage when it was rehearsed
-        self._clock = clocks.Reading(0.0)
-        self._tracing = False
-        self._ahead = 0  # micro-batches that have gone forward and not backward, their loss being computed outside
-        self._begun, self._expected = 0, 1  # of those, how many since the schedule began; and how many it was begun for
         self._lock = threading.RLock()  # one caller at a time
         self._pushed = (0, 0)  # micro-batches of the last push, and samples of its first one
         self._affordable = 0  # micro-batches of a push that are known to fit the store's budgets
-        self._committed = 0  # micro-batches that had arrived at the store's last commit
-        self._drained = 0  # and when the schedule last began anew
         if home is not None:
             weakref.finalize(self, home.close)
         with self._telling(), _closing(home):
@@ -289,22 +282,6 @@ class Pipeline:
         except BaseException as error:
             self.ranks.failed(error)
             raise
-
-    def _build(self, parts: Sequence[Part], loss: Any, optimizer: OptimizerFactory, replica: int) -> list[Stage]:
-        n = len(parts)
-        stages = []
-        for s, part in enumerate(parts):
-            factory = checked_factory(optimizer, s)
-            judge = loss if s == n - 1 else None
-            stage = Stage(s, n, part.module, part.name, self.method, factory, judge, self._masters)
-            stage.seed, stage.replica = torch.initial_seed(), replica
-            stage.keeping = keeping(self._activations[s])
-            if self._compile:
-                keep = compiled.faithful(self.method, self.delays[s]) and self._activations[s] != "recompute"
-                stage.call = compiled.Compiled(part.module, s, compiled.options(self._compile, keep))
-            check_optimizer(stage, self.method)
-            stages.append(stage)
-        return stages
 
     # -- training ------------------------------------------------------------------------------------------------
 
@@ -355,10 +332,9 @@ class Pipeline:
             batches = [batch for x in xs for batch in self._batches(x, None)]
             runtime, xs = self._ready(batches, expected), [x for x, _, _ in batches]
             assert isinstance(runtime, (Inline, Processes))
-            if not self._begun:
-                self._expected = expected
+            self._ahead.expect(expected)
             outputs: list[Value] = self._do(partial(runtime.forward, self._arrived, xs, self._options, expected))
-            self._ahead = len(xs)
+            self._ahead.count = len(xs)
             for output in outputs:
                 for part in output if isinstance(output, tuple) else (output,):
                     if isinstance(part, Tensor) and (part.is_floating_point() or part.is_complex()):
@@ -370,11 +346,7 @@ class Pipeline:
 
         expected: as `forward` will be given it.
         """
-        if count == 1 or any(self.method.delays(2)):
-            return count == 1
-        pushed = self._expected if self._begun else expected
-        every = flush(self.method.schedule_at(self._arrived, pushed))
-        return self._begun % every + count <= every
+        return self._ahead.together(count, self._arrived, expected)
 
     def backward(self, gradient: Value = None) -> None:
         """B, wherever it may be done now, once the loss's gradient with respect to the output of `forward` is known.
@@ -396,17 +368,18 @@ class Pipeline:
     def _backward(self, gradients: Sequence[Value], forget: bool = False) -> None:
         with self._lock, torch.enable_grad():
             runtime = self._went_ahead("backward")
-            if len(gradients) != self._ahead:
-                raise ValueError(f"backward was given {len(gradients)} gradients, but forward {self._ahead} inputs")
-            ahead, self._ahead = self._ahead, 0
-            nothing = [n for n, g in enumerate(gradients) if forget and _nothing(g)]
-            if nothing:
+            if len(gradients) != self._ahead.count:
+                raise ValueError(
+                    f"backward was given {len(gradients)} gradients, but forward {self._ahead.count} inputs"
+                )
+            ahead, fallen = self._ahead.take(), [n for n, g in enumerate(gradients) if forget and nothing(g)]
+            if fallen:
                 assert isinstance(runtime, Inline)
-                runtime.loop.forget(nothing, ahead)
-                gradients = [g for g in gradients if not _nothing(g)]
+                runtime.loop.forget(fallen, ahead)
+                gradients = [g for g in gradients if not nothing(g)]
             if gradients:
                 self._arrived += len(gradients)
-                self._begun += len(gradients)
+                self._ahead.backward(len(gradients))
                 self._do(partial(runtime.backward, gradients))
 
     def forget(self) -> None:
@@ -415,7 +388,7 @@ class Pipeline:
             runtime = self._went_ahead("forget")
             if isinstance(runtime, Processes):
                 raise RuntimeError("forget: the other ranks are ahead already; give backward a gradient of zeros")
-            ahead, self._ahead = self._ahead, 0
+            ahead = self._ahead.take()
             runtime.loop.forget(range(ahead), ahead)
 
     def step(self) -> None:
@@ -424,23 +397,23 @@ class Pipeline:
             self._open()
             if isinstance(self._runtime, (Inline, Processes)):
                 self._do(partial(self._runtime.step, self.method.flush_each_push))
-                self._begun = 0 if self.method.flush_each_push else self._begun
+                if self.method.flush_each_push:
+                    self._ahead.restart()
                 self._commit_if_due()
 
     def _batches(self, x: Any, y: Any) -> list[Batch]:
-        size = None if self._outside else self._micro_batch_size
-        return self._entrance.batches(x, y, size, self.wait)
+        return self._entrance.batches(x, y, self._micro_batch_size, self.wait)
 
     def _one_by_one(self) -> None:
         self._open()
         if not self._outside:
             raise RuntimeError("forward is for a pipeline built with loss=None; this one has a loss: call push")
-        if self._ahead:
+        if self._ahead.count:
             raise RuntimeError("forward was called twice; call backward or forget between")
 
     def _went_ahead(self, what: str) -> Inline | Processes:
         self._open()
-        if not self._ahead:
+        if not self._ahead.count:
             raise RuntimeError(f"{what} comes after forward, but no micro-batch has gone forward")
         assert isinstance(self._runtime, (Inline, Processes))
         return self._runtime
@@ -482,8 +455,8 @@ class Pipeline:
             self._open()
             if self._runtime is not None:
                 self._do(self._runtime.drain)
-                self._drained = self._arrived
-                self._begun = 0
+                self._commits.restart(self._arrived)
+                self._ahead.restart()
                 self._commit_if_due()
 
     def evaluate(self, x: Value) -> Any:
@@ -586,14 +559,10 @@ class Pipeline:
                 raise RuntimeError("commit: no rank has its stages before the first push; call it afterwards")
             self.wait()
             self._do(partial(versions.commit, store, self.ranks, self._holding.mine, self._loops(), self.plain()))
-            self._committed = self._arrived
+            self._commits.made(self._arrived)
 
     def _commit_if_due(self) -> None:
-        store, every = self._holding.store, flush(self.method.schedule)
-        # counted, not looked up: loops may be at work in threads, and all ranks have to agree
-        flushed = self.method.flush_each_push or (self._arrived - self._drained) % every == 0
-        arrived = self._arrived - self._committed
-        if isinstance(store, DiskStore) and disk.due(self.method, store.commit_every, arrived, flushed):
+        if self._commits.due(self._arrived):
             self.commit()
 
     def _resume(self) -> None:
@@ -607,7 +576,7 @@ class Pipeline:
             self.load_state_dict(saved or {})
         except ValueError as error:
             raise StoreError(f"{store.folder}: {error}; or give the store another folder") from error
-        self._committed = self._arrived
+        self._commits.made(self._arrived)
 
     # -- looking in ----------------------------------------------------------------------------------------------
 
@@ -627,16 +596,7 @@ class Pipeline:
             return self._model
         if self._runtime is None and self.ranks.several:
             return self._model
-        # buffers (batch statistics) differ between replicas: the first one's count
-        stages = [s for s in self._holding.mine if self._holding.shards or not s.replica]
-        found = {s.index: self._holding.values(s) for s in stages}
-        mine = {} if self.ranks.replica else found
-        values = {s: v for part in self.ranks.gather(mine, "model") for s, v in part.items()}
-        whole = copy.deepcopy(self._model)
-        meta.move([t for t in (*whole.parameters(), *whole.buffers()) if t.is_meta], "cpu")
-        named = {self._stages[s].names[key]: v for s, part in values.items() for key, v in part.items()}
-        whole.load_state_dict(named, strict=False)  # what no stage computes with is as it was
-        return whole
+        return self._holding.whole(self._model)
 
     @property
     def ledger(self) -> Sequence[Record]:
@@ -710,11 +670,7 @@ class Pipeline:
         Over processes every rank calls it: their clocks are compared.
         """
         self.wait()
-        if on:
-            self._clock = clocks.read(self.ranks)
-        self._tracing = on
-        for loop in self._loops():
-            loop.worker.record(on)
+        self._observing.record(self._loops(), self.ranks, on)
 
     def watch(self, on: bool = True) -> Watch:
         """Follow micro-batches from now on, at one more copy of the weights: `Watch` says what it tells.
@@ -726,17 +682,7 @@ class Pipeline:
         if self._holding.shards:
             raise ValueError("store: watch measures whole weights, of which a rank's store has a slice; use store=None")
         self.wait()
-        watch = self._watch or Watch(len(self._stages))
-        self._watch = watch if on else None
-        self._look()
-        return watch
-
-    def _look(self) -> None:
-        for loop in self._loops():
-            loop.worker.watch = self._watch
-            if self._watch is not None:
-                self._watch.first = min(loop.worker.stages)
-                self._watch.newest = loop.worker.residence.newest
+        return self._observing.watch(self._loops(), len(self._stages), on)
 
     def clip(self, norm: float | None = None, value: float | None = None) -> None:
         """Clip the updates that come otherwise than the pipeline was built to; those that are due are such."""
@@ -752,9 +698,8 @@ class Pipeline:
         Over processes every rank asks for it, and gets what all ranks measured.
         """
         self.wait()
-        return Recording(
-            clocks.tracks(self.ranks, self._loops(), self.owner, self._clock), self.owner, repr(self.method)
-        )
+        tracks = self._observing.tracks(self._loops(), self.ranks, self.owner)
+        return Recording(tracks, self.owner, repr(self.method))
 
     @property
     def owner(self) -> list[int]:
@@ -779,7 +724,7 @@ class Pipeline:
         """
         with self._lock:
             self.wait()
-            if self._ahead:
+            if self._ahead.count:
                 raise RuntimeError("a micro-batch has gone forward; call backward or forget before taking the state")
             mine = self._holding.mine
             return state.share(mine, self._loops(), self._holding.opened, take)
@@ -866,12 +811,11 @@ class Pipeline:
         return self._holding.would_hold(plain["seconds"]) if plain["loops"] else None
 
     def _take_up(self, saved: dict[str, Any], plain: dict[str, Any]) -> None:
-        for opt, groups in zip(self.optimizers, plain["groups"][str(plain["current"])], strict=True):
-            for group, values in zip(opt.param_groups, groups, strict=True):
-                group.update(restored(values, group))
+        state.put_options(plain, self.optimizers)
         options = state.options_of(plain, self.optimizers)
         self._options = options[plain["current"]]
-        self._arrived, self._smallest, self._holding.seconds = plain["arrived"], None, plain["seconds"]
+        self._arrived, self._holding.seconds = plain["arrived"], plain["seconds"]
+        self._rehearsals.forget()
         if self._program is not None:
             self._program.know(plain.get("forms", ()))
         if plain["loops"]:
@@ -883,15 +827,15 @@ class Pipeline:
                 loaded = state.load(stage, saved, options, partial(holding.opened, changes=True), holding.present)
                 messages.setdefault(stage.replica, {}).update(loaded)
         loops = plain["loops"]
-        self._drained = loops[0]["order"]["start"] if loops and not loops[0]["fresh"] else self._arrived
+        self._commits.restart(loops[0]["order"]["start"] if loops and not loops[0]["fresh"] else self._arrived)
         if plain["loops"]:
             self._start()
             assert self._runtime is not None
             for loop in self._runtime.loops:
                 loop.resume(plain["loops"][loop.replica], messages.get(loop.replica, {}), options)
         places = [place for place in plain["loops"][:1] if not place["fresh"]]
-        self._begun = sum(self._arrived - place["order"]["start"] for place in places)
-        self._expected = sum(place.get("pushed", 1) for place in places)
+        begun = sum(self._arrived - place["order"]["start"] for place in places)
+        self._ahead.take_up(begun, sum(place.get("pushed", 1) for place in places))
 
     # -- inside --------------------------------------------------------------------------------------------------
 
@@ -926,30 +870,22 @@ class Pipeline:
             raise ValueError("workers: autocast does not reach other threads; enter it inside the modules")
         if self._setting.stacks and (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")):
             raise ValueError("vectorize: stages that run as one know no autocast; enter it inside the modules")
-        modes = [stage.module.training for stage in self._stages]
-        x, y, size = min(batches, key=lambda batch: batch[2])
-        known = self._smallest is not None and modes == self._modes
-        if known and self._smallest is not None and (size >= self._smallest or self._holding.shards):
-            return  # with shards, replicas would have to gather weights for it all at once, whatever they push
+        if not self._rehearsals.due(batches):
+            return
         if self._runtime is not None:
             self._do(self._runtime.wait)  # buffers and random state are borrowed and put back
-        if not known:
-            first = batches[0]
-            seconds = self._through(first[0], partial(self._full, y=first[1]))
-            self._holding.seconds = seconds or self._holding.seconds
-        if not known or size < batches[0][2]:
-            self._through(x, partial(self._cheap, y=y))
+        relay = self._relay if isinstance(self._runtime, Processes) else None
+        self._rehearsals.run(batches, relay)
         if self._setting.stacks:
-            left = self._stack([batches[0][0], x])
+            left = self._stack([batches[0][0], smallest(batches)[0]])
             if left and self._compile:  # these compile, and are checked, on their own
-                self._through(batches[0][0], partial(self._full, y=batches[0][1]))
+                self._rehearsals.whole(batches[0], relay)
         if self._runtime is None:
             if self.ranks.several:
                 self._holding.seconds = self.ranks.gather(self._holding.seconds, "push()")[0]
                 self._holding.share_out(values=True)
             self._start()
-        self._modes = modes
-        self._smallest = size if self._smallest is None else min(size, self._smallest)
+        self._rehearsals.done(batches)
 
     def _stack(self, xs: Sequence[Value]) -> bool:
         """Have stages that are alike run as one, where they can and should; returns whether some do not."""
@@ -964,14 +900,16 @@ class Pipeline:
                 )
             return False
         for stack in list(kept):
-            times = stack.gain(stack.known) / calls(self.method.schedule, len(self._stages), stack)
+            times = stack.gain() / calls(self.method.schedule, len(self._stages), stack)
             reasons[stack.name] = f"as one, {times:.1f} times as fast"
             if self._vectorize == "auto" and times < 1:
                 reasons[stack.name] = f"as they are, for as one they are {times:.2f} times as fast"
                 kept.remove(stack)
-        if not kept and self._vectorize is True:
+        if not kept and self._vectorize != "auto":
             told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-            raise ValueError(f'vectorize=True: no stages can run as one ({told}); use vectorize="auto" or False')
+            raise ValueError(
+                f'vectorize={self._vectorize!r}: no stages can run as one ({told}); use vectorize="auto" or False'
+            )
         left = [stack for stack in self._setting.stacks if stack not in kept]
         for stack in left:
             leave(stack)
@@ -980,25 +918,9 @@ class Pipeline:
         self.vectorized, self._setting = reasons, self._setting._replace(stacks=kept)
         return bool(left)
 
-    def _through(
-        self, x: Value, rehearsal: Callable[[Sequence[Stage], Value], tuple[list[float], Value]]
-    ) -> list[float]:
-        """Rehearse all stages of all replicas here; once ranks have their stages, each its own."""
-        if isinstance(self._runtime, Processes):
-            self._do(partial(self._runtime.relay, x, lambda stages, value: rehearsal(stages, value)[1], back=False))
-            return []
-        seconds = [rehearsal(stages, x)[0] for stages in self._holding.everywhere]
-        return seconds[0]
-
-    def _full(self, stages: Sequence[Stage], x: Value, y: Any) -> tuple[list[float], Value]:
-        return rehearse(stages, self.method, self.delays, x, y, warn=self._warn, present=self._holding.present)
-
-    def _cheap(self, stages: Sequence[Stage], x: Value, y: Any) -> tuple[list[float], Value]:
-        value = x
-        for stage in stages:
-            with self._holding.present(stage):
-                value = rehearse_shape([stage], value, y)
-        return [], value
+    def _relay(self, x: Value, part: Callable[[Sequence[Stage], Value], Value]) -> None:
+        assert isinstance(self._runtime, Processes)
+        self._do(partial(self._runtime.relay, x, part, back=False))
 
     def _start(self) -> None:
         self._runtime = start(self._holding, self._setting)
@@ -1006,9 +928,7 @@ class Pipeline:
             self._runtime.settle = _weakly(self.wait)
         if not isinstance(self._runtime, Inline) or self._holding.store is not None:
             self._finalizer = weakref.finalize(self, _end, self._runtime, self.ranks)
-        self._look()
-        for loop in self._loops():
-            loop.worker.record(self._tracing)
+        self._observing.started(self._loops())
 
 
 @contextmanager
@@ -1038,10 +958,6 @@ def _weakly(method: Callable[[], None]) -> Callable[[], None]:
         there()
 
     return call
-
-
-def _nothing(gradient: Value) -> bool:
-    return gradient is None or (isinstance(gradient, tuple) and all(part is None for part in gradient))
 
 
 def _clip(loop: Loop, norm: float | None, value: float | None) -> None:

@@ -16,8 +16,8 @@ from typing import NamedTuple
 from pipeback.dry import Room
 from pipeback.foreseen import HOST, Foreseen, Host, disk_room, foresee, host_room
 from pipeback.sizes import written
-from pipeback.streaming import Traffic
 from pipeback.survey import Facts
+from pipeback.traffic import Traffic
 
 HIDDEN = 0.05  # streaming counts as hidden where no more than this share of the time is waiting
 FAR = 256  # micro-batches a push that are counted; beyond, bytes grow as they did

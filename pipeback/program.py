@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,10 +22,12 @@ from torch.utils import _pytree as pytree
 
 from pipeback.decisions import MOST, Decision, decisions, mark, told
 from pipeback.follow import Call, Form, Record, Ref, follow, opened
-from pipeback.granularity import Cuts, Unit, blocks_of, cacheless, chosen, family, given, joined, leaves, units
+from pipeback.granularity import Cuts, Unit, blocks_of, cacheless, chosen, family, joined, leaves, units
 from pipeback.inflight import replica, untouched
+from pipeback.ownership import Ownership
 from pipeback.partition import Part
-from pipeback.segment import Key, Lent, Portion, Segment, key_of
+from pipeback.routes import routes
+from pipeback.segment import Key, Segment, key_of
 
 
 class Arguments(NamedTuple):
@@ -79,8 +81,9 @@ class Program:
         arguments = self.arguments(example)
         with cacheless(model) as without:
             record, known = self._first(arguments, whole, by)
-            self._own(record)
-            self.segments = [self._segment(s) for s in range(len(self.units))]
+            self.ownership = Ownership(model, self._staged(record), len(self.units), record.changed)
+            saved = set(model.state_dict())
+            self.segments = [self._segment(s, saved) for s in range(len(self.units))]
             self._copies: list[Sequence[nn.Module]] = [self.segments]
             x = self._take(record, self.enter(arguments)[0], model.training, known)
             if self.complete:
@@ -280,76 +283,11 @@ class Program:
             x = segment(tuple(parts) if len(parts) > 1 else parts[0])
         return x
 
-    # -- who owns what -------------------------------------------------------------------------------------------
+    # -- stages --------------------------------------------------------------------------------------------------
 
-    def _own(self, record: Record) -> None:
-        """The stage of every module, parameter and buffer: the first that uses it."""
-        model = self.model
-        self.owner: dict[int, int] = {}  # of parameters, by identity
-        self.names: dict[int, str] = {}  # of parameters: what they are called in the stage that owns them
-        self.owned: list[dict[str, Any]] = [{} for _ in self.units]
-        self._copied: list[set[str]] = [set() for _ in self.units]  # buffers of another stage, read here too
-        where: dict[str, int] = {}
-        buffers = dict(model.named_buffers())
-        self._parameters = dict(model.named_parameters())
-        for s, call in self._staged(record):
-            for name in call.attributes():
-                if name in buffers and name not in self.owned[s]:
-                    self.owned[s][name] = buffers[name]
-                    if name in where:
-                        if name in record.changed:
-                            raise ValueError(
-                                f"buffer {name!r} is changed by the forward, and stages {where[name]} and {s} read it; "
-                                "cut so that one stage alone does, or keep their module whole: give its path in leaves="
-                            )
-                        self._copied[s].add(name)
-                        self.owned[s][name] = buffers[name].detach().clone()
-                    where.setdefault(name, s)
-            for name in given(self._parameters, call):
-                p = self._parameters[name]
-                if id(p) not in self.owner:
-                    self.owner[id(p)], self.names[id(p)] = s, name
-                    self.owned[s][name] = p
-            if not call.module:
-                continue
-            module = model.get_submodule(call.target)
-            if call.target in where:
-                if where[call.target] != s and any(True for _ in module.parameters()):
-                    self._again(call.target, where[call.target], s)
-                if where[call.target] == s:
-                    continue
-            where.setdefault(call.target, s)
-            tied = []
-            for name, p in module.named_parameters():
-                self.names.setdefault(id(p), f"{call.target}.{name}")
-                if self.owner.setdefault(id(p), s) != s:
-                    tied.append(name)
-            if tied:
-                self.owned[s][call.target] = Lent(module, tied)
-            else:
-                self.owned[s][call.target] = module
-
-    def _again(self, path: str, first: int, second: int) -> None:
-        """A module with weights is called in two stages: meant where it has two names; what it keeps cannot travel."""
-        module = self.model.get_submodule(path)
-        names = [name for name, m in self.model.named_modules(remove_duplicate=False) if m is module]
-        where = f"{type(module).__name__} {path!r} is called in stages {first} and {second}"
-        if len(names) < 2:
-            raise ValueError(
-                f"{where}, but has weights, which one stage alone can change; cut so that both calls lie in one stage, "
-                "or use two modules, or give it a second name in the model (self.b = self.a), which says that its "
-                "weights are to be tied"
-            )
-        if kept := next((name for name, _ in module.named_buffers()), None):
-            raise ValueError(
-                f"{where}, and its buffer {kept!r} belongs to one stage alone, while weights may travel; cut so that "
-                "both calls lie in one stage, or use two modules (which may share their weights)"
-            )
-
-    def _segment(self, s: int) -> Segment:
-        label = f"stage {s} ({self._label(self.units[s])})"
-        saved = self.model.state_dict()
-        return Segment(label, self.owned[s], self._describe, self._copied[s] | (set(self.owned[s]) - set(saved)))
+    def _segment(self, s: int, saved: Collection[str]) -> Segment:
+        label, owned = f"stage {s} ({self._label(self.units[s])})", self.ownership.owned[s]
+        return Segment(label, owned, self._describe, self.ownership.copied[s] | (set(owned) - set(saved)))
 
     def _label(self, unit: Unit) -> str:
         """Its layer; of several, the longest path that holds all their weights, or from where to where they lie."""
@@ -386,7 +324,7 @@ class Program:
 
     def _take(self, record: Record, x: Any, training: bool, known: Known) -> Any:
         """Have the stages know what to do for micro-batches as x; returns x with its mark."""
-        n, others = len(self.segments), self._variants.setdefault(key_of(_parts(x), training), [])
+        others = self._variants.setdefault(key_of(_parts(x), training), [])
         if len(others) == MOST:
             raise ValueError(
                 f"{type(self.model).__name__}.forward has gone {MOST} ways for micro-batches of one form, and goes yet "
@@ -397,65 +335,15 @@ class Program:
             known = known._replace(mark=mark(known.decisions, [o.mark for o in others if o.mark is not None]))
         marked = known.marked(x)
         key = key_of(_parts(marked), training)
-        staged = list(self._staged(record))
-        forms = list(record.forms)
-        calls: list[list[Call]] = [[] for _ in range(n)]
-        made = dict.fromkeys(range(record.inputs), -1)  # the stage that makes a value
-        until = dict.fromkeys(record.out, n)  # the last stage that needs it
-        lends: list[dict[str, int]] = [{} for _ in range(n)]
-        borrows: list[dict[str, int]] = [{} for _ in range(n)]
-        numbers: dict[int, int] = {}  # of weights that travel
-        asked, checked = 0, {decision.number for decision in known.decisions}  # these at the push, by `known`
-        for s, call in staged:
-            if call.check is None or asked not in checked:
-                calls[s].append(call)
-            asked += call.check is not None
-            for ref in call.refs():
-                until[ref.number] = max(until.get(ref.number, 0), s)
-            for number in call.out:
-                made[number] = s
-            for local, p in self._borrowed(s, call):
-                if id(p) not in numbers:
-                    numbers[id(p)] = len(forms)
-                    forms.append((p.shape, p.dtype))
-                    made[numbers[id(p)]] = self.owner[id(p)]
-                    lends[self.owner[id(p)]][self.names[id(p)]] = numbers[id(p)]
-                borrows[s][local] = numbers[id(p)]
-                until[numbers[id(p)]] = max(until.get(numbers[id(p)], 0), s)
-        takes, marks = list(range(record.inputs)), list[int]()
-        if known.mark is not None:
-            marks = [len(forms)]
-            forms.append((known.mark.shape, known.mark.dtype))
-        takes += marks
-        for s in range(n):
-            gives = record.out if s == n - 1 else sorted(v for v, end in until.items() if made[v] <= s < end)
-            if not gives:
-                raise ValueError(f"{self.segments[s].label} gives nothing that a later stage would take; cut elsewhere")
-            gives = gives if s == n - 1 else gives + marks
-            form = record.form if s == n - 1 else None
-            fixed = {v for v in takes if v < len(record.grads) and not record.grads[v]}
-            portion = Portion(
-                calls[s], takes, gives, fixed, lends[s], borrows[s], record.constants, form, record.device
-            )
-            incoming = key if s == 0 else (key[0], *[forms[v] for v in takes])
+        staged, asked = list(self._staged(record)), {decision.number for decision in known.decisions}
+        labels = [segment.label for segment in self.segments]
+        found = routes(record, staged, self.ownership, labels, known.mark, asked)
+        for s, (portion, forms) in enumerate(found):
             for copy in self._copies:
-                copy[s].learn(incoming, portion)  # type: ignore[operator]
-            takes = gives
+                copy[s].learn(key if s == 0 else (key[0], *forms), portion)  # type: ignore[operator]
         self._known[key] = known
         others.append(known)
         return marked
-
-    def _borrowed(self, s: int, call: Call) -> Iterator[tuple[str, nn.Parameter]]:
-        """Weights of earlier stages that a call computes with, by the name that the segment looks them up by."""
-        found = self.owned[s].get(call.target) if call.module else None
-        if isinstance(found, Lent):
-            module = self.model.get_submodule(call.target)
-            for name in found.names:
-                yield f"{call.target}.{name}", module.get_parameter(name)
-        for name in given(self._parameters, call):
-            p = self._parameters[name]
-            if self.owner.get(id(p), s) != s:
-                yield name, p
 
 
 def _apart(arguments: Arguments) -> Arguments:

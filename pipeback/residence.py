@@ -101,7 +101,7 @@ class Resident:
                 if h.version is not None:
                     flight.version = h.version
                 else:
-                    flight.owned = h.buffer
+                    flight.owned, stage.owns = h.buffer, True
         forget_casts()
 
     def backward(self, ops: Ops) -> tuple[list[Held], dict[int, int]]:

@@ -8,6 +8,7 @@ be pickled, so that a method can be sent to other processes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 
@@ -87,14 +88,30 @@ def flowing(slack: int = 2, every: int = 1) -> Schedule:
     # flowing(1):     0 │ F0 F1 F2 .  .  B0 F3 B1 F4 B2 ...
     #                 1 │ .  F0 F1 .  B0 F2 B1 F3 B2 F4 ...
     #                 2 │ .  .  F0 B0 F1 B1 F2 B2 F3 B3 ...
-    return partial(_flowing, _positive("slack", slack, least=0), _positive("every", every))
+    return Flowing(_positive("slack", slack, least=0), _positive("every", every))
 
 
-def _flowing(slack: int, every: int, stage: int, stages: int) -> Iterator[Op]:
-    ahead = slack * (stages - 1 - stage)
-    yield from (Op("F", i) for i in range(ahead))
-    for i in count():
-        yield Op("F", i + ahead)
-        yield Op("B", i)
-        if (i + 1) % every == 0:
-            yield Op("U", i)
+@dataclass(frozen=True)
+class Flowing:
+    """The schedule that `flowing` describes."""
+
+    slack: int
+    every: int
+
+    def __call__(self, stage: int, stages: int) -> Iterator[Op]:
+        yield from (Op("F", i) for i in range(self.slack * (stages - 1 - stage)))
+        yield from self.rounds(stage, stages)
+
+    def rounds(self, stage: int, stages: int, first: int = 0) -> Iterator[Op]:
+        """The program from the round on in which micro-batch `first` goes backward: F, B and every so often U."""
+        ahead = self.slack * (stages - 1 - stage)
+        for i in count(first):
+            yield Op("F", i + ahead)
+            yield Op("B", i)
+            if (i + 1) % self.every == 0:
+                yield Op("U", i)
+
+    @property
+    def full(self) -> bool:
+        """Whether in the end every stage does F, B and U of one micro-batch at every tick of the order "skewed"."""
+        return self.slack == 2 and self.every == 1

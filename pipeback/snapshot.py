@@ -160,7 +160,8 @@ def load_flights(
     stage: Stage, tensors: Mapping[str, Tensor], plain: Plain, options: dict[int, Any]
 ) -> dict[tuple[str, int, int], Any]:
     """Put what is in flight into a stage that has its weights on its device; returns the waiting messages."""
-    stage.flights = {int(mb): _load_flight(stage, int(mb), p, tensors, options) for mb, p in plain["flights"].items()}
+    flights = sorted(((int(mb), p) for mb, p in plain["flights"].items()), key=lambda pair: pair[0])
+    stage.flights = {mb: _load_flight(stage, mb, p, tensors, options) for mb, p in flights}
     return {
         (kind, stage.index, mb): _load_value(stage, tensors, f"message/{kind}/{mb}", shape)
         for kind, mb, shape in plain["messages"]
@@ -188,6 +189,7 @@ def _load_flight(stage: Stage, mb: int, plain: Plain, tensors: Mapping[str, Tens
     if stage.keeping is not None:
         stage.keeping.adopt(flight)
     if plain["owned"]:
+        stage.owns = True
         flight.owned = [_home(stage, tensors[f"flight/{mb}/used/{n}"]) for n in range(len(stage.weights))]
     stage.listen(flight)
     flight.entry, flight.options = plain["entry"], options[plain["options"]]
@@ -206,6 +208,7 @@ def _load_row(stage: Stage, mb: int, plain: Plain, tensors: Mapping[str, Tensor]
     values = [tensors[f"{prefix}{n}"] for n in range(sum(name.startswith(prefix) for name in tensors))]
     flight.row = stage.stack.restore(stage, mb, (tuple(shape), getattr(torch, dtype), training), values)
     if plain["owned"]:
+        stage.owns = True
         flight.owned = [_home(stage, tensors[f"flight/{mb}/used/{n}"]) for n in range(len(stage.weights))]
     flight.entry, flight.options = plain["entry"], options[plain["options"]]
     return flight

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward
 
 from pipeback import meta
 from pipeback.bundle import Bundle, Weights
@@ -57,18 +59,25 @@ class Flight:
         self.options: Any = None  # the optimizers' options when the micro-batch was pushed
         self.entry = 0
         self.again: Again | None = None  # gives B the output, if F has kept no graph
-        self.caught: list[Tensor | None] | None = None  # gradients of the leaves as they lie in memory
+        self.caught: list[Tensor | None] | None = None  # gradients that lie in memory otherwise than their leaves
         self.row: Row | None = None  # where a stack keeps it, if one has done F
 
     def listen(self) -> None:
-        """Catch the gradients of the leaves as they come: `.grad` may be a copy with the strides of the leaf, on which
-        kernels of the stage before would round otherwise than in one graph.
+        """Catch a gradient that does not lie in memory as its leaf does: `.grad` is a copy with the strides of the
+        leaf, on which kernels of the stage before would round otherwise than in one graph.
         """
-        caught: list[Tensor | None] = [None] * len(self.leaves)
+        self.caught = [None] * len(self.leaves)
         for n, leaf in enumerate(self.leaves):
             if leaf.requires_grad:
-                leaf.register_hook(partial(caught.__setitem__, n))
-        self.caught = caught
+                strides = leaf.stride() if leaf.is_contiguous() else None  # else `.grad` may have others even so
+                # what Tensor.register_hook does, without a handle to remove it by
+                leaf._backward_hooks = OrderedDict({0: partial(_catch, self.caught, n, strides)})
+
+
+def _catch(caught: list[Tensor | None], n: int, strides: tuple[int, ...] | None, gradient: Tensor) -> None:
+    # one that is not kept need not be copied
+    if gradient.layout is not torch.strided or gradient.stride() != strides:
+        caught[n] = gradient
 
 
 class Stage:
@@ -122,6 +131,7 @@ class Stage:
         self.version = 0
         self.flights: dict[int, Flight] = {}
         self.versions: dict[int, Weights] = {}  # older weights that are still needed, by version
+        self.owns = False  # some flights have shifted weights of their own
         self.scratch: Weights | None = None
         self.prepare(method)
         self.count = 0.0  # micro-batches (or samples) whose gradients are summed for the coming update
@@ -297,7 +307,7 @@ class Stage:
 
     def listen(self, flight: Flight) -> None:
         """Note how gradients of its inputs lie in memory, where that may be otherwise than the inputs."""
-        if self.odd_gradients or any(leaf.dim() > 2 for leaf in flight.leaves):
+        if self.odd_gradients or [leaf for leaf in flight.leaves if leaf.dim() > 2]:
             flight.listen()
 
     def backward(self, mb: int, grad: Value = None) -> Value:
@@ -391,11 +401,10 @@ class Stage:
     def end_backward(self, flight: Flight) -> Value:
         """Count the micro-batch; returns the gradient to send upstream, None where there is none."""
         self.count += 1
+        grads = [x.grad for x in flight.leaves]
         if flight.caught is not None:
-            return tuple(flight.caught) if flight.tuple_input else flight.caught[0]
-        if flight.tuple_input:
-            return tuple(x.grad for x in flight.leaves)
-        return flight.leaves[0].grad
+            grads = [own if odd is None else odd for own, odd in zip(grads, flight.caught, strict=True)]
+        return tuple(grads) if flight.tuple_input else grads[0]
 
     def sums(self) -> Sums:
         """Take the gradient sums that autograd left in the parameters' `.grad`, in micro-batch order, and the count."""
@@ -479,11 +488,20 @@ class Stage:
     def release(self, version: int | None = None) -> None:
         """Drop the versions that no flight uses and that, at `version`, no later forward may ask for."""
         oldest = (self.version if version is None else version) - self.history
-        for old in [v for v in self.versions if v < oldest and not self._needed(v)]:
+        for old in list(self.versions):  # as they were kept, and as flights end: the oldest first
+            if old >= oldest or self._needed(old):
+                return
             del self.versions[old]
 
     def _needed(self, version: int) -> bool:
-        return any(f.version == version and f.owned is None for f in self.flights.values())
+        """Whether a flight uses this version, the oldest that is kept or the newest. Later flights have later ones."""
+        newest = version == self.version
+        for flight in reversed(self.flights.values()) if newest else self.flights.values():
+            if flight.version < version if newest else flight.version > version:
+                return False
+            if flight.version == version and flight.owned is None:
+                return True
+        return False
 
     def past(self, version: int) -> Weights:
         """The weights after `version` updates: the live ones, or a kept copy."""
@@ -499,7 +517,7 @@ class Stage:
 
     def copies(self) -> float:
         """Copies of the weights held now: the live one, scratch, kept versions and shifted weights in flight."""
-        owned = sum(f.owned is not None for f in self.flights.values())
+        owned = sum(f.owned is not None for f in self.flights.values()) if self.owns else 0
         return 1.0 + (self.scratch is not None) + len(self.versions) + owned
 
     def bytes(self) -> int:
@@ -547,7 +565,8 @@ def cut(output: Value) -> Value:
 def differentiate(roots: list[Tensor], seeds: list[Tensor]) -> None:
     """One autograd call through any number of graphs: gradients are added to the leaves' `.grad`."""
     if roots:
-        _Join.apply(seeds, *roots).backward()
+        # what torch.autograd.backward calls, without its checks in Python of every root: the engine checks them, too
+        _engine_run_backward(tuple(roots), tuple(seeds), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def evaluate(stages: Sequence[Stage], x: Value) -> Value:
@@ -567,16 +586,3 @@ def evaluate(stages: Sequence[Stage], x: Value) -> Value:
         for module, mode in modes:
             module.training = mode
     return cut(value)
-
-
-class _Join(torch.autograd.Function):
-    """One root above many graphs, which hands each its gradient: autograd starts faster from one than from many."""
-
-    @staticmethod
-    def forward(ctx: Any, seeds: list[Tensor], *roots: Tensor) -> Tensor:
-        ctx.seeds = seeds
-        return torch.zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return (None, *ctx.seeds)

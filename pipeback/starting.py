@@ -109,5 +109,7 @@ def _loop(
     if setting.stacks:
         policy = "skewed"
     order = Order(holding.method.schedule, len(holding.stages), policy=policy, seed=setting.seed, near=near)
+    if isinstance(worker, Vectorized):
+        order.leap = partial(worker.leap, order)
     moves = store is not None and not isinstance(store, DeviceStore)
     return Loop(worker, order, holding.method, replica, shared, at_once=moves)

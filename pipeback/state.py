@@ -159,6 +159,13 @@ def options_of(plain: Plain, optimizers: Sequence[Any]) -> dict[int, Options]:
     }
 
 
+def put_options(plain: Plain, optimizers: Sequence[Any]) -> None:
+    """Give the optimizers the options that they had when the state was taken."""
+    for opt, groups in zip(optimizers, plain["groups"][str(plain["current"])], strict=True):
+        for group, saved in zip(opt.param_groups, groups, strict=True):
+            group.update(restored(saved, group))
+
+
 def fits(
     state: Any,
     stages: Sequence[Stage],

@@ -34,40 +34,8 @@ from pipeback.shards import Column
 from pipeback.slot import Pool, Slot
 from pipeback.stage import Stage, Sums
 from pipeback.store import Store, lay
-
-
-class Traffic(NamedTuple):
-    """What streaming has moved and waited for."""
-
-    weights_in: int = 0  # bytes of weights copied to the device
-    gradients_out: int = 0  # bytes of gradients, and of partial sums, that left the device
-    sums_in: int = 0  # bytes of partial sums that came back
-    gathered: int = 0  # bytes of weights that came from other ranks' stores
-    scattered: int = 0  # bytes of gradients that went to other ranks
-    fetches: int = 0  # times that a stage's weights came
-    stall: float = 0.0  # seconds in which computing waited for weights, gradients or the store
-    seconds: float = 0.0  # seconds of all that was run
-    peak_stages: int = 0  # stages on the device at most, of one worker
-    peak_bytes: int = 0  # bytes of weights on the device at most
-    read: int = 0  # bytes read from files
-    written: int = 0  # bytes written to files
-
-    def since(self, before: Traffic) -> Traffic:
-        """What has come to it since; peaks are of all the time."""
-        more = {name: getattr(self, name) - getattr(before, name) for name in Traffic._fields if "peak" not in name}
-        return self._replace(**more)
-
-
-_Scattered = tuple[list[Tensor | None], float, int]  # see `Shard.scatter`
-
-
-def together(parts: Iterable[Traffic]) -> Traffic:
-    """Of several workers: sums, the stages of whoever has most at once, and the time of whoever took longest."""
-    some = list(parts) or [Traffic()]
-    sums = {name: sum(getattr(part, name) for part in some) for name in Traffic._fields}
-    return Traffic(**sums)._replace(
-        peak_stages=max(part.peak_stages for part in some), seconds=max(part.seconds for part in some)
-    )
+from pipeback.streams import Streams
+from pipeback.traffic import Traffic
 
 
 class Brought(NamedTuple):
@@ -97,7 +65,7 @@ class Streaming:
         self._fetches: dict[int, tuple[Op | None, Future[Brought]]] = {}  # under way, by stage
         self._updates: dict[int, Future[None]] = {}  # the last of each stage
         self._needed: set[Slot] = set()  # by the operation at hand and those that come
-        self._streams = _Streams([stage.slot.device for stage in stages.values() if stage.slot])
+        self._streams = Streams([stage.slot.device for stage in stages.values() if stage.slot])
         self._traffic, self._lock = Traffic(), threading.Lock()
         self.moves: list[tuple[float, float, str, int]] = []
         self._recording = False
@@ -161,6 +129,7 @@ class Streaming:
         if flight is not None:  # else its forward has failed
             flight.version, flight.owned = held[0].version, held[0].owned
             if flight.owned is not None:
+                self.stages[s].owns = True
                 self.store.put(self.stages[s])
         forget_casts()
 
@@ -470,74 +439,6 @@ class Streaming:
         with self._lock:
             old = self._traffic
             self._traffic = old._replace(**{name: getattr(old, name) + value for name, value in more.items()})
-
-
-class _Streams:
-    """On CUDA: one stream brings weights, one takes gradients away, and events order them with computing."""
-
-    def __init__(self, devices: Sequence[torch.device]) -> None:
-        device = next((d for d in devices if d.type == "cuda"), None)
-        self.device = device
-        if device is not None:
-            self._in, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)
-            self._ready: dict[Slot, torch.cuda.Event] = {}
-            self._free: dict[Slot, torch.cuda.Event] = {}
-
-    def admitted(self, slot: Slot) -> None:
-        """Its memory may still be read by what was computed before."""
-        if self.device is not None:
-            self._free[slot] = torch.cuda.current_stream(self.device).record_event()
-
-    @contextmanager
-    def fetching(self, slot: Slot) -> Iterator[None]:
-        if self.device is None:
-            yield
-            return
-        with torch.cuda.stream(self._in):
-            if slot in self._free:
-                self._in.wait_event(self._free.pop(slot))
-            yield
-            self._ready[slot] = self._in.record_event()
-
-    def arrived(self, slot: Slot) -> None:
-        """What is computed from now on waits for the copy."""
-        if self.device is not None and slot in self._ready:
-            torch.cuda.current_stream(self.device).wait_event(self._ready.pop(slot))
-
-    def leave(self, grads: Sequence[Tensor | None]) -> tuple[list[Tensor | None], Callable[[], None]]:
-        """The gradients in host memory, once the second thing returned has returned."""
-        if self.device is None:
-            return list(grads), lambda: None
-        with torch.cuda.stream(self._out):
-            self._out.wait_stream(torch.cuda.current_stream(self.device))
-            host: list[Tensor | None] = []
-            for g in grads:
-                if g is None:
-                    host.append(None)
-                    continue
-                copy = torch.empty_like(g, device="cpu", pin_memory=True)
-                copy.copy_(g, non_blocking=True)
-                g.record_stream(self._out)
-                host.append(copy)
-            event = self._out.record_event()
-        return host, event.synchronize
-
-    def handed(self, grads: Sequence[Tensor | None]) -> Callable[[Callable[[], _Scattered]], _Scattered]:
-        """Another thread calls what is returned: to exchange gradients on the device, and have them in host memory."""
-        ready = torch.cuda.current_stream(self.device).record_event()
-        for g in grads:
-            if g is not None:
-                g.record_stream(self._out)
-
-        def leave(exchange: Callable[[], _Scattered]) -> _Scattered:
-            with torch.cuda.stream(self._out):
-                self._out.wait_event(ready)
-                mine, total, sent = exchange()
-                host, wait = self.leave(mine)
-            wait()
-            return host, total, sent
-
-        return leave
 
 
 def _singles(waves: Iterable[Wave]) -> Iterator[Wave]:

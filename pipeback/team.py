@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pipeback.bundle import Bundle, Weights
-from pipeback.joint import Joint, Options
+from pipeback.joint import Joint, Options, rates_of
 from pipeback.method import State, When
 from pipeback.stage import Stage
 
@@ -68,7 +68,7 @@ class Team:
         """`When` for the first stage at micro-batch `mb`, with the rate and the delay of every weight."""
         if len(options) != len(self._options) or any(a is not b for a, b in zip(self._options, options, strict=True)):
             self._options = list(options)
-            self._rates = tuple(r for s, o in zip(self.stages, options, strict=True) for r in o.rates[s.index])
+            self._rates = tuple(r for s, o in zip(self.stages, options, strict=True) for r in rates_of(s, o))
         first = self.first
         return When(
             first.index, first.stages, mb, first.version, self._delay, self._rates, self._delays, start, base, entry

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
+from functools import lru_cache
 from itertools import islice, repeat
 from typing import NamedTuple
 
@@ -131,12 +132,12 @@ def bubble(slots: Iterable[Slot], workers: Sequence[int] | None = None) -> float
 
 def delays(schedule: Schedule, stages: int) -> list[int]:
     """Own updates of each stage between F(i) and B(i) in the steady state; within a group, the largest."""
-    return [_steady(schedule, s, stages).delay for s in range(stages)]
+    return [counted.delay for counted in _all_steady(schedule, stages)]
 
 
 def in_flight(schedule: Schedule, stages: int) -> list[int]:
     """The most micro-batches between their forward and their backward, at each stage, in the steady state."""
-    return [_steady(schedule, s, stages).in_flight for s in range(stages)]
+    return [counted.in_flight for counted in _all_steady(schedule, stages)]
 
 
 def horizons(schedule: Schedule, stages: int, costs: Mapping[str, Time] = UNIT) -> list[Horizon]:
@@ -163,6 +164,12 @@ def horizons(schedule: Schedule, stages: int, costs: Mapping[str, Time] = UNIT) 
 class _Steady(NamedTuple):
     delay: int
     in_flight: int
+
+
+@lru_cache(maxsize=64)
+def _all_steady(schedule: Schedule, stages: int) -> tuple[_Steady, ...]:
+    """Of every stage; methods ask again for each of them."""
+    return tuple(_steady(schedule, s, stages) for s in range(stages))
 
 
 def _steady(schedule: Schedule, stage: int, stages: int) -> _Steady:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from pipeback import compiled
 from pipeback.capture import Unfit, signature
 from pipeback.events import Schedule
+from pipeback.graphed import Graphed
 from pipeback.inflight import untouched
 from pipeback.link import Message, Name
 from pipeback.method import Method
 from pipeback.order import Ops, Order
 from pipeback.stack import Stack
 from pipeback.stage import Flight, Stage
+from pipeback.steady import Steady, leaps
 from pipeback.timeline import in_flight
 from pipeback.worker import StageError, Worker
 
@@ -37,8 +40,17 @@ def alike(stages: Sequence[Stage]) -> list[list[Stage]]:
     return [run for run in found if len(run) >= LEAST]
 
 
-def stacked(stages: Sequence[Stage], method: Method, compile: bool | dict[str, Any], *, must: bool) -> list[Stack]:
-    """Stacks of those that look alike; whether they are, `learn` finds out. must: raise where there are none."""
+def stacked(
+    stages: Sequence[Stage], method: Method, compile: bool | dict[str, Any], vectorize: bool | str
+) -> list[Stack]:
+    """Stacks of those that look alike, none without `vectorize`; whether they are, `learn` finds out.
+
+    Raises ValueError where there must be some and are none, and without CUDA for its graphs.
+    """
+    if not vectorize:
+        return []
+    if vectorize == "cuda_graph" and any(s.device is not None and s.device.type != "cuda" for s in stages):
+        raise ValueError('vectorize="cuda_graph" needs all stages on a CUDA device; move the model, or use True')
     flying = in_flight(method.schedule, len(stages))
     stacks = []
     for run in alike(stages):
@@ -47,15 +59,22 @@ def stacked(stages: Sequence[Stage], method: Method, compile: bool | dict[str, A
         if compile:
             how = partial(torch.compile, **compiled.options(compile, keep=False))
         stack = Stack(run, max(flying[first : first + len(run)]) + 1, how)
+        stack.leaps = leaps(method)
+        if vectorize == "cuda_graph":
+            stack.fuse = Graphed if how is None else partial(_graphed, how)
         for stage in run:  # what is compiled is the stack
             stage.stack, stage.call = stack, stage.module
         stacks.append(stack)
-    if not stacks and must:
+    if not stacks and vectorize != "auto":
         raise ValueError(
-            "vectorize=True: no neighbouring stages are alike (in layers, shapes, options; the last one has the loss); "
-            'use vectorize="auto" or False'
+            f"vectorize={vectorize!r}: no neighbouring stages are alike (in layers, shapes, options; the last one has "
+            'the loss); use vectorize="auto" or False'
         )
     return stacks
+
+
+def _graphed(compile: Callable[[Any], Any], function: Any) -> Graphed:
+    return Graphed(compile(function))
 
 
 def learn(stages: Sequence[Stage], stacks: Sequence[Stack], x: Any) -> dict[str, str]:
@@ -101,11 +120,30 @@ class Vectorized(Worker):
         self.stacks = list(stacks)
         self._of = {stage.index: stack for stack in stacks for stage in stack.stages}
         self._mixed = False  # whether some flights of stacked stages are graphs, from a state
+        self._steady: Steady | None = None
+        self._others_apart, self._apart = self._apart, False
 
     def record(self, on: bool) -> None:
         if on:
             raise ValueError("record: stages that run as one cannot be measured apart; build it with vectorize=False")
         super().record(on)
+
+    def leap(self, order: Order, ticks: int) -> int:
+        """Do ticks at which every stage does F, B and U of one micro-batch, as far as that can be done at once; returns
+        how many. The order counts them.
+        """
+        seen = self.replicas or self.watch or self.tracing or self.began or self.samples
+        if seen or self.clip_norm or self.clip_value or self._mixed or not self.stacks:
+            return 0
+        if self._steady is None:
+            self._steady = Steady(self, self.stacks)
+        return self._steady.run(order, ticks)
+
+    def judged(self, i: int, loss: Tensor) -> None:
+        """The last stage has a loss."""
+        if self.check_finite and not torch.isfinite(loss):
+            raise StageError(self._bad_loss(i, loss))
+        self.report(i, loss)
 
     def _forward(self, ops: Ops) -> list[Flight]:
         for stack in self.stacks:
@@ -142,8 +180,8 @@ class Vectorized(Worker):
                 if self.samples:
                     for s, i in some:
                         self._count(self.stages[s], i)
-        if others:
-            super()._backward(sorted(others))
+        for some in [[op] for op in sorted(others)] if self._others_apart else [sorted(others)] if others else []:
+            super()._backward(some)
         if self._mixed:
             for s, i in others:
                 if s in self._of and s == self._of[s].first:
@@ -152,24 +190,22 @@ class Vectorized(Worker):
 
     def update(self, ops: Ops) -> None:
         """U of each: of a whole stack at once, where nothing but the optimizer moves the weights."""
-        if not self.stacks:
-            return super().update(ops)
         plain = not (self._update_hook or self.stash or self.watch or self.clip_norm or self.clip_value)
         there = {s for s, _ in ops}
         done: set[int] = set()
         for stack in self.stacks:
-            if plain and there.issuperset(stack.numbers) and stack.step():
+            if plain and there.issuperset(stack.numbers) and stack.rows.step():
                 done.update(stack.numbers)
                 for stage in stack.stages:
                     stage.version += 1
             else:
-                stack.spread()
+                stack.rows.spread()
         rest = [op for op in ops if op[0] not in done]
         return super().update(rest) if rest else None
 
     def settle(self, stage: int | None = None) -> None:
         for stack in self.stacks:
-            stack.spread()
+            stack.rows.spread()
         super().settle(stage)
 
     def _lend(self, stack: Stack, ops: Ops) -> None:
@@ -208,6 +244,7 @@ class Vectorized(Worker):
     def leave(self, stacks: Sequence[Stack]) -> None:
         self.stacks = [stack for stack in self.stacks if stack not in stacks]
         self._of = {stage.index: stack for stack in self.stacks for stage in stack.stages}
+        self._steady = None
 
     def _look(self) -> None:
         some = (self.stages[s] for s in self._of)

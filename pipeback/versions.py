@@ -7,12 +7,40 @@ from typing import Any
 
 from torch import Tensor
 
-from pipeback import state
+from pipeback import disk, state
 from pipeback.disk import DiskStore
 from pipeback.loop import Loop
+from pipeback.method import Method
 from pipeback.pages import StoreError
 from pipeback.ranks import Alone, Ranks
+from pipeback.schedules import flush
 from pipeback.stage import Stage
+from pipeback.store import Store
+
+
+class Commits:
+    """When a version is due: at each flush of methods that flush, else every `DiskStore.commit_every` micro-batches."""
+
+    def __init__(self, method: Method, store: Store | None) -> None:
+        self._method, self._store = method, store if isinstance(store, DiskStore) else None
+        self._flush = 1 if method.flush_each_push else flush(method.schedule)  # micro-batches
+        self._made = 0  # micro-batches that had arrived at the last commit
+        self._began = 0  # and when the schedule last began anew
+
+    def due(self, arrived: int) -> bool:
+        """Once so many have arrived. Counted, not looked up: threads may be at work, and all ranks have to agree."""
+        if self._store is None:
+            return False
+        flushed = (arrived - self._began) % self._flush == 0
+        return disk.due(self._method, self._store.commit_every, arrived - self._made, flushed)
+
+    def made(self, arrived: int) -> None:
+        """A version has all that arrived."""
+        self._made = arrived
+
+    def restart(self, arrived: int) -> None:
+        """The schedule begins anew with the next one."""
+        self._began = arrived
 
 
 def choose(store: DiskStore, ranks: Ranks | Alone) -> None:

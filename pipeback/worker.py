@@ -377,6 +377,9 @@ class Worker:
             if not all(bool(torch.isfinite(part).all()) for part in given):
                 where = self.stages[s].label
                 return f"{where}, micro-batch {i}: the output is not finite (the loss is {loss.item()}); {_CURE}"
+        return self._bad_loss(i, loss)
+
+    def _bad_loss(self, i: int, loss: Tensor) -> str:
         return f"{self.stages[self._last].label}, micro-batch {i}: the loss is {loss.item()}; {_CURE}"
 
 

@@ -116,6 +116,15 @@ def test_a_short_last_micro_batch_is_checked_too():
     assert len(pipe.ledger) == 0
 
 
+@pytest.mark.filterwarnings("ignore:.*takes its statistics")
+def test_so_is_a_push_that_is_smaller_as_a_whole():
+    pipe = build([nn.BatchNorm1d(6), nn.Linear(6, 6)])
+    pipe.push(torch.randn(4, 6), torch.randn(4, 6))
+    with pytest.raises(ValueError, match="would see one value a channel"):
+        pipe.push(torch.randn(1, 6), torch.randn(1, 6))
+    pipe.push(torch.randn(4, 6), torch.randn(4, 6))  # refused before anything was trained on it
+
+
 class WeightNorm(nn.Module):
     """weight_norm, spectral_norm and the like, as users write them."""
 

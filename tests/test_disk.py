@@ -13,7 +13,7 @@ import torch
 from pipeback import shelf
 from pipeback.disk import DiskStore
 from pipeback.pages import Pages, StoreError
-from tests.laws.cases import network, pipeline
+from tests.laws.cases import CASES, STAGES, data, network, pipeline
 from tests.store_runs import batch, build, digest, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*takes its statistics")
@@ -49,7 +49,7 @@ def uninterrupted(folder, method, pushes):
     return found
 
 
-@pytest.mark.parametrize(("method", "kills"), [("gpipe", 1), ("pipedream", 2)])
+@pytest.mark.parametrize(("method", "kills"), [("gpipe", 3), ("pipedream", 2)])
 def test_killed_at_random_moments(method, kills, tmp_path):
     pushes = 40
     lines, _ = killed_and_resumed(tmp_path / "killed", method, pushes, kills, seed=3)
@@ -76,6 +76,31 @@ def folder(tmp_path):
     pipe.commit()
     pipe.close()
     return tmp_path / "store"
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "commits"),
+    [
+        ("gpipe", {}, list(range(1, 15))),  # flushes at each push
+        ("gpipe-4", {}, [4, 8, 10, 14]),  # what is drained is a flush, and the schedule begins anew
+        ("gpipe-4", {"commit_every": 6}, [6, 12]),
+        ("pb", {"commit_every": 5}, [5, 10]),
+    ],
+)
+def test_when_a_version_is_due(method, options, commits, tmp_path):
+    """Micro-batches that have arrived when one is committed; the pipeline is drained after ten."""
+    store = DiskStore(tmp_path, **options)
+    pipe = pipeline(network(), CASES[method](STAGES), store=store)
+    found, number = [], store.number
+    for n, (x, y) in enumerate(data(14), start=1):
+        pipe.push(x, y)
+        if n == 10:
+            pipe.drain()
+        if store.number != number:
+            found.append(pipe.arrived)
+        number = store.number
+    assert found == commits
+    pipe.close()
 
 
 def test_it_goes_on_where_it_stood(folder, tmp_path):

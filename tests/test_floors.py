@@ -14,14 +14,15 @@ FLOORS = [
     ["events", "schedules", "order", "timeline", "recording", "ledger", "plugins", "sizes"],
     [
         "bundle", "method", "momentum", "lazy", "link", "partition", "norms", "meta", "form", "flat", "packed",
-        "skipping", "slot", "follow", "decisions", "segment", "inflight", "granularity", "program", "ladder",
-        "drawing", "compiled", "stage", "repeat", "offload", "activations", "joint", "team", "watch",
-        "replicas", "shelf", "densities", "masks", "sparsity", "shards", "sparse", "store", "pages", "disk",
-        "residence", "rounded", "streaming", "worker", "snapshot", "loop", "capture", "stack", "vectorized",
-        "runtime", "state", "frame", "vigil", "wire", "semaphore", "ring", "beats", "activity", "blame",
-        "health", "joining", "digest", "ranks", "clocks", "processes", "wiring", "weights", "holding",
-        "starting", "dry", "bandwidth", "survey", "agreement", "newer", "rehearsal", "breakdown", "inputs",
-        "entrance", "memory", "versions",
+        "skipping", "slot", "follow", "decisions", "segment", "inflight", "granularity", "ownership", "routes",
+        "program", "ladder", "drawing", "compiled", "stage", "repeat", "offload", "activations", "joint",
+        "team", "watch", "replicas", "shelf", "densities", "masks", "sparsity", "shards", "sparse", "store",
+        "pages", "disk", "residence", "rounded", "traffic", "streams", "streaming", "worker", "snapshot",
+        "loop", "capture", "rings", "rows", "proof", "stack", "graphed", "tick", "steady", "vectorized", "runtime",
+        "state", "frame", "vigil", "wire", "semaphore", "ring", "beats", "activity", "blame", "health",
+        "joining", "digest", "ranks", "clocks", "processes", "wiring", "weights", "holding", "starting", "dry",
+        "bandwidth", "survey", "agreement", "newer", "rehearsal", "rehearsals", "breakdown", "inputs",
+        "building", "entrance", "memory", "versions", "ahead", "observing",
     ],
     [
         "methods", "sparsities", "foreseen", "plan", "budget", "pipeline", "checkpoint", "bands", "lanes", "trace",
@@ -30,9 +31,9 @@ FLOORS = [
 ]  # fmt: skip
 # floor 3, which nothing below imports
 LIGHTNING = [
-    "private", "randomness", "registry", "launch", "meeting", "place", "body", "interval", "twins", "slices",
-    "suspended", "instead", "visits", "turns", "hollow", "together", "fit", "shared", "checks", "strategy", "monitor",
-    "saving",
+    "private", "randomness", "registry", "launch", "meeting", "place", "body", "interval", "twins", "slices", "steps",
+    "sums", "suspended", "instead", "visits", "turns", "hollow", "together", "fit", "shared", "checks", "strategy",
+    "monitor", "saving",
 ]  # fmt: skip
 RANK = {name: n for n, name in enumerate(name for floor in FLOORS for name in floor)}
 

@@ -82,6 +82,29 @@ def test_no_operation_of_a_tick_feeds_another(slack, stages, arrived):
             done[kind, s, i] = tick
 
 
+@given(st.integers(2, 5), st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(1, 4))
+def test_ticks_that_are_leapt_are_those_at_which_every_stage_does_all(stages, pushes, most):
+    """Leapt or not, the order stands at the same place after every push, and goes on alike."""
+    one, other = (Order(flowing(2), stages, policy="skewed") for _ in range(2))
+    other.leap = lambda ticks: min(ticks, most)
+    arrived = 0
+    for pushed in pushes:
+        arrived += pushed
+        waves, rest = list(one.advance(arrived)), list(other.advance(arrived))
+        assert one.state() == other.state()
+        full = [wave for wave in waves if len(wave.ops) == stages]
+        assert [wave for wave in rest if len(wave.ops) == stages and wave.kind != "F"] == []
+        assert len(waves) - len(rest) == len(full) - len([wave for wave in rest if len(wave.ops) == stages])
+    assert flat(one.close(arrived)) == flat(other.close(arrived))
+
+
+@pytest.mark.parametrize("schedule", [flowing(1), flowing(2, every=2), fill_drain(4)], ids=["1F1B", "pairs", "GPipe"])
+def test_other_schedules_offer_no_leap(schedule):
+    order = Order(schedule, 3, policy="skewed")
+    order.leap = lambda ticks: pytest.fail("asked")
+    list(order.advance(40))
+
+
 def test_restart_counts_micro_batches_on():
     order = Order(flowing(2), 2)
     list(order.advance(3))

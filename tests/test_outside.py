@@ -87,6 +87,19 @@ def test_resume_in_flight():
     assert torch.equal(everything(whole), everything(second))
 
 
+def test_a_state_taken_up_forgets_what_has_gone_forward():
+    batches = data(9)
+    pipe = outside("pb")
+    train(pipe, batches[:5])
+    state = pipe.state_dict()
+    pipe.forward(batches[5][0])
+    pipe.load_state_dict(state)
+    train(pipe, batches[5:])
+    never = outside("pb")
+    train(never, batches)
+    assert torch.equal(everything(pipe), everything(never))
+
+
 def test_clip_value_and_norm_are_torchs():
     x, y = data(1)[0]
     for options, clip in (

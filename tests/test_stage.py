@@ -29,3 +29,27 @@ def test_two_stages_by_hand_are_plain_training():
         assert torch.equal(loss, plain.detach()) and not loss.requires_grad
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
     assert (first.version, second.version, first.flights, second.flights) == (5, 5, {}, {})
+
+
+class Turned(nn.Module):
+    """Channels last, as a linear layer takes them; its input's gradient lies in memory so, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.linear(x.permute(0, 2, 3, 1))
+
+
+def test_gradients_go_upstream_as_they_lie_in_memory():
+    torch.manual_seed(0)
+    plain = torch.randn(2, 4, 6, 5)
+    for module in (Turned(), nn.Conv2d(4, 4, 3)):
+        stage = Stage(1, 3, module, "1", create("sgd"), lambda params: torch.optim.SGD(params, lr=0.1))
+        for x in (plain, plain.to(memory_format=torch.channels_last), plain[:, :, ::2], plain[:, :1].expand_as(plain)):
+            leaf = x.detach().requires_grad_()
+            wanted = torch.autograd.grad(module(leaf).square().sum(), leaf)[0]
+            y = stage.forward(0, x)
+            found = stage.backward(0, 2 * y.detach())
+            assert torch.equal(found, wanted) and found.stride() == wanted.stride()

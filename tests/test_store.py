@@ -105,6 +105,51 @@ def test_a_flush_in_one_push_is_two_weight_passes_and_one_gradient_pass(case, pr
     )
 
 
+def test_a_stage_is_fetched_while_the_one_before_it_computes():
+    """The first stage goes on when the fetch of the second has begun."""
+    begun, found = threading.Event(), []
+
+    class Tells(HostStore):
+        def read(self, stage, slot):
+            if stage.index == 1:
+                begun.set()
+            return super().read(stage, slot)
+
+    model = network()
+    pipe = streamed(Tells(), model=model)
+    pushed(pipe)
+    pipe.wait()
+    begun.clear()
+    model[0].register_forward_hook(lambda *_: found.append(all(found) and begun.wait(20)))
+    pushed(pipe)
+    assert found and all(found)
+
+
+def test_an_update_is_made_while_other_stages_compute():
+    """The first step, that of the last stage, ends when the backward of the stage before it has begun."""
+    begun, found = threading.Event(), []
+
+    class Waits(torch.optim.SGD):
+        def step(self, closure=None):
+            if armed and not found:
+                found.append(begun.wait(20))
+            return super().step(closure)
+
+    model, armed = network(), False
+    pipe = pipeback.Pipeline(
+        model, loss=nn.functional.mse_loss, optimizer=lambda params: Waits(params, lr=0.1), method="gpipe",
+        micro_batch_size=3, store="host",
+    )  # fmt: skip
+    pushed(pipe)
+    pipe.wait()
+    begun.clear()
+    model[-2].register_full_backward_pre_hook(lambda *_: begun.set())
+    armed = True
+    pushed(pipe)
+    pipe.wait()
+    assert found == [True]
+
+
 @pytest.mark.parametrize("store", ["host", "disk"])
 def test_nothing_is_left_behind(store, tmp_path):
     gc.collect()

@@ -8,11 +8,10 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pipeback.follow import opened
 from pipeback.granularity import Cuts, chosen
-from pipeback.inflight import nodes
 from pipeback.ladder import Split, at_once, climb
 from pipeback.partition import plain
 from pipeback.program import Arguments
@@ -123,16 +122,6 @@ def check_chain(body: Body, x: Any, present: Callable[[int], AbstractContextMana
         raise ValueError(
             f"{body.name}.pipeline_stages() does not compute what {type(body.module).__name__}.forward does; return "
             "the modules in the order in which they run, and put what happens between them into modules, too"
-        )
-
-
-def check_loss(body: Body, loss: Tensor, output: Any) -> None:
-    """Raise unless the loss has been computed from the output of the pipeline."""
-    leaves = {id(part) for part in (output if isinstance(output, tuple) else (output,))}
-    if id(loss) not in leaves and not any(id(getattr(node, "variable", None)) in leaves for node in nodes([loss])):
-        raise ValueError(
-            f"the loss that training_step returned does not depend on the output of self.{body.name}; compute it from "
-            "the output with differentiable operations"
         )
 
 

@@ -16,13 +16,14 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from pipeback import meta
+from pipeback.ahead import nothing
 from pipeback.disk import DiskStore
-from pipeback.follow import opened
 from pipeback.ladder import Split
-from pipeback.lightning import body, private, randomness, slices
+from pipeback.lightning import body, private, randomness, slices, steps
 from pipeback.lightning.body import Body
 from pipeback.lightning.instead import instead
 from pipeback.lightning.interval import Interval
+from pipeback.lightning.sums import Sums
 from pipeback.lightning.suspended import Suspended
 from pipeback.lightning.twins import Twins
 from pipeback.lightning.visits import Visits
@@ -73,7 +74,7 @@ class Fit:
         self._output: Any = None  # of the model, cut from its graph; its gradient goes to the last stage
         self._outputs: list[Any] = []  # likewise, of slices that went forward together
         self._end: dict[str, Any] | None = None  # the state of the pipeline at the end of the fit
-        self._sums: list[tuple[Tensor, Tensor]] = []  # gradients of groups under way, hidden from Lightning
+        self._sums = Sums(found.module)  # gradients of groups under way, hidden from Lightning
         self._versions: list[int] = []  # of the parameters after the last step
         followed = found.followed
         self._compare = not followed and not isinstance(found.module, nn.Sequential)  # with the module's own forward
@@ -133,7 +134,7 @@ class Fit:
         self.build(batches, per_batch, example)
         if self._loaded:
             self._take_up(section)
-            self._show_sums()
+            self._sums.show()
 
     def _visit(self, given: Any) -> Any:
         """The model without gradients, outside of F."""
@@ -162,7 +163,7 @@ class Fit:
         if self.pipe is not None:
             self.twins.follow()
         self._due = (batches, len(cut))
-        self._show_sums()
+        self._sums.show()
         expected = len(cut) * batches
 
         def one(part: Any) -> Any:
@@ -174,8 +175,8 @@ class Fit:
             output = self._together(cut, lambda part: step(part, *rest, **named), expected)
         else:
             output = self._many(cut, one)
-        self._hide_sums()
-        self.loss = _loss(output)
+        self._sums.hide()
+        self.loss = steps.loss_of(output)
         return output
 
     def _one(self, step: Callable[[], Any], expected: int) -> Any:
@@ -201,11 +202,11 @@ class Fit:
             for n, (batch, samples) in enumerate(cut):
                 log.samples = samples
                 output = one(batch)
-                losses.append(_loss(output).detach())
+                losses.append(steps.loss_of(output).detach())
                 if n + 1 < len(cut):
-                    _loss(output).backward()
+                    steps.loss_of(output).backward()
                     self.backward()
-        return _passed(output, losses, [samples for _, samples in cut])
+        return steps.passed(output, losses, [samples for _, samples in cut])
 
     def _together(self, cut: list[tuple[Any, int]], step: Callable[[Any], Any], expected: int) -> Any:
         """`training_step` on every slice as far as its call of the model, F of all, the rest of each; B is left.
@@ -222,7 +223,7 @@ class Fit:
         def forward(*inputs: Any, **named: Any) -> Any:
             if not torch.is_grad_enabled():
                 return running.ask(partial(original, *inputs, **named))  # in the caller's thread
-            self._check_call(inputs, named, again=running in entered)
+            steps.check_call(self.found, inputs, named, again=running in entered)
             entered.add(running)
             return running.ask(Asked(self.found.given(inputs, named)))
 
@@ -230,16 +231,7 @@ class Fit:
             """Slice n goes on; returns whether it waits for F."""
             nonlocal running
             running, log.samples = calls[n], cut[n][1]
-            asks = running.go_on(answer)
-            while asks and not isinstance(running.question, Asked):
-                try:
-                    with running.modes.applied():
-                        answer = running.question()
-                except BaseException as error:
-                    asks = running.go_on(error=error)
-                else:
-                    asks = running.go_on(answer)
-            return asks
+            return running.go_on_to(Asked, answer)
 
         try:
             with instead(model, forward), log.listening(self.module):
@@ -251,26 +243,26 @@ class Fit:
                     outputs = self._forward_all([call.question.x for call in calls], expected)
                 if outputs is None:
                     return self._handed_over(len(calls))
-                self._outputs = [held(output) for output in outputs]
+                self._outputs = [steps.held(output) for output in outputs]
                 for n, call in enumerate(calls):
                     self._output = self._outputs[n]
                     run(n, outputs[n])
                     output = call.result
                     self._check_output(output)
-                    losses.append(_loss(output).detach())
+                    losses.append(steps.loss_of(output).detach())
                     if n + 1 < len(calls):
-                        _loss(output).backward()
+                        steps.loss_of(output).backward()
         finally:
             self._output = None
             for call in calls:
                 call.end()
-        return _passed(output, losses, [samples for _, samples in cut])
+        return steps.passed(output, losses, [samples for _, samples in cut])
 
     def _forward(self, inputs: tuple[Any, ...], named: dict[str, Any], expected: int) -> Any:
-        self._check_call(inputs, named, again=self._output is not None)
+        steps.check_call(self.found, inputs, named, again=self._output is not None)
         outputs = self._forward_all([self.found.given(inputs, named)], expected)
         assert outputs is not None
-        self._output = held(outputs[0])
+        self._output = steps.held(outputs[0])
         return outputs[0]
 
     def _forward_all(self, xs: list[Any], expected: int) -> list[Any] | None:
@@ -302,41 +294,10 @@ class Fit:
     def _handed_over(self, count: int) -> Tensor:
         raise NotImplementedError
 
-    def _check_call(self, inputs: tuple[Any, ...], named: dict[str, Any], again: bool) -> None:
-        """Raise where the pipeline cannot take what the model was called with."""
-        name = self.found.name
-        if again:
-            raise ValueError(
-                f"training_step called self.{name} twice; a micro-batch goes through the stages once: concatenate the "
-                "inputs and call it once, or wrap a call that needs no gradient in torch.no_grad()"
-            )
-        if not self.found.followed and (len(inputs) != 1 or named):
-            raise TypeError(
-                f"training_step called self.{name} with {len(inputs)} positional and {len(named)} named arguments; the "
-                "first stage takes one tensor or a tuple of tensors: put them into one tuple"
-            )
-        if any(part.requires_grad for part in opened((inputs, named))[0]):
-            raise ValueError(
-                f"the input of self.{name} requires a gradient, but what comes before it would get none; move the "
-                f"layers before it into the first stage of {name!r}, or detach the input"
-            )
-
     def _check_output(self, output: Any) -> None:
-        loss, name = _loss(output), self.found.name
-        if self._output is None:
-            raise ValueError(
-                f"training_step did not call self.{name}, so there is nothing for the stages to learn from; call it "
-                "once and compute the loss from its output (if a module around it does not call it as a whole, but its "
-                'parts, have that one followed: PipelineStrategy(stages="layer"))'
-            )
-        if not isinstance(loss, Tensor):
-            raise ValueError(
-                f"training_step returned {'no loss' if loss is None else f'a {type(loss).__name__}'}, but the "
-                "micro-batch has gone forward; return the loss, a 0-d tensor or a dictionary with it under 'loss' (to "
-                "leave a batch out, return -1 from on_train_batch_start or take it out of the data)"
-            )
+        steps.check_output(self.found, output, self._output)
         if self._follow_loss:
-            body.check_loss(self.found, loss, self._output)
+            steps.check_loss(self.found, steps.loss_of(output), self._output)
             self._follow_loss = False
 
     # -- B and U -------------------------------------------------------------------------------------------------
@@ -348,8 +309,7 @@ class Fit:
         if not outputs or self.pipe is None:
             return
         gradients = [tuple(p.grad for p in out) if isinstance(out, tuple) else out.grad for out in outputs]
-        nothing = [g is None or (isinstance(g, tuple) and all(part is None for part in g)) for g in gradients]
-        if len(outputs) == 1 and nothing[0]:
+        if len(outputs) == 1 and nothing(gradients[0]):
             self._forget()
             return
         with self._at_work():
@@ -363,7 +323,7 @@ class Fit:
     def before_backward(self) -> Tensor | None:
         """The loss to differentiate, undivided; the sums of gradients are where B adds to them."""
         loss, self.loss = self.loss, None
-        self._show_sums()
+        self._sums.show()
         return loss
 
     def step(self) -> None:
@@ -372,7 +332,7 @@ class Fit:
             with self._at_work():
                 self.pipe.step()
             self._versions = [p._version for p in self.found.module.parameters()]
-        self._hide_sums()
+        self._sums.hide()
 
     def _fall(self) -> None:
         if (self._output is not None or self._outputs) and self.pipe is not None:
@@ -395,20 +355,6 @@ class Fit:
         finally:
             self.busy += time.perf_counter() - begin
 
-    # A stage that updates every k micro-batches sums its gradients where autograd puts them. Lightning clears the
-    # gradients of all parameters at its own times, so the sums are put aside then; hooks after backward see them.
-
-    def _hide_sums(self) -> None:
-        for p in self.found.module.parameters():
-            if p.grad is not None:
-                self._sums.append((p, p.grad))
-                p.grad = None
-
-    def _show_sums(self) -> None:
-        for p, grad in self._sums:
-            p.grad = grad
-        self._sums = []
-
     # -- quiet moments -------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -418,13 +364,14 @@ class Fit:
             yield
             return
         self._fall()
-        self._show_sums()
+        self._sums.show()
         with self._at_work():
             self.pipe.wait()
         yield
-        self._hide_sums()
+        self._sums.hide()
 
     def drain(self) -> None:
+        """Finish what is in flight."""
         with self.quiet():
             if self.pipe is not None:
                 with self._at_work():
@@ -570,7 +517,7 @@ class Fit:
             batches = self.module.trainer.accumulate_grad_batches
             self.build(*((batches, 1) if section is None else section["update"]))
         self._take_up(section)
-        self._hide_sums()
+        self._sums.hide()
 
     def _take_up(self, section: dict[str, Any] | None) -> None:
         assert self.pipe is not None
@@ -596,20 +543,5 @@ def norm_and_value(clip: float | None, algorithm: Any) -> tuple[float | None, fl
 
 
 def without(prefixes: tuple[str, ...], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Those whose names begin otherwise."""
     return {k: v for k, v in tensors.items() if not k.startswith(prefixes)}
-
-
-def _passed(output: Any, losses: list[Tensor], sizes: list[int]) -> Any:
-    """What `training_step` gave for the last slice, with the mean of all losses."""
-    passed = slices.Passed.apply(_loss(output), slices.mean(losses, sizes))
-    return {**output, "loss": passed} if isinstance(output, Mapping) else passed
-
-
-def held(output: Any) -> Any:
-    """The tensors of the model's output, which get its gradients; the structure itself is the user's."""
-    tensors, _ = opened(output)
-    return tensors[0] if len(tensors) == 1 else tuple(tensors)
-
-
-def _loss(output: Any) -> Any:
-    return output.get("loss") if isinstance(output, Mapping) else output

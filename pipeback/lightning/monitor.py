@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pipeback.lightning.strategy import PipelineStrategy
 from pipeback.pipeline import Memory
-from pipeback.streaming import Traffic
+from pipeback.traffic import Traffic
 from pipeback.watch import Watch
 
 

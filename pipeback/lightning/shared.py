@@ -17,8 +17,8 @@ from torch.utils import _pytree as pytree
 
 from pipeback import state
 from pipeback.ladder import Split
-from pipeback.lightning import body
-from pipeback.lightning.fit import Fit, held, without
+from pipeback.lightning import body, steps
+from pipeback.lightning.fit import Fit, without
 from pipeback.lightning.hollow import Hollow
 from pipeback.lightning.meeting import Meeting
 from pipeback.lightning.together import agree
@@ -105,11 +105,11 @@ class Shared(Fit):
         return torch.zeros((), device=self.module.device, requires_grad=True)
 
     def _forward(self, inputs: tuple[Any, ...], named: dict[str, Any], expected: int) -> Any:
-        self._check_call(inputs, named, again=self._output is not None)
+        steps.check_call(self.found, inputs, named, again=self._output is not None)
         outputs = self._forward_all([self.found.given(inputs, named)], expected)
         if outputs is None:
             raise Handed
-        self._output = held(outputs[0])
+        self._output = steps.held(outputs[0])
         return outputs[0]
 
     def _enter(self, xs: list[Any], expected: int) -> list[Any] | None:

@@ -102,6 +102,19 @@ class Suspended:
             raise failure
         return self._asks
 
+    def go_on_to(self, kind: type, answer: Any = None) -> bool:
+        """`go_on` to a question of this kind, or to the end. Others are functions, which are called in this thread."""
+        asks = self.go_on(answer)
+        while asks and not isinstance(self.question, kind):
+            try:
+                with self.modes.applied():
+                    answer = self.question()
+            except BaseException as error:
+                asks = self.go_on(error=error)
+            else:
+                asks = self.go_on(answer)
+        return asks
+
     def ask(self, question: Any) -> Any:
         """For the function: have the caller see the question, and wait for the answer."""
         if self._over:

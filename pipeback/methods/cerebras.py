@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pipeback.method import Chosen, Method, OptimizerLike, Shift, State, Weights, When
+from pipeback.method import Chosen, Correction, Method, OptimizerLike, Shift, State, Weights, When
 from pipeback.momentum import require_momentum_sgd, sgd_step, velocity
 from pipeback.schedules import flowing
 
@@ -39,9 +39,16 @@ class Cerebras(Method):
         return {"velocity": [None] * len(weights)}
 
     def forward_weights(self, weights: Weights, state: State, when: When) -> Chosen:
-        return Shift(weights, [-rate * D for rate, D in zip(when.rates, when.delays, strict=True)], state["velocity"])
+        return Shift(weights, _ahead(when), state["velocity"])
 
     def update(self, weights: Weights, optimizer: OptimizerLike, state: State, when: When) -> State:
         sgd_step(optimizer, weights, when.delays)
         v = velocity(optimizer, weights)
         return state if v is state["velocity"] else {"velocity": v}
+
+    def correction(self, when: When) -> Correction:
+        return Correction(_ahead(when), when.delays)
+
+
+def _ahead(when: When) -> list[float]:
+    return [-rate * D for rate, D in zip(when.rates, when.delays, strict=True)]

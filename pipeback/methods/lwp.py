@@ -12,12 +12,13 @@ Kosson et al., arXiv 2003.11666, section 3.2. Weight copies: 1 and a scratch; th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
-from pipeback.method import Chosen, Method, OptimizerLike, Shift, State, Weights, When
+from pipeback.method import Chosen, Correction, Method, OptimizerLike, Shift, State, Weights, When
 from pipeback.momentum import check_horizon, require_momentum_sgd, velocity
 from pipeback.schedules import flowing
 
@@ -49,10 +50,9 @@ class LinearWeightPrediction(Method):
         return {"displacement": [torch.zeros_like(w) for w in weights]}
 
     def forward_weights(self, weights: Weights, state: State, when: When) -> Chosen:
-        horizons = when.delays if self.horizon is None else [self.horizon] * len(weights)
         if self.form == "velocity":
-            return Shift(weights, [-rate * T for rate, T in zip(when.rates, horizons, strict=True)], state["velocity"])
-        return Shift(weights, horizons, state["displacement"])
+            return Shift(weights, self._ahead(when), state["velocity"])
+        return Shift(weights, self._horizons(when), state["displacement"])
 
     def update(self, weights: Weights, optimizer: OptimizerLike, state: State, when: When) -> State:
         if self.form == "velocity":
@@ -65,3 +65,12 @@ class LinearWeightPrediction(Method):
         torch._foreach_neg_(moved)
         torch._foreach_add_(moved, weights)
         return state
+
+    def correction(self, when: When) -> Correction | None:
+        return Correction(self._ahead(when)) if self.form == "velocity" else None
+
+    def _ahead(self, when: When) -> list[float]:
+        return [-rate * T for rate, T in zip(when.rates, self._horizons(when), strict=True)]
+
+    def _horizons(self, when: When) -> Sequence[float]:
+        return when.delays if self.horizon is None else [self.horizon] * len(when.delays)

@@ -10,11 +10,12 @@ Kosson et al., arXiv 2003.11666, section 3.1. F and B run on w_t. Momentum SGD. 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from pipeback.method import Method, OptimizerLike, State, Weights, When
+from pipeback.method import Correction, Method, OptimizerLike, State, Weights, When
 from pipeback.momentum import check_horizon, require_momentum_sgd, sgd_step
 from pipeback.schedules import flowing
 
@@ -36,6 +37,11 @@ class SpikeCompensation(Method):
         require_momentum_sgd(optimizer, "sc", 'lwp with form="weight"', positive=False)
 
     def update(self, weights: Weights, optimizer: OptimizerLike, state: State, when: When) -> State:
-        horizons = when.delays if self.horizon is None else [self.horizon] * len(weights)
-        sgd_step(optimizer, weights, horizons)
+        sgd_step(optimizer, weights, self._late(when))
         return state
+
+    def correction(self, when: When) -> Correction:
+        return Correction(late=self._late(when))
+
+    def _late(self, when: When) -> Sequence[float]:
+        return when.delays if self.horizon is None else [self.horizon] * len(when.delays)

@@ -79,8 +79,9 @@ def test_runtimes(case, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("case", ["gpipe-4", "pipedream"])
 def test_recomputed_activations(case):
-    for found, one in zip(trained(case, activations="recompute")[2:3], trained(case)[2:3], strict=True):
-        assert torch.equal(found, one)
+    found, wanted = trained(case, activations="recompute"), trained(case)
+    for part in (0, 2):  # losses and an output; what waits in flight is another thing
+        assert torch.equal(found[part], wanted[part])
 
 
 def test_replicas():

@@ -8,6 +8,7 @@ from torch import nn
 
 import pipeback
 from pipeback import compiled, inflight
+from tests.choice import rare
 from tests.laws.cases import CASES, OPTIMIZERS, everything, pipeline
 
 pytestmark = [
@@ -63,11 +64,6 @@ def trained(model, case, some, **options):
 
 
 FEW = ["pb", "cerebras", "pipedream_2bw", "gpipe-4", "pipemare", "lwp-horizon3"]
-
-
-def rare(*values):
-    """In the soak: every case compiles a model or two."""
-    return pytest.param(*values, marks=pytest.mark.soak)
 
 
 @pytest.mark.parametrize(

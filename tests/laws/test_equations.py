@@ -358,8 +358,9 @@ def test_versions_used_are_those_of_the_recurrence(name: str) -> None:
 FLOWING = ("pb-2", "pipedream-1", "pipemare", "spectrain-v1", "lwp-velocity", "lwp-weight", "sc", "cerebras")
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["W-b", "b-W"])
 @pytest.mark.parametrize("name", [*FLOWING, "lwp-weight-then-sc", "spectrain-v2"])
-def test_parameter_groups_keep_their_own_options(name: str) -> None:
+def test_parameter_groups_keep_their_own_options(name: str, order: tuple[int, int]) -> None:
     """W and b of a stage in two groups: rates, momenta and decays of their own, all of them changing at every push."""
     pair, weights = PAIRS[name], initial(4)
     recurrence = pair.reference(weights, "sgd")
@@ -371,14 +372,15 @@ def test_parameter_groups_keep_their_own_options(name: str) -> None:
 
     def optimizer(ps: Any) -> torch.optim.Optimizer:
         w, b = list(ps)
-        return torch.optim.SGD([{"params": [w], "lr": 0.01}, {"params": [b], "lr": 0.03}], lr=1.0, momentum=0.5)
+        groups = [{"params": [w], "lr": 0.01}, {"params": [b], "lr": 0.03}]
+        return torch.optim.SGD([groups[p] for p in order], lr=1.0, momentum=0.5)
 
     pipe = pipeback.Pipeline(network(weights), loss=nn.functional.mse_loss, optimizer=optimizer, method=pair.library(4))
     xs, ys = samples(4, BATCH * PUSHES)
     for i, (x, y) in enumerate(zip(xs.reshape(-1, BATCH, 3), ys.reshape(-1, BATCH, 2))):
         snapshot: Snapshot = [[options(i, s, p) for p in range(2)] for s in range(4)]
         for s, opt in enumerate(pipe.optimizers):
-            for p, group in enumerate(opt.param_groups):
+            for p, group in zip(order, opt.param_groups, strict=True):
                 group.update(snapshot[s][p])
         loss = pipe.push(torch.from_numpy(x), torch.from_numpy(y))
         close(float(loss), recurrence.push(x, y, snapshot), f"loss of push {i}")

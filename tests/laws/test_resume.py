@@ -17,7 +17,7 @@ CHILD = """
 import sys, torch
 from tests.laws import cases
 from tests.laws.test_resume import LAYERS, layered
-torch.set_num_threads(1)
+torch.set_num_threads(int(sys.argv[2]))
 for line in torch.load(sys.argv[1], weights_only=True):
     label, optimizer, layer = line["label"], line["optimizer"], line["layer"]
     if layer is None:
@@ -39,7 +39,8 @@ for line in torch.load(sys.argv[1], weights_only=True):
 
 def in_a_new_process(lines, tmp_path):
     torch.save(lines, tmp_path / "states.pt")
-    found = subprocess.run([sys.executable, "-c", CHILD, str(tmp_path / "states.pt")], capture_output=True, text=True)
+    command = [sys.executable, "-c", CHILD, str(tmp_path / "states.pt"), str(torch.get_num_threads())]
+    found = subprocess.run(command, capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
     rows = found.stdout.splitlines()
     assert len(rows) == len(lines)

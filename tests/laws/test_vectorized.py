@@ -1,13 +1,19 @@
 """Law: stages that run as one are the event loop, to rounding; the order that they run in has its bits."""
 
 import gc
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss, scaled_dot_product_attention
+from torch.utils._pytree import tree_map
 
 import pipeback
+from pipeback.graphed import Graphed
+from pipeback.method import described
+from pipeback.methods.cerebras import Cerebras
+from pipeback.steady import Steady
 from tests.choice import mostly_rare
 from tests.laws.cases import CASES, OPTIMIZERS, allowed, data, everything, network, pipeline, weights
 
@@ -197,6 +203,269 @@ def test_a_model_whose_forward_is_followed():
     same(*found)
 
 
+# -- ticks at which all stages do the same ----------------------------------------------------------------------------
+
+LEAP = ("pb", "lwp", "lwp-horizon3", "sc", "sc-horizon2", "cerebras")
+
+
+@pytest.fixture
+def leapt(monkeypatch):
+    """How many ticks were done so, of every run of them."""
+    found, run = [], Steady.run
+
+    def counted(self, order, ticks):
+        found.append(run(self, order, ticks))
+        return found[-1]
+
+    monkeypatch.setattr(Steady, "run", counted)
+    return found
+
+
+def pushed(pipe, sizes=(9, 1, 23, 2, 15), before=lambda n: None):
+    """Losses and weights in flight, and drained; so many micro-batches of three samples a push."""
+    xs, ys = map(torch.cat, zip(*doubles(sum(sizes)), strict=True))
+    losses = []
+    for n, (x, y) in enumerate(zip(*(v.split([3 * size for size in sizes]) for v in (xs, ys)), strict=True)):
+        before(n)
+        losses.append(pipe.push(x, y))
+    flying = weights(pipe)
+    pipe.drain()
+    return [torch.stack([loss.double() for loss in losses]), flying, weights(pipe)]
+
+
+def pipelines(case, optimizer="momentum", build=model, **options):
+    """The event loop's, and one that runs stages as one."""
+    for on in ({}, {"vectorize": True}):
+        method = CASES[case](S) if isinstance(case, str) else case
+        yield pipeline(build(), method, optimizer, micro_batch_size=3, **{**options, **on})
+
+
+@pytest.mark.parametrize("case", mostly_rare(CASES, *LEAP, "gpipe-4", "pipemare", "lwp-weight"))
+def test_many_micro_batches_a_push(case, leapt):
+    one, other = pipelines(case)
+    same(pushed(other), pushed(one))
+    assert sorted(other.ledger) == sorted(one.ledger)
+    assert (sum(leapt) > 30) == (case in LEAP)
+    assert other.memory() is not None and [s.peak_flights for s in other._stages] == [
+        s.peak_flights for s in one._stages
+    ]
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("case", mostly_rare(["pb", "cerebras", "pipedream", "gpipe-4"], "cerebras", "pipedream"))
+def test_recomputed_activations(case, compile, leapt):
+    """On the weights in force at B, as in the event loop; what waits is the input alone."""
+    one, whole = pipelines(case)
+    one = pipeline(model(), CASES[case](S), micro_batch_size=3, activations="recompute")
+    other = pipeline(
+        model(), CASES[case](S), micro_batch_size=3, activations="recompute", vectorize=True, compile=compile
+    )
+    same(pushed(other), pushed(one))
+    pushed(whole)
+    assert (sum(leapt) > 30) == (case in LEAP)
+    assert other.memory().activations < whole.memory().activations
+
+
+class Twice(nn.Module):
+    """Two weights whose gradients are one and the same."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        return torch.tanh(self.one(x) + self.other(x))
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_weights_with_one_gradient(compile, leapt, monkeypatch):
+    monkeypatch.setattr("pipeback.stack.LARGE", 0)
+    one, _ = pipelines("pb", build=partial(model, make=Twice))
+    other = pipeline(model(make=Twice), "pb", micro_batch_size=3, vectorize=True, compile=compile)
+    same(pushed(other), pushed(one))
+    assert sum(leapt) > 30
+
+
+@pytest.mark.parametrize("large", [0, 1 << 20])
+@pytest.mark.parametrize("case", mostly_rare(["pb", "cerebras", "sc", "gpipe-4", "spectrain"], "pb", "cerebras"))
+def test_many_micro_batches_a_push_compiled(case, large, leapt, monkeypatch):
+    """large: bytes beyond which weights are stepped outside of what is compiled."""
+    monkeypatch.setattr("pipeback.stack.LARGE", large)
+    one, _ = pipelines(case)
+    other = pipeline(model(), CASES[case](S), micro_batch_size=3, vectorize=True, compile=True)
+    same(pushed(other), pushed(one))
+    assert (sum(leapt) > 30) == (case in LEAP)
+
+
+def nudged(params):
+    """Weights of two kinds, the few first, each with rate and decay of its own."""
+    few, many = ([p for p in params if (p.dim() < 2) == low] for low in (True, False))
+    groups = [{"params": few, "lr": 0.01}, {"params": many, "weight_decay": 0.01}]
+    return torch.optim.SGD([group for group in groups if group["params"]], lr=0.02, momentum=0.9)
+
+
+@pytest.mark.parametrize("factory", [*(OPTIMIZERS[name] for name in ("sgd", "momentum", "adam")), nudged])
+@pytest.mark.parametrize("changing", [False, True])
+def test_optimizers_and_rates_of_ticks(factory, changing, leapt):
+    """Rates that change at every push, so that rows are stepped with different ones."""
+    found = []
+    for on in (False, True):
+        pipe = pipeback.Pipeline(
+            model(), loss=mse_loss, optimizer=factory, method="pb", micro_batch_size=3, vectorize=on
+        )
+
+        def slower(n, pipe=pipe):
+            for s, optimizer in enumerate(pipe.optimizers):
+                optimizer.param_groups[0]["lr"] *= 0.9 + 0.01 * s if changing else 1
+
+        found.append(pushed(pipe, before=slower))
+    same(*reversed(found))
+    assert (sum(leapt) > 30) == (factory is not OPTIMIZERS["adam"])
+
+
+def test_predictions_at_the_rates_of_the_push(leapt):
+    found = []
+    for pipe in pipelines("cerebras"):
+
+        def slower(n, pipe=pipe):
+            for optimizer in pipe.optimizers:
+                optimizer.param_groups[0]["lr"] *= 0.8
+
+        found.append(pushed(pipe, before=slower))
+    same(*reversed(found))
+    assert sum(leapt) > 30
+
+
+def test_two_stacks_and_stages_between_them(leapt):
+    def several():
+        torch.manual_seed(0)
+        odd = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.0))
+        return nn.Sequential(block(), block(), odd, *[nn.Linear(6, 6) for _ in range(3)], nn.Linear(6, 6)).double()
+
+    one, other = pipelines("cerebras", build=several)
+    same(pushed(other), pushed(one))
+    assert len(other.vectorized) == 2 and sum(leapt) > 30
+
+
+def test_a_loss_of_the_users_own_is_asked_every_time(leapt):
+    def loss(output, target):
+        loss.calls += 1
+        return (1 + loss.calls % 3) / 4 * mse_loss(output, target)
+
+    found = []
+    for on in (False, True):
+        pipe = pipeback.Pipeline(
+            model(), loss=loss, optimizer=OPTIMIZERS["momentum"], method="pb", micro_batch_size=3, vectorize=on
+        )
+        loss.calls = 0
+        float(pipe.push(*(v[:3] for v in doubles(1)[0])))
+        loss.calls = 0  # however often it was tried
+        found.append(pushed(pipe))
+    same(*reversed(found))
+    assert sum(leapt) > 30
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_loss_that_is_not_finite_moves_nothing_of_the_last_stage(compile, leapt):
+    users = model()
+    pipe = pipeline(users, "pb", micro_batch_size=3, vectorize=True, compile=compile, check_finite=True)
+    xs, ys = map(torch.cat, zip(*doubles(40), strict=True))
+    pipe.push(xs[:60], ys[:60])
+    ys[90] = float("nan")
+    with pytest.raises(RuntimeError, match=r"stage 6 .*micro-batch 30: the loss is nan; lower the rate"):
+        pipe.push(xs[60:], ys[60:])
+    assert sum(leapt) > 5 and all(p.isfinite().all() for p in users.parameters())
+
+
+def test_micro_batches_of_two_forms(leapt):
+    """Micro-batches of three samples, and one of a single sample among them."""
+    found = []
+    for pipe in pipelines("pb"):
+        xs, ys = map(torch.cat, zip(*doubles(70), strict=True))
+        losses = [pipe.push(x, y).double() for x, y in zip(xs.split(103), ys.split(103), strict=True)]
+        found.append([torch.stack(losses), weights(pipe)])
+    same(*reversed(found))
+    assert sum(leapt) > 30
+
+
+def test_hooks_of_a_subclass_are_asked(leapt):
+    class Doubled(Cerebras):
+        def forward_weights(self, weights, state, when):
+            shift = super().forward_weights(weights, state, when)
+            return shift._replace(coefficients=[2 * c for c in shift.coefficients])
+
+    assert described(Cerebras()) and not described(Doubled())
+    one, other = pipelines(Doubled())
+    same(pushed(other), pushed(one))
+    assert not any(leapt)
+
+
+def test_resumed_between_such_ticks(leapt):
+    _, one = pipelines("cerebras")
+    pushed_before = one.push(*map(torch.cat, zip(*doubles(30), strict=True)))
+    assert pushed_before.isfinite()
+    _, other = pipelines("cerebras")
+    other.load_state_dict(one.state_dict())
+    for found in (one, other):
+        found.push(*map(torch.cat, zip(*doubles(30), strict=True)))
+    assert torch.equal(everything(one), everything(other)) and sum(leapt) > 40
+
+
+class Again(Graphed):
+    """A graph as the CPU can play it: the call once more, on what lies where it read, to where it wrote."""
+
+    def captured(self, call):
+        found = call()
+
+        def replay():
+            tree_map(torch.Tensor.copy_, found, call())
+
+        self.count = getattr(self, "count", 0) + 1
+        return replay, found
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "sgd"])
+@pytest.mark.parametrize("case", ["pb", "cerebras"])
+def test_ticks_as_graphs(case, optimizer, leapt):
+    """What changes from tick to tick is copied to where a graph reads, with rates that change, too."""
+    if not allowed(case, optimizer):
+        return
+    found, graphs = [], []
+    for pipe in pipelines(case, optimizer):
+        for stack in pipe._setting.stacks:
+            stack.fuse = lambda function: graphs.append(Again(function)) or graphs[-1]
+
+        def slower(n, pipe=pipe):
+            for each in pipe.optimizers:
+                each.param_groups[0]["lr"] *= 0.8
+
+        found.append(pushed(pipe, before=slower))
+    same(*reversed(found))
+    assert sum(leapt) > 30 and [graph.count for graph in graphs] == [1]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: ticks as CUDA graphs")
+@pytest.mark.parametrize("case", ["pb", "cerebras"])
+def test_ticks_as_cuda_graphs(case, leapt):
+    xs, ys = (torch.cat(v).cuda() for v in zip(*doubles(50), strict=True))
+    found = []
+    for on in (False, "cuda_graph"):
+        pipe = pipeline(model().cuda(), CASES[case](S), micro_batch_size=3, vectorize=on)
+        pipe.push(xs, ys)
+        found.append(weights(pipe))
+    same([found[1]], [found[0]])
+    assert sum(leapt) > 30
+
+
+def test_packed_rings_without_a_compiler():
+    """As where torch gives a compilation up."""
+    one, _ = pipelines("gpipe-4")
+    with torch._dynamo.config.patch(suppress_errors=True), torch.compiler.set_stance("force_eager"):
+        other = pipeline(model(), CASES["gpipe-4"](S), micro_batch_size=3, vectorize=True, compile=True)
+        found = pushed(other)
+    same(found, pushed(one))
+
+
 # -- what happens between pushes -----------------------------------------------------------------------------------
 
 
@@ -300,8 +569,15 @@ def test_a_loss_can_be_read_when_nobody_holds_the_pipeline():
 
 
 def test_memory_counts_what_waits():
+    """The rings as they are, and what the others have in flight."""
     pipe = trained("pb", vectorize=True)[0]
-    assert pipe.memory().activations > 0
+    stages = pipe._stages
+    (stack,) = {id(stage.stack): stage.stack for stage in stages if stage.stack is not None}.values()
+    others = sum(s.activation_bytes * s.peak_flights for s in stages if s.stack is None)
+    slots = 2 * (S - 1 - 1) + 2  # what is in flight at the first of its stages, and one to come
+    saved = 6 * 4 + 2  # the input, what the norm is given and makes of it, what tanh gives; its mean and deviation
+    each = slots * 3 * (saved + 2 * 6) * 8  # three samples, and the inputs and gradients that wait, in doubles
+    assert pipe.memory().activations == others + len(stack.stages) * each
 
 
 # -- what does not fit ---------------------------------------------------------------------------------------------
@@ -387,7 +663,8 @@ def test_stages_of_which_none_are_alike():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"vectorize": "yes"}, 'vectorize must be True, False or "auto"'),
+        ({"vectorize": "yes"}, 'vectorize must be True, False, "auto" or "cuda_graph"'),
+        ({"vectorize": "cuda_graph"}, 'vectorize="cuda_graph" needs all stages on a CUDA device; move the model'),
         ({"vectorize": True, "workers": 2}, "vectorize=True does not go with workers=2; use workers=None"),
         ({"vectorize": True, "store": "host"}, "does not go with store='host'"),
         ({"vectorize": "auto", "activations": "host"}, "vectorize='auto' does not go with activations='host'"),

@@ -13,7 +13,7 @@ import pipeback
 from pipeback.lightning.body import find
 from pipeback.lightning.visits import Visits
 from pipeback.program import Arguments
-from tests.choice import mostly_rare, rare
+from tests.choice import mostly_rare
 from tests.laws.cases import OPTIMIZERS
 from tests.lightning import ranks
 from tests.lightning.cases import Regression, loader, strategy, trainer, weights
@@ -28,8 +28,8 @@ SOME = [name for name in ("recurrent", "unet", "transformer", "t5") if name in C
 
 
 def first(count, rows):
-    """The first rows; the others are in the soak."""
-    return [row if n < count else rare(*(row if isinstance(row, tuple) else (row,))) for n, row in enumerate(rows)]
+    """Each row once; all but the first ones are in the soak."""
+    return mostly_rare([row for n, row in enumerate(rows) if row not in rows[:n]], *rows[:count])
 
 
 @pytest.fixture

@@ -1,0 +1,96 @@
+"""Ownership: the stage of every module, parameter and buffer of a model that is followed: the first that uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator
+from typing import Any
+
+from torch import nn
+
+from pipeback.follow import Call
+from pipeback.granularity import given
+from pipeback.segment import Lent
+
+
+class Ownership:
+    """Of `count` stages. staged: every call with its stage. changed: names of buffers that the forward changes.
+
+    Raises ValueError, naming layer and cure, where one stage alone can have what several use.
+    """
+
+    def __init__(
+        self, model: nn.Module, staged: Iterable[tuple[int, Call]], count: int, changed: Container[str]
+    ) -> None:
+        self.model = model
+        self.owner: dict[int, int] = {}  # of parameters, by identity
+        self.names: dict[int, str] = {}  # of parameters: what they are called in the stage that owns them
+        self.owned: list[dict[str, Any]] = [{} for _ in range(count)]
+        self.copied: list[set[str]] = [set() for _ in range(count)]  # buffers of another stage, read here too
+        where: dict[str, int] = {}
+        buffers = dict(model.named_buffers())
+        self._parameters = dict(model.named_parameters())
+        for s, call in staged:
+            for name in call.attributes():
+                if name in buffers and name not in self.owned[s]:
+                    self.owned[s][name] = buffers[name]
+                    if name in where:
+                        if name in changed:
+                            raise ValueError(
+                                f"buffer {name!r} is changed by the forward, and stages {where[name]} and {s} read it; "
+                                "cut so that one stage alone does, or keep their module whole: give its path in leaves="
+                            )
+                        self.copied[s].add(name)
+                        self.owned[s][name] = buffers[name].detach().clone()
+                    where.setdefault(name, s)
+            for name in given(self._parameters, call):
+                p = self._parameters[name]
+                if id(p) not in self.owner:
+                    self.owner[id(p)], self.names[id(p)] = s, name
+                    self.owned[s][name] = p
+            if not call.module:
+                continue
+            module = model.get_submodule(call.target)
+            if call.target in where:
+                if where[call.target] != s and any(True for _ in module.parameters()):
+                    self._again(call.target, where[call.target], s)
+                if where[call.target] == s:
+                    continue
+            where.setdefault(call.target, s)
+            tied = []
+            for name, p in module.named_parameters():
+                self.names.setdefault(id(p), f"{call.target}.{name}")
+                if self.owner.setdefault(id(p), s) != s:
+                    tied.append(name)
+            if tied:
+                self.owned[s][call.target] = Lent(module, tied)
+            else:
+                self.owned[s][call.target] = module
+
+    def _again(self, path: str, first: int, second: int) -> None:
+        """A module with weights is called in two stages: meant where it has two names; what it keeps cannot travel."""
+        module = self.model.get_submodule(path)
+        names = [name for name, m in self.model.named_modules(remove_duplicate=False) if m is module]
+        where = f"{type(module).__name__} {path!r} is called in stages {first} and {second}"
+        if len(names) < 2:
+            raise ValueError(
+                f"{where}, but has weights, which one stage alone can change; cut so that both calls lie in one stage, "
+                "or use two modules, or give it a second name in the model (self.b = self.a), which says that its "
+                "weights are to be tied"
+            )
+        if kept := next((name for name, _ in module.named_buffers()), None):
+            raise ValueError(
+                f"{where}, and its buffer {kept!r} belongs to one stage alone, while weights may travel; cut so that "
+                "both calls lie in one stage, or use two modules (which may share their weights)"
+            )
+
+    def borrowed(self, s: int, call: Call) -> Iterator[tuple[str, nn.Parameter]]:
+        """Weights of earlier stages that a call computes with, by the name that the segment looks them up by."""
+        found = self.owned[s].get(call.target) if call.module else None
+        if isinstance(found, Lent):
+            module = self.model.get_submodule(call.target)
+            for name in found.names:
+                yield f"{call.target}.{name}", module.get_parameter(name)
+        for name in given(self._parameters, call):
+            p = self._parameters[name]
+            if self.owner.get(id(p), s) != s:
+                yield name, p

@@ -1,0 +1,168 @@
+"""Proof: that stages can run as one. Each row of the graphs does what its stage does, and knows no other row."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeback.capture import Graph, Graphs, Unfit, capture, recomputing
+from pipeback.inflight import untouched
+from pipeback.rings import Kind, Rings, unfolded
+from pipeback.stage import Stage
+
+# how far gradients of both may lie apart, by what a number can be told from 1: sums are made in another order
+CLOSE = {torch.float64: 1e-10, torch.float32: 1e-4}
+ROUGH = 0.05
+
+
+def proved(
+    stages: Sequence[Stage],
+    weights: Sequence[Tensor],
+    trained: Sequence[int],
+    x: Tensor,
+    kind: Kind,
+    length: int,
+    *,
+    recompute: bool = False,
+) -> Rings:
+    """Graphs of the stages for micro-batches like x, and the rings between them.
+
+    weights: (n, …), of which those of the numbers `trained` get gradients. length: of the rings, in micro-batches.
+    recompute: B does the forward once more.
+    Raises `Unfit` where the stages cannot run as one.
+    """
+    first = stages[0].module
+    pairs = zip([name for name, _ in first.named_parameters()], weights, first.parameters(), strict=True)
+    named = {name: w.requires_grad_(p.requires_grad) for name, w, p in pairs}
+    xs = x.unsqueeze(0).repeat(len(stages), *(1 for _ in x.shape))
+    try:
+        check_plain(stages, x)
+        graphs = capture(first, named, xs)
+        graphs = recomputing(graphs) if recompute else graphs
+    finally:
+        for w in weights:
+            w.requires_grad_(False)
+    with torch.no_grad():
+        y, *saved = graphs.forward(*weights, xs)
+        rings = Rings(graphs, kind, saved, _folds(graphs, weights, xs, saved), len(stages), length)
+        made = graphs.made(*weights)
+        own = {w.untyped_storage().data_ptr() for w in weights}
+        if all(t.untyped_storage().data_ptr() in own for t in made):
+            rings.made = made  # they follow what is written into the weights
+        _prove(stages, weights, trained, rings, xs, y)
+    return rings
+
+
+def judged_alike(stage: Stage, graph: Graph, x: Tensor, target: Any) -> None:
+    """Raise `Unfit` unless the graph of the stage with the loss does what the stage does."""
+    assert stage.loss is not None
+    with torch.enable_grad(), untouched(stage.module):
+        leaf = x.detach().clone().requires_grad_()
+        loss = stage.loss(stage.module(leaf), target)
+        wanted = torch.autograd.grad(loss, [leaf, *stage.params], allow_unused=True)
+    found = graph(*(p.detach() for p in stage.module.parameters()), x, target)
+    for a, b in zip(found, (loss, *wanted), strict=True):
+        if b is None or not _close(a, b):
+            raise Unfit("its graph computes something else")
+
+
+def gain(stages: Sequence[Stage], weights: Sequence[Tensor], rings: Rings, repeats: int = 5) -> float:
+    """How many times as fast all rows are at once, as one after the other: F and B, measured by turns."""
+    times = ([], [])  # type: ignore[var-annotated]
+    xs = torch.randn(rings.inputs[0].shape, device=rings.inputs.device, dtype=torch.float64).to(rings.kind[1])
+    for _ in range(repeats + 1):
+        begin = time.perf_counter()
+        for r, stage in enumerate(stages):
+            with torch.enable_grad(), untouched(stage.module):
+                x = xs[r].clone().requires_grad_()
+                torch.autograd.grad(stage.module(x), [x, *stage.params], xs[r], allow_unused=True)
+        _synchronized(xs.device)
+        between = time.perf_counter()
+        with torch.no_grad():
+            _, *saved = rings.written.forward(*weights, xs)
+            made = rings.written.made(*weights) if rings.made is None else rings.made
+            copies = [t.clone() for t in saved]  # as into the rings
+            rings.written.backward(*copies, *made, xs)
+        _synchronized(xs.device)
+        times[0].append(between - begin)
+        times[1].append(time.perf_counter() - between)
+    return statistics.median(times[0][1:]) / statistics.median(times[1][1:])
+
+
+def check_plain(stages: Sequence[Stage], x: Tensor) -> None:
+    """Raise where a forward does more than compute, which is the stage's own affair."""
+    module = stages[0].module
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    if any(getattr(m, name) for stage in stages for m in stage.module.modules() for name in hooks):
+        raise Unfit("there are hooks on their modules")
+    states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(x.device)] if x.is_cuda else [])]
+    seen = [b._version for b in module.buffers()]
+    with untouched(module), torch.random.fork_rng([x.device] if x.is_cuda else []), torch.no_grad():
+        module(x.clone())
+        changed = seen != [b._version for b in module.buffers()]
+        now = [torch.get_rng_state(), *([torch.cuda.get_rng_state(x.device)] if x.is_cuda else [])]
+    if changed:
+        raise Unfit("their forward changes a buffer, as batch normalisation does")
+    if not all(torch.equal(a, b) for a, b in zip(states, now, strict=True)):
+        raise Unfit("their forward draws random numbers")
+
+
+def _prove(
+    stages: Sequence[Stage], weights: Sequence[Tensor], trained: Sequence[int], rings: Rings, xs: Tensor, y: Tensor
+) -> None:
+    shape = xs.shape
+    g = torch.randn(shape, device=xs.device, dtype=torch.float64, generator=_seeded(xs.device)).to(xs.dtype)
+    _, *saved = rings.graphs.forward(*weights, xs)
+    made = rings.graphs.made(*weights)
+    some = [(r, r) for r in range(len(stages))]
+    rings.leave(saved, some)
+    rings.gradients[0].copy_(g)
+    *grads, gx = rings.graphs.backward(*rings.back(some)[0], *made, g)
+    for r, stage in enumerate(stages):
+        with torch.enable_grad(), untouched(stage.module):
+            x = xs[r].clone().requires_grad_()
+            out = stage.module(x)
+            wanted = torch.autograd.grad(out, [x, *stage.params], g[r], allow_unused=True)
+        found = [gx[r], *(grads[n][r] for n in trained)]
+        for a, b in zip([y[r], *found], [out, *wanted], strict=True):
+            if b is None or not _close(a, b):
+                raise Unfit(f"{stage.label} computes something else than {stages[0].label}")
+
+
+def _folds(graphs: Graphs, weights: Sequence[Tensor], xs: Tensor, saved: Sequence[Tensor]) -> list[int]:
+    """The dimension of every saved tensor that the rows lie along: one changes where the input of that row does."""
+    possible = [[dim for dim in range(t.dim()) if t.shape[dim] % len(xs) == 0] for t in saved]
+    for r in range(len(xs)):
+        other = xs.clone()
+        other[r] += 1
+        _, *after = graphs.forward(*weights, other)
+        for dims, a, b in zip(possible, saved, after, strict=True):
+            changed = (a != b) & ~((a != a) & (b != b))
+            for dim in list(dims):
+                elsewhere = unfolded(changed, dim, len(xs)).clone()
+                elsewhere[r] = False
+                if elsewhere.any():
+                    dims.remove(dim)
+    for dims, t in zip(possible, saved, strict=True):
+        if not dims:
+            raise Unfit(f"torch keeps something of shape {tuple(t.shape)}, which does not fall into rows")
+    return [dims[0] for dims in possible]
+
+
+def _synchronized(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def _seeded(device: torch.device) -> torch.Generator:
+    return torch.Generator(device).manual_seed(0)
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    far = torch.linalg.vector_norm((a - b).double())
+    return bool(far <= CLOSE.get(a.dtype, ROUGH) * torch.linalg.vector_norm(b.double()) + 1e-12)

@@ -1,0 +1,254 @@
+"""Rows: the weights of stages that are alike, as rows of tensors, and the step of momentum SGD over all of them.
+
+g ← ∇f + λ·w        v ← m·v + g        w ← w − η·(a·v + b·g)        F on w + c·v        η, a, b, c: a number a row
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeback.joint import Options, hooked, rates_of
+from pipeback.method import Correction
+from pipeback.momentum import plain_sgd, spike
+from pipeback.stage import Stage
+
+
+@dataclass
+class Step:
+    """What all rows are stepped with; lists have a number for every row, of every weight."""
+
+    momentum: float
+    decays: tuple[float, ...]  # λ of every weight
+    rates: list[list[float]]  # η
+    late: list[list[float]] | None  # T of spike compensation
+    shifts: list[list[float]] | None  # c of F on w + c·v
+    like: Sequence[Tensor]  # the weights
+
+    @cached_property
+    def rate(self) -> float | None:
+        """η, where it is one number and the step is torch's own."""
+        distinct = {rate for same in self.rates for rate in same}
+        return distinct.pop() if len(distinct) == 1 and self.late is None else None
+
+    @cached_property
+    def along(self) -> list[Tensor]:
+        """−η·a of every weight, (n, 1, …): what v is added with."""
+        return self._vectors([[-rate * a for rate, (a, _) in some] for some in self._spikes])
+
+    @cached_property
+    def against(self) -> list[Tensor]:
+        """−η·b: what g is added with, if it is."""
+        return (
+            [] if self.late is None else self._vectors([[-rate * b for rate, (_, b) in some] for some in self._spikes])
+        )
+
+    @cached_property
+    def ahead(self) -> list[Tensor]:
+        """c: what v is added with for F, if it is."""
+        return [] if self.shifts is None else self._vectors(self.shifts)
+
+    @property
+    def _spikes(self) -> list[list[tuple[float, tuple[float, float]]]]:
+        late = self.late or [[0.0] * len(same) for same in self.rates]
+        return [
+            [(rate, spike(self.momentum, T)) for rate, T in zip(*pair, strict=True)]
+            for pair in zip(self.rates, late, strict=True)
+        ]
+
+    def _vectors(self, numbers: list[list[float]]) -> list[Tensor]:
+        return [
+            torch.tensor(some, dtype=w.dtype, device=w.device).view(-1, *[1] * (w.dim() - 1))
+            for some, w in zip(numbers, self.like, strict=True)
+        ]
+
+
+class Rows:
+    """The weights of `stages`, upstream first; each stage's own are the rows from now on."""
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self.stages = list(stages)
+        self.weights = self._whole()
+        self.scratch = self._buffers()
+        self.trained = [n for n, p in enumerate(stages[0].module.parameters()) if p.requires_grad]
+        self.stepped = [self.weights[n] for n in self.trained]
+        self.sums: list[Tensor] | None = None  # of gradients of all stages, where none has its own
+        self._known: tuple[list[Options], Step | None] = ([], None)
+        self.alone = False  # nobody else can change an optimizer's state now
+        self._number: tuple[float, Tensor] | None = None
+        self._velocities: list[Tensor] = []
+        self._first_rows: Sequence[Tensor | None] = [None] * len(self.stages)  # of the first weight's
+
+    @torch.no_grad()
+    def _whole(self) -> list[Tensor]:
+        found = []
+        for same in zip(*(list(stage.module.parameters()) for stage in self.stages), strict=True):
+            whole = torch.stack([p.data for p in same])
+            for p, row in zip(same, whole.unbind(), strict=True):
+                p.data = row
+            found.append(whole)
+        for stage in self.stages:
+            stage.moved()
+        return found
+
+    def _buffers(self) -> list[Tensor]:
+        """The buffers for shifted weights of all stages, if the method has some; the stages' own are these rows."""
+        own = [stage.scratch or () for stage in self.stages]
+        wholes = [torch.stack(list(same)) for same in zip(*own, strict=True)]
+        for stage, *rows in zip(self.stages, *(whole.unbind() for whole in wholes), strict=True):
+            stage.scratch = rows or None
+        return wholes
+
+    def add(self, grads: list[Tensor], rows: Sequence[int]) -> None:
+        """Add gradients (n, …) of a micro-batch of each of these rows to the stages' sums."""
+        whole = len(rows) == len(self.stages)
+        if whole and all(not stage.count for stage in self.stages):
+            self.sums = grads
+        elif whole and self.sums is not None:
+            torch._foreach_add_(self.sums, grads)
+        else:
+            self.spread()
+            each = [g.unbind() for g in grads]
+            for r in rows:
+                stage = self.stages[r]
+                for p, some in zip(stage.params, each, strict=True):
+                    p.grad = some[r] if not stage.count or p.grad is None else p.grad + some[r]
+        for r in rows:
+            self.stages[r].count += 1
+
+    def spread(self) -> None:
+        """Have every stage its own sums."""
+        sums, self.sums = self.sums, None
+        for n, whole in enumerate(sums or ()):
+            for stage, row in zip(self.stages, whole.unbind(), strict=True):
+                stage.params[n].grad = row
+
+    def step(self) -> bool:
+        """U of all stages at once, where that is a step of momentum SGD for each. False: nothing was done.
+
+        It has the bits of a step of each.
+        """
+        sums, count = self.sums, self.stages[0].count
+        if sums is None or any(stage.count != count for stage in self.stages):
+            return False
+        step = self.plain([stage.options for stage in self.stages])
+        if step is None:
+            return False
+        with torch.no_grad():
+            self.move(step, sums if count == 1 else torch._foreach_div(sums, float(count)))
+        self.sums = None
+        for stage in self.stages:
+            stage.count = 0.0
+        return True
+
+    def shifted(self, step: Step) -> list[Tensor]:
+        """What F runs on."""
+        if not step.ahead:
+            return self.weights
+        found = list(self.weights)
+        velocities = self.velocities()
+        for n, w, v, c, out in zip(self.trained, self.stepped, velocities, step.ahead, self.scratch, strict=True):
+            found[n] = torch.addcmul(w, v, c, out=out)
+        return found
+
+    def follow(self, step: Step) -> None:
+        """The step where the velocities have taken up the gradients, but not the decay."""
+        velocities = self.velocities()
+        for v, w, decay in zip(velocities, self.stepped, step.decays, strict=True):
+            if decay:
+                v.add_(w, alpha=decay)
+        self._along(step, velocities)
+
+    def _along(self, step: Step, directions: Sequence[Tensor]) -> None:
+        if step.rate is None:
+            torch._foreach_addcmul_(self.stepped, list(directions), step.along)
+        else:
+            torch._foreach_add_(self.stepped, list(directions), alpha=-step.rate)
+
+    def number(self, value: float) -> Tensor:
+        """As a tensor beside the weights; the same one when asked again."""
+        if self._number is None or self._number[0] != value:
+            self._number = value, torch.tensor(value, dtype=self.weights[0].dtype, device=self.weights[0].device)
+        return self._number[1]
+
+    def move(self, step: Step, grads: Sequence[Tensor]) -> None:
+        """The step with these gradients."""
+        if any(step.decays):
+            grads = [
+                torch.add(g, w, alpha=decay) if decay else g
+                for g, w, decay in zip(grads, self.stepped, step.decays, strict=True)
+            ]
+        if not step.momentum:
+            self._along(step, grads)
+            return
+        velocities = self.velocities()
+        torch._foreach_mul_(velocities, self.number(step.momentum))
+        torch._foreach_add_(velocities, list(grads))
+        self._along(step, velocities)
+        if step.against:
+            torch._foreach_addcmul_(self.stepped, list(grads), step.against)
+
+    def plain(
+        self, options: Sequence[Options], corrected: Callable[[], Correction] | None = None, *others: Options
+    ) -> Step | None:
+        """What these options of each stage say, where they ask for momentum SGD that differs in rates alone.
+
+        corrected: what a method makes of them and of `others`; it is asked when one of all these is new.
+        """
+        if any(hooked(stage.optimizer) for stage in self.stages):
+            return None
+        known, step = self._known
+        asked = [*options, *others]
+        if len(known) != len(asked) or any(a is not b for a, b in zip(known, asked, strict=True)):
+            step = self._plain(options, Correction() if corrected is None else corrected())
+            self._known = asked, step
+        return step
+
+    def _plain(self, options: Sequence[Options], correction: Correction) -> Step | None:
+        each = [_groups(stage, some) for stage, some in zip(self.stages, options, strict=True)]
+        first = each[0]
+        if first is None or any(one != first for one in each) or len({momentum for momentum, _ in first}) != 1:
+            return None
+        momentum, count = first[0][0], len(self.stepped)
+        of_stages = [rates_of(stage, some) for stage, some in zip(self.stages, options, strict=True)]
+        rates = [[of_stage[n] for of_stage in of_stages] for n in range(count)]
+        late, ahead = ([list(some[n::count]) for n in range(count)] for some in (correction.late, correction.ahead))
+        spiked = momentum and any(map(any, late))
+        return Step(
+            momentum, tuple(decay for _, decay in first), rates, late if spiked else None,
+            ahead if any(map(any, ahead)) else None, self.stepped,
+        )  # fmt: skip
+
+    def velocities(self) -> list[Tensor]:
+        """The momentum buffers of all stages, as rows; whatever an optimizer has now, it has from now on as such."""
+        if not self.alone and any(
+            stage.optimizer.state.get(stage.weights[0], {}).get("momentum_buffer") is not row
+            for stage, row in zip(self.stages, self._first_rows, strict=True)
+        ):
+            self._velocities = [torch.zeros_like(w) for w in self.stepped]
+            for m, whole in enumerate(self._velocities):
+                rows = whole.unbind()
+                for stage, row in zip(self.stages, rows, strict=True):
+                    entry = stage.optimizer.state.get(stage.weights[m], {})
+                    if entry.get("momentum_buffer") is not None:
+                        row.copy_(entry["momentum_buffer"])
+                    stage.optimizer.state[stage.weights[m]] = {**entry, "momentum_buffer": row}
+                self._first_rows = rows if not m else self._first_rows
+        return self._velocities
+
+
+def _groups(stage: Stage, options: Options) -> list[tuple[float, float]] | None:
+    """Momentum and weight decay of every weight, if its optimizer is plain momentum SGD that descends."""
+    if type(stage.optimizer) is not torch.optim.SGD:
+        return None
+    found: dict[Any, tuple[float, float]] = {}
+    for group, mine in zip(stage.optimizer.param_groups, options.groups[stage.index], strict=True):
+        if not plain_sgd(mine) or mine["maximize"] or isinstance(mine["lr"], Tensor):
+            return None
+        found.update({id(w): (mine["momentum"], mine["weight_decay"]) for w in group["params"]})
+    return [found[id(w)] for w in stage.weights if id(w) in found] if len(found) >= len(stage.weights) else None

@@ -1,0 +1,201 @@
+"""Tick: the steady state of stages that run as one. At a tick every stage does F, B and U of one micro-batch each, none
+feeds another, and all that a stack does is one function of tensors:
+
+    Y, saved ← F(W, X)        G_X, v ← B(saved D ticks ago, W, G), v ← m·v + g        W ← W − η·v
+
+X is what the rows before gave at the last tick, G what the rows behind gave back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeback.capture import Graph, Graphs, accumulating
+from pipeback.graphed import side_by_side
+from pipeback.rings import Kind
+from pipeback.rows import Rows, Step
+from pipeback.stack import Stack
+from pipeback.stage import Stage
+
+Given = tuple[tuple[Any, ...], tuple[Any, ...]]
+
+
+class Moving:
+    """A stack whose rows all move on at every tick."""
+
+    def __init__(self, stack: Stack, kind: Kind) -> None:
+        self.stack, self.kind = stack, kind
+        self.rings = stack.rings(kind)
+        self.graphs: Graphs = self.rings.written
+        self._accumulate = accumulating(self.graphs, stack.rows.trained) if stack.fuse is None else None
+
+    def begin(self, f: int, b: int) -> None:
+        """Before the tick at which row r does F of micro-batch f − r and B of b + r."""
+        rings = self.rings
+        self.y = torch.cat([rings.inputs[f % rings.length, 1:], rings.inputs[0, :1]])
+        self.gx = torch.cat([rings.gradients[0, :1], rings.gradients[b % rings.length, :-1]])
+
+    def end(self, f: int, b: int) -> None:
+        """After all ticks before that one."""
+        rings = self.rings
+        rings.inputs[f % rings.length, 1:] = self.y[:-1]
+        rings.gradients[b % rings.length, :-1] = self.gx[1:]
+
+    def given(self, b: int, x: Tensor, g: Tensor, step: Step) -> Given:
+        """What `compiled` is given: what stays where it is, and the rest."""
+        rows, rings = self.stack.rows, self.rings
+        velocities = rows.velocities() if step.momentum else ()
+        fixed = rows.weights, velocities, rings.saved
+        return fixed, (rings.slot(b), x, self.y, g, self.gx, step.ahead, numbers(rows, step))
+
+    def compiled(
+        self,
+        weights: Sequence[Tensor],
+        velocities: Sequence[Tensor],
+        rings: Sequence[Tensor],
+        at: Tensor,
+        x: Tensor,
+        y: Tensor,
+        g: Tensor,
+        gx: Tensor,
+        ahead: Sequence[Tensor],
+        numbers: Numbers,
+    ) -> tuple[Tensor, list[Tensor], Tensor, Sequence[Tensor]]:
+        """The whole tick, for a compiler, but for `finish`."""
+        forward, backward, made = self.graphs
+        trained, used = self.stack.rows.trained, list(weights)
+        for n, v, c in zip(trained, velocities, ahead, strict=False):
+            used[n] = torch.addcmul(used[n], v, c)
+        y, *left = forward(*used, torch.cat([x[None], y[:-1]]))
+        saved = [ring.index_select(0, at)[0] for ring in rings]
+        late = bool(numbers[1])  # a late gradient is added to the weights, too
+        gives = backward if self.rings.factors is None or late else self.rings.factors
+        found = gives(*saved, *made(*weights), torch.cat([gx[1:], g[None]]))
+        grads, gx, factors = found[: len(weights)], found[len(weights)], found[len(weights) + 1 :]
+        step([weights[n] for n in trained], velocities, [grads[n] for n in trained], numbers)
+        return y, left, gx, factors
+
+    def finish(self, factors: Sequence[Tensor], step: Step) -> None:
+        """The step of the weights whose gradients come as factors."""
+        rows = self.stack.rows
+        for n, a, b in zip(self.rings.factored, factors[::2], factors[1::2], strict=False):
+            m = rows.trained.index(n)
+            w, decay = rows.weights[n], step.decays[m]
+            if not step.momentum:
+                moved = a * b if a.shape[-1] == 1 else torch.bmm(a, b)
+            elif a.shape[-1] == 1:
+                moved = rows.velocities()[m].mul_(rows.number(step.momentum)).addcmul_(a, b)
+            else:
+                moved = rows.velocities()[m].baddbmm_(a, b, beta=step.momentum)
+            if decay:
+                moved.add_(w, alpha=decay)
+            if step.rate is None:
+                w.addcmul_(moved, step.along[m])
+            else:
+                w.add_(moved, alpha=-step.rate)
+
+    def eager(self, f: int, b: int, x: Tensor, g: Tensor, step: Step) -> None:
+        """The whole tick."""
+        rows, rings, (forward, backward, made) = self.stack.rows, self.rings, self.graphs
+        saved = rings.left(b)
+        y, *left = forward(*rows.shifted(step), torch.cat([x[None], self.y[:-1]]))
+        views = made(*rows.weights) if rings.made is None else rings.made
+        gradient = torch.cat([self.gx[1:], g[None]])
+        if step.momentum and step.late is None and self._accumulate is not None:
+            factor = rows.number(step.momentum)
+            self.gx = self._accumulate(*saved, *views, gradient, step.momentum, factor, *rows.velocities())
+            rows.follow(step)
+        else:
+            *grads, self.gx = backward(*saved, *views, gradient)
+            rows.move(step, [grads[n] for n in rows.trained])
+        self.y = y
+        rings.put(rings.places(f), left)
+
+
+class Judge:
+    """The last stage with the loss, whose F and B are of one micro-batch, as one graph."""
+
+    def __init__(self, stage: Stage, graph: Graph, rows: Rows, x: Tensor, target: Any, *, check: bool) -> None:
+        """rows: the stage's weights. check: nothing moves where the loss is not finite."""
+        self.stage, self.graph, self.rows, self.check = stage, graph, rows, check
+        self.form = form(x, target)
+
+    def eager(self, x: Tensor, target: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """The loss, the gradient of the input, and those of the weights, (1, …)."""
+        loss, gx, *grads = self.graph(*[w[0] for w in self.rows.weights], x, target)
+        return loss, gx, [g[None] for g in grads]
+
+    def given(self, x: Tensor, target: Any, step: Step) -> Given:
+        """What `compiled` is given."""
+        rows = self.rows
+        velocities = rows.velocities() if step.momentum else ()
+        return (rows.weights, velocities), (x, target, numbers(rows, step))
+
+    def compiled(
+        self,
+        weights: Sequence[Tensor],
+        velocities: Sequence[Tensor],
+        x: Tensor,
+        target: Any,
+        numbers: Numbers,
+    ) -> tuple[Tensor, Tensor]:
+        """F, B and U, for a compiler."""
+        loss, gx, *grads = self.graph(*[w[0] for w in weights], x, target)
+        grads = [g[None] for g in grads]
+        if self.check:
+            fine = torch.isfinite(loss)
+            grads = [torch.where(fine, g, 0) for g in grads]
+            along, against, *others = numbers
+            along = [torch.where(fine, c, 0) for c in along]
+            numbers = (along, against, *others)  # type: ignore[assignment]
+        step([weights[n] for n in self.rows.trained], velocities, grads, numbers)
+        return loss, gx
+
+
+Numbers = tuple[Sequence[Tensor], Sequence[Tensor], Tensor, Sequence[float]]  # −η·a and −η·b, m, λ of every weight
+
+
+def numbers(rows: Rows, step: Step) -> Numbers:
+    return step.along, step.against, rows.number(step.momentum), step.decays
+
+
+def step(
+    weights: Sequence[Tensor], velocities: Sequence[Tensor], grads: Sequence[Tensor | None], numbers: Numbers
+) -> None:
+    """v ← m·v + g + λ·w, w ← w − η·(a·v + b·g), written for a compiler. No gradient: not here."""
+    along, against, momentum, decays = numbers
+    for n, (w, g, c, decay) in enumerate(zip(weights, grads, along, decays, strict=True)):
+        if g is None:
+            continue
+        moved = late = torch.add(g, w, alpha=decay) if decay else g
+        if velocities:
+            velocities[n].mul_(momentum).add_(moved)
+            moved = velocities[n]
+        w.addcmul_(moved, c)
+        if against:
+            w.addcmul_(late, against[n])
+
+
+def form(x: Any, target: Any) -> tuple[Any, ...] | None:
+    """What of a micro-batch a graph of the loss is made for; None where it cannot be."""
+    both = (x, target)
+    return tuple((v.shape, v.dtype) for v in both) if all(isinstance(v, Tensor) for v in both) else None
+
+
+def fused(moving: Sequence[Moving], judge: Judge | None, compile: Callable[[Any], Any]) -> Callable[..., Any]:
+    """All stacks and the last stage as one compiled function: (fixed, changing) -> what each `compiled` gives."""
+    parts: list[Moving | Judge] = [*moving, *([] if judge is None else [judge])]
+    cuda = moving[0].stack.rows.weights[0].is_cuda
+
+    def tick(fixed: Sequence[tuple[Any, ...]], changing: Sequence[tuple[Any, ...]]) -> list[Any]:
+        calls = [partial(one.compiled, *some, *rest) for one, some, rest in zip(parts, fixed, changing, strict=True)]
+        return side_by_side(calls, cuda)
+
+    tick.__code__ = tick.__code__.replace(co_name="tick")  # torch counts what shares code
+    compiled: Callable[..., Any] = compile(tick)
+    return compiled
