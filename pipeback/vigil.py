@@ -76,7 +76,7 @@ class Vigil:
         except BaseException as error:
             self.error = error
             self.end.set()
-            with suppress(RuntimeError):
+            with suppress(RuntimeError, ValueError):  # ValueError: somebody has destroyed the group
                 nothing: Any = dist.irecv(torch.empty(1), self.peer, group=self.group)
                 nothing.wait(timedelta(milliseconds=1))
 

@@ -123,7 +123,10 @@ def free_port() -> int:
 
 def _join(rank: int, store: str, ranks: int) -> None:
     if dist.is_initialized():
+        gc.collect()
         dist.destroy_process_group()
+        # one in a cycle, of a pipeline that a fault ended, would wait for its last work when it is collected: never do
+        gc.freeze()
     os.environ["LOCAL_RANK"] = str(rank)
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
