@@ -7,11 +7,12 @@ writes. CUDA has to be told neither the sizes nor the addresses again, so all el
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 WARM = 3  # calls before the capture, in which libraries set themselves up
 
@@ -31,11 +32,11 @@ class Graphed:
         given, form = tree_flatten(changing)
         tensors = [v for v in given if isinstance(v, Tensor)]
         shapes = tuple((v.shape, v.dtype) if isinstance(v, Tensor) else v for v in given)
-        key = tuple(t.data_ptr() for t in places), shapes, str(form)
+        key = tuple(t.data_ptr() for t in places), shapes, form
         if key not in self._known:
             copies = [v.clone() if isinstance(v, Tensor) else v for v in given]
             inside = [v for v in copies if isinstance(v, Tensor)]
-            call = self._call(fixed, tree_unflatten(copies, form))
+            call = partial(self.function, fixed, tree_unflatten(copies, form))
             before = [t.clone() for t in places]
             self._warm(call, cuda=places[0].is_cuda)
             self._known[key] = (inside, *self.captured(call))
@@ -43,10 +44,7 @@ class Graphed:
         inside, replay, found = self._known[key]
         torch._foreach_copy_(inside, tensors)
         replay()
-        return torch.utils._pytree.tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, found)
-
-    def _call(self, fixed: Any, changing: Any) -> Callable[[], Any]:
-        return lambda: self.function(fixed, changing)
+        return tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, found)
 
     def _warm(self, call: Callable[[], Any], *, cuda: bool) -> None:
         stream = torch.cuda.Stream() if cuda else None

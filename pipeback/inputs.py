@@ -114,17 +114,22 @@ def check_choices(**options: Any) -> None:
             raise ValueError(f"{name} must be one of {', '.join(allowed[name])}, but is {value!r}")
 
 
-def check_vectorize(vectorize: Any, **options: Any) -> None:
-    """What goes with stages that run as one. options: name -> (what was given, what goes)."""
+def check_skewed(vectorize: Any, order: str, activations: Any, masters: Any, **options: tuple[Any, Any]) -> None:
+    """What goes with stages that run as one, and with the order that they run in. options: name -> (what was given,
+    what goes with both)."""
     if vectorize not in (True, False, "auto", "cuda_graph"):
         raise ValueError(f'vectorize must be True, False, "auto" or "cuda_graph", but is {vectorize!r}')
+    if vectorize:
+        what, otherwise = f"vectorize={vectorize!r}", ", or vectorize=False"
+        kept = "recompute" if activations == "recompute" else "device"
+        options |= {"activations": (activations, kept), "masters": (masters, False), "order": (order, "grouped")}
+    elif order == "skewed":
+        what, otherwise = 'order="skewed"', ""
+    else:
+        return
     for name, (value, plain) in options.items():
-        if vectorize and value != plain and (name, value) != ("activations", "recompute"):
-            raise ValueError(
-                f"vectorize={vectorize!r} does not go with {name}={value!r}; use {name}={plain!r}, or vectorize=False"
-            )
-        if options["order"][0] == "skewed" and name not in ("order", "activations", "masters") and value != plain:
-            raise ValueError(f'order="skewed" does not go with {name}={value!r}; use {name}={plain!r}')
+        if value != plain:
+            raise ValueError(f"{what} does not go with {name}={value!r}; use {name}={plain!r}{otherwise}")
 
 
 def check_masters(masters: Any, store: Store | None) -> None:

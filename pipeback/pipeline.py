@@ -31,7 +31,7 @@ from pipeback.inputs import (
     check_masters,
     check_numbers,
     check_outside,
-    check_vectorize,
+    check_skewed,
 )
 from pipeback.joining import default_device, join, layout, wanted
 from pipeback.joint import Options, plain_groups
@@ -56,7 +56,7 @@ from pipeback.store import DeviceStore, Store
 from pipeback.streaming import Streaming
 from pipeback.survey import survey
 from pipeback.traffic import Traffic, together
-from pipeback.vectorized import calls, learn, leave, stacked
+from pipeback.vectorized import fitting, stacked
 from pipeback.watch import Watch
 
 
@@ -198,10 +198,10 @@ class Pipeline:
                 weights=weights, weight_functions=weight_functions, order=order, link=link,
             )  # fmt: skip
             check_masters(masters, home)
-            check_vectorize(
-                vectorize, workers=(workers, None), replicas=(self.replicas, 1), ranks=(self.ranks.count, 1),
-                store=(store, None), sparsity=(sparsity, None), loss=(loss if loss is None else "given", "given"),
-                activations=(activations, "device"), masters=(masters, False), order=(order, "grouped"),
+            check_skewed(
+                vectorize, order, activations, masters, workers=(workers, None), replicas=(self.replicas, 1),
+                ranks=(self.ranks.count, 1), store=(store, None), sparsity=(sparsity, None),
+                loss=(loss if loss is None else "given", "given"),
             )  # fmt: skip
             self._compile = compile
             every = kinds(activations, [part.name for part in parts])
@@ -866,10 +866,11 @@ class Pipeline:
 
     def _rehearse(self, batches: Sequence[Batch]) -> None:
         threads = self._workers is not None or self.replicas > 1 or self.ranks.several
-        if threads and (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")):
-            raise ValueError("workers: autocast does not reach other threads; enter it inside the modules")
-        if self._setting.stacks and (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")):
-            raise ValueError("vectorize: stages that run as one know no autocast; enter it inside the modules")
+        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+            if threads:
+                raise ValueError("workers: autocast does not reach other threads; enter it inside the modules")
+            if self._setting.stacks:
+                raise ValueError("vectorize: stages that run as one know no autocast; enter it inside the modules")
         if not self._rehearsals.due(batches):
             return
         if self._runtime is not None:
@@ -877,46 +878,24 @@ class Pipeline:
         relay = self._relay if isinstance(self._runtime, Processes) else None
         self._rehearsals.run(batches, relay)
         if self._setting.stacks:
-            left = self._stack([batches[0][0], smallest(batches)[0]])
-            if left and self._compile:  # these compile, and are checked, on their own
-                self._rehearsals.whole(batches[0], relay)
+            stacks = self._setting.stacks
+            kept, told = fitting(
+                self._stages, stacks, [batches[0][0], smallest(batches)[0]], self.method.schedule, self._vectorize,
+                again=bool(self.vectorized),
+            )  # fmt: skip
+            self.vectorized = self.vectorized or told
+            self._setting = self._setting._replace(stacks=kept)
+            if len(kept) < len(stacks):
+                for loop in self._loops():  # of a state that was taken up
+                    loop.worker.leave([stack for stack in stacks if stack not in kept])
+                if self._compile:  # what is left compiles, and is checked, on its own
+                    self._rehearsals.whole(batches[0], relay)
         if self._runtime is None:
             if self.ranks.several:
                 self._holding.seconds = self.ranks.gather(self._holding.seconds, "push()")[0]
                 self._holding.share_out(values=True)
             self._start()
         self._rehearsals.done(batches)
-
-    def _stack(self, xs: Sequence[Value]) -> bool:
-        """Have stages that are alike run as one, where they can and should; returns whether some do not."""
-        reasons: dict[str, str] = {}
-        for x in xs:
-            reasons |= learn(self._stages, self._setting.stacks, x)
-        kept = [stack for stack in self._setting.stacks if stack.name not in reasons]
-        if self.vectorized:
-            for name, reason in reasons.items():
-                raise ValueError(
-                    f"vectorize: a micro-batch of another form came, for which {name} do not fit: {reason}"
-                )
-            return False
-        for stack in list(kept):
-            times = stack.gain() / calls(self.method.schedule, len(self._stages), stack)
-            reasons[stack.name] = f"as one, {times:.1f} times as fast"
-            if self._vectorize == "auto" and times < 1:
-                reasons[stack.name] = f"as they are, for as one they are {times:.2f} times as fast"
-                kept.remove(stack)
-        if not kept and self._vectorize != "auto":
-            told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-            raise ValueError(
-                f'vectorize={self._vectorize!r}: no stages can run as one ({told}); use vectorize="auto" or False'
-            )
-        left = [stack for stack in self._setting.stacks if stack not in kept]
-        for stack in left:
-            leave(stack)
-        for loop in self._loops():  # of a state that was taken up
-            loop.worker.leave(left)
-        self.vectorized, self._setting = reasons, self._setting._replace(stacks=kept)
-        return bool(left)
 
     def _relay(self, x: Value, part: Callable[[Sequence[Stage], Value], Value]) -> None:
         assert isinstance(self._runtime, Processes)

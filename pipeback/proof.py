@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeback.capture import Graph, Graphs, Unfit, capture, recomputing
+from pipeback.capture import Unfit, capture
+from pipeback.graphs import Graph, Graphs, recomputing
 from pipeback.inflight import untouched
 from pipeback.rings import Kind, Rings, unfolded
 from pipeback.stage import Stage

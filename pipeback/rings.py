@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeback.capture import Graph, Graphs, factored, for_compiler
+from pipeback.graphs import Graph, Graphs, factored, for_compiler
 
 Kind = tuple[tuple[int, ...], torch.dtype, bool]  # of a micro-batch: its shape and type, and whether it trains
 Turns = list[tuple[int, int]]  # (row, micro-batch)

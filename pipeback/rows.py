@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from pipeback.joint import Options, hooked, rates_of
 from pipeback.method import Correction
 from pipeback.momentum import plain_sgd, spike
 from pipeback.stage import Stage
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -156,19 +158,25 @@ class Rows:
             found[n] = torch.addcmul(w, v, c, out=out)
         return found
 
-    def follow(self, step: Step) -> None:
-        """The step where the velocities have taken up the gradients, but not the decay."""
-        velocities = self.velocities()
-        for v, w, decay in zip(velocities, self.stepped, step.decays, strict=True):
+    def follow(self, step: Step, some: Sequence[int] | None = None) -> None:
+        """The step where the velocities have taken up the gradients, but not the decay. some: numbers among those that
+        train; None: all."""
+        velocities, weights = self._chosen(some, self.velocities()), self._chosen(some, self.stepped)
+        for v, w, decay in zip(velocities, weights, self._chosen(some, step.decays), strict=True):
             if decay:
                 v.add_(w, alpha=decay)
-        self._along(step, velocities)
+        self._along(step, velocities, some)
 
-    def _along(self, step: Step, directions: Sequence[Tensor]) -> None:
+    def _along(self, step: Step, directions: Sequence[Tensor], some: Sequence[int] | None) -> None:
+        weights = list(self._chosen(some, self.stepped))
         if step.rate is None:
-            torch._foreach_addcmul_(self.stepped, list(directions), step.along)
+            torch._foreach_addcmul_(weights, list(directions), list(self._chosen(some, step.along)))
         else:
-            torch._foreach_add_(self.stepped, list(directions), alpha=-step.rate)
+            torch._foreach_add_(weights, list(directions), alpha=-step.rate)
+
+    @staticmethod
+    def _chosen(some: Sequence[int] | None, values: Sequence[T]) -> Sequence[T]:
+        return values if some is None else [values[n] for n in some]
 
     def number(self, value: float) -> Tensor:
         """As a tensor beside the weights; the same one when asked again."""
@@ -176,22 +184,21 @@ class Rows:
             self._number = value, torch.tensor(value, dtype=self.weights[0].dtype, device=self.weights[0].device)
         return self._number[1]
 
-    def move(self, step: Step, grads: Sequence[Tensor]) -> None:
-        """The step with these gradients."""
+    def move(self, step: Step, grads: Sequence[Tensor], some: Sequence[int] | None = None) -> None:
+        """The step with these gradients. some: see `follow`."""
         if any(step.decays):
-            grads = [
-                torch.add(g, w, alpha=decay) if decay else g
-                for g, w, decay in zip(grads, self.stepped, step.decays, strict=True)
-            ]
+            both = zip(self._chosen(some, self.stepped), self._chosen(some, step.decays), strict=True)
+            grads = [torch.add(g, w, alpha=decay) if decay else g for g, (w, decay) in zip(grads, both, strict=True)]
         if not step.momentum:
-            self._along(step, grads)
+            self._along(step, grads, some)
             return
-        velocities = self.velocities()
+        velocities = list(self._chosen(some, self.velocities()))
         torch._foreach_mul_(velocities, self.number(step.momentum))
         torch._foreach_add_(velocities, list(grads))
-        self._along(step, velocities)
+        self._along(step, velocities, some)
         if step.against:
-            torch._foreach_addcmul_(self.stepped, list(grads), step.against)
+            weights, against = self._chosen(some, self.stepped), self._chosen(some, step.against)
+            torch._foreach_addcmul_(list(weights), list(grads), list(against))
 
     def plain(
         self, options: Sequence[Options], corrected: Callable[[], Correction] | None = None, *others: Options

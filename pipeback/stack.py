@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipeback.capture import Graphs, Unfit
+from pipeback.capture import Unfit
+from pipeback.graphs import Graphs
 from pipeback.link import Link, Message, Name
 from pipeback.order import Ops
 from pipeback.proof import gain, proved

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeback.capture import Graph, Graphs, accumulating
 from pipeback.graphed import side_by_side
+from pipeback.graphs import Graph, Graphs, accumulating
 from pipeback.rings import Kind
 from pipeback.rows import Rows, Step
 from pipeback.stack import Stack
@@ -82,22 +82,20 @@ class Moving:
 
     def finish(self, factors: Sequence[Tensor], step: Step) -> None:
         """The step of the weights whose gradients come as factors."""
-        rows = self.stack.rows
-        for n, a, b in zip(self.rings.factored, factors[::2], factors[1::2], strict=False):
-            m = rows.trained.index(n)
-            w, decay = rows.weights[n], step.decays[m]
-            if not step.momentum:
-                moved = a * b if a.shape[-1] == 1 else torch.bmm(a, b)
-            elif a.shape[-1] == 1:
-                moved = rows.velocities()[m].mul_(rows.number(step.momentum)).addcmul_(a, b)
+        rows, pairs = self.stack.rows, list(zip(factors[::2], factors[1::2], strict=True))
+        if not pairs:
+            return
+        some = [rows.trained.index(n) for n in self.rings.factored]
+        if not step.momentum:
+            rows.move(step, [a * b if a.shape[-1] == 1 else torch.bmm(a, b) for a, b in pairs], some)
+            return
+        for m, (a, b) in zip(some, pairs, strict=True):
+            v = rows.velocities()[m]
+            if a.shape[-1] == 1:
+                v.mul_(rows.number(step.momentum)).addcmul_(a, b)
             else:
-                moved = rows.velocities()[m].baddbmm_(a, b, beta=step.momentum)
-            if decay:
-                moved.add_(w, alpha=decay)
-            if step.rate is None:
-                w.addcmul_(moved, step.along[m])
-            else:
-                w.add_(moved, alpha=-step.rate)
+                v.baddbmm_(a, b, beta=step.momentum)
+        rows.follow(step, some)
 
     def eager(self, f: int, b: int, x: Tensor, g: Tensor, step: Step) -> None:
         """The whole tick."""

@@ -95,12 +95,6 @@ def learn(stages: Sequence[Stage], stacks: Sequence[Stack], x: Any) -> dict[str,
     return found
 
 
-def leave(stack: Stack) -> None:
-    """Let its stages run as they are."""
-    for stage, call in zip(stack.stages, stack.calls, strict=True):
-        stage.stack, stage.call = None, call
-
-
 def calls(schedule: Schedule, stages: int, stack: Stack) -> float:
     """Ticks at which the stack has something to do, for each micro-batch, in the steady state."""
     order, count = Order(schedule, stages, policy="skewed"), 0
@@ -110,6 +104,44 @@ def calls(schedule: Schedule, stages: int, stack: Stack) -> float:
             if arrived > warm and kind != "U" and any(stack.first <= s <= stack.last for s, _ in ops):
                 count += 1
     return count / 2 / (last - warm)
+
+
+def fitting(
+    stages: Sequence[Stage],
+    stacks: Sequence[Stack],
+    xs: Sequence[Any],
+    schedule: Schedule,
+    vectorize: bool | str,
+    *,
+    again: bool,
+) -> tuple[list[Stack], dict[str, str]]:
+    """Those stacks that can run as one on micro-batches like these, and should; what was found, by name.
+
+    The stages of the others run as they are from then on. again: micro-batches of another form have come since.
+    Raises ValueError where none can and some must, and where one cannot any more.
+    """
+    reasons: dict[str, str] = {}
+    for x in xs:
+        reasons |= learn(stages, stacks, x)
+    kept = [stack for stack in stacks if stack.name not in reasons]
+    if again:
+        for name, reason in reasons.items():
+            raise ValueError(f"vectorize: a micro-batch of another form came, for which {name} do not fit: {reason}")
+        return kept, reasons
+    for stack in list(kept):
+        times = stack.gain() / calls(schedule, len(stages), stack)
+        reasons[stack.name] = f"as one, {times:.1f} times as fast"
+        if vectorize == "auto" and times < 1:
+            reasons[stack.name] = f"as they are, for as one they are {times:.2f} times as fast"
+            kept.remove(stack)
+    if not kept and vectorize != "auto":
+        told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        raise ValueError(f'vectorize={vectorize!r}: no stages can run as one ({told}); use vectorize="auto" or False')
+    for stack in stacks:
+        if stack not in kept:
+            for stage, call in zip(stack.stages, stack.calls, strict=True):
+                stage.stack, stage.call = None, call
+    return kept, reasons
 
 
 class Vectorized(Worker):

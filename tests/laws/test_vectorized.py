@@ -388,6 +388,34 @@ def test_micro_batches_of_two_forms(leapt):
     assert sum(leapt) > 30
 
 
+class Louder(nn.Linear):
+    """Twice as loud while it trains."""
+
+    def forward(self, x):
+        return super().forward(x).tanh() * (2.0 if self.training else 1.0)
+
+
+def test_the_mode_may_change(leapt):
+    """What is in flight keeps the mode that it came with, and what comes is computed in its own."""
+
+    def losses(vectorize, modes=(True, False)):
+        def switch(n):
+            pipe._model.train(modes[n])
+
+        still = partial(torch.optim.SGD, lr=0.0, momentum=0.9)
+        pipe = pipeback.Pipeline(
+            model(make=lambda: Louder(6, 6)), loss=mse_loss, optimizer=still, method="pb", micro_batch_size=3,
+            vectorize=vectorize,
+        )  # fmt: skip
+        return pushed(pipe, (30, 30), switch)[0]
+
+    found, wanted = losses(True), losses(False)
+    assert leapt[0] > S
+    assert leapt[-1] > S
+    same(found[1:], wanted[1:])
+    assert not torch.allclose(wanted[1], losses(False, (True, True))[1])
+
+
 def test_hooks_of_a_subclass_are_asked(leapt):
     class Doubled(Cerebras):
         def forward_weights(self, weights, state, when):

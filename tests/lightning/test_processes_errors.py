@@ -2,7 +2,9 @@
 
 import os
 import time
+from contextlib import nullcontext
 from functools import partial
+from unittest.mock import Mock
 
 import lightning.pytorch as pl
 import pytest
@@ -12,6 +14,7 @@ from torch.nn.functional import mse_loss
 
 from pipeback.health import RankError
 from pipeback.lightning import PipelineStrategy
+from pipeback.lightning.meeting import Meeting, _unfinished
 from tests.laws.cases import network
 from tests.lightning import ranks, script
 from tests.lightning.cases import Regression, loader, strategy, trainer
@@ -197,3 +200,22 @@ def test_torchrun_with_another_number(monkeypatch):
 def test_the_parent_raises_what_a_child_raised(tmp_path):
     with pytest.raises(Exception, match="broken on purpose"):
         script.train(2, tmp_path, "spawn", fault="error")
+
+
+def test_work_that_is_given_up_keeps_its_group():
+    """A group that is freed waits for its work: for ever, where a rank has died."""
+
+    class Ill(Exception):
+        pass
+
+    meeting, work = Meeting.__new__(Meeting), Mock(is_completed=Mock(return_value=False))
+    meeting.rest, meeting._group, kept = nullcontext, object(), len(_unfinished)
+    meeting.health = Mock(calling=Mock(return_value=nullcontext()), check=Mock(side_effect=Ill))
+    with pytest.raises(Ill):
+        meeting._wait(work, "a call")
+    assert _unfinished[kept:] == [(meeting._group, work)]
+    meeting.health = None
+    work.is_completed.return_value = True
+    meeting._wait(work, "a call")
+    assert _unfinished.pop() == (meeting._group, work), "and what was waited for is not kept"
+    assert len(_unfinished) == kept
