@@ -1,25 +1,34 @@
-"""Lists of weights, and the arithmetic over them that is done in one call.
+"""Lists of weights, and the arithmetic over them that is done in one call: one operation, where they lie in a strip.
 
-add_scaled   w ← w + c·x
+add_scaled   w ← w + c·x        copy   w ← x        exchange   w ↔ x
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from pipeback.strip import Strip
+
+WEIGHTS, SCRATCH, VELOCITIES, GRADIENTS = "weights", "scratch", "velocities", "gradients"  # rooms of a strip
 Weights = list[Tensor]  # the trainable parameters of a stage, in the order of module.parameters()
 
 
 class Bundle(list[Tensor]):
-    """The weights of one stage or of several; remembers what joint calls over them need."""
+    """The weights of one stage or of several, or what goes with them; remembers what joint calls over them need."""
 
     velocities: list[Tensor] | None = None  # their momentum buffers, once all have one
+    strip: Strip | None = None  # they lie there, in its room of this name, from this number on
+    name, first = "", 0
     _ones: list[Tensor] | None = None
     _factor: tuple[float, Tensor] | None = None
     _chosen: tuple[tuple[int, ...], Bundle] | None = None
+    _flat: Tensor | None = None
+    _runs: tuple[tuple[int, ...], Bundle] | None = None
 
     @property
     def ones(self) -> list[Tensor]:
@@ -42,17 +51,90 @@ class Bundle(list[Tensor]):
 
     def forget(self) -> None:
         """The weights lie elsewhere now."""
-        self.velocities = self._ones = self._factor = self._chosen = None
+        self.velocities = self._ones = self._factor = self._chosen = self.strip = self._flat = self._runs = None
 
-    def only(self, numbers: tuple[int, ...]) -> Bundle:
+    def only(self, numbers: Sequence[int]) -> Bundle:
         """Some of them; the same bundle when asked again."""
-        if self._chosen is None or self._chosen[0] != numbers:
-            self._chosen = (numbers, Bundle(self[n] for n in numbers))
+        if self._chosen is None or self._chosen[0] != tuple(numbers):
+            found = Bundle(self[n] for n in numbers)
+            if self.strip is not None and list(numbers) == list(range(numbers[0], numbers[0] + len(numbers))):
+                found.lie(self.strip, self.name, self.first + numbers[0])
+            self._chosen = (tuple(numbers), found)
         return self._chosen[1]
+
+    # -- in a strip ----------------------------------------------------------------------------------------------
+
+    def lie(self, strip: Strip, name: str, first: int) -> None:
+        self.strip, self.name, self.first, self._flat, self._runs = strip, name, first, None, None
+
+    def runs(self, begins: tuple[int, ...]) -> Bundle:
+        """Vectors, each of the weights from one of these numbers up to the next; the same ones when asked again."""
+        if self._runs is None or self._runs[0] != begins:
+            assert self.strip is not None
+            ends = (*begins[1:], len(self))
+            parts = (self.strip.flat(self.name, self.first + a, b - a) for a, b in zip(begins, ends, strict=True))
+            self._runs = begins, Bundle(parts)
+        return self._runs[1]
+
+    @property
+    def flat(self) -> Tensor | None:
+        """All of them, and the gaps between, as one vector; None where they do not lie one after the other."""
+        if self._flat is None and self.strip is not None and self:
+            self._flat = self.strip.flat(self.name, self.first, len(self))
+        return self._flat
+
+    def room(self, name: str) -> Bundle:
+        """What lies beside them in another room of their strip: zeros to begin with."""
+        assert self.strip is not None
+        return self.strip.room(name, self.first, len(self))
+
+
+def joined(bundles: Iterable[Sequence[Tensor]]) -> Bundle:
+    """One after the other, in a strip if they follow each other there."""
+    some = [bundle for bundle in bundles if len(bundle)]
+    found = Bundle(w for bundle in some for w in bundle)
+    first = some[0] if some else None
+    if isinstance(first, Bundle) and first.strip is not None:
+        at = first.first
+        for bundle in some:
+            if not isinstance(bundle, Bundle) or (bundle.strip, bundle.name, bundle.first) != (
+                first.strip, first.name, at,
+            ):  # fmt: skip
+                return found
+            at += len(bundle)
+        found.lie(first.strip, first.name, first.first)
+    return found
+
+
+def chosen(values: Sequence[Any], numbers: Sequence[int]) -> Any:
+    """Some of them, still in a strip if they are neighbours there."""
+    return values.only(numbers) if isinstance(values, Bundle) else [values[n] for n in numbers]
+
+
+def alike(*lists: Sequence[Any]) -> bool:
+    """Whether all of them lie in strips, and alike."""
+    first = len(lists[0]), getattr(lists[0], "flat", None)
+    return first[1] is not None and all(
+        isinstance(some, Bundle)
+        and some.flat is not None
+        and (len(some), some.flat.shape) == (first[0], first[1].shape)
+        for some in lists
+    )
+
+
+def whole(*lists: Sequence[Any]) -> list[Any]:
+    """The same lists; where all lie alike in strips, of one vector each."""
+    return [[some.flat] for some in lists] if alike(*lists) else list(lists)  # type: ignore[attr-defined]
 
 
 def add_scaled(weights: Weights, coefficients: Sequence[float], directions: Sequence[Tensor | None]) -> None:
     """w ← w + c·x in place for every weight that has a direction: one call, one rounding for any number of weights."""
+    # c·x is rounded, then the sum: not x·c with a factor of one, which some kernels fuse for long tensors only
+    if alike(weights, directions):
+        # neighbours with one coefficient are one vector
+        begins = (0, *(n for n in range(1, len(weights)) if coefficients[n] != coefficients[n - 1]))
+        coefficients = [coefficients[n] for n in begins]
+        weights, directions = (some.runs(begins) for some in (weights, directions))  # type: ignore[attr-defined]
     given = [x for x in directions if x is not None]
     if len(given) < len(directions):
         there = [n for n, x in enumerate(directions) if x is not None]
@@ -60,5 +142,9 @@ def add_scaled(weights: Weights, coefficients: Sequence[float], directions: Sequ
             return
         weights, coefficients = [weights[n] for n in there], [coefficients[n] for n in there]
     ones = weights.ones if isinstance(weights, Bundle) else Bundle(weights).ones
-    # c·x is rounded, then the sum: not x·c with a factor of one, which some kernels fuse for long tensors only
     torch._foreach_addcmul_(weights, given, ones, list(coefficients))
+
+
+def copy(weights: Weights, values: Sequence[Tensor]) -> None:
+    """w ← x in place."""
+    torch._foreach_copy_(*whole(weights, values))

@@ -20,6 +20,7 @@ from pipeback.sparse import Sparse, choose
 from pipeback.sparsity import Sparsity
 from pipeback.stage import Stage
 from pipeback.store import Store
+from pipeback.strip import lay
 
 
 class Holding:
@@ -131,6 +132,16 @@ class Holding:
                     if changes and stage.sparse is not None:
                         stack.callback(stage.sparse.gather_into, stage, dense)
             yield
+
+    def lay(self) -> None:
+        """Have small weights of each worker lie in a strip. Graphs in flight would still refer to where they were."""
+        if self.store is not None:
+            return
+        owner = self.balance()
+        for stages in self.everywhere:
+            for worker in set(owner):
+                mine = [stage for stage in stages if owner[stage.index] == worker and stage.here]
+                lay([stage for stage in mine if stage.stack is None and not stage.flights])
 
     def share_out(self, *, values: bool) -> None:
         """Over processes: keep the own stages only. values: those of a meta model that come anew get theirs."""

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pipeback.bundle import Bundle
-from pipeback.momentum import plain_sgd, sgd_step
+from pipeback.momentum import lay_velocities, plain_sgd, sgd_step
 
 Group = dict[str, Any]
 
@@ -105,7 +106,7 @@ class Joint:
         self._twin.__dict__.update(first.__dict__)
         self._twin.__dict__.pop("step", None)  # a scheduler's wrapper is bound to the original
         self._twin.param_groups = []
-        self._known: list[tuple[Any, Any]] = []  # of every stage the optimizer's state and that of its first weight
+        self._known: list[Any] = []
         self._chosen: list[Options] = []
 
     @property
@@ -124,19 +125,31 @@ class Joint:
 
     def at(self, options: Sequence[Options]) -> Joint:
         """Set the options that each stage's update uses, and follow a state that was loaded into an optimizer."""
-        if len(options) != len(self._chosen) or any(a is not b for a, b in zip(options, self._chosen, strict=True)):
+        if len(options) != len(self._chosen) or not all(map(is_, options, self._chosen)):
             self._chosen = list(options)
             self._twin.param_groups = self._groups(options)
             self._plain_sgd = type(self._twin) is torch.optim.SGD and all(
                 plain_sgd(group) and not _half(group["params"]) for group in self._twin.param_groups
             )
-        known = [(stage.optimizer.state, stage.optimizer.state.get(stage.weights[0])) for stage in self._stages]
-        if not self._known or any(a is not c or b is not d for (a, b), (c, d) in zip(known, self._known, strict=True)):
+        seen = self._seen()
+        if len(self._known) != len(seen) or not all(map(is_, seen, self._known)):
             self._follow()
         return self
 
+    def _seen(self) -> list[Any]:
+        """What is another object when somebody has put other values into an optimizer's state."""
+        found = []
+        for stage in self._stages:
+            state = stage.optimizer.state
+            first = state.get(stage.weights[0])
+            found += [state, first, first and first.get("momentum_buffer")]
+        return found
+
     def _follow(self) -> None:
         """Share the state of every weight with its stage's own optimizer."""
+        for stage in self._stages:
+            lay_velocities(stage.optimizer, stage.weights)
+            stage.weights.velocities = None
         if len(self._stages) == 1:
             self._twin.state = self._stages[0].optimizer.state
         else:
@@ -144,7 +157,7 @@ class Joint:
             for stage in self._stages:
                 shared.update({w: stage.optimizer.state[w] for w in stage.weights})
             self._twin.state = shared
-        self._known = [(stage.optimizer.state, stage.optimizer.state.get(stage.weights[0])) for stage in self._stages]
+        self._known = self._seen()
         for bundle in (self._weights, *(group["params"] for group in self._twin.param_groups)):
             bundle.velocities = None
 
@@ -160,8 +173,12 @@ class Joint:
             if type(self._twin) in _FOREACH and not params[0].is_cuda and not _half(params) and _looped(mine):
                 mine["foreach"] = True
         if pairs and all(mine == pairs[0][0] for mine, _ in pairs):
-            return [{**pairs[0][0], "params": Bundle(w for _, params in pairs for w in params)}]
-        return [{**mine, "params": Bundle(params)} for mine, params in pairs]
+            return [{**pairs[0][0], "params": self._bundle([w for _, params in pairs for w in params])}]
+        return [{**mine, "params": self._bundle(params)} for mine, params in pairs]
+
+    def _bundle(self, params: list[Tensor]) -> Bundle:
+        same = len(params) == len(self._weights) and all(a is b for a, b in zip(params, self._weights, strict=True))
+        return self._weights if same else Bundle(params)
 
 
 def _half(params: Sequence[Tensor]) -> bool:

@@ -16,6 +16,7 @@ class Memory(NamedTuple):
     state: float  # the method's own state, in copies of the weights
     activations: int  # bytes kept for backwards on the device at the peak: one micro-batch's, times those in flight
     host: int = 0  # the same in host memory, with activations="host"; of "recompute", states of random streams
+    beside: int = 0  # bytes for gradients beside small weights, where these lie in one run of memory
     rounded: int = 0  # with masters: bytes of the weights of a half type, which `weights` has as float32
 
 
@@ -37,6 +38,9 @@ def counted(stages: Sequence[Stage], owner: Sequence[int]) -> Memory:
         repeats[worker] = max(repeats.get(worker, 0), stage.repeat_bytes)
     host = sum(stage.host_bytes * stage.peak_flights for stage in stages)
     rounded = sum(half.nbytes for stage in stages for half in stage.halves)
+    strips = {id(strip): strip for stage in stages if (strip := stage.weights.strip) is not None}
+    beside = sum(strip.beside for strip in strips.values())
     return Memory(
-        one, held / one if one else 1.0, state / one if one else 0.0, activations + sum(repeats.values()), host, rounded
-    )
+        one, held / one if one else 1.0, state / one if one else 0.0, activations + sum(repeats.values()), host, beside,
+        rounded,
+    )  # fmt: skip

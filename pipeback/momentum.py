@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from operator import is_
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from pipeback.bundle import Bundle, Weights, add_scaled
+from pipeback.bundle import GRADIENTS, VELOCITIES, Bundle, Weights, add_scaled, chosen, whole
 from pipeback.method import OptimizerLike
 
 
@@ -67,8 +68,21 @@ def velocity(optimizer: OptimizerLike, weights: Weights) -> list[Tensor | None]:
         return weights.velocities  # type: ignore[return-value]
     found = [state[w].get("momentum_buffer") for w in weights]
     if isinstance(weights, Bundle) and all(v is not None for v in found):
-        weights.velocities = found
+        beside = [] if weights.strip is None else weights.room(VELOCITIES)
+        laid = all(v is place for v, place in zip(found, beside, strict=False)) and len(beside)
+        weights.velocities = beside if laid else found
+        return weights.velocities  # type: ignore[return-value]
     return found
+
+
+def lay_velocities(optimizer: torch.optim.Optimizer, weights: Bundle) -> None:
+    """Have torch's momentum buffers lie beside weights in a strip, whatever others have put there instead."""
+    buffers = [optimizer.state.get(w, {}).get("momentum_buffer") for w in weights]
+    if weights.strip is None or any(v is None for v in buffers):
+        return
+    for w, v, place in zip(weights, buffers, weights.room(VELOCITIES), strict=True):
+        if v is not place:
+            optimizer.state[w]["momentum_buffer"] = place.copy_(v)
 
 
 def spike(momentum: float, horizon: float) -> tuple[float, float]:
@@ -105,19 +119,30 @@ def sgd_step(optimizer: OptimizerLike, weights: Weights | None = None, horizons:
             mine = tuple(mine[n] for n in there) if weights is not None else ()
         if not params:
             continue
-        rate, momentum, decay = float(group["lr"]), group["momentum"], group["weight_decay"]
+        rate, momentum = float(group["lr"]), group["momentum"]
         with torch.no_grad():
-            if group["maximize"]:
-                grads = torch._foreach_neg(grads)
-            if decay:
-                grads = torch._foreach_add(grads, params, alpha=decay)
+            grads = _gradients(params, grads, group)
             steps: Any = _velocities(optimizer, params, grads, momentum) if momentum else grads
             if not any(mine):
-                torch._foreach_add_(params, steps, alpha=-rate)
+                torch._foreach_add_(*whole(params, steps), alpha=-rate)
             else:
-                _spiked(
-                    params if isinstance(params, Bundle) else Bundle(params), steps, grads, rate, momentum, tuple(mine)
-                )
+                bundle = params if isinstance(params, Bundle) else Bundle(params)
+                _spiked(bundle, steps, grads, rate, momentum, tuple(mine))
+
+
+def _gradients(params: Weights, grads: Any, group: dict[str, Any]) -> Any:
+    """g of every weight. Gradients that lie beside weights in a strip nobody else needs."""
+    beside = params.room(GRADIENTS) if isinstance(params, Bundle) and params.strip is not None else []
+    if beside and all(map(is_, grads, beside)):
+        g, w = whole(beside, params)
+        if group["maximize"]:
+            torch._foreach_neg_(g)
+        if group["weight_decay"]:
+            torch._foreach_add_(g, w, alpha=group["weight_decay"])
+        return beside
+    if group["maximize"]:
+        grads = torch._foreach_neg(grads)
+    return torch._foreach_add(grads, params, alpha=group["weight_decay"]) if group["weight_decay"] else grads
 
 
 def _spiked(
@@ -132,7 +157,7 @@ def _spiked(
     for n in prompt:
         params[n].add_(steps[n], alpha=-rate)
     if prompt:
-        params, steps, grads = params.only(late), [steps[n] for n in late], [grads[n] for n in late]
+        params, steps, grads = params.only(late), chosen(steps, late), chosen(grads, late)
     add_scaled(params, by_velocity, steps)
     add_scaled(params, by_gradient, grads)
 
@@ -153,8 +178,9 @@ def _velocities(optimizer: OptimizerLike, params: Weights, grads: Sequence[Any],
     found: Any = velocity(optimizer, params)
     fresh = [n for n, v in enumerate(found) if v is None]
     if not fresh:
-        torch._foreach_mul_(found, cast(Any, params.factor(momentum) if isinstance(params, Bundle) else momentum))
-        torch._foreach_add_(found, list(grads), alpha=1)
+        v, g = whole(found, grads)
+        torch._foreach_mul_(v, cast(Any, params.factor(momentum) if isinstance(params, Bundle) else momentum))
+        torch._foreach_add_(v, list(g), alpha=1)
         return found
     old = [n for n, v in enumerate(found) if v is not None]
     if old:

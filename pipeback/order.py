@@ -60,7 +60,9 @@ class Order:
         """Begin `schedule` anew at the next micro-batch to arrive; the pipeline must be empty."""
         n = self.stages
         self.start = self.arrived  # the programs count from here
-        self._flow = schedule if isinstance(schedule, Flowing) and schedule.full else None
+        self._flow = schedule if isinstance(schedule, Flowing) and schedule.every == 1 else None
+        self._repeated: list[Wave] | None = None  # what the last micro-batch has brought, if the next brings the same
+        self._owed = 0  # micro-batches for which that was so, and the programs have not been moved on
         self._programs: list[Iterator[Op]] = [schedule(s, n) for s in range(n)]
         if self.policy == "streaming":
             self._programs = [_Foreseen(program) for program in self._programs]
@@ -75,13 +77,22 @@ class Order:
 
     def advance(self, arrived: int) -> Iterator[Wave]:
         """Every operation that data flow and programs allow once `arrived` micro-batches are there."""
+        one = arrived == self.arrived + 1 and self.policy == "grouped" and self._flow is not None
         self.arrived = arrived
-        yield from self._ticks(until_input=True) if self.policy == "skewed" else self._waves()
+        if one and self._repeated is not None:
+            yield from self._repeat()
+            return
+        self._move_on()
+        if one:
+            yield from self._watched()
+        else:
+            yield from self._ticks(until_input=True) if self.policy == "skewed" else self._waves()
         if not self.empty and all(h is not None and not self._awaits_input(s, h) for s, h in enumerate(self._heads)):
             raise RuntimeError("the schedule deadlocks: " + self._where())
 
     def rest(self) -> Iterator[Wave]:
         """What `advance` has left undone."""
+        self._move_on()
         if self.policy == "skewed":
             yield from self._ticks()
 
@@ -103,7 +114,7 @@ class Order:
         return {
             "arrived": self.arrived,
             "start": self.start,
-            "fetched": list(self._fetched),
+            "fetched": [fetched + 3 * self._owed for fetched in self._fetched],
             "forwards": list(self.forwards),
             "backwards": list(self.backwards),
             "updated": list(self.updated),
@@ -186,6 +197,42 @@ class Order:
                 return
             yield Wave("U", ops)
 
+    # -- in the steady state every micro-batch brings the same as the one before -------------------------------------
+
+    def _watched(self) -> Iterator[Wave]:
+        """`_waves`, noting whether the next micro-batch will bring the same."""
+        before = [*self.forwards, *self.backwards, *self.updated]
+        waves = []
+        for wave in self._waves():
+            waves.append(wave)
+            yield wave
+        after = [*self.forwards, *self.backwards, *self.updated]
+        if all(b - a == 1 for a, b in zip(before, after, strict=True)):  # every stage has done one round
+            self._repeated = waves
+
+    def _repeat(self) -> Iterator[Wave]:
+        """The waves of the last micro-batch, for the next."""
+        assert self._repeated is not None
+        for done in (self.forwards, self.backwards, self.updated):
+            done[:] = [n + 1 for n in done]
+        self._owed += 1
+        self._repeated = waves = [Wave(kind, [(s, i + 1) for s, i in ops]) for kind, ops in self._repeated]
+        yield from waves
+
+    def _move_on(self) -> None:
+        """Have the programs stand where `_repeat` has counted to."""
+        if self._owed:
+            self._begin_rounds(self._owed)
+        self._owed, self._repeated = 0, None
+
+    def _begin_rounds(self, done: int) -> None:
+        """So many rounds of every stage have been counted as done."""
+        assert self._flow is not None
+        for s, first in enumerate(self.backwards):
+            self._programs[s] = self._flow.rounds(s, self.stages, first)
+            self._heads[s] = next(self._programs[s])
+            self._fetched[s] += 3 * done
+
     def _ticks(self, *, until_input: bool = False) -> Iterator[Wave]:
         """Ticks while anything can be done. until_input: no more once the first stage waits for an arrival."""
         heads, take = self._heads, self._take
@@ -215,6 +262,7 @@ class Order:
         n, f, b = self.stages, self.forwards, self.backwards
         steady = (
             self._flow is not None
+            and self._flow.full
             and f[0] - f[-1] == n - 1  # told soon, as mostly
             and f == list(range(f[0], f[0] - n, -1))
             and b == list(range(b[0], b[0] + n))
@@ -225,13 +273,9 @@ class Order:
 
     def _skip(self, ticks: int) -> None:
         """Count such ticks as done."""
-        assert self._flow is not None
-        for s, first in enumerate(self.backwards):
-            self.forwards[s] += ticks
-            self.backwards[s] = self.updated[s] = first + ticks
-            self._programs[s] = self._flow.rounds(s, self.stages, first + ticks)
-            self._heads[s] = next(self._programs[s])
-            self._fetched[s] += 3 * ticks
+        for done in (self.forwards, self.backwards, self.updated):
+            done[:] = [n + ticks for n in done]
+        self._begin_rounds(ticks)
 
     def _singles(self) -> Iterator[Wave]:
         while ready := [s for s in range(self.stages) if self._ready(s)]:

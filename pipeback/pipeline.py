@@ -820,6 +820,7 @@ class Pipeline:
             self._program.know(plain.get("forms", ()))
         if plain["loops"]:
             self._holding.share_out(values=False)
+            self._holding.lay()
         messages: dict[int, Messages] = {}
         with torch.enable_grad():
             for stage in self._holding.mine:
@@ -894,6 +895,7 @@ class Pipeline:
             if self.ranks.several:
                 self._holding.seconds = self.ranks.gather(self._holding.seconds, "push()")[0]
                 self._holding.share_out(values=True)
+            self._holding.lay()
             self._start()
         self._rehearsals.done(batches)
 

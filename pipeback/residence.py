@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from pipeback.bundle import Weights, add_scaled
+from pipeback.bundle import Weights, add_scaled, copy
 from pipeback.events import Kind
 from pipeback.method import Method, Past, Shift, When, overrides
 from pipeback.order import Ops, Wave
@@ -169,7 +169,7 @@ class Held:
         if self.swap:
             _swap(self.team.weights, self.buffer)
         else:
-            torch._foreach_copy_(self.team.weights, self.buffer)
+            copy(self.team.weights, self.buffer)
 
 
 def _exchange(team: Team, buffer: Weights, version: int | None = None) -> Held:
@@ -184,7 +184,7 @@ def _place(team: Team, chosen: Weights | Shift) -> Held:
         buffer = [w.detach().clone() for w in weights]
     else:
         buffer = team.scratch
-        torch._foreach_copy_(buffer, weights)
+        copy(buffer, weights)
     if isinstance(chosen, Shift):
         add_scaled(weights, chosen.coefficients, chosen.directions)
     else:

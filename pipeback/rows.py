@@ -88,6 +88,8 @@ class Rows:
 
     @torch.no_grad()
     def _whole(self) -> list[Tensor]:
+        if len(self.stages) == 1:
+            return [p.data[None] for p in self.stages[0].module.parameters()]
         found = []
         for same in zip(*(list(stage.module.parameters()) for stage in self.stages), strict=True):
             whole = torch.stack([p.data for p in same])
@@ -101,6 +103,8 @@ class Rows:
     def _buffers(self) -> list[Tensor]:
         """The buffers for shifted weights of all stages, if the method has some; the stages' own are these rows."""
         own = [stage.scratch or () for stage in self.stages]
+        if len(own) == 1:
+            return [w[None] for w in own[0]]
         wholes = [torch.stack(list(same)) for same in zip(*own, strict=True)]
         for stage, *rows in zip(self.stages, *(whole.unbind() for whole in wholes), strict=True):
             stage.scratch = rows or None

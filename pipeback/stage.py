@@ -307,8 +307,10 @@ class Stage:
 
     def listen(self, flight: Flight) -> None:
         """Note how gradients of its inputs lie in memory, where that may be otherwise than the inputs."""
-        if self.odd_gradients or [leaf for leaf in flight.leaves if leaf.dim() > 2]:
-            flight.listen()
+        for leaf in flight.leaves:
+            if leaf.dim() > 2 or self.odd_gradients:
+                flight.listen()
+                return
 
     def backward(self, mb: int, grad: Value = None) -> Value:
         """B(mb): adds to the gradients of the weights; returns the gradient of the input, shaped like the input."""
@@ -320,7 +322,8 @@ class Stage:
 
     def update(self, mb: int) -> None:
         """U(mb) of plain training: one step on the averaged gradient. Methods go through `Worker`."""
-        self.average(self.sums(), None)
+        for w, g in zip(self.weights, self.average(self.sums(), None)[0], strict=True):
+            w.grad = g
         self.optimizer.step()
         self.round()
         self.version += 1
@@ -414,10 +417,12 @@ class Stage:
             p.grad = None
         return Sums(grads, count)
 
-    def average(self, sums: Sums, clip_norm: float | None, clip_value: float | None = None) -> Tensor | None:
-        """Divide the gradient sums once by the true count, clip them, and hand them to the optimizer.
+    def average(
+        self, sums: Sums, clip_norm: float | None, clip_value: float | None = None
+    ) -> tuple[Sequence[Tensor | None], Tensor | None]:
+        """The gradient sums, divided once by the true count and clipped, as the weights have them.
 
-        Returns whether the gradient was clipped, as a 0-d tensor; None where nothing clips.
+        Returns also whether the gradient was clipped, as a 0-d tensor; None where nothing clips.
         """
         grads, count = sums
         clipped = None
@@ -427,9 +432,7 @@ class Stage:
             grads = [None if g is None else g / count for g in grads]
         if clip_norm is not None or clip_value is not None:
             grads, clipped = _clipped(grads, clip_norm, clip_value, None if self.shard is None else self.shard.norm)
-        for w, g in zip(self.weights, grads, strict=True):
-            w.grad = g
-        return clipped
+        return grads, clipped
 
     def packed(self) -> Tensor:
         """The gradient sums in one vector, then which weights have one, then the count: what replicas add up."""

@@ -6,8 +6,12 @@ One stage, or several whose weights, states and numbers stand one after the othe
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import is_
 
-from pipeback.bundle import Bundle, Weights
+import torch
+from torch import Tensor
+
+from pipeback.bundle import GRADIENTS, Weights, chosen, joined
 from pipeback.joint import Joint, Options, rates_of
 from pipeback.method import State, When
 from pipeback.stage import Stage
@@ -20,7 +24,7 @@ class Team:
         self.stages = list(stages)
         self.first = self.stages[0]
         alone = len(self.stages) == 1
-        self.weights = self.first.weights if alone else Bundle(w for s in self.stages for w in s.weights)
+        self.weights = self.first.weights if alone else joined(s.weights for s in self.stages)
         self.optimizer = Joint(self.stages, self.weights)
         self._delay = delays[self.first.index]
         self._delays = tuple(delays[s.index] for s in self.stages for _ in s.weights)
@@ -30,13 +34,26 @@ class Team:
         self._state: State = {}
         self._scratch: Weights | None = None
 
+    def put(self, grads: Sequence[Tensor | None] | None) -> None:
+        """Have these be the gradients that the optimizer sees; None: none. In a strip it sees what lies beside the
+        weights, into which they are copied, and which stays."""
+        beside = [] if self.weights.strip is None else self.weights.room(GRADIENTS)
+        if grads is None:
+            grads = beside or [None] * len(self.weights)
+        elif beside and not any(g is None for g in grads):
+            torch._foreach_copy_(beside, grads)  # type: ignore[arg-type]
+            grads = beside
+        for w, g in zip(self.weights, grads, strict=True):
+            if w.grad is not g:
+                w.grad = g
+
     @property
     def scratch(self) -> Weights:
         """The buffers beside the weights; raises where the method has declared none."""
         if self._scratch is None:
             if self.first.scratch is None:
                 raise RuntimeError('the method shifts weights, but its copies are "live"; declare copies = "scratch"')
-            self._scratch = [w for s in self.stages for w in s.scratch or ()]
+            self._scratch = joined(s.scratch or () for s in self.stages)
         return self._scratch
 
     @property
@@ -45,10 +62,10 @@ class Team:
         states = [s.state for s in self.stages]
         if len(states) == 1:
             return states[0]
-        if len(self._states) != len(states) or any(a is not b for a, b in zip(self._states, states, strict=True)):
+        if len(self._states) != len(states) or not all(map(is_, self._states, states)):
             self._states = states
             self._state = {
-                name: [x for state in states for x in state[name]] if isinstance(value, list) else value
+                name: joined(state[name] for state in states) if isinstance(value, list) else value
                 for name, value in states[0].items()
             }
         return self._state
@@ -61,12 +78,13 @@ class Team:
         at = 0
         for s in self.stages:
             n = len(s.weights)
-            s.state = {k: v[at : at + n] if isinstance(v, list) else v for k, v in state.items()}
+            s.state = {k: chosen(v, range(at, at + n)) if isinstance(v, list) else v for k, v in state.items()}
             at += n
+        self._states, self._state = [s.state for s in self.stages], state
 
     def when(self, mb: int, options: Sequence[Options], start: int, base: int, entry: int) -> When:
         """`When` for the first stage at micro-batch `mb`, with the rate and the delay of every weight."""
-        if len(options) != len(self._options) or any(a is not b for a, b in zip(self._options, options, strict=True)):
+        if len(options) != len(self._options) or not all(map(is_, self._options, options)):
             self._options = list(options)
             self._rates = tuple(r for s, o in zip(self.stages, options, strict=True) for r in rates_of(s, o))
         first = self.first

@@ -290,10 +290,11 @@ class Worker:
 
         kept: where the weights before are copied to.
         """
+        grads: dict[int, Sequence[Tensor | None]] = {}
         with torch.no_grad():
             for stage, summed in zip(stages, sums, strict=True):
                 try:
-                    clipped = stage.average(summed, self.clip_norm, self.clip_value)
+                    grads[stage.index], clipped = stage.average(summed, self.clip_norm, self.clip_value)
                     if self.watch is not None:
                         self.watch.before_update(stage, clipped)
                 except Exception as error:
@@ -302,12 +303,15 @@ class Worker:
                 if copy is not None:
                     torch._foreach_copy_(copy, stage.weights)
             for step in steps:
-                self._step(*step)
+                team = step[0]
+                team.put([g for stage in team.stages for g in grads[stage.index]])
+                try:
+                    self._step(*step)
+                finally:
+                    team.put(None)
             forget_casts()
-            for stage in stages:
-                for w in stage.weights:
-                    w.grad = None
-                if self.watch is not None:
+            if self.watch is not None:
+                for stage in stages:
                     self.watch.after_update(stage)
 
     def _step(self, team: Team, mb: int, options: Sequence[Options], when: When | None) -> None:

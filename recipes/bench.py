@@ -8,7 +8,7 @@ table       everything side by side: plain loops, our runtimes, torch.distribute
             options: networks= contenders= out=FILE read=FILE readme=true; benches/table.py says what is what
 scaling     cost of a micro-batch and stage by number of stages, delay and method; memory beside the predicted
             options: stages= methods= slack=
-event_loop  one process, one thread, 20 stages of width 64, micro-batch 1: a push of 150 over the plain PyTorch loop
+event_loop  one process, one thread, micro-batch 1: 20 blocks of width 64 and ResNet-20 over the plain PyTorch loop
 vectorized  stages that are alike run as one, with and without torch.compile, over the plain loop
 threads     two threads on two cores against two independent single-process copies that run at once
 processes   two ranks against two such copies and against torch.distributed.pipelining; memory of a rank

@@ -15,7 +15,7 @@ FLOORS = [
     [
         "bundle", "method", "momentum", "lazy", "link", "partition", "norms", "meta", "form", "flat", "packed",
         "skipping", "slot", "follow", "decisions", "segment", "inflight", "granularity", "ownership", "routes",
-        "program", "ladder", "drawing", "compiled", "stage", "repeat", "offload", "activations", "joint",
+        "program", "ladder", "drawing", "compiled", "stage", "strip", "repeat", "offload", "activations", "joint",
         "team", "watch", "replicas", "shelf", "densities", "masks", "sparsity", "shards", "sparse", "store",
         "pages", "disk", "residence", "rounded", "traffic", "streams", "streaming", "worker", "snapshot",
         "loop", "graphs", "capture", "rings", "rows", "proof", "stack", "graphed", "tick", "steady", "vectorized",

@@ -98,6 +98,22 @@ def test_ticks_that_are_leapt_are_those_at_which_every_stage_does_all(stages, pu
     assert flat(one.close(arrived)) == flat(other.close(arrived))
 
 
+@given(st.integers(0, 3), st.integers(1, 6), st.lists(st.sampled_from([1, 1, 1, 2, 3]), max_size=20))
+def test_waves_that_are_repeated_are_those_that_would_come(slack, stages, pushes):
+    """With or without a memory of the last micro-batch, the same waves in the same order, to the end."""
+    one, other = (Order(flowing(slack), stages) for _ in range(2))
+    one._flow = None
+    arrived = 0
+    for pushed in [*[1] * (slack * stages + 3), *pushes]:
+        arrived += pushed
+        assert list(one.advance(arrived)) == list(other.advance(arrived))
+        assert one.state() == other.state()
+        assert pushed > 1 or pushes or arrived < slack * stages + 3 or other._owed
+    third = Order(flowing(slack), stages)
+    third.resume(flowing(slack), other.state())
+    assert flat(one.close(arrived)) == flat(other.close(arrived)) == flat(third.close(arrived))
+
+
 @pytest.mark.parametrize("schedule", [flowing(1), flowing(2, every=2), fill_drain(4)], ids=["1F1B", "pairs", "GPipe"])
 def test_other_schedules_offer_no_leap(schedule):
     order = Order(schedule, 3, policy="skewed")

@@ -99,19 +99,20 @@ def together(case: Case, rank: int) -> dict[str, Contender]:
     return some
 
 
-def build(task: Task, name: str, flush: int = 0, **options: Any) -> pipeback.Pipeline:
-    method = methods.create(name, micro_batches=flush) if flush else methods.create(name)
+def build(task: Task, method: str | pipeback.Method, flush: int = 0, **options: Any) -> pipeback.Pipeline:
+    if isinstance(method, str):
+        method = methods.create(method, micro_batches=flush) if flush else methods.create(method)
     return pipeback.Pipeline(
         task.model(), loss=task.loss, optimizer=sgd, method=method, micro_batch_size=task.samples, **options
     )
 
 
-def pushed(task: Task, name: str, **options: Any) -> Contender:
+def pushed(task: Task, method: str | pipeback.Method, **options: Any) -> Contender:
     """A Pipeline of this process alone, which gets a turn's micro-batches in one push.
 
     It is full before the first turn. No loss is read: stages that run as one would have to finish what is in flight.
     """
-    pipe = build(task, name, **options)
+    pipe = build(task, method, **options)
     filled(pipe, task)
     x, y = task.data(task.turn)
 

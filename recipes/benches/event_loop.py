@@ -1,39 +1,38 @@
-"""One process, one thread, 20 stages of width 64, micro-batch 1: a push of 150 over the plain PyTorch loop."""
+"""One process, one thread, micro-batch 1: the event loop's pushes over the plain PyTorch loop."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
-from functools import partial
-from typing import Any
 
-import torch
-from torch.nn.functional import cross_entropy
-
-from pipeback.recipes.benches.network import interleaved, network, pipeline, sgd
+from pipeback.recipes.benches.contenders import Contender, plain, pushed
+from pipeback.recipes.benches.network import create, network
+from pipeback.recipes.benches.tasks import NETWORKS, Network, Task
 
 METHODS = ("pb", "cerebras", "sgd", "sc", "lwp", "pipedream", "spectrain", "pipemare", "gpipe", "one_f_one_b")
+CASES = {
+    "20 blocks of width 64": (Task(Network("blocks", "", network, (64,), {}, 10), 1, 150), "auto", METHODS),
+    "ResNet-20, a stage a block": (Task(NETWORKS["resnet20"], 1, 16), "block", METHODS[:2]),
+    "ResNet-20, a stage a layer": (Task(NETWORKS["resnet20"], 1, 16), "layer", METHODS[:2]),
+}
 
 
-def main(repeats: int, count: int = 150) -> None:
-    x, y = torch.randn(count, 64), torch.randint(0, 10, (count,))
-    model = network()
-    optimizer = sgd(model.parameters())
-
-    def plain() -> None:
-        for i in range(count):
-            cross_entropy(model(x[i : i + 1]), y[i : i + 1]).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    runs: dict[str, Callable[[], Any]] = {"plain loop": plain}
-    for name in METHODS:
-        pipe = pipeline(name, micro_batch_size=1)
-        runs[name] = partial(pipe.push, x, y)
-    seconds = interleaved(runs, repeats)
-    print("one process, one thread: 20 stages of width 64, micro-batch 1")
-    print(f"{'':<14}{'ms a micro-batch':>18}{'of the plain loop':>20}{'   spread':>16}")
-    for name, some in seconds.items():
-        ratios = [a / b for a, b in zip(seconds["plain loop"], some, strict=True)]
-        print(f"{name:<14}{statistics.median(some) / count * 1e3:>18.3f}{statistics.median(ratios):>20.2f}"
-              f"{min(ratios):>10.2f} … {max(ratios):.2f}")  # fmt: skip
+def main(repeats: int) -> None:
+    print(f"{'one process, one thread, micro-batch 1':<42}{'stages':>8}{'ms a micro-batch':>18}"
+          f"{'of the plain loop':>20}{'   spread':>16}")  # fmt: skip
+    for words, (task, stages, methods) in CASES.items():
+        runs: dict[str, Contender] = {"plain loop": plain(task, task.turn)}
+        for name in methods:
+            runs[name] = pushed(task, create(name, len(task.model())), stages=stages)
+        seconds: dict[str, list[float]] = {name: [] for name in runs}
+        for turn in range(repeats + 1):
+            for name, contender in runs.items():
+                found = contender.run()
+                if turn:
+                    seconds[name].append(found / task.turn)
+        for name, some in seconds.items():
+            ratios = [a / b for a, b in zip(seconds["plain loop"], some, strict=True)]
+            pipe = runs[name].pipe
+            count = len(pipe.delays) if pipe else ""
+            print(f"{words + ': ' + name:<42}{count:>8}{statistics.median(some) * 1e3:>18.3f}"
+                  f"{statistics.median(ratios):>20.2f}{min(ratios):>10.2f} … {max(ratios):.2f}",
+                  flush=True)  # fmt: skip
