@@ -1,4 +1,6 @@
-"""Rows: the weights of stages that are alike, as rows of tensors, and the step of momentum SGD over all of them.
+"""Rows: the weights of stages that are alike, as rows of tensors, and the step of their optimizers over all of them.
+
+Adam's is in `adaptive`, that of momentum SGD here:
 
 g ← ∇f + λ·w        v ← m·v + g        w ← w − η·(a·v + b·g)        F on w + c·v        η, a, b, c: a number a row
 """
@@ -13,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from pipeback.adaptive import FIRST, SECOND, STEP, Adaptive, settings
 from pipeback.joint import Options, hooked, rates_of
 from pipeback.method import Correction
 from pipeback.momentum import plain_sgd, spike
@@ -80,10 +83,10 @@ class Rows:
         self.trained = [n for n, p in enumerate(stages[0].module.parameters()) if p.requires_grad]
         self.stepped = [self.weights[n] for n in self.trained]
         self.sums: list[Tensor] | None = None  # of gradients of all stages, where none has its own
-        self._known: tuple[list[Options], Step | None] = ([], None)
+        self._known: tuple[list[Options], Step | Adaptive | None] = ([], None)
         self.alone = False  # nobody else can change an optimizer's state now
         self._number: tuple[float, Tensor] | None = None
-        self._velocities: list[Tensor] = []
+        self._kept: list[Any] = []
         self._first_rows: Sequence[Tensor | None] = [None] * len(self.stages)  # of the first weight's
 
     @torch.no_grad()
@@ -135,9 +138,9 @@ class Rows:
                 stage.params[n].grad = row
 
     def step(self) -> bool:
-        """U of all stages at once, where that is a step of momentum SGD for each. False: nothing was done.
+        """U of all stages at once, where that is a step of Adam for each, or of momentum SGD. False: nothing was done.
 
-        It has the bits of a step of each.
+        That of momentum SGD has the bits of a step of each.
         """
         sums, count = self.sums, self.stages[0].count
         if sums is None or any(stage.count != count for stage in self.stages):
@@ -152,7 +155,7 @@ class Rows:
             stage.count = 0.0
         return True
 
-    def shifted(self, step: Step) -> list[Tensor]:
+    def shifted(self, step: Step | Adaptive) -> list[Tensor]:
         """What F runs on."""
         if not step.ahead:
             return self.weights
@@ -188,8 +191,12 @@ class Rows:
             self._number = value, torch.tensor(value, dtype=self.weights[0].dtype, device=self.weights[0].device)
         return self._number[1]
 
-    def move(self, step: Step, grads: Sequence[Tensor], some: Sequence[int] | None = None) -> None:
+    def move(self, step: Step | Adaptive, grads: Sequence[Tensor], some: Sequence[int] | None = None) -> None:
         """The step with these gradients. some: see `follow`."""
+        if isinstance(step, Adaptive):
+            first, second, steps = self._beside(FIRST, SECOND, STEP)
+            step.move(self.stepped, first, second, steps, grads)
+            return
         if any(step.decays):
             both = zip(self._chosen(some, self.stepped), self._chosen(some, step.decays), strict=True)
             grads = [torch.add(g, w, alpha=decay) if decay else g for g, (w, decay) in zip(grads, both, strict=True)]
@@ -206,8 +213,8 @@ class Rows:
 
     def plain(
         self, options: Sequence[Options], corrected: Callable[[], Correction] | None = None, *others: Options
-    ) -> Step | None:
-        """What these options of each stage say, where they ask for momentum SGD that differs in rates alone.
+    ) -> Step | Adaptive | None:
+        """What these options of each stage say, where they ask for momentum SGD, or Adam, that differs in rates alone.
 
         corrected: what a method makes of them and of `others`; it is asked when one of all these is new.
         """
@@ -220,37 +227,67 @@ class Rows:
             self._known = asked, step
         return step
 
-    def _plain(self, options: Sequence[Options], correction: Correction) -> Step | None:
-        each = [_groups(stage, some) for stage, some in zip(self.stages, options, strict=True)]
-        first = each[0]
-        if first is None or any(one != first for one in each) or len({momentum for momentum, _ in first}) != 1:
-            return None
-        momentum, count = first[0][0], len(self.stepped)
+    def _plain(self, options: Sequence[Options], correction: Correction) -> Step | Adaptive | None:
+        count = len(self.stepped)
         of_stages = [rates_of(stage, some) for stage, some in zip(self.stages, options, strict=True)]
         rates = [[of_stage[n] for of_stage in of_stages] for n in range(count)]
         late, ahead = ([list(some[n::count]) for n in range(count)] for some in (correction.late, correction.ahead))
+        same = self._common(settings, options)
+        if same is not None:
+            corrected = any(map(any, [*late, *ahead]))
+            return Adaptive(same, rates, self.stepped) if not corrected and self._in_step() else None
+        groups = self._common(_groups, options)
+        if groups is None or len({momentum for momentum, _ in groups}) != 1:
+            return None
+        momentum = groups[0][0]
         spiked = momentum and any(map(any, late))
         return Step(
-            momentum, tuple(decay for _, decay in first), rates, late if spiked else None,
+            momentum, tuple(decay for _, decay in groups), rates, late if spiked else None,
             ahead if any(map(any, ahead)) else None, self.stepped,
         )  # fmt: skip
 
+    def _common(self, ask: Callable[[Stage, Options], T | None], options: Sequence[Options]) -> T | None:
+        """What is asked of each stage, if all say the same."""
+        first, *others = (ask(stage, some) for stage, some in zip(self.stages, options, strict=True))
+        return first if all(one == first for one in others) else None
+
+    def _in_step(self) -> bool:
+        """Whether all weights of each stage have seen as many updates."""
+        states = [[stage.optimizer.state.get(w, {}) for w in stage.weights] for stage in self.stages]
+        return all(len({float(entry.get(STEP, 0.0)) for entry in some}) == 1 for some in states)
+
     def velocities(self) -> list[Tensor]:
-        """The momentum buffers of all stages, as rows; whatever an optimizer has now, it has from now on as such."""
+        """The momentum buffers of all stages, as rows."""
+        return self._beside("momentum_buffer")[0]
+
+    def prepare(self, step: Step | Adaptive) -> None:
+        """Have what the optimizers keep beside the weights be rows."""
+        if isinstance(step, Adaptive):
+            self._beside(FIRST, SECOND, STEP)
+        elif step.momentum:
+            self._beside("momentum_buffer")
+
+    def _beside(self, *names: str) -> list[Any]:
+        """What the optimizers of all stages keep beside the weights; whatever one has now, it has from now on as rows
+        of these. Of `STEP` one matrix (weights, n), else a list of tensors (n, …)."""
         if not self.alone and any(
-            stage.optimizer.state.get(stage.weights[0], {}).get("momentum_buffer") is not row
+            stage.optimizer.state.get(stage.weights[0], {}).get(names[0]) is not row
             for stage, row in zip(self.stages, self._first_rows, strict=True)
         ):
-            self._velocities = [torch.zeros_like(w) for w in self.stepped]
-            for m, whole in enumerate(self._velocities):
-                rows = whole.unbind()
-                for stage, row in zip(self.stages, rows, strict=True):
+            steps = torch.zeros(len(self.stepped), len(self.stages))
+            kept: list[Any] = [steps if name == STEP else list(map(torch.zeros_like, self.stepped)) for name in names]
+            for m in range(len(self.stepped)):
+                rows = [whole[m].unbind() for whole in kept]
+                for stage, *mine in zip(self.stages, *rows, strict=True):
                     entry = stage.optimizer.state.get(stage.weights[m], {})
-                    if entry.get("momentum_buffer") is not None:
-                        row.copy_(entry["momentum_buffer"])
-                    stage.optimizer.state[stage.weights[m]] = {**entry, "momentum_buffer": row}
-                self._first_rows = rows if not m else self._first_rows
-        return self._velocities
+                    for name, row in zip(names, mine, strict=True):
+                        if entry.get(name) is not None:
+                            row.copy_(entry[name])
+                    # another dictionary: who has looked at the old one shall look again
+                    stage.optimizer.state[stage.weights[m]] = {**entry, **dict(zip(names, mine, strict=True))}
+                self._first_rows = rows[0] if not m else self._first_rows
+            self._kept = kept
+        return self._kept
 
 
 def _groups(stage: Stage, options: Options) -> list[tuple[float, float]] | None:

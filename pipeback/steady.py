@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from pipeback.adaptive import Adaptive
 from pipeback.capture import Unfit, judged
 from pipeback.joint import Options
 from pipeback.method import HOOKS, Correction, Method, described, overrides
@@ -53,6 +54,10 @@ class Steady:
         options = {i: f.options for i, f in self.worker.stages[0].flights.items()} | self.worker.options
         run = Run(self.worker, moving, forwards, backwards, options)
         run.take(self._judge(forwards[-1]))
+        if self.stacks[0].fuse is not None and run.adapts():
+            for stack in self.stacks:
+                stack.leaps = False
+            return 0
         fused = self._tick(moving, run.judge)
         run.begin()
         try:
@@ -122,7 +127,7 @@ class Run:
         first = next(iter(options.values()))
         self.uniform = all(some is first for some in options.values())
         self.corrects = any(overrides(worker.method, hook) for hook in HOOKS)
-        self.steps: list[Step] = []
+        self.steps: list[Step | Adaptive] = []
 
     def take(self, judge: Judge | None) -> None:
         """Have the last stage be this graph, if its F and B run on the same weights."""
@@ -134,14 +139,17 @@ class Run:
         self.others = [s for s in self.worker.stages if s not in inside]
         self.inside = sorted(inside)
 
+    def adapts(self) -> bool:
+        """Whether a step is none that can be written into one function with the tick."""
+        return any(isinstance(step, Adaptive) for step in self._steps(0) or ())
+
     def begin(self) -> None:
         with torch.no_grad():
             for one in self.moving:
                 one.begin(self.f[one.stack.first], self.b[one.stack.first])
             for rows, step in zip(self._rows(), self._steps(0) or (), strict=False):
-                if step.momentum:
-                    rows.velocities()
-                    rows.alone = True
+                rows.prepare(step)
+                rows.alone = True
 
     def ticks(self, most: int, fused: Any) -> int:
         """Do so many, or fewer where a micro-batch or options come that need another look. fused: what a compiler has
@@ -152,7 +160,7 @@ class Run:
         last = worker.count - 1
         f, b = self.f, self.b
         for k in range(most):
-            steps = self._steps(k)
+            steps: Any = self._steps(k)  # of momentum SGD alone where there is one function: see `adapts`
             if steps is None or not self._fits(box, k):
                 break
             if self.others:
@@ -196,7 +204,7 @@ class Run:
                 worker.update(ops)
         return self.done
 
-    def _steps(self, k: int) -> list[Step] | None:
+    def _steps(self, k: int) -> list[Step | Adaptive] | None:
         """How the weights of each stack, and then of the last stage, are stepped at tick k."""
         if not self.uniform or not self.steps:
             self.steps = []
@@ -210,7 +218,7 @@ class Run:
     def _rows(self) -> list[Rows]:
         return [*(one.stack.rows for one in self.moving), *([self.judge.rows] if self.judge else [])]
 
-    def _step(self, rows: Rows, k: int) -> Step | None:
+    def _step(self, rows: Rows, k: int) -> Step | Adaptive | None:
         numbers = [stage.index for stage in rows.stages]
         fore, back = ([self.options[i[s] + k] for s in numbers] for i in (self.f, self.b))
         return rows.plain(back, partial(self._correction, rows, fore, back) if self.corrects else None, *fore)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeback.adaptive import Adaptive
 from pipeback.graphed import side_by_side
 from pipeback.graphs import Graph, Graphs, accumulating
 from pipeback.rings import Kind
@@ -97,14 +98,14 @@ class Moving:
                 v.baddbmm_(a, b, beta=step.momentum)
         rows.follow(step, some)
 
-    def eager(self, f: int, b: int, x: Tensor, g: Tensor, step: Step) -> None:
+    def eager(self, f: int, b: int, x: Tensor, g: Tensor, step: Step | Adaptive) -> None:
         """The whole tick."""
         rows, rings, (forward, backward, made) = self.stack.rows, self.rings, self.graphs
         saved = rings.left(b)
         y, *left = forward(*rows.shifted(step), torch.cat([x[None], self.y[:-1]]))
         views = made(*rows.weights) if rings.made is None else rings.made
         gradient = torch.cat([self.gx[1:], g[None]])
-        if step.momentum and step.late is None and self._accumulate is not None:
+        if isinstance(step, Step) and step.momentum and step.late is None and self._accumulate is not None:
             factor = rows.number(step.momentum)
             self.gx = self._accumulate(*saved, *views, gradient, step.momentum, factor, *rows.velocities())
             rows.follow(step)

@@ -1,5 +1,5 @@
 """Stages that run as one, in one process and one thread: samples over the plain PyTorch loop's, and what torch.compile
-adds. The plain loop steps momentum SGD by foreach, which is torch's own choice for it, or fused.
+adds. The plain loop steps momentum SGD, or AdamW, by foreach, or fused.
 """
 
 from __future__ import annotations
@@ -62,8 +62,10 @@ CASES = (
 METHODS = ("pb", "cerebras", "pipedream")
 
 
-def sgd(params: Any, **options: Any) -> torch.optim.SGD:
-    return torch.optim.SGD(params, lr=1e-5, momentum=0.9, **options)
+Factory = Callable[[Any], torch.optim.Optimizer]
+sgd: Factory = partial(torch.optim.SGD, lr=1e-5, momentum=0.9, foreach=True)
+fused: Factory = partial(torch.optim.SGD, lr=1e-5, momentum=0.9, fused=True)
+adamw: Factory = partial(torch.optim.AdamW, lr=1e-5, foreach=True)
 
 
 def main(repeats: int, cases: Iterable[Case] = CASES, compiled: bool = True) -> None:
@@ -73,7 +75,8 @@ def main(repeats: int, cases: Iterable[Case] = CASES, compiled: bool = True) -> 
         runs, compiling = contenders(case, compiled)
         seconds = interleaved(runs, repeats)
         for name, some in seconds.items():
-            ratios = [a / b for a, b in zip(seconds["plain loop"], some, strict=True)]
+            base = seconds["plain loop, AdamW" if "AdamW" in name else "plain loop"]
+            ratios = [a / b for a, b in zip(base, some, strict=True)]
             print(f"{name:<26}{statistics.median(some) / case.turn * 1e3:>18.3f}{statistics.median(ratios):>20.2f}"
                   f"{min(ratios):>10.2f} … {max(ratios):.2f}")  # fmt: skip
         if compiled:
@@ -84,12 +87,14 @@ def contenders(case: Case, compiled: bool) -> tuple[dict[str, Callable[[], Any]]
     """What takes turns, and the seconds of the first push with a compiler."""
     x, y = torch.randn(2, case.turn * case.shape[0], *case.shape[1:])
     runs: dict[str, Callable[[], Any]] = {
-        "plain loop": partial(plain, *model_and_step(case, foreach=True), x, y, case.shape[0]),
-        "plain loop, fused": partial(plain, *model_and_step(case, fused=True), x, y, case.shape[0]),
+        "plain loop": partial(plain, *model_and_step(case), x, y, case.shape[0]),
+        "plain loop, fused": partial(plain, *model_and_step(case, fused), x, y, case.shape[0]),
         "pb, event loop": partial(pushed, pipeline(case, "pb"), x, y),
     }
     for method in METHODS:
         runs[f"{method}, vectorized"] = partial(pushed, pipeline(case, method, vectorize=True), x, y)
+    runs["plain loop, AdamW"] = partial(plain, *model_and_step(case, adamw), x, y, case.shape[0])
+    runs["pb, AdamW, vectorized"] = partial(pushed, pipeline(case, "pb", adamw, vectorize=True), x, y)
     pipe = pipeline(case, "pb", vectorize="auto")
     runs["pb, vectorize=auto"] = partial(pushed, pipe, x, y)
     begin = time.perf_counter()
@@ -109,9 +114,9 @@ def blocks(block: Callable[[int], nn.Module], count: int, width: int) -> nn.Sequ
     return nn.Sequential(*[block(width) for _ in range(count)], nn.Linear(width, width))
 
 
-def model_and_step(case: Case, **options: Any) -> tuple[nn.Sequential, torch.optim.SGD]:
+def model_and_step(case: Case, optimizer: Factory = sgd) -> tuple[nn.Sequential, torch.optim.Optimizer]:
     found = model(case)
-    return found, sgd(found.parameters(), **options)
+    return found, optimizer(found.parameters())
 
 
 def plain(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor, size: int) -> None:
@@ -121,9 +126,9 @@ def plain(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tens
         optimizer.zero_grad()
 
 
-def pipeline(case: Case, method: str, **options: Any) -> pipeback.Pipeline:
+def pipeline(case: Case, method: str, optimizer: Factory = sgd, **options: Any) -> pipeback.Pipeline:
     return pipeback.Pipeline(
-        model(case), loss=mse_loss, optimizer=sgd, method=method, micro_batch_size=case.shape[0], **options
+        model(case), loss=mse_loss, optimizer=optimizer, method=method, micro_batch_size=case.shape[0], **options
     )
 
 

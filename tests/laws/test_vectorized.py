@@ -304,7 +304,20 @@ def nudged(params):
     return torch.optim.SGD([group for group in groups if group["params"]], lr=0.02, momentum=0.9)
 
 
-@pytest.mark.parametrize("factory", [*(OPTIMIZERS[name] for name in ("sgd", "momentum", "adam")), nudged])
+def decayed(params):
+    """Groups in another order than the weights, of which one decays."""
+    many, few = [p for p in params if p.dim() > 1], [p for p in params if p.dim() < 2]
+    groups = [{"params": few, "lr": 0.003}, {"params": many, "weight_decay": 0.1}]
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=0.01, weight_decay=0.0)
+
+
+def curious(params):
+    return torch.optim.Adam(params, lr=0.01, amsgrad=True)
+
+
+@pytest.mark.parametrize(
+    "factory", [*OPTIMIZERS.values(), nudged, decayed, curious], ids=[*OPTIMIZERS, "nudged", "decayed", "curious"]
+)
 @pytest.mark.parametrize("changing", [False, True])
 def test_optimizers_and_rates_of_ticks(factory, changing, leapt):
     """Rates that change at every push, so that rows are stepped with different ones."""
@@ -320,7 +333,7 @@ def test_optimizers_and_rates_of_ticks(factory, changing, leapt):
 
         found.append(pushed(pipe, before=slower))
     same(*reversed(found))
-    assert (sum(leapt) > 30) == (factory is not OPTIMIZERS["adam"])
+    assert (sum(leapt) > 30) == (factory is not curious)
 
 
 def test_predictions_at_the_rates_of_the_push(leapt):
