@@ -29,6 +29,7 @@ class Bundle(list[Tensor]):
     _chosen: tuple[tuple[int, ...], Bundle] | None = None
     _flat: Tensor | None = None
     _runs: tuple[tuple[int, ...], Bundle] | None = None
+    _rooms: dict[str, Bundle]
 
     @property
     def ones(self) -> list[Tensor]:
@@ -52,6 +53,7 @@ class Bundle(list[Tensor]):
     def forget(self) -> None:
         """The weights lie elsewhere now."""
         self.velocities = self._ones = self._factor = self._chosen = self.strip = self._flat = self._runs = None
+        self._rooms = {}
 
     def only(self, numbers: Sequence[int]) -> Bundle:
         """Some of them; the same bundle when asked again."""
@@ -65,7 +67,8 @@ class Bundle(list[Tensor]):
     # -- in a strip ----------------------------------------------------------------------------------------------
 
     def lie(self, strip: Strip, name: str, first: int) -> None:
-        self.strip, self.name, self.first, self._flat, self._runs = strip, name, first, None, None
+        self.strip, self.name, self.first = strip, name, first
+        self._flat, self._runs, self._rooms = None, None, {}
 
     def runs(self, begins: tuple[int, ...]) -> Bundle:
         """Vectors, each of the weights from one of these numbers up to the next; the same ones when asked again."""
@@ -84,9 +87,12 @@ class Bundle(list[Tensor]):
         return self._flat
 
     def room(self, name: str) -> Bundle:
-        """What lies beside them in another room of their strip: zeros to begin with."""
+        """What lies beside them in another room of their strip, zeros to begin with; the same when asked again."""
         assert self.strip is not None
-        return self.strip.room(name, self.first, len(self))
+        found = self._rooms.get(name)
+        if found is None:
+            found = self._rooms[name] = self.strip.room(name, self.first, len(self))
+        return found
 
 
 def joined(bundles: Iterable[Sequence[Tensor]]) -> Bundle:

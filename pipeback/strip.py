@@ -27,14 +27,11 @@ class Strip:
         size = self.likes[0].element_size()
         self._cuts = [at // size for at in (*begins, end)]
         self._rooms: dict[str, Flat] = {}
-        self._bundles: dict[tuple[str, int, int], Bundle] = {}
 
     def room(self, name: str, first: int, count: int) -> Bundle:
-        """What lies in the room beside `count` weights from that number on; the same when asked again."""
-        found = self._bundles.get((name, first, count))
-        if found is None:
-            found = self._bundles[name, first, count] = Bundle(self._flat(name).views[first : first + count])
-            found.lie(self, name, first)
+        """What lies in the room beside `count` weights from that number on."""
+        found = Bundle(self._flat(name).views[first : first + count])
+        found.lie(self, name, first)
         return found
 
     def flat(self, name: str, first: int, count: int) -> Tensor:
@@ -79,4 +76,4 @@ def _pays(weights: Sequence[Tensor]) -> bool:
     kinds = {(w.dtype, w.device.type) for w in weights}
     plain = kinds in ({(torch.float32, "cpu")}, {(torch.float64, "cpu")})  # elsewhere foreach is one call, too
     small = sum(w.nbytes for w in weights) <= SMALL * len(weights)
-    return plain and small and all(w.stride() == dense(w) for w in weights)
+    return plain and small and all(w.stride() == dense(w) and not w.is_shared() for w in weights)

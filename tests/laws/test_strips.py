@@ -155,6 +155,7 @@ def test_which_weights_lie_so():
     assert not laid(nn.Sequential(*large()))
     assert not laid(nn.Sequential(*small()).bfloat16(), masters=True)
     assert not laid(nn.Sequential(*small()), store="host")
+    assert not laid(nn.Sequential(*small()).share_memory()), "other processes look at them"
 
 
 def test_nothing_is_left_of_a_pipeline_that_is_gone():
