@@ -85,8 +85,9 @@ class Stage:
 
     The module keeps the user's parameters, which the graphs in flight refer to. The optimizer steps `weights`:
     other parameters on the same storage with a version counter of their own, so that autograd does not mistake
-    an update between F and B for an error. Contents change, storage never does. In a store the optimizer steps weights
-    that live elsewhere (`home`), and the user's parameters are views of memory that comes and goes (`slot`).
+    an update between F and B for an error. Contents change; storage does not while anything is in flight. In a store
+    the optimizer steps weights that live elsewhere (`home`), and the user's parameters are views of memory that comes
+    and goes (`slot`).
     With masters it steps float32 copies of the weights of a half type, which are rounded from them (`masters`).
     """
 
