@@ -66,8 +66,8 @@ class Adaptive:
         root, size = 1 / torch.sqrt(1 - b2**t), -1 / (1 - b1**t)
         for w, p, q, rates in zip(weights, first, second, self._columns, strict=True):
             shape = rates.shape
-            below = torch.sqrt(q).mul_(root.to(q.dtype).view(shape)).add_(eps)
-            w.add_(p.div(below).mul_(rates * size.to(q.dtype).view(shape)))
+            below = torch.sqrt(q).mul_(root.to(q).view(shape)).add_(eps)
+            w.add_(p.div(below).mul_(rates * size.to(q).view(shape)))
 
     @cached_property
     def _columns(self) -> list[Tensor]:

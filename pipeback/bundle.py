@@ -14,7 +14,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from pipeback.strip import Strip
 
-WEIGHTS, SCRATCH, VELOCITIES, GRADIENTS = "weights", "scratch", "velocities", "gradients"  # rooms of a strip
+# rooms of a strip
+WEIGHTS, SCRATCH, VELOCITIES, GRADIENTS, DECAYED = "weights", "scratch", "velocities", "gradients", "decayed"
 Weights = list[Tensor]  # the trainable parameters of a stage, in the order of module.parameters()
 
 

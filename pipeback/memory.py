@@ -16,7 +16,7 @@ class Memory(NamedTuple):
     state: float  # the method's own state, in copies of the weights
     activations: int  # bytes kept for backwards on the device at the peak: one micro-batch's, times those in flight
     host: int = 0  # the same in host memory, with activations="host"; of "recompute", states of random streams
-    beside: int = 0  # bytes for gradients beside small weights, where these lie in one run of memory
+    beside: int = 0  # bytes beside small weights that lie in one run of memory: gradients, and these decayed
     rounded: int = 0  # with masters: bytes of the weights of a half type, which `weights` has as float32
 
 

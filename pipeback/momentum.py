@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from pipeback.bundle import GRADIENTS, VELOCITIES, Bundle, Weights, add_scaled, chosen, whole
+from pipeback.bundle import DECAYED, GRADIENTS, VELOCITIES, Bundle, Weights, add_scaled, chosen, whole
 from pipeback.method import OptimizerLike
 
 
@@ -131,18 +131,23 @@ def sgd_step(optimizer: OptimizerLike, weights: Weights | None = None, horizons:
 
 
 def _gradients(params: Weights, grads: Any, group: dict[str, Any]) -> Any:
-    """g of every weight. Gradients that lie beside weights in a strip nobody else needs."""
-    beside = params.room(GRADIENTS) if isinstance(params, Bundle) and params.strip is not None else []
-    if beside and all(map(is_, grads, beside)):
-        g, w = whole(beside, params)
-        if group["maximize"]:
-            torch._foreach_neg_(g)
-        if group["weight_decay"]:
-            torch._foreach_add_(g, w, alpha=group["weight_decay"])
-        return beside
-    if group["maximize"]:
-        grads = torch._foreach_neg(grads)
-    return torch._foreach_add(grads, params, alpha=group["weight_decay"]) if group["weight_decay"] else grads
+    """g of every weight; beside the weights if these lie in a strip, and their gradients with them."""
+    beside = params.room(GRADIENTS) if isinstance(params, Bundle) and params.strip is not None else Bundle()
+    laid = len(beside) > 0 and all(map(is_, grads, beside))
+    grads = beside if laid else grads
+    negated, decay = group["maximize"], group["weight_decay"]
+    if not laid:
+        grads = torch._foreach_neg(grads) if negated else grads
+        return torch._foreach_add(grads, params, alpha=decay) if decay else grads
+    if not negated and not decay:
+        return grads
+    made = params.room(DECAYED)  # type: ignore[attr-defined]
+    (out,), (g,), (w,) = whole(made, grads, params)
+    if negated:
+        g = torch.neg(g, out=out)
+    if decay:
+        torch.add(g, w, alpha=decay, out=out)
+    return made
 
 
 def _spiked(

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pipeback.bundle import GRADIENTS, SCRATCH, WEIGHTS, Bundle, Weights, joined
+from pipeback.bundle import DECAYED, GRADIENTS, SCRATCH, WEIGHTS, Bundle, Weights, joined
 from pipeback.flat import Flat, dense, places
 from pipeback.stage import Stage
 
@@ -42,7 +42,7 @@ class Strip:
     @property
     def beside(self) -> int:
         """Bytes that no stage counts for its own."""
-        return self._rooms[GRADIENTS].nbytes if GRADIENTS in self._rooms else 0
+        return sum(self._rooms[name].nbytes for name in (GRADIENTS, DECAYED) if name in self._rooms)
 
     def _flat(self, name: str) -> Flat:
         if name not in self._rooms:

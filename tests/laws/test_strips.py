@@ -8,6 +8,7 @@ from torch import nn
 
 import pipeback
 from pipeback import strip
+from pipeback.methods.pb import PipelinedBackpropagation
 from tests.choice import mostly_rare
 from tests.laws.cases import CASES, FEW, OPTIMIZERS, allowed, data, everything, pipeline
 
@@ -119,6 +120,26 @@ def test_whatever_becomes_of_an_optimizers_state(case, monkeypatch):
     assert torch.equal(found, trained(CASES[case](6), between=between)[1])
 
 
+def test_a_method_is_given_gradients_that_stay_what_they_are(monkeypatch):
+    class Looking(PipelinedBackpropagation):
+        def update(self, weights, optimizer, state, when):
+            before = [w.grad.clone() for w in weights]
+            optimizer.step()
+            seen.append(torch.cat([w.grad.flatten() for w in weights]))
+            assert all(torch.equal(w.grad, g) for w, g in zip(weights, before, strict=True))
+            return state
+
+    found = []
+    for on in (True, False):
+        if not on:
+            apart(monkeypatch)
+        seen = []
+        pipe, _ = trained(Looking())
+        assert bool(strips(pipe)) == on
+        found.append(torch.cat(seen))
+    assert torch.equal(*found)
+
+
 def test_a_weight_without_a_gradient_stays(monkeypatch):
     class Sometimes(nn.Module):
         def __init__(self):
@@ -163,7 +184,7 @@ def test_nothing_is_left_of_a_pipeline_that_is_gone():
     model, beside = pipe.model, pipe.memory().beside
     one = next(model.parameters()).untyped_storage()
     assert all(p.untyped_storage().data_ptr() == one.data_ptr() for p in model.parameters() if p.requires_grad)
-    assert beside == one.nbytes()
+    assert beside == 2 * one.nbytes()
     again = pipeback.Pipeline(model, loss=nn.functional.mse_loss, optimizer=OPTIMIZERS["momentum"], method="pb")
     before = [p.clone() for p in model.parameters()]
     del pipe

@@ -441,11 +441,12 @@ def test_hooks_of_a_subclass_are_asked(leapt):
     assert not any(leapt)
 
 
-def test_resumed_between_such_ticks(leapt):
-    _, one = pipelines("cerebras")
+@pytest.mark.parametrize(("case", "optimizer"), [("cerebras", "momentum"), ("pb", "adamw")])
+def test_resumed_between_such_ticks(case, optimizer, leapt):
+    _, one = pipelines(case, optimizer)
     pushed_before = one.push(*map(torch.cat, zip(*doubles(30), strict=True)))
     assert pushed_before.isfinite()
-    _, other = pipelines("cerebras")
+    _, other = pipelines(case, optimizer)
     other.load_state_dict(one.state_dict())
     for found in (one, other):
         found.push(*map(torch.cat, zip(*doubles(30), strict=True)))
