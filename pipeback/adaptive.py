@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from pipeback.joint import Options
+from pipeback.joint import Options, groups_of
 from pipeback.stage import Stage
 
 PLAIN = ("amsgrad", "maximize", "capturable", "differentiable", "fused")  # options that must be off
@@ -49,10 +49,9 @@ class Adaptive:
         steps: Tensor,
         grads: Sequence[Tensor],
     ) -> None:
-        """Step weights (n, …). steps: updates done, (weights, n); the same for all weights of a row."""
+        """Step weights (n, …). first, second: p and q. steps: updates done, (weights, n)."""
         (b1, b2), eps, decoupled, decays = self.settings
         steps += 1
-        t = steps[0].double()
         if any(decays):
             if decoupled:
                 for w, rates, decay in zip(weights, self._columns, decays, strict=True):
@@ -63,11 +62,11 @@ class Adaptive:
         torch._foreach_lerp_(list(first), list(grads), 1 - b1)
         torch._foreach_mul_(list(second), b2)
         torch._foreach_addcmul_(list(second), list(grads), list(grads), 1 - b2)
-        root, size = 1 / torch.sqrt(1 - b2**t), -1 / (1 - b1**t)
-        for w, p, q, rates in zip(weights, first, second, self._columns, strict=True):
-            shape = rates.shape
-            below = torch.sqrt(q).mul_(root.to(q).view(shape)).add_(eps)
-            w.add_(p.div(below).mul_(rates * size.to(q).view(shape)))
+        t = steps.double()
+        roots, sizes = 1 / torch.sqrt(1 - b2**t), -1 / (1 - b1**t)
+        for w, p, q, rates, root, size in zip(weights, first, second, self._columns, roots, sizes, strict=True):
+            below = torch.sqrt(q).mul_(root.to(q).view_as(rates)).add_(eps)
+            w.add_(p.div(below).mul_(rates * size.to(q).view_as(rates)))
 
     @cached_property
     def _columns(self) -> list[Tensor]:
@@ -80,19 +79,15 @@ class Adaptive:
 
 def settings(stage: Stage, options: Options) -> Settings | None:
     """What these options of a stage say, if its optimizer is plain Adam or AdamW."""
-    optimizer = stage.optimizer
-    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+    if type(stage.optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
         return None
-    found: dict[int, float] = {}
-    common: set[Any] = set()
-    for group, mine in zip(optimizer.param_groups, options.groups[stage.index], strict=True):
-        numbers = (mine["lr"], mine["eps"], mine["weight_decay"], *mine["betas"])
-        if any(mine.get(name) for name in PLAIN) or any(isinstance(value, Tensor) for value in numbers):
+    decoupled = type(stage.optimizer) is torch.optim.AdamW
+    common, decays = set(), []
+    for group in groups_of(stage, options):
+        if group is None or any(group.get(name) for name in PLAIN):
             return None
-        decoupled = mine.get("decoupled_weight_decay", type(optimizer) is torch.optim.AdamW)
-        common.add((tuple(mine["betas"]), mine["eps"], bool(decoupled)))
-        found.update({id(w): mine["weight_decay"] for w in group["params"]})
-    if len(common) != 1 or any(id(w) not in found for w in stage.weights):
-        return None
-    betas, eps, decoupled = common.pop()
-    return Settings(betas, eps, decoupled, tuple(found[id(w)] for w in stage.weights))
+        if any(isinstance(v, Tensor) for v in (group["lr"], group["eps"], group["weight_decay"], *group["betas"])):
+            return None
+        common.add((tuple(group["betas"]), group["eps"], bool(group.get("decoupled_weight_decay", decoupled))))
+        decays.append(group["weight_decay"])
+    return Settings(*common.pop(), tuple(decays)) if len(common) == 1 else None

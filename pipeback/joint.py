@@ -39,25 +39,22 @@ class Options:
     ) -> None:
         self.since = since
         self.groups = groups or [[{k: _value(v) for k, v in g.items()} for g in opt.param_groups] for opt in optimizers]
-        self.rates = [
-            tuple(
-                float(mine.get("lr", 0.0)) for g, mine in zip(opt.param_groups, some, strict=True) for _ in g["params"]
-            )
-            for opt, some in zip(optimizers, self.groups, strict=True)
-        ]
-        """η of every weight of every stage, as they stand in its optimizer: `rates_of` has the stage's own order."""
 
     def current(self, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
         """Whether the optimizers still have these options."""
         return all(opt.param_groups == groups for opt, groups in zip(optimizers, self.groups, strict=True))
 
 
+def groups_of(stage: Any, options: Options) -> list[Group | None]:
+    """The options of every weight of a stage, or of a replica of it; None of those that its optimizer does not step."""
+    pairs = zip(stage.optimizer.param_groups, options.groups[stage.index], strict=True)
+    places = {id(w): mine for group, mine in pairs for w in group["params"]}
+    return [places.get(id(w)) for w in stage.weights]
+
+
 def rates_of(stage: Any, options: Options) -> list[float]:
     """η of every weight of a stage, or of a replica of it; 0 for those that its optimizer does not step."""
-    rates = options.rates[stage.index]
-    steps = [w for group in stage.optimizer.param_groups for w in group["params"]]
-    places = {id(w): rate for w, rate in zip(steps, rates, strict=True)}
-    return [places.get(id(w), 0.0) for w in stage.weights]
+    return [float(group.get("lr", 0.0)) if group else 0.0 for group in groups_of(stage, options)]
 
 
 def plain_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -16,8 +16,8 @@ class Memory(NamedTuple):
     state: float  # the method's own state, in copies of the weights
     activations: int  # bytes kept for backwards on the device at the peak: one micro-batch's, times those in flight
     host: int = 0  # the same in host memory, with activations="host"; of "recompute", states of random streams
-    beside: int = 0  # bytes beside small weights that lie in one run of memory: gradients, and these decayed
     rounded: int = 0  # with masters: bytes of the weights of a half type, which `weights` has as float32
+    beside: int = 0  # bytes beside small weights that lie in one run of memory: gradients, and these decayed
 
 
 def counted(stages: Sequence[Stage], owner: Sequence[int]) -> Memory:
@@ -40,7 +40,5 @@ def counted(stages: Sequence[Stage], owner: Sequence[int]) -> Memory:
     rounded = sum(half.nbytes for stage in stages for half in stage.halves)
     strips = {id(strip): strip for stage in stages if (strip := stage.weights.strip) is not None}
     beside = sum(strip.beside for strip in strips.values())
-    return Memory(
-        one, held / one if one else 1.0, state / one if one else 0.0, activations + sum(repeats.values()), host, beside,
-        rounded,
-    )  # fmt: skip
+    copies, kept = (held / one, state / one) if one else (1.0, 0.0)
+    return Memory(one, copies, kept, activations + sum(repeats.values()), host, rounded, beside)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pipeback.adaptive import FIRST, SECOND, STEP, Adaptive, settings
-from pipeback.joint import Options, hooked, rates_of
+from pipeback.joint import Options, groups_of, hooked, rates_of
 from pipeback.method import Correction
 from pipeback.momentum import plain_sgd, spike
 from pipeback.stage import Stage
@@ -235,7 +235,7 @@ class Rows:
         same = self._common(settings, options)
         if same is not None:
             corrected = any(map(any, [*late, *ahead]))
-            return Adaptive(same, rates, self.stepped) if not corrected and self._in_step() else None
+            return None if corrected else Adaptive(same, rates, self.stepped)
         groups = self._common(_groups, options)
         if groups is None or len({momentum for momentum, _ in groups}) != 1:
             return None
@@ -250,11 +250,6 @@ class Rows:
         """What is asked of each stage, if all say the same."""
         first, *others = (ask(stage, some) for stage, some in zip(self.stages, options, strict=True))
         return first if all(one == first for one in others) else None
-
-    def _in_step(self) -> bool:
-        """Whether all weights of each stage have seen as many updates."""
-        states = [[stage.optimizer.state.get(w, {}) for w in stage.weights] for stage in self.stages]
-        return all(len({float(entry.get(STEP, 0.0)) for entry in some}) == 1 for some in states)
 
     def velocities(self) -> list[Tensor]:
         """The momentum buffers of all stages, as rows."""
@@ -292,11 +287,9 @@ class Rows:
 
 def _groups(stage: Stage, options: Options) -> list[tuple[float, float]] | None:
     """Momentum and weight decay of every weight, if its optimizer is plain momentum SGD that descends."""
-    if type(stage.optimizer) is not torch.optim.SGD:
+    groups = groups_of(stage, options)
+    if type(stage.optimizer) is not torch.optim.SGD or not all(
+        group and plain_sgd(group) and not group["maximize"] and not isinstance(group["lr"], Tensor) for group in groups
+    ):
         return None
-    found: dict[Any, tuple[float, float]] = {}
-    for group, mine in zip(stage.optimizer.param_groups, options.groups[stage.index], strict=True):
-        if not plain_sgd(mine) or mine["maximize"] or isinstance(mine["lr"], Tensor):
-            return None
-        found.update({id(w): (mine["momentum"], mine["weight_decay"]) for w in group["params"]})
-    return [found[id(w)] for w in stage.weights if id(w) in found] if len(found) >= len(stage.weights) else None
+    return [(group["momentum"], group["weight_decay"]) for group in groups if group]

@@ -5,12 +5,16 @@ The table is tested in test_bench_table.py.
 
 import re
 import sys
+from functools import partial
 
 import pytest
+import torch
 
 from pipeback.recipes import bench
-from pipeback.recipes.benches import processes, scaling
+from pipeback.recipes.benches import event_loop, processes, scaling
 from pipeback.recipes.benches.contenders import Case
+from pipeback.recipes.benches.tasks import Network, Task
+from pipeback.recipes.benches.vectorized import Linear, blocks
 
 
 def test_sections_are_chosen_by_name(monkeypatch, capsys):
@@ -74,3 +78,18 @@ def test_scaling_with_few_stages(capfd, monkeypatch):
 def test_wrong_options_of_scaling(options, words):
     with pytest.raises(SystemExit, match=words):
         scaling.main(1, **options)
+
+
+def test_the_event_loop_is_measured_a_stage_a_block_and_a_layer(capsys, monkeypatch):
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 32, 32)
+    one, other = (event_loop.CASES[f"ResNet-20, a stage a {what}"][0].model() for what in ("block", "layer"))
+    assert (len(one), len(other)) == (11, 20)
+    assert torch.equal(one(x), other(x))
+    task = Task(Network("tiny", "", partial(blocks, Linear, 3, 8), (8,), {}, 8), 1, 4)
+    monkeypatch.setattr(event_loop, "CASES", {"three layers": (task, ("pb", "cerebras"))})
+    event_loop.main(2)
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert [line.split()[2:4] for line in lines] == [["plain", "loop"], ["pb", "4"], ["cerebras", "4"]]
+    assert lines[0].split()[-4:] == ["1.00", "1.00", "…", "1.00"]
+    assert all(float(line.split()[-4]) > 0 for line in lines)
