@@ -91,24 +91,31 @@ class Ticks(Inline):
     def __init__(self, loop: Loop) -> None:
         super().__init__(loop)
         self.settle: Callable[[], None] = self.wait
-        self.futures: dict[int, Future[Tensor]] = {}
-        loop.worker.report = deliver(self.futures)
+        self.due: dict[int, dict[int, Tensor]] = {}  # where the loss of a micro-batch goes to: one place a push
+        self.closed = False
+        loop.worker.report = self._arrived
 
     def push(self, first: int, batches: Sequence[Batch], options: Options) -> Read:
-        futures: list[Future[Tensor]] = [Future() for _ in batches]
-        self.futures.update(enumerate(futures, first))
+        mbs = range(first, first + len(batches))
+        losses: dict[int, Tensor] = {}
+        self.due.update(dict.fromkeys(mbs, losses))
         self.loop.push(batches, options)
 
         def read(sizes: list[int] | None) -> Tensor:
-            if not all(future.done() for future in futures):
+            if len(losses) < len(mbs) and not self.closed:
                 self.settle()
-            return mean([future.result(timeout=0) for future in futures], sizes)
+            if len(losses) < len(mbs):
+                raise RuntimeError("the pipeline was closed before this loss was there")
+            return mean([losses[i] for i in mbs], sizes)
 
         return lambda sizes: LazyLoss(partial(read, sizes))
 
+    def _arrived(self, mb: int, loss: Tensor) -> None:
+        self.due.pop(mb)[mb] = loss
+
     def close(self) -> None:
         super().close()
-        fail(self.futures, RuntimeError("the pipeline was closed before this loss was there"))
+        self.closed = True
 
 
 class Commands(queue.Queue[Any]):

@@ -5,7 +5,7 @@ The order, flights, versions and the ledger are brought up to date when a run is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from pipeback.proof import check_plain, judged_alike
 from pipeback.rings import Kind
 from pipeback.rows import Rows, Step
 from pipeback.schedules import Flowing
-from pipeback.stack import Stack
+from pipeback.stack import Compile, Stack
 from pipeback.stage import Flight
 from pipeback.team import Team
 from pipeback.tick import Judge, Moving, form, fused
@@ -42,7 +42,7 @@ class Steady:
         self._moving: dict[tuple[Kind, ...], list[Moving]] = {}
         self._judges: dict[Any, Judge | None] = {}
         self._judge_rows: Rows | None = None
-        self._fused: dict[tuple[int, ...], Any] = {}  # by what is moved and who judges
+        self._fused: dict[tuple[Any, ...], Any] = {}  # by what is moved, who judges, and how it is stepped
 
     def run(self, order: Order, ticks: int) -> int:
         """Do as many of the next `ticks` ticks as can be done so, and return their number."""
@@ -58,10 +58,10 @@ class Steady:
             for stack in self.stacks:
                 stack.leaps = False
             return 0
-        fused = self._tick(moving, run.judge)
+        compile = self.stacks[0].fuse
         run.begin()
         try:
-            return run.ticks(ticks, fused)
+            return run.ticks(ticks, None if compile is None else partial(self._tick, compile, moving, run.judge))
         finally:
             run.told()
             for stack in self.stacks:
@@ -100,15 +100,21 @@ class Steady:
                 pass
         return self._judges[key]
 
-    def _tick(self, moving: Sequence[Moving], judge: Judge | None) -> Any:
-        """What a compiler makes of a tick, if one is asked for."""
-        fuse = self.stacks[0].fuse
-        if fuse is None:
-            return None
-        key = (*map(id, moving), id(judge))
+    def _tick(self, compile: Compile, moving: Sequence[Moving], judge: Judge | None, steps: Sequence[Step]) -> Any:
+        """What a compiler makes of a tick with such steps. It need not look at what it is given: this does."""
+        rooms = [(id(one), one.rings.length) for one in moving]
+        key = (*rooms, id(judge), *(step.form for step in steps), *_numerics())
         if key not in self._fused:
-            self._fused[key] = fused(moving, judge, fuse)
+            self._fused[key] = fused(moving, judge, compile)
         return self._fused[key]
+
+
+def _numerics() -> tuple[Any, ...]:
+    """What is set for all of torch, and is compiled in."""
+    return (
+        torch.get_default_dtype(), torch.get_float32_matmul_precision(), torch.get_num_threads(),
+        torch.are_deterministic_algorithms_enabled(),
+    )  # fmt: skip
 
 
 class Run:
@@ -151,18 +157,21 @@ class Run:
                 rows.prepare(step)
                 rows.alone = True
 
-    def ticks(self, most: int, fused: Any) -> int:
-        """Do so many, or fewer where a micro-batch or options come that need another look. fused: what a compiler has
-        made of a tick.
+    def ticks(self, most: int, compiled: Callable[[Sequence[Step]], Any] | None) -> int:
+        """Do so many, or fewer where a micro-batch or options come that need another look. compiled: gives what a
+        compiler has made of a tick.
         """
         worker, moving, judge = self.worker, self.moving, self.judge
         box, parts = worker.link.box, [(one, one.stack.first, one.stack.last) for one in moving]
         last = worker.count - 1
         f, b = self.f, self.b
+        known, fused = None, None
         for k in range(most):
             steps: Any = self._steps(k)  # of momentum SGD alone where there is one function: see `adapts`
             if steps is None or not self._fits(box, k):
                 break
+            if compiled is not None and steps is not known:
+                known, fused = steps, compiled(steps)
             if self.others:
                 worker.forward([(s, f[s] + k) for s in self.others])
             given = [(box.pop(("F", first, f[first] + k)), box.pop(("B", end, b[end] + k))) for _, first, end in parts]
@@ -269,9 +278,11 @@ class Run:
                 del worker.options[i]
         for s in self.inside:
             stages[s].version += n
+        numbers, each = self.inside * n, [versions[s] for s in self.inside]
+        used = [version + k for k in range(n) for version in each]
         for kind, mbs in (("F", self.f), ("B", self.b)):
-            some = [(s, mbs[s] + k, versions[s] + k) for k in range(n) for s in self.inside]
-            worker.ledger.add(kind, *map(list, zip(*some, strict=True)))
+            first_mbs = [mbs[s] for s in self.inside]
+            worker.ledger.add(kind, numbers, [mb + k for k in range(n) for mb in first_mbs], used)
 
     def _flight(self, s: int, i: int) -> Flight:
         flight = Flight((), None, None, self.worker.stages[s].version + i - self.f[s], False)
