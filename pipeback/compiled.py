@@ -105,6 +105,16 @@ def options(asked: bool | Options, keep: bool) -> Options:
     return {**given, "options": {**{k: v for k, v in needed.items() if k in known}, **mine}}
 
 
+def unguarded(options: Options) -> Options:
+    """The same without checks of what comes at every call, which cost as much as small kernels: for functions that are
+    given tensors of one form. Where torch takes no such option, the checks stay.
+    """
+    if options.get("mode") is not None:
+        return options
+    skip = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
+    return {**options, "options": {**(options.get("options") or {}), **skip}}  # torch takes it out of the inner one
+
+
 def _partitioner() -> Any:
     """Cuts a joint graph as autograd would: what the backward uses of the forward is kept, nothing computed again."""
     from torch._functorch.partitioners import default_partition

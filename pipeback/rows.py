@@ -59,6 +59,11 @@ class Step:
         return [] if self.shifts is None else self._vectors(self.shifts)
 
     @property
+    def form(self) -> tuple[Any, ...]:
+        """What a compiled function takes for granted of a step."""
+        return bool(self.momentum), self.decays, bool(self.late), bool(self.shifts)
+
+    @property
     def _spikes(self) -> list[list[tuple[float, tuple[float, float]]]]:
         late = self.late or [[0.0] * len(same) for same in self.rates]
         return [

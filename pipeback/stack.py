@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pipeback.capture import Unfit
+from pipeback.compiled import Options, unguarded
 from pipeback.graphs import Graphs
 from pipeback.link import Link, Message, Name
 from pipeback.order import Ops
@@ -40,19 +41,25 @@ class Row(NamedTuple):
 
 
 class Stack:
-    """`stages`, upstream first. length: micro-batches in flight at a stage, to begin with; compile: of both graphs."""
+    """`stages`, upstream first. length: micro-batches in flight at a stage, to begin with. options: of torch.compile,
+    None without it.
+    """
 
-    def __init__(self, stages: Sequence[Stage], length: int, compile: Compile | None = None) -> None:
+    def __init__(self, stages: Sequence[Stage], length: int, options: Options | None = None) -> None:
         self.stages = list(stages)
         self.first, self.last = stages[0].index, stages[-1].index
         self.numbers = range(self.first, self.last + 1)
         self.calls = [stage.call for stage in stages]  # what they do on their own
         self.rows = Rows(stages)
-        self._length, self.compile = length, compile
+        self._length = length
         self._kinds: dict[int, Kind] = {}  # of the micro-batches between F of the first stage and B of it
         self._rings: dict[Kind, Rings] = {}
         self.places: dict[Kind, list[Row]] = {}
-        self.fuse = compile  # of whole ticks
+        self.compile: Compile | None = None  # of both graphs
+        self.fuse: Compile | None = None  # of whole ticks
+        if options is not None:
+            self.compile = lambda graph: torch.compile(graph, **options)
+            self.fuse = lambda tick: torch.compile(tick, **unguarded(options))
         self.leaps = False  # most ticks are done without `forward` and `backward`, which need no compiler then
 
     @property
@@ -168,7 +175,7 @@ class Stack:
                 self.rows.add([grads[n] for n in self.rows.trained], [r for r, _ in some])
 
     def _graphs(self, rings: Rings) -> Graphs:
-        return rings.written if self.leaps else rings.graphs
+        return rings.eager if self.leaps else rings.graphs
 
     def _groups(self, ops: Ops) -> dict[Kind, Turns]:
         """(row, micro-batch) of the operations, by the kind of the micro-batch."""

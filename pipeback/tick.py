@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pipeback.adaptive import Adaptive
 from pipeback.graphed import side_by_side
-from pipeback.graphs import Graph, Graphs, accumulating
+from pipeback.graphs import Graph, accumulating, direct
 from pipeback.rings import Kind
 from pipeback.rows import Rows, Step
 from pipeback.stack import Stack
@@ -32,8 +32,7 @@ class Moving:
     def __init__(self, stack: Stack, kind: Kind) -> None:
         self.stack, self.kind = stack, kind
         self.rings = stack.rings(kind)
-        self.graphs: Graphs = self.rings.written
-        self._accumulate = accumulating(self.graphs, stack.rows.trained) if stack.fuse is None else None
+        self._accumulate = direct(accumulating(self.rings.written, stack.rows.trained)) if stack.fuse is None else None
 
     def begin(self, f: int, b: int) -> None:
         """Before the tick at which row r does F of micro-batch f − r and B of b + r."""
@@ -52,7 +51,7 @@ class Moving:
         rows, rings = self.stack.rows, self.rings
         velocities = rows.velocities() if step.momentum else ()
         fixed = rows.weights, velocities, rings.saved
-        return fixed, (rings.slot(b), x, self.y, g, self.gx, step.ahead, numbers(rows, step))
+        return fixed, (rings.slot(b), x.contiguous(), self.y, g.contiguous(), self.gx, step.ahead, numbers(rows, step))
 
     def compiled(
         self,
@@ -68,7 +67,7 @@ class Moving:
         numbers: Numbers,
     ) -> tuple[Tensor, list[Tensor], Tensor, Sequence[Tensor]]:
         """The whole tick, for a compiler, but for `finish`."""
-        forward, backward, made = self.graphs
+        forward, backward, made = self.rings.written
         trained, used = self.stack.rows.trained, list(weights)
         for n, v, c in zip(trained, velocities, ahead, strict=False):
             used[n] = torch.addcmul(used[n], v, c)
@@ -100,7 +99,7 @@ class Moving:
 
     def eager(self, f: int, b: int, x: Tensor, g: Tensor, step: Step | Adaptive) -> None:
         """The whole tick."""
-        rows, rings, (forward, backward, made) = self.stack.rows, self.rings, self.graphs
+        rows, rings, (forward, backward, made) = self.stack.rows, self.rings, self.rings.eager
         saved = rings.left(b)
         y, *left = forward(*rows.shifted(step), torch.cat([x[None], self.y[:-1]]))
         views = made(*rows.weights) if rings.made is None else rings.made
@@ -133,7 +132,7 @@ class Judge:
         """What `compiled` is given."""
         rows = self.rows
         velocities = rows.velocities() if step.momentum else ()
-        return (rows.weights, velocities), (x, target, numbers(rows, step))
+        return (rows.weights, velocities), (x.contiguous(), target.contiguous(), numbers(rows, step))
 
     def compiled(
         self,
@@ -183,7 +182,7 @@ def step(
 def form(x: Any, target: Any) -> tuple[Any, ...] | None:
     """What of a micro-batch a graph of the loss is made for; None where it cannot be."""
     both = (x, target)
-    return tuple((v.shape, v.dtype) for v in both) if all(isinstance(v, Tensor) for v in both) else None
+    return tuple((v.shape, v.dtype) for v in both) if all(type(v) is Tensor for v in both) else None
 
 
 def fused(moving: Sequence[Moving], judge: Judge | None, compile: Callable[[Any], Any]) -> Callable[..., Any]:

@@ -55,13 +55,11 @@ def stacked(
     stacks = []
     for run in alike(stages):
         first = run[0].index
-        how = None
-        if compile:
-            how = partial(torch.compile, **compiled.options(compile, keep=False))
-        stack = Stack(run, max(flying[first : first + len(run)]) + 1, how)
+        options = compiled.options(compile, keep=False) if compile else None
+        stack = Stack(run, max(flying[first : first + len(run)]) + 1, options)
         stack.leaps = leaps(method)
         if vectorize == "cuda_graph":
-            stack.fuse = Graphed if how is None else partial(_graphed, how)
+            stack.fuse = Graphed if stack.fuse is None else partial(_graphed, stack.fuse)
         for stage in run:  # what is compiled is the stack
             stage.stack, stage.call = stack, stage.module
         stacks.append(stack)
