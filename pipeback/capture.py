@@ -17,7 +17,7 @@ from torch.func import functional_call, grad_and_value, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from pipeback.graphs import Graph, Graphs, simplified, split
+from pipeback.graphs import Graph, Graphs, constant, direct, simplified, split
 
 
 class Unfit(ValueError):
@@ -84,10 +84,10 @@ def judged(module: nn.Module, loss: Callable[[Any, Any], Tensor], x: Tensor, tar
         return found, gx, *(grads[name] for name in trained)
 
     try:
-        graph = simplified(make_fx(both)(*(p.detach() for p in weights.values()), x, target))
+        graph = constant(simplified(make_fx(both)(*(p.detach() for p in weights.values()), x, target)))
     except Exception as error:  # whatever the user's code and torch make of it
         raise Unfit(f"torch cannot write it as one graph: {str(error).strip().partition(chr(10))[0]}") from error
-    return graph.forward
+    return direct(graph.forward)
 
 
 def signature(module: nn.Module) -> tuple[Any, ...]:

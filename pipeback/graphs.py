@@ -17,6 +17,19 @@ Graph = Callable[..., Any]  # the forward of a GraphModule, whose own call costs
 aten = torch.ops.aten
 
 
+# what does the same at half of the price of a call: torch's own bindings, which do not look an operator's schema up
+BINDINGS: dict[Any, Callable[..., Any]] = {
+    aten.mul.Tensor: torch.mul, aten.add.Tensor: torch.add, aten.sub.Tensor: torch.sub, aten.div.Tensor: torch.div,
+    aten.mm.default: torch.mm, aten.bmm.default: torch.bmm, aten.addmm.default: torch.addmm,
+    aten.baddbmm.default: torch.baddbmm, aten.t.default: torch.t, aten.transpose.int: torch.transpose,
+    aten.permute.default: torch.permute, aten.unsqueeze.default: torch.unsqueeze, aten.squeeze.dim: torch.squeeze,
+    aten.select.int: torch.select, aten.relu.default: torch.relu, aten.tanh.default: torch.tanh,
+    aten.sigmoid.default: torch.sigmoid, aten.exp.default: torch.exp, aten.clone.default: torch.clone,
+    aten.sum.dim_IntList: torch.sum, aten.native_layer_norm.default: torch.native_layer_norm,
+}  # fmt: skip
+VIEWS = {aten.view.default: "view", aten.expand.default: "expand"}
+
+
 class Graphs(NamedTuple):
     """forward: (*weights, X) -> (Y, *saved). backward: (*saved, *made, G) -> (*gradients of the weights, None where
     frozen; gradient of X). made: (*weights) -> what the backward needs of these alone. Rows come first in all of them,
@@ -89,8 +102,9 @@ def simplified(graph: fx.GraphModule) -> fx.GraphModule:
     arithmetic of a small layer. Gradients of weights come as contiguous as these are."""
     part: Any = graph.graph
     for node in list(part.nodes):
-        if node.op == "call_function" and _idle(node):
-            node.replace_all_uses_with(node.args[0])
+        same = _undone(node) if node.op == "call_function" else None
+        if same is not None:
+            node.replace_all_uses_with(same)
             part.erase_node(node)
     for node in list(part.nodes):
         if node.op != "call_function" or node.target is not aten.add.Tensor or node.kwargs:
@@ -119,6 +133,20 @@ def simplified(graph: fx.GraphModule) -> fx.GraphModule:
     return graph
 
 
+def constant(graph: fx.GraphModule) -> fx.GraphModule:
+    """With the ones that a loss begins its backward with made once."""
+    for node in list(graph.graph.nodes):
+        if node.op == "call_function" and node.target is aten.ones_like.default and _shape(node) == ():
+            graph.register_buffer("one", torch.ones((), dtype=node.meta["val"].dtype, device=node.meta["val"].device))
+            with graph.graph.inserting_before(node):
+                one = graph.graph.get_attr("one")
+            one.meta = node.meta
+            node.replace_all_uses_with(one)
+            graph.graph.erase_node(node)
+    graph.recompile()
+    return graph
+
+
 def _turned(node: Any) -> bool:
     """Whether it is (a b)ᵀ, which as bᵀ aᵀ lies in memory as the weight does whose gradient it is."""
     product = node.args[0] if node.target is aten.transpose.int and tuple(node.args[1:]) == (1, 2) else None
@@ -138,14 +166,25 @@ def _transposed(part: Any, before: Any, matrix: Any) -> Any:
         return part.call_function(aten.transpose.int, (matrix, 1, 2))
 
 
-def _idle(node: Any) -> bool:
-    """Whether it gives what it is given."""
+def _undone(node: Any) -> fx.Node | None:
+    """What it gives back, where it changes nothing, or only what was changed before."""
+    given = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
+    if given is None:
+        return None
     if node.target in (aten.detach.default, aten.alias.default):
-        return True
-    if node.target is aten.mul.Scalar and node.args[1] == 1:
-        return _shape(node) is not None and node.meta["val"].dtype == node.args[0].meta["val"].dtype
+        return given
+    if node.target in (aten.t.default, aten.transpose.int):
+        twice = given.target is node.target and given.args[1:] == node.args[1:]
+        return given.args[0] if twice else None  # type: ignore[return-value]
+    if _shape(node) is None or _shape(node) != _shape(given):
+        return None
+    if node.target is aten.mul.Scalar:
+        return given if node.args[1] == 1 and node.meta["val"].dtype == given.meta["val"].dtype else None
+    if node.target is aten.sum.dim_IntList and node.args[2:] == (True,) and not node.kwargs:
+        alone = node.args[1] and all(_shape(given)[dim] == 1 for dim in node.args[1])  # type: ignore[index]
+        return given if alone else None
     shaping = (aten.view.default, aten.expand.default, aten._unsafe_view.default)
-    return node.target in shaping and _shape(node) is not None and _shape(node) == _shape(node.args[0])
+    return given if node.target in shaping else None
 
 
 def _joins(node: Any, product: Any, bias: Any) -> bool:
@@ -223,6 +262,21 @@ def accumulating(graphs: Graphs, trained: Sequence[int]) -> Graph:
         part.call_function(torch._foreach_add_, ([v for v, _ in apart], [g for _, g in apart]))
     part.output(copies[gx])
     return fx.GraphModule(graph, part).forward
+
+
+def direct(forward: Graph) -> Graph:
+    """The same, to be called as it is."""
+    whole = getattr(forward, "__self__", None)
+    if whole is None:  # no graph, but a function around one
+        return forward
+    graph: Any = copy.deepcopy(whole)
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and node.target in VIEWS:
+            node.op, node.target = "call_method", VIEWS[node.target]
+        elif node.op == "call_function":
+            node.target = BINDINGS.get(node.target, node.target)
+    graph.recompile()
+    return cast(Graph, graph.forward)
 
 
 def for_compiler(graphs: Graphs) -> Graphs:

@@ -85,10 +85,10 @@ def gain(stages: Sequence[Stage], weights: Sequence[Tensor], rings: Rings, repea
         _synchronized(xs.device)
         between = time.perf_counter()
         with torch.no_grad():
-            _, *saved = rings.written.forward(*weights, xs)
-            made = rings.written.made(*weights) if rings.made is None else rings.made
+            _, *saved = rings.eager.forward(*weights, xs)
+            made = rings.eager.made(*weights) if rings.made is None else rings.made
             copies = [t.clone() for t in saved]  # as into the rings
-            rings.written.backward(*copies, *made, xs)
+            rings.eager.backward(*copies, *made, xs)
         _synchronized(xs.device)
         times[0].append(between - begin)
         times[1].append(time.perf_counter() - between)

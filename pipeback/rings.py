@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeback.graphs import Graph, Graphs, factored, for_compiler
+from pipeback.graphs import Graph, Graphs, direct, factored, for_compiler
 
 Kind = tuple[tuple[int, ...], torch.dtype, bool]  # of a micro-batch: its shape and type, and whether it trains
 Turns = list[tuple[int, int]]  # (row, micro-batch)
@@ -28,8 +28,9 @@ class Rings:
     ) -> None:
         """folds: the dimension of every saved tensor that the rows lie along."""
         shape, dtype, _ = kind
-        self.graphs, self.kind, self.rows, self.length = graphs, kind, rows, length
-        self.written = graphs  # as they were written, whatever compiles them
+        self.written, self.kind, self.rows, self.length = graphs, kind, rows, length
+        self.eager = Graphs(*map(direct, graphs))
+        self.graphs = self.eager  # or what a compiler makes of them
         self.factors: Graph | None = None  # the backward that gives some gradients as factors
         self.factored: list[int] = []  # of these weights
         self.folds, self.shapes = folds, [t.shape for t in saved]
@@ -56,7 +57,7 @@ class Rings:
         """
         kinds = list(dict.fromkeys(ring.dtype for ring in self.saved))
         members = [[n for n, ring in enumerate(self.saved) if ring.dtype == kind] for kind in kinds]
-        widths, graphs = [ring.shape[-1] for ring in self.saved], for_compiler(self.graphs)
+        widths, graphs = [ring.shape[-1] for ring in self.saved], for_compiler(self.written)
         shapes, folds, rows = self.shapes, self.folds, self.rows
 
         def forward(*given: Tensor) -> tuple[Tensor, ...]:

@@ -10,6 +10,7 @@ from torch.nn.functional import mse_loss, scaled_dot_product_attention
 from torch.utils._pytree import tree_map
 
 import pipeback
+from pipeback.capture import judged
 from pipeback.graphed import Graphed
 from pipeback.method import described
 from pipeback.methods.cerebras import Cerebras
@@ -295,6 +296,46 @@ def test_many_micro_batches_a_push_compiled(case, large, leapt, monkeypatch):
     other = pipeline(model(), CASES[case](S), micro_batch_size=3, vectorize=True, compile=True)
     same(pushed(other), pushed(one))
     assert (sum(leapt) > 30) == (case in LEAP)
+
+
+def test_what_a_compiled_tick_takes_for_granted_may_change(leapt):
+    """It is not checked at every call: how inputs lie in memory, decays, momentum, whether rates differ by stage."""
+    found = []
+    for on in ({}, {"vectorize": True, "compile": True}):
+        pipe = pipeline(model(), "pb", micro_batch_size=3, **on)
+
+        def change(n, pipe=pipe):
+            for s, optimizer in enumerate(pipe.optimizers):
+                group = optimizer.param_groups[0]
+                if n == 1:
+                    group["weight_decay"] = 0.1
+                elif n == 2:
+                    group["momentum"] = 0.5
+                elif n == 3:
+                    group["momentum"] = 0.0
+                elif n == 4:
+                    group["lr"] *= 1 + s / 10
+
+        xs, ys = map(torch.cat, zip(*doubles(100), strict=True))
+        losses = []
+        for n, (x, y) in enumerate(zip(xs.split(60), ys.split(60), strict=True)):
+            change(n)
+            losses.append(pipe.push(*(v.t().contiguous().t() if n % 2 else v for v in (x, y))))
+        found.append([torch.stack([loss.double() for loss in losses]), weights(pipe)])
+    same(*reversed(found))
+    assert sum(leapt) > 60
+
+
+def test_the_graph_of_the_last_stage_does_nothing_twice():
+    """A linear layer and its loss: two transpositions, three products, the loss and its gradient, a bias."""
+    head, (x, y) = nn.Linear(6, 6, dtype=torch.float64), (v[:1] for v in doubles(1)[0])
+    graph = judged(head, mse_loss, x, y)
+    operations = [node for node in graph.__self__.graph.nodes if node.op.startswith("call")]
+    assert len(operations) == 8, graph.__self__.code
+    wanted = mse_loss(head(x), y)
+    wanted.backward()
+    loss, _, *grads = graph(head.weight.detach(), head.bias.detach(), x, y)
+    same([loss, *grads], [wanted.detach(), head.weight.grad, head.bias.grad], 1e-14)
 
 
 def nudged(params):
