@@ -27,6 +27,8 @@ import sys
 
 import torch
 
+from pipeback.recipes.benches.network import settle
+
 SECTIONS = {
     name: name for name in (
         "table", "scaling", "event_loop", "vectorized", "threads", "processes", "streaming", "splitting", "memory",
@@ -38,9 +40,12 @@ OPTIONS = {"table": ("networks", "contenders", "out", "read", "readme"), "scalin
 
 def main() -> None:
     repeats, chosen, options = parsed(sys.argv[1:])
-    torch.set_num_threads(1)
+    settle()
     load = f", load {os.getloadavg()[0]:.1f} before" if hasattr(os, "getloadavg") else ""
-    print(f"torch {torch.__version__}, {os.cpu_count()} cores{load}, one intra-op thread; medians of {repeats}")
+    print(
+        f"torch {torch.__version__}, {os.cpu_count()} cores{load}, one intra-op thread, no subnormal numbers; "
+        f"medians of {repeats}"
+    )
     for name in chosen:
         print(flush=True)
         importlib.import_module(f"pipeback.recipes.benches.{SECTIONS[name]}").main(repeats, **options.get(name, {}))

@@ -9,6 +9,7 @@ from torch import nn
 from pipeback.recipes.benches.contenders import Contender, plain, pushed
 from pipeback.recipes.benches.network import create, network
 from pipeback.recipes.benches.tasks import NETWORKS, Network, Task
+from pipeback.recipes.benches.turns import take_turns
 
 METHODS = ("pb", "cerebras", "sgd", "sc", "lwp", "pipedream", "spectrain", "pipemare", "gpipe", "one_f_one_b")
 RESNET = NETWORKS["resnet20"]
@@ -34,12 +35,7 @@ def main(repeats: int) -> None:
         runs: dict[str, Contender] = {"plain loop": plain(task, task.turn)}
         for name in methods:
             runs[name] = pushed(task, create(name, len(task.model())))
-        seconds: dict[str, list[float]] = {name: [] for name in runs}
-        for turn in range(repeats + 1):
-            for name, contender in runs.items():
-                found = contender.run()
-                if turn:
-                    seconds[name].append(found / task.turn)
+        seconds = {name: [1 / rate for rate in some] for name, some in take_turns(runs, repeats).items()}
         for name, some in seconds.items():
             ratios = [a / b for a, b in zip(seconds["plain loop"], some, strict=True)]
             pipe = runs[name].pipe

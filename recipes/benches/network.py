@@ -1,9 +1,7 @@
-"""What most sections train, and how contenders take turns."""
+"""What most sections train."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +10,16 @@ from torch.nn.functional import cross_entropy
 
 import pipeback
 from pipeback import methods
+
+
+def settle() -> None:
+    """How every process that measures computes: with one intra-op thread, and numbers below the normal ones as zeros.
+
+    Where a unit never fires, momentum fades to such numbers after some hundred steps, and processors are slow with
+    them: in a deep narrow network all contenders would, the more the less else they do.
+    """
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)
 
 
 class Block(nn.Module):
@@ -47,16 +55,3 @@ def pipeline(method: str | pipeback.Method, stages: int = 20, width: int = 64, *
     """method: a name, with the options of `create`, or a method."""
     chosen = create(method, stages) if isinstance(method, str) else method
     return pipeback.Pipeline(network(stages, width), loss=cross_entropy, optimizer=sgd, method=chosen, **options)
-
-
-def interleaved(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of every run, in turn, after a warm-up."""
-    for run in runs.values():
-        run()
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(repeats):
-        for name, run in runs.items():
-            begin = time.perf_counter()
-            run()
-            seconds[name].append(time.perf_counter() - begin)
-    return seconds

@@ -29,9 +29,9 @@ import torch
 import pipeback
 from pipeback import methods
 from pipeback.plan import Plan
-from pipeback.recipes.benches.network import create, interleaved, pipeline
+from pipeback.recipes.benches.network import create, pipeline
 from pipeback.recipes.benches.peaks import peak
-from pipeback.recipes.benches.turns import on_ranks
+from pipeback.recipes.benches.turns import interleaved, on_ranks
 from pipeback.timeline import in_flight
 
 SIZES, METHODS, SLACKS = (10, 50, 100), ("pb", "cerebras", "pipedream", "pipemare"), (1, 2)

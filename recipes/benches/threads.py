@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from pipeback.recipes.benches.network import pipeline
+from pipeback.recipes.benches.network import pipeline, settle
 
 WIDE, DEEP, SAMPLES = 512, 9, 128  # eight blocks of a few milliseconds and a small head: four blocks a worker
 
@@ -50,7 +50,7 @@ def main(repeats: int, count: int = 12) -> None:
 
 def copy(connection: Any, count: int) -> None:
     """A single-process copy: on every "go", `count` micro-batches; answers with the seconds."""
-    torch.set_num_threads(1)
+    settle()
     x, y = torch.randn(SAMPLES, WIDE), torch.randint(0, 10, (SAMPLES,))
     pipe = pipeline("pb", DEEP, WIDE)
     for _ in range(2 * DEEP):

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import gc
+import math
 import os
+import statistics
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from pipeback.recipes.benches.contenders import RANKS, Contender
+from pipeback.recipes.benches.network import settle
 
 Rates = dict[str, list[float]]  # micro-batches a second, by contender and round
+WARM = 2  # turns that do not count: in the first something is compiled, of the second the length is looked at
+LEAST = 0.3  # seconds that a turn should take
+MOST = 8  # runs of a turn
 
 
 def on_ranks(work: Callable[..., Any], *given: Any, ranks: int = RANKS, start: str = "spawn") -> Any:
@@ -47,7 +55,7 @@ def one_thread() -> Iterator[None]:
 
 
 def on_rank(rank: int, store: str, found: Any, work: Callable[..., Any], given: tuple[Any, ...]) -> None:
-    torch.set_num_threads(1)
+    settle()
     answer = work(rank, store, *given)
     if rank == 0:
         found.put(answer)
@@ -70,12 +78,33 @@ def everywhere(value: Any) -> list[Any]:
 
 
 def take_turns(contenders: Mapping[str, Contender], repeats: int) -> Rates:
-    """Called on every rank, with the same names in the same order."""
+    """Called on every rank, with the same names in the same order.
+
+    Who is done soon runs several times in a turn, so that what comes for a moment does not decide it, and each begins
+    without the garbage of those before.
+    """
     rates: Rates = {name: [] for name in contenders}
-    for turn in range(repeats + 1):
+    times = dict.fromkeys(contenders, 1)
+    for turn in range(-WARM, repeats):
         for name, contender in contenders.items():
+            gc.collect()
             everywhere(None)  # nobody runs ahead
-            seconds = everywhere(contender.run())
-            if turn:  # the first is a warm-up
+            each = [contender.run() for _ in range(times[name])]
+            seconds = everywhere(statistics.fmean(each))
+            if turn < 0:
+                times[name] = min(MOST, math.ceil(LEAST / max(*seconds, 1e-9)))
+            else:
                 rates[name].append(contender.rate(seconds))
     return rates
+
+
+def interleaved(runs: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+    """Seconds of every run, in turn, in this process."""
+    rates = take_turns({name: Contender(partial(timed, run), 1) for name, run in runs.items()}, repeats)
+    return {name: [1 / rate for rate in some] for name, some in rates.items()}
+
+
+def timed(run: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    run()
+    return time.perf_counter() - begin

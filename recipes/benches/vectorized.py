@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss, scaled_dot_product_attention
 
 import pipeback
-from pipeback.recipes.benches.network import interleaved
+from pipeback.recipes.benches.turns import interleaved
 
 
 class Linear(nn.Sequential):
