@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from torch import Tensor
 from pipeback.joint import Options, groups_of
 from pipeback.stage import Stage
 
+LARGE = 1 << 20  # bytes of the rows of a weight that no cache keeps from one operation to the next
 PLAIN = ("amsgrad", "maximize", "capturable", "differentiable", "fused")  # options that must be off
 FIRST, SECOND, STEP = "exp_avg", "exp_avg_sq", "step"  # what torch keeps of a weight
 
@@ -41,6 +42,11 @@ class Adaptive:
     like: Sequence[Tensor]
     momentum, late, ahead = 0.0, None, ()
 
+    @property
+    def form(self) -> Settings:
+        """What a compiled function takes for granted of a step."""
+        return self.settings
+
     def move(
         self,
         weights: Sequence[Tensor],
@@ -52,9 +58,35 @@ class Adaptive:
         """Step weights (n, …). first, second: p and q. steps: updates done, (weights, n)."""
         (b1, b2), eps, decoupled, decays = self.settings
         steps += 1
+        apart = [m for m, (w, rates) in enumerate(zip(weights, self.rates, strict=True)) if _fits(w, rates)]
+        fused: Any = torch._fused_adamw_ if decoupled else torch._fused_adam_
+        for m in apart:
+            fused(
+                *([*some[m].unbind()] for some in (weights, grads, first, second)), [], [*steps[m].unbind()],
+                lr=self.rates[m][0], beta1=b1, beta2=b2, weight_decay=decays[m], eps=eps, amsgrad=False, maximize=False,
+            )  # fmt: skip
+        rest = [m for m in range(len(weights)) if m not in apart]
+        if rest:
+            self._together(rest, weights, first, second, steps, grads)
+
+    def _together(
+        self,
+        which: Sequence[int],
+        weights: Sequence[Tensor],
+        first: Sequence[Tensor],
+        second: Sequence[Tensor],
+        steps: Tensor,
+        grads: Sequence[Tensor],
+    ) -> None:
+        """The step of these weights, over whose rows an operation goes once."""
+        (b1, b2), eps, decoupled, decays = self.settings
+        weights, first, second, grads, columns = (
+            [some[m] for m in which] for some in (weights, first, second, grads, self.columns)
+        )
+        steps, decays = steps[list(which)], tuple(decays[m] for m in which)
         if any(decays):
             if decoupled:
-                for w, rates, decay in zip(weights, self._columns, decays, strict=True):
+                for w, rates, decay in zip(weights, columns, decays, strict=True):
                     w.mul_(1 - rates * decay)
             else:
                 both = zip(grads, weights, decays, strict=True)
@@ -64,17 +96,45 @@ class Adaptive:
         torch._foreach_addcmul_(list(second), list(grads), list(grads), 1 - b2)
         t = steps.double()
         roots, sizes = 1 / torch.sqrt(1 - b2**t), -1 / (1 - b1**t)
-        for w, p, q, rates, root, size in zip(weights, first, second, self._columns, roots, sizes, strict=True):
+        for w, p, q, rates, root, size in zip(weights, first, second, columns, roots, sizes, strict=True):
             below = torch.sqrt(q).mul_(root.to(q).view_as(rates)).add_(eps)
             w.add_(p.div(below).mul_(rates * size.to(q).view_as(rates)))
 
     @cached_property
-    def _columns(self) -> list[Tensor]:
+    def columns(self) -> list[Tensor]:
         """η of every row, (n, 1, …)."""
         return [
             torch.tensor(some, dtype=w.dtype, device=w.device).view(-1, *[1] * (w.dim() - 1))
             for some, w in zip(self.rates, self.like, strict=True)
         ]
+
+
+def _fits(weights: Tensor, rates: Sequence[float]) -> bool:
+    """Whether torch's fused step of every row is better: it goes through memory once, but has one rate."""
+    return weights.nbytes > LARGE and not weights.is_cuda and all(rate == rates[0] for rate in rates)
+
+
+def adapted(
+    settings: Settings,
+    weights: Sequence[Tensor],
+    kept: tuple[Sequence[Tensor], Sequence[Tensor], Tensor],
+    grads: Sequence[Tensor],
+    numbers: tuple[Sequence[Tensor]],
+) -> None:
+    """`Adaptive.move`, written for a compiler. kept: p and q, and the updates done. numbers: η as columns."""
+    (b1, b2), eps, decoupled, decays = settings
+    steps = kept[2].add_(1)
+    t = steps.double()
+    roots, sizes = 1 / torch.sqrt(1 - b2**t), -1 / (1 - b1**t)
+    for n, (w, p, q, g, rates, decay) in enumerate(zip(weights, *kept[:2], grads, *numbers, decays, strict=True)):
+        if decay and decoupled:
+            w.mul_(1 - rates * decay)
+        elif decay:
+            g = torch.add(g, w, alpha=decay)
+        p.lerp_(g, 1 - b1)
+        q.mul_(b2).addcmul_(g, g, value=1 - b2)
+        below = torch.sqrt(q) * roots[n].to(q).view_as(rates) + eps
+        w.addcmul_(p / below, rates * sizes[n].to(q).view_as(rates))
 
 
 def settings(stage: Stage, options: Options) -> Settings | None:

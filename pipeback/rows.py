@@ -199,7 +199,7 @@ class Rows:
     def move(self, step: Step | Adaptive, grads: Sequence[Tensor], some: Sequence[int] | None = None) -> None:
         """The step with these gradients. some: see `follow`."""
         if isinstance(step, Adaptive):
-            first, second, steps = self._beside(FIRST, SECOND, STEP)
+            first, second, steps = self.kept(step)
             step.move(self.stepped, first, second, steps, grads)
             return
         if any(step.decays):
@@ -260,12 +260,11 @@ class Rows:
         """The momentum buffers of all stages, as rows."""
         return self._beside("momentum_buffer")[0]
 
-    def prepare(self, step: Step | Adaptive) -> None:
-        """Have what the optimizers keep beside the weights be rows."""
+    def kept(self, step: Step | Adaptive) -> list[Any]:
+        """What the optimizers keep beside the weights, as rows: velocities, or p, q and the updates done."""
         if isinstance(step, Adaptive):
-            self._beside(FIRST, SECOND, STEP)
-        elif step.momentum:
-            self._beside("momentum_buffer")
+            return self._beside(FIRST, SECOND, STEP)
+        return self.velocities() if step.momentum else []
 
     def _beside(self, *names: str) -> list[Any]:
         """What the optimizers of all stages keep beside the weights; whatever one has now, it has from now on as rows

@@ -54,11 +54,11 @@ class Steady:
         options = {i: f.options for i, f in self.worker.stages[0].flights.items()} | self.worker.options
         run = Run(self.worker, moving, forwards, backwards, options)
         run.take(self._judge(forwards[-1]))
-        if self.stacks[0].fuse is not None and run.adapts():
+        compile = self.stacks[0].fuse
+        if compile is not None and self.last.device != torch.device("cpu") and run.adapts():
             for stack in self.stacks:
                 stack.leaps = False
             return 0
-        compile = self.stacks[0].fuse
         run.begin()
         try:
             return run.ticks(ticks, None if compile is None else partial(self._tick, compile, moving, run.judge))
@@ -100,12 +100,14 @@ class Steady:
                 pass
         return self._judges[key]
 
-    def _tick(self, compile: Compile, moving: Sequence[Moving], judge: Judge | None, steps: Sequence[Step]) -> Any:
+    def _tick(
+        self, compile: Compile, moving: Sequence[Moving], judge: Judge | None, steps: Sequence[Step | Adaptive]
+    ) -> Any:
         """What a compiler makes of a tick with such steps. It need not look at what it is given: this does."""
         rooms = [(id(one), one.rings.length) for one in moving]
         key = (*rooms, id(judge), *(step.form for step in steps), *_numerics())
         if key not in self._fused:
-            self._fused[key] = fused(moving, judge, compile)
+            self._fused[key] = fused(moving, judge, steps, compile)
         return self._fused[key]
 
 
@@ -146,7 +148,7 @@ class Run:
         self.inside = sorted(inside)
 
     def adapts(self) -> bool:
-        """Whether a step is none that can be written into one function with the tick."""
+        """Whether a step counts its updates, which Adam does in host memory."""
         return any(isinstance(step, Adaptive) for step in self._steps(0) or ())
 
     def begin(self) -> None:
@@ -154,10 +156,10 @@ class Run:
             for one in self.moving:
                 one.begin(self.f[one.stack.first], self.b[one.stack.first])
             for rows, step in zip(self._rows(), self._steps(0) or (), strict=False):
-                rows.prepare(step)
+                rows.kept(step)
                 rows.alone = True
 
-    def ticks(self, most: int, compiled: Callable[[Sequence[Step]], Any] | None) -> int:
+    def ticks(self, most: int, compiled: Callable[[Sequence[Step | Adaptive]], Any] | None) -> int:
         """Do so many, or fewer where a micro-batch or options come that need another look. compiled: gives what a
         compiler has made of a tick.
         """
@@ -167,7 +169,7 @@ class Run:
         f, b = self.f, self.b
         known, fused = None, None
         for k in range(most):
-            steps: Any = self._steps(k)  # of momentum SGD alone where there is one function: see `adapts`
+            steps = self._steps(k)
             if steps is None or not self._fits(box, k):
                 break
             if compiled is not None and steps is not known:

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from pipeback.adaptive import Adaptive
+from pipeback.adaptive import Adaptive, adapted
 from pipeback.graphed import side_by_side
 from pipeback.graphs import Graph, accumulating, direct
 from pipeback.rings import Kind
@@ -46,17 +46,17 @@ class Moving:
         rings.inputs[f % rings.length, 1:] = self.y[:-1]
         rings.gradients[b % rings.length, :-1] = self.gx[1:]
 
-    def given(self, b: int, x: Tensor, g: Tensor, step: Step) -> Given:
+    def given(self, b: int, x: Tensor, g: Tensor, step: Step | Adaptive) -> Given:
         """What `compiled` is given: what stays where it is, and the rest."""
         rows, rings = self.stack.rows, self.rings
-        velocities = rows.velocities() if step.momentum else ()
-        fixed = rows.weights, velocities, rings.saved
+        fixed = rows.weights, rows.kept(step), rings.saved
         return fixed, (rings.slot(b), x.contiguous(), self.y, g.contiguous(), self.gx, step.ahead, numbers(rows, step))
 
     def compiled(
         self,
+        how: How,
         weights: Sequence[Tensor],
-        velocities: Sequence[Tensor],
+        kept: Sequence[Any],
         rings: Sequence[Tensor],
         at: Tensor,
         x: Tensor,
@@ -69,21 +69,20 @@ class Moving:
         """The whole tick, for a compiler, but for `finish`."""
         forward, backward, made = self.rings.written
         trained, used = self.stack.rows.trained, list(weights)
-        for n, v, c in zip(trained, velocities, ahead, strict=False):
+        for n, v, c in zip(trained, kept, ahead, strict=False):
             used[n] = torch.addcmul(used[n], v, c)
         y, *left = forward(*used, torch.cat([x[None], y[:-1]]))
         saved = [ring.index_select(0, at)[0] for ring in rings]
-        late = bool(numbers[1])  # a late gradient is added to the weights, too
-        gives = backward if self.rings.factors is None or late else self.rings.factors
+        gives = self.rings.factors if self.rings.factors is not None and how.by_factors else backward
         found = gives(*saved, *made(*weights), torch.cat([gx[1:], g[None]]))
         grads, gx, factors = found[: len(weights)], found[len(weights)], found[len(weights) + 1 :]
-        step([weights[n] for n in trained], velocities, [grads[n] for n in trained], numbers)
+        how.step([weights[n] for n in trained], kept, [grads[n] for n in trained], numbers)
         return y, left, gx, factors
 
-    def finish(self, factors: Sequence[Tensor], step: Step) -> None:
+    def finish(self, factors: Sequence[Tensor], step: Step | Adaptive) -> None:
         """The step of the weights whose gradients come as factors."""
         rows, pairs = self.stack.rows, list(zip(factors[::2], factors[1::2], strict=True))
-        if not pairs:
+        if not pairs or isinstance(step, Adaptive):
             return
         some = [rows.trained.index(n) for n in self.rings.factored]
         if not step.momentum:
@@ -128,16 +127,16 @@ class Judge:
         loss, gx, *grads = self.graph(*[w[0] for w in self.rows.weights], x, target)
         return loss, gx, [g[None] for g in grads]
 
-    def given(self, x: Tensor, target: Any, step: Step) -> Given:
+    def given(self, x: Tensor, target: Any, step: Step | Adaptive) -> Given:
         """What `compiled` is given."""
         rows = self.rows
-        velocities = rows.velocities() if step.momentum else ()
-        return (rows.weights, velocities), (x.contiguous(), target.contiguous(), numbers(rows, step))
+        return (rows.weights, rows.kept(step)), (x.contiguous(), target.contiguous(), numbers(rows, step))
 
     def compiled(
         self,
+        how: How,
         weights: Sequence[Tensor],
-        velocities: Sequence[Tensor],
+        kept: Sequence[Any],
         x: Tensor,
         target: Any,
         numbers: Numbers,
@@ -148,25 +147,45 @@ class Judge:
         if self.check:
             fine = torch.isfinite(loss)
             grads = [torch.where(fine, g, 0) for g in grads]
-            along, against, *others = numbers
-            along = [torch.where(fine, c, 0) for c in along]
-            numbers = (along, against, *others)  # type: ignore[assignment]
-        step([weights[n] for n in self.rows.trained], velocities, grads, numbers)
+            along, *others = numbers
+            numbers = [torch.where(fine, c, 0) for c in along], *others
+        how.step([weights[n] for n in self.rows.trained], kept, grads, numbers)
         return loss, gx
 
 
-Numbers = tuple[Sequence[Tensor], Sequence[Tensor], Tensor, Sequence[float]]  # −η·a and −η·b, m, λ of every weight
+Numbers = tuple[Any, ...]  # of every row: −η·a and −η·b, and m as a tensor; of Adam η
 
 
-def numbers(rows: Rows, step: Step) -> Numbers:
-    return step.along, step.against, rows.number(step.momentum), step.decays
+def numbers(rows: Rows, step: Step | Adaptive) -> Numbers:
+    if isinstance(step, Adaptive):
+        return (step.columns,)
+    return step.along, step.against, rows.number(step.momentum)
 
 
-def step(
-    weights: Sequence[Tensor], velocities: Sequence[Tensor], grads: Sequence[Tensor | None], numbers: Numbers
+class How(NamedTuple):
+    """What a compiler is told of a step. step: a function of the weights, what is kept beside them, gradients, numbers;
+    by_factors: whether large gradients may stay factors.
+    """
+
+    step: Callable[..., None]
+    by_factors: bool
+
+    @classmethod
+    def of(cls, step: Step | Adaptive) -> How:
+        if isinstance(step, Adaptive):
+            return cls(partial(adapted, step.settings), False)
+        return cls(partial(descended, step.decays), step.late is None)  # a late gradient goes to the weights, too
+
+
+def descended(
+    decays: Sequence[float],
+    weights: Sequence[Tensor],
+    velocities: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    numbers: Numbers,
 ) -> None:
     """v ← m·v + g + λ·w, w ← w − η·(a·v + b·g), written for a compiler. No gradient: not here."""
-    along, against, momentum, decays = numbers
+    along, against, momentum = numbers
     for n, (w, g, c, decay) in enumerate(zip(weights, grads, along, decays, strict=True)):
         if g is None:
             continue
@@ -185,14 +204,23 @@ def form(x: Any, target: Any) -> tuple[Any, ...] | None:
     return tuple((v.shape, v.dtype) for v in both) if all(type(v) is Tensor for v in both) else None
 
 
-def fused(moving: Sequence[Moving], judge: Judge | None, compile: Callable[[Any], Any]) -> Callable[..., Any]:
-    """All stacks and the last stage as one compiled function: (fixed, changing) -> what each `compiled` gives."""
+def fused(
+    moving: Sequence[Moving],
+    judge: Judge | None,
+    steps: Sequence[Step | Adaptive],
+    compile: Callable[[Any], Any],
+) -> Callable[..., Any]:
+    """All stacks and the last stage as one compiled function: (fixed, changing) -> what each `compiled` gives.
+
+    steps: such ones as theirs.
+    """
     parts: list[Moving | Judge] = [*moving, *([] if judge is None else [judge])]
+    calls = [partial(one.compiled, How.of(step)) for one, step in zip(parts, steps, strict=True)]
     cuda = moving[0].stack.rows.weights[0].is_cuda
 
     def tick(fixed: Sequence[tuple[Any, ...]], changing: Sequence[tuple[Any, ...]]) -> list[Any]:
-        calls = [partial(one.compiled, *some, *rest) for one, some, rest in zip(parts, fixed, changing, strict=True)]
-        return side_by_side(calls, cuda)
+        every = [partial(call, *some, *rest) for call, some, rest in zip(calls, fixed, changing, strict=True)]
+        return side_by_side(every, cuda)
 
     tick.__code__ = tick.__code__.replace(co_name="tick")  # torch counts what shares code
     compiled: Callable[..., Any] = compile(tick)

@@ -3,18 +3,24 @@
 import pytest
 import torch
 
+from pipeback import adaptive
 from pipeback.adaptive import Adaptive, Settings
 
 ROWS, SHAPES, BETAS, EPS = 3, [(4, 5), (6,)], (0.8, 0.95), 1e-3
 
 
+@pytest.mark.parametrize("large", [0, adaptive.LARGE])
 @pytest.mark.parametrize("decoupled", [False, True])
 @pytest.mark.parametrize("decays", [(0.0, 0.0), (0.3, 0.0), (0.3, 0.1)])
-def test_every_row_is_stepped_as_torch_steps_it(decoupled, decays):
-    """Rows and weights that have seen different numbers of updates, at rates of their own."""
+@pytest.mark.parametrize("same", [False, True])
+@pytest.mark.parametrize("compiler", [False, True])
+def test_every_row_is_stepped_as_torch_steps_it(large, decoupled, decays, same, compiler, monkeypatch):
+    """Rows and weights that have seen different numbers of updates, at rates of their own, or all at one; compiler: in
+    the form that is written for one."""
+    monkeypatch.setattr(adaptive, "LARGE", large)
     torch.manual_seed(0)
     weights = [torch.randn(ROWS, *shape, dtype=torch.float64) for shape in SHAPES]
-    rates = [[0.01 * (1 + r + 3 * n) for r in range(ROWS)] for n in range(len(SHAPES))]
+    rates = [[0.01 * (1 + (not same) * r + 3 * n) for r in range(ROWS)] for n in range(len(SHAPES))]
     kind = torch.optim.AdamW if decoupled else torch.optim.Adam
     single = [[torch.nn.Parameter(w[r].clone()) for r in range(ROWS)] for w in weights]
     optimizers = [
@@ -36,10 +42,13 @@ def test_every_row_is_stepped_as_torch_steps_it(decoupled, decays):
         [torch.stack([entry[name] for entry in some]) for some in kept] for name in ("exp_avg", "exp_avg_sq")
     )
     steps = torch.tensor([[float(entry["step"]) for entry in some] for some in kept])
-    adaptive = Adaptive(Settings(BETAS, EPS, decoupled, decays), rates, weights)
+    moving = Adaptive(Settings(BETAS, EPS, decoupled, decays), rates, weights)
     for _ in range(5):
         grads = [torch.randn_like(w) for w in weights]
-        adaptive.move(weights, first, second, steps, grads)
+        if compiler:
+            adaptive.adapted(moving.settings, weights, (first, second, steps), grads, (moving.columns,))
+        else:
+            moving.move(weights, first, second, steps, grads)
         for n, whole in enumerate(grads):
             for r, grad in enumerate(whole):
                 step(n, r, grad.clone())

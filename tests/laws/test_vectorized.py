@@ -377,6 +377,22 @@ def test_optimizers_and_rates_of_ticks(factory, changing, leapt):
     assert (sum(leapt) > 30) == (factory is not curious)
 
 
+def test_adam_of_compiled_ticks(leapt):
+    found = []
+    for on in ({}, {"vectorize": True, "compile": True}):
+        pipe = pipeback.Pipeline(
+            model(), loss=mse_loss, optimizer=decayed, method="pb", micro_batch_size=3, check_finite=True, **on
+        )
+
+        def slower(n, pipe=pipe):
+            for s, optimizer in enumerate(pipe.optimizers):
+                optimizer.param_groups[0]["lr"] *= 0.9 + 0.01 * s
+
+        found.append(pushed(pipe, before=slower))
+    same(*reversed(found))
+    assert sum(leapt) > 30
+
+
 def test_predictions_at_the_rates_of_the_push(leapt):
     found = []
     for pipe in pipelines("cerebras"):
