@@ -150,9 +150,9 @@ class Loop:
         return between
 
     def settle(self) -> None:
-        """Do all that may be done."""
+        """Do all that may be done; the program of a schedule that is over has more to come, which never will."""
         waves, self._waves = self._waves, iter(())
-        self.worker.run(chain(waves, self.order.rest()))
+        self.worker.run(waves if self.fresh else chain(waves, self.order.rest()))
         self.worker.settle()
 
     def rest(self) -> None:

@@ -88,6 +88,7 @@ class Rows:
         self.trained = [n for n, p in enumerate(stages[0].module.parameters()) if p.requires_grad]
         self.stepped = [self.weights[n] for n in self.trained]
         self.sums: list[Tensor] | None = None  # of gradients of all stages, where none has its own
+        self._summed: set[int] = set()  # stages whose own are sums of several
         self._known: tuple[list[Options], Step | Adaptive | None] = ([], None)
         self.alone = False  # nobody else can change an optimizer's state now
         self._number: tuple[float, Tensor] | None = None
@@ -124,20 +125,41 @@ class Rows:
         if whole and all(not stage.count for stage in self.stages):
             self.sums = grads
         elif whole and self.sums is not None:
-            torch._foreach_add_(self.sums, grads)
+            self.sums = list(torch._foreach_add(self.sums, grads))
         else:
             self.spread()
-            each = [g.unbind() for g in grads]
-            for r in rows:
-                stage = self.stages[r]
-                for p, some in zip(stage.params, each, strict=True):
-                    p.grad = some[r] if not stage.count or p.grad is None else p.grad + some[r]
+            self._add_apart([g.unbind() for g in grads], rows)
         for r in rows:
             self.stages[r].count += 1
+
+    def _add_apart(self, grads: Sequence[Sequence[Tensor]], rows: Sequence[int]) -> None:
+        """Add to each stage's own sums: in place where they are sums already, and not somebody's gradients."""
+        begun = [r for r in rows if self.stages[r].count]
+        for r in rows:
+            if r not in begun:
+                self._summed.discard(r)
+                for p, some in zip(self.stages[r].params, grads, strict=True):
+                    p.grad = some[r]
+        for ours in (True, False):
+            pairs = [(p, some[r]) for r in begun if (r in self._summed) == ours
+                     for p, some in zip(self.stages[r].params, grads, strict=True)]  # fmt: skip
+            if ours and pairs:
+                torch._foreach_add_([p.grad for p, _ in pairs], [g for _, g in pairs])  # type: ignore[misc]
+            elif pairs:
+                totals = torch._foreach_add([p.grad for p, _ in pairs], [g for _, g in pairs])  # type: ignore[misc]
+                for (p, _), total in zip(pairs, totals, strict=True):
+                    p.grad = total
+        self._summed.update(begun)
+
+    def forget(self) -> None:
+        """The stages' own sums have been put there by others."""
+        self._summed.clear()
 
     def spread(self) -> None:
         """Have every stage its own sums."""
         sums, self.sums = self.sums, None
+        if sums is not None:
+            self._summed.clear()
         for n, whole in enumerate(sums or ()):
             for stage, row in zip(self.stages, whole.unbind(), strict=True):
                 stage.params[n].grad = row

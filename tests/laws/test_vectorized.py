@@ -10,10 +10,12 @@ from torch.nn.functional import mse_loss, scaled_dot_product_attention
 from torch.utils._pytree import tree_map
 
 import pipeback
+from pipeback import methods
 from pipeback.capture import judged
 from pipeback.graphed import Graphed
 from pipeback.method import described
 from pipeback.methods.cerebras import Cerebras
+from pipeback.stack import Stack
 from pipeback.steady import Steady
 from tests.choice import mostly_rare
 from tests.laws.cases import CASES, OPTIMIZERS, allowed, data, everything, network, pipeline, weights
@@ -204,6 +206,27 @@ def test_a_model_whose_forward_is_followed():
     same(*found)
 
 
+class Twice(nn.Module):
+    """Two weights whose gradients are one and the same."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        return torch.tanh(self.one(x) + self.other(x))
+
+
+@pytest.mark.parametrize("make", [block, Twice], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("name", ["gpipe", "one_f_one_b"])
+def test_long_flushes(name, make):
+    """Sums of gradients of many micro-batches, at whole ticks and others; saved in the middle of a flush."""
+    one, other = pipelines(methods.create(name, micro_batches=16), build=partial(model, make=make))
+    same(pushed(other, (32, 7)), pushed(one, (32, 7)))
+    found = [pushed(pipe, (21,), lambda n, pipe=pipe: pipe.load_state_dict(pipe.state_dict())) for pipe in (one, other)]
+    same(*reversed(found))
+
+
 # -- ticks at which all stages do the same ----------------------------------------------------------------------------
 
 LEAP = ("pb", "lwp", "lwp-horizon3", "sc", "sc-horizon2", "cerebras")
@@ -265,17 +288,6 @@ def test_recomputed_activations(case, compile, leapt):
     pushed(whole)
     assert (sum(leapt) > 30) == (case in LEAP)
     assert other.memory().activations < whole.memory().activations
-
-
-class Twice(nn.Module):
-    """Two weights whose gradients are one and the same."""
-
-    def __init__(self):
-        super().__init__()
-        self.one, self.other = nn.Linear(6, 6), nn.Linear(6, 6)
-
-    def forward(self, x):
-        return torch.tanh(self.one(x) + self.other(x))
 
 
 @pytest.mark.parametrize("compile", [False, True])
@@ -802,6 +814,22 @@ def test_watched():
         pipe.wait()
         found.append((watch.gap, watch.delay))
     assert found[0][0] == pytest.approx(found[1][0]) and found[0][1] == found[1][1]
+
+
+@pytest.mark.parametrize(
+    ("case", "gain", "as_one"),
+    [("pb", 1.1, True), ("pb", 0.9, False), ("gpipe", 4.0, True), ("gpipe", 1.5, False), ("pipedream", 4.0, False),
+     ("pipedream", 11.0, True), ("pb-slack1", 4.0, False), ("pipemare", 2.1, True), ("pipemare", 1.9, False)],
+)  # fmt: skip
+def test_auto_asks_for_more_where_ticks_cost_more(case, gain, as_one, monkeypatch):
+    """gain: of F and B alone; at slack 1 half of the rows are idle at a tick."""
+    monkeypatch.setattr(Stack, "gain", lambda stack: gain)
+    method = methods.create("gpipe", micro_batches=32) if case == "gpipe" else CASES[case](S)
+    pipe = pipeline(model(), method, vectorize="auto")
+    pipe.push(*doubles(1)[0])
+    (told,) = pipe.vectorized.values()
+    assert told.startswith("as one, F and B " if as_one else "as they are, for as one F and B are "), told
+    assert as_one or (case == "pb") != ("which pays from" in told)
 
 
 def test_auto_tells_what_it_measured():
