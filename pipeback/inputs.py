@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -176,12 +178,13 @@ def micro_batches(x: Value, y: Any, size: int | None) -> list[Batch]:
     if size >= length:
         return [(x, y, length)]
 
-    def piece(value: Any, begin: int) -> Any:
-        if isinstance(value, tuple):
-            return tuple(piece(part, begin) for part in value)
-        return value[begin : begin + size] if isinstance(value, Tensor) and value.dim() else value
+    def pieces(value: Any) -> Iterable[Any]:
+        if isinstance(value, tuple) and value:
+            return zip(*map(pieces, value), strict=False)
+        return value.split(size) if isinstance(value, Tensor) and value.dim() else repeat(value)
 
-    return [(piece(x, b), piece(y, b), min(size, length - b)) for b in range(0, length, size)]
+    sizes = [min(size, length - begin) for begin in range(0, length, size)]
+    return list(zip(pieces(x), pieces(y), sizes, strict=False))
 
 
 def _target(value: Any) -> Any:

@@ -280,11 +280,11 @@ class Run:
                 del worker.options[i]
         for s in self.inside:
             stages[s].version += n
-        numbers, each = self.inside * n, [versions[s] for s in self.inside]
-        used = [version + k for k in range(n) for version in each]
+        numbers, later = self.inside * n, torch.arange(n)[:, None]
+        used = (torch.tensor([versions[s] for s in self.inside]) + later).flatten().tolist()
         for kind, mbs in (("F", self.f), ("B", self.b)):
-            first_mbs = [mbs[s] for s in self.inside]
-            worker.ledger.add(kind, numbers, [mb + k for k in range(n) for mb in first_mbs], used)
+            done = (torch.tensor([mbs[s] for s in self.inside]) + later).flatten().tolist()
+            worker.ledger.add(kind, numbers, done, used)
 
     def _flight(self, s: int, i: int) -> Flight:
         flight = Flight((), None, None, self.worker.stages[s].version + i - self.f[s], False)
