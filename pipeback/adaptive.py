@@ -61,44 +61,16 @@ class Adaptive:
         apart = [m for m, (w, rates) in enumerate(zip(weights, self.rates, strict=True)) if _fits(w, rates)]
         fused: Any = torch._fused_adamw_ if decoupled else torch._fused_adam_
         for m in apart:
+            whole = weights[m], grads[m].contiguous(), first[m], second[m]  # torch's does not look at strides
             fused(
-                *([*some[m].unbind()] for some in (weights, grads, first, second)), [], [*steps[m].unbind()],
+                *([*some.unbind()] for some in whole), [], [*steps[m].unbind()],
                 lr=self.rates[m][0], beta1=b1, beta2=b2, weight_decay=decays[m], eps=eps, amsgrad=False, maximize=False,
             )  # fmt: skip
         rest = [m for m in range(len(weights)) if m not in apart]
         if rest:
-            self._together(rest, weights, first, second, steps, grads)
-
-    def _together(
-        self,
-        which: Sequence[int],
-        weights: Sequence[Tensor],
-        first: Sequence[Tensor],
-        second: Sequence[Tensor],
-        steps: Tensor,
-        grads: Sequence[Tensor],
-    ) -> None:
-        """The step of these weights, over whose rows an operation goes once."""
-        (b1, b2), eps, decoupled, decays = self.settings
-        weights, first, second, grads, columns = (
-            [some[m] for m in which] for some in (weights, first, second, grads, self.columns)
-        )
-        steps, decays = steps[list(which)], tuple(decays[m] for m in which)
-        if any(decays):
-            if decoupled:
-                for w, rates, decay in zip(weights, columns, decays, strict=True):
-                    w.mul_(1 - rates * decay)
-            else:
-                both = zip(grads, weights, decays, strict=True)
-                grads = [torch.add(g, w, alpha=decay) if decay else g for g, w, decay in both]
-        torch._foreach_lerp_(list(first), list(grads), 1 - b1)
-        torch._foreach_mul_(list(second), b2)
-        torch._foreach_addcmul_(list(second), list(grads), list(grads), 1 - b2)
-        t = steps.double()
-        roots, sizes = 1 / torch.sqrt(1 - b2**t), -1 / (1 - b1**t)
-        for w, p, q, rates, root, size in zip(weights, first, second, columns, roots, sizes, strict=True):
-            below = torch.sqrt(q).mul_(root.to(q).view_as(rates)).add_(eps)
-            w.add_(p.div(below).mul_(rates * size.to(q).view_as(rates)))
+            every = (weights, first, second, grads, self.columns)
+            mine = self.settings._replace(decays=tuple(decays[m] for m in rest))
+            _together(mine, steps[rest], *([some[m] for m in rest] for some in every))
 
     @cached_property
     def columns(self) -> list[Tensor]:
@@ -112,6 +84,27 @@ class Adaptive:
 def _fits(weights: Tensor, rates: Sequence[float]) -> bool:
     """Whether torch's fused step of every row is better: it goes through memory once, but has one rate."""
     return weights.nbytes > LARGE and not weights.is_cuda and all(rate == rates[0] for rate in rates)
+
+
+def _together(settings: Settings, steps: Tensor, *given: list[Tensor]) -> None:
+    """Step weights over all rows of which an operation goes at once. given: lists of w, p, q, g, and η as columns."""
+    (b1, b2), eps, decoupled, decays = settings
+    weights, first, second, grads, columns = given
+    if any(decays):
+        if decoupled:
+            for w, rates, decay in zip(weights, columns, decays, strict=True):
+                w.mul_(1 - rates * decay)
+        else:
+            both = zip(grads, weights, decays, strict=True)
+            grads = [torch.add(g, w, alpha=decay) if decay else g for g, w, decay in both]
+    torch._foreach_lerp_(first, grads, 1 - b1)
+    torch._foreach_mul_(second, b2)
+    torch._foreach_addcmul_(second, grads, grads, 1 - b2)
+    t = steps.double()
+    roots, sizes = 1 / torch.sqrt(1 - b2**t), -1 / (1 - b1**t)
+    for w, p, q, rates, root, size in zip(weights, first, second, columns, roots, sizes, strict=True):
+        below = torch.sqrt(q).mul_(root.to(q).view_as(rates)).add_(eps)
+        w.add_(p.div(below).mul_(rates * size.to(q).view_as(rates)))
 
 
 def adapted(

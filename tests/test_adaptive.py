@@ -44,7 +44,7 @@ def test_every_row_is_stepped_as_torch_steps_it(large, decoupled, decays, same, 
     steps = torch.tensor([[float(entry["step"]) for entry in some] for some in kept])
     moving = Adaptive(Settings(BETAS, EPS, decoupled, decays), rates, weights)
     for _ in range(5):
-        grads = [torch.randn_like(w) for w in weights]
+        grads = [torch.randn_like(w.transpose(1, -1).contiguous()).transpose(1, -1) for w in weights]
         if compiler:
             adaptive.adapted(moving.settings, weights, (first, second, steps), grads, (moving.columns,))
         else:
