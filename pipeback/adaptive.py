@@ -40,7 +40,7 @@ class Adaptive:
     settings: Settings
     rates: list[list[float]]
     like: Sequence[Tensor]
-    momentum, late, ahead = 0.0, None, ()
+    ahead = ()
 
     @property
     def form(self) -> Settings:
@@ -58,19 +58,27 @@ class Adaptive:
         """Step weights (n, …). first, second: p and q. steps: updates done, (weights, n)."""
         (b1, b2), eps, decoupled, decays = self.settings
         steps += 1
-        apart = [m for m, (w, rates) in enumerate(zip(weights, self.rates, strict=True)) if _fits(w, rates)]
         fused: Any = torch._fused_adamw_ if decoupled else torch._fused_adam_
+        apart, rest, others = self._apart
         for m in apart:
             whole = weights[m], grads[m].contiguous(), first[m], second[m]  # torch's does not look at strides
             fused(
                 *([*some.unbind()] for some in whole), [], [*steps[m].unbind()],
                 lr=self.rates[m][0], beta1=b1, beta2=b2, weight_decay=decays[m], eps=eps, amsgrad=False, maximize=False,
             )  # fmt: skip
-        rest = [m for m in range(len(weights)) if m not in apart]
         if rest:
             every = (weights, first, second, grads, self.columns)
-            mine = self.settings._replace(decays=tuple(decays[m] for m in rest))
-            _together(mine, steps[rest], *([some[m] for m in rest] for some in every))
+            _moved(others, steps[rest], *([some[m] for m in rest] for some in every))
+
+    @cached_property
+    def _apart(self) -> tuple[list[int], list[int], Settings]:
+        """Large weights, whose rows torch's fused step goes over once, at one rate; the others, and their settings."""
+        apart = [
+            m for m, (w, rates) in enumerate(zip(self.like, self.rates, strict=True))
+            if w.nbytes > LARGE and not w.is_cuda and len(set(rates)) == 1
+        ]  # fmt: skip
+        rest = [m for m in range(len(self.like)) if m not in apart]
+        return apart, rest, self.settings._replace(decays=tuple(self.settings.decays[m] for m in rest))
 
     @cached_property
     def columns(self) -> list[Tensor]:
@@ -81,32 +89,6 @@ class Adaptive:
         ]
 
 
-def _fits(weights: Tensor, rates: Sequence[float]) -> bool:
-    """Whether torch's fused step of every row is better: it goes through memory once, but has one rate."""
-    return weights.nbytes > LARGE and not weights.is_cuda and all(rate == rates[0] for rate in rates)
-
-
-def _together(settings: Settings, steps: Tensor, *given: list[Tensor]) -> None:
-    """Step weights over all rows of which an operation goes at once. given: lists of w, p, q, g, and η as columns."""
-    (b1, b2), eps, decoupled, decays = settings
-    weights, first, second, grads, columns = given
-    if any(decays):
-        if decoupled:
-            for w, rates, decay in zip(weights, columns, decays, strict=True):
-                w.mul_(1 - rates * decay)
-        else:
-            both = zip(grads, weights, decays, strict=True)
-            grads = [torch.add(g, w, alpha=decay) if decay else g for g, w, decay in both]
-    torch._foreach_lerp_(first, grads, 1 - b1)
-    torch._foreach_mul_(second, b2)
-    torch._foreach_addcmul_(second, grads, grads, 1 - b2)
-    t = steps.double()
-    roots, sizes = 1 / torch.sqrt(1 - b2**t), -1 / (1 - b1**t)
-    for w, p, q, rates, root, size in zip(weights, first, second, columns, roots, sizes, strict=True):
-        below = torch.sqrt(q).mul_(root.to(q).view_as(rates)).add_(eps)
-        w.add_(p.div(below).mul_(rates * size.to(q).view_as(rates)))
-
-
 def adapted(
     settings: Settings,
     weights: Sequence[Tensor],
@@ -114,20 +96,25 @@ def adapted(
     grads: Sequence[Tensor],
     numbers: tuple[Sequence[Tensor]],
 ) -> None:
-    """`Adaptive.move`, written for a compiler. kept: p and q, and the updates done. numbers: η as columns."""
+    """`Adaptive.move` for a compiler. kept: p and q, and the updates done. numbers: η as columns."""
+    first, second, steps = kept
+    _moved(settings, steps.add_(1), weights, first, second, grads, *numbers)
+
+
+def _moved(settings: Settings, steps: Tensor, *given: Sequence[Tensor]) -> None:
+    """Step weights, of which an operation goes over all rows. given: w, p, q, g and η as columns, of each."""
     (b1, b2), eps, decoupled, decays = settings
-    steps = kept[2].add_(1)
     t = steps.double()
     roots, sizes = 1 / torch.sqrt(1 - b2**t), -1 / (1 - b1**t)
-    for n, (w, p, q, g, rates, decay) in enumerate(zip(weights, *kept[:2], grads, *numbers, decays, strict=True)):
+    for w, p, q, g, rates, decay, root, size in zip(*given, decays, roots, sizes, strict=True):
         if decay and decoupled:
             w.mul_(1 - rates * decay)
         elif decay:
             g = torch.add(g, w, alpha=decay)
         p.lerp_(g, 1 - b1)
         q.mul_(b2).addcmul_(g, g, value=1 - b2)
-        below = torch.sqrt(q) * roots[n].to(q).view_as(rates) + eps
-        w.addcmul_(p / below, rates * sizes[n].to(q).view_as(rates))
+        below = torch.sqrt(q).mul_(root.to(q).view_as(rates)).add_(eps)
+        w.addcmul_(p / below, rates * size.to(q).view_as(rates))
 
 
 def settings(stage: Stage, options: Options) -> Settings | None:

@@ -87,7 +87,7 @@ class Rows:
         self.scratch = self._buffers()
         self.trained = [n for n, p in enumerate(stages[0].module.parameters()) if p.requires_grad]
         self.stepped = [self.weights[n] for n in self.trained]
-        self.sums: list[Tensor] | None = None  # of gradients of all stages, where none has its own
+        self.sums: list[Tensor] | None = None  # gradients of one micro-batch of every stage, where none has its own
         self._summed: set[int] = set()  # stages whose own are sums of several
         self._known: tuple[list[Options], Step | Adaptive | None] = ([], None)
         self.alone = False  # nobody else can change an optimizer's state now
@@ -124,8 +124,6 @@ class Rows:
         whole = len(rows) == len(self.stages)
         if whole and all(not stage.count for stage in self.stages):
             self.sums = grads
-        elif whole and self.sums is not None:
-            self.sums = list(torch._foreach_add(self.sums, grads))
         else:
             self.spread()
             self._add_apart([g.unbind() for g in grads], rows)

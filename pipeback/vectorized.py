@@ -25,8 +25,7 @@ from pipeback.worker import StageError, Worker
 
 LEAST = 2  # stages of a stack
 # how many times as fast F and B must be as one, that "auto" chooses it, where ticks are gone through stage by stage: so
-# much is lost around them, more where only every second stage has something to do at a tick. As measured for 12 and 20
-# stages of three kinds, and the methods' defaults
+# much is lost around them, more where only every second stage has something to do at a tick (`pipeback bench auto`)
 ALL, SOME, SPARSE = 2.0, 5.0, 1.4  # where all stages work at most ticks; where not; ticks a micro-batch
 
 

@@ -10,6 +10,7 @@ scaling     cost of a micro-batch and stage by number of stages, delay and metho
             options: stages= methods= slack=
 event_loop  one process, one thread, micro-batch 1: 20 blocks of width 64 and ResNet-20 over the plain PyTorch loop
 vectorized  stages that are alike run as one, with and without torch.compile, over the plain loop
+auto        vectorize=True and "auto" over the event loop, by method; and the F and B that "auto" goes by
 threads     two threads on two cores against two independent single-process copies that run at once
 processes   two ranks against two such copies and against torch.distributed.pipelining; memory of a rank
 streaming   stores in host memory and on disk against resident weights; bytes of sparse weights; fetches of PB
@@ -31,8 +32,8 @@ from pipeback.recipes.benches.network import settle
 
 SECTIONS = {
     name: name for name in (
-        "table", "scaling", "event_loop", "vectorized", "threads", "processes", "streaming", "splitting", "memory",
-        "imports",
+        "table", "scaling", "event_loop", "vectorized", "auto", "threads", "processes", "streaming", "splitting",
+        "memory", "imports",
     )
 } | {"lightning": "under_lightning"}  # fmt: skip
 OPTIONS = {"table": ("networks", "contenders", "out", "read", "readme"), "scaling": ("stages", "methods", "slack")}

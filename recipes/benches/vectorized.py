@@ -129,7 +129,7 @@ def plain(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tens
         optimizer.zero_grad()
 
 
-def pipeline(case: Case, method: str, optimizer: Factory = sgd, **options: Any) -> pipeback.Pipeline:
+def pipeline(case: Case, method: str | pipeback.Method, optimizer: Factory = sgd, **options: Any) -> pipeback.Pipeline:
     return pipeback.Pipeline(
         model(case), loss=mse_loss, optimizer=optimizer, method=method, micro_batch_size=case.shape[0], **options
     )

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pipeback.recipes import bench
-from pipeback.recipes.benches import event_loop, processes, scaling
+from pipeback.recipes.benches import auto, event_loop, processes, scaling, turns, vectorized
 from pipeback.recipes.benches.contenders import Case
 from pipeback.recipes.benches.tasks import Network, Task
 from pipeback.recipes.benches.vectorized import Linear, blocks
@@ -93,3 +93,14 @@ def test_the_event_loop_is_measured_a_stage_a_block_and_a_layer(capsys, monkeypa
     assert [line.split()[2:4] for line in lines] == [["plain", "loop"], ["pb", "4"], ["cerebras", "4"]]
     assert lines[0].split()[-4:] == ["1.00", "1.00", "…", "1.00"]
     assert all(float(line.split()[-4]) > 0 for line in lines)
+
+
+def test_auto_beside_what_it_goes_by(capsys, monkeypatch):
+    monkeypatch.setattr(turns, "LEAST", 1e-6)
+    monkeypatch.setattr(auto, "METHODS", ("pb", "gpipe"))
+    auto.main(1, [vectorized.Case("tiny", Linear, 4, (1, 8), 8)])
+    spread = r"[\d.]+ +[\d.]+ … [\d.]+"
+    line = re.compile(rf"tiny: (\w+) +{spread} +([\d.]+) +{spread} +as (one|they are)")
+    rows = [line.fullmatch(text) for text in capsys.readouterr().out.splitlines()[1:]]
+    assert [row and row[1] for row in rows] == ["pb", "gpipe"]
+    assert all(float(row[2]) > 0 for row in rows)
