@@ -149,10 +149,6 @@ class Rows:
                     p.grad = total
         self._summed.update(begun)
 
-    def forget(self) -> None:
-        """The stages' own sums have been put there by others."""
-        self._summed.clear()
-
     def spread(self) -> None:
         """Have every stage its own sums."""
         sums, self.sums = self.sums, None

@@ -272,7 +272,6 @@ class Vectorized(Worker):
     def take_up(self) -> None:
         self._look()
         for stack in list(self.stacks):
-            stack.rows.forget()
             try:
                 stack.take(self.link.box)
             except Unfit:  # `learn` will say so

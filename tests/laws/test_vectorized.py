@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss, scaled_dot_product_attention
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 import pipeback
 from pipeback import methods
@@ -220,11 +220,21 @@ class Twice(nn.Module):
 @pytest.mark.parametrize("make", [block, Twice], ids=lambda make: make.__name__)
 @pytest.mark.parametrize("name", ["gpipe", "one_f_one_b"])
 def test_long_flushes(name, make):
-    """Sums of gradients of many micro-batches, at whole ticks and others; saved in the middle of a flush."""
+    """Sums of gradients of many micro-batches; a flush that is cut short, and states taken up then and within one."""
     one, other = pipelines(methods.create(name, micro_batches=16), build=partial(model, make=make))
     same(pushed(other, (32, 7)), pushed(one, (32, 7)))
-    found = [pushed(pipe, (21,), lambda n, pipe=pipe: pipe.load_state_dict(pipe.state_dict())) for pipe in (one, other)]
+    found, states = [], []
+
+    def again(n):
+        state = pipe.state_dict()
+        tensors = [v for v in tree_leaves(state) if isinstance(v, torch.Tensor)]
+        states.append((tensors, [v.clone() for v in tensors]))
+        pipe.load_state_dict(state)
+
+    for pipe in (one, other):
+        found.append(pushed(pipe, (21, 14), again))
     same(*reversed(found))
+    assert all(torch.equal(a, b) for tensors, before in states for a, b in zip(tensors, before, strict=True))
 
 
 # -- ticks at which all stages do the same ----------------------------------------------------------------------------
