@@ -33,19 +33,25 @@ class Team:
         self._states: list[State] = []
         self._state: State = {}
         self._scratch: Weights | None = None
+        self._stays = False  # the gradients that the optimizer sees lie beside the weights
 
-    def put(self, grads: Sequence[Tensor | None] | None) -> None:
-        """Have these be the gradients that the optimizer sees; None: none. In a strip it sees what lies beside the
-        weights, into which they are copied, and which stays."""
+    def put(self, grads: Sequence[Tensor | None]) -> None:
+        """Have these be the gradients that the optimizer sees. In a strip it sees what lies beside the weights, into
+        which they are copied."""
         beside = [] if self.weights.strip is None else self.weights.room(GRADIENTS)
-        if grads is None:
-            grads = beside or [None] * len(self.weights)
-        elif beside and not any(g is None for g in grads):
+        self._stays = len(beside) > 0 and not any(g is None for g in grads)
+        if self._stays:
             torch._foreach_copy_(beside, grads)  # type: ignore[arg-type]
             grads = beside
-        for w, g in zip(self.weights, grads, strict=True):
-            if w.grad is not g:
+        if not all(map(is_, [w.grad for w in self.weights], grads)):
+            for w, g in zip(self.weights, grads, strict=True):
                 w.grad = g
+
+    def take_back(self) -> None:
+        """The gradients may go; what lies beside the weights stays."""
+        if not self._stays:
+            for w in self.weights:
+                w.grad = None
 
     @property
     def scratch(self) -> Weights:

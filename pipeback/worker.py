@@ -308,7 +308,7 @@ class Worker:
                 try:
                     self._step(*step)
                 finally:
-                    team.put(None)
+                    team.take_back()
             forget_casts()
             if self.watch is not None:
                 for stage in stages:
