@@ -40,7 +40,7 @@ class Adaptive:
     settings: Settings
     rates: list[list[float]]
     like: Sequence[Tensor]
-    ahead = ()
+    ahead = back = ()
 
     @property
     def form(self) -> Settings:

@@ -64,12 +64,15 @@ Chosen = Weights | Shift | Past
 
 
 class Correction(NamedTuple):
-    """Hooks under momentum SGD, weight by weight: F on w + ahead·v, U with spike compensation for gradients that come
-    `late` updates late. Empty: F on w; the optimizer's own step.
+    """What hooks amount to, weight by weight: under momentum SGD F on w + ahead·v, B on w + back·v, U with spike
+    compensation for gradients that come `late` updates late; with any optimizer B on the weights that F `used`.
+    Empty: F and B on w; the optimizer's own step.
     """
 
     ahead: Sequence[float] = ()
     late: Sequence[float] = ()
+    back: Sequence[float] = ()
+    used: bool = False
 
 
 class OptimizerLike(Protocol):

@@ -10,6 +10,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
+from operator import add
 from typing import Any, NamedTuple
 
 from pipeback.events import Kind, Op, Schedule, until
@@ -222,20 +223,23 @@ class Order:
     def _move_on(self) -> None:
         """Have the programs stand where `_repeat` has counted to."""
         if self._owed:
-            self._begin_rounds(self._owed)
+            self._begin_rounds([self._owed] * self.stages)
         self._owed, self._repeated = 0, None
 
-    def _begin_rounds(self, done: int) -> None:
-        """So many rounds of every stage have been counted as done."""
+    def _begin_rounds(self, done: Sequence[int]) -> None:
+        """So many rounds of each stage have been counted as done."""
         assert self._flow is not None
         for s, first in enumerate(self.backwards):
             self._programs[s] = self._flow.rounds(s, self.stages, first)
             self._heads[s] = next(self._programs[s])
-            self._fetched[s] += 3 * done
+            self._fetched[s] += 3 * done[s]
 
     def _ticks(self, *, until_input: bool = False) -> Iterator[Wave]:
         """Ticks while anything can be done. until_input: no more once the first stage waits for an arrival."""
         heads, take = self._heads, self._take
+        lead = None  # of the forwards, where they wait for the backwards of their rounds, so that stages take turns
+        if self._flow is not None and self._flow.turns == 2:
+            lead = range(self.stages - 1, -1, -1)
         done = True
         while done and not (until_input and heads[0] is not None and self._awaits_input(0, heads[0])):
             if self.leap is not None and (ticks := self._alike()) and (leapt := self.leap(ticks)):
@@ -244,7 +248,8 @@ class Order:
             done = False
             came = [self.arrived - self.start, *self.forwards]
             back = [*self.backwards[1:], self.arrived]
-            ops = [take(s, h) for s, h in enumerate(heads) if h is not None and h[0] == "F" and h[1] < came[s]]
+            most = came if lead is None else [min(*pair) for pair in zip(came, map(add, back, lead))]
+            ops = [take(s, h) for s, h in enumerate(heads) if h is not None and h[0] == "F" and h[1] < most[s]]
             if ops:
                 done = True
                 yield Wave("F", ops)
@@ -258,24 +263,32 @@ class Order:
                 yield Wave("U", ops)
 
     def _alike(self) -> int:
-        """Ticks that are sure to come at which every stage does F, B and U of one micro-batch."""
-        n, f, b = self.stages, self.forwards, self.backwards
+        """Ticks that are sure to come at which every stage, or every second one, does F, B and U of one micro-batch."""
+        turns, f, b = 0 if self._flow is None else self._flow.turns, self.forwards, self.backwards
+        slack, last = 3 - turns, self.stages - 1
+        if not turns or not last or f[0] - b[0] != slack * last:  # told soon, as mostly
+            return 0
         steady = (
-            self._flow is not None
-            and self._flow.full
-            and f[0] - f[-1] == n - 1  # told soon, as mostly
-            and f == list(range(f[0], f[0] - n, -1))
-            and b == list(range(b[0], b[0] + n))
+            b == [b[0] + (s * slack + self._odd) // 2 for s in range(last + 1)]
             and b == self.updated
-            and f[-1] == b[-1]
+            and f == [n + slack * (last - s) for s, n in enumerate(b)]
         )
-        return self.arrived - self.start - f[0] if steady else 0
+        waiting = self.arrived - self.start - f[0]
+        return turns * waiting - self._odd if steady and waiting else 0  # then the first stage waits
+
+    @property
+    def _odd(self) -> int:
+        """Where stages take turns: 1 if stage 0 is next, else 0."""
+        return self.backwards[1] - self.backwards[0] if self._flow is not None and self._flow.turns == 2 else 0
 
     def _skip(self, ticks: int) -> None:
         """Count such ticks as done."""
+        turns, first = 1 if self._flow is None else self._flow.turns, 1 - self._odd
+        # of two turns, that of stage 0 comes first or second
+        rounds = [(ticks + turns - 1 - (s + first) % turns) // turns for s in range(self.stages)]
         for done in (self.forwards, self.backwards, self.updated):
-            done[:] = [n + ticks for n in done]
-        self._begin_rounds(ticks)
+            done[:] = [n + more for n, more in zip(done, rounds, strict=True)]
+        self._begin_rounds(rounds)
 
     def _singles(self) -> Iterator[Wave]:
         while ready := [s for s in range(self.stages) if self._ready(s)]:

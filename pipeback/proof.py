@@ -75,7 +75,7 @@ def judged_alike(stage: Stage, graph: Graph, x: Tensor, target: Any) -> None:
 def gain(stages: Sequence[Stage], weights: Sequence[Tensor], rings: Rings, repeats: int = 5) -> float:
     """How many times as fast all rows are at once, as one after the other: F and B, measured by turns."""
     times = ([], [])  # type: ignore[var-annotated]
-    xs = torch.randn(rings.inputs[0].shape, device=rings.inputs.device, dtype=torch.float64).to(rings.kind[1])
+    xs = torch.randn((rings.rows, *rings.kind[0]), device=rings.inputs.device, dtype=torch.float64).to(rings.kind[1])
     for _ in range(repeats + 1):
         begin = time.perf_counter()
         for r, stage in enumerate(stages):
@@ -117,13 +117,12 @@ def _prove(
     stages: Sequence[Stage], weights: Sequence[Tensor], trained: Sequence[int], rings: Rings, xs: Tensor, y: Tensor
 ) -> None:
     shape = xs.shape
-    g = torch.randn(shape, device=xs.device, dtype=torch.float64, generator=_seeded(xs.device)).to(xs.dtype)
+    g = torch.randn(shape, device=xs.device, dtype=torch.float64, generator=seeded(xs.device)).to(xs.dtype)
     _, *saved = rings.graphs.forward(*weights, xs)
     made = rings.graphs.made(*weights)
     some = [(r, r) for r in range(len(stages))]
     rings.leave(saved, some)
-    rings.gradients[0].copy_(g)
-    *grads, gx = rings.graphs.backward(*rings.back(some)[0], *made, g)
+    *grads, gx = rings.graphs.backward(*rings.back(some), *made, g)
     for r, stage in enumerate(stages):
         with torch.enable_grad(), untouched(stage.module):
             x = xs[r].clone().requires_grad_()
@@ -160,7 +159,7 @@ def _synchronized(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def _seeded(device: torch.device) -> torch.Generator:
+def seeded(device: torch.device) -> torch.Generator:
     return torch.Generator(device).manual_seed(0)
 
 

@@ -37,8 +37,8 @@ class Rings:
         device = saved[0].device
         self.saved = [torch.zeros(length, rows, t.numel() // rows, dtype=t.dtype, device=device) for t in saved]
         self._cuts = [(n, 0, ring.shape[-1]) for n, ring in enumerate(self.saved)]
-        self.inputs = torch.zeros(length, rows, *shape, dtype=dtype, device=device)
-        self.gradients = torch.zeros(length, rows, *shape, dtype=dtype, device=device)
+        self.inputs = torch.zeros(length, rows, *shape, dtype=dtype, device=device)  # none where rows are no neighbours
+        self.gradients = torch.zeros_like(self.inputs)
         self.made: Sequence[Tensor] | None = None  # what B needs of the weights, where it is views of them
         self._known: dict[tuple[int, ...], Tensor] = {}
         self._slots: list[Tensor] = []
@@ -90,19 +90,23 @@ class Rings:
             for n in range(len(widths)) for k, some in enumerate(members) if n in some
         ]  # fmt: skip
         mine.made = self.made
+        if not len(self.inputs):
+            mine.alone()
         return mine
+
+    def alone(self) -> None:
+        """No row gives another one anything."""
+        self.inputs = self.gradients = self.inputs[:0].clone()
 
     def leave(self, saved: Sequence[Tensor], some: Turns) -> None:
         """Keep what F leaves to B."""
         each = zip(saved, self.folds, strict=True)
         self.write(self.saved, [unfolded(t, dim, self.rows) if dim else t for t, dim in each], some, -1)
 
-    def back(self, some: Turns) -> tuple[list[Tensor], Tensor]:
-        """What F has left, and the gradients of the outputs."""
-        *saved, g = self.read([*self.saved, self.gradients], some, -1)
-        each = zip(saved, self.shapes, self.folds, strict=True)
-        found = [folded(t, shape, dim) if dim else t.view(shape) for t, shape, dim in each]
-        return found, g.view(self.gradients.shape[1:])
+    def back(self, some: Turns) -> list[Tensor]:
+        """What F has left."""
+        each = zip(self.read(self.saved, some, -1), self.shapes, self.folds, strict=True)
+        return [folded(t, shape, dim) if dim else t.view(shape) for t, shape, dim in each]
 
     # -- at a tick at which row r does F of micro-batch f − r and B of b + r ---------------------------------------
 
@@ -172,6 +176,8 @@ class Rings:
             ([*self.saved, self.gradients], flying, -1), ([self.inputs], waiting, 1),
         ):  # fmt: skip
             for old in tensors:
+                if not len(old):
+                    continue
                 new = old.new_zeros(length, *old.shape[1:])
                 for row, some in enumerate(mbs):
                     for i in some:

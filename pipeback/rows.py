@@ -33,6 +33,7 @@ class Step:
     rates: list[list[float]]  # η
     late: list[list[float]] | None  # T of spike compensation
     shifts: list[list[float]] | None  # c of F on w + c·v
+    shifts_back: list[list[float]] | None  # and of B
     like: Sequence[Tensor]  # the weights
 
     @cached_property
@@ -58,10 +59,15 @@ class Step:
         """c: what v is added with for F, if it is."""
         return [] if self.shifts is None else self._vectors(self.shifts)
 
+    @cached_property
+    def back(self) -> list[Tensor]:
+        """The same for B."""
+        return [] if self.shifts_back is None else self._vectors(self.shifts_back)
+
     @property
     def form(self) -> tuple[Any, ...]:
         """What a compiled function takes for granted of a step."""
-        return bool(self.momentum), self.decays, bool(self.late), bool(self.shifts)
+        return bool(self.momentum), self.decays, bool(self.late), bool(self.shifts), bool(self.shifts_back)
 
     @property
     def _spikes(self) -> list[list[tuple[float, tuple[float, float]]]]:
@@ -176,13 +182,13 @@ class Rows:
             stage.count = 0.0
         return True
 
-    def shifted(self, step: Step | Adaptive) -> list[Tensor]:
-        """What F runs on."""
-        if not step.ahead:
+    def shifted(self, by: Sequence[Tensor]) -> list[Tensor]:
+        """w + c·v, what F runs on, or B, until another is asked for; the weights where `by` has no c."""
+        if not by:
             return self.weights
         found = list(self.weights)
         velocities = self.velocities()
-        for n, w, v, c, out in zip(self.trained, self.stepped, velocities, step.ahead, self.scratch, strict=True):
+        for n, w, v, c, out in zip(self.trained, self.stepped, velocities, by, self.scratch, strict=True):
             found[n] = torch.addcmul(w, v, c, out=out)
         return found
 
@@ -252,10 +258,10 @@ class Rows:
         count = len(self.stepped)
         of_stages = [rates_of(stage, some) for stage, some in zip(self.stages, options, strict=True)]
         rates = [[of_stage[n] for of_stage in of_stages] for n in range(count)]
-        late, ahead = ([list(some[n::count]) for n in range(count)] for some in (correction.late, correction.ahead))
+        ahead, late, back = ([list(some[n::count]) for n in range(count)] for some in correction[:3])
         same = self._common(settings, options)
         if same is not None:
-            corrected = any(map(any, [*late, *ahead]))
+            corrected = any(map(any, [*late, *ahead, *back]))
             return None if corrected else Adaptive(same, rates, self.stepped)
         groups = self._common(_groups, options)
         if groups is None or len({momentum for momentum, _ in groups}) != 1:
@@ -264,7 +270,7 @@ class Rows:
         spiked = momentum and any(map(any, late))
         return Step(
             momentum, tuple(decay for _, decay in groups), rates, late if spiked else None,
-            ahead if any(map(any, ahead)) else None, self.stepped,
+            ahead if any(map(any, ahead)) else None, back if any(map(any, back)) else None, self.stepped,
         )  # fmt: skip
 
     def _common(self, ask: Callable[[Stage, Options], T | None], options: Sequence[Options]) -> T | None:
@@ -286,7 +292,7 @@ class Rows:
         """What the optimizers of all stages keep beside the weights; whatever one has now, it has from now on as rows
         of these. Of `STEP` one matrix (weights, n), else a list of tensors (n, …)."""
         if not self.alone and any(
-            stage.optimizer.state.get(stage.weights[0], {}).get(names[0]) is not row
+            row is None or stage.optimizer.state.get(stage.weights[0], {}).get(names[0]) is not row
             for stage, row in zip(self.stages, self._first_rows, strict=True)
         ):
             steps = torch.zeros(len(self.stepped), len(self.stages))
@@ -302,6 +308,8 @@ class Rows:
                     stage.optimizer.state[stage.weights[m]] = {**entry, **dict(zip(names, mine, strict=True))}
                 self._first_rows = rows[0] if not m else self._first_rows
             self._kept = kept
+            for stage in self.stages:
+                stage.weights.velocities = None
         return self._kept
 
 

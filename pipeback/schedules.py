@@ -112,6 +112,8 @@ class Flowing:
                 yield Op("U", i)
 
     @property
-    def full(self) -> bool:
-        """Whether in the end every stage does F, B and U of one micro-batch at every tick of the order "skewed"."""
-        return self.slack == 2 and self.every == 1
+    def turns(self) -> int:
+        """Ticks of the order "skewed" in which, in the end, every stage does F, B and U of one micro-batch: 1, or 2
+        where stages of even and of odd number take turns; 0 where ticks are not so.
+        """
+        return {2: 1, 1: 2}.get(self.slack, 0) if self.every == 1 else 0

@@ -1,4 +1,5 @@
-"""Stack: neighbouring stages that are alike, whose F or B at one tick run as one, each on its own micro-batch.
+"""Stack: stages that are alike, whose F or B at one tick run as one, each on its own micro-batch: neighbours, or every
+second stage where those of even and odd number take turns. The rows of two such stacks give each other their outputs.
 
 Their weights are rows of tensors (n, …), so that methods and optimizers see what they always see (`rows`), while F and
 B are each one graph over all rows (`capture`). What waits between them lies in rings. Rows that have nothing to do at a
@@ -7,7 +8,7 @@ tick are computed, too, and dropped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from pipeback.proof import gain, proved
 from pipeback.rings import Kind, Rings, Turns
 from pipeback.rows import Rows
 from pipeback.stage import Flight, Stage
+from pipeback.stash import Stash
 
 Compile = Callable[[Any], Any]
 LARGE = 1 << 20  # bytes of weights that no cache keeps between a gradient and the step: a compiler gains nothing there
@@ -41,15 +43,18 @@ class Row(NamedTuple):
 
 
 class Stack:
-    """`stages`, upstream first. length: micro-batches in flight at a stage, to begin with. options: of torch.compile,
-    None without it.
+    """`stages`, upstream first: neighbours, or every second one, and `partner` has those between. length: micro-batches
+    in flight at a stage, to begin with. options: of torch.compile, None without it.
     """
 
     def __init__(self, stages: Sequence[Stage], length: int, options: Options | None = None) -> None:
         self.stages = list(stages)
         self.first, self.last = stages[0].index, stages[-1].index
-        self.numbers = range(self.first, self.last + 1)
+        self.numbers = [stage.index for stage in stages]
+        self.partner: Stack | None = None
+        self.stash: Stash | None = None  # once ticks have needed one
         self.calls = [stage.call for stage in stages]  # what they do on their own
+        self._row_of = {s: r for r, s in enumerate(self.numbers)}
         self.rows = Rows(stages)
         self._length = length
         self._kinds: dict[int, Kind] = {}  # of the micro-batches between F of the first stage and B of it
@@ -100,7 +105,8 @@ class Stack:
 
     @property
     def name(self) -> str:
-        return f"stages {self.first} … {self.last}"
+        second = f"{self.numbers[1]}, " if self.partner is not None and len(self.numbers) > 1 else ""
+        return f"stages {self.first}, {second}… {self.last}" if second else f"stages {self.first} … {self.last}"
 
     def kind(self, x: Any) -> Kind:
         """Of an input. Raises `Unfit` where it is no tensor of floating point."""
@@ -125,23 +131,29 @@ class Stack:
 
     def forward(self, ops: Ops, link: Link) -> None:
         """F of each (stage, micro-batch): no two of one stage, none feeds another."""
+        came = {} if self.partner is None else {i: link.recv("F", s, i) for s, i in ops}
         if ops[0][0] == self.first:
-            x = link.recv("F", *ops[0])
-            kind = self.kind(x)
-            self._kinds[ops[0][1]] = kind
+            i = ops[0][1]
+            x = link.recv("F", *ops[0]) if self.partner is None else came[i]
+            self._kinds[i] = kind = self.kind(x)
             rings = self.rings(kind)
-            rings.inputs[ops[0][1] % rings.length, 0].copy_(x)
+            if self.partner is None:
+                rings.inputs[i % rings.length, 0].copy_(x)
         for kind, some in self._groups(ops).items():
             rings = self._rings[kind]
             if max([len(self.stages[r].flights) for r, _ in some]) + 1 > rings.length:
                 self._more(rings)
             with torch.no_grad():
-                (x,) = rings.read([rings.inputs], some, 1)
+                x = self._joined(came, some) if came else rings.read([rings.inputs], some, 1)[0]
                 y, *saved = self._graphs(rings).forward(*self.rows.weights, x.view(len(self.stages), *kind[0]))
                 rings.leave(saved, some)
-                self._hand(rings, rings.inputs, y, some, 1)
-                if some[-1][0] == len(self.stages) - 1:
-                    link.send("F", self.last + 1, some[-1][1], y[-1].clone())
+                if came:
+                    for r, i in some:
+                        link.send("F", self.numbers[r] + 1, i, y[r])
+                else:
+                    self._hand(rings, rings.inputs, y, some, 1)
+                    if some[-1][0] == len(self.stages) - 1:
+                        link.send("F", self.last + 1, some[-1][1], y[-1].clone())
             for r, i in some:
                 stage = self.stages[r]
                 stage.flights[i] = flight = Flight((), None, None, stage.version, False)
@@ -151,23 +163,29 @@ class Stack:
 
     def backward(self, ops: Ops, link: Link) -> None:
         """B of each (stage, micro-batch), whose flights are rows of this stack."""
-        if ops[-1][0] == self.last:
-            gradient, i = link.recv("B", *ops[-1]), ops[-1][1]
+        came = {i: link.recv("B", s, i) for s, i in ops if self.partner is not None or s == self.last}
+        for i, gradient in came.items():
             if gradient is None:
                 raise Unfit(f"{self.name}: no gradient comes back for micro-batch {i}")
-            rings = self._rings[self._kinds[i]]
-            rings.gradients[(i - len(self.stages) + 1) % rings.length, -1].copy_(gradient)
+            if self.partner is None:
+                rings = self._rings[self._kinds[i]]
+                rings.gradients[(i - len(self.stages) + 1) % rings.length, -1].copy_(gradient)
         for kind, some in self._groups(ops).items():
             rings = self._rings[kind]
             with torch.no_grad():
                 made = rings.written.made(*self.rows.weights) if rings.made is None else rings.made
-                saved, g = rings.back(some)
-                *grads, gx = self._graphs(rings).backward(*saved, *made, g)
-                self._hand(rings, rings.gradients, gx, some, -1)
-                r, i = some[0]
-                if r == 0:
-                    if self.first:
+                apart, (r, i) = self.partner is not None, some[0]
+                g = self._joined(came, some) if apart else rings.read([rings.gradients], some, -1)[0]
+                *grads, gx = self._graphs(rings).backward(*rings.back(some), *made, g.view(len(self.stages), *kind[0]))
+                if apart:
+                    for row, mb in some:
+                        if self.numbers[row]:
+                            link.send("B", self.numbers[row] - 1, mb, gx[row])
+                else:
+                    self._hand(rings, rings.gradients, gx, some, -1)
+                    if r == 0 and self.first:
                         link.send("B", self.first - 1, i, gx[0].clone())
+                if r == 0:
                     del self._kinds[i]
                 for r, i in some:
                     stage = self.stages[r]
@@ -179,13 +197,23 @@ class Stack:
 
     def _groups(self, ops: Ops) -> dict[Kind, Turns]:
         """(row, micro-batch) of the operations, by the kind of the micro-batch."""
-        first, kinds = self.first, self._kinds
+        rows, kinds = self._row_of, self._kinds
         if len(self._rings) == 1:  # as it mostly is
-            return {kinds[ops[0][1]]: [(s - first, i) for s, i in ops]}
+            return {kinds[ops[0][1]]: [(rows[s], i) for s, i in ops]}
         found: dict[Kind, Turns] = {}
         for s, i in ops:
-            found.setdefault(kinds[i], []).append((s - first, i))
+            found.setdefault(kinds[i], []).append((rows[s], i))
         return found
+
+    def _joined(self, came: Mapping[int, Tensor], some: Turns) -> Tensor:
+        """What has come for these rows, by micro-batch, as rows; the others are zeros."""
+        values = [came[i] for _, i in some]
+        if len(some) == len(self.stages):
+            return torch.stack(values)
+        whole = values[0].new_zeros(len(self.stages), *values[0].shape)
+        for (r, _), value in zip(some, values, strict=True):
+            whole[r] = value
+        return whole
 
     def _hand(self, rings: Rings, to: Tensor, values: Tensor, some: Turns, by: int) -> None:
         """Give every row's value to the row `by` further, but the one that leaves the stack."""
@@ -219,6 +247,8 @@ class Stack:
             self.stages, self.rows.weights, self.rows.trained, x, kind, self._length,
             recompute=self.stages[0].keeping is not None,
         )  # fmt: skip
+        if self.partner is not None:
+            rings.alone()
         self.places[kind] = [Row(self, kind, r) for r in range(len(self.stages))]
         if self.fuse is not None:
             large = [n for n in self.rows.trained if self.rows.weights[n].nbytes > LARGE]
@@ -226,14 +256,15 @@ class Stack:
         if self.compile is not None:
             forward, backward, made = rings.graphs
             rings.graphs = Graphs(self.compile(forward), self.compile(backward), made)
+        waits = [*rings.saved, *([rings.inputs, rings.gradients] if self.partner is None else [])]
         for stage in self.stages:
-            stage.activation_bytes = sum(t[0, 0].nbytes for t in (*rings.saved, rings.inputs, rings.gradients))
+            stage.activation_bytes = sum(t[0, 0].nbytes for t in waits)
 
     # -- what waits, for states, and what began elsewhere ------------------------------------------------------------
 
     def restore(self, stage: Stage, mb: int, kind: Kind, tensors: Sequence[Tensor]) -> Row:
         """Put back what `Row.tensors` gave."""
-        row, rings = stage.index - self.first, self.rings(kind)
+        row, rings = self._row_of[stage.index], self.rings(kind)
         while len(stage.flights) + 1 > rings.length:
             self._more(rings)
         for part, value in zip(rings.parts, tensors, strict=True):
@@ -257,6 +288,8 @@ class Stack:
 
     def within(self, name: Name) -> bool:
         kind, s, _ = name
+        if self.partner is not None:
+            return False  # between stages lies nothing but the link
         return self.first < s <= self.last if kind == "F" else kind == "B" and self.first <= s < self.last
 
     def forget(self, mb: int) -> None:

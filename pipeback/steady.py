@@ -1,4 +1,5 @@
-"""Steady: runs of ticks at which every stage does F, B and U of one micro-batch each, without a look at single stages.
+"""Steady: runs of ticks at which every stage, or every second one, does F, B and U of one micro-batch, without a look
+at single stages.
 
 The order, flights, versions and the ledger are brought up to date when a run is over; nobody can see them before.
 """
@@ -6,6 +7,7 @@ The order, flights, versions and the ledger are brought up to date when a run is
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -16,10 +18,10 @@ from torch import Tensor
 from pipeback.adaptive import Adaptive
 from pipeback.capture import Unfit, judged
 from pipeback.joint import Options
-from pipeback.method import HOOKS, Correction, Method, described, overrides
+from pipeback.method import HOOKS, Correction, Method, When, described, overrides
 from pipeback.momentum import velocity
 from pipeback.order import Order
-from pipeback.proof import check_plain, judged_alike
+from pipeback.proof import check_plain, judged_alike, seeded
 from pipeback.rings import Kind
 from pipeback.rows import Rows, Step
 from pipeback.schedules import Flowing
@@ -37,7 +39,8 @@ class Steady:
 
     def __init__(self, worker: Vectorized, stacks: Sequence[Stack]) -> None:
         self.worker, self.stacks = worker, list(stacks)
-        self.plain = leaps(worker.method)
+        schedule = worker.method.schedule
+        self.turns = schedule.turns if leaps(worker.method) and isinstance(schedule, Flowing) else 0
         self.last = worker.stages[worker.count - 1]
         self._moving: dict[tuple[Kind, ...], list[Moving]] = {}
         self._judges: dict[Any, Judge | None] = {}
@@ -46,14 +49,17 @@ class Steady:
 
     def run(self, order: Order, ticks: int) -> int:
         """Do as many of the next `ticks` ticks as can be done so, and return their number."""
-        moving = self._ready() if self.plain else None
+        moving = self._ready() if self.turns else None
         if moving is None:
             return 0
         forwards = [order.start + i for i in order.forwards]
         backwards = [order.start + i for i in order.backwards]
-        options = {i: f.options for i, f in self.worker.stages[0].flights.items()} | self.worker.options
-        run = Run(self.worker, moving, forwards, backwards, options)
-        run.take(self._judge(forwards[-1]))
+        options = {i: f.options for i, f in self.worker.stages[0].flights.items()}
+        run = Run(self.worker, moving, self.turns, forwards, backwards, options | self.worker.options)
+        x = self._judges_input(forwards[-1])
+        if x is None:
+            ticks = 1  # after it, there is one to make a graph for
+        run.take(None if x is None else self._judge(x, self.worker.link.box["Y", self.last.index, forwards[-1]]))
         compile = self.stacks[0].fuse
         if compile is not None and self.last.device != torch.device("cpu") and run.adapts():
             for stack in self.stacks:
@@ -61,11 +67,11 @@ class Steady:
             return 0
         run.begin()
         try:
-            return run.ticks(ticks, None if compile is None else partial(self._tick, compile, moving, run.judge))
+            return run.ticks(ticks, None if compile is None else partial(self._tick, compile))
         finally:
             run.told()
             for stack in self.stacks:
-                stack.leaps = bool(run.steps)
+                stack.leaps = bool(run.turns[0].steps)
 
     def _ready(self) -> list[Moving] | None:
         kinds = tuple(stack.one_kind for stack in self.stacks)
@@ -73,18 +79,31 @@ class Steady:
             return None
         key: Any = kinds
         if key not in self._moving:
-            self._moving[key] = [Moving(stack, kind) for stack, kind in zip(self.stacks, key, strict=True)]
+            made = {stack.name: Moving(stack, kind) for stack, kind in zip(self.stacks, key, strict=True)}
+            for one in made.values():
+                one.source = made[(one.stack.partner or one.stack).name]
+            self._moving[key] = list(made.values())
         return self._moving[key]
 
-    def _judge(self, mb: int) -> Judge | None:
+    def _judges_input(self, mb: int) -> Any:
+        """What the last stage is given of a micro-batch, or something of its form; None where nobody knows it yet."""
+        name, stack = ("F", self.last.index, mb), self.worker.stages[self.last.index - 1].stack
+        if name in self.worker.link.box:
+            return self.worker.link.box[name]
+        kind = None if stack is None else stack.one_kind
+        if stack is None or kind is None:
+            return None
+        device = stack.rows.weights[0].device
+        return torch.randn(kind[0], generator=seeded(device), device=device, dtype=torch.float64).to(kind[1])
+
+    def _judge(self, x: Any, target: Any) -> Judge | None:
         """The last stage as a graph, if it has a loss of torch's own, and one that can be written so.
 
         What another loss computes may change from call to call, which a graph would not.
         """
-        stage, box = self.last, self.worker.link.box
+        stage = self.last
         if stage.loss is None or stage.stack is not None or stage.stream is not None or not torchs(stage.loss):
             return None
-        x, target = box[("F", stage.index, mb)], box[("Y", stage.index, mb)]
         key = form(x, target), stage.module.training
         if key[0] is None or not x.is_floating_point():
             return None
@@ -119,115 +138,171 @@ def _numerics() -> tuple[Any, ...]:
     )  # fmt: skip
 
 
+@dataclass
+class Turn:
+    """Who does something at a tick: stages that run as one, the last stage as a graph, the other ones."""
+
+    moving: list[Moving]
+    judge: Judge | None
+    others: list[int]
+    steps: list[Step | Adaptive] = field(default_factory=list)
+    fused: Any = None  # what a compiler has made of a tick with such steps
+
+    @property
+    def rows(self) -> list[Rows]:
+        return [*(one.stack.rows for one in self.moving), *([self.judge.rows] if self.judge else [])]
+
+    @property
+    def inside(self) -> list[int]:
+        """The stages that are gone through no more."""
+        judges = [] if self.judge is None else [self.judge.stage.index]
+        return sorted(chain(*(one.stack.numbers for one in self.moving), judges))
+
+
 class Run:
-    """Some ticks. forwards, backwards: the micro-batches that every stage takes next."""
+    """Some ticks. turns: 1, or 2 where stages of even and odd number take turns. forwards, backwards: the micro-batches
+    that every stage takes next.
+    """
 
     def __init__(
         self,
         worker: Vectorized,
         moving: Sequence[Moving],
+        turns: int,
         forwards: Sequence[int],
         backwards: Sequence[int],
         options: dict[int, Options],
     ) -> None:
         self.worker, self.moving, self.f, self.b, self.options = worker, moving, forwards, backwards, options
-        self.done = 0
+        self.count = turns
+        self._first = 0 if turns == 1 or backwards[1] > backwards[0] else 1  # of the first turn
+        self.done = 0  # ticks
         first = next(iter(options.values()))
         self.uniform = all(some is first for some in options.values())
         self.corrects = any(overrides(worker.method, hook) for hook in HOOKS)
-        self.steps: list[Step | Adaptive] = []
+        self.stashes = worker.stash
+
+    def turn(self, stage: int) -> int:
+        """The first tick of the stage."""
+        return (stage + self._first) % self.count
+
+    def rounds(self, stage: int) -> int:
+        """How many F, B and U it has done."""
+        return (self.done + self.count - 1 - self.turn(stage)) // self.count
 
     def take(self, judge: Judge | None) -> None:
         """Have the last stage be this graph, if its F and B run on the same weights."""
         step = None if judge is None else self._step(judge.rows, 0)
-        self.judge = judge if step is None or not step.ahead else None
+        if step is None or not _equal(step.ahead, step.back):
+            judge = None
         inside = {s for one in self.moving for s in one.stack.numbers}
-        if self.judge is not None:
-            inside.add(self.judge.stage.index)
-        self.others = [s for s in self.worker.stages if s not in inside]
-        self.inside = sorted(inside)
+        if judge is not None:
+            inside.add(judge.stage.index)
+        self.turns = [
+            Turn(
+                [one for one in self.moving if self.turn(one.stack.first) == n],
+                judge if judge is not None and self.turn(judge.stage.index) == n else None,
+                [s for s in self.worker.stages if s not in inside and self.turn(s) == n],
+            )
+            for n in range(self.count)
+        ]
 
     def adapts(self) -> bool:
         """Whether a step counts its updates, which Adam does in host memory."""
-        return any(isinstance(step, Adaptive) for step in self._steps(0) or ())
+        return any(isinstance(step, Adaptive) for turn in self.turns for step in self._steps(turn, 0) or ())
 
     def begin(self) -> None:
         with torch.no_grad():
-            for one in self.moving:
-                one.begin(self.f[one.stack.first], self.b[one.stack.first])
-            for rows, step in zip(self._rows(), self._steps(0) or (), strict=False):
-                rows.kept(step)
-                rows.alone = True
+            for one in self.turns[0].moving:
+                one.begin(self.f, self.b, self.worker.link.box)
+            for one in self.moving if self.stashes else ():
+                one.take_weights()
+            for turn in self.turns:
+                for rows, step in zip(turn.rows, self._steps(turn, 0) or (), strict=False):
+                    rows.kept(step)
+                    rows.alone = True
 
-    def ticks(self, most: int, compiled: Callable[[Sequence[Step | Adaptive]], Any] | None) -> int:
+    def ticks(self, most: int, compiled: Callable[..., Any] | None) -> int:
         """Do so many, or fewer where a micro-batch or options come that need another look. compiled: gives what a
         compiler has made of a tick.
         """
-        worker, moving, judge = self.worker, self.moving, self.judge
-        box, parts = worker.link.box, [(one, one.stack.first, one.stack.last) for one in moving]
-        last = worker.count - 1
-        f, b = self.f, self.b
-        known, fused = None, None
-        for k in range(most):
-            steps = self._steps(k)
-            if steps is None or not self._fits(box, k):
+        while self.done < most:
+            turn, k = self.turns[self.done % self.count], self.done // self.count
+            known, steps = turn.steps, self._steps(turn, k)
+            if steps is None or not self._fits(turn, k):
                 break
-            if compiled is not None and steps is not known:
-                known, fused = steps, compiled(steps)
-            if self.others:
-                worker.forward([(s, f[s] + k) for s in self.others])
-            given = [(box.pop(("F", first, f[first] + k)), box.pop(("B", end, b[end] + k))) for _, first, end in parts]
-            if judge is not None:
-                i = f[last] + k
-                x, target = box.pop(("F", last, i)), box.pop(("Y", last, i))
-            with torch.no_grad():
-                if fused is None:
-                    if judge is not None:
-                        loss, gx, grads = judge.eager(x, target)
-                        worker.judged(i, loss)
-                        judge.rows.move(steps[-1], grads)
-                    for (one, first, _), (inward, back), step in zip(parts, given, steps, strict=False):
-                        one.eager(f[first] + k, b[first] + k, inward, back, step)
-                else:
-                    each = [
-                        one.given(b[first] + k, inward, back, step)
-                        for (one, first, _), (inward, back), step in zip(parts, given, steps, strict=False)
-                    ]
-                    if judge is not None:
-                        each.append(judge.given(x, target, steps[-1]))
-                    found = fused([fixed for fixed, _ in each], [changing for _, changing in each])
-                    for (one, first, _), (one.y, left, one.gx, factors), step in zip(parts, found, steps, strict=False):
-                        one.rings.put(one.rings.places(f[first] + k), left)
-                        one.finish(factors, step)
-                    if judge is not None:
-                        loss, gx = found[-1]
-                        worker.judged(i, loss)
-                if judge is not None:
-                    box["B", last - 1, i] = gx
-                for one, first, end in parts:
-                    box["F", end + 1, f[end] + k] = one.y[-1]
-                    if first:
-                        box["B", first - 1, b[first] + k] = one.gx[0]
-            self.done = k + 1
-            if self.others:
-                ops = [(s, b[s] + k) for s in self.others]
-                worker.backward(ops)
-                worker.update(ops)
+            if compiled is not None and (steps is not known or turn.fused is None):
+                turn.fused = compiled(turn.moving, turn.judge, steps)
+            self._tick(turn, k)
         return self.done
 
-    def _steps(self, k: int) -> list[Step | Adaptive] | None:
-        """How the weights of each stack, and then of the last stage, are stepped at tick k."""
-        if not self.uniform or not self.steps:
-            self.steps = []
-            for rows in self._rows():
+    def _tick(self, turn: Turn, k: int) -> None:
+        """Every stage whose turn it is has done k since the run began."""
+        worker, f, b, judge, fused = self.worker, self.f, self.b, turn.judge, turn.fused
+        box = worker.link.box
+        if turn.others:
+            worker.forward([(s, f[s] + k) for s in turn.others])
+        parts = [(one, one.stack.first, one.stack.last, step) for one, step in zip(turn.moving, turn.steps)]
+        given = [
+            (
+                box.pop(("F", first, f[first] + k)) if one.enters else None,
+                box.pop(("B", last, b[last] + k)) if one.leaves else None,
+            )
+            for one, first, last, _ in parts
+        ]
+        if judge is not None:
+            s, step = judge.stage.index, turn.steps[-1]
+            i = f[s] + k
+            x, target = box.pop(("F", s, i)), box.pop(("Y", s, i))
+        with torch.no_grad():
+            for one, first, _, _ in parts:
+                if one.stash is not None:
+                    one.stash.keep(f[first] + k)
+            if fused is None:
+                if judge is not None:
+                    loss, gx, grads = judge.eager(x, target, step)
+                    worker.judged(i, loss)
+                    judge.rows.move(step, grads)
+                for (one, first, _, how), (inward, back) in zip(parts, given, strict=True):
+                    one.eager(f[first] + k, b[first] + k, inward, back, how)
+            else:
+                each = [
+                    one.given(b[first] + k, inward, back, how)
+                    for (one, first, _, how), (inward, back) in zip(parts, given, strict=True)
+                ]
+                if judge is not None:
+                    each.append(judge.given(x, target, step))
+                found = fused([fixed for fixed, _ in each], [changing for _, changing in each])
+                for (one, first, _, how), (one.y, left, one.gx, factors) in zip(parts, found, strict=False):
+                    one.rings.put(one.rings.places(f[first] + k), left)
+                    one.finish(factors, how)
+                if judge is not None:
+                    loss, gx = found[-1]
+                    worker.judged(i, loss)
+            if judge is not None:
+                box["B", s - 1, i] = gx
+            for one, first, last, _ in parts:
+                if one.leaves:
+                    box["F", last + 1, f[last] + k] = one.y[-1]
+                if one.enters and first:
+                    box["B", first - 1, b[first] + k] = one.gx[0]
+        self.done += 1
+        if turn.others:
+            ops = [(s, b[s] + k) for s in turn.others]
+            worker.backward(ops)
+            worker.update(ops)
+
+    def _steps(self, turn: Turn, k: int) -> list[Step | Adaptive] | None:
+        """How the weights of each stack, and then of the last stage, are stepped at the tick."""
+        if not self.uniform or not turn.steps:
+            turn.steps = []
+            for rows in turn.rows:
                 step = self._step(rows, k)
                 if step is None:
+                    turn.steps = []
                     return None
-                self.steps.append(step)
-        return self.steps
-
-    def _rows(self) -> list[Rows]:
-        return [*(one.stack.rows for one in self.moving), *([self.judge.rows] if self.judge else [])]
+                turn.steps.append(step)
+        return turn.steps
 
     def _step(self, rows: Rows, k: int) -> Step | Adaptive | None:
         numbers = [stage.index for stage in rows.stages]
@@ -238,53 +313,74 @@ class Run:
         """What the method asks of F of micro-batches that were pushed at these options, and of U at those."""
         worker, team = self.worker, Team(rows.stages, self.worker.delays)
         whens = [team.when(0, options, worker.start, worker.base, 0) for options in (fore, back)]
-        ahead, late = (worker.method.correction(when) for when in whens)
-        assert ahead is not None and late is not None
-        return Correction(ahead.ahead, late.late)
+        ahead, then = (worker.method.correction(when) for when in whens)
+        assert ahead is not None and then is not None
+        return Correction(ahead.ahead, then.late, then.back)
 
-    def _fits(self, box: Any, k: int) -> bool:
-        """Whether what comes at tick k is as ever."""
-        for one in self.moving:
-            x = box[("F", one.stack.first, self.f[one.stack.first] + k)]
-            if type(x) is not Tensor or x.shape != one.kind[0] or x.dtype != one.kind[1]:
-                return False
-        if self.judge is None:
+    def _fits(self, turn: Turn, k: int) -> bool:
+        """Whether what comes at the tick is as ever."""
+        box = self.worker.link.box
+        for one in turn.moving:
+            if one.enters:
+                x = box[("F", one.stack.first, self.f[one.stack.first] + k)]
+                if type(x) is not Tensor or x.shape != one.kind[0] or x.dtype != one.kind[1]:
+                    return False
+        if turn.judge is None:
             return True
-        s = self.judge.stage.index
-        return form(box[("F", s, self.f[s] + k)], box[("Y", s, self.f[s] + k)]) == self.judge.form
+        s = turn.judge.stage.index
+        return form(box[("F", s, self.f[s] + k)], box[("Y", s, self.f[s] + k)]) == turn.judge.form
 
     def told(self) -> None:
         """Have flights, versions, options and the ledger say what was done."""
-        worker, n = self.worker, self.done
-        for rows in self._rows():
-            rows.alone = False
+        worker = self.worker
+        rounds = [self.rounds(s) for s in range(worker.count)]
+        f, b = ([i + n for i, n in zip(mbs, rounds, strict=True)] for mbs in (self.f, self.b))
+        for turn in self.turns:
+            for rows in turn.rows:
+                rows.alone = False
         with torch.no_grad():
-            for one in self.moving:
-                first = one.stack.first
-                one.end(self.f[first] + n, self.b[first] + n)
-        if not n:
-            return
-        stages, versions = worker.stages, {s: stage.version for s, stage in worker.stages.items()}
+            for one in self.turns[self.done % self.count].moving:
+                one.end(f, b, worker.link.box)
+        for turn in self.turns[: self.done]:
+            if not turn.inside:
+                continue
+            n, used = rounds[turn.inside[0]], self._used(turn.inside, rounds[turn.inside[0]])
+            for one in turn.moving:
+                s = one.stack.first
+                one.stack.moved_on(n, self.f[s], self.b[s], self._flight)
+            if turn.judge is not None:
+                last = turn.judge.stage
+                last.options = self.options[f[-1] - 1]
+                last.peak_flights = max(last.peak_flights, 1)
+                for i in range(self.f[-1], f[-1]):
+                    del worker.options[i]
+            self._count(turn.inside, n, used)
         for one in self.moving:
-            s = one.stack.first
-            one.stack.moved_on(n, self.f[s], self.b[s], self._flight)
-        for s in self.inside:
-            stage = stages[s]
-            if "velocity" in stage.state:
-                stage.state = {"velocity": velocity(stage.optimizer, stage.weights)}
-        if self.judge is not None:
-            last = self.judge.stage
-            last.options = self.options[self.f[-1] + n - 1]
-            last.peak_flights = max(last.peak_flights, 1)
-            for i in range(self.f[-1], self.f[-1] + n):
-                del worker.options[i]
-        for s in self.inside:
-            stages[s].version += n
-        numbers, later = self.inside * n, torch.arange(n)[:, None]
-        used = (torch.tensor([versions[s] for s in self.inside]) + later).flatten().tolist()
-        for kind, mbs in (("F", self.f), ("B", self.b)):
-            done = (torch.tensor([mbs[s] for s in self.inside]) + later).flatten().tolist()
-            worker.ledger.add(kind, numbers, done, used)
+            if one.stash is not None:
+                one.stash.give()
+
+    def _used(self, numbers: Sequence[int], rounds: int) -> tuple[list[int], list[int]]:
+        """The versions of the weights that so many F and B of these stages ran on, stage by stage in every round."""
+        stages = self.worker.stages
+        forward = torch.tensor([stages[s].version for s in numbers]) + torch.arange(rounds)[:, None]
+        if not self.stashes:
+            return (forward.flatten().tolist(),) * 2
+        every = [
+            [*(flight.version for flight in stages[s].flights.values()), *mine][:rounds]
+            for s, mine in zip(numbers, forward.t().tolist(), strict=True)
+        ]
+        return forward.flatten().tolist(), torch.tensor(every).t().flatten().tolist()
+
+    def _count(self, numbers: Sequence[int], rounds: int, used: tuple[list[int], list[int]]) -> None:
+        """So many F, B and U of these stages, on these versions."""
+        stages, later = self.worker.stages, torch.arange(rounds)[:, None]
+        for kind, mbs, versions in zip("FB", (self.f, self.b), used, strict=True):
+            done = (torch.tensor([mbs[s] for s in numbers]) + later).flatten().tolist()
+            self.worker.ledger.add(kind, list(numbers) * rounds, done, versions)
+        for s in numbers:
+            stages[s].version += rounds
+            if "velocity" in stages[s].state:
+                stages[s].state = {"velocity": velocity(stages[s].optimizer, stages[s].weights)}
 
     def _flight(self, s: int, i: int) -> Flight:
         flight = Flight((), None, None, self.worker.stages[s].version + i - self.f[s], False)
@@ -293,9 +389,19 @@ class Run:
 
 
 def leaps(method: Method) -> bool:
-    """Whether ticks at which every stage does the same come, and need no hooks."""
-    flows = isinstance(method.schedule, Flowing) and method.schedule.full
-    return flows and method.copies != "stash" and described(method)
+    """Whether ticks at which every stage, or every second one, does the same come, and need no hooks."""
+    flows = isinstance(method.schedule, Flowing) and method.schedule.turns > 0
+    return flows and described(method) and (method.copies != "stash" or stashes(method))
+
+
+def stashes(method: Method) -> bool:
+    """Whether B runs on what F used, and nothing else is asked for."""
+    correction = method.correction(When(0, 1, 0, 0, 0))
+    return correction is not None and correction.used
+
+
+def _equal(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    return len(some) == len(others) and all(map(torch.equal, some, others))
 
 
 def torchs(loss: Any) -> bool:

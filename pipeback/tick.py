@@ -1,14 +1,14 @@
-"""Tick: the steady state of stages that run as one. At a tick every stage does F, B and U of one micro-batch each, none
-feeds another, and all that a stack does is one function of tensors:
+"""Tick: the steady state of stages that run as one. At a tick every stage, or every second one, does F, B and U of one
+micro-batch each, none feeds another, and all that a stack does is one function of tensors:
 
     Y, saved ← F(W, X)        G_X, v ← B(saved D ticks ago, W, G), v ← m·v + g        W ← W − η·v
 
-X is what the rows before gave at the last tick, G what the rows behind gave back.
+X is what the stages before gave at the last tick, G what the stages behind gave back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,39 +18,90 @@ from torch import Tensor
 from pipeback.adaptive import Adaptive, adapted
 from pipeback.graphed import side_by_side
 from pipeback.graphs import Graph, accumulating, direct
+from pipeback.link import Message, Name
 from pipeback.rings import Kind
 from pipeback.rows import Rows, Step
 from pipeback.stack import Stack
 from pipeback.stage import Stage
+from pipeback.stash import Stash
 
 Given = tuple[tuple[Any, ...], tuple[Any, ...]]
 
 
+Box = dict[Name, Message]
+
+
 class Moving:
-    """A stack whose rows all move on at every tick."""
+    """A stack whose rows all move on at a tick."""
 
     def __init__(self, stack: Stack, kind: Kind) -> None:
         self.stack, self.kind = stack, kind
         self.rings = stack.rings(kind)
+        self.source = self  # whose rows give these their inputs and gradients: itself, or the stages between
+        other = stack.partner
+        self.enters = other is None or stack.first < other.first  # the first row is given its input from outside
+        self.leaves = other is None or stack.last > other.last  # the last row is given its gradient from outside
+        rows = len(stack.stages)
+        behind = 0 if other is not None and self.enters else 1  # the row of the source behind the first
+        self._inward = slice(0, rows - self.enters)
+        self._back = slice(behind, behind + rows - self.leaves)
+        self.stash: Stash | None = None  # the weights that F used, where B runs on them
         self._accumulate = direct(accumulating(self.rings.written, stack.rows.trained)) if stack.fuse is None else None
 
-    def begin(self, f: int, b: int) -> None:
-        """Before the tick at which row r does F of micro-batch f − r and B of b + r."""
-        rings = self.rings
-        self.y = torch.cat([rings.inputs[f % rings.length, 1:], rings.inputs[0, :1]])
-        self.gx = torch.cat([rings.gradients[0, :1], rings.gradients[b % rings.length, :-1]])
+    def take_weights(self) -> None:
+        """Have the weights that the micro-batches in flight have gone forward on."""
+        stack, length = self.stack, self.rings.length
+        if stack.stash is None or stack.stash.length != length:
+            stack.stash = Stash(stack.rows, length)
+        self.stash = stack.stash
+        self.stash.take()
 
-    def end(self, f: int, b: int) -> None:
-        """After all ticks before that one."""
-        rings = self.rings
-        rings.inputs[f % rings.length, 1:] = self.y[:-1]
-        rings.gradients[b % rings.length, :-1] = self.gx[1:]
+    def begin(self, f: Sequence[int], b: Sequence[int], box: Box) -> None:
+        """Before a tick at which its stages do F of the micro-batches f and B of b: take what waits for them."""
+        rings, first = self.rings, self.stack.first
+        if self.source is self:
+            self.y = torch.cat([rings.inputs[f[first] % rings.length, 1:], rings.inputs[0, :1]])
+            self.gx = torch.cat([rings.gradients[0, :1], rings.gradients[b[first] % rings.length, :-1]])
+            return
+        shape, dtype, _ = self.kind
+        nothing = torch.zeros(shape, dtype=dtype, device=rings.inputs.device)
+        y, gx = ([nothing] * len(self.source.stack.stages) for _ in range(2))
+        for name, row in self._names(f, b):
+            (y if name[0] == "F" else gx)[row] = box.pop(name)
+        self.source.y, self.source.gx = torch.stack(y), torch.stack(gx)
 
-    def given(self, b: int, x: Tensor, g: Tensor, step: Step | Adaptive) -> Given:
+    def end(self, f: Sequence[int], b: Sequence[int], box: Box) -> None:
+        """After all ticks before such a one: leave it there."""
+        rings, first = self.rings, self.stack.first
+        if self.source is self:
+            rings.inputs[f[first] % rings.length, 1:] = self.y[:-1]
+            rings.gradients[b[first] % rings.length, :-1] = self.gx[1:]
+            return
+        y, gx = self.source.y.unbind(), self.source.gx.unbind()
+        box.update({name: (y if name[0] == "F" else gx)[row] for name, row in self._names(f, b)})
+
+    def _names(self, f: Sequence[int], b: Sequence[int]) -> Iterator[tuple[Name, int]]:
+        """The messages that its rows get from the source, and that one's rows."""
+        numbers = self.stack.numbers
+        for s, row in zip(numbers[self.enters :], range(len(numbers)), strict=False):
+            yield ("F", s, f[s]), row
+        for s, row in zip(numbers[: len(numbers) - self.leaves], range(self._back.start, self._back.stop), strict=True):
+            yield ("B", s, b[s]), row
+
+    def given(self, b: int, x: Tensor | None, g: Tensor | None, step: Step | Adaptive) -> Given:
         """What `compiled` is given: what stays where it is, and the rest."""
-        rows, rings = self.stack.rows, self.rings
-        fixed = rows.weights, rows.kept(step), rings.saved
-        return fixed, (rings.slot(b), x.contiguous(), self.y, g.contiguous(), self.gx, step.ahead, numbers(rows, step))
+        rows, rings, source = self.stack.rows, self.rings, self.source
+        x, g = (None if t is None else t.contiguous() for t in (x, g))
+        fixed = rows.weights, rows.kept(step), rings.saved, [] if self.stash is None else self.stash.rings
+        slots = rings.slot(b), None if self.stash is None else self.stash.slot(b)
+        return fixed, (*slots, x, source.y, g, source.gx, step.ahead, step.back, numbers(rows, step))
+
+    def _joined(self, x: Tensor | None, y: Tensor, g: Tensor | None, gx: Tensor) -> tuple[Tensor, Tensor]:
+        """Inputs and gradients of all rows."""
+        inward, back = y[self._inward], gx[self._back]
+        return (
+            inward if x is None else torch.cat([x[None], inward]), back if g is None else torch.cat([back, g[None]]),
+        )  # fmt: skip
 
     def compiled(
         self,
@@ -58,23 +109,28 @@ class Moving:
         weights: Sequence[Tensor],
         kept: Sequence[Any],
         rings: Sequence[Tensor],
+        stash: Sequence[Tensor],
         at: Tensor,
-        x: Tensor,
+        weights_at: Tensor | None,
+        x: Tensor | None,
         y: Tensor,
-        g: Tensor,
+        g: Tensor | None,
         gx: Tensor,
         ahead: Sequence[Tensor],
+        back: Sequence[Tensor],
         numbers: Numbers,
     ) -> tuple[Tensor, list[Tensor], Tensor, Sequence[Tensor]]:
         """The whole tick, for a compiler, but for `finish`."""
         forward, backward, made = self.rings.written
-        trained, used = self.stack.rows.trained, list(weights)
-        for n, v, c in zip(trained, kept, ahead, strict=False):
-            used[n] = torch.addcmul(used[n], v, c)
-        y, *left = forward(*used, torch.cat([x[None], y[:-1]]))
+        trained, (inward, gradient) = self.stack.rows.trained, self._joined(x, y, g, gx)
+        y, *left = forward(*shifted(weights, trained, kept, ahead), inward)
         saved = [ring.index_select(0, at)[0] for ring in rings]
         gives = self.rings.factors if self.rings.factors is not None and how.by_factors else backward
-        found = gives(*saved, *made(*weights), torch.cat([gx[1:], g[None]]))
+        then = shifted(weights, trained, kept, back)
+        if weights_at is not None:
+            for n, ring in zip(trained, stash, strict=True):
+                then[n] = ring.index_select(0, weights_at)[0]
+        found = gives(*saved, *made(*then), gradient)
         grads, gx, factors = found[: len(weights)], found[len(weights)], found[len(weights) + 1 :]
         how.step([weights[n] for n in trained], kept, [grads[n] for n in trained], numbers)
         return y, left, gx, factors
@@ -96,13 +152,15 @@ class Moving:
                 v.baddbmm_(a, b, beta=step.momentum)
         rows.follow(step, some)
 
-    def eager(self, f: int, b: int, x: Tensor, g: Tensor, step: Step | Adaptive) -> None:
+    def eager(self, f: int, b: int, x: Tensor | None, g: Tensor | None, step: Step | Adaptive) -> None:
         """The whole tick."""
         rows, rings, (forward, backward, made) = self.stack.rows, self.rings, self.rings.eager
-        saved = rings.left(b)
-        y, *left = forward(*rows.shifted(step), torch.cat([x[None], self.y[:-1]]))
-        views = made(*rows.weights) if rings.made is None else rings.made
-        gradient = torch.cat([self.gx[1:], g[None]])
+        saved, (inward, gradient) = rings.left(b), self._joined(x, self.source.y, g, self.source.gx)
+        y, *left = forward(*rows.shifted(step.ahead), inward)
+        if self.stash is not None:
+            views = made(*self.stash.used(b))
+        else:
+            views = made(*rows.shifted(step.back)) if step.back or rings.made is None else rings.made
         if isinstance(step, Step) and step.momentum and step.late is None and self._accumulate is not None:
             factor = rows.number(step.momentum)
             self.gx = self._accumulate(*saved, *views, gradient, step.momentum, factor, *rows.velocities())
@@ -122,15 +180,15 @@ class Judge:
         self.stage, self.graph, self.rows, self.check = stage, graph, rows, check
         self.form = form(x, target)
 
-    def eager(self, x: Tensor, target: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
+    def eager(self, x: Tensor, target: Any, step: Step | Adaptive) -> tuple[Tensor, Tensor, list[Tensor]]:
         """The loss, the gradient of the input, and those of the weights, (1, …)."""
-        loss, gx, *grads = self.graph(*[w[0] for w in self.rows.weights], x, target)
+        loss, gx, *grads = self.graph(*[w[0] for w in self.rows.shifted(step.ahead)], x, target)
         return loss, gx, [g[None] for g in grads]
 
     def given(self, x: Tensor, target: Any, step: Step | Adaptive) -> Given:
         """What `compiled` is given."""
         rows = self.rows
-        return (rows.weights, rows.kept(step)), (x.contiguous(), target.contiguous(), numbers(rows, step))
+        return (rows.weights, rows.kept(step)), (x.contiguous(), target.contiguous(), step.ahead, numbers(rows, step))
 
     def compiled(
         self,
@@ -139,10 +197,12 @@ class Judge:
         kept: Sequence[Any],
         x: Tensor,
         target: Any,
+        ahead: Sequence[Tensor],
         numbers: Numbers,
     ) -> tuple[Tensor, Tensor]:
         """F, B and U, for a compiler."""
-        loss, gx, *grads = self.graph(*[w[0] for w in weights], x, target)
+        used = shifted(weights, self.rows.trained, kept, ahead)
+        loss, gx, *grads = self.graph(*[w[0] for w in used], x, target)
         grads = [g[None] for g in grads]
         if self.check:
             fine = torch.isfinite(loss)
@@ -151,6 +211,16 @@ class Judge:
             numbers = [torch.where(fine, c, 0) for c in along], *others
         how.step([weights[n] for n in self.rows.trained], kept, grads, numbers)
         return loss, gx
+
+
+def shifted(
+    weights: Sequence[Tensor], trained: Sequence[int], velocities: Sequence[Any], by: Sequence[Tensor]
+) -> list[Tensor]:
+    """w + c·v of those that train, written for a compiler."""
+    found = list(weights)
+    for n, v, c in zip(trained, velocities, by, strict=False):
+        found[n] = torch.addcmul(found[n], v, c)
+    return found
 
 
 Numbers = tuple[Any, ...]  # of every row: −η·a and −η·b, and m as a tensor; of Adam η

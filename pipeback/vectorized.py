@@ -17,6 +17,7 @@ from pipeback.inflight import untouched
 from pipeback.link import Message, Name
 from pipeback.method import Method
 from pipeback.order import Ops, Order
+from pipeback.schedules import Flowing
 from pipeback.stack import Stack
 from pipeback.stage import Flight, Stage
 from pipeback.steady import Steady, leaps
@@ -55,17 +56,22 @@ def stacked(
     if vectorize == "cuda_graph" and any(s.device is not None and s.device.type != "cuda" for s in stages):
         raise ValueError('vectorize="cuda_graph" needs all stages on a CUDA device; move the model, or use True')
     flying = in_flight(method.schedule, len(stages))
-    stacks = []
+    stacks: list[Stack] = []
+    turns = method.schedule.turns if isinstance(method.schedule, Flowing) else 1
     for run in alike(stages):
-        first = run[0].index
-        options = compiled.options(compile, keep=False) if compile else None
-        stack = Stack(run, max(flying[first : first + len(run)]) + 1, options)
-        stack.leaps = leaps(method)
-        if vectorize == "cuda_graph":
-            stack.fuse = Graphed if stack.fuse is None else partial(_graphed, stack.fuse)
-        for stage in run:  # what is compiled is the stack
-            stage.stack, stage.call = stack, stage.module
-        stacks.append(stack)
+        mine = []
+        for some in (run[::2], run[1::2]) if turns == 2 else (run,):
+            options = compiled.options(compile, keep=False) if compile else None
+            stack = Stack(some, max(flying[stage.index] for stage in some) + 1, options)
+            stack.leaps = leaps(method)
+            if vectorize == "cuda_graph":
+                stack.fuse = Graphed if stack.fuse is None else partial(_graphed, stack.fuse)
+            for stage in some:  # what is compiled is the stack
+                stage.stack, stage.call = stack, stage.module
+            mine.append(stack)
+        if turns == 2:
+            mine[0].partner, mine[1].partner = mine[1], mine[0]
+        stacks += mine
     if not stacks and vectorize != "auto":
         raise ValueError(
             f"vectorize={vectorize!r}: no neighbouring stages are alike (in layers, shapes, options; the last one has "
@@ -102,7 +108,7 @@ def calls(schedule: Schedule, stages: int, stack: Stack) -> float:
     warm, last = 4 * stages, 8 * stages
     for arrived in range(1, last + 1):
         for kind, ops in order.advance(arrived):
-            if arrived > warm and kind != "U" and any(stack.first <= s <= stack.last for s, _ in ops):
+            if arrived > warm and kind != "U" and any(s in stack.numbers for s, _ in ops):
                 count += 1
     return count / 2 / (last - warm)
 
@@ -124,16 +130,21 @@ def fitting(
     reasons: dict[str, str] = {}
     for x in xs:
         reasons |= learn(stages, stacks, x)
+    for stack in stacks:  # both or none
+        if stack.partner is not None and stack.partner.name in reasons:
+            reasons.setdefault(stack.name, reasons[stack.partner.name])
     kept = [stack for stack in stacks if stack.name not in reasons]
     if again:
         for name, reason in reasons.items():
             raise ValueError(f"vectorize: a micro-batch of another form came, for which {name} do not fit: {reason}")
         return kept, reasons
+    ticks = {stack.name: calls(method.schedule, len(stages), stack) for stack in kept}
+    gains = {stack.name: stack.gain() / ticks[stack.name] for stack in kept}
     for stack in list(kept):
-        ticks = calls(method.schedule, len(stages), stack)
-        times = stack.gain() / ticks
+        times = min(gains[stack.name], gains[(stack.partner or stack).name])
         reasons[stack.name] = f"as one, F and B {times:.1f} times as fast"
-        enough = 1.0 if leaps(method) else ALL if ticks < SPARSE else SOME
+        full = stack.partner is None and ticks[stack.name] < SPARSE
+        enough = 1.0 if leaps(method) else ALL if full else SOME
         if vectorize == "auto" and times < enough:
             least = "" if enough == 1 else f", which pays from {enough:g} on with {method!r}"
             reasons[stack.name] = f"as they are, for as one F and B are {times:.2f} times as fast{least}"

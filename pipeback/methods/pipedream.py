@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeback.method import Chosen, Method, Past, State, Weights, When
+from pipeback.method import Chosen, Correction, Method, Past, State, Weights, When
 from pipeback.schedules import flowing
 from pipeback.timeline import delays
 
@@ -45,3 +45,6 @@ class PipeDream(Method):
     def backward_weights(self, weights: Weights, used: Weights | None, state: State, when: When) -> Chosen:
         assert used is not None
         return used
+
+    def correction(self, when: When) -> Correction | None:
+        return None if self.vertical_sync else Correction(used=True)

@@ -19,7 +19,7 @@ from typing import Literal
 
 import torch
 
-from pipeback.method import Chosen, Method, OptimizerLike, Shift, State, Weights, When
+from pipeback.method import Chosen, Correction, Method, OptimizerLike, Shift, State, Weights, When
 from pipeback.momentum import require_momentum_sgd, velocity
 from pipeback.schedules import flowing
 from pipeback.timeline import Horizon, horizons, in_flight
@@ -37,6 +37,7 @@ class SpecTrain(Method):
             raise ValueError(f"spectrain: version must be 1 or 2, but is {self.version!r}")
         self.schedule = flowing(self.slack)
         self.copies = "scratch" if self.version == 1 else "stash"
+        self.merges = self.version == 1 and self.slack > 0  # else delays do not tell stages apart
 
     def check(self, optimizer: torch.optim.Optimizer, stages: int) -> None:
         require_momentum_sgd(optimizer, "spectrain", 'lwp with form="weight"')
@@ -51,22 +52,37 @@ class SpecTrain(Method):
         return {"velocity": [None] * len(weights)}
 
     def forward_weights(self, weights: Weights, state: State, when: When) -> Chosen:
-        h = _horizons(self.slack, when.stages)[when.stage].forward if self.version == 1 else when.delay
-        return self._ahead(weights, state, when, h)
+        return self._shifted(weights, state, self._ahead(when))
 
     def backward_weights(self, weights: Weights, used: Weights | None, state: State, when: When) -> Chosen:
         if self.version == 2:
             assert used is not None
             return used
-        return self._ahead(weights, state, when, _horizons(self.slack, when.stages)[when.stage].backward)
+        return self._shifted(weights, state, self._back(when))
 
     def update(self, weights: Weights, optimizer: OptimizerLike, state: State, when: When) -> State:
         optimizer.step()
         v = velocity(optimizer, weights)
         return state if v is state["velocity"] else {"velocity": v}
 
-    def _ahead(self, weights: Weights, state: State, when: When, h: int) -> Chosen:
-        return Shift(weights, [-rate * h for rate in when.rates], state["velocity"]) if h else weights
+    def correction(self, when: When) -> Correction | None:
+        return Correction(self._ahead(when), back=self._back(when)) if self.version == 1 else None
+
+    def _ahead(self, when: When) -> list[float]:
+        if self.version == 2:
+            return [-rate * D for rate, D in zip(when.rates, when.delays, strict=True)]
+        return [-rate * h.forward for rate, h in zip(when.rates, self._horizons(when), strict=True)]
+
+    def _back(self, when: When) -> list[float]:
+        return [-rate * h.backward for rate, h in zip(when.rates, self._horizons(when), strict=True)]
+
+    def _horizons(self, when: When) -> list[Horizon]:
+        """Of the stage of every weight."""
+        every = _horizons(self.slack, when.stages)
+        return [every[when.stages - 1 - D // self.slack if self.slack else when.stage] for D in when.delays]
+
+    def _shifted(self, weights: Weights, state: State, coefficients: list[float]) -> Chosen:
+        return Shift(weights, coefficients, state["velocity"]) if any(coefficients) else weights
 
 
 @cache
