@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from pipeback.newer import untouched
 from pipeback.segment import Lent
@@ -43,6 +42,8 @@ def breakdown(
     present: Callable[[Stage], AbstractContextManager[None]],
 ) -> list[Row]:
     """A row a stage, for the micro-batch (x, target) that was rehearsed; nothing is trained and nothing changes."""
+    from torch.utils.flop_counter import FlopCounterMode  # imports triton
+
     rows, value = [], cut(x)
     for stage in stages:
         with present(stage), untouched(stage):

@@ -11,10 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from functorch.compile import aot_function, default_partition, make_boxed_func
 from torch import Tensor, fx, nn
 from torch.func import functional_call, grad_and_value, vmap
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pipeback.graphs import Graph, Graphs, constant, direct, simplified, split
@@ -29,6 +27,8 @@ def capture(module: nn.Module, weights: Mapping[str, Tensor], x: Tensor) -> Grap
 
     Raises `Unfit` where torch cannot write it for n modules at once.
     """
+    from functorch.compile import aot_function, default_partition, make_boxed_func  # takes a second to import
+
     found: dict[str, fx.GraphModule] = {}
     names = list(weights)
 
@@ -71,6 +71,8 @@ def judged(module: nn.Module, loss: Callable[[Any, Any], Tensor], x: Tensor, tar
 
     Raises `Unfit` where torch cannot write it so.
     """
+    from torch.fx.experimental.proxy_tensor import make_fx  # slow to import, too
+
     weights = dict(module.named_parameters())
     trained = [name for name, p in weights.items() if p.requires_grad]
 
