@@ -93,8 +93,8 @@ class Order:
 
     def rest(self) -> Iterator[Wave]:
         """What `advance` has left undone."""
-        self._move_on()
         if self.policy == "skewed":
+            self._move_on()
             yield from self._ticks()
 
     def close(self, arrived: int) -> Iterator[Wave]:

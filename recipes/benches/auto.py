@@ -1,5 +1,5 @@
-"""What `vectorize="auto"` goes by: stages as one over the event loop, for methods whose ticks are gone through stage by
-stage, beside what was measured of F and B alone when the first micro-batch came.
+"""What `vectorize="auto"` goes by: stages as one over the event loop, also for methods whose ticks are gone through
+stage by stage, beside what was measured of F and B alone when the first micro-batch came.
 
 as one     samples over the event loop's, with vectorize=True
 F and B    how many times as fast these are as one, by `Pipeline.vectorized`
@@ -38,7 +38,7 @@ def main(repeats: int, cases: Iterable[Case] = CASES) -> None:
             ratios = {
                 on: [a / b for a, b in zip(seconds["False"], seconds[on], strict=True)] for on in ("True", "auto")
             }
-            (told,), (chose,) = pipes[True].vectorized.values(), pipes["auto"].vectorized.values()
+            told, chose = (next(iter(pipes[on].vectorized.values())) for on in (True, "auto"))
             gain = re.search(r"([\d.]+) times", told)
             print(f"{case.name + ': ' + name:<36}{spread(ratios['True'])}{gain[1] if gain else '':>12}"
                   f"{spread(ratios['auto'])}  {chose.partition(',')[0]}", flush=True)  # fmt: skip
