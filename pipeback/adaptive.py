@@ -35,17 +35,20 @@ class Settings(NamedTuple):
 
 @dataclass
 class Adaptive:
-    """What all rows are stepped with. rates: η of every row, of every weight. like: the weights."""
+    """What all rows are stepped with, as `Step` says it of momentum SGD. rates: η of every row, of every weight."""
 
     settings: Settings
     rates: list[list[float]]
     like: Sequence[Tensor]
-    ahead = back = ()
+    back: Sequence[Tensor] = ()
+    drift: Sequence[Tensor] = ()
+    varies: bool = False
+    ahead = ()
 
     @property
-    def form(self) -> Settings:
+    def form(self) -> tuple[Any, ...]:
         """What a compiled function takes for granted of a step."""
-        return self.settings
+        return *self.settings, bool(self.back)
 
     def move(
         self,
@@ -83,10 +86,15 @@ class Adaptive:
     @cached_property
     def columns(self) -> list[Tensor]:
         """η of every row, (n, 1, …)."""
-        return [
-            torch.tensor(some, dtype=w.dtype, device=w.device).view(-1, *[1] * (w.dim() - 1))
-            for some, w in zip(self.rates, self.like, strict=True)
-        ]
+        return columns(self.rates, self.like)
+
+
+def columns(numbers: Sequence[Sequence[float]], like: Sequence[Tensor]) -> list[Tensor]:
+    """A number for every row of every weight, (n, 1, …)."""
+    return [
+        torch.tensor(some, dtype=w.dtype, device=w.device).view(-1, *[1] * (w.dim() - 1))
+        for some, w in zip(numbers, like, strict=True)
+    ]
 
 
 def adapted(

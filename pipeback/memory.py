@@ -17,8 +17,9 @@ class Memory(NamedTuple):
     activations: int  # bytes kept for backwards on the device at the peak: one micro-batch's, times those in flight
     host: int = 0  # the same in host memory, with activations="host"; of "recompute", states of random streams
     rounded: int = 0  # with masters: bytes of the weights of a half type, which `weights` has as float32
-    beside: int = 0  # bytes beside small weights that lie in one run of memory: gradients, and these decayed; of stages
-    # that run as one with weights stashed, places for more versions than there are
+    # bytes beside small weights that lie in one run of memory: gradients, and these decayed; of stages that run as one,
+    # places for more stashed versions than there are, and for weights that are about to be stepped
+    beside: int = 0
 
 
 def counted(stages: Sequence[Stage], owner: Sequence[int]) -> Memory:
@@ -42,6 +43,7 @@ def counted(stages: Sequence[Stage], owner: Sequence[int]) -> Memory:
     strips = {id(strip): strip for stage in stages if (strip := stage.weights.strip) is not None}
     beside = sum(strip.beside for strip in strips.values())
     for stack in {id(stage.stack): stage.stack for stage in stages if stage.stack is not None}.values():
+        beside += sum(w.nbytes for w in stack.spare)
         if stack.stash is not None:
             versions = sum((stage.peak_copies - 1) * stage.bytes() for stage in stack.stages)
             beside += max(0, stack.stash.nbytes - int(versions))

@@ -65,14 +65,20 @@ Chosen = Weights | Shift | Past
 
 class Correction(NamedTuple):
     """What hooks amount to, weight by weight: under momentum SGD F on w + ahead·v, B on w + back·v, U with spike
-    compensation for gradients that come `late` updates late; with any optimizer B on the weights that F `used`.
-    Empty: F and B on w; the optimizer's own step.
+    compensation for gradients that come `late` updates late; with any optimizer B on the weights that F `used`, or on
+    w + back·δ, δ ← drift·δ + (1 − drift)·(w' − w), the state's "drift", and U at these `rates`. Empty: F and B on w;
+    the optimizer's own step.
+
+    varies: it is another one after every update.
     """
 
     ahead: Sequence[float] = ()
     late: Sequence[float] = ()
     back: Sequence[float] = ()
+    drift: Sequence[float] = ()
+    rates: Sequence[float] = ()
     used: bool = False
+    varies: bool = False
 
 
 class OptimizerLike(Protocol):
@@ -158,12 +164,17 @@ class Method:
         optimizer.step()
         return state
 
-    def correction(self, when: When) -> Correction | None:
-        """What the hooks amount to, if that is a `Correction` and their state is v alone; None: they do more.
+    def correction(self, when: When, state: State) -> Correction | None:
+        """What the hooks amount to, if that is a `Correction`; None: they do more, or their state is more than v, δ and
+        plain numbers.
 
         Stages that run as one then need not call the hooks. A subclass with hooks of its own is asked through these.
         """
         return None
+
+    def advanced(self, state: State, updates: int) -> State:
+        """The state after so many updates by `correction`: its plain numbers; the lists are taken care of."""
+        return state
 
     def options(self) -> dict[str, Any]:
         """The method's options as plain values: what a saved state must agree with."""
@@ -192,7 +203,7 @@ def described(method: Method) -> bool:
     says = next(n for n, kind in enumerate(classes) if "correction" in vars(kind))
     if any(hook in vars(kind) for kind in classes[:says] for hook in HOOKS):
         return False
-    return method.correction(When(0, 1, 0, 0, 0)) is not None
+    return method.correction(When(0, 1, 0, 0, 0), {}) is not None
 
 
 class _Chain(Method):

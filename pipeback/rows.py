@@ -8,14 +8,14 @@ g ← ∇f + λ·w        v ← m·v + g        w ← w − η·(a·v + b·g)   
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from pipeback.adaptive import FIRST, SECOND, STEP, Adaptive, settings
+from pipeback.adaptive import FIRST, SECOND, STEP, Adaptive, columns, settings
 from pipeback.joint import Options, groups_of, hooked, rates_of
 from pipeback.method import Correction
 from pipeback.momentum import plain_sgd, spike
@@ -26,48 +26,41 @@ T = TypeVar("T")
 
 @dataclass
 class Step:
-    """What all rows are stepped with; lists have a number for every row, of every weight."""
+    """What all rows are stepped with. Lists of tensors have a number for every row, (n, 1, …), of every weight; empty
+    ones say that the method does not do that.
+    """
 
     momentum: float
     decays: tuple[float, ...]  # λ of every weight
-    rates: list[list[float]]  # η
-    late: list[list[float]] | None  # T of spike compensation
-    shifts: list[list[float]] | None  # c of F on w + c·v
-    shifts_back: list[list[float]] | None  # and of B
+    rates: list[list[float]]  # η of every row, of every weight
     like: Sequence[Tensor]  # the weights
+    late: list[list[float]] = field(default_factory=list)  # T of spike compensation, in the same way
+    ahead: Sequence[Tensor] = ()  # c of F on w + c·v
+    back: Sequence[Tensor] = ()  # c of B on w + c·v, or on w + c·δ
+    drift: Sequence[Tensor] = ()  # 1 − γ of δ ← γ·δ + (1 − γ)·(w' − w)
+    varies: bool = False  # its rates hold for one update
 
     @cached_property
     def rate(self) -> float | None:
         """η, where it is one number and the step is torch's own."""
         distinct = {rate for same in self.rates for rate in same}
-        return distinct.pop() if len(distinct) == 1 and self.late is None else None
+        return distinct.pop() if len(distinct) == 1 and not self.late else None
 
     @cached_property
     def along(self) -> list[Tensor]:
-        """−η·a of every weight, (n, 1, …): what v is added with."""
-        return self._vectors([[-rate * a for rate, (a, _) in some] for some in self._spikes])
+        """−η·a of every weight: what v is added with."""
+        return columns([[-rate * a for rate, (a, _) in some] for some in self._spikes], self.like)
 
     @cached_property
     def against(self) -> list[Tensor]:
         """−η·b: what g is added with, if it is."""
-        return (
-            [] if self.late is None else self._vectors([[-rate * b for rate, (_, b) in some] for some in self._spikes])
-        )
-
-    @cached_property
-    def ahead(self) -> list[Tensor]:
-        """c: what v is added with for F, if it is."""
-        return [] if self.shifts is None else self._vectors(self.shifts)
-
-    @cached_property
-    def back(self) -> list[Tensor]:
-        """The same for B."""
-        return [] if self.shifts_back is None else self._vectors(self.shifts_back)
+        late = [[-rate * b for rate, (_, b) in some] for some in self._spikes] if self.late else []
+        return columns(late, self.like) if late else []
 
     @property
     def form(self) -> tuple[Any, ...]:
         """What a compiled function takes for granted of a step."""
-        return bool(self.momentum), self.decays, bool(self.late), bool(self.shifts), bool(self.shifts_back)
+        return bool(self.momentum), self.decays, bool(self.late), bool(self.ahead), bool(self.back)
 
     @property
     def _spikes(self) -> list[list[tuple[float, tuple[float, float]]]]:
@@ -75,12 +68,6 @@ class Step:
         return [
             [(rate, spike(self.momentum, T)) for rate, T in zip(*pair, strict=True)]
             for pair in zip(self.rates, late, strict=True)
-        ]
-
-    def _vectors(self, numbers: list[list[float]]) -> list[Tensor]:
-        return [
-            torch.tensor(some, dtype=w.dtype, device=w.device).view(-1, *[1] * (w.dim() - 1))
-            for some, w in zip(numbers, self.like, strict=True)
         ]
 
 
@@ -99,6 +86,7 @@ class Rows:
         self.alone = False  # nobody else can change an optimizer's state now
         self._number: tuple[float, Tensor] | None = None
         self._kept: list[Any] = []
+        self._state: dict[str, tuple[list[Tensor], list[tuple[Tensor, ...]]]] = {}
         self._first_rows: Sequence[Tensor | None] = [None] * len(self.stages)  # of the first weight's
 
     @torch.no_grad()
@@ -182,14 +170,18 @@ class Rows:
             stage.count = 0.0
         return True
 
-    def shifted(self, by: Sequence[Tensor]) -> list[Tensor]:
-        """w + c·v, what F runs on, or B, until another is asked for; the weights where `by` has no c."""
+    def shifted(self, by: Sequence[Tensor], along: Sequence[Tensor] | None = None) -> list[Tensor]:
+        """w + c·v, what F runs on, or B, until another is asked for; the weights where `by` has no c.
+
+        along: what is added instead of v.
+        """
         if not by:
             return self.weights
         found = list(self.weights)
-        velocities = self.velocities()
-        for n, w, v, c, out in zip(self.trained, self.stepped, velocities, by, self.scratch, strict=True):
-            found[n] = torch.addcmul(w, v, c, out=out)
+        if along is None:
+            along = self.velocities()
+        for n, w, x, c, out in zip(self.trained, self.stepped, along, by, self.scratch, strict=True):
+            found[n] = torch.addcmul(w, x, c, out=out)
         return found
 
     def follow(self, step: Step, some: Sequence[int] | None = None) -> None:
@@ -250,28 +242,49 @@ class Rows:
         known, step = self._known
         asked = [*options, *others]
         if len(known) != len(asked) or any(a is not b for a, b in zip(known, asked, strict=True)):
-            step = self._plain(options, Correction() if corrected is None else corrected())
+            step = self._uncorrected(options)
+            if step is not None and corrected is not None:
+                step = self._corrected(step, corrected())
+            self._known = asked, step
+        elif step is not None and step.varies and corrected is not None:
+            correction = corrected()
+            step = replace(step, rates=self._by_weight(correction.rates), varies=correction.varies)
             self._known = asked, step
         return step
 
-    def _plain(self, options: Sequence[Options], correction: Correction) -> Step | Adaptive | None:
-        count = len(self.stepped)
+    def _uncorrected(self, options: Sequence[Options]) -> Step | Adaptive | None:
         of_stages = [rates_of(stage, some) for stage, some in zip(self.stages, options, strict=True)]
-        rates = [[of_stage[n] for of_stage in of_stages] for n in range(count)]
-        ahead, late, back = ([list(some[n::count]) for n in range(count)] for some in correction[:3])
+        rates = [[of_stage[n] for of_stage in of_stages] for n in range(len(self.stepped))]
         same = self._common(settings, options)
         if same is not None:
-            corrected = any(map(any, [*late, *ahead, *back]))
-            return None if corrected else Adaptive(same, rates, self.stepped)
+            return Adaptive(same, rates, self.stepped)
         groups = self._common(_groups, options)
         if groups is None or len({momentum for momentum, _ in groups}) != 1:
             return None
-        momentum = groups[0][0]
-        spiked = momentum and any(map(any, late))
-        return Step(
-            momentum, tuple(decay for _, decay in groups), rates, late if spiked else None,
-            ahead if any(map(any, ahead)) else None, back if any(map(any, back)) else None, self.stepped,
+        return Step(groups[0][0], tuple(decay for _, decay in groups), rates, self.stepped)
+
+    def _corrected(self, step: Step | Adaptive, correction: Correction) -> Step | Adaptive | None:
+        ahead, late, back, drift = map(self._by_weight, correction[:4])
+        drifts, moved = any(rho != 1 for some in drift for rho in some), any(map(any, back))
+        mine: dict[str, Any] = {
+            "rates": self._by_weight(correction.rates) or step.rates,
+            "back": columns(back, self.stepped) if moved else (),
+            "drift": columns([[1 - rho for rho in some] for some in drift], self.stepped) if drifts else (),
+            "varies": correction.varies,
+        }
+        if isinstance(step, Adaptive):
+            by_velocity = any(map(any, [*late, *ahead])) or (moved and not drifts)
+            return None if by_velocity else replace(step, **mine)
+        spiked = step.momentum and any(map(any, late))
+        return replace(
+            step, late=late if spiked else [], ahead=columns(ahead, self.stepped) if any(map(any, ahead)) else (),
+            **mine,
         )  # fmt: skip
+
+    def _by_weight(self, numbers: Sequence[float]) -> list[list[float]]:
+        """Numbers that come stage by stage, of every weight; none: none of any."""
+        count = len(self.stepped)
+        return [list(numbers[n::count]) for n in range(count)] if numbers else []
 
     def _common(self, ask: Callable[[Stage, Options], T | None], options: Sequence[Options]) -> T | None:
         """What is asked of each stage, if all say the same."""
@@ -287,6 +300,22 @@ class Rows:
         if isinstance(step, Adaptive):
             return self._beside(FIRST, SECOND, STEP)
         return self.velocities() if step.momentum else []
+
+    def state(self, name: str) -> list[Tensor]:
+        """What the method keeps beside the weights of every stage by this name, as rows; it is these from now on."""
+        found = self._state.get(name)
+        if found is None or not all(
+            mine[m] is row
+            for m, rows in enumerate(found[1]) for mine, row in zip(self._states(name), rows, strict=True)
+        ):  # fmt: skip
+            wholes = [torch.stack(list(same)) for same in zip(*self._states(name), strict=True)]
+            found = self._state[name] = wholes, [whole.unbind() for whole in wholes]
+            for stage, *mine in zip(self.stages, *found[1], strict=True):
+                stage.state = {**stage.state, name: mine}
+        return found[0]
+
+    def _states(self, name: str) -> list[list[Tensor]]:
+        return [stage.state[name] for stage in self.stages]
 
     def _beside(self, *names: str) -> list[Any]:
         """What the optimizers of all stages keep beside the weights; whatever one has now, it has from now on as rows

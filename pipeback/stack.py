@@ -53,6 +53,7 @@ class Stack:
         self.numbers = [stage.index for stage in stages]
         self.partner: Stack | None = None
         self.stash: Stash | None = None  # once ticks have needed one
+        self.spare: list[Tensor] = []  # memory for the weights, likewise
         self.calls = [stage.call for stage in stages]  # what they do on their own
         self._row_of = {s: r for r, s in enumerate(self.numbers)}
         self.rows = Rows(stages)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
+from operator import is_not
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +27,7 @@ from pipeback.rings import Kind
 from pipeback.rows import Rows, Step
 from pipeback.schedules import Flowing
 from pipeback.stack import Compile, Stack
-from pipeback.stage import Flight
+from pipeback.stage import Flight, Stage
 from pipeback.team import Team
 from pipeback.tick import Judge, Moving, form, fused
 
@@ -45,6 +46,7 @@ class Steady:
         self._moving: dict[tuple[Kind, ...], list[Moving]] = {}
         self._judges: dict[Any, Judge | None] = {}
         self._judge_rows: Rows | None = None
+        self._teams: dict[int, Team] = {}  # of one stage
         self._fused: dict[tuple[Any, ...], Any] = {}  # by what is moved, who judges, and how it is stepped
 
     def run(self, order: Order, ticks: int) -> int:
@@ -55,7 +57,7 @@ class Steady:
         forwards = [order.start + i for i in order.forwards]
         backwards = [order.start + i for i in order.backwards]
         options = {i: f.options for i, f in self.worker.stages[0].flights.items()}
-        run = Run(self.worker, moving, self.turns, forwards, backwards, options | self.worker.options)
+        run = Run(self.worker, moving, self.turns, self._teams, forwards, backwards, options | self.worker.options)
         x = self._judges_input(forwards[-1])
         if x is None:
             ticks = 1  # after it, there is one to make a graph for
@@ -169,12 +171,13 @@ class Run:
         worker: Vectorized,
         moving: Sequence[Moving],
         turns: int,
+        teams: dict[int, Team],
         forwards: Sequence[int],
         backwards: Sequence[int],
         options: dict[int, Options],
     ) -> None:
         self.worker, self.moving, self.f, self.b, self.options = worker, moving, forwards, backwards, options
-        self.count = turns
+        self.count, self.teams = turns, teams
         self._first = 0 if turns == 1 or backwards[1] > backwards[0] else 1  # of the first turn
         self.done = 0  # ticks
         first = next(iter(options.values()))
@@ -193,7 +196,7 @@ class Run:
     def take(self, judge: Judge | None) -> None:
         """Have the last stage be this graph, if its F and B run on the same weights."""
         step = None if judge is None else self._step(judge.rows, 0)
-        if step is None or not _equal(step.ahead, step.back):
+        if step is None or step.drift or not _equal(step.ahead, step.back):
             judge = None
         inside = {s for one in self.moving for s in one.stack.numbers}
         if judge is not None:
@@ -215,8 +218,11 @@ class Run:
         with torch.no_grad():
             for one in self.turns[0].moving:
                 one.begin(self.f, self.b, self.worker.link.box)
-            for one in self.moving if self.stashes else ():
-                one.take_weights()
+            for one in self.moving:
+                if self.stashes:
+                    one.take_weights()
+                if "drift" in one.stack.stages[0].state:
+                    one.take_drift()
             for turn in self.turns:
                 for rows, step in zip(turn.rows, self._steps(turn, 0) or (), strict=False):
                     rows.kept(step)
@@ -255,9 +261,11 @@ class Run:
             i = f[s] + k
             x, target = box.pop(("F", s, i)), box.pop(("Y", s, i))
         with torch.no_grad():
-            for one, first, _, _ in parts:
+            for one, first, _, how in parts:
                 if one.stash is not None:
                     one.stash.keep(f[first] + k)
+                if how.drift:
+                    one.about_to_drift()
             if fused is None:
                 if judge is not None:
                     loss, gx, grads = judge.eager(x, target, step)
@@ -281,7 +289,9 @@ class Run:
                     worker.judged(i, loss)
             if judge is not None:
                 box["B", s - 1, i] = gx
-            for one, first, last, _ in parts:
+            for one, first, last, how in parts:
+                if how.drift:
+                    one.drifted(how)
                 if one.leaves:
                     box["F", last + 1, f[last] + k] = one.y[-1]
                 if one.enters and first:
@@ -294,7 +304,7 @@ class Run:
 
     def _steps(self, turn: Turn, k: int) -> list[Step | Adaptive] | None:
         """How the weights of each stack, and then of the last stage, are stepped at the tick."""
-        if not self.uniform or not turn.steps:
+        if not self.uniform or not turn.steps or any(step.varies for step in turn.steps):
             turn.steps = []
             for rows in turn.rows:
                 step = self._step(rows, k)
@@ -307,15 +317,33 @@ class Run:
     def _step(self, rows: Rows, k: int) -> Step | Adaptive | None:
         numbers = [stage.index for stage in rows.stages]
         fore, back = ([self.options[i[s] + k] for s in numbers] for i in (self.f, self.b))
-        return rows.plain(back, partial(self._correction, rows, fore, back) if self.corrects else None, *fore)
+        return rows.plain(back, partial(self._correction, rows, fore, back, k) if self.corrects else None, *fore)
 
-    def _correction(self, rows: Rows, fore: Sequence[Options], back: Sequence[Options]) -> Correction:
-        """What the method asks of F of micro-batches that were pushed at these options, and of U at those."""
-        worker, team = self.worker, Team(rows.stages, self.worker.delays)
-        whens = [team.when(0, options, worker.start, worker.base, 0) for options in (fore, back)]
-        ahead, then = (worker.method.correction(when) for when in whens)
+    def _correction(self, rows: Rows, fore: Sequence[Options], back: Sequence[Options], k: int) -> Correction:
+        """What the method asks of F of micro-batches that were pushed at these options, and of B and U at those."""
+        if self.worker.method.merges:
+            return self._asked(rows.stages, fore, back, k)
+        each = [self._asked([s], [a], [b], k) for s, a, b in zip(rows.stages, fore, back, strict=True)]
+        numbers = {
+            name: [number for one in each for number in getattr(one, name)]
+            for name in ("ahead", "late", "back", "drift", "rates")
+        }
+        return Correction(**numbers, used=each[0].used, varies=any(one.varies for one in each))
+
+    def _asked(self, stages: Sequence[Stage], fore: Sequence[Options], back: Sequence[Options], k: int) -> Correction:
+        worker, first = self.worker, stages[0]
+        if len(stages) > 1:
+            team = Team(stages, worker.delays)
+        else:
+            team = self.teams[first.index] = self.teams.get(first.index) or Team(stages, worker.delays)
+        state = worker.method.advanced(first.state, k)
+        found = [
+            worker.method.correction(team.when(0, options, worker.start, worker.base, 0), state)
+            for options in ([fore, back] if any(map(is_not, fore, back)) else [back])
+        ]
+        ahead, then = found[0], found[-1]
         assert ahead is not None and then is not None
-        return Correction(ahead.ahead, then.late, then.back)
+        return then._replace(ahead=ahead.ahead)
 
     def _fits(self, turn: Turn, k: int) -> bool:
         """Whether what comes at the tick is as ever."""
@@ -379,6 +407,7 @@ class Run:
             self.worker.ledger.add(kind, list(numbers) * rounds, done, versions)
         for s in numbers:
             stages[s].version += rounds
+            stages[s].state = self.worker.method.advanced(stages[s].state, rounds)
             if "velocity" in stages[s].state:
                 stages[s].state = {"velocity": velocity(stages[s].optimizer, stages[s].weights)}
 
@@ -396,7 +425,7 @@ def leaps(method: Method) -> bool:
 
 def stashes(method: Method) -> bool:
     """Whether B runs on what F used, and nothing else is asked for."""
-    correction = method.correction(When(0, 1, 0, 0, 0))
+    correction = method.correction(When(0, 1, 0, 0, 0), {})
     return correction is not None and correction.used
 
 

@@ -46,6 +46,7 @@ class Moving:
         self._inward = slice(0, rows - self.enters)
         self._back = slice(behind, behind + rows - self.leaves)
         self.stash: Stash | None = None  # the weights that F used, where B runs on them
+        self.drift: list[Tensor] = []  # δ, where B runs on weights that it shifts
         self._accumulate = direct(accumulating(self.rings.written, stack.rows.trained)) if stack.fuse is None else None
 
     def take_weights(self) -> None:
@@ -55,6 +56,21 @@ class Moving:
             stack.stash = Stash(stack.rows, length)
         self.stash = stack.stash
         self.stash.take()
+
+    def take_drift(self) -> None:
+        """Have δ as rows."""
+        self.drift = self.stack.rows.state("drift")
+        self.stack.spare = self.stack.spare or list(map(torch.empty_like, self.drift))
+
+    def about_to_drift(self) -> None:
+        """The weights will be stepped."""
+        torch._foreach_copy_(self.stack.spare, self.stack.rows.stepped)
+
+    def drifted(self, step: Step | Adaptive) -> None:
+        """The weights have been stepped: δ follows."""
+        stack = self.stack
+        for d, w, before, share in zip(self.drift, stack.rows.stepped, stack.spare, step.drift, strict=True):
+            d.lerp_(torch.sub(w, before, out=before), share)
 
     def begin(self, f: Sequence[int], b: Sequence[int], box: Box) -> None:
         """Before a tick at which its stages do F of the micro-batches f and B of b: take what waits for them."""
@@ -92,7 +108,8 @@ class Moving:
         """What `compiled` is given: what stays where it is, and the rest."""
         rows, rings, source = self.stack.rows, self.rings, self.source
         x, g = (None if t is None else t.contiguous() for t in (x, g))
-        fixed = rows.weights, rows.kept(step), rings.saved, [] if self.stash is None else self.stash.rings
+        stash = [] if self.stash is None else self.stash.rings
+        fixed = rows.weights, rows.kept(step), rings.saved, stash, self.drift
         slots = rings.slot(b), None if self.stash is None else self.stash.slot(b)
         return fixed, (*slots, x, source.y, g, source.gx, step.ahead, step.back, numbers(rows, step))
 
@@ -110,6 +127,7 @@ class Moving:
         kept: Sequence[Any],
         rings: Sequence[Tensor],
         stash: Sequence[Tensor],
+        drift: Sequence[Tensor],
         at: Tensor,
         weights_at: Tensor | None,
         x: Tensor | None,
@@ -126,7 +144,7 @@ class Moving:
         y, *left = forward(*shifted(weights, trained, kept, ahead), inward)
         saved = [ring.index_select(0, at)[0] for ring in rings]
         gives = self.rings.factors if self.rings.factors is not None and how.by_factors else backward
-        then = shifted(weights, trained, kept, back)
+        then = shifted(weights, trained, drift or kept, back)
         if weights_at is not None:
             for n, ring in zip(trained, stash, strict=True):
                 then[n] = ring.index_select(0, weights_at)[0]
@@ -160,8 +178,9 @@ class Moving:
         if self.stash is not None:
             views = made(*self.stash.used(b))
         else:
-            views = made(*rows.shifted(step.back)) if step.back or rings.made is None else rings.made
-        if isinstance(step, Step) and step.momentum and step.late is None and self._accumulate is not None:
+            along = self.drift or None
+            views = made(*rows.shifted(step.back, along)) if step.back or rings.made is None else rings.made
+        if isinstance(step, Step) and step.momentum and not step.late and self._accumulate is not None:
             factor = rows.number(step.momentum)
             self.gx = self._accumulate(*saved, *views, gradient, step.momentum, factor, *rows.velocities())
             rows.follow(step)
@@ -244,7 +263,7 @@ class How(NamedTuple):
     def of(cls, step: Step | Adaptive) -> How:
         if isinstance(step, Adaptive):
             return cls(partial(adapted, step.settings), False)
-        return cls(partial(descended, step.decays), step.late is None)  # a late gradient goes to the weights, too
+        return cls(partial(descended, step.decays), not step.late)  # a late gradient goes to the weights, too
 
 
 def descended(

@@ -46,7 +46,7 @@ class Cerebras(Method):
         v = velocity(optimizer, weights)
         return state if v is state["velocity"] else {"velocity": v}
 
-    def correction(self, when: When) -> Correction:
+    def correction(self, when: When, state: State) -> Correction:
         return Correction(_ahead(when), when.delays)
 
 

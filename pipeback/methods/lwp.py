@@ -66,7 +66,7 @@ class LinearWeightPrediction(Method):
         torch._foreach_add_(moved, weights)
         return state
 
-    def correction(self, when: When) -> Correction | None:
+    def correction(self, when: When, state: State) -> Correction | None:
         return Correction(self._ahead(when)) if self.form == "velocity" else None
 
     def _ahead(self, when: When) -> list[float]:

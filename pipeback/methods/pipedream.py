@@ -46,5 +46,5 @@ class PipeDream(Method):
         assert used is not None
         return used
 
-    def correction(self, when: When) -> Correction | None:
+    def correction(self, when: When, state: State) -> Correction | None:
         return None if self.vertical_sync else Correction(used=True)

@@ -22,7 +22,7 @@ from functools import cache
 import torch
 
 from pipeback.events import Op, Schedule, until
-from pipeback.method import Chosen, Method, OptimizerLike, Shift, State, Weights, When
+from pipeback.method import Chosen, Correction, Method, OptimizerLike, Shift, State, Weights, When
 from pipeback.schedules import fill_drain, flowing
 from pipeback.timeline import in_flight
 
@@ -71,9 +71,7 @@ class PipeMare(Method):
         before = [w.detach().clone() for w in weights] if self.t2 else []
         rates = [group["lr"] for group in optimizer.param_groups]
         if self.t1 and not warm:
-            assert self.anneal is not None
-            power = 1 - min(state["updates"] / self.anneal, 1)
-            factor = self._tau(when) ** power
+            factor = self._divisor(when, state)
             for group in optimizer.param_groups:
                 group["lr"] = group["lr"] / factor
         try:
@@ -82,11 +80,31 @@ class PipeMare(Method):
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate
         if self.t2 and when.delay:
-            gamma = self.decay ** (1 / when.delay)
+            gamma = self._gamma(when)
             moved = torch._foreach_sub(weights, before)
             torch._foreach_mul_(state["drift"], gamma)
             torch._foreach_add_(state["drift"], moved, alpha=1 - gamma)
         return {**state, "updates": state["updates"] + (not warm)}
+
+    def correction(self, when: When, state: State) -> Correction | None:
+        count, late = len(when.rates), self.t2 and when.delay
+        divisor = self._divisor(when, state) if self.t1 and count else 1.0
+        return Correction(
+            back=[-when.delay if late else 0.0] * count,
+            drift=[self._gamma(when) if late else 1.0] * count,
+            rates=[rate / divisor for rate in when.rates],
+            varies=self.anneal is not None and self.t1 and state.get("updates", 0) < self.anneal,
+        )
+
+    def advanced(self, state: State, updates: int) -> State:
+        return {**state, "updates": state["updates"] + updates}
+
+    def _gamma(self, when: When) -> float:
+        return float(self.decay ** (1 / when.delay))
+
+    def _divisor(self, when: When, state: State) -> float:
+        assert self.anneal is not None
+        return float(self._tau(when) ** (1 - min(state["updates"] / self.anneal, 1)))
 
     def _tau(self, when: When) -> float:
         return max(1.0, _flying(self.slack, self.micro_batches, when.stages)[when.stage] / self.micro_batches)

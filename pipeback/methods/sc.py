@@ -40,7 +40,7 @@ class SpikeCompensation(Method):
         sgd_step(optimizer, weights, self._late(when))
         return state
 
-    def correction(self, when: When) -> Correction:
+    def correction(self, when: When, state: State) -> Correction:
         return Correction(late=self._late(when))
 
     def _late(self, when: When) -> Sequence[float]:

@@ -65,7 +65,7 @@ class SpecTrain(Method):
         v = velocity(optimizer, weights)
         return state if v is state["velocity"] else {"velocity": v}
 
-    def correction(self, when: When) -> Correction | None:
+    def correction(self, when: When, state: State) -> Correction | None:
         return Correction(self._ahead(when), back=self._back(when)) if self.version == 1 else None
 
     def _ahead(self, when: When) -> list[float]:
