@@ -26,8 +26,6 @@ from pipeback.stage import Stage
 from pipeback.stash import Stash
 
 Given = tuple[tuple[Any, ...], tuple[Any, ...]]
-
-
 Box = dict[Name, Message]
 
 
