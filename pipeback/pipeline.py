@@ -116,11 +116,11 @@ class Pipeline:
                 works; results differ from those of the event loop in rounding. With compile, the two graphs of a run
                 are compiled. Losses are lazy: reading one, like `wait`, first finishes what was pushed. Stages that
                 draw random numbers or change buffers, and whatever torch cannot batch, run as they are. "auto": where
-                F and B were measured to be faster when the first micro-batch came, by enough for the method: twice
-                where ticks are gone through stage by stage, five times at slack 1; `vectorized` says what became of
-                each run.
-                "cuda_graph": as True, and ticks of the steady state (pb, sc, lwp and cerebras with momentum SGD) are
-                captured as a CUDA graph and replayed; needs all stages on a GPU, and has not been tried on one.
+                F and B were measured to be faster when the first micro-batch came, by enough for the method: at all
+                where ticks of the steady state are one function (the flowing methods), else twice, or five times where
+                every second stage is idle at a tick; `vectorized` says what became of each run.
+                "cuda_graph": as True, and those ticks, with momentum SGD, are captured as a CUDA graph and replayed;
+                needs all stages on a GPU, and has not been tried on one.
                 With activations "device" or "recompute"
     activations what a stage keeps of a micro-batch from F to B. "device": all that autograd saves. "host": the same,
                 but it waits in host memory, except the stage's input; the same bits. "recompute": the stage's input; B
