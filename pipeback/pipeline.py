@@ -884,7 +884,7 @@ class Pipeline:
             stacks = self._setting.stacks
             kept, told = fitting(
                 self._stages, stacks, [batches[0][0], smallest(batches)[0]], self.method, self._vectorize,
-                again=bool(self.vectorized),
+                self._options, self._setting.worker, again=bool(self.vectorized),
             )  # fmt: skip
             self.vectorized = self.vectorized or told
             self._setting = self._setting._replace(stacks=kept)

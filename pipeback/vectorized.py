@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from pipeback.capture import Unfit, signature
 from pipeback.events import Schedule
 from pipeback.graphed import Graphed
 from pipeback.inflight import untouched
+from pipeback.joint import Options
 from pipeback.link import Message, Name
 from pipeback.method import Method
 from pipeback.order import Ops, Order
@@ -119,12 +120,15 @@ def fitting(
     xs: Sequence[Any],
     method: Method,
     vectorize: bool | str,
+    options: Options,
+    worker: Mapping[str, Any],
     *,
     again: bool,
 ) -> tuple[list[Stack], dict[str, str]]:
     """Those stacks that can run as one on micro-batches like these, and should; what was found, by name.
 
-    The stages of the others run as they are from then on. again: micro-batches of another form have come since.
+    The stages of the others run as they are from then on. options: of the optimizers. worker: how it is built.
+    again: micro-batches of another form have come since.
     Raises ValueError where none can and some must, and where one cannot any more.
     """
     reasons: dict[str, str] = {}
@@ -140,13 +144,15 @@ def fitting(
         return kept, reasons
     ticks = {stack.name: calls(method.schedule, len(stages), stack) for stack in kept}
     gains = {stack.name: stack.gain() / ticks[stack.name] for stack in kept}
+    seen = any(worker.get(name) for name in ("clip_norm", "clip_value", "samples"))
+    leap = leaps(method) and not seen and all(stack.rows.plain([options] * len(stack.stages)) for stack in kept)
     for stack in list(kept):
         times = min(gains[stack.name], gains[(stack.partner or stack).name])
         reasons[stack.name] = f"as one, F and B {times:.1f} times as fast"
         full = stack.partner is None and ticks[stack.name] < SPARSE
-        enough = 1.0 if leaps(method) else ALL if full else SOME
+        enough = 1.0 if leap else ALL if full else SOME
         if vectorize == "auto" and times < enough:
-            least = "" if enough == 1 else f", which pays from {enough:g} on with {method!r}"
+            least = "" if enough == 1 else f", which pays from {enough:g} on with these options and {method!r}"
             reasons[stack.name] = f"as they are, for as one F and B are {times:.2f} times as fast{least}"
             kept.remove(stack)
     if not kept and vectorize != "auto":

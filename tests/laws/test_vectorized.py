@@ -933,6 +933,20 @@ def test_auto_asks_for_more_where_ticks_cost_more(case, gain, as_one, monkeypatc
         assert as_one or (case in LEAP) != ("which pays from" in told)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"clip_norm": 1.0}, {"weights": "samples"}, {"optimizer": partial(torch.optim.RMSprop, lr=0.01)}],
+    ids=["clipped", "samples", "RMSprop"],
+)
+def test_auto_asks_for_more_where_options_forbid_whole_ticks(options, monkeypatch):
+    monkeypatch.setattr(Stack, "gain", lambda stack: 1.5)
+    given = {"loss": mse_loss, "optimizer": OPTIMIZERS["momentum"], **options}
+    pipe = pipeback.Pipeline(model(), method="pb", vectorize="auto", **given)
+    pipe.push(*doubles(1)[0])
+    (told,) = pipe.vectorized.values()
+    assert "which pays from 2 on" in told
+
+
 def test_auto_tells_what_it_measured():
     pipe = trained("pb", some=doubles(9), vectorize="auto")[0]
     (told,) = pipe.vectorized.values()
