@@ -148,11 +148,12 @@ class Turn:
     judge: Judge | None
     others: list[int]
     steps: list[Step | Adaptive] = field(default_factory=list)
+    varies: bool = False  # the steps hold for one tick
     fused: Any = None  # what a compiler has made of a tick with such steps
 
-    @property
-    def rows(self) -> list[Rows]:
-        return [*(one.stack.rows for one in self.moving), *([self.judge.rows] if self.judge else [])]
+    def __post_init__(self) -> None:
+        self.rows = [*(one.stack.rows for one in self.moving), *([self.judge.rows] if self.judge else [])]
+        self.parts = [(one, one.stack.first, one.stack.last) for one in self.moving]
 
     @property
     def inside(self) -> list[int]:
@@ -248,13 +249,13 @@ class Run:
         box = worker.link.box
         if turn.others:
             worker.forward([(s, f[s] + k) for s in turn.others])
-        parts = [(one, one.stack.first, one.stack.last, step) for one, step in zip(turn.moving, turn.steps)]
+        parts = [(*part, step) for part, step in zip(turn.parts, turn.steps)]
         given = [
             (
                 box.pop(("F", first, f[first] + k)) if one.enters else None,
                 box.pop(("B", last, b[last] + k)) if one.leaves else None,
             )
-            for one, first, last, _ in parts
+            for one, first, last in turn.parts
         ]
         if judge is not None:
             s, step = judge.stage.index, turn.steps[-1]
@@ -304,14 +305,16 @@ class Run:
 
     def _steps(self, turn: Turn, k: int) -> list[Step | Adaptive] | None:
         """How the weights of each stack, and then of the last stage, are stepped at the tick."""
-        if not self.uniform or not turn.steps or any(step.varies for step in turn.steps):
-            turn.steps = []
-            for rows in turn.rows:
-                step = self._step(rows, k)
-                if step is None:
-                    turn.steps = []
-                    return None
-                turn.steps.append(step)
+        if turn.steps and self.uniform and not turn.varies:
+            return turn.steps
+        turn.steps = []
+        for rows in turn.rows:
+            step = self._step(rows, k)
+            if step is None:
+                turn.steps = []
+                return None
+            turn.steps.append(step)
+        turn.varies = any(step.varies for step in turn.steps)
         return turn.steps
 
     def _step(self, rows: Rows, k: int) -> Step | Adaptive | None:

@@ -104,11 +104,10 @@ class Moving:
 
     def given(self, b: int, x: Tensor | None, g: Tensor | None, step: Step | Adaptive) -> Given:
         """What `compiled` is given: what stays where it is, and the rest."""
-        rows, rings, source = self.stack.rows, self.rings, self.source
-        x, g = (None if t is None else t.contiguous() for t in (x, g))
-        stash = [] if self.stash is None else self.stash.rings
-        fixed = rows.weights, rows.kept(step), rings.saved, stash, self.drift
-        slots = rings.slot(b), None if self.stash is None else self.stash.slot(b)
+        rows, rings, source, stash = self.stack.rows, self.rings, self.source, self.stash
+        x, g = None if x is None else x.contiguous(), None if g is None else g.contiguous()
+        fixed = rows.weights, rows.kept(step), rings.saved, () if stash is None else stash.rings, self.drift
+        slots = rings.slot(b), None if stash is None else stash.slot(b)
         return fixed, (*slots, x, source.y, g, source.gx, step.ahead, step.back, numbers(rows, step))
 
     def _joined(self, x: Tensor | None, y: Tensor, g: Tensor | None, gx: Tensor) -> tuple[Tensor, Tensor]:
