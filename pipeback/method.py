@@ -64,10 +64,10 @@ Chosen = Weights | Shift | Past
 
 
 class Correction(NamedTuple):
-    """What hooks amount to, weight by weight: under momentum SGD F on w + ahead·v, B on w + back·v, U with spike
-    compensation for gradients that come `late` updates late; with any optimizer B on the weights that F `used`, or on
-    w + back·δ, δ ← drift·δ + (1 − drift)·(w' − w), the state's "drift", and U at these `rates`. Empty: F and B on w;
-    the optimizer's own step.
+    """What hooks amount to, in lists of one number a weight, or of none: under momentum SGD F on w + ahead·v, B on
+    w + back·v, U with spike compensation for gradients that come `late` updates late; with any optimizer B on the
+    weights that F `used`, or on w + back·δ, δ ← drift·δ + (1 − drift)·(w' − w), the state's "drift", and U at these
+    `rates`. Empty: F and B on w; the optimizer's own step.
 
     varies: it is another one after every update.
     """

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
+from operator import is_
 from typing import Any, TypeVar
 
 import torch
@@ -86,7 +88,7 @@ class Rows:
         self.alone = False  # nobody else can change an optimizer's state now
         self._number: tuple[float, Tensor] | None = None
         self._kept: list[Any] = []
-        self._state: dict[str, tuple[list[Tensor], list[tuple[Tensor, ...]]]] = {}
+        self._state: dict[str, tuple[list[Tensor], list[list[Tensor]]]] = {}
         self._first_rows: Sequence[Tensor | None] = [None] * len(self.stages)  # of the first weight's
 
     @torch.no_grad()
@@ -108,9 +110,9 @@ class Rows:
         own = [stage.scratch or () for stage in self.stages]
         if len(own) == 1:
             return [w[None] for w in own[0]]
-        wholes = [torch.stack(list(same)) for same in zip(*own, strict=True)]
-        for stage, *rows in zip(self.stages, *(whole.unbind() for whole in wholes), strict=True):
-            stage.scratch = rows or None
+        wholes, rows = _laid(own)
+        for stage, mine in zip(self.stages, rows, strict=False):
+            stage.scratch = mine
         return wholes
 
     def add(self, grads: list[Tensor], rows: Sequence[int]) -> None:
@@ -303,19 +305,13 @@ class Rows:
 
     def state(self, name: str) -> list[Tensor]:
         """What the method keeps beside the weights of every stage by this name, as rows; it is these from now on."""
+        own = [stage.state[name] for stage in self.stages]
         found = self._state.get(name)
-        if found is None or not all(
-            mine[m] is row
-            for m, rows in enumerate(found[1]) for mine, row in zip(self._states(name), rows, strict=True)
-        ):  # fmt: skip
-            wholes = [torch.stack(list(same)) for same in zip(*self._states(name), strict=True)]
-            found = self._state[name] = wholes, [whole.unbind() for whole in wholes]
-            for stage, *mine in zip(self.stages, *found[1], strict=True):
+        if found is None or not all(map(is_, chain(*own), chain(*found[1]))):
+            found = self._state[name] = _laid(own)
+            for stage, mine in zip(self.stages, found[1], strict=True):
                 stage.state = {**stage.state, name: mine}
         return found[0]
-
-    def _states(self, name: str) -> list[list[Tensor]]:
-        return [stage.state[name] for stage in self.stages]
 
     def _beside(self, *names: str) -> list[Any]:
         """What the optimizers of all stages keep beside the weights; whatever one has now, it has from now on as rows
@@ -340,6 +336,12 @@ class Rows:
             for stage in self.stages:
                 stage.weights.velocities = None
         return self._kept
+
+
+def _laid(lists: Sequence[Sequence[Tensor]]) -> tuple[list[Tensor], list[list[Tensor]]]:
+    """Lists of tensors alike, one a stage, as tensors (n, …); and the same lists, of rows of these."""
+    wholes = [torch.stack(list(same)) for same in zip(*lists, strict=True)]
+    return wholes, [list(rows) for rows in zip(*(whole.unbind() for whole in wholes), strict=True)]
 
 
 def _groups(stage: Stage, options: Options) -> list[tuple[float, float]] | None:

@@ -17,7 +17,7 @@ from pipeback.stage import Stage
 
 
 class Stash:
-    """`length` slots, in each a place for the weights of every row that train."""
+    """`length` slots, in each a place for every row's weights that train: a ring (length, n, …) of each."""
 
     def __init__(self, rows: Rows, length: int) -> None:
         self.rows, self.length = rows, length
