@@ -75,7 +75,7 @@ def judged_alike(stage: Stage, graph: Graph, x: Tensor, target: Any) -> None:
 def gain(stages: Sequence[Stage], weights: Sequence[Tensor], rings: Rings, repeats: int = 5) -> float:
     """How many times as fast all rows are at once, as one after the other: F and B, measured by turns."""
     times = ([], [])  # type: ignore[var-annotated]
-    xs = torch.randn((rings.rows, *rings.kind[0]), device=rings.inputs.device, dtype=torch.float64).to(rings.kind[1])
+    xs = example((rings.rows, *rings.kind[0]), rings.kind[1], rings.inputs.device)
     for _ in range(repeats + 1):
         begin = time.perf_counter()
         for r, stage in enumerate(stages):
@@ -116,8 +116,7 @@ def check_plain(stages: Sequence[Stage], x: Tensor) -> None:
 def _prove(
     stages: Sequence[Stage], weights: Sequence[Tensor], trained: Sequence[int], rings: Rings, xs: Tensor, y: Tensor
 ) -> None:
-    shape = xs.shape
-    g = torch.randn(shape, device=xs.device, dtype=torch.float64, generator=seeded(xs.device)).to(xs.dtype)
+    g = example(xs.shape, xs.dtype, xs.device)
     _, *saved = rings.graphs.forward(*weights, xs)
     made = rings.graphs.made(*weights)
     some = [(r, r) for r in range(len(stages))]
@@ -159,8 +158,10 @@ def _synchronized(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def seeded(device: torch.device) -> torch.Generator:
-    return torch.Generator(device).manual_seed(0)
+def example(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Normal numbers of such a form, always the same; the caller's random state stays what it is."""
+    generator = torch.Generator(device).manual_seed(0)
+    return torch.randn(shape, generator=generator, device=device, dtype=torch.float64).to(dtype)
 
 
 def _close(a: Tensor, b: Tensor) -> bool:

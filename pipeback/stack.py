@@ -19,7 +19,7 @@ from pipeback.compiled import Options, unguarded
 from pipeback.graphs import Graphs
 from pipeback.link import Link, Message, Name
 from pipeback.order import Ops
-from pipeback.proof import gain, proved
+from pipeback.proof import example, gain, proved
 from pipeback.rings import Kind, Rings, Turns
 from pipeback.rows import Rows
 from pipeback.stage import Flight, Stage
@@ -124,8 +124,7 @@ class Stack:
         if kind not in self._rings:
             shape, dtype, _ = kind
             device = self.rows.weights[0].device
-            x = torch.randn(shape, device=device, dtype=torch.float64).to(dtype)
-            self.learn(x, kind)
+            self.learn(example(shape, dtype, device), kind)
         return self._rings[kind]
 
     # -- F and B -------------------------------------------------------------------------------------------------

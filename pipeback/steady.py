@@ -22,7 +22,7 @@ from pipeback.joint import Options
 from pipeback.method import HOOKS, Correction, Method, When, described, overrides
 from pipeback.momentum import velocity
 from pipeback.order import Order
-from pipeback.proof import check_plain, judged_alike, seeded
+from pipeback.proof import check_plain, example, judged_alike
 from pipeback.rings import Kind
 from pipeback.rows import Rows, Step
 from pipeback.schedules import Flowing
@@ -46,6 +46,7 @@ class Steady:
         self._moving: dict[tuple[Kind, ...], list[Moving]] = {}
         self._judges: dict[Any, Judge | None] = {}
         self._judge_rows: Rows | None = None
+        self._examples: dict[Kind, Tensor] = {}  # of what stacks give
         self._teams: dict[int, Team] = {}  # of one stage
         self._fused: dict[tuple[Any, ...], Any] = {}  # by what is moved, who judges, and how it is stepped
 
@@ -58,10 +59,14 @@ class Steady:
         backwards = [order.start + i for i in order.backwards]
         options = {i: f.options for i, f in self.worker.stages[0].flights.items()}
         run = Run(self.worker, moving, self.turns, self._teams, forwards, backwards, options | self.worker.options)
-        x = self._judges_input(forwards[-1])
-        if x is None:
-            ticks = 1  # after it, there is one to make a graph for
-        run.take(None if x is None else self._judge(x, self.worker.link.box["Y", self.last.index, forwards[-1]]))
+        judge = None
+        if self._may_judge:
+            x = self._judges_input(forwards[-1])
+            if x is None:
+                ticks = 1  # after it, there is one to make a graph for
+            else:
+                judge = self._judge(x, self.worker.link.box["Y", self.last.index, forwards[-1]])
+        run.take(judge)
         compile = self.stacks[0].fuse
         if compile is not None and self.last.device != torch.device("cpu") and run.adapts():
             for stack in self.stacks:
@@ -87,6 +92,14 @@ class Steady:
             self._moving[key] = list(made.values())
         return self._moving[key]
 
+    @property
+    def _may_judge(self) -> bool:
+        """Whether the last stage has a loss of torch's own. What another computes may change from call to call, which a
+        graph would not.
+        """
+        stage = self.last
+        return stage.stack is None and stage.stream is None and stage.loss is not None and torchs(stage.loss)
+
     def _judges_input(self, mb: int) -> Any:
         """What the last stage is given of a micro-batch, or something of its form; None where nobody knows it yet."""
         name, stack = ("F", self.last.index, mb), self.worker.stages[self.last.index - 1].stack
@@ -95,17 +108,14 @@ class Steady:
         kind = None if stack is None else stack.one_kind
         if stack is None or kind is None:
             return None
-        device = stack.rows.weights[0].device
-        return torch.randn(kind[0], generator=seeded(device), device=device, dtype=torch.float64).to(kind[1])
+        if kind not in self._examples:
+            self._examples[kind] = example(kind[0], kind[1], stack.rows.weights[0].device)
+        return self._examples[kind]
 
     def _judge(self, x: Any, target: Any) -> Judge | None:
-        """The last stage as a graph, if it has a loss of torch's own, and one that can be written so.
-
-        What another loss computes may change from call to call, which a graph would not.
-        """
+        """The last stage as a graph, if it can be written so."""
         stage = self.last
-        if stage.loss is None or stage.stack is not None or stage.stream is not None or not torchs(stage.loss):
-            return None
+        assert stage.loss is not None
         key = form(x, target), stage.module.training
         if key[0] is None or not x.is_floating_point():
             return None
@@ -334,6 +344,7 @@ class Run:
         return Correction(**numbers, used=each[0].used, varies=any(one.varies for one in each))
 
     def _asked(self, stages: Sequence[Stage], fore: Sequence[Options], back: Sequence[Options], k: int) -> Correction:
+        """Of these stages, which one call serves, after k updates."""
         worker, first = self.worker, stages[0]
         if len(stages) > 1:
             team = Team(stages, worker.delays)

@@ -947,6 +947,17 @@ def test_auto_asks_for_more_where_options_forbid_whole_ticks(options, monkeypatc
     assert "which pays from 2 on" in told
 
 
+@pytest.mark.parametrize("vectorize", [True, "auto"])
+@pytest.mark.parametrize("case", ["pb", "pipedream"])
+def test_the_callers_random_state_stays(case, vectorize, leapt):
+    """Stages are compared, measured and made graphs of, on numbers that nobody else draws."""
+    some, state = doubles(60), torch.get_rng_state()
+    pipe = pipeline(model(), case, micro_batch_size=3, vectorize=vectorize)
+    torch.set_rng_state(state)
+    pipe.push(*map(torch.cat, zip(*some, strict=True)))
+    assert torch.equal(torch.get_rng_state(), state) and sum(leapt) > 30
+
+
 def test_auto_tells_what_it_measured():
     pipe = trained("pb", some=doubles(9), vectorize="auto")[0]
     (told,) = pipe.vectorized.values()
