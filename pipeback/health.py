@@ -59,6 +59,7 @@ class Health:
         self.calling, self.waiting = self.activity.calling, self.activity.waiting
         self.pushed = 0  # micro-batches, set by the pipeline
         self.failed = threading.Event()
+        self.own: BaseException | None = None  # what has ended this rank's part; known here before its thread raises it
         self._store, self._host, self._here = store, self.ranks[0], facts[rank].place
         self._limit, self._beat = 0.8 * timeout, min(1.0, timeout / 6)
         self._pause = min(0.2, timeout / 10)  # of the lookout; the talker's are longer, for its looks cost more
@@ -82,18 +83,18 @@ class Health:
         self._lookout.start()
 
     def check(self) -> None:
-        """Raise the RankError of the fault, if there is one; cheap."""
+        """Raise the fault, if there is one: a RankError or, on the rank at fault, its own error. Cheap."""
         if self.failed.is_set():
             raise self._error()
 
-    def fail(self, rank: int, what: str) -> RankError:
+    def fail(self, rank: int, what: str) -> BaseException:
         """Tell everybody that `rank` is at fault; the error to raise, which is that of the first fault anywhere."""
         self._accuse(rank, what)
         if not self.failed.wait(self.timeout):
             self._settle(rank, self._sentence(rank, what))
         return self._error()
 
-    def blame(self, on: int | Sequence[int], what: str, seconds: float) -> RankError:
+    def blame(self, on: int | Sequence[int], what: str, seconds: float) -> BaseException:
         """A transport gave up a wait for `on`, after the timeout or as its connection broke: who is at fault?
 
         seconds: what the wait has lasted, if this thread is not `waiting`, which knows better.
@@ -137,8 +138,10 @@ class Health:
     def _sentence(self, rank: int, what: str) -> str:
         return f"rank {rank} (host {self.facts[rank].host}, process {self.facts[rank].process}): {what}"
 
-    def _error(self) -> RankError:
+    def _error(self) -> BaseException:
         assert self._fault is not None
+        if self.own is not None and self._fault[0] == self.rank:
+            return self.own
         return RankError(self._fault[1], self._fault[0])
 
     def _accuse(self, rank: int, what: str) -> None:

@@ -175,13 +175,14 @@ class Ranks:
         """This rank has done its part."""
         self.health.leave()
 
-    def lost(self, on: Sequence[int], what: str) -> RankError:
+    def lost(self, on: Sequence[int], what: str) -> BaseException:
         """The error for a wait that torch.distributed has given up."""
         return self.health.blame(on, what, self.timeout)
 
     def failed(self, error: BaseException) -> None:
         """Tell the others that this rank cannot go on."""
         if not isinstance(error, RankError):
+            self.health.own = error
             known = isinstance(error, (StageError, OtherBatch, ValueError, TypeError)) and str(error)
             self.health.fail(self.rank, str(error) if known else f"{type(error).__name__}: {error}")
 

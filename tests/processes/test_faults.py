@@ -52,6 +52,8 @@ def trained(rank, victim, what, link):
     stages[2 * victim] = nn.Sequential(stages[2 * victim], Odd(what, 40 if rank == victim else 10**9))
     pipe = pipeline(stages, "pb", timeout=TIMEOUT, link=link)
     pipe._holding.balance = lambda: [0, 0, 1, 1, 2, 2]
+    told = pipe.ranks.told
+    pipe.ranks.told = lambda error: (told(error), time.sleep(0.5))[0]  # all know it before its own thread raises it
     begin = time.monotonic()
     try:
         for x, y in data(1) * 1000:
