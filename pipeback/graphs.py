@@ -307,12 +307,13 @@ def _left_alone(forward: Graph) -> Graph:
 
 def factored(backward: Graph, which: Sequence[int]) -> tuple[Graph, list[int]]:
     """A backward that gives, instead of the gradients of these weights, what they are products of: its last outputs,
-    two for each weight of the numbers that come with it. Those of other weights stay.
+    two for each weight of the numbers that come with it. Those of other weights stay, and products of columns with
+    rows, which a compiler makes where they are used.
     """
     graph: Any = copy.deepcopy(backward.__self__)  # type: ignore[attr-defined]
     (output,) = (node for node in graph.graph.nodes if node.op == "output")
     given = list(output.args[0])
-    found = [n for n in which if _product(given[n], given)]
+    found = [n for n in which if _product(given[n], given) and not _of_columns(given[n])]
     pairs = [factor for n in found for factor in given[n].args]
     output.args = (tuple(None if n in found else node for n, node in enumerate(given)) + tuple(pairs),)
     graph.graph.eliminate_dead_code()
@@ -324,6 +325,12 @@ def _product(grad: Any, given: Sequence[Any]) -> bool:
     """Whether a gradient is one product, of which nothing else is made, and of one weight of those given."""
     outer = grad.target is aten.mul.Tensor and _columns(grad)
     return (outer or grad.target is aten.bmm.default) and len(grad.users) == 1 and given.count(grad) == 1
+
+
+def _of_columns(product: Any) -> bool:
+    """Whether it is a product (n, a, 1) · (n, 1, b), by what is known of one of them."""
+    left, right = (_shape(a) for a in product.args)
+    return (left is not None and left[2] == 1) or (right is not None and right[1] == 1)
 
 
 def _columns(node: Any) -> bool:

@@ -44,6 +44,9 @@ class Rings:
         self._slots: list[Tensor] = []
         self._numbers: list[Tensor] = []
         self._left: list[list[Tensor]] = []
+        self._flat: list[Tensor] = []  # the rings of what is left, as matrices
+        # what is left comes as a matrix of that ring
+        self._is_flat = [not dim and t.dim() == 2 and len(t) == rows for t, dim in zip(saved, folds, strict=True)]
 
     @property
     def parts(self) -> list[Tensor]:
@@ -129,9 +132,10 @@ class Rings:
 
     def put(self, places: Tensor, saved: Sequence[Tensor]) -> None:
         """Keep what F leaves to B."""
-        for ring, t, dim in zip(self.saved, saved, self.folds, strict=True):
-            matrix = unfolded(t, dim, self.rows) if dim else t.reshape(self.rows, -1)
-            ring.view(self.length * self.rows, -1).index_copy_(0, places, matrix)
+        if not self._flat:
+            self._flat = [ring.view(self.length * self.rows, -1) for ring in self.saved]
+        for ring, t, dim, flat in zip(self._flat, saved, self.folds, self._is_flat, strict=True):
+            ring.index_copy_(0, places, t if flat else unfolded(t, dim, self.rows) if dim else t.reshape(self.rows, -1))
 
     def slot(self, b: int) -> Tensor:
         """The number of the slot that B reads, as a tensor."""
@@ -188,6 +192,7 @@ class Rings:
         self._slots.clear()
         self._numbers.clear()
         self._left.clear()
+        self._flat.clear()
 
 
 def unfolded(tensor: Tensor, dim: int, rows: int) -> Tensor:

@@ -74,20 +74,21 @@ class Stack:
         kinds = set(self._kinds.values())
         return kinds.pop() if len(kinds) == 1 else None
 
-    def moved_on(self, ticks: int, f: int, b: int, flights: Callable[[int, int], Flight]) -> None:
-        """So many ticks have been done from the one on at which row r did F of f − r and B of b + r. flights: makes
-        the flight of (stage, micro-batch).
+    def moved_on(self, ticks: int, f: int, b: int, options: Mapping[int, Any]) -> None:
+        """So many ticks have been done from the one on at which row r did F of f − r and B of b + r. options: of the
+        micro-batches that have gone forward. The flights that are over are those of as many new ones.
         """
         kind = self.one_kind
         assert kind is not None
         for r, stage in enumerate(self.stages):
-            old, new = range(b + r, f - r), range(b + r + ticks, f - r + ticks)
-            for i in range(old.start, min(old.stop, new.start)):
-                stage.options = stage.flights.pop(i).options
-            for i in range(max(old.stop, new.start), new.stop):
-                stage.flights[i] = flight = flights(stage.index, i)
-                flight.row = self.places[kind][r]
-            stage.peak_flights = max(stage.peak_flights, len(new) + 1)
+            flights, count = stage.flights, f - b - 2 * r
+            gone, came = min(count, ticks), max(f - r, b + r + ticks)
+            version = stage.version - (f - r)  # of micro-batch i, as many later
+            for i, flight in enumerate([flights.pop(i) for i in range(b + r, b + r + gone)], came):
+                flight.version, flight.options = version + i, options[i]
+                flights[i] = flight
+            stage.options = options[b + r + ticks - 1]
+            stage.peak_flights = max(stage.peak_flights, count + 1)
         for i in range(b, min(f, b + ticks)):
             del self._kinds[i]
         for i in range(max(f, b + ticks), f + ticks):

@@ -6,7 +6,7 @@ micro-batch, is one slot, and what the forwards leave goes to two runs of places
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -45,9 +45,13 @@ class Stash:
     def used(self, b: int) -> list[Tensor]:
         """All weights as F used them, for B."""
         found = list(self.rows.weights)
-        for n, w in zip(self.rows.trained, self._slots[-b % self.length], strict=True):
+        for n, w in zip(self.rows.trained, self.slots(b), strict=True):
             found[n] = w
         return found
+
+    def slots(self, b: int) -> Sequence[Tensor]:
+        """Those that train."""
+        return self._slots[-b % self.length]
 
     def slot(self, b: int) -> Tensor:
         """The number of the slot that B reads, as a tensor of its own: to a compiler one that comes twice is one."""

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pipeback.adaptive import Adaptive
 from pipeback.capture import Unfit, judged
+from pipeback.graphed import Graphed
 from pipeback.joint import Options
 from pipeback.method import HOOKS, Correction, Method, When, described, overrides
 from pipeback.momentum import velocity
@@ -27,7 +28,7 @@ from pipeback.rings import Kind
 from pipeback.rows import Rows, Step
 from pipeback.schedules import Flowing
 from pipeback.stack import Compile, Stack
-from pipeback.stage import Flight, Stage
+from pipeback.stage import Stage
 from pipeback.team import Team
 from pipeback.tick import Judge, Moving, form, fused
 
@@ -160,10 +161,20 @@ class Turn:
     steps: list[Step | Adaptive] = field(default_factory=list)
     varies: bool = False  # the steps hold for one tick
     fused: Any = None  # what a compiler has made of a tick with such steps
+    fixed: list[Any] = field(default_factory=list)  # what it is given at every tick
+    told: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.rows = [*(one.stack.rows for one in self.moving), *([self.judge.rows] if self.judge else [])]
         self.parts = [(one, one.stack.first, one.stack.last) for one in self.moving]
+
+    def fuse(self, compiled: Any) -> None:
+        """Have a compiled function do it, with these steps."""
+        who: list[Moving | Judge] = [*self.moving, *([] if self.judge is None else [self.judge])]
+        pairs, stay = list(zip(who, self.steps, strict=True)), isinstance(compiled, Graphed)
+        self.fused = compiled
+        self.fixed = [one.fixed(step, stay=stay) for one, step in pairs]
+        self.told = [one.told(step) for one, step in pairs]
 
     @property
     def inside(self) -> list[int]:
@@ -249,7 +260,7 @@ class Run:
             if steps is None or not self._fits(turn, k):
                 break
             if compiled is not None and (steps is not known or turn.fused is None):
-                turn.fused = compiled(turn.moving, turn.judge, steps)
+                turn.fuse(compiled(turn.moving, turn.judge, steps))
             self._tick(turn, k)
         return self.done
 
@@ -285,13 +296,14 @@ class Run:
                 for (one, first, _, how), (inward, back) in zip(parts, given, strict=True):
                     one.eager(f[first] + k, b[first] + k, inward, back, how)
             else:
+                stay = isinstance(fused, Graphed)
                 each = [
-                    one.given(b[first] + k, inward, back, how)
-                    for (one, first, _, how), (inward, back) in zip(parts, given, strict=True)
+                    one.changing(b[first] + k, inward, back, stay=stay)
+                    for (one, first, _), (inward, back) in zip(turn.parts, given)
                 ]
                 if judge is not None:
-                    each.append(judge.given(x, target, step))
-                found = fused([fixed for fixed, _ in each], [changing for _, changing in each])
+                    each.append(judge.changing(x, target))
+                found = fused(turn.fixed, [(*some, *how) for some, how in zip(each, turn.told)])
                 for (one, first, _, how), (one.y, left, one.gx, factors) in zip(parts, found, strict=False):
                     one.rings.put(one.rings.places(f[first] + k), left)
                     one.finish(factors, how)
@@ -389,7 +401,7 @@ class Run:
             n, used = rounds[turn.inside[0]], self._used(turn.inside, rounds[turn.inside[0]])
             for one in turn.moving:
                 s = one.stack.first
-                one.stack.moved_on(n, self.f[s], self.b[s], self._flight)
+                one.stack.moved_on(n, self.f[s], self.b[s], self.options)
             if turn.judge is not None:
                 last = turn.judge.stage
                 last.options = self.options[f[-1] - 1]
@@ -424,11 +436,6 @@ class Run:
             stages[s].state = self.worker.method.advanced(stages[s].state, rounds)
             if "velocity" in stages[s].state:
                 stages[s].state = {"velocity": velocity(stages[s].optimizer, stages[s].weights)}
-
-    def _flight(self, s: int, i: int) -> Flight:
-        flight = Flight((), None, None, self.worker.stages[s].version + i - self.f[s], False)
-        flight.options = self.options[i]
-        return flight
 
 
 def leaps(method: Method) -> bool:

@@ -25,7 +25,7 @@ from pipeback.stack import Stack
 from pipeback.stage import Stage
 from pipeback.stash import Stash
 
-Given = tuple[tuple[Any, ...], tuple[Any, ...]]
+Slots = Sequence[Tensor] | Tensor
 Box = dict[Name, Message]
 
 
@@ -102,13 +102,22 @@ class Moving:
         for s, row in zip(numbers[: len(numbers) - self.leaves], range(self._back.start, self._back.stop), strict=True):
             yield ("B", s, b[s]), row
 
-    def given(self, b: int, x: Tensor | None, g: Tensor | None, step: Step | Adaptive) -> Given:
-        """What `compiled` is given: what stays where it is, and the rest."""
-        rows, rings, source, stash = self.stack.rows, self.rings, self.source, self.stash
+    def fixed(self, step: Step | Adaptive, *, stay: bool) -> tuple[Any, ...]:
+        """What `compiled` is given first: what stays where it is. stay: so must all that is not copied."""
+        rings = (self.rings.saved, () if self.stash is None else self.stash.rings) if stay else ((), ())
+        return self.stack.rows.weights, self.stack.rows.kept(step), self.drift, *rings
+
+    def changing(self, b: int, x: Tensor | None, g: Tensor | None, *, stay: bool) -> tuple[Any, ...]:
+        """What it is given next."""
+        rings, stash, source = self.rings, self.stash, self.source
         x, g = None if x is None else x.contiguous(), None if g is None else g.contiguous()
-        fixed = rows.weights, rows.kept(step), rings.saved, () if stash is None else stash.rings, self.drift
-        slots = rings.slot(b), None if stash is None else stash.slot(b)
-        return fixed, (*slots, x, source.y, g, source.gx, step.ahead, step.back, numbers(rows, step))
+        if stay:
+            return rings.slot(b), () if stash is None else stash.slot(b), x, source.y, g, source.gx
+        return rings.left(b), () if stash is None else stash.slots(b), x, source.y, g, source.gx
+
+    def told(self, step: Step | Adaptive) -> tuple[Any, ...]:
+        """And at last: how the weights are stepped."""
+        return step.ahead, step.back, numbers(self.stack.rows, step)
 
     def _joined(self, x: Tensor | None, y: Tensor, g: Tensor | None, gx: Tensor) -> tuple[Tensor, Tensor]:
         """Inputs and gradients of all rows."""
@@ -122,11 +131,11 @@ class Moving:
         how: How,
         weights: Sequence[Tensor],
         kept: Sequence[Any],
+        drift: Sequence[Tensor],
         rings: Sequence[Tensor],
         stash: Sequence[Tensor],
-        drift: Sequence[Tensor],
-        at: Tensor,
-        weights_at: Tensor | None,
+        left: Slots,
+        used: Slots,
         x: Tensor | None,
         y: Tensor,
         g: Tensor | None,
@@ -135,20 +144,20 @@ class Moving:
         back: Sequence[Tensor],
         numbers: Numbers,
     ) -> tuple[Tensor, list[Tensor], Tensor, Sequence[Tensor]]:
-        """The whole tick, for a compiler, but for `finish`."""
+        """The whole tick, for a compiler, but for `finish`. left, used: what F has left, and the weights it ran on, or
+        the numbers of these slots in `rings` and `stash`.
+        """
         forward, backward, made = self.rings.written
         trained, (inward, gradient) = self.stack.rows.trained, self._joined(x, y, g, gx)
-        y, *left = forward(*shifted(weights, trained, kept, ahead), inward)
-        saved = [ring.index_select(0, at)[0] for ring in rings]
+        y, *leaves = forward(*shifted(weights, trained, kept, ahead), inward)
         gives = self.rings.factors if self.rings.factors is not None and how.by_factors else backward
         then = shifted(weights, trained, drift or kept, back)
-        if weights_at is not None:
-            for n, ring in zip(trained, stash, strict=True):
-                then[n] = ring.index_select(0, weights_at)[0]
-        found = gives(*saved, *made(*then), gradient)
+        for n, w in zip(trained, slots(stash, used), strict=False):
+            then[n] = w
+        found = gives(*slots(rings, left), *made(*then), gradient)
         grads, gx, factors = found[: len(weights)], found[len(weights)], found[len(weights) + 1 :]
         how.step([weights[n] for n in trained], kept, [grads[n] for n in trained], numbers)
-        return y, left, gx, factors
+        return y, leaves, gx, factors
 
     def finish(self, factors: Sequence[Tensor], step: Step | Adaptive) -> None:
         """The step of the weights whose gradients come as factors."""
@@ -157,14 +166,10 @@ class Moving:
             return
         some = [rows.trained.index(n) for n in self.rings.factored]
         if not step.momentum:
-            rows.move(step, [a * b if a.shape[-1] == 1 else torch.bmm(a, b) for a, b in pairs], some)
+            rows.move(step, [torch.bmm(a, b) for a, b in pairs], some)
             return
         for m, (a, b) in zip(some, pairs, strict=True):
-            v = rows.velocities()[m]
-            if a.shape[-1] == 1:
-                v.mul_(rows.number(step.momentum)).addcmul_(a, b)
-            else:
-                v.baddbmm_(a, b, beta=step.momentum)
+            rows.velocities()[m].baddbmm_(a, b, beta=step.momentum)
         rows.follow(step, some)
 
     def eager(self, f: int, b: int, x: Tensor | None, g: Tensor | None, step: Step | Adaptive) -> None:
@@ -201,10 +206,17 @@ class Judge:
         loss, gx, *grads = self.graph(*[w[0] for w in self.rows.shifted(step.ahead)], x, target)
         return loss, gx, [g[None] for g in grads]
 
-    def given(self, x: Tensor, target: Any, step: Step | Adaptive) -> Given:
-        """What `compiled` is given."""
-        rows = self.rows
-        return (rows.weights, rows.kept(step)), (x.contiguous(), target.contiguous(), step.ahead, numbers(rows, step))
+    def fixed(self, step: Step | Adaptive, *, stay: bool) -> tuple[Any, ...]:
+        """What `compiled` is given first: what stays where it is."""
+        return self.rows.weights, self.rows.kept(step)
+
+    def changing(self, x: Tensor, target: Any) -> tuple[Any, ...]:
+        """What it is given next."""
+        return x.contiguous(), target.contiguous()
+
+    def told(self, step: Step | Adaptive) -> tuple[Any, ...]:
+        """And at last: how the weights are stepped."""
+        return step.ahead, numbers(self.rows, step)
 
     def compiled(
         self,
@@ -227,6 +239,11 @@ class Judge:
             numbers = [torch.where(fine, c, 0) for c in along], *others
         how.step([weights[n] for n in self.rows.trained], kept, grads, numbers)
         return loss, gx
+
+
+def slots(rings: Sequence[Tensor], at: Slots) -> Sequence[Tensor]:
+    """These slots, or those of this number, written for a compiler."""
+    return [ring.index_select(0, at)[0] for ring in rings] if isinstance(at, Tensor) else at
 
 
 def shifted(
