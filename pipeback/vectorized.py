@@ -29,6 +29,7 @@ LEAST = 2  # stages of a stack
 # how many times as fast F and B must be as one, that "auto" chooses it, where ticks are gone through stage by stage: so
 # much is lost around them, more where only every second stage has something to do at a tick (`pipeback bench auto`)
 ALL, SOME, SPARSE = 2.0, 5.0, 1.4  # where all stages work at most ticks; where not; ticks a micro-batch
+WHOLE = 1.2  # where ticks are one function: a few stages of many gain little, and what they gain is measured roughly
 
 
 def alike(stages: Sequence[Stage]) -> list[list[Stage]]:
@@ -150,10 +151,12 @@ def fitting(
         times = min(gains[stack.name], gains[(stack.partner or stack).name])
         reasons[stack.name] = f"as one, F and B {times:.1f} times as fast"
         full = stack.partner is None and ticks[stack.name] < SPARSE
-        enough = 1.0 if leap else ALL if full else SOME
+        enough = WHOLE if leap else ALL if full else SOME
         if vectorize == "auto" and times < enough:
-            least = "" if enough == 1 else f", which pays from {enough:g} on with these options and {method!r}"
-            reasons[stack.name] = f"as they are, for as one F and B are {times:.2f} times as fast{least}"
+            reasons[stack.name] = (
+                f"as they are, for as one F and B are {times:.2f} times as fast, which pays from {enough:g} on with "
+                f"these options and {method!r}"
+            )
             kept.remove(stack)
     if not kept and vectorize != "auto":
         told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
