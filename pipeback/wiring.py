@@ -32,7 +32,7 @@ def connect(
     line, me = ranks.line, ranks.index
 
     def pulse() -> None:
-        if closed.is_set():
+        if closed.is_set() or ranks.health.own is not None:  # which its own thread raises
             raise Closed
         ranks.health.check()
         link.blocked()
