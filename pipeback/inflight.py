@@ -2,19 +2,22 @@
 
 A graph cannot be stored, and running the forward again would use newer weights than F did. So what the graph saved
 is stored: every saved tensor that is not parameter storage (those are the live weights, whatever they hold by
-then). To restore, the forward is run again for the structure, and the stored values are put back.
+then). To restore, the forward is run again for the structure, and the stored values are put back. What a change in
+place of a view hides is found by calling its node (`hidden`).
 """
 
 from __future__ import annotations
 
 from ast import literal_eval
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
+from pipeback import hidden
 from pipeback.form import LINE, form_of
 
 Raw = Any  # torch._C._autograd.SavedTensor
@@ -36,7 +39,16 @@ def nodes(roots: Sequence[Tensor]) -> list[Any]:
 
 
 def saved(roots: Sequence[Tensor]) -> Iterator[tuple[str, Tensor, Raw]]:
-    """(name of the node, saved tensor, its raw handle) for all that the graph keeps for its backward."""
+    """(name of the node, saved tensor, its raw handle) for all that the graph keeps for its backward.
+
+    What a node hides has no raw handle, but None.
+    """
+    yield from _shown(roots)
+    for node in filter(hidden.hides, nodes(roots)):
+        yield from ((f"{type(node).__name__}.saved", tensor, None) for tensor in hidden.tensors(node))
+
+
+def _shown(roots: Sequence[Tensor]) -> Iterator[tuple[str, Tensor, Raw]]:
     for node in nodes(roots):
         names = [name for name in dir(node) if name.startswith("_raw_saved_")]
         for name in names:
@@ -80,13 +92,8 @@ def keep(roots: Sequence[Tensor], known: set[int], where: str) -> tuple[list[Ten
     The signature names every saved tensor and every saved number, in order: numbers cannot be put back, so a forward
     that finds others (a threshold taken from the data, say) must be noticed.
     """
-    if any(type(node).__name__ == "CopySlices" for node in nodes(roots)):
-        raise TypeError(
-            f"{where}: its forward changes a view in place (x.view(…).relu_(), y[0] = …), and what torch saves "
-            "for it cannot be reached; change a copy instead, or drain() before saving"
-        )
     values, signature = [], []
-    for name, tensor, _ in saved(roots):
+    for name, tensor, _ in _shown(roots):
         if tensor.untyped_storage()._cdata not in known:
             values.append(replica(tensor))
             signature.append(name)
@@ -99,7 +106,8 @@ def keep(roots: Sequence[Tensor], known: set[int], where: str) -> tuple[list[Ten
                 "keep tensors with ctx.save_for_backward, and numbers"
             )
         signature.append(f"{type(node).__name__}.ctx.{key}={'' if isinstance(value, Tensor) else repr(value)}")
-    return values, signature + _numbers(roots)
+    others, lines = hidden.taken(nodes(roots), known, where)
+    return values + [replica(tensor) for tensor in others], signature + _numbers(roots) + lines
 
 
 def put_back(
@@ -109,26 +117,41 @@ def put_back(
     signature: Sequence[str],
     where: str,
     device: torch.device | None = None,
+    handles: hidden.Handles | None = None,
 ) -> None:
     """Make the backward of this graph, built anew, use `values` instead of what it saved itself.
 
-    device: where it works, if the values wait elsewhere and come when they are asked for.
+    device: where it works, if the values wait elsewhere and come when they are asked for. handles: of what the graph
+    saved, as `rerun` gives them.
     """
-    found = [(name, raw) for name, t, raw in saved(roots) if t.untyped_storage()._cdata not in known]
+    lines = [line for line in signature if line.startswith(hidden.MARK)]
+    signature = signature[: len(signature) - len(lines)]
+    with nullcontext() if handles is None else handles.looking(known):
+        found = [
+            (name, raw if handles is None else handles.of(t))
+            for name, t, raw in _shown(roots)
+            if t.untyped_storage()._cdata not in known
+        ]
+        places = hidden.fit(nodes(roots), known, lines, handles)
     attributes = list(_attributes(roots))
     count = len(found) + len(attributes)
     kept = [item.partition("=") for item in signature[len(found) : count]]
     names = [name for name, _ in found] + [f"{type(node).__name__}.ctx.{key}" for node, key, _ in attributes]
     wanted = [*signature[: len(found)], *(name for name, _, _ in kept), *signature[count:]]
-    if names + _numbers(roots) != wanted:
+    if names + _numbers(roots) != wanted or places is None:
         raise ValueError(
             f"{where}: the forward builds another graph than when the state was saved; is it the same model, in the "
-            "same mode? (a graph that depends on the data, or numbers taken from it, cannot be restored)"
+            "same mode, and the same torch? (a graph that depends on the data, or numbers taken from it, cannot be "
+            "restored)"
         )
     given = iter(values)
     for _, raw in found:
+        give = _Give(next(given), device)
+        if handles is not None:
+            raw.give = give
+            continue
         try:
-            raw.register_hooks(_forget, _Give(next(given), device))
+            raw.register_hooks(_forget, give)
         except RuntimeError as error:
             raise ValueError(
                 f"{where}: the graph has hooks of its own, as activation checkpointing sets, and cannot be restored; "
@@ -136,6 +159,13 @@ def put_back(
             ) from error
     for (node, key, _), (_, _, text) in zip(attributes, kept, strict=True):
         setattr(node, key, literal_eval(text) if text else _Give(next(given), device)(None))
+    rest = [_Give(value, device) for value in given]
+    for handle, word in places:
+        if handle.give is None:
+            alone = not word.startswith("t")
+            handle.give = (
+                _Give(torch.full_like(handle.tensor, hidden.number(word)), None) if alone else rest[int(word[1:])]
+            )
 
 
 def _plain(value: Any) -> bool:
@@ -206,9 +236,21 @@ def untouched(module: nn.Module) -> Iterator[None]:
             buffer.data.copy_(value)  # not seen by graphs that saved the buffer
 
 
-def rerun(stage: Any, x: Any, target: Any) -> tuple[tuple[Tensor, ...], Any]:
-    """The stage's forward once more, for the structure of its graph: buffers and random state as before."""
+def rerun(stage: Any, x: Any, target: Any) -> tuple[tuple[Tensor, ...], Any, hidden.Handles | None]:
+    """The stage's forward once more, for the structure of its graph: buffers and random state as before.
+
+    Returns its leaves, its output, and handles of what was saved, if the graph hides some of that.
+    """
+    leaves, output = _once_more(stage, x, target)
+    roots = [part for part in tensors_in(output) if part.requires_grad]
+    if all(raw is not None for _, _, raw in saved(roots)):
+        return leaves, output, None
+    handles = hidden.Handles(stage.label)
+    with saved_tensors_hooks(handles.pack, handles.unpack):
+        return *_once_more(stage, x, target), handles
+
+
+def _once_more(stage: Any, x: Any, target: Any) -> tuple[tuple[Tensor, ...], Any]:
     with untouched(stage.module), torch.random.fork_rng(devices=[]):
         leaves, given = stage.enter(x)
-        output = stage.run(given, target)
-    return leaves, output
+        return leaves, stage.run(given, target)

@@ -175,13 +175,13 @@ def _load_flight(stage: Stage, mb: int, plain: Plain, tensors: Mapping[str, Tens
     target = _load_value(stage, tensors, f"flight/{mb}/target", plain["target"])
     # what is in flight goes on as it began, whatever this pipeline does with those that come
     if plain.get("again") is None:
-        leaves, output = inflight.rerun(stage, x, target)
+        leaves, output, handles = inflight.rerun(stage, x, target)
         prefix, away = f"flight/{mb}/saved/", stage.keeping is not None and stage.keeping.away
         where, device = f"{stage.label}, micro-batch {mb}", torch.device("cpu") if away else stage.device
         values = [tensors[f"{prefix}{n}"] for n in range(sum(name.startswith(prefix) for name in tensors))]
         values = [inflight.replica(value, device) for value in values]
         known = _known(stage, leaves, target)
-        inflight.put_back(grown(output), known, values, plain["saved"], where, stage.device)
+        inflight.put_back(grown(output), known, values, plain["saved"], where, stage.device, handles)
         flight = Flight(leaves, output, target, plain["version"], isinstance(x, tuple))
     else:
         flight = Flight(stage.enter(x)[0], None, target, plain["version"], isinstance(x, tuple))
