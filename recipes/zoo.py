@@ -4,7 +4,8 @@
     pipeback zoo resnet18 gpt2 t5            # some
     pipeback zoo micro_batches=50 lr=0.001   # longer, or faster
     pipeback zoo --quick                     # four models, 6 micro-batches
-    pipeback zoo --others                    # 26 more, of torchvision and transformers
+    pipeback zoo --others                    # a census of 200 more: torchvision, timm, transformers (recipes/census.py)
+    pipeback zoo --others resnet34 T5ForConditionalGeneration   # the census of some
     pipeback zoo --markdown                  # the table of the README
 
 Each model (recipes/foreign/) is split a block a stage and a layer a stage, where that makes sense. A plain loop and
@@ -20,6 +21,7 @@ import math
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
+from functools import partial
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
@@ -31,6 +33,7 @@ from rich.table import Table
 from torch import Tensor
 
 import pipeback
+from pipeback.recipes import census
 from pipeback.recipes.foreign import OTHERS, WHERE, build
 from pipeback.recipes.foreign.case import Case, called
 
@@ -66,6 +69,8 @@ def main() -> None:
     console = Console(highlight=False, stderr=options["markdown"])
     if not console.is_terminal:
         console.width = 150
+    if options["others"]:
+        sys.exit(counted(names, options, console))
     found = []
     for name in names:
         with console.status(name):
@@ -80,13 +85,41 @@ def main() -> None:
     sys.exit(0 if all(row.good for row in found) else 1)
 
 
+def counted(names: Sequence[str], options: dict[str, Any], console: Console) -> int:
+    """The census of these models; the exit status."""
+    warnings.filterwarnings("ignore")  # of other packages, about sizes that nobody would choose
+    train, lines = partial(trained, count=options["micro_batches"], lr=options["lr"]), []
+    for n, name in enumerate(names, 1):
+        with console.status(f"{n} of {len(names)}: {name}"):
+            lines.append(census.line(name, build, train))
+    console.print(census.table(lines))
+    for line in lines:
+        if line.said:
+            console.print(f"{line.model}, {line.verdict}: {escape(line.said)}")
+    console.print(census.counts(lines))
+    return int(any(line.verdict == "failed" for line in lines))
+
+
+def trained(case: Case, method: str, options: dict[str, Any], count: int, lr: float) -> tuple[int, str, float]:
+    """Stages, rung and difference to the plain loop of a model that is trained with these options."""
+    pipe, losses = piped(case, method, count=count, lr=lr, **options)
+    if method != "sgd" and not all(map(math.isfinite, losses)):
+        raise ArithmeticError(f"a loss of {method} is not finite")
+    apart = difference((pipe.model, losses), plain(case, count, lr)) if method == "sgd" else math.nan
+    return pipe.stages, pipe.split.rung, apart
+
+
 def parsed(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     """Models, all of them where none is named, and options."""
     if any(word in ("-h", "--help") for word in words):
         print(f"{__doc__}\nmodels: {', '.join(WHERE)}\nothers: {', '.join(OTHERS)}")
         sys.exit()
     quick = "--quick" in words
-    options: dict[str, Any] = {"micro_batches": 6 if quick else 20, "lr": 1e-4, "markdown": "--markdown" in words}
+    others = "--others" in words
+    options: dict[str, Any] = {
+        "micro_batches": 3 if others else 6 if quick else 20, "lr": 1e-4,
+        "markdown": "--markdown" in words, "others": others,
+    }  # fmt: skip
     names = []
     for word in words:
         name, given, value = word.removeprefix("--").partition("=")
@@ -96,16 +129,14 @@ def parsed(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
             options[name] = int(value)
         elif name == "lr" and value.replace(".", "", 1).replace("e-", "", 1).isdecimal() and float(value):
             options[name] = float(value)
-        elif word == "--others":
-            names += OTHERS
-        elif word not in ("--quick", "--markdown"):
+        elif word not in ("--quick", "--markdown", "--others"):
             near = get_close_matches(name, [*WHERE, *OTHERS, "micro_batches", "--quick", "--others", "--markdown"], n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ValueError(
                 f"{word!r} is no model and no option{hint}; models are {', '.join(WHERE)}, "
                 "options micro_batches=20, lr=0.0001, --quick, --others and --markdown"
             )
-    return names or list(QUICK if quick else WHERE), options
+    return names or list(OTHERS if others else QUICK if quick else WHERE), options
 
 
 def rows(name: str, count: int, lr: float) -> Iterator[Row]:
@@ -159,12 +190,15 @@ def plain(case: Case, count: int, lr: float) -> tuple[torch.nn.Module, list[floa
     return model, losses
 
 
-def piped(case: Case, method: str, cuts: str, count: int, lr: float) -> tuple[pipeback.Pipeline, list[float]]:
+def piped(
+    case: Case, method: str, stages: str, count: int, lr: float, **options: Any
+) -> tuple[pipeback.Pipeline, list[float]]:
     """The same through a pipeline."""
     data = batches(case, count)
     pipe = pipeback.Pipeline(
-        copy.deepcopy(case.model), loss=case.loss, optimizer=sgd(lr), method=method, stages=cuts, example=data[0][0]
-    )
+        copy.deepcopy(case.model), loss=case.loss, optimizer=sgd(lr), method=method, stages=stages,
+        example=data[0][0], **options,
+    )  # fmt: skip
     losses = [pipe.push(x, y) for x, y in data]
     pipe.drain()
     return pipe, [loss.item() for loss in losses]

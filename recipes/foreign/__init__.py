@@ -16,7 +16,7 @@ WHERE = {
     "seq2seq": "sequences", "lstm": "sequences", "unet": "unet",
     "gpt2": "language", "llama": "language", "t5": "language",
 }  # fmt: skip
-OTHERS = (*others.VISION, *others.LANGUAGE)  # more models, shown when they are asked for
+OTHERS = others.NAMES  # more models, shown when they are asked for
 
 
 def build(name: str, seed: int = 0) -> Case:

@@ -51,7 +51,7 @@ def tokens(generator: torch.Generator) -> tuple[Any, Any]:
 def steady(model: nn.Module) -> nn.Module:
     """Dropout and stochastic depth to 0: a plain loop would draw from one stream, and a pipeline from one a stage."""
     for module in model.modules():
-        for name in ("p", "dropout"):
-            if isinstance(getattr(module, name, None), float):
+        for name, value in vars(module).items():
+            if isinstance(value, float) and (name == "p" or "drop" in name):
                 setattr(module, name, 0.0)
     return model

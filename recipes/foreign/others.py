@@ -1,4 +1,4 @@
-"""More models, each a line: `pipeback zoo --others` tells whether they train with a plain loop's bits, too."""
+"""More models, which `pipeback zoo --others` takes a census of: of torchvision, timm and transformers, with random weights."""
 
 from __future__ import annotations
 
@@ -8,71 +8,57 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from pipeback.recipes.foreign.case import CLASSES, WORDS, Case, pictures, steady, tokens
+from pipeback.recipes.foreign import hugging_face
+from pipeback.recipes.foreign.case import CLASSES, Case, pictures, steady
 
-SIZES = {
-    "vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
-}  # fmt: skip
-GROUPED = {**SIZES, "num_key_value_heads": 1}
-ALBERT = {**SIZES, "embedding_size": 16}
-DISTIL = {"vocab_size": WORDS, "dim": 32, "hidden_dim": 64, "n_layers": 2, "n_heads": 2}
-OPT = {
-    "vocab_size": WORDS, "hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "word_embed_proj_dim": 32, "max_position_embeddings": 40,
-}  # fmt: skip
-BART = {
-    "vocab_size": WORDS, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_position_embeddings": 40,
-    "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2,
-}  # fmt: skip
-MAMBA = {"vocab_size": WORDS, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
-BLOOM = {"vocab_size": WORDS, "hidden_size": 32, "n_layer": 2, "n_head": 2}
-
-# name -> class of transformers, options of its configuration
-LANGUAGE: dict[str, tuple[str, dict[str, Any]]] = {
-    "bert": ("BertForMaskedLM", SIZES),
-    "roberta": ("RobertaForMaskedLM", {**SIZES, "max_position_embeddings": 40}),
-    "distilbert": ("DistilBertForMaskedLM", DISTIL),
-    "albert": ("AlbertForMaskedLM", ALBERT),
-    "mistral": ("MistralForCausalLM", {**GROUPED, "sliding_window": 4}),
-    "mixtral": ("MixtralForCausalLM", {**GROUPED, "num_local_experts": 3}),
-    "qwen2": ("Qwen2ForCausalLM", {**GROUPED, "tie_word_embeddings": True}),
-    "gemma": ("GemmaForCausalLM", {**GROUPED, "head_dim": 16}),
-    "phi": ("PhiForCausalLM", SIZES),
-    "gpt_neox": ("GPTNeoXForCausalLM", SIZES),
-    "opt": ("OPTForCausalLM", OPT),
-    "bloom": ("BloomForCausalLM", BLOOM),
-    "bart": ("BartForConditionalGeneration", BART),
-    "mamba": ("MambaForCausalLM", MAMBA),
-}
-VISION = (
-    "alexnet", "densenet121", "googlenet", "mobilenet_v3_small", "efficientnet_b0", "shufflenet_v2_x0_5",
-    "squeezenet1_1", "mnasnet0_5", "regnet_y_400mf", "resnext50_32x4d", "swin_t", "swin_v2_t",
-)  # fmt: skip
+TORCHVISION = (
+    "alexnet densenet121 googlenet mobilenet_v2 mobilenet_v3_small efficientnet_b0 efficientnet_v2_s shufflenet_v2_x0_5 "
+    "squeezenet1_1 mnasnet0_5 regnet_x_400mf regnet_y_400mf resnet34 resnext50_32x4d swin_t swin_v2_t convnext_tiny "
+    "vgg11_bn"
+).split()
+TIMM = (
+    "resnet10t resnetv2_18 seresnet18 skresnet18 res2net50_26w_4s resnest14d regnetx_002 mobilenetv3_small_050 lcnet_035 "
+    "ghostnet_050 hardcorenas_a semnasnet_050 dla46_c hrnet_w18_small selecsls42 ese_vovnet19b_slim_dw cspresnet50 "
+    "repghostnet_050 rexnet_100 inception_next_atto starnet_s1 mambaout_femto efficientvit_b0 edgenext_xx_small "
+    "mobilevit_xxs poolformer_s12 fastvit_t8 repvit_m0_9 pvt_v2_b0 convnext_atto convnextv2_atto "
+    "nf_resnet26 eca_nfnet_l0 lambda_resnet26t davit_tiny focalnet_tiny_srf"
+).split()
+TIMM_SIZED = (  # those that are made for one size of pictures
+    "test_vit test_vit2 test_vit3 test_vit_relpos mixer_s32_224 gmlp_ti16_224 resmlp_12_224 xcit_nano_12_p16_224 "
+    "deit_tiny_patch16_224 cait_xxs24_224 convit_tiny pit_ti_224 twins_pcpvt_small volo_d1_224"
+).split()
+SIZE = 64  # of a picture
+NAMES = (*TORCHVISION, *(f"timm/{name}" for name in [*TIMM, *TIMM_SIZED]), *hugging_face.MODELS)
 
 
 def case(name: str) -> Case:
     """The model of that name. Raises ImportError naming the package that it needs."""
-    if name in VISION:
-        import torchvision
-
-        more = {"init_weights": False} if name == "googlenet" else {}
-        model: nn.Module = getattr(torchvision.models, name)(weights=None, num_classes=CLASSES, **more)
-        return Case(steady(model), pictures(size=64), _classes)
-    import transformers
-
-    kind, options = LANGUAGE[name]
-    found = getattr(transformers, kind)
-    model = found(found.config_class(**options)).train()
-    cuts = ("block",) if name == "albert" else ("block", "layer")  # albert's blocks are one, called several times
-    return Case(steady(model), _labelled, lambda output, y: output.loss, cuts)
+    if name in hugging_face.MODELS:
+        return hugging_face.case(name)
+    package, _, inside = name.rpartition("/")
+    model = _timm(inside) if package else _torchvision(name)
+    return Case(steady(model), pictures(size=SIZE), _classes)
 
 
-def _labelled(generator: torch.Generator) -> tuple[Any, Any]:
-    """The loss is computed inside, from the labels."""
-    x, y = tokens(generator)
-    return {**x, "labels": y}, None
+def package(name: str) -> str:
+    """Where a model comes from."""
+    if name in hugging_face.MODELS:
+        return "transformers"
+    return name.partition("/")[0] if "/" in name else "torchvision"
+
+
+def _torchvision(name: str) -> nn.Module:
+    import torchvision
+
+    more = {"init_weights": False} if name == "googlenet" else {}
+    return getattr(torchvision.models, name)(weights=None, num_classes=CLASSES, **more)
+
+
+def _timm(name: str) -> nn.Module:
+    import timm
+
+    more: dict[str, Any] = {"img_size": SIZE} if name in TIMM_SIZED else {}
+    return timm.create_model(name, num_classes=CLASSES, **more)
 
 
 def _classes(output: Any, y: Tensor) -> Tensor:
