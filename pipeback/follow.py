@@ -21,6 +21,10 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from pipeback.callables import Applied, operator_of
+from pipeback.data_sizes import makes, reads, sizes
+from pipeback.left_behind import attributes, check_unchanged
+
 # what asks a tensor for its numbers
 NUMBERS = {
     "item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__complex__", "__contains__", "equal",
@@ -43,18 +47,6 @@ class Attribute:
     """A parameter or buffer that is used outside of the leaf modules, by its name in the model."""
 
     name: str
-
-
-class Applied:
-    """The call of a custom autograd function."""
-
-    __module__ = "pipeback"
-
-    def __init__(self, function: Any) -> None:
-        self.function, self.__name__ = function, function.__name__
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function.apply(*args, **kwargs)
 
 
 @dataclass
@@ -147,11 +139,10 @@ def follow(
     for tensor in given:
         recorder.new(tensor)
     device = given[0].device if given else torch.device("cpu")
-    before = {path: dict(vars(module)) for path, module in model.named_modules() if not leaves(path, module)}
+    before = attributes(model, leaves)
     with recorder, _calls_heard(recorder):
         output = model(*args, **kwargs) if values is None else functional_call(model, dict(values), args, dict(kwargs))
-    for path, attributes in before.items():
-        _check_unchanged(model, path, attributes)
+    check_unchanged(model, before)
     out, form = recorder.opened(output, recorder.known, "")
     if not out:
         raise ValueError(f"{type(model).__name__} returned no tensor, but {type(output).__name__}")
@@ -189,6 +180,9 @@ class _Recorder(TorchFunctionMode):
         self.seconds: list[float] = []
         self.answers = answers
         self.inside = 0  # of a leaf
+        self.shaped = False  # whether the call that runs has made a size that depends on values
+        self.by_values: set[int] = set()  # numbers of the tensors that come of such calls
+        self.checked: set[int] = set()  # those whose size is checked
         self.stack: list[str] = []
         self.thread = threading.get_ident()
 
@@ -242,6 +236,8 @@ class _Recorder(TorchFunctionMode):
         )
 
     def plain(self, value: Any, where: str, what: str) -> Any:
+        if type(value).__module__ == "numpy" and not getattr(value, "ndim", 1):
+            return value.item()  # a number, as Python has it
         if isinstance(value, PLAIN):
             return value
         raise ValueError(
@@ -256,9 +252,12 @@ class _Recorder(TorchFunctionMode):
         """Number the tensors of what a call has given."""
         if isinstance(output, Tensor):
             call.out = [self.new(output)]
-            return
-        where = call.target if call.module else call.where
-        call.out, call.form = self.opened(output, self.new, where)
+        else:
+            where = call.target if call.module else call.where
+            call.out, call.form = self.opened(output, self.new, where)
+        if self.shaped or any(ref.number in self.by_values for ref in call.refs()):
+            self.by_values.update(call.out)
+        self.shaped = False
 
     def opened(self, value: Any, number: Callable[[Tensor], int], where: str) -> tuple[list[int], Form]:
         """The numbers of the tensors in what a call, or all of it, has given, and where they stand."""
@@ -271,13 +270,15 @@ class _Recorder(TorchFunctionMode):
     # -- calls ---------------------------------------------------------------------------------------------------
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if self.inside or threading.get_ident() != self.thread:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if threading.get_ident() != self.thread:
             return func(*args, **kwargs)
-        name = getattr(func, "__name__", "")
+        self.shaped = self.shaped or makes(name, args, kwargs)
+        if self.inside:
+            return func(*args, **kwargs)
         if name == "__iter__":
             return iter(self.__torch_function__(Tensor.unbind, types, args, kwargs))
-        target = func
+        target = operator_of(func)
         if name == "__get__":  # of a property
             target, args = getattr, (args[0], func.__self__.__name__)
         if name in AWAY and args and isinstance(args[0], Tensor):
@@ -285,6 +286,8 @@ class _Recorder(TorchFunctionMode):
                 f"{self.name(self.where)}.forward calls Tensor.{name}, where nobody can follow; keep to torch "
                 "functions, or give its path in leaves="
             )
+        if reads(name, args):
+            self.check_size(args[0])
         begin = time.perf_counter()
         asks = name in NUMBERS and self.asks(args, kwargs)
         output = self.answered(target, args, kwargs) if asks and self.answers else target(*args, **kwargs)
@@ -304,6 +307,15 @@ class _Recorder(TorchFunctionMode):
         assert self.answers is not None
         call = Call(target, self.place(args, "a decision"), self.place(kwargs, "a decision"), self.where, False)
         return self.answers(call, self.calls, self.constants)
+
+    def check_size(self, tensor: Any) -> None:
+        """Write down that Python has gone by the size of this tensor, where that depends on values."""
+        number = self.numbers.get(id(tensor))
+        if number in self.by_values and number not in self.checked:
+            self.checked.add(number)
+            call = Call(sizes, (Ref(number),), {}, self.where, False)
+            call.check = (sizes(tensor),)
+            self.write(call)
 
     def asks(self, args: Any, kwargs: Any) -> bool:
         """Whether what is asked for its numbers belongs to the micro-batch, not to the model."""
@@ -371,23 +383,6 @@ def _calls_heard(recorder: _Recorder) -> Iterator[None]:
         nn.Module.__call__ = call  # type: ignore[method-assign]
         torch.autograd.Function.apply = classmethod(applied)
         yield
-
-
-def _check_unchanged(model: nn.Module, path: str, before: dict[str, Any]) -> None:
-    module = model.get_submodule(path)
-    now = vars(module)
-    changed = [key for key in {*before, *now} if now.get(key, _same) is not before.get(key, _same)]
-    for key in sorted(changed):
-        try:
-            equal = bool(now[key] == before[key])
-        except Exception:
-            equal = False
-        if not equal:
-            name = f"{type(module).__name__} {path!r}" if path else type(module).__name__
-            raise ValueError(
-                f"{name} changes self.{key} in its forward, which stages would not do again for each micro-batch; "
-                "make it a buffer that is changed in place, or keep the module whole: give its path in leaves="
-            )
 
 
 def _same(value: Any) -> Any:

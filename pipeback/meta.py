@@ -100,3 +100,9 @@ def _reset(layer: nn.Module, where: str) -> None:
 def _tensors(module: nn.Module) -> list[Tensor]:
     """Weights and buffers, each once."""
     return [*module.parameters(), *module.buffers()]
+
+
+def shaped(tensor: Tensor) -> Tensor:
+    """Its shape, under a fake mode; what has no device yet is for the CPU."""
+    device = "cpu" if tensor.is_meta else tensor.device
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device, requires_grad=tensor.requires_grad)

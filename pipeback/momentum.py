@@ -90,9 +90,11 @@ def spike(momentum: float, horizon: float) -> tuple[float, float]:
 
     >>> spike(0.9, 0), spike(0.9, 1)
     ((1.0, 0.0), (0.9, 1.0))
+    >>> spike(1.0, 3)
+    (1.0, 3)
     """
     a = momentum**horizon
-    return a, (1 - a) / (1 - momentum)
+    return a, horizon if momentum == 1 else (1 - a) / (1 - momentum)  # its limit
 
 
 def plain_sgd(group: dict[str, Any]) -> bool:

@@ -24,6 +24,8 @@ from pipeback.decisions import MOST, Decision, decisions, mark, told
 from pipeback.follow import Call, Form, Record, Ref, follow, opened
 from pipeback.granularity import Cuts, Unit, blocks_of, cacheless, chosen, family, joined, leaves, units
 from pipeback.inflight import replica, untouched
+from pipeback.left_behind import FirstCall
+from pipeback.meta import shaped
 from pipeback.ownership import Ownership
 from pipeback.partition import Part
 from pipeback.routes import routes
@@ -224,13 +226,19 @@ class Program:
         return record, known
 
     def _follow(self, arguments: Arguments, real: bool, answers: Sequence[Any] | None = None) -> tuple[Record, Known]:
+        try:
+            return self._follow_once(arguments, real, answers)
+        except FirstCall:  # it has installed what it needs
+            return self._follow_once(arguments, real, answers)
+
+    def _follow_once(self, arguments: Arguments, real: bool, answers: Sequence[Any] | None) -> tuple[Record, Known]:
         if real:
             with self._unchanged():
                 record, _ = follow(self.model, *_apart(arguments), self._leaves)
         else:
             with FakeTensorMode(allow_non_fake_inputs=True) as fake:
                 own = dict([*self.model.named_buffers(), *self.model.named_parameters()])
-                values = {name: _shaped(t) for name, t in own.items()}
+                values = {name: shaped(t) for name, t in own.items()}
                 tensors, form = opened(tuple(arguments))
                 args, kwargs = form.fill([fake.from_tensor(t) for t in tensors])
                 saved = None if answers is None else iter(answers)
@@ -279,8 +287,12 @@ class Program:
 
     def _chain(self, x: Any) -> Any:
         for s, segment in enumerate(self.segments):
-            parts = [replica(part).requires_grad_(s > 0 and part.is_floating_point()) for part in _parts(x)]
-            x = segment(tuple(parts) if len(parts) > 1 else parts[0])
+            try:
+                x = segment(_given(x, s > 0))
+            except RuntimeError as error:
+                if "a leaf Variable" not in str(error):
+                    raise
+                x = segment(_given(x, True, cloned=True))
         return x
 
     # -- stages --------------------------------------------------------------------------------------------------
@@ -360,6 +372,13 @@ def _equal(a: Tensor, b: Tensor) -> bool:
     return bool(same.all())
 
 
+def _given(x: Any, grad: bool, cloned: bool = False) -> Any:
+    """What a stage is given: tensors of its own. cloned: no leaves of the graph, which may not be changed in place."""
+    parts = tuple(replica(part).requires_grad_(grad and part.is_floating_point()) for part in _parts(x))
+    parts = tuple(part.clone() for part in parts) if cloned else parts
+    return parts if len(parts) > 1 else parts[0]
+
+
 def _parts(value: Any) -> tuple[Tensor, ...]:
     return value if type(value) is tuple else (value,)
 
@@ -380,12 +399,6 @@ def _plain(value: Any) -> Any:
         f"a micro-batch has a {type(value).__name__} in it, {value!r}, which a saved state cannot hold; push tensors, "
         "numbers and strings"
     )
-
-
-def _shaped(tensor: Tensor) -> Tensor:
-    """Its shape, under a fake mode; what has no device yet is for the CPU."""
-    device = "cpu" if tensor.is_meta else tensor.device
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device, requires_grad=tensor.requires_grad)
 
 
 def _shown(form: Form) -> str:

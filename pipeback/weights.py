@@ -88,6 +88,12 @@ def _places(path: Path) -> dict[str, Path]:
     index = path / INDEX if path.is_dir() else path
     if index.name.endswith(".json") and index.exists():
         named = json.loads(index.read_text())["weight_map"]
+        for name, file in named.items():
+            if Path(file).is_absolute() or ".." in Path(file).parts:
+                raise ValueError(
+                    f"{index} says that {name!r} is in {file!r}, outside of its folder, which is not followed; move "
+                    "that file beside the index, and name it there by its name alone"
+                )
         return {name: index.parent / file for name, file in named.items()}
     file = path / "model.safetensors" if path.is_dir() else path
     if not file.is_file():

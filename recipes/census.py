@@ -16,6 +16,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 from rich import box
@@ -47,7 +48,7 @@ class Line(NamedTuple):
 def line(name: str, build: Callable[[str], Case], train: Trained) -> Line:
     """Train a model; where it is refused, do what the message says, and train it again."""
     options: dict[str, Any] = {"stages": "block"}
-    said = ""
+    said, bare = "", False
     try:
         case = build(name)
     except Exception as error:
@@ -58,6 +59,9 @@ def line(name: str, build: Callable[[str], Case], train: Trained) -> Line:
         except Exception as error:
             said = f"{type(error).__name__}: {error}"
             cures = cure(str(error)) if isinstance(error, (ValueError, TypeError)) else {}
+            if "use_cache=False" in str(error) and not bare:
+                case, bare = case._replace(batch=partial(_bare, case.batch)), True
+                continue
             if not cures or all(_held(options, key, value) for key, value in cures.items()):
                 return Line(name, "failed", said=said)
             options = joined(options, cures)
@@ -65,6 +69,12 @@ def line(name: str, build: Callable[[str], Case], train: Trained) -> Line:
         verdict = "failed" if difference != 0 else "cured" if said else "ok"
         return Line(name, verdict, rung, stages, difference, _pb(case, options, train), said)
     return Line(name, "failed", said=said)
+
+
+def _bare(batch: Callable[[Any], tuple[Any, Any]], generator: Any) -> tuple[Any, Any]:
+    """Micro-batches that ask for no key-value cache."""
+    x, y = batch(generator)
+    return {**x, "use_cache": False}, y
 
 
 def cure(message: str) -> dict[str, Any]:

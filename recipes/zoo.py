@@ -21,8 +21,8 @@ import math
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from functools import partial
 from difflib import get_close_matches
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch

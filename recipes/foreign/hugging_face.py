@@ -1,4 +1,6 @@
-"""Models of transformers for `pipeback zoo --others`: a class, and what its configuration has that `small` does not say."""
+"""Models of transformers for `pipeback zoo --others`: a class, and options that `small` does not say."""
+
+# ruff: noqa: SIM905 (two hundred names read better as words than as a list of strings)
 
 from __future__ import annotations
 
@@ -69,23 +71,24 @@ def _frames(generator: torch.Generator) -> tuple[Any, None]:
 
 # options -> the classes that need no more
 CAUSAL = (
-    "LlamaForCausalLM GemmaForCausalLM Gemma2ForCausalLM Qwen2ForCausalLM Qwen3ForCausalLM PhiForCausalLM Phi3ForCausalLM "
-    "GPT2LMHeadModel GPTNeoXForCausalLM OPTForCausalLM BloomForCausalLM FalconForCausalLM MptForCausalLM MambaForCausalLM "
-    "BioGptForCausalLM CohereForCausalLM Cohere2ForCausalLM GraniteForCausalLM GraniteMoeForCausalLM GlmForCausalLM "
-    "Glm4ForCausalLM HeliumForCausalLM OlmoForCausalLM Olmo2ForCausalLM Olmo3ForCausalLM StableLmForCausalLM "
-    "Starcoder2ForCausalLM SmolLM3ForCausalLM NemotronForCausalLM PersimmonForCausalLM MixtralForCausalLM XGLMForCausalLM "
-    "CTRLLMHeadModel GPTBigCodeForCausalLM Exaone4ForCausalLM Ernie4_5ForCausalLM ArceeForCausalLM ApertusForCausalLM "
-    "Lfm2ForCausalLM MiniMaxForCausalLM ModernBertDecoderForCausalLM SeedOssForCausalLM HunYuanDenseV1ForCausalLM "
-    "DogeForCausalLM BitNetForCausalLM FalconMambaForCausalLM NanoChatForCausalLM MinistralForCausalLM "
-    "VaultGemmaForCausalLM JetMoeForCausalLM GptOssForCausalLM XLNetLMHeadModel"
+    "LlamaForCausalLM GemmaForCausalLM Gemma2ForCausalLM Qwen2ForCausalLM Qwen3ForCausalLM PhiForCausalLM "
+    "Phi3ForCausalLM GPT2LMHeadModel GPTNeoXForCausalLM OPTForCausalLM BloomForCausalLM FalconForCausalLM "
+    "MptForCausalLM MambaForCausalLM BioGptForCausalLM CohereForCausalLM Cohere2ForCausalLM GraniteForCausalLM "
+    "GraniteMoeForCausalLM GlmForCausalLM Glm4ForCausalLM HeliumForCausalLM OlmoForCausalLM Olmo2ForCausalLM "
+    "Olmo3ForCausalLM StableLmForCausalLM Starcoder2ForCausalLM SmolLM3ForCausalLM NemotronForCausalLM "
+    "PersimmonForCausalLM MixtralForCausalLM XGLMForCausalLM CTRLLMHeadModel GPTBigCodeForCausalLM Exaone4ForCausalLM "
+    "Ernie4_5ForCausalLM ArceeForCausalLM ApertusForCausalLM Lfm2ForCausalLM MiniMaxForCausalLM "
+    "ModernBertDecoderForCausalLM SeedOssForCausalLM HunYuanDenseV1ForCausalLM DogeForCausalLM BitNetForCausalLM "
+    "FalconMambaForCausalLM NanoChatForCausalLM MinistralForCausalLM VaultGemmaForCausalLM JetMoeForCausalLM "
+    "GptOssForCausalLM XLNetLMHeadModel"
 ).split()
 MASKED = (
-    "AlbertForMaskedLM BertForMaskedLM BigBirdForMaskedLM CamembertForMaskedLM DebertaForMaskedLM DebertaV2ForMaskedLM "
-    "DistilBertForMaskedLM ElectraForMaskedLM ErnieForMaskedLM EsmForMaskedLM FlaubertWithLMHeadModel FNetForMaskedLM "
-    "IBertForMaskedLM MegatronBertForMaskedLM MobileBertForMaskedLM ModernBertForMaskedLM MPNetForMaskedLM "
-    "NystromformerForMaskedLM RemBertForMaskedLM RobertaForMaskedLM RobertaPreLayerNormForMaskedLM RoFormerForMaskedLM "
-    "TapasForMaskedLM XLMWithLMHeadModel XLMRobertaForMaskedLM XLMRobertaXLForMaskedLM YosoForMaskedLM "
-    "NomicBertForMaskedLM EuroBertForMaskedLM OpenAIGPTLMHeadModel"
+    "AlbertForMaskedLM BertForMaskedLM BigBirdForMaskedLM CamembertForMaskedLM DebertaForMaskedLM "
+    "DebertaV2ForMaskedLM DistilBertForMaskedLM ElectraForMaskedLM ErnieForMaskedLM EsmForMaskedLM "
+    "FlaubertWithLMHeadModel FNetForMaskedLM IBertForMaskedLM MegatronBertForMaskedLM MobileBertForMaskedLM "
+    "ModernBertForMaskedLM MPNetForMaskedLM NystromformerForMaskedLM RemBertForMaskedLM RobertaForMaskedLM "
+    "RobertaPreLayerNormForMaskedLM RoFormerForMaskedLM TapasForMaskedLM XLMWithLMHeadModel XLMRobertaForMaskedLM "
+    "XLMRobertaXLForMaskedLM YosoForMaskedLM NomicBertForMaskedLM EuroBertForMaskedLM OpenAIGPTLMHeadModel"
 ).split()
 PAIRS = (
     "BartForConditionalGeneration BlenderbotForConditionalGeneration BlenderbotSmallForConditionalGeneration "
@@ -95,8 +98,8 @@ PAIRS = (
 ).split()
 # those that have no attribute decoder_start_token_id until it is given
 STARTED = (
-    "T5ForConditionalGeneration MT5ForConditionalGeneration UMT5ForConditionalGeneration LongT5ForConditionalGeneration "
-    "SwitchTransformersForConditionalGeneration"
+    "T5ForConditionalGeneration MT5ForConditionalGeneration UMT5ForConditionalGeneration "
+    "LongT5ForConditionalGeneration SwitchTransformersForConditionalGeneration"
 ).split()
 SOUNDS = (
     "HubertForSequenceClassification SEWForSequenceClassification UniSpeechForSequenceClassification "
@@ -106,6 +109,7 @@ WAVES = {"conv_dim": [16, 16, 16], "conv_stride": [5, 4, 4], "conv_kernel": [10,
          "num_conv_pos_embedding_groups": 2, "num_feat_extract_layers": 3, "feat_extract_norm": "layer",
          "classifier_proj_size": 16}  # fmt: skip
 PATCHES = {"image_size": 32, "patch_size": 8}
+CONVNEXT = {"patch_size": 4, "hidden_sizes": [8, 16, 16, 32], "depths": [1, 1, 2, 1]}
 TOWER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 SWIN = {**PATCHES, "patch_size": 2, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4}
 PLAIN_PICTURES = (
@@ -125,7 +129,7 @@ MODELS: dict[str, tuple[Batch, dict[str, Any]]] = {
     **{name: (_words, {}) for name in [*CAUSAL, *MASKED]},
     **{name: (_pair, {}) for name in PAIRS},
     **{name: (_pair, {"decoder_start_token_id": 1}) for name in STARTED},
-    **{name: (_sounds, WAVES) for name in SOUNDS},
+    **dict.fromkeys(SOUNDS, (_sounds, WAVES)),
     **{name: (_pictures(32), PATCHES) for name in PLAIN_PICTURES},
     **{name: (_pictures(64), {}) for name in LARGE_PICTURES},
     "MistralForCausalLM": (_words, {"sliding_window": 4}),
@@ -141,7 +145,8 @@ MODELS: dict[str, tuple[Batch, dict[str, Any]]] = {
                                   "expert_layer_period": 2, "num_experts": 2}),
     "RwkvForCausalLM": (_unmasked, {}),
     "ProphetNetForConditionalGeneration": (_pair, {"num_encoder_layers": 2, "num_decoder_layers": 2}),
-    "FSMTForConditionalGeneration": (_equal_pair, {"src_vocab_size": WORDS, "tgt_vocab_size": WORDS, "langs": ["en", "de"]}),
+    "FSMTForConditionalGeneration": (_equal_pair, {"src_vocab_size": WORDS, "tgt_vocab_size": WORDS,
+                                                   "langs": ["en", "de"]}),
     "LEDForConditionalGeneration": (_pair, {"attention_window": 8, "max_encoder_position_embeddings": POSITIONS,
                                             "max_decoder_position_embeddings": POSITIONS}),
     "WhisperForConditionalGeneration": (_spectrum, {"max_source_positions": 32, "max_target_positions": 32,
@@ -150,8 +155,8 @@ MODELS: dict[str, tuple[Batch, dict[str, Any]]] = {
                                                       "input_feat_per_channel": 80, "conv_channels": 32}),
     "SwinForImageClassification": (_pictures(32), SWIN),
     "Swinv2ForImageClassification": (_pictures(32), SWIN),
-    "ConvNextForImageClassification": (_pictures(64), {"patch_size": 4, "hidden_sizes": [8, 16, 16, 32], "depths": [1, 1, 2, 1]}),
-    "ConvNextV2ForImageClassification": (_pictures(64), {"patch_size": 4, "hidden_sizes": [8, 16, 16, 32], "depths": [1, 1, 2, 1]}),
+    "ConvNextForImageClassification": (_pictures(64), CONVNEXT),
+    "ConvNextV2ForImageClassification": (_pictures(64), CONVNEXT),
     "SiglipForImageClassification": (_pictures(32), {"vision_config": {**TOWER, **PATCHES}}),
     "CLIPForImageClassification": (_pictures(32), {"vision_config": {**TOWER, **PATCHES}}),
     "LevitForImageClassification": (_pictures(64), {"image_size": 64, "patch_size": 16}),

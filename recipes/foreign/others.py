@@ -1,4 +1,6 @@
-"""More models, which `pipeback zoo --others` takes a census of: of torchvision, timm and transformers, with random weights."""
+"""More models for the census of `pipeback zoo --others`, of torchvision, timm and transformers, with random weights."""
+
+# ruff: noqa: SIM905 (names read better as words than as a list of strings)
 
 from __future__ import annotations
 
@@ -12,18 +14,19 @@ from pipeback.recipes.foreign import hugging_face
 from pipeback.recipes.foreign.case import CLASSES, Case, pictures, steady
 
 TORCHVISION = (
-    "alexnet densenet121 googlenet mobilenet_v2 mobilenet_v3_small efficientnet_b0 efficientnet_v2_s shufflenet_v2_x0_5 "
-    "squeezenet1_1 mnasnet0_5 regnet_x_400mf regnet_y_400mf resnet34 resnext50_32x4d swin_t swin_v2_t convnext_tiny "
-    "vgg11_bn"
+    "alexnet densenet121 googlenet mobilenet_v2 mobilenet_v3_small efficientnet_b0 efficientnet_v2_s "
+    "shufflenet_v2_x0_5 squeezenet1_1 mnasnet0_5 regnet_x_400mf regnet_y_400mf resnet34 resnext50_32x4d swin_t "
+    "swin_v2_t convnext_tiny vgg11_bn"
 ).split()
 TIMM = (
-    "resnet10t resnetv2_18 seresnet18 skresnet18 res2net50_26w_4s resnest14d regnetx_002 mobilenetv3_small_050 lcnet_035 "
-    "ghostnet_050 hardcorenas_a semnasnet_050 dla46_c hrnet_w18_small selecsls42 ese_vovnet19b_slim_dw cspresnet50 "
-    "repghostnet_050 rexnet_100 inception_next_atto starnet_s1 mambaout_femto efficientvit_b0 edgenext_xx_small "
-    "mobilevit_xxs poolformer_s12 fastvit_t8 repvit_m0_9 pvt_v2_b0 convnext_atto convnextv2_atto "
+    "resnet10t resnetv2_18 seresnet18 skresnet18 res2net50_26w_4s resnest14d regnetx_002 mobilenetv3_small_050 "
+    "lcnet_035 ghostnet_050 hardcorenas_a semnasnet_050 dla46_c hrnet_w18_small selecsls42 ese_vovnet19b_slim_dw "
+    "cspresnet50 repghostnet_050 rexnet_100 inception_next_atto starnet_s1 mambaout_femto efficientvit_b0 "
+    "edgenext_xx_small mobilevit_xxs poolformer_s12 fastvit_t8 repvit_m0_9 pvt_v2_b0 convnext_atto convnextv2_atto "
     "nf_resnet26 eca_nfnet_l0 lambda_resnet26t davit_tiny focalnet_tiny_srf"
 ).split()
-TIMM_SIZED = (  # those that are made for one size of pictures
+# those that are made for one size of pictures
+TIMM_SIZED = (
     "test_vit test_vit2 test_vit3 test_vit_relpos mixer_s32_224 gmlp_ti16_224 resmlp_12_224 xcit_nano_12_p16_224 "
     "deit_tiny_patch16_224 cait_xxs24_224 convit_tiny pit_ti_224 twins_pcpvt_small volo_d1_224"
 ).split()

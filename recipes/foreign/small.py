@@ -1,4 +1,4 @@
-"""Configurations of transformers at a size that trains in milliseconds: what a configuration calls its sizes, made small."""
+"""Configurations of transformers that train in milliseconds: whatever a configuration calls its sizes, made small."""
 
 from __future__ import annotations
 

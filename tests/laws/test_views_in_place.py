@@ -26,8 +26,8 @@ def added(layer, x):
 
 def multiplied(layer, x):
     y = layer.a(x)
-    flat(y).mul_(torch.tanh(layer.b(x)).reshape(-1, WIDTH))
-    return y
+    flat(y).mul_(torch.tanh(x).reshape(-1, WIDTH))
+    return layer.b(y)
 
 
 def by_a_number(layer, x):
@@ -43,22 +43,22 @@ def by_a_weight(layer, x):
 
 
 def by_parts_of_one(layer, x):
-    y, z = layer.a(x), layer.b(x)
+    y, z = layer.a(x), torch.tanh(x)
     y[..., :3].addcmul_(z[..., :3], z[..., 3:], value=0.3)
-    return y
+    return layer.b(y)
 
 
 def a_slice(layer, x):
     y = layer.a(x)
     y[:, 1:3] = torch.tanh(y[:, 1:3] * 2)
-    y[:, 0] = x[:, 0] * y[:, 2].detach()
+    y[:, 0] = x[:, 0] * x[:, 2]
     y[:, -1].div_(2 + torch.sigmoid(x[:, 0]))
     return layer.b(y)
 
 
 def chained(layer, x):
     y = layer.a(x)
-    flat(y).t()[1:4].relu_()
+    flat(y).t()[1:4].mul_(torch.sigmoid(x).flatten(0, 1).t()[2:5])
     y.transpose(0, 1)[..., ::2].exp_()
     return layer.b(y).view(-1, 2, 3).tanh_().view(x.shape)
 
@@ -69,7 +69,9 @@ def drawn(layer, x):
     return layer.b(y)
 
 
-CHANGES = {f.__name__: f for f in (added, multiplied, by_a_number, by_a_weight, by_parts_of_one, a_slice, chained, drawn)}
+CHANGES = {
+    f.__name__: f for f in (added, multiplied, by_a_number, by_a_weight, by_parts_of_one, a_slice, chained, drawn)
+}
 
 
 class Layer(nn.Module):
@@ -146,8 +148,10 @@ def test_saving_calls_no_hook_and_changes_nothing():
     def hooked(layer, x):
         y = layer.a(x)
         flat(y).mul_(torch.tanh(x).reshape(-1, WIDTH))
-        y.register_hook(lambda grad: calls.append(0))
-        return layer.b(y)
+        z = y * 2
+        if z.requires_grad:
+            z.register_hook(lambda grad: calls.append(0))
+        return layer.b(z)
 
     silent, saving = (build(hooked, "sequence", "pb") for _ in range(2))
     for x, y in batches(9):
@@ -171,7 +175,7 @@ def test_a_hidden_number_taken_from_the_weights_is_refused(what):
         if what == "add_":
             flat(y).add_(flat(x), alpha=number)
         else:
-            y[:, int(number * 1e6) % LENGTH] = x[:, 0]
+            y[:, int(number > 18)] = x[:, 0]
         return layer.b(y)
 
     pipe = build(taken, "sequence", "pb")
@@ -180,10 +184,7 @@ def test_a_hidden_number_taken_from_the_weights_is_refused(what):
     for x, y in batches(9):
         pipe.push(x, y)
     state = pipe.state_dict()
-    if what == "slice":  # of which the remainders may agree by chance
-        state["stages"][1]["weight/scale"].fill_(1 / WIDTH / 1e6)
-    else:
-        state["stages"][1]["weight/scale"].add_(1)
+    state["stages"][1]["weight/scale"].add_(1)
     with pytest.raises(ValueError, match=r"stage 1 \(1\).*another graph"):
         build(taken, "sequence", "pb").load_state_dict(state)
 
@@ -231,7 +232,7 @@ def test_a_hidden_function_of_the_weights_is_refused():
 
     def shifted(layer, x):
         y = layer.a(x)
-        flat(y).mul_(torch.sigmoid(layer.scale))
+        flat(y).mul_(layer.scale * 2)
         return layer.b(y)
 
     torch.manual_seed(0)

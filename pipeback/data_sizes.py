@@ -1,0 +1,45 @@
+"""Sizes that depend on values: which calls make them, and where a forward reads them.
+
+`kept = h[mask]` has another size for every micro-batch, and `len(kept)` would be taken down as the number that it was
+for the first. So whatever comes of such a call is marked, and a size that is read of it becomes a check: a later
+micro-batch with another size goes another way, or is refused; it never gets the first one's number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# torch functions whose output has a size that depends on values
+MAKERS = {
+    "nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount", "repeat_interleave", "one_hot",
+    "nms", "batched_nms", "pack_padded_sequence", "pad_packed_sequence", "compressed_view",
+}  # fmt: skip
+FACTORIES = {"arange", "zeros", "ones", "empty", "full", "linspace", "eye", "rand", "randn", "new_zeros", "new_ones"}
+READERS = {"size", "__len__", "numel", "nelement"}  # and the property shape
+
+
+def makes(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call gives a tensor whose size depends on values."""
+    if name in MAKERS:
+        return True
+    if name == "__getitem__":
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        return any(isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8) for x in index)
+    if name == "where":
+        return len(args) + len(kwargs) == 1
+    sizes = args[1:] if name.startswith("new_") else args
+    return name in FACTORIES and any(isinstance(x, Tensor) for x in sizes)
+
+
+def reads(name: str, args: Sequence[Any]) -> bool:
+    """Whether a call tells Python a size of its first argument; a property is read as (tensor, its name)."""
+    return name in READERS or (name == "__get__" and args[1:] == ("shape",))
+
+
+def sizes(tensor: Tensor) -> list[int]:
+    """The size of a tensor, as a state holds it."""
+    return list(tensor.shape)

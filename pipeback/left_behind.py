@@ -1,0 +1,54 @@
+"""What a forward leaves behind in its modules: attributes that stages would not set again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+Attributes = Mapping[str, Mapping[str, Any]]  # of every module, by its path
+NOWHERE = object()
+
+
+class FirstCall(ValueError):
+    """A forward has set plain attributes, as one does that installs something when it is first called."""
+
+
+def attributes(model: nn.Module, leaves: Callable[[str, nn.Module], bool]) -> Attributes:
+    """The attributes of all modules that are looked into."""
+    return {path: dict(vars(module)) for path, module in model.named_modules() if not leaves(path, module)}
+
+
+def check_unchanged(model: nn.Module, before: Attributes) -> None:
+    """Raise ValueError, naming module and attribute, where a forward has set one to something else.
+
+    It is a `FirstCall` where all that has changed is plain (None, bool, int or str): a second forward sets it to what
+    it is already, unless it counts.
+    """
+    found = [
+        (path, key, vars(module).get(key))
+        for path, known in before.items()
+        for module in [model.get_submodule(path)]
+        for key in sorted({*known, *vars(module)})
+        if not _same(known.get(key, NOWHERE), vars(module).get(key, NOWHERE))
+    ]
+    if not found:
+        return
+    path, key, _ = found[0]
+    kind = type(model.get_submodule(path)).__name__
+    error = FirstCall if all(isinstance(value, (type(None), bool, int, str)) for _, _, value in found) else ValueError
+    name, cure = (f"{kind} {path!r}", f"leaves=[{path!r}]") if path else (kind, "give its path in leaves=")
+    raise error(
+        f"{name} changes self.{key} in its forward, which stages would not do again for each micro-batch; "
+        f"make it a buffer that is changed in place, or keep the module whole: {cure}"
+    )
+
+
+def _same(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    try:
+        return bool(a == b)
+    except Exception:
+        return False

@@ -1,0 +1,196 @@
+"""Following a model where Python stands between tensors: operators, numbers of numpy, sizes that depend on values."""
+
+import copy
+import json
+import operator
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import pipeback
+from pipeback import weights
+from pipeback.momentum import spike
+
+
+class Model(nn.Module):
+    """Two layers, and something between them."""
+
+    def __init__(self, between, first=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = first or nn.Linear(4, 4), nn.Linear(4, 4)
+        self.between = between
+
+    def forward(self, x, *more):
+        return self.b(self.between(self, self.a(x), *more))
+
+
+def pipeline(model, example, **options):
+    return pipeback.Pipeline(
+        model, loss=nn.functional.mse_loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), method="sgd",
+        example=example, **{"stages": "layer", **options},
+    )  # fmt: skip
+
+
+def equals_plain_training(model, batches, **options):
+    plain = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    pipe = pipeline(model, batches[0], **options)
+    for x in batches:
+        given = x if isinstance(x, tuple) else (x,)
+        output = plain(*given)
+        y = torch.zeros_like(output)
+        loss = nn.functional.mse_loss(output, y)
+        assert torch.equal(pipe.push(x, y), loss.detach())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for found, wanted in zip(pipe.model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(found, wanted)
+    return pipe
+
+
+def inputs(count=3, samples=5):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(samples, 4, generator=generator) for _ in range(count)]
+
+
+BOTH = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "lt", "le", "gt", "ge", "eq", "ne")
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_operators_between_tensors_and_numbers(name):
+    act = getattr(operator, name)
+
+    def between(own, h):
+        d = h.detach().abs() + 1
+        return h + torch.tanh(act(d, 2) + act(2, d) + 0.5 * act(d, d))
+
+    equals_plain_training(Model(between), inputs())
+
+
+@pytest.mark.parametrize("name", ["neg", "pos", "abs", "invert"])
+def test_operators_of_one_tensor(name):
+    act = getattr(operator, name)
+    between = lambda own, h: h + act(h > 0 if name == "invert" else h)  # noqa: E731
+    equals_plain_training(Model(between), inputs())
+
+
+@pytest.mark.parametrize("name", ["iadd", "isub", "imul", "itruediv", "ipow"])
+def test_operators_in_place(name):
+    act = getattr(operator, name)
+    equals_plain_training(Model(lambda own, h: act(h.clone(), 2)), inputs())
+
+
+def test_products():
+    equals_plain_training(Model(lambda own, h: torch.tanh((h @ h.T) @ h)), inputs())
+
+
+@pytest.mark.parametrize("number", [np.sqrt(4), np.float32(1.5), np.int64(3), np.bool_(True), np.float64("inf")])
+def test_numbers_of_numpy(number):
+    equals_plain_training(Model(lambda own, h: h / (number + 1.0) + h.sum(np.int64(1), keepdim=True)), inputs())
+
+
+# -- sizes that depend on values ---------------------------------------------------------------------------------
+
+
+READ = {
+    "len": len,
+    "shape": lambda kept: kept.shape[0],
+    "size": lambda kept: kept.size(0),
+    "numel": lambda kept: kept.numel() // 4,
+    "of what comes of it": lambda kept: (2 * kept).shape[0],
+}
+
+
+def kept_by(how):
+    return lambda own, h, i: h[i > 0].sum(0) / how(h[i > 0]) + h
+
+
+@pytest.mark.parametrize("how", READ)
+def test_a_size_that_python_reads_is_never_the_first_micro_batchs(how):
+    same = [(x, torch.tensor([1, 1, 0, 0, 1])) for x in inputs()]
+    equals_plain_training(Model(kept_by(READ[how])), same)
+    pipe = pipeline(Model(kept_by(READ[how])), same[0])
+    pipe.push(same[0], torch.zeros(5, 4))
+    other = (same[1][0], torch.tensor([1, 0, 0, 0, 0]))
+    with pytest.raises(
+        pipeback.StageError, match=r"stage \d.*sizes gave \[1, 4\], but \[3, 4\] when the model was followed"
+    ):
+        pipe.push(other, torch.zeros(5, 4))
+
+
+class Kept(nn.Module):
+    def forward(self, h, i):
+        return kept_by(len)(self, h, i)
+
+
+def test_the_deciding_module_as_a_leaf_is_the_cure():
+    def between(own, h, i):
+        return own.kept(h, i)
+
+    model = Model(between)
+    model.kept = Kept()
+    batches = [(x, (torch.arange(5) <= n).long()) for n, x in enumerate(inputs())]
+    equals_plain_training(model, batches, leaves=["kept"])
+
+
+def test_sizes_that_nobody_reads_may_change():
+    def between(own, h, i):
+        kept = h[i > 0]
+        return torch.zeros_like(h).index_add(0, (i > 0).nonzero().flatten(), 2 * kept) + h
+
+    batches = [(x, (torch.arange(5) <= n).long()) for n, x in enumerate(inputs())]
+    equals_plain_training(Model(between), batches)
+
+
+# -- what a forward does to its modules and inputs ---------------------------------------------------------------
+
+
+def test_what_is_installed_at_the_first_call_is_installed():
+    def between(own, h):
+        if not getattr(own, "installed", False):
+            own.installed = True
+            own.b.register_forward_hook(lambda module, given, output: 2 * output)
+        return h
+
+    equals_plain_training(Model(between), inputs())
+
+
+@pytest.mark.parametrize("method", ["sgd", "pb"])
+def test_a_change_in_place_of_what_enters_a_stage(method):
+    def between(own, h):
+        h += 1
+        return h
+
+    embedding = nn.Embedding(7, 4)
+    model = Model(between, embedding)
+    batches = [torch.arange(5) + n for n in range(3)]
+    if method == "sgd":
+        equals_plain_training(model, batches, stages=["b"])
+    equals_plain_training(Model(lambda own, h: own.b(between(own, h)), embedding), batches, stages="layer")
+
+
+# -- numbers and names of files ----------------------------------------------------------------------------------
+
+
+def test_spike_compensation_without_decay_is_its_limit():
+    assert spike(1.0, 3) == (1.0, 3)
+    assert spike(1 - 1e-9, 3)[1] == pytest.approx(3)
+
+
+@pytest.mark.parametrize("file", ["../other/model.safetensors", "/tmp/model.safetensors", "a/../../b"])
+def test_an_index_does_not_lead_out_of_its_folder(file, tmp_path):
+    (tmp_path / weights.INDEX).write_text(json.dumps({"weight_map": {"0.weight": file}}))
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="'0.weight' is in .*outside of its folder"):
+        pipeback.Pipeline(
+            model,
+            loss=nn.functional.mse_loss,
+            optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+            method="sgd",
+            init=tmp_path,
+        )
