@@ -11,7 +11,7 @@ their place, the graph is built with hooks on all that it saves: which of them a
 from __future__ import annotations
 
 import inspect
-from ast import literal_eval
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import TorchDispatchMode
 
+_OWN = __file__, os.path.dirname(torch.__file__)
 MARK = "CopySlices "  # how a line of a signature begins that says what one of its operations is given
 
 
@@ -45,7 +46,7 @@ def uses(node: Any, where: str = "") -> list[Use]:
     watch = _Watch(seed)
     with torch.no_grad(), watch:
         node(seed)
-    if where and watch.function is not None:
+    if where and watch.function:
         raise TypeError(
             f"{where}: {watch.function}, a Function of its own, changes a view in place (x.view(…), y[0], what a layer "
             "returns), and what torch keeps for it cannot be reached; give it a copy (x = x.clone() before), or "
@@ -86,12 +87,12 @@ def taken(nodes: Sequence[Any], known: set[int], where: str) -> tuple[list[Tenso
 
 def fit(
     nodes: Sequence[Any], known: set[int], lines: Sequence[str], handles: Handles | None
-) -> list[tuple[Handle, str]] | None:
-    """Where the values belong in a graph built anew: handles, each with "t" and the number of its value, or a number.
+) -> list[tuple[Handle, int]] | None:
+    """Where the values belong in a graph built anew: handles, each with the number of its value.
 
     None if the graph is another one than that of `lines`.
     """
-    found: list[tuple[Handle, str]] = []
+    found: list[tuple[Handle, int]] = []
     made = [use for node in filter(hides, nodes) for use in uses(node)]
     if len(made) != len(lines):
         return None
@@ -102,17 +103,12 @@ def fit(
         for each, word in zip(use.given, words, strict=True):
             if isinstance(each, Tensor) and not _within(each, known):
                 handle = None if handles is None else handles.of(each)
-                if handle is None or word in (".", "w"):
+                if handle is None or not word.startswith("t"):
                     return None
-                found.append((handle, word))
+                found.append((handle, int(word[1:])))
             elif word != ("w" if isinstance(each, Tensor) else each):
                 return None
     return found
-
-
-def number(text: str) -> Any:
-    """What was written as a word: torch shows a 0-d tensor that was made of a number as that number."""
-    return float(text) if text.strip("-") in ("inf", "nan") else literal_eval(text)
 
 
 class Handle:
@@ -175,13 +171,19 @@ class _Watch(TorchDispatchMode):
         self._made: dict[Any, Tensor] = {}
         self._make(seed)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports its compiler at the first operation
+
     def _make(self, tensor: Tensor) -> None:
         self._made[_place(tensor)] = tensor  # it stays, so that no other gets its place
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.function is None:
-            self.function = _function()
+        function = _python()
+        if function is not None or func is torch.ops.aten.detach.default:  # which gives the same, now and then
+            self.function = self.function or function
+            return func(*args, **kwargs)
         given: list[str | Tensor] = []
         for each in _flat((args, tuple(kwargs.values()))):
             if isinstance(each, Tensor):
@@ -216,11 +218,13 @@ def _within(tensor: Tensor, known: set[int]) -> bool:
     return tensor.layout is torch.strided and tensor.untyped_storage()._cdata in known
 
 
-def _function() -> str | None:
-    """The custom Function whose backward computes just now, if that is so."""
-    frame = inspect.currentframe()
+def _python() -> str | None:
+    """Whose Python computes just now: the name of a custom Function, "" for hooks that bring what was saved."""
+    frame, found = inspect.currentframe(), None
     while frame is not None and frame.f_code is not uses.__code__:
         if frame.f_code is BackwardCFunction.apply.__code__:
             return type(frame.f_locals["self"]).__name__.removesuffix("Backward")
+        if frame.f_code is Handles.unpack.__code__ or not frame.f_code.co_filename.startswith(_OWN):
+            found = ""
         frame = frame.f_back
-    return None
+    return found

@@ -128,7 +128,7 @@ def put_back(
     signature = signature[: len(signature) - len(lines)]
     with nullcontext() if handles is None else handles.looking(known):
         found = [
-            (name, raw if handles is None else handles.of(t))
+            (name, raw if handles is None else handles.of(t) or raw)  # hooks are not told of numbers
             for name, t, raw in _shown(roots)
             if t.untyped_storage()._cdata not in known
         ]
@@ -147,7 +147,7 @@ def put_back(
     given = iter(values)
     for _, raw in found:
         give = _Give(next(given), device)
-        if handles is not None:
+        if isinstance(raw, hidden.Handle):
             raw.give = give
             continue
         try:
@@ -160,12 +160,8 @@ def put_back(
     for (node, key, _), (_, _, text) in zip(attributes, kept, strict=True):
         setattr(node, key, literal_eval(text) if text else _Give(next(given), device)(None))
     rest = [_Give(value, device) for value in given]
-    for handle, word in places:
-        if handle.give is None:
-            alone = not word.startswith("t")
-            handle.give = (
-                _Give(torch.full_like(handle.tensor, hidden.number(word)), None) if alone else rest[int(word[1:])]
-            )
+    for handle, number in places:
+        handle.give = rest[number]
 
 
 def _plain(value: Any) -> bool:

@@ -14,7 +14,8 @@ FLOORS = [
     ["events", "schedules", "order", "timeline", "recording", "ledger", "plugins", "sizes"],
     [
         "bundle", "method", "momentum", "lazy", "link", "partition", "norms", "meta", "form", "flat", "packed",
-        "skipping", "slot", "follow", "decisions", "segment", "hidden", "inflight", "granularity", "ownership", "routes",
+        "skipping", "slot", "follow", "decisions", "segment", "hidden", "inflight", "granularity", "ownership",
+        "routes",
         "program", "ladder", "drawing", "compiled", "stage", "strip", "repeat", "offload", "activations", "joint",
         "team", "watch", "replicas", "shelf", "densities", "masks", "sparsity", "shards", "sparse", "store",
         "pages", "disk", "residence", "rounded", "traffic", "streams", "streaming", "worker", "snapshot",
