@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 from torch import nn
 
 Attributes = Mapping[str, Mapping[str, Any]]  # of every module, by its path
 NOWHERE = object()
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class FirstCall(ValueError):
     """A forward has set plain attributes, as one does that installs something when it is first called."""
+
+
+def twice(follow: Callable[P, R]) -> Callable[P, R]:
+    """Follow once more where the first call has installed something."""
+
+    @wraps(follow)
+    def followed(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return follow(*args, **kwargs)
+        except FirstCall:
+            return follow(*args, **kwargs)
+
+    return followed
 
 
 def attributes(model: nn.Module, leaves: Callable[[str, nn.Module], bool]) -> Attributes:

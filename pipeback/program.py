@@ -24,7 +24,7 @@ from pipeback.decisions import MOST, Decision, decisions, mark, told
 from pipeback.follow import Call, Form, Record, Ref, follow, opened
 from pipeback.granularity import Cuts, Unit, blocks_of, cacheless, chosen, family, joined, leaves, units
 from pipeback.inflight import replica, untouched
-from pipeback.left_behind import FirstCall
+from pipeback.left_behind import twice
 from pipeback.meta import shaped
 from pipeback.ownership import Ownership
 from pipeback.partition import Part
@@ -225,13 +225,8 @@ class Program:
             self.units = joined(timed, self.cuts, by)
         return record, known
 
+    @twice
     def _follow(self, arguments: Arguments, real: bool, answers: Sequence[Any] | None = None) -> tuple[Record, Known]:
-        try:
-            return self._follow_once(arguments, real, answers)
-        except FirstCall:  # it has installed what it needs
-            return self._follow_once(arguments, real, answers)
-
-    def _follow_once(self, arguments: Arguments, real: bool, answers: Sequence[Any] | None) -> tuple[Record, Known]:
         if real:
             with self._unchanged():
                 record, _ = follow(self.model, *_apart(arguments), self._leaves)

@@ -58,7 +58,10 @@ def _torchvision(name: str) -> nn.Module:
 
 
 def _timm(name: str) -> nn.Module:
-    import timm
+    try:
+        import timm
+    except ImportError as error:
+        raise ImportError("models of timm need it: pip install timm") from error
 
     more: dict[str, Any] = {"img_size": SIZE} if name in TIMM_SIZED else {}
     return timm.create_model(name, num_classes=CLASSES, **more)

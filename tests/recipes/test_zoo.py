@@ -8,7 +8,7 @@ pytest.importorskip("rich")
 pytest.importorskip("torchvision")
 pytest.importorskip("transformers")
 
-from pipeback.recipes import foreign, zoo
+from pipeback.recipes import census, foreign, zoo
 from tests.recipes.cli import pipeback
 
 
@@ -44,8 +44,53 @@ def test_mistakes_are_one_line(word, text, tmp_path):
     assert done.returncode and text in done.stderr and len(done.stderr.strip().splitlines()) == 1
 
 
+def trained(script):
+    """What training a model gives or raises, one after the other, and the options it was given."""
+    seen = []
+
+    def train(case, method, options):
+        if method != "sgd":
+            return 4, "d", math.nan
+        seen.append(options)
+        found = script[len(seen) - 1]
+        if isinstance(found, Exception):
+            raise found
+        return 4, "d", found
+
+    return train, seen
+
+
+@pytest.mark.parametrize("script, verdict", [
+    ([0.0], "ok"),
+    ([1e-9], "failed"),
+    ([ValueError('no blocks; use stages="layer"'), 0.0], "cured"),
+    ([ValueError("give leaves=['a']"), ValueError("give leaves=['b']"), 0.0], "cured"),
+    ([ValueError("give leaves=['a']"), ValueError("give leaves=['a']"), 0.0], "failed"),
+    ([ValueError('use stages="layer"'), 1e-9], "failed"),
+    ([ValueError("it cannot be"), 0.0], "failed"),
+    ([RuntimeError('crashed; use stages="layer"'), 0.0], "failed"),
+])  # fmt: skip
+def test_a_verdict_of_the_census_is_what_comes_of_what_is_said(script, verdict):
+    train, seen = trained(script)
+    found = census.line("lstm", foreign.build, train)
+    assert found.verdict == verdict
+    if verdict == "cured":
+        assert seen[-1] != seen[0] and (set(seen[-1].get("leaves", [])) in (set(), {"a", "b"}))
+    counted = census.counts([found])
+    assert counted.startswith(f"1 models: {int(verdict == 'ok')} ok, {int(verdict == 'cured')} refused with a cure")
+
+
+def test_the_census_of_three_models(tmp_path):
+    names = ("CTRLLMHeadModel", "IBertForMaskedLM", "ResNetForImageClassification")
+    done = pipeback("zoo", "--others", *names, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "3 models: 3 ok, 0 refused with a cure, 0 failed; 100.0 % train exactly" in done.stdout
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("name", [*foreign.WHERE, *foreign.OTHERS])
 def test_every_model(name):
+    if name.startswith("timm/"):
+        pytest.importorskip("timm")
     for row in zoo.rows(name, 20, 1e-4):
         assert row.good, row
