@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 # torch functions whose output has a size that depends on values
 MAKERS = {
@@ -19,7 +20,8 @@ MAKERS = {
     "nms", "batched_nms", "pack_padded_sequence", "pad_packed_sequence", "compressed_view",
 }  # fmt: skip
 FACTORIES = {"arange", "zeros", "ones", "empty", "full", "linspace", "eye", "rand", "randn", "new_zeros", "new_ones"}
-READERS = {"size", "__len__", "numel", "nelement"}  # and the property shape
+READERS = {"size", "stride", "__len__", "numel", "nelement"}
+PROPERTIES = {"shape", "nbytes"}  # which tell a size, too
 
 
 def makes(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -27,7 +29,7 @@ def makes(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     if name in MAKERS:
         return True
     if name == "__getitem__":
-        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        index = pytree.tree_leaves(args[1])
         return any(isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8) for x in index)
     if name == "where":
         return len(args) + len(kwargs) == 1
@@ -37,7 +39,7 @@ def makes(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 def reads(name: str, args: Sequence[Any]) -> bool:
     """Whether a call tells Python a size of its first argument; a property is read as (tensor, its name)."""
-    return name in READERS or (name == "__get__" and args[1:] == ("shape",))
+    return name in READERS or (name == "__get__" and args[1] in PROPERTIES)
 
 
 def sizes(tensor: Tensor) -> list[int]:

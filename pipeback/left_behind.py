@@ -15,7 +15,7 @@ R = TypeVar("R")
 
 
 class FirstCall(ValueError):
-    """A forward has set plain attributes, as one does that installs something when it is first called."""
+    """A forward has set marks, as one does that installs something when it is first called."""
 
 
 def twice(follow: Callable[P, R]) -> Callable[P, R]:
@@ -39,8 +39,8 @@ def attributes(model: nn.Module, leaves: Callable[[str, nn.Module], bool]) -> At
 def check_unchanged(model: nn.Module, before: Attributes) -> None:
     """Raise ValueError, naming module and attribute, where a forward has set one to something else.
 
-    It is a `FirstCall` where all that has changed is plain (None, bool, int or str): a second forward sets it to what
-    it is already, unless it counts.
+    It is a `FirstCall` where all that has changed is a mark (None, a bool or a string): a second forward sets it to
+    what it is already. A number is none: it may go by the size of the micro-batch.
     """
     found = [
         (path, key, vars(module).get(key))
@@ -53,11 +53,12 @@ def check_unchanged(model: nn.Module, before: Attributes) -> None:
         return
     path, key, _ = found[0]
     kind = type(model.get_submodule(path)).__name__
-    error = FirstCall if all(isinstance(value, (type(None), bool, int, str)) for _, _, value in found) else ValueError
-    name, cure = (f"{kind} {path!r}", f"leaves=[{path!r}]") if path else (kind, "give its path in leaves=")
+    error = FirstCall if all(isinstance(value, (type(None), bool, str)) for _, _, value in found) else ValueError
+    name = f"{kind} {path!r}" if path else kind
+    cure = f"keep the module whole: leaves=[{path!r}]" if path else "set it in a module whose path you give in leaves="
     raise error(
         f"{name} changes self.{key} in its forward, which stages would not do again for each micro-batch; "
-        f"make it a buffer that is changed in place, or keep the module whole: {cure}"
+        f"make it a buffer that is changed in place, or {cure}"
     )
 
 

@@ -41,7 +41,7 @@ class Line(NamedTuple):
     rung: str = ""
     stages: int = 0
     difference: float = math.nan
-    pb: str = ""  # the difference of its last loss is not asked for: "trains", or the error's name
+    pb: str = ""  # "trains", "a function of weights", or the name of another error
     said: str = ""  # what it was refused with, or failed with
 
 
@@ -121,8 +121,9 @@ def counts(lines: Iterable[Line]) -> str:
     found, pb = Counter(n.verdict for n in lines), Counter(n.pb for n in lines if n.pb)
     single = sum(n.stages == 1 for n in lines)
     right = 100 * (found["ok"] + found["cured"]) / max(len(lines), 1)
+    models = "1 model" if len(lines) == 1 else f"{len(lines)} models"
     return (
-        f"{len(lines)} models: {found['ok']} ok, {found['cured']} refused with a cure, {found['failed']} failed; "
+        f"{models}: {found['ok']} ok, {found['cured']} refused with a cure, {found['failed']} failed; "
         f"{right:.1f} % train exactly, {single} of them as one stage.\n"
         f"pb: {', '.join(f'{count} {what}' for what, count in pb.most_common())}."
     )
