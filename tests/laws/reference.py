@@ -57,6 +57,27 @@ def backward(w: Tensors, x: Array, y: Array, g: Array, last: bool) -> tuple[Tens
     return (dz.T @ x, dz.sum(axis=0)), dz @ w[0]
 
 
+class Layers:
+    """The network that most laws run on: W, b and tanh a stage, and a mean squared error."""
+
+    def __init__(self, stages: int) -> None:
+        self.last = stages - 1
+
+    def forward(self, s: int, w: Tensors, x: Array) -> tuple[Array, Any]:
+        """What stage s gives, and what its backward needs of it."""
+        y = forward(w, x, s == self.last)
+        return y, (x, y)
+
+    def backward(self, s: int, w: Tensors, kept: Any, g: Array) -> tuple[Tensors, Array]:
+        """Gradients of the stage's tensors and of its input, for g of its output, on the weights of the backward."""
+        return backward(w, *kept, g, s == self.last)
+
+    def loss(self, output: Array, target: Array) -> tuple[float, Array]:
+        """The mean squared error, and its gradient of the output."""
+        error = output - target
+        return float((error * error).mean()), 2 * error / error.size
+
+
 def clipped(gradients: Tensors, largest: float | None) -> Tensors:
     """g ← g · min(1, c / (‖g‖ + 1e-6)), the norm over all tensors of the stage."""
     if largest is None:
@@ -104,7 +125,21 @@ def spiked(horizon: float, u: int, w: Array, v: Array, q: Array, g: Array, o: Op
     return Moved(w - o["lr"] * (a * v + b * g), v, q)
 
 
-RULES = {"sgd": sgd, "adam": adam, "adamw": adamw}
+def rmsprop(u: int, w: Array, v: Array, q: Array, g: Array, o: Options) -> Moved:
+    """q ← α q + (1−α) g²,  w ← w − η g / (√q + ε)."""
+    g, alpha = entering(w, g, o), o.get("alpha", 0.99)
+    q = alpha * q + (1 - alpha) * g * g
+    return Moved(w - o["lr"] * g / (np.sqrt(q) + o.get("eps", 1e-8)), v, q)
+
+
+def adagrad(u: int, w: Array, v: Array, q: Array, g: Array, o: Options) -> Moved:
+    """q ← q + g²,  w ← w − η / (1 + u·λ_η) · g / (√q + ε), u from 0."""
+    g = entering(w, g, o)
+    q = q + g * g
+    return Moved(w - o["lr"] / (1 + u * o.get("lr_decay", 0)) * g / (np.sqrt(q) + o.get("eps", 1e-10)), v, q)
+
+
+RULES = {"sgd": sgd, "adam": adam, "adamw": adamw, "rmsprop": rmsprop, "adagrad": adagrad}
 
 
 # -- the recurrence, and what each method puts in its place ----------------------------------------------------------
@@ -118,15 +153,31 @@ class Recurrence:
     """
 
     def __init__(
-        self, weights: Sequence[Tensors], rule: str, *, slack: int, every: int | None = 1, clip: float | None = None
+        self,
+        weights: Sequence[Tensors],
+        rule: str,
+        *,
+        slack: int,
+        every: int | None = 1,
+        clip: float | None = None,
+        largest: float | None = None,
+        samples: bool = False,
+        network: Any = None,
     ) -> None:
+        """clip, largest: bounds of the averaged gradient's norm, and then of each of its entries.
+
+        samples: micro-batches of a group weigh by their samples. network: what stages compute and what the loss is,
+        shaped like `Layers`.
+        """
         self.stages, self.rule, self.slack, self.every, self.clip = len(weights), RULES[rule], slack, every, clip
+        self.largest, self.samples, self.network = largest, samples, network or Layers(len(weights))
         zeros = [tuple(np.zeros_like(p) for p in w) for w in weights]
         self.history = [[Version(w, zero, zero, zero)] for w, zero in zip(weights, zeros, strict=True)]
         self.pushed = 0  # micro-batches so far
         self.start, self.base = 0, 0  # micro-batches and updates when the pipeline was last empty
         self.ledger: list[tuple[int, str, int, int]] = []  # (stage, kind, micro-batch, version)
         self._group: list[list[Tensors]] = []  # gradients not yet in an update: [micro-batch][stage]
+        self._weigh: list[float] = []  # what each of them counts
         self._options: Snapshot = ()
         self.recompute = False
 
@@ -167,25 +218,26 @@ class Recurrence:
     def push(self, x: Array, target: Array, options: Snapshot) -> float:
         """Take one micro-batch all the way; its loss."""
         i, j, last = self.pushed, self.pushed - self.start, self.stages - 1
-        xs, used = [x], []
+        xs, used, kept = [x], [], []
         for s in range(self.stages):
             u = self.version_forward(s, j)
             used.append(self.forward_weights(s, u, options[s]))
-            xs.append(forward(used[s], xs[s], s == last))
+            y, needed = self.network.forward(s, used[s], xs[s])
+            xs.append(y)
+            kept.append(needed)
             self.ledger.append((s, "F", i, u))
-        error = xs[-1] - target
-        g = 2 * error / error.size
-        loss = float((error * error).mean())
+        loss, g = self.network.loss(xs[-1], target)
         gradients: list[Tensors] = []
         for s in reversed(range(self.stages)):
             u = self.version_backward(s, j)
-            w, y = self.backward_weights(s, u, used[s], options[s]), xs[s + 1]
+            w, needed = self.backward_weights(s, u, used[s], options[s]), kept[s]
             if self.recompute:
-                y = forward(w, xs[s], s == last)
-                g = 2 * (y - target) / y.size if s == last else g
-            own, g = backward(w, xs[s], y, g, s == last)
+                y, needed = self.network.forward(s, w, xs[s])
+                g = self.network.loss(y, target)[1] if s == last else g
+            own, g = self.network.backward(s, w, needed, g)
             gradients.insert(0, own)
             self.ledger.append((s, "B", i, u))
+        self._weigh.append(len(x) if self.samples else 1)
         self._group.append(gradients)
         self._options = options  # of the last micro-batch in the group
         self.pushed += 1
@@ -194,18 +246,16 @@ class Recurrence:
         return loss
 
     def _update(self) -> None:
-        count = len(self._group)
         for s in range(self.stages):
             u = len(self.history[s]) - 1
-            total = self._group[0][s]
-            for more in self._group[1:]:
-                total = tuple(a + b for a, b in zip(total, more[s], strict=True))
-            mean = clipped(tuple(g / count for g in total), self.clip)
-            w, v, q = zip(
-                *(self.step(s, u, self.pushed - 1, p, g, self._options[s][p]) for p, g in enumerate(mean)), strict=True
-            )
+            total = tuple(sum(n * g for n, g in zip(self._weigh, each)) for each in zip(*(g[s] for g in self._group)))
+            mean = clipped(tuple(g / sum(self._weigh) for g in total), self.clip)
+            if self.largest is not None:
+                mean = tuple(np.clip(g, -self.largest, self.largest) for g in mean)
+            moved = [self.step(s, u, self.pushed - 1, p, g, self._options[s][p]) for p, g in enumerate(mean)]
+            w, v, q = zip(*moved) if moved else ((), (), ())
             self.history[s].append(Version(w, v, q, self.displaced(s, u, w)))
-        self._group = []
+        self._group, self._weigh = [], []
 
     def drain(self) -> None:
         """Finish what is in flight, a short group included; the next micro-batch finds an empty pipeline."""

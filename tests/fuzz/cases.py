@@ -1,0 +1,99 @@
+"""Methods and optimizers that are fuzzed: how the library gets one, and what the recurrence takes instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tests.laws.reference import RULES, Array, Moved, Options, Recurrence
+from tests.laws.test_equations import ANY, PAIRS, PLAIN, VELOCITY, Pair, create
+
+
+class Counting(torch.optim.Optimizer):
+    """SGD whose rate falls by a count in its group, as schedule-free optimizers and Prodigy count."""
+
+    def __init__(self, params: Any, lr: float, weight_decay: float = 0.0) -> None:
+        super().__init__(params, dict(lr=lr, weight_decay=weight_decay, k=0))
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["k"] += 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    p -= group["lr"] / (1 + 0.3 * group["k"]) * (p.grad + group["weight_decay"] * p)
+
+
+class Counter(torch.optim.Optimizer):
+    """The same with its count on itself."""
+
+    def __init__(self, params: Any, lr: float, weight_decay: float = 0.0) -> None:
+        super().__init__(params, dict(lr=lr, weight_decay=weight_decay))
+        self.k = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.k += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p -= group["lr"] / (1 + 0.3 * self.k) * (p.grad + group["weight_decay"] * p)
+
+
+class Halved(torch.optim.SGD):
+    """A subclass with a step of its own: half of SGD's."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        before = [[p.clone() for p in group["params"]] for group in self.param_groups]
+        super().step()
+        for group, old in zip(self.param_groups, before):
+            for p, was in zip(group["params"], old):
+                p.lerp_(was, 0.5)
+
+
+def _counting(u: int, w: Array, v: Array, q: Array, g: Array, o: Options) -> Moved:
+    """w ← w − η / (1 + 0.3 u) · (g + λ w), u from 1."""
+    return Moved(w - o["lr"] / (1 + 0.3 * (u + 1)) * (g + o.get("weight_decay", 0) * w), v, q)
+
+
+def _halved(u: int, w: Array, v: Array, q: Array, g: Array, o: Options) -> Moved:
+    moved = RULES["sgd"](u, w, v, q, g, o)
+    return moved._replace(w=(w + moved.w) / 2)
+
+
+RULES.setdefault("counting", _counting)
+RULES.setdefault("halved", _halved)
+
+Optimizer = tuple[Callable[..., torch.optim.Optimizer], str, dict[str, Any]]
+OPTIMIZERS: dict[str, Optimizer] = {
+    "sgd": (torch.optim.SGD, "sgd", {"lr": 0.05}),
+    "momentum": (torch.optim.SGD, "sgd", {"lr": 0.02, "momentum": 0.9}),
+    "nesterov": (torch.optim.SGD, "sgd", {"lr": 0.02, "momentum": 0.8, "nesterov": True}),
+    "dampening": (torch.optim.SGD, "sgd", {"lr": 0.03, "momentum": 0.8, "dampening": 0.3}),
+    "maximize": (torch.optim.SGD, "sgd", {"lr": 0.01, "momentum": 0.5, "maximize": True}),
+    "adam": (torch.optim.Adam, "adam", {"lr": 0.01, "betas": (0.8, 0.95)}),
+    "adamw": (torch.optim.AdamW, "adamw", {"lr": 0.01, "betas": (0.8, 0.95)}),
+    "rmsprop": (torch.optim.RMSprop, "rmsprop", {"lr": 0.005, "alpha": 0.9, "eps": 1e-3}),
+    "adagrad": (torch.optim.Adagrad, "adagrad", {"lr": 0.02, "lr_decay": 0.1}),
+    "counting": (Counting, "counting", {"lr": 0.05}),
+    "counter": (Counter, "counting", {"lr": 0.05}),
+    "halved": (Halved, "halved", {"lr": 0.04, "momentum": 0.8}),
+}
+
+METHODS: dict[str, Pair] = {
+    **PAIRS,
+    "gpipe": Pair(lambda _: create("gpipe"), lambda w, r, **k: Recurrence(w, r, slack=0, every=None, **k)),
+    "one_f_one_b": Pair(lambda _: create("one_f_one_b"), lambda w, r, **k: Recurrence(w, r, slack=0, every=None, **k)),
+}
+EACH_PUSH = ("gpipe", "one_f_one_b")  # whose flush is a push
+
+
+def optimizers(method: str) -> list[str]:
+    """Those that a method's equations allow."""
+    allowed = METHODS[method].optimizers
+    if allowed == ANY:
+        return list(OPTIMIZERS)
+    return [*allowed, "maximize"] if allowed in (PLAIN, VELOCITY) else list(allowed)
