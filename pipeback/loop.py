@@ -38,11 +38,13 @@ class Loop:
         self.at_once = at_once
         self.fresh = True  # the next micro-batch begins the schedule anew
         self.pushed = 1  # micro-batches that it was begun for
+        self._rested = True  # nothing goes on elsewhere
         self._waves: Iterator[Wave] = iter(())  # what may still be done, from the updates that are due on
 
     def push(self, batches: Sequence[Batch], options: Options) -> None:
         """Let micro-batches in one by one, and do all that may then be done."""
         order, worker, link = self.order, self.worker, self.worker.link
+        self._look()
         if self.fresh:
             self._begin(len(batches), at_once=self.at_once)
         elif (self.owner is not None or self.at_once) and order.empty:
@@ -65,6 +67,7 @@ class Loop:
                 worker.run(order.advance(i + 1))
         if together:
             worker.run(order.advance(order.arrived + len(batches)))
+        self._remember()
         if self.method.flush_each_push:
             self.drain()
 
@@ -75,6 +78,7 @@ class Loop:
             self.worker.run(self.order.close(self.order.arrived))
             self.worker.settle()
             self.fresh = True
+            self._remember()
 
     # -- micro-batches in three parts, for a loss that is computed outside -----------------------------------------
 
@@ -151,14 +155,28 @@ class Loop:
 
     def settle(self) -> None:
         """Do all that may be done; the program of a schedule that is over has more to come, which never will."""
+        self._look()
         waves, self._waves = self._waves, iter(())
         self.worker.run(waves if self.fresh else chain(waves, self.order.rest()))
         self.worker.settle()
+        self._remember()
 
     def rest(self) -> None:
         """Do all that may be done, and wait for what is done elsewhere."""
         self.settle()
         self.worker.residence.rest()
+        self._rested = True
+        self._remember()
+
+    def _look(self) -> None:
+        """What the user has put into optimizers counts from here on; while updates go on elsewhere, nobody may."""
+        if self._rested or self.worker.residence.joins:
+            self.worker.reread.look()
+        self._rested = False
+
+    def _remember(self) -> None:
+        if self._rested or self.worker.residence.joins:
+            self.worker.reread.remember()
 
     def _begin(self, pushed: int, *, at_once: bool = False) -> None:
         order, worker = self.order, self.worker

@@ -40,7 +40,9 @@ class When(NamedTuple):
     entry: int = 0  # the version of stage 0 when i entered there (methods with `needs_entry`)
 
 
-State = dict[str, Any]  # a method's own state: lists of tensors (or None), one a weight, and plain numbers
+# a method's own state: lists of tensors (or None), one a weight, and plain numbers; "velocity", where it begins with
+# None, is torch's momentum buffers, and others when somebody has put others into the optimizer
+State = dict[str, Any]
 
 
 class Shift(NamedTuple):

@@ -21,6 +21,7 @@ from pipeback.link import Link, Message, Name
 from pipeback.method import Method, When, overrides
 from pipeback.order import Kind, Ops, Order, Wave
 from pipeback.replicas import Replicas
+from pipeback.reread import Reread
 from pipeback.residence import Asked, Residence, Resident, forget_casts
 from pipeback.stage import Flight, Stage, Sums, differentiate
 from pipeback.team import Team
@@ -75,6 +76,7 @@ class Worker:
         self._hooks: dict[tuple[int, ...], list[Team]] = {}  # whose F or B one call of a hook serves
         self._first, self._last = min(self.stages), max(self.stages)
         self._apart = any(stage.keeping is not None and stage.keeping.apart for stage in stages)
+        self.reread = Reread(stages, method)
 
     def record(self, on: bool) -> None:
         """Measure every operation from now on."""

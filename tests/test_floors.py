@@ -18,7 +18,7 @@ FLOORS = [
         "hidden", "inflight", "granularity", "ownership", "routes", "program", "ladder", "drawing", "compiled", "stage",
         "strip", "repeat", "offload", "activations", "joint",
         "team", "watch", "replicas", "shelf", "densities", "masks", "sparsity", "shards", "sparse", "store",
-        "pages", "disk", "residence", "rounded", "traffic", "streams", "streaming", "worker", "snapshot",
+        "pages", "disk", "residence", "rounded", "traffic", "streams", "streaming", "reread", "worker", "snapshot",
         "loop", "graphs", "capture", "rings", "adaptive", "rows", "proof", "stash", "stack", "graphed", "tick",
         "steady", "vectorized", "runtime", "state", "frame", "vigil", "wire", "semaphore", "ring", "beats", "activity",
         "blame", "health", "joining", "digest", "ranks", "clocks", "processes", "wiring", "weights", "holding",
