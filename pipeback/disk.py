@@ -4,6 +4,7 @@
                                     store's, rank-0, rank-1, …, and holds what this rank's store keeps
     FOLDER/stage-000.pages          regions of stage 0: see `pages`
     FOLDER/version-00000012.json    the last committed version: which region is what, its CRC-32, and plain values
+    FOLDER/committed                there is, or was, such a version
 
 A commit writes what is in flight beside what lies there already, waits for the disk, and gives its JSON the name by one
 rename. Regions that a committed version names are not overwritten before the next one is committed by all ranks, so
@@ -34,6 +35,7 @@ from pipeback.stage import Stage
 from pipeback.store import HostStore, Store
 
 FORMAT = 1
+MARK = "committed"  # the file that says so
 SELDOM = 256  # micro-batches between commits of methods that never flush
 SMALL = 4096  # bytes: what is smaller stays in memory, as a step counter does
 
@@ -96,6 +98,11 @@ class DiskStore(Store):
     def versions(self) -> set[int]:
         """The numbers of the committed versions: one, or two after a kill while ranks were committing."""
         return {int(path.stem.removeprefix("version-")) for path in self.folder.glob("version-*.json")}
+
+    @property
+    def begun(self) -> tuple[bool, bool]:
+        """Whether anything was committed to the folder, as it says itself; whether there are pages of stages."""
+        return (self.folder / MARK).exists(), any(self.folder.glob("stage-*.pages"))
 
     def choose(self, number: int) -> None:
         """Go on from this version."""
@@ -237,6 +244,7 @@ class DiskStore(Store):
             draft.write_bytes(shelf.sealed(self.committed))
             shelf.sync(draft)
             draft.rename(file)
+            (self.folder / MARK).touch()
             shelf.sync(self.folder)
 
     def forget(self) -> None:

@@ -251,3 +251,28 @@ def together(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for key in ("entries", "options", "sizes"):
         whole[key] = {i: v for part in parts for i, v in part[key].items()}
     return whole
+
+
+def check_progress(saved: dict[str, Any], arrived: int, stages: int) -> None:
+    """Raise ValueError unless a loop of so many stages may stand there after `arrived` micro-batches."""
+    order = saved["order"]
+    begun = order["arrived"] - order["start"]
+    for name in ("fetched", "forwards", "backwards", "updated"):
+        if len(order[name]) != stages or not all(type(n) is int for n in order[name]):
+            raise ValueError(f"the state does not say of {stages} stages how far they are ({name}); {_EDITED}")
+    counts = zip(order["fetched"], order["forwards"], order["backwards"], order["updated"], strict=True)
+    for s, (fetched, forwards, backwards, updated) in enumerate(counts):
+        least = 1 + forwards + backwards  # operations taken from the program, the next one included
+        if order["arrived"] != arrived or not 0 <= updated <= backwards <= forwards <= begun <= arrived:
+            raise ValueError(
+                f"the state says of stage {s} that of {begun} micro-batches {forwards} have gone forward, {backwards} "
+                f"backward and {updated} into the weights, after {arrived} in all; {_EDITED}"
+            )
+        if not least <= fetched <= least + updated:
+            raise ValueError(
+                f"the state says of stage {s} that {fetched} operations were taken from its schedule, where {forwards} "
+                f"forwards and {backwards} backwards make {least} to {least + updated}; {_EDITED}"
+            )
+
+
+_EDITED = "it was edited or damaged, load another one"

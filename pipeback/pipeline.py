@@ -58,6 +58,7 @@ from pipeback.survey import survey
 from pipeback.traffic import Traffic, together
 from pipeback.vectorized import fitting, stacked
 from pipeback.watch import Watch
+from pipeback.weights import aliases
 
 
 class Pipeline:
@@ -219,6 +220,7 @@ class Pipeline:
             named = {id(t): key for key, t in self._model.state_dict(keep_vars=True).items()}
             for stage in self._stages:
                 stage.take_names(named)
+            self._aliases = aliases(self._model)
             shards = self.ranks.several and self.replicas > 1 and not isinstance(home, DeviceStore | None)
             if shards:
                 share_out(self._stages, self.ranks.replica, self.replicas, policy)
@@ -739,12 +741,13 @@ class Pipeline:
     def values(self) -> Iterator[tuple[int, dict[str, Tensor]]]:
         """(stage, copies of its newest weights and buffers), one of this process's stages after the other.
 
-        Under the names that they have in the user's model.
+        Under the names that they have in the user's model; a weight that has several comes under each.
         """
         self.wait()
         for stage in self._holding.mine:
             if not stage.replica:
-                yield stage.index, {stage.names[key]: v for key, v in self._holding.values(stage).items()}
+                found = self._holding.values(stage).items()
+                yield stage.index, {name: v for key, v in found for name in self._aliases[stage.names[key]]}
 
     def expanded(self, weight: Tensor, value: Tensor) -> Tensor:
         """What belongs to the survivors of a weight, in a dense tensor. weight: as the optimizer has it."""

@@ -137,6 +137,11 @@ def look(path: Path) -> dict[str, Any]:
     if document["format"] != FORMAT:
         raise CheckpointError(f"{file}: has format {document['format']}, this pipeback reads {FORMAT}; update pipeback")
     for name, facts in document["files"].items():
+        if name in ("", ".", "..") or {"/", os.sep, os.altsep} & set(name):
+            raise CheckpointError(
+                f"{file}: names {name!r}, which is no file of this folder, and is not followed: it was edited; "
+                "restore the folder from a copy"
+            )
         _check_size(path / name, facts["size"])
     return document
 

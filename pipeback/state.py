@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pipeback import snapshot
 from pipeback.joint import Options, plain_groups, restored
-from pipeback.loop import Loop, Messages, together
+from pipeback.loop import Loop, Messages, check_progress, together
 from pipeback.method import Method
 from pipeback.stage import Stage
 
@@ -210,6 +210,8 @@ def fits(
         raise ValueError(
             f"the state belongs to optimizers {sorted(set(plain['optimizer']))}, here are {sorted(set(mine))}"
         )
+    for place in plain["loops"]:
+        check_progress(place, plain["arrived"], len(stages))
     for stage, tensors in zip(stages, state["stages"], strict=True):
         if tensors:  # a checkpoint of which only the own stages were read has no others
             snapshot.check(stage, _part(stage, tensors))

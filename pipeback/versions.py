@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,12 +46,23 @@ class Commits:
 
 def choose(store: DiskStore, ranks: Ranks | Alone) -> None:
     """Go on from the newest version that the folders of all ranks hold, if they hold any."""
-    everywhere = ranks.gather(store.versions, "Pipeline()")
-    common = set.intersection(*everywhere)
+    everywhere = ranks.gather((store.versions, store.begun), "Pipeline()")
+    common = set.intersection(*(there for there, _ in everywhere))
     if common:
         store.choose(max(common))
-    elif any(everywhere):
+    elif any(there for there, _ in everywhere):
         raise StoreError(f"{store.folder}: the ranks hold no version in common; give the store an empty folder")
+    elif any(committed for _, (committed, _) in everywhere):
+        raise StoreError(
+            f"{store.root}: a version was committed here, but version-*.json is missing, without which nobody "
+            "knows what lies where; restore the folder from a copy, or give the store an empty one to begin anew"
+        )
+    elif store.begun[1]:
+        warnings.warn(
+            f"{store.folder}: there are pages of stages but no version: training ended before its first commit, and "
+            "begins anew",
+            stacklevel=5,
+        )
 
 
 def found(store: DiskStore, ranks: Ranks | Alone, mine: Sequence[int] | None, count: int) -> dict[str, Any] | None:

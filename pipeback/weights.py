@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -65,6 +66,8 @@ def save(pipe: Any, folder: str | Path) -> Path:
     for s, values in pipe.values():
         file = f"model-{s + 1:05d}-of-{count:05d}.safetensors"
         tensors = {key: value.contiguous() for key, value in values.items()}
+        shared = Counter(map(id, tensors.values()))  # a file has a copy for each name of a tied weight
+        tensors = {key: value.clone() if shared[id(value)] > 1 else value for key, value in tensors.items()}
         if tensors:
             _safetensors_torch().save_file(tensors, folder / f"{file}.partial", metadata={"format": "pt"})
             os.replace(folder / f"{file}.partial", folder / file)
@@ -80,6 +83,14 @@ def save(pipe: Any, folder: str | Path) -> Path:
         os.replace(path.with_suffix(".partial"), path)
     pipe.ranks.gather(None, "weights.save()")
     return path
+
+
+def aliases(model: nn.Module) -> dict[str, list[str]]:
+    """All names of each tensor of a model's state_dict, by each of them: tied weights have several."""
+    by_tensor: dict[int, list[str]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        by_tensor.setdefault(id(tensor), []).append(name)
+    return {name: names for names in by_tensor.values() for name in names}
 
 
 @lru_cache(4)

@@ -239,6 +239,61 @@ def test_an_edited_state(two, tmp_path):
         checkpoint.read(folder / "step-00000009")
 
 
+def resealed(folder, change):
+    """Edit state.json, its own checksum included."""
+    document = shelf.unsealed(folder / "state.json")
+    change(document)
+    (folder / "state.json").write_bytes(shelf.sealed(document))
+
+
+@pytest.mark.parametrize("outside", ["../{name}", "{folder}/{name}", "inner/../../{name}", ".."])
+def test_names_that_lead_out_of_the_folder_are_not_followed(two, outside, tmp_path):
+    shutil.copytree(two, folder := tmp_path / "copy")
+    newest, pipe = folder / "step-00000009", trained(3, seed=6)
+    before = everything(pipe)
+    shutil.move(newest / "stage-000.safetensors", folder / "stage-000.safetensors")
+    name = outside.format(folder=folder, name="stage-000.safetensors")
+
+    def change(document):
+        document["files"][name] = document["files"].pop("stage-000.safetensors")
+
+    resealed(newest, change)
+    with pytest.raises(CheckpointError, match="no file of this folder, and is not followed.*restore the folder"):
+        checkpoint.load(pipe, newest)
+    assert torch.equal(before, everything(pipe))
+    with pytest.warns(UserWarning, match="passed over: .*is not followed"):
+        checkpoint.load(pipe, folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "found"),
+    [
+        ("fetched", 10**15, "stage 1 that 1000000000000000 operations were taken from its schedule"),
+        ("fetched", 1.5, "how far they are .fetched."),
+        ("forwards", 10**15, "1000000000000000 have gone forward"),
+        ("start", -1, "of 10 micro-batches"),
+        ("arrived", 10**15, "of 1000000000000000 micro-batches"),
+    ],
+)
+def test_a_place_that_cannot_be(two, name, value, found, tmp_path):
+    """It would be looked for for ever."""
+    shutil.copytree(two / "step-00000009", folder := tmp_path / "step-00000009")
+    pipe = trained(3, seed=6)
+    before = everything(pipe)
+
+    def change(document):
+        order = document["state"]["plain"]["loops"][0]["order"]
+        if isinstance(order[name], list):
+            order[name][1] = value
+        else:
+            order[name] = value
+
+    resealed(folder, change)
+    with pytest.raises(ValueError, match=f"the state .*{found}.*load another one"):
+        checkpoint.load(pipe, folder)
+    assert torch.equal(before, everything(pipe))
+
+
 def test_nothing_to_load(two, tmp_path):
     pipe = trained(2)
     assert checkpoint.latest(tmp_path) is None and checkpoint.latest(tmp_path / "nowhere") is None

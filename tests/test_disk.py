@@ -150,6 +150,24 @@ def test_an_edited_version(folder):
         build(folder, "pb")
 
 
+def test_a_version_that_is_missing(folder):
+    (file,) = folder.glob("version-*.json")
+    content = file.read_bytes()
+    file.unlink()
+    with pytest.raises(StoreError, match=r"version-\*.json is missing.*restore the folder from a copy, or give"):
+        build(folder, "pb")
+    file.write_bytes(content)
+    assert train(folder, "pb", 3).arrived == 12
+
+
+def test_pages_without_a_version(tmp_path):
+    build(tmp_path, "pb").close()  # ended before the first commit
+    with pytest.warns(UserWarning, match="pages of stages but no version: .* begins anew"):
+        pipe = build(tmp_path, "pb")
+    assert pipe.arrived == 0
+    pipe.close()
+
+
 def test_truncated_pages(folder):
     file = folder / "stage-001.pages"
     os.truncate(file, 4096)

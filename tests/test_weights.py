@@ -71,3 +71,24 @@ def test_what_does_not_fit(tmp_path):
     save_file({**values, "2.0.extra": torch.zeros(1)}, tmp_path / "c.safetensors")
     with pytest.raises(ValueError, match=r"stage 2 \(2\): .* has '2.0.extra', which the model has not"):
         pipeline(absent(), "pb", init=tmp_path / "c.safetensors")
+
+
+def test_every_name_of_tied_weights(tmp_path):
+    def tied(tie):
+        torch.manual_seed(0)
+        first, last = nn.Embedding(7, 6), nn.Linear(6, 7, bias=False)
+        if tie:
+            last.weight = first.weight
+        return nn.Sequential(nn.Sequential(first, nn.Tanh(), last), nn.Linear(7, 7))
+
+    pipe = pipeline(tied(True), "pb")
+    x = torch.arange(4)
+    pipe.push(x, torch.randn(4, 7))
+    path = weights.save(pipe, tmp_path)
+    written = {}
+    for file in tmp_path.glob("*.safetensors"):
+        written.update(load_file(file))
+    assert set(json.loads(path.read_text())["weight_map"]) == set(written) == set(pipe.model.state_dict())
+    plain = tied(False)
+    plain.load_state_dict(written)  # strict
+    assert torch.equal(plain.eval()(x), pipe.evaluate(x))
