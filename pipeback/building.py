@@ -38,6 +38,7 @@ class Building(NamedTuple):
             stage = Stage(s, n, part.module, part.name, self.method, factory, judge, self.masters)
             stage.seed, stage.replica = torch.initial_seed(), replica
             stage.keeping = keeping(self.activations[s])
+            stage.gradients.shows = self.loss is None
             if self.compile:
                 keep = compiled.faithful(self.method, self.delays[s]) and self.activations[s] != "recompute"
                 stage.call = compiled.Compiled(part.module, s, compiled.options(self.compile, keep))

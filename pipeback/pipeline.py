@@ -401,6 +401,8 @@ class Pipeline:
             self._open()
             if isinstance(self._runtime, (Inline, Processes)):
                 self._do(partial(self._runtime.step, self.method.flush_each_push))
+                for stage in self._holding.mine:
+                    stage.gradients.hide()
                 if self.method.flush_each_push:
                     self._ahead.restart()
                 self._commit_if_due()

@@ -13,9 +13,10 @@ import torch
 
 from pipeback.bundle import Weights, add_scaled, copy
 from pipeback.events import Kind
+from pipeback.gradients import Sums
 from pipeback.method import Method, Past, Shift, When, overrides
 from pipeback.order import Ops, Wave
-from pipeback.stage import Stage, Sums
+from pipeback.stage import Stage
 from pipeback.team import Team
 
 

@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from pipeback.gradients import Sums
 from pipeback.order import Ops
 from pipeback.residence import Held, Resident
-from pipeback.stage import Stage, Sums
+from pipeback.stage import Stage
 
 _Some = TypeVar("_Some", bound=Sequence[Held])
 

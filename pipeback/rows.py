@@ -132,17 +132,17 @@ class Rows:
         for r in rows:
             if r not in begun:
                 self._summed.discard(r)
-                for p, some in zip(self.stages[r].params, grads, strict=True):
-                    p.grad = some[r]
+                self.stages[r].gradients.values = [some[r] for some in grads]
         for ours in (True, False):
-            pairs = [(p, some[r]) for r in begun if (r in self._summed) == ours
-                     for p, some in zip(self.stages[r].params, grads, strict=True)]  # fmt: skip
-            if ours and pairs:
-                torch._foreach_add_([p.grad for p, _ in pairs], [g for _, g in pairs])  # type: ignore[misc]
-            elif pairs:
-                totals = torch._foreach_add([p.grad for p, _ in pairs], [g for _, g in pairs])  # type: ignore[misc]
-                for (p, _), total in zip(pairs, totals, strict=True):
-                    p.grad = total
+            some = [r for r in begun if (r in self._summed) == ours]
+            old: list[Any] = [g for r in some for g in self.stages[r].gradients.values]
+            new = [rows[r] for r in some for rows in grads]
+            if ours and old:
+                torch._foreach_add_(old, new)
+            elif old:
+                totals = torch._foreach_add(old, new)
+                for n, r in enumerate(some):
+                    self.stages[r].gradients.values = list(totals[n * len(grads) : (n + 1) * len(grads)])
         self._summed.update(begun)
 
     def spread(self) -> None:
@@ -152,7 +152,7 @@ class Rows:
             self._summed.clear()
         for n, whole in enumerate(sums or ()):
             for stage, row in zip(self.stages, whole.unbind(), strict=True):
-                stage.params[n].grad = row
+                stage.gradients.values[n] = row
 
     def step(self) -> bool:
         """U of all stages at once, where that is a step of Adam for each, or of momentum SGD. False: nothing was done.

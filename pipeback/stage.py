@@ -6,16 +6,16 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import _engine_run_backward
 
 from pipeback import meta
 from pipeback.bundle import Bundle, Weights
 from pipeback.drawing import Drawing
 from pipeback.flat import Flat
+from pipeback.gradients import Gradients, Sums, clipped, differentiate, nothing
 from pipeback.method import Method, State
 from pipeback.segment import Segment
 from pipeback.slot import Slot
@@ -33,13 +33,6 @@ OptimizerFactory = Callable[[Any], torch.optim.Optimizer]  # given a list of par
 HALF = torch.bfloat16, torch.float16
 drawing = threading.RLock()  # the default generator is one a process; whoever draws from it has it to itself
 _COPY = "copy values into the weights in place, or build a new Pipeline"
-
-
-class Sums(NamedTuple):
-    """Gradient sums of one update, and how many micro-batches (or samples) they are of."""
-
-    grads: Sequence[Tensor | None]
-    number: float
 
 
 class Flight:
@@ -120,12 +113,14 @@ class Stage:
         self.slot: Slot | None = None  # their place on the device, if they are only there when needed
         self.sparse: Sparse | None = None  # which of the weights survive
         self.shard: Shard | None = None  # what this rank's store keeps of the weights, if others keep the rest
+        self.gradients = Gradients(self.params)
         self.spilled: Sequence[Tensor | None] | None = None  # sums of gradients that left the device with the weights
         first = next(module.parameters(), None)
         self.device = None if first is None or first.is_meta else first.device
         # a stage without weights still has an optimizer, so that schedulers attach to every stage alike
         self.optimizer = optimizer(list(self.weights) or [nn.Parameter(torch.empty(0))])
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # a twin steps; schedulers need not warn
+        self.optimizer.zero_grad = nothing  # type: ignore[method-assign]  # its weights have a gradient while it steps
         self.state: State = {}
         self.stash = method.copies == "stash"
         self.history = method.history(index, stages)
@@ -211,6 +206,7 @@ class Stage:
         self.state, self.scratch, self.homes = {}, None, []
         self.masters, self.halves = [], []
         self.home = self.slot = self.spilled = None
+        self.gradients.take()
         meta.let_go(self.module)
         meta.move(self.weights, "meta")
 
@@ -277,13 +273,12 @@ class Stage:
 
     def grads(self) -> Sequence[Tensor | None]:
         """The sums of gradients for the coming update."""
-        return [p.grad for p in self.params] if self.spilled is None else self.spilled
+        return self.gradients.values if self.spilled is None else self.spilled
 
     def put_sums(self, grads: Sequence[Tensor | None]) -> None:
         """Have these sums of gradients, where the weights are."""
         self.spilled = None if self.slot is None else grads
-        for p, g in zip(self.params, grads, strict=True):
-            p.grad = g if self.slot is None else None
+        self.gradients.put(grads if self.slot is None else [None] * len(self.params))
 
     def memory(self) -> list[Tensor]:
         """Tensors whose memory the graphs in flight refer to: the weights, and their place on the device."""
@@ -318,7 +313,7 @@ class Stage:
         roots: list[Tensor] = []
         seeds: list[Tensor] = []
         flight = self.begin_backward(mb, grad, roots, seeds)
-        differentiate(roots, seeds)
+        differentiate(roots, seeds, flight.leaves, [self.gradients])
         return self.end_backward(flight)
 
     def update(self, mb: int) -> None:
@@ -382,9 +377,6 @@ class Stage:
 
     def begin_backward(self, mb: int, grad: Value, roots: list[Tensor], seeds: list[Tensor]) -> Flight:
         """Append what B(mb) differentiates, and the gradients it starts from (on the last stage None means 1)."""
-        if not self.count:
-            for p in self.params:
-                p.grad = None  # whatever others may have left there
         flight = self.flights.pop(mb)
         self.options = flight.options
         output = flight.output if flight.again is None else flight.again(self, flight)
@@ -411,12 +403,9 @@ class Stage:
         return tuple(grads) if flight.tuple_input else grads[0]
 
     def sums(self) -> Sums:
-        """Take the gradient sums that autograd left in the parameters' `.grad`, in micro-batch order, and the count."""
+        """Take the gradient sums, in micro-batch order, and the count."""
         count, self.count = self.count, 0.0
-        grads = [p.grad for p in self.params]
-        for p in self.params:
-            p.grad = None
-        return Sums(grads, count)
+        return Sums(self.gradients.take(), count)
 
     def average(
         self, sums: Sums, clip_norm: float | None, clip_value: float | None = None
@@ -426,34 +415,15 @@ class Stage:
         Returns also whether the gradient was clipped, as a 0-d tensor; None where nothing clips.
         """
         grads, count = sums
-        clipped = None
         if self.masters:
             grads = [None if g is None else g.to(w.dtype) for w, g in zip(self.weights, grads, strict=True)]
         if count != 1:
             grads = [None if g is None else g / count for g in grads]
         if clip_norm is not None or clip_value is not None:
-            grads, clipped = _clipped(grads, clip_norm, clip_value, None if self.shard is None else self.shard.norm)
-        return grads, clipped
-
-    def packed(self) -> Tensor:
-        """The gradient sums in one vector, then which weights have one, then the count: what replicas add up."""
-        there = [float(p.grad is not None) for p in self.params]
-        kind = self.params[0] if self.params else torch.empty(0)
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.params]
-        # a half type cannot count far; sums of two replicas in float32 round to the same half
-        dtype = torch.promote_types(kind.dtype, torch.float32)
-        tail = torch.tensor([*there, self.count], dtype=dtype, device=kind.device)
-        return torch.cat([*(g.flatten().to(kind.device, dtype) for g in grads), tail])
-
-    def unpack(self, total: Tensor) -> None:
-        """Take the sum of all replicas for one's own."""
-        n = len(self.params)
-        flags = total[total.numel() - n - 1 :].tolist()
-        self.count = flags.pop()
-        at = 0
-        for p, there in zip(self.params, flags, strict=True):
-            p.grad = total[at : at + p.numel()].view_as(p).to(p) if there else None
-            at += p.numel()
+            # others that have the rest of the gradient ask for the norm, too
+            total = self.shard.norm(grads) if self.shard is not None and clip_norm is not None and grads else None
+            return clipped(grads, clip_norm, clip_value, total)
+        return grads, None
 
     def check_weight(self, turn: int) -> None:
         """Raise if a weight is not what was built, at its place in memory: another one at every turn, for speed."""
@@ -529,31 +499,6 @@ class Stage:
         return sum(w.numel() * w.element_size() for w in self.weights)
 
 
-def _clipped(
-    grads: Sequence[Tensor | None],
-    norm: float | None,
-    value: float | None,
-    whole: Callable[[Sequence[Tensor | None]], Tensor] | None = None,
-) -> tuple[Sequence[Tensor | None], Tensor | None]:
-    """whole: the norm where others have the rest of the gradient; they ask for it, too."""
-    there = [g for g in grads if g is not None]
-    total = whole(grads) if whole is not None and norm is not None and grads else None
-    if not there:
-        return grads, None
-    clipped = None
-    if norm is not None:
-        total = torch.nn.utils.get_total_norm(there) if total is None else total
-        # not clip_grad_norm_, which would change a gradient that was just sent upstream
-        scale = torch.clamp(norm / (total + 1e-6), max=1.0)
-        grads = [None if g is None else g * scale.to(g.dtype) for g in grads]
-        clipped = scale < 1
-    if value is not None:
-        over = torch.stack([(g.abs() > value).any() for g in grads if g is not None]).any()
-        grads = [None if g is None else g.clamp(-value, value) for g in grads]
-        clipped = over if clipped is None else clipped | over
-    return grads, clipped
-
-
 def grown(output: Value) -> list[Tensor]:
     """The tensors of an output from which gradients can start."""
     return [y for y in (output if isinstance(output, tuple) else (output,)) if y.requires_grad]
@@ -564,13 +509,6 @@ def cut(output: Value) -> Value:
     if isinstance(output, tuple):
         return tuple(part.detach() for part in output)
     return output.detach()
-
-
-def differentiate(roots: list[Tensor], seeds: list[Tensor]) -> None:
-    """One autograd call through any number of graphs: gradients are added to the leaves' `.grad`."""
-    if roots:
-        # what torch.autograd.backward calls, without its checks in Python of every root: the engine checks them, too
-        _engine_run_backward(tuple(roots), tuple(seeds), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def evaluate(stages: Sequence[Stage], x: Value) -> Value:

@@ -78,6 +78,8 @@ def _loops(holding: Holding, setting: Setting, owner: list[int], bound: int, clo
         part = OneReplica(sums, replica) if sums else None
         for worker, link in enumerate(links(owner, lambda: ThreadWire(bound, closed))):
             mine = [stage for stage in stages if owner[stage.index] == worker]
+            for stage in mine:
+                stage.gradients.threaded = True
             loops.append(_loop(holding, setting, mine, link, part, replica))
     return loops
 

@@ -26,13 +26,14 @@ from torch import Tensor
 
 from pipeback.bundle import Weights, add_scaled
 from pipeback.events import Kind, Op
+from pipeback.gradients import Sums
 from pipeback.method import Method, Past, Shift, overrides
 from pipeback.order import Ops, Wave
 from pipeback.packed import scatter, unpack
 from pipeback.residence import Ask, Asked, forget_casts
 from pipeback.shards import Column
 from pipeback.slot import Pool, Slot
-from pipeback.stage import Stage, Sums
+from pipeback.stage import Stage
 from pipeback.store import Store, lay
 from pipeback.streams import Streams
 from pipeback.traffic import Traffic
@@ -144,7 +145,7 @@ class Streaming:
         """What was brought lies there until its room is needed."""
 
     def collect(self, stage: Stage) -> None:
-        """Sums of gradients that left the device are in the parameters' `.grad` again."""
+        """Sums of gradients that left the device are there again."""
         self._return_sums(stage)
 
     def update(self, stages: Sequence[Stage], make: Callable[[Sequence[Sums]], None]) -> None:
@@ -383,13 +384,11 @@ class Streaming:
             under_way[1].exception()
             self._streams.arrived(slot)
         stage = self.stages[s]
-        if stage.count and stage.spilled is None and any(p.grad is not None for p in stage.params):
-            sums, wait = self._streams.leave(self._surviving(stage, [p.grad for p in stage.params]))
+        if stage.count and stage.spilled is None and any(g is not None for g in stage.gradients.values):
+            sums, wait = self._streams.leave(self._surviving(stage, stage.gradients.take()))
             wait()
             # on the CPU they are autograd's own, and may be the gradient that was sent upstream
             stage.spilled = [g if g is None or g.is_pinned() else g.clone() for g in sums]
-            for p in stage.params:
-                p.grad = None
             self._count(gradients_out=_bytes(sums))
             self.store.put(stage)
         self.pool.dismiss(slot)
@@ -405,10 +404,10 @@ class Streaming:
             self._count(sums_in=_bytes(sums))
         sums = [g if g is None or not to_device else g.to(slot.device) for g in sums]
         indices = [None] * len(sums) if stage.sparse is None else stage.sparse.packed
-        for p, g, index in zip(stage.params, sums, indices, strict=True):
+        for n, (p, g, index) in enumerate(zip(stage.params, sums, indices, strict=True)):
             if index is not None and g is not None and g.shape != p.shape:
-                g = scatter(g, unpack(index.to(g.device)), torch.empty_like(p, device=g.device))
-            p.grad = g
+                sums[n] = scatter(g, unpack(index.to(g.device)), torch.empty_like(p, device=g.device))
+        stage.gradients.put(sums)
 
     # -- counting ------------------------------------------------------------------------------------------------
 

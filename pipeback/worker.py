@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pipeback.bundle import Weights
+from pipeback.gradients import Sums, differentiate
 from pipeback.joint import Options, hooked, joinable
 from pipeback.ledger import Ledger
 from pipeback.link import Link, Message, Name
@@ -23,7 +24,7 @@ from pipeback.order import Kind, Ops, Order, Wave
 from pipeback.replicas import Replicas
 from pipeback.reread import Reread
 from pipeback.residence import Asked, Residence, Resident, forget_casts
-from pipeback.stage import Flight, Stage, Sums, differentiate
+from pipeback.stage import Flight, Stage
 from pipeback.team import Team
 from pipeback.watch import Watch
 
@@ -210,7 +211,8 @@ class Worker:
             except Exception as error:
                 raise self._failed("backward", stage, i, error) from error
         try:
-            differentiate(roots, seeds)
+            leaves = [leaf for flight in flights for leaf in flight.leaves]
+            differentiate(roots, seeds, leaves, [stages[s].gradients for s, _ in ops])
         except Exception as error:
             raise StageError(self._culprit(ops, flights, error)) from error
         for (s, i), flight in zip(ops, flights, strict=True):
@@ -243,7 +245,7 @@ class Worker:
         else:
             for s, i in ops:
                 self.residence.collect(self.stages[s])
-                self._due[s] = i, self.replicas.start(s, self.stages[s].packed())
+                self._due[s] = i, self.replicas.start(s, self.stages[s].gradients.packed(self.stages[s].count))
                 if not self.residence.joins:
                     self.settle(s)  # what is fetched ahead must know of every update
 
@@ -254,7 +256,7 @@ class Worker:
         """
         for s in list(self._due) if stage is None else [stage] if stage in self._due else ():
             mb, arrive = self._due.pop(s)
-            self.stages[s].unpack(arrive())
+            self.stages[s].count = self.stages[s].gradients.unpack(arrive())
             self._measured(self.update, s, "U", mb)
 
     def update(self, ops: Ops) -> None:

@@ -376,14 +376,14 @@ def test_bytes_stated_are_bytes_held(activations, case, copies, monkeypatch):
         now[:] = [(stage, stage.flights[mb])]
         return begin_backward(stage, mb, grad, roots, seeds)
 
-    def measured(roots, seeds):
+    def measured(roots, seeds, leaves, every):
         nonlocal peak
         waiting = sum(held(stage, flight) for stage in stages for flight in stage.flights.values())
         if activations == "recompute":
             stage, graph = now[0][0], held(*now[0], roots)
             assert graph == stage.activation_bytes + stage.repeat_bytes
             peak = max(peak, waiting + graph)
-        differentiate(roots, seeds)
+        differentiate(roots, seeds, leaves, every)
 
     begin_backward, differentiate = Stage.begin_backward, worker.differentiate
     monkeypatch.setattr(Stage, "begin_backward", begin)

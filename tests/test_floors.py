@@ -15,7 +15,8 @@ FLOORS = [
     [
         "bundle", "method", "momentum", "lazy", "link", "partition", "norms", "meta", "form", "flat", "packed",
         "skipping", "slot", "callables", "data_sizes", "left_behind", "follow", "decisions", "segment",
-        "hidden", "inflight", "granularity", "ownership", "routes", "program", "ladder", "drawing", "compiled", "stage",
+        "hidden", "inflight", "granularity", "ownership", "routes", "program", "ladder", "drawing", "compiled",
+        "gradients", "stage",
         "strip", "repeat", "offload", "activations", "joint",
         "team", "watch", "replicas", "shelf", "densities", "masks", "sparsity", "shards", "sparse", "store",
         "pages", "disk", "residence", "rounded", "traffic", "streams", "streaming", "reread", "worker", "snapshot",

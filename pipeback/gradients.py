@@ -1,0 +1,199 @@
+"""Gradients: the sums of a stage's gradients for its coming update, where nobody else clears them or adds to them.
+
+Autograd adds to `.grad` of the user's parameters. A habit clears these (`model.zero_grad()` before each batch), and a
+backward of the user's own adds to them. So the sums lie there for the time of a B alone. In a thread of our own the
+user may clear them meanwhile, too; there autograd hands the gradients over, and they are added here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
+
+
+class Sums(NamedTuple):
+    """Gradient sums of one update, and how many micro-batches (or samples) they are of."""
+
+    grads: Sequence[Tensor | None]
+    number: float
+
+
+class Gradients:
+    """Of the parameters `params`, in micro-batch order.
+
+    shows: they stay in `.grad` after a B until `hide`, for who computes the loss outside and looks at them, or changes
+    them, before the update. threaded: B is done in a thread of our own.
+    """
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        self.params = params
+        self.shows = self.threaded = False
+        self.values: list[Tensor | None] = [None] * len(params)
+        self._shown = False
+
+    def lend(self) -> None:
+        """Before B: they are where autograd adds to them."""
+        self.adopt()
+        for p, g in zip(self.params, self.values, strict=True):
+            p.grad = g  # whatever others may have left there
+
+    def keep(self) -> None:
+        """After B: they are ours again."""
+        self.values = [p.grad for p in self.params]
+        if self.shows:
+            self._shown = True
+        else:
+            for p in self.params:
+                p.grad = None
+
+    def adopt(self) -> None:
+        """Take what somebody has put in the place of those that were shown; those that were cleared are kept."""
+        if self._shown:
+            self.values = [g if p.grad is None else p.grad for p, g in zip(self.params, self.values, strict=True)]
+
+    def hide(self) -> None:
+        """No parameter has a gradient."""
+        if self._shown:
+            self.adopt()
+            self._shown = False
+            for p in self.params:
+                p.grad = None
+
+    def take(self) -> list[Tensor | None]:
+        """All of them; they begin anew."""
+        self.hide()
+        values, self.values = self.values, [None] * len(self.params)
+        return values
+
+    def put(self, values: Iterable[Tensor | None]) -> None:
+        """Have these instead."""
+        self.hide()
+        self.values = list(values)
+
+    def add(self, found: Iterable[Tensor | None]) -> None:
+        """Add the gradients of a micro-batch, which may be somebody else's tensors: they are not changed later on."""
+        self.values = [_sum(g, new) for g, new in zip(self.values, found, strict=True)]
+
+    def packed(self, count: float) -> Tensor:
+        """They in one vector, then which weights have one, then the count: what replicas add up."""
+        there = [float(g is not None) for g in self.values]
+        kind = self.params[0] if self.params else torch.empty(0)
+        grads = [torch.zeros_like(p) if g is None else g for p, g in zip(self.params, self.values, strict=True)]
+        # a half type cannot count far; sums of two replicas in float32 round to the same half
+        dtype = torch.promote_types(kind.dtype, torch.float32)
+        tail = torch.tensor([*there, count], dtype=dtype, device=kind.device)
+        return torch.cat([*(g.flatten().to(kind.device, dtype) for g in grads), tail])
+
+    def unpack(self, total: Tensor) -> float:
+        """Take the sum of all replicas for one's own; returns the count."""
+        n = len(self.params)
+        flags: list[float] = total[total.numel() - n - 1 :].tolist()
+        count, at = flags.pop(), 0
+        values: list[Tensor | None] = []
+        for p, there in zip(self.params, flags, strict=True):
+            values.append(total[at : at + p.numel()].view_as(p).to(p) if there else None)
+            at += p.numel()
+        self.put(values)
+        return count
+
+
+def nothing(set_to_none: bool = True) -> None:
+    """What `zero_grad` of a stage's optimizer does: the gradients that it steps by are there while it does."""
+
+
+def differentiate(
+    roots: Sequence[Tensor], seeds: Sequence[Tensor], leaves: Sequence[Tensor], every: Sequence[Gradients]
+) -> None:
+    """One autograd call through the graphs of any number of stages, whose gradients are added to `every` one's.
+
+    leaves: the inputs of the stages, which get theirs in `.grad`.
+    """
+    # hooks of the user's that look at `.grad` once it is there are called where it is
+    if every[0].threaded and not any(p._post_accumulate_grad_hooks for each in every for p in each.params):
+        return _handed_over(roots, seeds, leaves, every)
+    for each in every:
+        each.lend()
+    try:
+        if (
+            roots
+        ):  # what torch.autograd.backward calls, without its checks in Python of every root, which the engine does
+            _engine_run_backward(
+                tuple(roots), tuple(seeds), False, False, (), allow_unreachable=True, accumulate_grad=True
+            )
+    finally:
+        for each in every:
+            each.keep()
+
+
+def _handed_over(
+    roots: Sequence[Tensor], seeds: Sequence[Tensor], leaves: Sequence[Tensor], every: Sequence[Gradients]
+) -> None:
+    params = [p for each in every for p in each.params]
+    inputs = [t for t in (*leaves, *params) if t.requires_grad]
+    if not roots or not inputs:
+        return
+    found = _engine_run_backward(
+        tuple(roots), tuple(seeds), False, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
+    )
+    # one tensor may be the gradient of several leaves, where autograd would have made a copy
+    seen = {g.untyped_storage()._cdata for g in seeds if g.layout is torch.strided}
+    grads: dict[int, Tensor | None] = {}
+    for leaf, g in zip(inputs, found, strict=True):
+        grads[id(leaf)] = None if g is None else _own(leaf, g.detach(), seen)
+    for leaf in leaves:
+        if leaf.requires_grad:
+            leaf.grad = grads[id(leaf)]
+    for each in every:
+        each.add([grads.get(id(p)) for p in each.params])
+
+
+def _own(leaf: Tensor, gradient: Tensor, seen: set[int]) -> Tensor:
+    """As autograd puts it into `.grad`: strides of the leaf, and memory of its own."""
+    if gradient.layout is not torch.strided:
+        return gradient
+    storage = gradient.untyped_storage()._cdata
+    sizes = zip(gradient.stride(), leaf.stride(), leaf.shape, strict=True)
+    if storage in seen or any(mine != wanted and n > 1 for mine, wanted, n in sizes):
+        gradient = torch.empty_like(leaf, dtype=gradient.dtype, requires_grad=False).copy_(gradient)
+        storage = gradient.untyped_storage()._cdata
+    seen.add(storage)
+    return gradient
+
+
+def _sum(total: Tensor | None, new: Tensor | None) -> Tensor | None:
+    if total is None or new is None:
+        return new if total is None else total
+    if total.layout is not torch.strided and new.layout is torch.strided:
+        return new + total  # the only order that torch has for a sparse and a dense one
+    return total + new
+
+
+def clipped(
+    grads: Sequence[Tensor | None],
+    norm: float | None,
+    value: float | None,
+    total: Tensor | None = None,
+) -> tuple[Sequence[Tensor | None], Tensor | None]:
+    """Gradients, clipped by norm and by value, and whether any was, as a 0-d tensor; None where nothing clips.
+
+    total: the norm where others have the rest of the gradient.
+    """
+    there = [g for g in grads if g is not None]
+    if not there:
+        return grads, None
+    found = None
+    if norm is not None:
+        total = torch.nn.utils.get_total_norm(there) if total is None else total
+        # not clip_grad_norm_, which would change a gradient that was just sent upstream
+        scale = torch.clamp(norm / (total + 1e-6), max=1.0)
+        grads = [None if g is None else g * scale.to(g.dtype) for g in grads]
+        found = scale < 1
+    if value is not None:
+        over = torch.stack([(g.abs() > value).any() for g in grads if g is not None]).any()
+        grads = [None if g is None else g.clamp(-value, value) for g in grads]
+        found = over if found is None else found | over
+    return grads, found
