@@ -33,6 +33,7 @@ from pipeback.inputs import (
     check_outside,
     check_skewed,
 )
+from pipeback.intact import Intact
 from pipeback.joining import default_device, join, layout, wanted
 from pipeback.joint import Options, plain_groups
 from pipeback.ladder import Split, climb
@@ -252,6 +253,7 @@ class Pipeline:
                 self._holding.everywhere += building.twins(parts, self._program, self.replicas)
                 self._holding.take_up()
         self._entrance = Entrance(self._program, self._holding.everywhere)
+        self._intact = Intact(self._model, self._stages)
         self._setting = Setting(
             self.delays, order, seed, link, workers,
             {"clip_norm": clip_norm, "clip_value": clip_value, "samples": weights == "samples",
@@ -429,8 +431,7 @@ class Pipeline:
         self._open()
         if torch.is_inference_mode_enabled():
             raise RuntimeError("push trains, which inference mode forbids; call it outside torch.inference_mode()")
-        for stage in self._stages:
-            stage.check_weight(self._arrived)
+        self._intact.check()
         self._rehearse(batches)
         self._pushed = expected or len(batches) // len(self._holding.everywhere), batches[0][2]
         self._afford(*self._pushed)

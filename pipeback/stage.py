@@ -32,7 +32,6 @@ OptimizerFactory = Callable[[Any], torch.optim.Optimizer]  # given a list of par
 
 HALF = torch.bfloat16, torch.float16
 drawing = threading.RLock()  # the default generator is one a process; whoever draws from it has it to itself
-_COPY = "copy values into the weights in place, or build a new Pipeline"
 
 
 class Flight:
@@ -424,16 +423,6 @@ class Stage:
             total = self.shard.norm(grads) if self.shard is not None and clip_norm is not None and grads else None
             return clipped(grads, clip_norm, clip_value, total)
         return grads, None
-
-    def check_weight(self, turn: int) -> None:
-        """Raise if a weight is not what was built, at its place in memory: another one at every turn, for speed."""
-        if self.masters:
-            self.adopt()
-        if self.homes:
-            owner, key, p, pointer = self.homes[turn % len(self.homes)]
-            there = p.data_ptr() == pointer if self.slot is None else self.slot.intact()
-            if owner.get(key) is not p or not there:
-                raise RuntimeError(f"{self.label}: {key} was moved, cast or replaced; {_COPY}")
 
     @property
     def generator(self) -> torch.Generator:

@@ -78,8 +78,6 @@ def _loops(holding: Holding, setting: Setting, owner: list[int], bound: int, clo
         part = OneReplica(sums, replica) if sums else None
         for worker, link in enumerate(links(owner, lambda: ThreadWire(bound, closed))):
             mine = [stage for stage in stages if owner[stage.index] == worker]
-            for stage in mine:
-                stage.gradients.threaded = True
             loops.append(_loop(holding, setting, mine, link, part, replica))
     return loops
 
@@ -90,6 +88,7 @@ def _loop(
     alone = len(mine) == len(holding.stages)
     for stage in mine:
         stage.threaded = setting.threads is not None or sums is not None or holding.shards or not alone
+        stage.gradients.threaded = stage.threaded and not stage.gradients.shows
     policy, shared = setting.order, None
     if policy == "grouped" and not alone and not any(setting.delays) and holding.stages[-1].loss is not None:
         # in a flush, the gradient that another worker waits for leaves before the next one is begun; where the loss is

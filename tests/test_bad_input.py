@@ -257,6 +257,27 @@ def test_weights_that_were_moved_are_noticed(move):
         pipe.push(*data(1)[0])
 
 
+@pytest.mark.parametrize("size", [2, 4, None])
+def test_a_weight_or_module_that_was_replaced_is_noticed_at_the_next_push(size):
+    """However many micro-batches a push has: every weight is looked at."""
+    x, y = torch.randn(4, 6), torch.randn(4, 6)
+    for key in ("weight", "bias"):
+        model = network()
+        pipe = build(model, micro_batch_size=size)
+        pipe.push(x, y)
+        setattr(model[2][0], key, nn.Parameter(getattr(model[2][0], key).detach().clone()))
+        with pytest.raises(RuntimeError, match=f"stage 2.*{key} was moved, cast or replaced; copy values.*in place"):
+            pipe.push(x, y)
+    for replace in (lambda m: m[1].register_module("0", nn.Linear(6, 6)), lambda m: m.register_module("1", nn.ReLU())):
+        model = network()
+        pipe = build(model, micro_batch_size=size)
+        pipe.push(x, y)
+        replace(model)
+        with pytest.raises(RuntimeError, match=r"module '1(.0)?' of the model was replaced.*build a new Pipeline"):
+            pipe.push(x, y)
+        build(model, micro_batch_size=size).push(x, y)
+
+
 def test_a_loss_that_is_not_finite_is_raised_before_its_backward():
     model = network()
     pipe = build(model, check_finite=True)

@@ -24,7 +24,7 @@ FLOORS = [
         "steady", "vectorized", "runtime", "state", "frame", "vigil", "wire", "semaphore", "ring", "beats", "activity",
         "blame", "health", "joining", "digest", "ranks", "clocks", "processes", "wiring", "weights", "holding",
         "starting", "dry", "bandwidth", "survey", "agreement", "newer", "rehearsal", "rehearsals", "breakdown",
-        "inputs", "building", "entrance", "memory", "versions", "ahead", "observing",
+        "inputs", "building", "intact", "entrance", "memory", "versions", "ahead", "observing",
     ],
     [
         "methods", "sparsities", "foreseen", "plan", "budget", "pipeline", "checkpoint", "bands", "lanes", "trace",

@@ -1,0 +1,67 @@
+"""Intact: whether a model still consists of the modules and weights that its pipeline was built of.
+
+Who replaces one trains another than the stages do, and would never know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from operator import is_
+from typing import Any
+
+from torch import nn
+
+from pipeback.stage import Stage
+
+_COPY = "copy values into the weights in place, or build a new Pipeline"
+
+
+class Places:
+    """Entries of dictionaries, as they are now."""
+
+    def __init__(self, entries: Iterable[tuple[dict[str, Any], str, Any]]) -> None:
+        found = list(entries)
+        self.homes, self.keys, self.values = ([entry[n] for entry in found] for n in range(3))
+
+    def changed(self) -> int | None:
+        """The number of an entry that is another one now; None: all are as they were."""
+        if all(map(is_, map(dict.get, self.homes, self.keys), self.values)):
+            return None
+        return next(n for n, v in enumerate(self.values) if self.homes[n].get(self.keys[n]) is not v)
+
+
+class Intact:
+    """Of a model and the stages that were built of it."""
+
+    def __init__(self, model: nn.Module, stages: Sequence[Stage]) -> None:
+        self.stages, self.turn = stages, 0
+        named = [(f"{name}." if name else "", m._modules) for name, m in model.named_modules()]
+        self.names = [prefix + key for prefix, children in named for key in children]
+        self.modules = Places((children, key, child) for _, children in named for key, child in children.items())
+        self._known: list[tuple[Any, Places]] = [([], Places([])) for _ in stages]  # where the weights were looked for
+
+    def check(self) -> None:
+        """Raise RuntimeError where a module or a weight is another one; or lies elsewhere in memory, which is looked at
+        for one weight of every stage at each call, for speed.
+        """
+        n = self.modules.changed()
+        if n is not None:
+            raise RuntimeError(
+                f"module {self.names[n]!r} of the model was replaced or removed after the pipeline was built, which "
+                "trains the one it was built of; build a new Pipeline"
+            )
+        for s, stage in enumerate(self.stages):
+            if stage.masters:
+                stage.adopt()
+            if stage.homes is not self._known[s][0]:
+                self._known[s] = stage.homes, Places((owner, key, p) for owner, key, p, _ in stage.homes)
+            places = self._known[s][1]
+            n = places.changed()
+            if n is None and stage.homes:
+                at = self.turn % len(stage.homes)
+                _, _, p, pointer = stage.homes[at]
+                there = p.data_ptr() == pointer if stage.slot is None else stage.slot.intact()
+                n = None if there else at
+            if n is not None:
+                raise RuntimeError(f"{stage.label}: {places.keys[n]} was moved, cast or replaced; {_COPY}")
+        self.turn += 1
