@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipeback.joint import own_step, torchs_step
 from pipeback.loop import Batch
 from pipeback.method import Method
 from pipeback.order import POLICIES
@@ -44,11 +45,22 @@ def check_optimizer(stage: Stage, method: Method) -> None:
         raise ValueError(
             f"{stage.label}: LBFGS evaluates the loss several times a step, a pipeline cannot; use SGD or Adam"
         )
+    if not own_step(opt):
+        raise ValueError(
+            f"{stage.label}: the step of its optimizer was replaced on the object, which the pipeline's twin does not "
+            f"call; override step in a subclass of {type(opt).__name__}, or register_step_pre_hook"
+        )
     if stage.weights:
         try:
             method.check(opt, stage.stages)
         except ValueError as error:
             raise ValueError(f"{stage.label}: {error}") from None
+        if method.steps_itself and isinstance(opt, torch.optim.SGD) and not torchs_step(opt):
+            raise ValueError(
+                f"{stage.label}: {method!r} makes the step of momentum SGD itself, and would never call the step of "
+                f'{type(opt).__name__}; use torch.optim.SGD, or a method that calls it, such as method="pb" or '
+                'pipeback.methods.create("lwp", form="weight")'
+            )
 
 
 def check_groups(stage: Stage) -> None:

@@ -7,11 +7,14 @@ is pushed and never written. The step is made by a twin on the same parameters a
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from inspect import unwrap
 from operator import is_
 from typing import Any
 
 import torch
+import torch.optim.optimizer as every_optimizer
 from torch import Tensor
 
 from pipeback.bundle import Bundle
@@ -77,9 +80,23 @@ def _value(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
+# hooks on every optimizer's steps: torch has no public way to ask for them
+_BEFORE, _AFTER = (getattr(every_optimizer, f"_global_optimizer_{w}_hooks", {}) for w in ("pre", "post"))
+
+
 def hooked(optimizer: torch.optim.Optimizer) -> bool:
     """Whether someone listens to this optimizer's steps."""
-    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks or _BEFORE or _AFTER)
+
+
+def torchs_step(optimizer: torch.optim.SGD) -> bool:
+    """Whether its step is that of torch's SGD, and not a subclass' own."""
+    return unwrap(type(optimizer).step) is unwrap(torch.optim.SGD.step)
+
+
+def own_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its step is that of its class, but for what a scheduler has put around it."""
+    return unwrap(vars(optimizer).get("step", type(optimizer).step)) is unwrap(type(optimizer).step)
 
 
 def joinable(optimizers: Sequence[torch.optim.Optimizer]) -> bool:
@@ -119,6 +136,16 @@ class Joint:
             sgd_step(self)
         else:
             self._twin.step()
+
+    @contextmanager
+    def heard(self) -> Iterator[None]:
+        """A step that a method makes itself, of which hooks on the optimizer's steps hear as torch tells them."""
+        twin = self._twin
+        for before in [*_BEFORE.values(), *twin._optimizer_step_pre_hooks.values()]:
+            before(twin, (twin,), {})
+        yield
+        for after in [*twin._optimizer_step_post_hooks.values(), *_AFTER.values()]:
+            after(twin, (twin,), {})
 
     def at(self, options: Sequence[Options]) -> Joint:
         """Set the options that each stage's update uses, and follow a state that was loaded into an optimizer."""

@@ -227,6 +227,7 @@ class _Chain(Method):
         self.merges = all(m.merges for m in self.methods)
         self.flush_each_push, self.by_worker = first.flush_each_push, first.by_worker
         self.needs_entry = any(m.needs_entry for m in self.methods)
+        self.steps_itself = self.methods[-1].steps_itself
 
     def schedule_at(self, start: int, pushed: int) -> Schedule:
         return self.methods[0].schedule_at(start, pushed)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -325,7 +326,9 @@ class Worker:
                 optimizer.step()
                 return
             before = team.state
-            after = self.method.update(team.weights, optimizer, before, when)
+            itself = self.method.steps_itself and hooked(team.first.optimizer)
+            with optimizer.heard() if itself else nullcontext():
+                after = self.method.update(team.weights, optimizer, before, when)
             if after is not before:
                 team.state = after
         except Exception as error:
