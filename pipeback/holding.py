@@ -68,6 +68,11 @@ class Holding:
             return [stage for stage in self.stages if self.owner[stage.index] == self.ranks.index]
         return [stage for stages in self.everywhere for stage in stages]
 
+    def hide(self) -> None:
+        """Gradients that were shown to who computes the loss outside are there no more."""
+        for stage in self.mine:
+            stage.gradients.hide()
+
     def initialise(self, stage: Stage) -> None:
         """Values for a stage from the meta device."""
         # not the stream that the stage's random layers will draw from

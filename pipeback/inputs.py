@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import repeat
 from typing import Any
 
@@ -63,11 +63,12 @@ def check_optimizer(stage: Stage, method: Method) -> None:
             )
 
 
-def check_groups(stage: Stage) -> None:
-    """Raise ValueError where the stage's optimizer has come by other parameters."""
-    found = {id(p) for group in stage.optimizer.param_groups for p in group["params"]}
-    if stage.weights and found != {id(w) for w in stage.weights}:
-        raise ValueError(f"{stage.label}: parameters were added to its optimizer; build a new Pipeline")
+def check_groups(stages: Sequence[Stage]) -> None:
+    """Raise ValueError where the optimizer of a stage has come by other parameters."""
+    for stage in stages:
+        found = {id(p) for group in stage.optimizer.param_groups for p in group["params"]}
+        if stage.weights and found != {id(w) for w in stage.weights}:
+            raise ValueError(f"{stage.label}: parameters were added to its optimizer; build a new Pipeline")
 
 
 def check_functions(method: Any, loss: Any, optimizer: Any) -> None:

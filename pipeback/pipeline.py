@@ -403,8 +403,7 @@ class Pipeline:
             self._open()
             if isinstance(self._runtime, (Inline, Processes)):
                 self._do(partial(self._runtime.step, self.method.flush_each_push))
-                for stage in self._holding.mine:
-                    stage.gradients.hide()
+                self._holding.hide()
                 if self.method.flush_each_push:
                     self._ahead.restart()
                 self._commit_if_due()
@@ -436,8 +435,7 @@ class Pipeline:
         self._pushed = expected or len(batches) // len(self._holding.everywhere), batches[0][2]
         self._afford(*self._pushed)
         if not self._options.current(self.optimizers):
-            for stage in self._stages:
-                check_groups(stage)
+            check_groups(self._stages)
             self._options = Options(self.optimizers, self._arrived)
         assert self._runtime is not None
         return self._runtime
@@ -668,8 +666,7 @@ class Pipeline:
             batches = self._batches(x, y)
             self._rehearse(batches)
             self.wait()
-            x, y, _ = batches[0]
-            return breakdown(self._stages, self._holding.seconds, self.delays, x, y, self._holding.present)
+            return breakdown(self._stages, self._holding.seconds, self.delays, *batches[0][:2], self._holding.present)
 
     def record(self, on: bool = True) -> None:
         """Measure every operation from now on (same bits, one operation at a time), for `pipeback.draw.trace`.
