@@ -16,7 +16,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils import _pytree as pytree
 
-from pipeback.follow import Attribute, Call, Record, Ref, opened
+from pipeback.follow import Attribute, Call, Record
+from pipeback.structures import Ref, opened
 
 OPERATORS = "add sub mul truediv floordiv mod pow and or xor lshift rshift matmul"
 CHANGING = {"__setitem__", "__delitem__", *[f"__i{name}__" for name in OPERATORS.split(" ")]}

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,12 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from pipeback.caches import without_caches
 from pipeback.callables import Applied, operator_of
 from pipeback.data_sizes import makes, reads, sizes
+from pipeback.handed import Handed
 from pipeback.left_behind import attributes, check_unchanged
+from pipeback.structures import PLAIN, Form, Ref, fixed, opened
 
 # what asks a tensor for its numbers
 NUMBERS = {
@@ -31,15 +34,6 @@ NUMBERS = {
     "allclose", "is_nonzero",
 }  # fmt: skip
 AWAY = {"numpy", "__array__", "data_ptr", "__dlpack__", "storage", "untyped_storage"}  # where nobody can follow
-PLAIN = (int, float, bool, complex, str, bytes, type(None), type(...), torch.dtype, torch.device, torch.memory_format,
-         torch.layout, torch.Size, slice, range)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Ref:  # not a tuple: those are opened
-    """A tensor, by its number."""
-
-    number: int
 
 
 @dataclass(frozen=True)
@@ -61,6 +55,7 @@ class Call:
     out: list[int] = field(default_factory=list)  # numbers of the tensors in what it gives
     form: Any = None  # how those stand in it, with constants between; None: it gives one tensor
     check: Any = None  # (what it has to give,), where Python decides by it
+    left: tuple[int | str, ...] = ()  # arguments that it changes: as it leaves them, they stand behind its output
 
     @property
     def module(self) -> bool:
@@ -74,26 +69,6 @@ class Call:
     def attributes(self) -> list[str]:
         """The parameters and buffers that it takes, of a function."""
         return [x.name for x in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(x, Attribute)]
-
-
-class Form(NamedTuple):
-    """Where tensors stand in nested tuples, lists and dictionaries, and what else stands there."""
-
-    spec: pytree.TreeSpec
-    constants: tuple[Any, ...]  # of every place; `Ref(n)` is the n-th tensor
-
-    def fill(self, tensors: Sequence[Any]) -> Any:
-        """The structure with these tensors."""
-        leaves = [tensors[c.number] if isinstance(c, Ref) else c for c in self.constants]
-        return pytree.tree_unflatten(leaves, self.spec)
-
-
-def opened(value: Any) -> tuple[list[Tensor], Form]:
-    """The tensors of a structure, in order, and where they stand."""
-    leaves, spec = pytree.tree_flatten(value)
-    tensors = [x for x in leaves if isinstance(x, Tensor)]
-    numbers = iter(range(len(tensors)))
-    return tensors, Form(spec, tuple(Ref(next(numbers)) if isinstance(x, Tensor) else x for x in leaves))
 
 
 @dataclass
@@ -143,6 +118,7 @@ def follow(
     with recorder, _calls_heard(recorder):
         output = model(*args, **kwargs) if values is None else functional_call(model, dict(values), args, dict(kwargs))
     check_unchanged(model, before)
+    output = without_caches(output)
     out, form = recorder.opened(output, recorder.known, "")
     if not out:
         raise ValueError(f"{type(model).__name__} returned no tensor, but {type(output).__name__}")
@@ -180,6 +156,7 @@ class _Recorder(TorchFunctionMode):
         self.seconds: list[float] = []
         self.answers = answers
         self.inside = 0  # of a leaf
+        self.handed = Handed((), {})  # what that leaf was called with
         self.shaped = False  # whether the call that runs has made a size that depends on values
         self.by_values: set[int] = set()  # numbers of the tensors that come of such calls
         self.checked: set[int] = set()  # those whose size is checked
@@ -197,8 +174,11 @@ class _Recorder(TorchFunctionMode):
 
     # -- values --------------------------------------------------------------------------------------------------
 
-    def new(self, tensor: Tensor) -> int:
-        self.numbers[id(tensor)] = number = len(self.forms)
+    def new(self, tensor: Tensor, known: bool = True) -> int:
+        """A number for it, by which it is known from now on."""
+        number = len(self.forms)
+        if known:
+            self.numbers[id(tensor)] = number
         self.alive.append(tensor)
         self.forms.append((tensor.shape, tensor.dtype))
         self.grads.append(tensor.requires_grad)
@@ -238,7 +218,7 @@ class _Recorder(TorchFunctionMode):
     def plain(self, value: Any, where: str, what: str) -> Any:
         if type(value).__module__ == "numpy" and not getattr(value, "ndim", 1):
             return value.item()  # a number, as Python has it
-        if isinstance(value, PLAIN):
+        if isinstance(value, PLAIN) or fixed(value):
             return value
         raise ValueError(
             f"{self.name(where)}.forward gives {what} an object of {type(value).__name__}, which every micro-batch "
@@ -248,13 +228,14 @@ class _Recorder(TorchFunctionMode):
     def place(self, values: Any, what: str) -> Any:
         return pytree.tree_map(lambda value: self.placed(value, what), values)
 
-    def give(self, call: Call, output: Any) -> None:
-        """Number the tensors of what a call has given."""
+    def give(self, call: Call, output: Any, passed: Container[int] = ()) -> None:
+        """Number the tensors of what a call has given. passed: ids of tensors that it has not looked at."""
         if isinstance(output, Tensor):
             call.out = [self.new(output)]
         else:
             where = call.target if call.module else call.where
-            call.out, call.form = self.opened(output, self.new, where)
+            number = lambda tensor: self.new(tensor, id(tensor) not in passed)  # noqa: E731
+            call.out, call.form = self.opened(output, number, where)
         if self.shaped or any(ref.number in self.by_values for ref in call.refs()):
             self.by_values.update(call.out)
         self.shaped = False
@@ -275,7 +256,10 @@ class _Recorder(TorchFunctionMode):
             return func(*args, **kwargs)
         self.shaped = self.shaped or makes(name, args, kwargs)
         if self.inside:
+            self.handed.look(args, kwargs)
             return func(*args, **kwargs)
+        if getattr(func, "__module__", "") == "torch.nn.init" and not self.asks(args, kwargs):
+            return self.unheard(func, args, kwargs)  # of a module that is made in this forward
         if name == "__iter__":
             return iter(self.__torch_function__(Tensor.unbind, types, args, kwargs))
         target = operator_of(func)
@@ -302,6 +286,14 @@ class _Recorder(TorchFunctionMode):
                 self.give(call, output)
         return output
 
+    def unheard(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A call that is not written down, nor what it calls."""
+        self.inside += 1
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self.inside -= 1
+
     def answered(self, target: Any, args: Any, kwargs: Any) -> Any:
         """What others say that Python is to decide by, where there are shapes only."""
         assert self.answers is not None
@@ -324,7 +316,10 @@ class _Recorder(TorchFunctionMode):
 
     def applied(self, original: Callable[..., Any], function: Any, args: Any, kwargs: Any) -> Any:
         """A custom autograd function, with its own backward."""
-        if self.inside or threading.get_ident() != self.thread:
+        if threading.get_ident() != self.thread:
+            return original(*args, **kwargs)
+        if self.inside:
+            self.handed.look(args, kwargs)
             return original(*args, **kwargs)
         what = f"autograd function {function.__name__}"
         call = Call(Applied(function), self.place(args, what), self.place(kwargs, what), self.where, True)
@@ -349,16 +344,17 @@ class _Recorder(TorchFunctionMode):
                 return original(module, *args, **kwargs)
             finally:
                 self.stack.pop()
-        placed = self.place(args, self.name(path)), self.place(kwargs, self.name(path))
+        handed = self.handed = Handed(args, kwargs)
         self.inside += 1
         begin = time.perf_counter()
         try:
             output = original(module, *args, **kwargs)
         finally:
             self.inside -= 1
-        call = Call(path, *placed, self.where, torch.is_grad_enabled())
+        placed = handed.placed(lambda value: self.placed(value, self.name(path)))
+        call = Call(path, *placed, self.where, torch.is_grad_enabled(), left=handed.changed())
         self.write(call, time.perf_counter() - begin)
-        self.give(call, output)
+        self.give(call, (output, *[handed.args[key] for key in call.left]) if call.left else output, handed.passed)
         return output
 
 

@@ -9,8 +9,7 @@ names      a stage begins where the module of that name is called first
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
@@ -50,21 +49,6 @@ def family(model: nn.Module) -> Family | None:
     if package == "transformers" and (blocks := getattr(model, "_no_split_modules", None)):
         return Family(f"transformers' {type(model).__name__}", tuple(blocks))
     return None
-
-
-@contextmanager
-def cacheless(model: nn.Module) -> Iterator[bool]:
-    """Meanwhile models of transformers give no key-value caches, which generation alone needs. Whether they would."""
-    configs: dict[int, Any] = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
-    theirs = [c for c in configs.values() if type(c).__module__.partition(".")[0] == "transformers"]
-    mine = [c for c in theirs if getattr(c, "use_cache", None) is True]
-    for config in mine:
-        config.use_cache = False
-    try:
-        yield bool(mine)
-    finally:
-        for config in mine:
-            config.use_cache = True
 
 
 def blocks_of(model: nn.Module) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from torch import nn
 
-Attributes = Mapping[str, Mapping[str, Any]]  # of every module, by its path
+Attributes = Mapping[str, tuple[nn.Module, Mapping[str, Any] | None]]  # every module by its path; None of leaves
 NOWHERE = object()
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -32,23 +32,30 @@ def twice(follow: Callable[P, R]) -> Callable[P, R]:
 
 
 def attributes(model: nn.Module, leaves: Callable[[str, nn.Module], bool]) -> Attributes:
-    """The attributes of all modules that are looked into."""
-    return {path: dict(vars(module)) for path, module in model.named_modules() if not leaves(path, module)}
+    """All modules, and the attributes of those that are looked into."""
+    return {
+        path: (module, None if leaves(path, module) else dict(vars(module))) for path, module in model.named_modules()
+    }
 
 
 def check_unchanged(model: nn.Module, before: Attributes) -> None:
     """Raise ValueError, naming module and attribute, where a forward has set one to something else.
 
     It is a `FirstCall` where all that has changed is a mark (None, a bool or a string): a second forward sets it to
-    what it is already. A number is none: it may go by the size of the micro-batch.
+    what it is already. A number is none: it may go by the size of the micro-batch. It is one, too, where a module has
+    taken the place of another.
     """
+    modules = dict(model.named_modules())
+    exchanged = any(modules.get(path) is not module for path, (module, _) in before.items())
     found = [
         (path, key, vars(module).get(key))
-        for path, known in before.items()
-        for module in [model.get_submodule(path)]
+        for path, (module, known) in before.items()
+        if known is not None
         for key in sorted({*known, *vars(module)})
         if not _same(known.get(key, NOWHERE), vars(module).get(key, NOWHERE))
     ]
+    if exchanged:
+        raise FirstCall("a module of the model is another one after its forward")
     if not found:
         return
     path, key, _ = found[0]

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from pipeback.caches import caching, without_caches
 from pipeback.decisions import MOST, Decision, decisions, mark, told
-from pipeback.follow import Call, Form, Record, Ref, follow, opened
-from pipeback.granularity import Cuts, Unit, blocks_of, cacheless, chosen, family, joined, leaves, units
+from pipeback.follow import Call, Record, follow
+from pipeback.granularity import Cuts, Unit, blocks_of, chosen, family, joined, leaves, units
 from pipeback.inflight import replica, untouched
 from pipeback.left_behind import twice
 from pipeback.meta import shaped
@@ -30,6 +31,7 @@ from pipeback.ownership import Ownership
 from pipeback.partition import Part
 from pipeback.routes import routes
 from pipeback.segment import Key, Segment, key_of
+from pipeback.structures import Form, Ref, opened
 
 
 class Arguments(NamedTuple):
@@ -81,16 +83,15 @@ class Program:
         self._known: dict[Key, Known] = {}
         self._variants: dict[Key, list[Known]] = {}  # of every form, the ways that the model goes
         arguments = self.arguments(example)
-        with cacheless(model) as without:
-            record, known = self._first(arguments, whole, by)
-            self.ownership = Ownership(model, self._staged(record), len(self.units), record.changed)
-            saved = set(model.state_dict())
-            self.segments = [self._segment(s, saved) for s in range(len(self.units))]
-            self._copies: list[Sequence[nn.Module]] = [self.segments]
-            x = self._take(record, self.enter(arguments)[0], model.training, known)
-            if self.complete:
-                self._prove(arguments, x)
-        if without:
+        record, known = self._first(arguments, whole, by)
+        self.ownership = Ownership(model, self._staged(record), len(self.units), record.changed)
+        saved = set(model.state_dict())
+        self.segments = [self._segment(s, saved) for s in range(len(self.units))]
+        self._copies: list[Sequence[nn.Module]] = [self.segments]
+        x = self._take(record, self.enter(arguments)[0], model.training, known)
+        if self.complete:
+            self._prove(arguments, x)
+        if caching(model):
             warnings.warn(
                 f"{type(model).__name__} has use_cache=True, but key-value caches are for generation: its stages give "
                 "none (use_cache=False in its config silences this)",
@@ -139,7 +140,7 @@ class Program:
     def prepare(self, x: Any, form: Form, training: bool) -> Any:
         """Know what to do for tensors as x: follow the model once more. Returns them with the mark of their variant."""
         args, kwargs = form.fill(_parts(x))
-        with self._modes(training), cacheless(self.model):
+        with self._modes(training):
             record, known = self._follow(Arguments(args, kwargs), real=self.complete)
         return self._take(record, x, training, known)
 
@@ -169,7 +170,7 @@ class Program:
             if any(way.inputs == structure and way.answers == form["answers"] for way in ways):
                 continue
             arguments = Arguments(*structure.fill(x))
-            with self._modes(form["training"]), cacheless(self.model):
+            with self._modes(form["training"]):
                 record, known = self._follow(arguments, real=False, answers=form["answers"])
             shape = form.get("mark")
             known = known._replace(
@@ -269,7 +270,7 @@ class Program:
     def _prove(self, arguments: Arguments, x: Any) -> None:
         """Raise unless the stages, one after the other, give what the model does: bit for bit on the CPU."""
         found, (args, kwargs) = [], _apart(arguments)
-        for run in (lambda: self.model(*args, **kwargs), lambda: self._chain(x)):
+        for run in (lambda: without_caches(self.model(*args, **kwargs)), lambda: self._chain(x)):
             with self._unchanged(), torch.enable_grad():  # which kernels run depends on what needs a gradient
                 found.append([part.detach() for part in opened(run())[0]])
         for a, b in zip(*found, strict=True):

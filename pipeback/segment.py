@@ -17,7 +17,9 @@ from torch import Tensor, fx, nn
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
-from pipeback.follow import Attribute, Call, Form, Ref, opened
+from pipeback.callables import Made, argument, in_a_row
+from pipeback.follow import Attribute, Call
+from pipeback.structures import Form, Ref, opened
 
 Key = tuple[Any, ...]  # the form of what comes in
 
@@ -71,12 +73,17 @@ class Opened:
         if self._open is not None and self._open(value, found):
             return found
         tensors, form = opened(value)
-        if form.spec != self.form.spec or form.constants != self.form.constants:
+        if form.spec != self.form.spec or _constants(form) != _constants(self.form):
             raise ValueError(
                 f"{self.who} gave another structure than when the model was followed: {_told(form)} instead of "
                 f"{_told(self.form)}; give the same one for every micro-batch of a shape, and tensors for what changes"
             )
         return tensors
+
+
+def _constants(form: Form) -> list[Any]:
+    """Without devices: a stage may be on another one than where it was followed."""
+    return [c for c in form.constants if not isinstance(c, torch.device)]
 
 
 _Open = Callable[[Any, list[Tensor]], bool]
@@ -278,12 +285,15 @@ class Segment(nn.Module):
             carried = self._carried.setdefault(name, Carried())
             known[number] = graph.call_function(carried, (attribute(name),))
         for call in portion.calls:
-            args, kwargs = pytree.tree_map(filled, (call.args, call.kwargs))
+            args = tuple(argument(graph, filled, arg, n in call.left) for n, arg in enumerate(call.args))
+            kwargs = {k: argument(graph, filled, arg, k in call.left) for k, arg in call.kwargs.items()}
+            left = [args[k] if isinstance(k, int) else kwargs[k] for k in call.left]
             if call.module:
                 module = root[call.target] = self.get_submodule(call.target)
                 if isinstance(module, Lent):
                     args = ([known[portion.borrows[f"{call.target}.{name}"]] for name in module.names], *args)
                 node = graph.call_module(call.target, tuple(args), kwargs)
+                node = graph.call_function(in_a_row, (node, *left)) if left else node
             else:
                 function = call.target
                 if call.check is not None:
@@ -305,7 +315,7 @@ class Segment(nn.Module):
 
 def _does(graph: fx.GraphModule) -> list[Any]:
     """What makes two graphs equal: their code, and what they expect of what calls give."""
-    return [graph.code, *[n.target.expects for n in graph.graph.nodes if isinstance(n.target, (Opened, Decided))]]
+    return [graph.code, *[n.target.expects for n in graph.graph.nodes if isinstance(n.target, (Opened, Decided, Made))]]
 
 
 def _looked_up(root: nn.Module, name: str) -> Tensor:

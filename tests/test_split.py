@@ -1,6 +1,7 @@
 """Splitting: the ladder, granularity, what crosses a boundary, and what is refused before anything is trained."""
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -234,7 +235,8 @@ class Tripled(torch.autograd.Function):
 
 
 class Thing:
-    pass
+    def __init__(self, held):
+        self.held = held
 
 
 def test_forwards_that_cannot_be_followed():
@@ -252,14 +254,14 @@ def test_forwards_that_cannot_be_followed():
 
     class Handing(Model):
         def forward(self, x):
-            return self.b(self.c(self.a(x), Thing()))
+            return self.b(self.c(self.a(x), Thing(threading.Lock())))
 
         def c(self, x, thing):
             return self.d(x, thing)
 
     handing = Handing()
     handing.d = type("Keeper", (nn.Module,), {"forward": lambda self, x, thing: x})()
-    refused(r"Handing.forward gives Keeper 'd' an object of Thing", handing)
+    refused(r"Handing.forward gives Keeper 'd' an object of lock, which every micro-batch would share", handing)
 
 
 def test_custom_autograd_functions_keep_their_backward():

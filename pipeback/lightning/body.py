@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from pipeback.follow import opened
 from pipeback.granularity import Cuts, chosen
 from pipeback.ladder import Split, at_once, climb
 from pipeback.partition import plain
 from pipeback.program import Arguments
+from pipeback.structures import opened
 
 
 class Body(NamedTuple):

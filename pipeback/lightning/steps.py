@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from pipeback.follow import opened
 from pipeback.inflight import nodes
 from pipeback.lightning import slices
 from pipeback.lightning.body import Body
+from pipeback.structures import opened
 
 
 def check_call(body: Body, inputs: tuple[Any, ...], named: dict[str, Any], again: bool) -> None:

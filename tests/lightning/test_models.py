@@ -352,8 +352,9 @@ def test_caches_are_left_out():
         def loss(self, batch):
             return self.model(**batch, use_cache=True).loss
 
-    with pytest.raises(ValueError, match="object of DynamicCache.*use_cache=False"):
-        trainer(strategy("sgd")).fit(Asking(gpt2), data("gpt2"))
+    asking = Asking(gpt2)
+    trainer(strategy("sgd"), max_epochs=1).fit(asking, data("gpt2"))
+    assert all(value.isfinite().all() for value in asking.state_dict().values())
 
 
 @pytest.mark.parametrize("store", ["host", "disk"])
