@@ -1,10 +1,16 @@
 # Each target sets up what it needs; the second call reuses it.
 PYTHON ?= python3
+# another torch, in an environment of its own, say TORCH=2.12.1; and what else it shall have: WITH="lightning==2.6.0"
+TORCH ?=
+WITH ?=
 WORKERS ?= 2
 # sections and options of `pipeback bench`, say BENCH="table repeats=5"; none: all sections
 BENCH ?=
-BIN := .venv/bin
-STAMP := .venv/.installed
+NOTHING :=
+ASKED := $(strip $(addprefix torch==,$(TORCH)) $(WITH))
+VENV := .venv$(subst $(NOTHING) ,,$(addprefix -,$(subst ==,-,$(ASKED))))
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
 # one intra-op thread a process: small layers gain nothing from more, and parallel processes would fight for cores
 export OMP_NUM_THREADS = 1
 
@@ -12,12 +18,12 @@ export OMP_NUM_THREADS = 1
 
 setup: $(STAMP)
 
-# torch and torchvision in one call, so that they are builds for each other
+# torch and torchvision in one call, so that they are builds for each other, and with what is asked for, so that it stays
 $(STAMP): pyproject.toml
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet torch torchvision
-	$(BIN)/python -m pip install --quiet -e '.[dev]'
+	$(BIN)/python -m pip install --quiet torch torchvision $(ASKED)
+	$(BIN)/python -m pip install --quiet -e '.[dev]' $(ASKED)
 	touch $(STAMP)
 
 demo: setup

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from pipeback.joint import Options, groups_of
+from pipeback.private import fused_adam
 from pipeback.stage import Stage
 
 LARGE = 1 << 20  # bytes of the rows of a weight that no cache keeps from one operation to the next
@@ -61,7 +62,7 @@ class Adaptive:
         """Step weights (n, …). first, second: p and q. steps: updates done, (weights, n)."""
         (b1, b2), eps, decoupled, decays = self.settings
         steps += 1
-        fused: Any = torch._fused_adamw_ if decoupled else torch._fused_adam_
+        fused = fused_adam(decoupled=decoupled)
         apart, rest, others = self._apart
         for m in apart:
             whole = weights[m], grads[m].contiguous(), first[m], second[m]  # torch's does not look at strides

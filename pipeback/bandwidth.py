@@ -9,7 +9,7 @@ import copy
 import os
 import tempfile
 import time
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from pipeback.flat import Flat
 from pipeback.pages import Pages
+from pipeback.private import without_step_hooks
 from pipeback.stage import Stage
 
 SIZE, FILE = 64 * 2**20, 16 * 2**20  # bytes that are moved to measure, in memory and to a file
@@ -167,8 +168,7 @@ def _shadow(stage: Stage, weights: list[Tensor]) -> torch.optim.Optimizer:
     """The same class and options over other weights; if there are fewer, all are of the first group."""
     shadow: Any = copy.copy(stage.optimizer)
     shadow.state = defaultdict(dict)
-    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        setattr(shadow, hooks, OrderedDict())  # those of the user are not meant
+    without_step_hooks(shadow)  # those of the user are not meant
     params = [torch.nn.Parameter(w) for w in weights]
     for p in params:
         p.grad = torch.zeros_like(p)

@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
-from torch.utils import _pytree as pytree
+
+from pipeback.private import pytree
 
 
 def caching(model: nn.Module) -> bool:

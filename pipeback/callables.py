@@ -7,8 +7,8 @@ from functools import lru_cache
 from typing import Any
 
 from torch import fx
-from torch.utils import _pytree as pytree
 
+from pipeback.private import pytree
 from pipeback.structures import ABSENT, UNSEEN, Form, Object, Ref, fixed
 
 

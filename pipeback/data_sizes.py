@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from pipeback.private import pytree
 
 # torch functions whose output has a size that depends on values
 MAKERS = {

@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.utils import _pytree as pytree
 
 from pipeback.follow import Attribute, Call, Record
+from pipeback.private import pytree, unset_fake_temporarily
 from pipeback.structures import Ref, opened
 
 OPERATORS = "add sub mul truediv floordiv mod pow and or xor lshift rshift matmul"

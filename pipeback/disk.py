@@ -28,6 +28,7 @@ from torch import Tensor
 from pipeback import shelf
 from pipeback.method import Method
 from pipeback.pages import Pages, Region, StoreError, read
+from pipeback.private import identity
 from pipeback.schedules import flush
 from pipeback.slot import Slot
 from pipeback.sparse import Sparse
@@ -191,7 +192,7 @@ class DiskStore(Store):
         housed, pages = self._housed[_key(stage)], self._pages[_key(stage)]
         for name, tensor in tensors.items():
             storage = tensor.untyped_storage()
-            if housed.get(name) == storage._cdata and not storage.nbytes():
+            if housed.get(name) == identity(storage) and not storage.nbytes():
                 storage.resize_(pages.newest[name].size)
                 pages.read(name, tensor)
 
@@ -204,9 +205,9 @@ class DiskStore(Store):
             storage = tensor.untyped_storage()
             if not storage.nbytes() or (only is not None and name not in only):
                 continue
-            if housed.get(name) != storage._cdata or name in base:
+            if housed.get(name) != identity(storage) or name in base:
                 pages.write(name, tensor)
-                housed[name] = storage._cdata
+                housed[name] = identity(storage)
             storage.resize_(0)
         for name in [name for name in housed if name not in here]:
             del housed[name]
@@ -222,7 +223,7 @@ class DiskStore(Store):
         described, beside = {}, set()
         for name, tensor in tensors.items():
             storage = tensor.untyped_storage()
-            region = regions.get(storage._cdata)
+            region = regions.get(identity(storage))
             if region is None:
                 region = f"state/{name}"
                 pages.write(region, tensor.cpu())
@@ -336,12 +337,12 @@ def _base(stage: Stage) -> Iterator[tuple[str, Tensor]]:
     for n, w in enumerate(stage.weights):
         for key, value in stage.optimizer.state.get(w, {}).items():
             if _large(value):
-                seen.add(value.untyped_storage()._cdata)
+                seen.add(identity(value))
                 yield f"optimizer/{n}/{key}", value
     for key, values in stage.state.items():
         for n, value in enumerate(values if isinstance(values, list) else ()):
-            if _large(value) and value.untyped_storage()._cdata not in seen:
-                seen.add(value.untyped_storage()._cdata)
+            if _large(value) and identity(value) not in seen:
+                seen.add(identity(value))
                 yield f"method/{key}/{n}", value
 
 

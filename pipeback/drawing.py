@@ -11,7 +11,8 @@ import threading
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from pipeback.private import TorchDispatchMode
 
 _borrowed = threading.Lock()  # the default generator, for an operation that takes no other
 _takes: dict[Any, bool | None] = {}  # whether an operation that draws takes a generator; None: it does not draw

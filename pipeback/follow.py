@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from pipeback.caches import without_caches
 from pipeback.callables import Applied, operator_of
 from pipeback.data_sizes import makes, reads, sizes
 from pipeback.handed import Handed
 from pipeback.left_behind import attributes, check_unchanged
+from pipeback.private import pytree
 from pipeback.structures import PLAIN, Form, Ref, fixed, opened
 
 # what asks a tensor for its numbers

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import _engine_run_backward
+
+from pipeback.private import gradient_hooks, identity, run_backward
 
 
 class Sums(NamedTuple):
@@ -113,17 +114,13 @@ def differentiate(
     leaves: the inputs of the stages, which get theirs in `.grad`.
     """
     # hooks of the user's that look at `.grad` once it is there are called where it is
-    if every[0].threaded and not any(p._post_accumulate_grad_hooks for each in every for p in each.params):
+    if every[0].threaded and not any(gradient_hooks(p) for each in every for p in each.params):
         return _handed_over(roots, seeds, leaves, every)
     for each in every:
         each.lend()
     try:
-        if (
-            roots
-        ):  # what torch.autograd.backward calls, without its checks in Python of every root, which the engine does
-            _engine_run_backward(
-                tuple(roots), tuple(seeds), False, False, (), allow_unreachable=True, accumulate_grad=True
-            )
+        if roots:
+            run_backward(tuple(roots), tuple(seeds), False, False, (), allow_unreachable=True, accumulate_grad=True)
     finally:
         for each in every:
             each.keep()
@@ -136,11 +133,11 @@ def _handed_over(
     inputs = [t for t in (*leaves, *params) if t.requires_grad]
     if not roots or not inputs:
         return
-    found = _engine_run_backward(
+    found = run_backward(
         tuple(roots), tuple(seeds), False, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
     )
     # one tensor may be the gradient of several leaves, where autograd would have made a copy
-    seen = {g.untyped_storage()._cdata for g in seeds if g.layout is torch.strided}
+    seen = {identity(g) for g in seeds if g.layout is torch.strided}
     grads: dict[int, Tensor | None] = {}
     for leaf, g in zip(inputs, found, strict=True):
         grads[id(leaf)] = None if g is None else _own(leaf, g.detach(), seen)
@@ -155,11 +152,11 @@ def _own(leaf: Tensor, gradient: Tensor, seen: set[int]) -> Tensor:
     """As autograd puts it into `.grad`: strides of the leaf, and memory of its own."""
     if gradient.layout is not torch.strided:
         return gradient
-    storage = gradient.untyped_storage()._cdata
+    storage = identity(gradient)
     sizes = zip(gradient.stride(), leaf.stride(), leaf.shape, strict=True)
     if storage in seen or any(mine != wanted and n > 1 for mine, wanted, n in sizes):
         gradient = torch.empty_like(leaf, dtype=gradient.dtype, requires_grad=False).copy_(gradient)
-        storage = gradient.untyped_storage()._cdata
+        storage = identity(gradient)
     seen.add(storage)
     return gradient
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from pipeback.private import pytree
 
 WARM = 3  # calls before the capture, in which libraries set themselves up
 
@@ -28,15 +29,15 @@ class Graphed:
         self._known: dict[Any, tuple[list[Tensor], Callable[[], None], Any]] = {}
 
     def __call__(self, fixed: Any, changing: Any) -> Any:
-        places, _ = tree_flatten(fixed)
-        given, form = tree_flatten(changing)
+        places, _ = pytree.tree_flatten(fixed)
+        given, form = pytree.tree_flatten(changing)
         tensors = [v for v in given if isinstance(v, Tensor)]
         shapes = tuple((v.shape, v.dtype) if isinstance(v, Tensor) else v for v in given)
         key = tuple(t.data_ptr() for t in places), shapes, form
         if key not in self._known:
             copies = [v.clone() if isinstance(v, Tensor) else v for v in given]
             inside = [v for v in copies if isinstance(v, Tensor)]
-            call = partial(self.function, fixed, tree_unflatten(copies, form))
+            call = partial(self.function, fixed, pytree.tree_unflatten(copies, form))
             before = [t.clone() for t in places]
             self._warm(call, cuda=places[0].is_cuda)
             self._known[key] = (inside, *self.captured(call))
@@ -44,7 +45,7 @@ class Graphed:
         inside, replay, found = self._known[key]
         torch._foreach_copy_(inside, tensors)
         replay()
-        return tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, found)
+        return pytree.tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, found)
 
     def _warm(self, call: Callable[[], Any], *, cuda: bool) -> None:
         stream = torch.cuda.Stream() if cuda else None

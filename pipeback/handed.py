@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from pipeback.private import pytree
 from pipeback.structures import ABSENT, PLAIN, opened
 
 Key = int | str  # the place of an argument, or its keyword

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from pipeback.private import TorchDispatchMode, identity
 
 _OWN = __file__, os.path.dirname(torch.__file__)
 MARK = "CopySlices "  # how a line of a signature begins that says what one of its operations is given
@@ -143,7 +144,7 @@ class Handles:
         if self._seen is None or _within(handle.tensor, self._known):
             return handle.tensor
         own = handle.tensor.clone()  # memory that no other saved tensor has
-        self._seen[own.untyped_storage()._cdata] = handle, own
+        self._seen[identity(own)] = handle, own
         return own
 
     @contextmanager
@@ -157,7 +158,7 @@ class Handles:
 
     def of(self, tensor: Tensor) -> Handle | None:
         """The handle that gave this tensor, or one of which this is a view."""
-        found = (self._seen or {}).get(tensor.untyped_storage()._cdata)
+        found = (self._seen or {}).get(identity(tensor))
         return None if found is None else found[0]
 
 
@@ -211,11 +212,11 @@ def _place(tensor: Tensor) -> Any:
     """What tells two tensors apart that are alive at one time: their memory, and which of it."""
     if tensor.layout is not torch.strided or not tensor.numel():
         return id(tensor)
-    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+    return identity(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _within(tensor: Tensor, known: set[int]) -> bool:
-    return tensor.layout is torch.strided and tensor.untyped_storage()._cdata in known
+    return tensor.layout is torch.strided and identity(tensor) in known
 
 
 def _python() -> str | None:

@@ -19,8 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from pipeback import hidden
 from pipeback.form import LINE, form_of
-
-Raw = Any  # torch._C._autograd.SavedTensor
+from pipeback.private import Raw, identity, numbers_of, shown
 
 
 def nodes(roots: Sequence[Tensor]) -> list[Any]:
@@ -50,17 +49,7 @@ def saved(roots: Sequence[Tensor]) -> Iterator[tuple[str, Tensor, Raw]]:
 
 def _shown(roots: Sequence[Tensor]) -> Iterator[tuple[str, Tensor, Raw]]:
     for node in nodes(roots):
-        names = [name for name in dir(node) if name.startswith("_raw_saved_")]
-        for name in names:
-            raw = getattr(node, name)
-            value = getattr(
-                node, name.removeprefix("_raw") if hasattr(node, name.removeprefix("_raw")) else "saved_tensors"
-            )
-            raws = raw if isinstance(raw, (list, tuple)) else [raw]
-            values = value if isinstance(value, (list, tuple)) else [value]
-            for each, tensor in zip(raws, values, strict=True):
-                if isinstance(tensor, Tensor):
-                    yield f"{type(node).__name__}.{name.removeprefix('_raw_saved_')}", tensor, each
+        yield from ((f"{type(node).__name__}.{name}", tensor, raw) for name, tensor, raw in shown(node))
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -70,7 +59,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 def storages(tensors: Sequence[Tensor]) -> set[int]:
     """The storages under the tensors, which keep their identity while their memory is away."""
-    return {t.untyped_storage()._cdata for t in tensors if t.numel()}
+    return {identity(t) for t in tensors if t.numel()}
 
 
 def replica(tensor: Tensor, device: torch.device | None = None) -> Tensor:
@@ -94,7 +83,7 @@ def keep(roots: Sequence[Tensor], known: set[int], where: str) -> tuple[list[Ten
     """
     values, signature = [], []
     for name, tensor, _ in _shown(roots):
-        if tensor.untyped_storage()._cdata not in known:
+        if identity(tensor) not in known:
             values.append(replica(tensor))
             signature.append(name)
     for node, key, value in _attributes(roots):
@@ -130,7 +119,7 @@ def put_back(
         found = [
             (name, raw if handles is None else handles.of(t) or raw)  # hooks are not told of numbers
             for name, t, raw in _shown(roots)
-            if t.untyped_storage()._cdata not in known
+            if identity(t) not in known
         ]
         places = hidden.fit(nodes(roots), known, lines, handles)
     attributes = list(_attributes(roots))
@@ -182,12 +171,7 @@ def _attributes(roots: Sequence[Tensor]) -> Iterator[tuple[Any, str, Any]]:
 
 def _numbers(roots: Sequence[Tensor]) -> list[str]:
     """The numbers that torch's own nodes have saved."""
-    return [
-        f"{type(node).__name__}.{name}={value!r}"
-        for node in nodes(roots)
-        for name in dir(node)
-        if name.startswith("_saved_") and isinstance(value := getattr(node, name), (bool, int, float))
-    ]
+    return [f"{type(node).__name__}.{found}" for node in nodes(roots) for found in numbers_of(node)]
 
 
 def _forget(tensor: Tensor) -> None:
@@ -210,8 +194,8 @@ def held_bytes(roots: Sequence[Tensor], leaves: Sequence[Tensor], weights: Seque
     total: dict[int, int] = {}
     for tensor in [*leaves, *(t for _, t, _ in saved(roots))]:
         storage = tensor.untyped_storage()
-        if storage._cdata not in known:
-            total[storage._cdata] = storage.nbytes()
+        if identity(storage) not in known:
+            total[identity(storage)] = storage.nbytes()
     return sum(total.values())
 
 

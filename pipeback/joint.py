@@ -14,11 +14,11 @@ from operator import is_
 from typing import Any
 
 import torch
-import torch.optim.optimizer as every_optimizer
 from torch import Tensor
 
 from pipeback.bundle import Bundle
 from pipeback.momentum import lay_velocities, plain_sgd, sgd_step
+from pipeback.private import hooked, step_hooks
 
 Group = dict[str, Any]
 
@@ -80,15 +80,6 @@ def _value(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-# hooks on every optimizer's steps: torch has no public way to ask for them
-_BEFORE, _AFTER = (getattr(every_optimizer, f"_global_optimizer_{w}_hooks", {}) for w in ("pre", "post"))
-
-
-def hooked(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether someone listens to this optimizer's steps."""
-    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks or _BEFORE or _AFTER)
-
-
 def torchs_step(optimizer: torch.optim.SGD) -> bool:
     """Whether its step is that of torch's SGD, and not a subclass' own."""
     return unwrap(type(optimizer).step) is unwrap(torch.optim.SGD.step)
@@ -141,11 +132,12 @@ class Joint:
     def heard(self) -> Iterator[None]:
         """A step that a method makes itself, of which hooks on the optimizer's steps hear as torch tells them."""
         twin = self._twin
-        for before in [*_BEFORE.values(), *twin._optimizer_step_pre_hooks.values()]:
-            before(twin, (twin,), {})
+        before, after = step_hooks(twin)
+        for hook in before:
+            hook(twin, (twin,), {})
         yield
-        for after in [*twin._optimizer_step_post_hooks.values(), *_AFTER.values()]:
-            after(twin, (twin,), {})
+        for hook in after:
+            hook(twin, (twin,), {})
 
     def at(self, options: Sequence[Options]) -> Joint:
         """Set the options that each stage's update uses, and follow a state that was loaded into an optimizer."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+
+from pipeback.private import pytree, wrapper
 
 
 class LazyLoss(Tensor):
@@ -20,7 +20,7 @@ class LazyLoss(Tensor):
 
     @staticmethod
     def __new__(cls, read: Callable[[], Tensor]) -> LazyLoss:
-        loss = torch.Tensor._make_wrapper_subclass(cls, ())
+        loss = wrapper(cls, ())
         loss._read = read
         return loss
 
@@ -30,14 +30,14 @@ class LazyLoss(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = tree_map(_present, (args, kwargs or {}))
+        args, kwargs = pytree.tree_map(_present, (args, kwargs or {}))
         return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        args, kwargs = tree_map(_present, (args, kwargs or {}))
+        args, kwargs = pytree.tree_map(_present, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 

@@ -15,6 +15,8 @@ from __future__ import annotations
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from pipeback.private import hooks_of
+
 
 def to_group_norm(model: nn.Module, group_size: int = 2) -> nn.Module:
     """Replace every BatchNorm1d, 2d, 3d and SyncBatchNorm of `model` in place by a GroupNorm; returns the model.
@@ -59,7 +61,7 @@ def _group_norm(norm: _BatchNorm, path: str, group_size: int) -> nn.GroupNorm:
         lazy = isinstance(norm, nn.modules.lazy.LazyModuleMixin)
         cure = "run the model once before" if lazy else "replace it by hand, or derive nothing from batch normalisation"
         raise ValueError(f"{where} is no plain batch normalisation: {cure}")
-    if norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks:
+    if hooks_of(norm):
         raise ValueError(f"{where} has hooks, which the new module would not call; remove them before, set them after")
     if "parametrizations" in norm._modules:
         raise ValueError(

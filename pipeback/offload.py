@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from pipeback.form import Form, form_of
 from pipeback.inflight import held_bytes, tensors_in
+from pipeback.private import identity, in_backward
 from pipeback.stage import Flight, Stage, Value
 
 
@@ -64,7 +65,7 @@ class _Packing:
         self.stage = stage
         # by storage, not by address: the memory under a weight may be given back and come anew
         kept = [*(p for _, _, p, _ in stage.homes), *stage.module.buffers(), *flight.leaves]
-        self.kept = {t.untyped_storage()._cdata for t in (*kept, *tensors_in(flight.target))}
+        self.kept = {identity(t) for t in (*kept, *tensors_in(flight.target))}
         self.seen: dict[tuple[Any, ...], _Away] = {}
         self.alive: list[StorageWeakRef] = []  # while these are there, no other storage gets the same name
         self.last: _Away | None = None
@@ -74,10 +75,10 @@ class _Packing:
         if tensor.layout is not torch.strided or tensor.device != self.stage.device:
             return _Stays(tensor, self.stage.label)
         storage = tensor.untyped_storage()
-        if storage._cdata in self.kept:
+        if identity(storage) in self.kept:
             return _Stays(tensor, self.stage.label)
         version = tensor._version
-        name = storage._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, version
+        name = identity(storage), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, version
         away = self.seen.get(name)
         if away is None:
             self.alive.append(StorageWeakRef(storage))
@@ -134,7 +135,7 @@ class _Away:
         (tensor, arrived), self.coming = self.coming, None
         current.wait_event(arrived)
         tensor.record_stream(current)
-        if torch._C._current_graph_task_id() >= 0:  # a backward, not somebody who looks in
+        if in_backward():  # a backward, not somebody who looks in
             before, self.before = self.before, None
             if before is not None and before.coming is None:
                 before._bring()

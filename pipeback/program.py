@@ -17,8 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
 
 from pipeback.caches import caching, without_caches
 from pipeback.decisions import MOST, Decision, decisions, mark, told
@@ -29,6 +27,7 @@ from pipeback.left_behind import twice
 from pipeback.meta import shaped
 from pipeback.ownership import Ownership
 from pipeback.partition import Part
+from pipeback.private import FakeTensorMode, pytree
 from pipeback.routes import routes
 from pipeback.segment import Key, Segment, key_of
 from pipeback.structures import Form, Ref, opened

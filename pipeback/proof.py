@@ -13,6 +13,7 @@ from torch import Tensor
 from pipeback.capture import Unfit, capture
 from pipeback.graphs import Graph, Graphs, recomputing
 from pipeback.inflight import untouched
+from pipeback.private import hooks_of
 from pipeback.rings import Kind, Rings, unfolded
 from pipeback.stage import Stage
 
@@ -98,8 +99,7 @@ def gain(stages: Sequence[Stage], weights: Sequence[Tensor], rings: Rings, repea
 def check_plain(stages: Sequence[Stage], x: Tensor) -> None:
     """Raise where a forward does more than compute, which is the stage's own affair."""
     module = stages[0].module
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    if any(getattr(m, name) for stage in stages for m in stage.module.modules() for name in hooks):
+    if any(hooks_of(m) for stage in stages for m in stage.module.modules()):
         raise Unfit("there are hooks on their modules")
     states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(x.device)] if x.is_cuda else [])]
     seen = [b._version for b in module.buffers()]

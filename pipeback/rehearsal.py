@@ -21,6 +21,7 @@ from pipeback import inflight, newer
 from pipeback.compiled import Compiled, faithful
 from pipeback.method import Method
 from pipeback.newer import Refused, disturb, noise, untouched
+from pipeback.private import identity
 from pipeback.stage import Flight, Stage, Value, cut, grown
 
 _COMPILED = "Use compile=True without options of your own (compiled convolutions keep copies), or"
@@ -257,7 +258,7 @@ def _saved_floats(stage: Stage, x: Value, target: Any) -> list[tuple[str, Tensor
     return [
         (name, t.detach().clone())
         for name, t, _ in inflight.saved(roots)
-        if t.is_floating_point() and t.numel() and t.untyped_storage()._cdata not in known
+        if t.is_floating_point() and t.numel() and identity(t) not in known
     ]
 
 

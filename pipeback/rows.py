@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from pipeback.adaptive import FIRST, SECOND, STEP, Adaptive, columns, settings
-from pipeback.joint import Options, groups_of, hooked, rates_of
+from pipeback.joint import Options, groups_of, rates_of
 from pipeback.method import Correction
 from pipeback.momentum import plain_sgd, spike
+from pipeback.private import hooked
 from pipeback.stage import Stage
 
 T = TypeVar("T")

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.func import functional_call
-from torch.utils import _pytree as pytree
 
 from pipeback.callables import Made, argument, in_a_row
 from pipeback.follow import Attribute, Call
+from pipeback.private import pytree
 from pipeback.structures import Form, Ref, opened
 
 Key = tuple[Any, ...]  # the form of what comes in

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pipeback.capture import Unfit
-from pipeback.compiled import Options, unguarded
+from pipeback.compiled import Options, of_ticks, writes_in_order
 from pipeback.graphs import Graphs
 from pipeback.link import Link, Message, Name
 from pipeback.order import Ops
@@ -65,7 +65,8 @@ class Stack:
         self.fuse: Compile | None = None  # of whole ticks
         if options is not None:
             self.compile = lambda graph: torch.compile(graph, **options)
-            self.fuse = lambda tick: torch.compile(tick, **unguarded(options))
+            if writes_in_order(options):
+                self.fuse = lambda tick: torch.compile(tick, **of_ticks(options))
         self.leaps = False  # most ticks are done without `forward` and `backward`, which need no compiler then
 
     @property

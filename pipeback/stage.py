@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ from pipeback.drawing import Drawing
 from pipeback.flat import Flat
 from pipeback.gradients import Gradients, Sums, clipped, differentiate, nothing
 from pipeback.method import Method, State
+from pipeback.private import catch
 from pipeback.segment import Segment
 from pipeback.slot import Slot
 
@@ -62,8 +62,7 @@ class Flight:
         for n, leaf in enumerate(self.leaves):
             if leaf.requires_grad:
                 strides = leaf.stride() if leaf.is_contiguous() else None  # else `.grad` may have others even so
-                # what Tensor.register_hook does, without a handle to remove it by
-                leaf._backward_hooks = OrderedDict({0: partial(_catch, self.caught, n, strides)})
+                catch(leaf, partial(_catch, self.caught, n, strides))
 
 
 def _catch(caught: list[Tensor | None], n: int, strides: tuple[int, ...] | None, gradient: Tensor) -> None:

@@ -17,11 +17,12 @@ from torch import Tensor
 
 from pipeback.bundle import Weights
 from pipeback.gradients import Sums, differentiate
-from pipeback.joint import Options, hooked, joinable
+from pipeback.joint import Options, joinable
 from pipeback.ledger import Ledger
 from pipeback.link import Link, Message, Name
 from pipeback.method import Method, When, overrides
 from pipeback.order import Kind, Ops, Order, Wave
+from pipeback.private import hooked
 from pipeback.replicas import Replicas
 from pipeback.reread import Reread
 from pipeback.residence import Asked, Residence, Resident, forget_casts

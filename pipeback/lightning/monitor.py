@@ -7,12 +7,12 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from pipeback.lightning.strategy import PipelineStrategy
 from pipeback.pipeline import Memory
+from pipeback.private import pytree
 from pipeback.traffic import Traffic
 from pipeback.watch import Watch
 
@@ -141,5 +141,5 @@ def _merged(ranks: Sequence[tuple[Memory, dict[str, float], Traffic]]) -> dict[s
 
 def _samples(batch: Any) -> int:
     """Length of the first tensor in a batch."""
-    leaves = torch.utils._pytree.tree_leaves(batch)
+    leaves = pytree.tree_leaves(batch)
     return next((len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), 1)

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from pipeback import state
 from pipeback.ladder import Split
@@ -24,6 +23,7 @@ from pipeback.lightning.meeting import Meeting
 from pipeback.lightning.together import agree
 from pipeback.lightning.turns import Turns
 from pipeback.pipeline import Pipeline
+from pipeback.private import pytree
 from pipeback.ranks import Ranks
 
 

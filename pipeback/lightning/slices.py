@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torchmetrics import Metric, MetricCollection
 
 from pipeback.lightning import private
+from pipeback.private import pytree
 
 
 def cut(batch: Any, size: int) -> list[tuple[Any, int]]:

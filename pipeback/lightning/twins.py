@@ -7,12 +7,14 @@ stages' optimizers, the very same objects; its options are copied to them when t
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from pipeback.private import without_step_hooks
 
 IMPLEMENTATION = ("foreach", "fused")  # options of the twins' own: a store may have chosen otherwise
 
@@ -35,8 +37,7 @@ class Twins:
         twin: Any = object.__new__(type(original))
         twin.__dict__.update(original.__dict__)
         twin.__dict__.pop("step", None)  # a scheduler's wrapper is bound to the original
-        for hooks in [name for name in twin.__dict__ if name.startswith("_optimizer_") and name.endswith("_hooks")]:
-            twin.__dict__[hooks] = OrderedDict()  # the user's hooks hear of the original's steps
+        without_step_hooks(twin)  # the user's hooks hear of the original's steps
         # the pipeline's weights are other parameters, in the order of the user's
         mine = self.trained[len(self._made)]
         pairs = list(zip(weights, mine, strict=True)) if mine else []

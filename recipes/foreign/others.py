@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from pipeback.private import pytree
 from pipeback.recipes.foreign import hugging_face
 from pipeback.recipes.foreign.case import CLASSES, Case, pictures, steady
 

@@ -1,0 +1,190 @@
+"""What torch does not offer in public, in one place; tests/test_private.py fails when torch changes it.
+
+* `pytree`: structures of tensors as users nest them. torch's own functions take them apart by it, so it knows the same.
+* `TorchDispatchMode`: to see each operator. `FakeTensorMode`, `unset_fake_temporarily`: to run a model without values.
+* `identity`: which memory a tensor lies in, also while that memory is away and has no address.
+* `shown`: what a node of a graph has saved, with the handles that put something else in its place.
+* `numbers_of`: the numbers that a node has saved.
+* `in_backward`: whether autograd asks for a saved tensor, and not somebody who looks in.
+* `run_backward`: what torch.autograd.backward calls, without its checks in Python of every root; the engine checks
+  them, too.
+* `wrapper`: a tensor without memory of its own, for a loss that is not there yet.
+* `catch`: a hook on a leaf without a handle to remove it by, which costs as much as a small kernel.
+* `hooks_of`, `hooked`, `without_step_hooks`: whether anybody listens to a module, an optimizer, or all of them.
+* `fused_adam`: torch's kernel for one step of Adam over lists of weights.
+* `inductor`, `as_autograd_cuts`: what torch.compile can be told about the graphs that it makes.
+
+Two families are used by their names all over the library, and only checked here: `torch._foreach_*`, arithmetic over
+lists of tensors, and the `_modules`, `_parameters` and `_buffers` of a module.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.optim.optimizer as every_optimizer
+from torch import Tensor, nn
+
+TESTED = "2.11", "2.15"  # the oldest and the newest torch that the tests have run on
+
+
+def version() -> tuple[int, int]:
+    """Of torch."""
+    major, minor, *_ = torch.__version__.split(".")
+    return int(major), int(minor)
+
+
+class Moved(ImportError):
+    """This torch has no such private name."""
+
+    def __init__(self, name: str) -> None:
+        oldest, newest = TESTED
+        after = int(newest.split(".")[1]) + 1
+        super().__init__(
+            f"torch {torch.__version__} has no {name}, which pipeback needs; pipeback is tested on torch {oldest} to "
+            f'{newest}: pip install "torch>={oldest},<2.{after}"'
+        )
+
+
+@contextmanager
+def needing(name: str) -> Iterator[None]:
+    """Names the version where this torch has no such name."""
+    try:
+        yield
+    except (ImportError, AttributeError) as error:
+        raise Moved(name) from error
+
+
+with needing("torch.utils._pytree"):
+    from torch.utils import _pytree as pytree
+with needing("torch.utils._python_dispatch.TorchDispatchMode"):
+    from torch.utils._python_dispatch import TorchDispatchMode
+with needing("torch._subclasses.fake_tensor.FakeTensorMode"):
+    from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+with needing("torch.autograd.graph._engine_run_backward"):
+    from torch.autograd.graph import _engine_run_backward as run_backward
+with needing("torch.Tensor._make_wrapper_subclass"):
+    wrapper = torch.Tensor._make_wrapper_subclass
+for _name in ("add", "add_", "addcmul_", "copy_", "div", "mul_", "neg", "neg_", "sub"):
+    if not hasattr(torch, f"_foreach_{_name}"):
+        raise Moved(f"torch._foreach_{_name}")
+
+__all__ = ["FakeTensorMode", "TorchDispatchMode", "pytree", "run_backward", "unset_fake_temporarily", "wrapper"]
+
+Raw = Any  # torch._C._autograd.SavedTensor
+
+
+def identity(of: Tensor | torch.UntypedStorage) -> int:
+    """The same number for all that lies in one storage, as long as that lives."""
+    with needing("UntypedStorage._cdata"):
+        return (of.untyped_storage() if isinstance(of, Tensor) else of)._cdata
+
+
+def shown(node: Any) -> Iterator[tuple[str, Tensor, Raw]]:
+    """(name, saved tensor, its handle) for the tensors that a node of a graph shows."""
+    for name in dir(node):
+        if not name.startswith("_raw_saved_"):
+            continue
+        raw, plain = getattr(node, name), name.removeprefix("_raw")
+        value = getattr(node, plain if hasattr(node, plain) else "saved_tensors")
+        raws = raw if isinstance(raw, (list, tuple)) else [raw]
+        values = value if isinstance(value, (list, tuple)) else [value]
+        for each, tensor in zip(raws, values, strict=True):
+            if isinstance(tensor, Tensor):
+                yield name.removeprefix("_raw_saved_"), tensor, each
+
+
+def numbers_of(node: Any) -> list[str]:
+    """The numbers that a node of torch's own has saved, with their names."""
+    found = [(name, getattr(node, name)) for name in dir(node) if name.startswith("_saved_")]
+    return [f"{name}={value!r}" for name, value in found if isinstance(value, (bool, int, float))]
+
+
+def in_backward() -> bool:
+    with needing("torch._C._current_graph_task_id"):
+        return torch._C._current_graph_task_id() >= 0
+
+
+def catch(leaf: Tensor, hook: Callable[[Tensor], Any]) -> None:
+    """What `leaf.register_hook` does, without a handle."""
+    leaf._backward_hooks = OrderedDict({0: hook})
+
+
+MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+# hooks on the steps of every optimizer
+_for_all = [getattr(every_optimizer, f"_global_optimizer_{when}_hooks", {}) for when in ("pre", "post")]
+STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
+def hooks_of(module: nn.Module) -> list[Any]:
+    """The handles of a module's hooks, which are numbered as they come."""
+    with needing(f"nn.Module.{MODULE_HOOKS[0]}"):
+        return [handle for name in MODULE_HOOKS for handle in getattr(module, name)]
+
+
+def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[list[Any], list[Any]]:
+    """What hears of this optimizer's steps before and after them, in torch's order."""
+    with needing(f"torch.optim.Optimizer.{STEP_HOOKS[0]}"):
+        before, after = (getattr(optimizer, name).values() for name in STEP_HOOKS)
+        return [*_for_all[0].values(), *before], [*after, *_for_all[1].values()]
+
+
+def hooked(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether someone listens to this optimizer's steps."""
+    with needing(f"torch.optim.Optimizer.{STEP_HOOKS[0]}"):
+        return any(getattr(optimizer, name) for name in STEP_HOOKS) or any(_for_all)
+
+
+def gradient_hooks(weight: Tensor) -> bool:
+    """Whether someone waits for `.grad` of this weight."""
+    return bool(getattr(weight, "_post_accumulate_grad_hooks", None))
+
+
+def without_step_hooks(optimizer: Any) -> None:
+    """Nobody listens to this copy of an optimizer."""
+    for name in list(vars(optimizer)):
+        if name.startswith("_optimizer_") and name.endswith("_hooks"):
+            setattr(optimizer, name, OrderedDict())
+
+
+def fused_adam(*, decoupled: bool) -> Callable[..., None]:
+    """One step over lists of weights, gradients and moments. decoupled: decay as AdamW has it."""
+    name = "_fused_adamw_" if decoupled else "_fused_adam_"
+    with needing(f"torch.{name}"):
+        return getattr(torch, name)
+
+
+def inductor() -> Any:
+    """The module that knows its options. It takes a second to import."""
+    with needing("torch._inductor.list_options"):
+        import torch._inductor as found
+
+        found.list_options, found.list_mode_options  # noqa: B018
+        return found
+
+
+def as_autograd_cuts() -> Any:
+    """For inductor: cuts a joint graph as autograd would. What the backward uses of the forward is kept, and nothing is
+    computed again.
+    """
+    with needing("torch._inductor.custom_graph_pass.CustomPartitionerFn"):
+        from torch._functorch.partitioners import default_partition
+        from torch._inductor.custom_graph_pass import CustomPartitionerFn
+    takes = set(inspect.signature(default_partition).parameters)
+
+    class AsWritten(CustomPartitionerFn):
+        def __call__(self, gm: Any, joint_inputs: Any, **more: Any) -> Any:
+            return default_partition(gm, joint_inputs, **{k: v for k, v in more.items() if k in takes})
+
+        def uuid(self) -> str:
+            return "pipeback: as written"
+
+        def __reduce__(self) -> Any:
+            return as_autograd_cuts, ()  # a class of its own here, since its base is slow to import
+
+    return AsWritten()
