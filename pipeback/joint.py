@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from pipeback.bundle import Bundle
+from pipeback.fused import fitting, lay_state
 from pipeback.momentum import lay_velocities, plain_sgd, sgd_step
 from pipeback.private import hooked, step_hooks
 
@@ -125,6 +126,9 @@ class Joint:
     def step(self) -> None:
         if self._plain_sgd and not hooked(self._twin):
             sgd_step(self)
+        elif self._fused:
+            with fitting(self._twin):
+                self._twin.step()
         else:
             self._twin.step()
 
@@ -144,6 +148,7 @@ class Joint:
         if len(options) != len(self._chosen) or not all(map(is_, options, self._chosen)):
             self._chosen = list(options)
             self._twin.param_groups = self._groups(options)
+            self._fused = any(group.get("fused") for group in self._twin.param_groups)
             self._plain_sgd = type(self._twin) is torch.optim.SGD and all(
                 plain_sgd(group) and not _half(group["params"]) for group in self._twin.param_groups
             )
@@ -173,6 +178,7 @@ class Joint:
             for stage in self._stages:
                 shared.update({w: stage.optimizer.state[w] for w in stage.weights})
             self._twin.state = shared
+        lay_state(self._twin.state, self._twin.param_groups)
         self._known = self._seen()
         for bundle in (self._weights, *(group["params"] for group in self._twin.param_groups)):
             bundle.velocities = None

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pipeback.bundle import DECAYED, GRADIENTS, VELOCITIES, Bundle, Weights, add_scaled, chosen, whole
+from pipeback.fused import fused_sgd_step
 from pipeback.method import OptimizerLike
 
 
@@ -106,7 +107,8 @@ def plain_sgd(group: dict[str, Any]) -> bool:
 def sgd_step(optimizer: OptimizerLike, weights: Weights | None = None, horizons: Sequence[float] = ()) -> None:
     """One step of momentum SGD over all groups, with torch.optim.SGD's bits.
 
-    horizons: one a weight, T of spike compensation, w ← w − η·(a·v + b·g); where T = 0 the bits are still torch's.
+    horizons: one a weight, T of spike compensation, w ← w − η·(a·v + b·g); where T = 0 the bits are still torch's, of
+    a fused step if that is asked for.
     """
     late = (
         dict(zip(weights, horizons, strict=True)) if weights is not None and len(optimizer.param_groups) > 1 else None
@@ -119,6 +121,12 @@ def sgd_step(optimizer: OptimizerLike, weights: Weights | None = None, horizons:
             there = [n for n, g in enumerate(grads) if g is not None]
             params, grads = Bundle(params[n] for n in there), [grads[n] for n in there]
             mine = tuple(mine[n] for n in there) if weights is not None else ()
+        if group.get("fused"):
+            spiked = [n for n, T in enumerate(mine) if T]
+            fused_sgd_step(optimizer.state, [w for n, w in enumerate(params) if n not in spiked], group)
+            if not spiked:
+                continue
+            params, grads, mine = chosen(params, spiked), chosen(grads, spiked), tuple(T for T in mine if T)
         if not params:
             continue
         rate, momentum = float(group["lr"]), group["momentum"]

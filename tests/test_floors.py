@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent / "pipeback"
 FLOORS = [
     ["events", "schedules", "order", "timeline", "recording", "ledger", "plugins", "sizes"],
     [
-        "private", "bundle", "method", "momentum", "lazy", "link", "partition", "norms", "meta", "form", "flat",
+        "private", "bundle", "fused", "method", "momentum", "lazy", "link", "partition", "norms", "meta", "form", "flat",
         "packed", "skipping", "slot", "structures", "caches", "callables", "data_sizes", "left_behind", "handed",
         "follow", "decisions", "segment", "hidden", "inflight", "granularity", "ownership", "routes", "program",
         "ladder", "drawing", "compiled", "gradients", "stage",
