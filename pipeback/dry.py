@@ -113,10 +113,11 @@ class Dry:
     """The worker of `stages`, which streams them with `prefetch`; None: all have their weights on the device for good.
 
     choose: what the method answers before an operation. hooks: whether it is asked before F and B.
-    `run`, `settle` and `residence` are what a `Loop` asks for.
+    `run`, `settle`, `outside` and `residence` are what a `Loop` asks for.
     """
 
-    samples = False
+    samples = joins = False
+    outside = ()  # nothing that anybody could change
 
     def __init__(
         self,

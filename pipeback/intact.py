@@ -51,8 +51,6 @@ class Intact:
                 "trains the one it was built of; build a new Pipeline"
             )
         for s, stage in enumerate(self.stages):
-            if stage.masters:
-                stage.adopt()
             if stage.homes is not self._known[s][0]:
                 self._known[s] = stage.homes, Places((owner, key, p) for owner, key, p, _ in stage.homes)
             places = self._known[s][1]

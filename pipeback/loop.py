@@ -169,14 +169,16 @@ class Loop:
         self._remember()
 
     def _look(self) -> None:
-        """What the user has put into optimizers counts from here on; while updates go on elsewhere, nobody may."""
+        """What the user has put into weights and optimizers counts from here on; while others work, nobody may."""
         if self._rested or self.worker.residence.joins:
-            self.worker.reread.look()
+            for changes in self.worker.outside:
+                changes.look()
         self._rested = False
 
     def _remember(self) -> None:
         if self._rested or self.worker.residence.joins:
-            self.worker.reread.remember()
+            for changes in self.worker.outside:
+                changes.remember()
 
     def _begin(self, pushed: int, *, at_once: bool = False) -> None:
         order, worker = self.order, self.worker

@@ -181,7 +181,10 @@ class Stage:
         if seen != self._seen:
             for w, half in zip(self.masters, self.halves, strict=True):
                 w.copy_(torch.where(w.to(half.dtype) == half, w, half.float()))
-            self._seen = seen
+            self.adopted()
+
+    def adopted(self) -> None:
+        self._seen = [p._version for p in self.params]
 
     # -- whether the weights are here ------------------------------------------------------------------------------
 

@@ -29,6 +29,7 @@ from pipeback.residence import Asked, Residence, Resident, forget_casts
 from pipeback.stage import Flight, Stage
 from pipeback.team import Team
 from pipeback.watch import Watch
+from pipeback.written import Written
 
 _Step = tuple[Team, int, Sequence[Options], When | None]  # who steps, and at which micro-batch's numbers
 
@@ -79,7 +80,7 @@ class Worker:
         self._hooks: dict[tuple[int, ...], list[Team]] = {}  # whose F or B one call of a hook serves
         self._first, self._last = min(self.stages), max(self.stages)
         self._apart = any(stage.keeping is not None and stage.keeping.apart for stage in stages)
-        self.reread = Reread(stages, method)
+        self.outside = Reread(stages, method), Written(stages)  # what the user may change between operations
 
     def record(self, on: bool) -> None:
         """Measure every operation from now on."""
