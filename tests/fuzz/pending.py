@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .cases import METHODS
 from .program import Program
 
 
@@ -24,12 +23,6 @@ def _vectorized(program: Program) -> bool:
     return bool(program.runtime.get("vectorize")) and other
 
 
-def _grouped(program: Program) -> bool:
-    """Whether sums of gradients may wait for the next push, in which somebody clears or adds gradients."""
-    every = METHODS[program.method].reference([()] * program.stages, "sgd").every
-    return every not in (None, 1) and _calls(program, "zero_grad", "own_backward")
-
-
 def _threads(program: Program) -> bool:
     return _calls(program, "eval", "train") and bool(program.runtime.get("workers") or program.options.get("replicas"))
 
@@ -38,14 +31,7 @@ PENDING: dict[str, Callable[[Program], bool]] = {
     "an optimizer that counts in its groups: each joined twin counts for itself": lambda p: p.optimizer == "counting",
     "an optimizer that counts on itself": lambda p: p.optimizer == "counter",
     "the counter of an optimizer is lost on the way through a state": lambda p: p.optimizer == "counting",
-    "zero_grad before a push destroys sums of 2BW": _grouped,
-    "zero_grad before a push destroys sums of 1F1B": _grouped,
-    "zero_grad before a push destroys sums of PipeMare": _grouped,
-    "a backward of the user's comes into sums of 2BW": _grouped,
     "eval() between pushes with workers takes effect at a random time": _threads,
-    "a replaced parameter is not noticed where a push has two micro-batches": _never,
-    "methods that step themselves never call a subclass's step": _never,
-    "methods that step themselves never call step hooks": _never,
     "stages that run as one ignore forward hooks that are added later": _never,
     "stages that run as one ignore hooks on gathered gradients": _never,
     "in bfloat16, stages that run as one are taken for alike although their constants differ": _never,
@@ -53,9 +39,7 @@ PENDING: dict[str, Callable[[Program], bool]] = {
     "another shape evades the guard against functions of weights": _never,
     "integer input evades the guard against functions of weights": _never,
     "replicas of a model with init= begin with other weights": _never,
-    "stages=N is cut by measured time, so that a state is refused as another model's": lambda p: p.optimizer.startswith(
-        "fused"
-    ),
+    "stages=N is cut by measured time, so that a state is refused as another model's": _never,
     "a stage that begins to draw after the first push has no stream of its own": _never,
     "a state of a model with other frozen weights is found out after weights have changed": _never,
     "vectorize crashes: Linear and Tanh of a followed model": _vectorized,
@@ -65,18 +49,14 @@ PENDING: dict[str, Callable[[Program], bool]] = {
     "vectorize crashes: group norms and convolutions": _vectorized,
     "vectorize crashes: an unused weight": _vectorized,
     "vectorize crashes: a change in place first": _vectorized,
-    "narrow layers with ReLU at one sample are refused as functions of their weights": lambda p: p.optimizer.startswith(
-        "fused"
-    ),
+    "narrow layers with ReLU at one sample are refused as functions of their weights": _never,
     "modules that are called by keyword": _never,
     "a loss that differentiates": _never,
     "an expanded buffer": _never,
     "one bad batch closes the pipeline for good": _never,
     "KeyboardInterrupt closes the pipeline with an empty message": _never,
-    "after optimizer.state.clear() cerebras predicts from the old velocity": _never,
     "load_state_dict of the model in flight ends in an autograd error": _never,
     "a forked child that pushes hangs": _never,
-    "a store whose last version is missing begins at zero without a word": _never,
     "skip_zeros without sparsity is accepted without effect": _never,
     "a balance that is none is accepted": _never,
     "a check_finite that is none is accepted": _never,

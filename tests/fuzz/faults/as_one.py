@@ -1,0 +1,97 @@
+"""Stages that run as one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.fuzz.program import Program
+from tests.laws.cases import data
+
+from .table import FAULTS, fault, layers, pipeline
+
+
+def _as_one(told: str, **program: Any) -> None:
+    FAULTS[f"vectorize crashes: {told}"] = Program(
+        **{"stages": 4, "runtime": {"vectorize": True}, "calls": (("push", 2),) * 8, **program}
+    )
+
+
+_as_one("Linear and Tanh of a followed model", form="followed")
+_as_one("depthwise convolutions", model="depthwise")
+
+
+def _both(make: Callable[[], nn.Sequential], *shape_: int, samples: tuple[int, ...] = (2,) * 8) -> None:
+    """Trained on (N, *shape) with and without: the same to rounding, and a state can be taken."""
+    shape = torch.Size(shape_ or (6,))
+    found = []
+    for vectorize in (False, "auto"):
+        pipe, some = pipeline(make().double(), vectorize=vectorize), []
+        for n in samples:
+            some.append(float(pipe.push(*(v.view(n, *shape) for v in data(1, n, shape.numel(), torch.float64)[0]))))
+        found.append(some)
+    torch.testing.assert_close(torch.tensor(found[1]), torch.tensor(found[0]), rtol=1e-10, atol=1e-10)
+    pipe.state_dict()
+
+
+def _convolutions() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), nn.ReLU()) for _ in range(5)])
+
+
+@fault("vectorize crashes: convolutions of two samples")
+def _() -> None:
+    _both(_convolutions, 2, 4, 4)
+
+
+@fault("vectorize crashes: convolutions of one sample, then of two")
+def _() -> None:
+    _both(_convolutions, 2, 4, 4, samples=(1, 1, 1, 2, 2, 2, 2, 2))
+
+
+@fault("vectorize crashes: group norms and convolutions")
+def _() -> None:
+    torch.manual_seed(0)
+    _both(lambda: nn.Sequential(*[nn.Sequential(nn.GroupNorm(1, 2), nn.Conv1d(2, 2, 3, padding=1)) for _ in range(5)]),
+          2, 4)  # fmt: skip
+
+
+@fault("vectorize crashes: a frozen weight")
+def _() -> None:
+    def make() -> nn.Sequential:
+        model = layers(5, 6, nn.Tanh)
+        for stage in model:
+            stage[0].bias.requires_grad_(False)
+        return model
+
+    _both(make)
+
+
+class Unused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.spare = nn.Linear(6, 6), nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).tanh()
+
+
+@fault("vectorize crashes: an unused weight")
+def _() -> None:
+    def make() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(*[Unused() for _ in range(5)])
+
+    _both(make)
+
+
+@fault("vectorize crashes: a change in place first")
+def _() -> None:
+    def make() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(*[nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 6)) for _ in range(5)])
+
+    _both(make)
