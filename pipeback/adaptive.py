@@ -79,7 +79,7 @@ class Adaptive:
         """Large weights, whose rows torch's fused step goes over once, at one rate; the others, and their settings."""
         apart = [
             m for m, (w, rates) in enumerate(zip(self.like, self.rates, strict=True))
-            if w.nbytes > LARGE and not w.is_cuda and len(set(rates)) == 1
+            if w.nbytes > LARGE and w.is_cpu and len(set(rates)) == 1
         ]  # fmt: skip
         rest = [m for m in range(len(self.like)) if m not in apart]
         return apart, rest, self.settings._replace(decays=tuple(self.settings.decays[m] for m in rest))

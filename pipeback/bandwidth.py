@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pipeback import accelerators
 from pipeback.flat import Flat
 from pipeback.pages import Pages
 from pipeback.private import without_step_hooks
@@ -62,8 +63,7 @@ def _left() -> int:
 @cache
 def _copying(kind: str, index: int | None) -> tuple[float, float, float]:
     device = torch.device(kind, index) if index is not None else torch.device(kind)
-    cuda = kind == "cuda"
-    host = torch.ones(SIZE // 4, pin_memory=cuda)
+    host = torch.ones(SIZE // 4, pin_memory=accelerators.has_streams(device))
     there, place = torch.ones_like(host, device=device), Flat([host], device)
 
     def timed(once: Callable[[], object]) -> float:

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from pipeback import accelerators
+
 
 def wanted(mesh: DeviceMesh | None) -> bool:
     """Whether a pipeline is to run over processes: a group of several ranks is there, or torchrun has started some."""
@@ -33,10 +35,7 @@ def join(timeout: float = 30.0) -> None:
     if "RANK" not in os.environ and "SLURM_PROCID" in os.environ:
         os.environ.update(_slurm(os.environ))
     where = ", ".join(f"{key}={os.environ.get(key)}" for key in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"))
-    backend = "gloo"
-    if torch.cuda.is_available() and dist.is_nccl_available():
-        backend = "cpu:gloo,cuda:nccl"
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+    backend = accelerators.take_local(int(os.environ.get("LOCAL_RANK", 0)))
     limit = timedelta(seconds=timeout)
     store: dict[str, Any] = {}
     try:
@@ -69,7 +68,7 @@ def _slurm(environment: Mapping[str, str]) -> dict[str, str]:
 def default_device() -> torch.device:
     """Where a stage goes that nobody has placed: this rank's accelerator if the ranks have such, else the CPU."""
     if dist.is_available() and dist.is_initialized() and "nccl" in str(dist.get_backend_config()):
-        return torch.device("cuda", torch.cuda.current_device())
+        return accelerators.mine()
     return torch.device("cpu")
 
 

@@ -192,7 +192,7 @@ class Joint:
         ]
         pairs = [(mine, params) for mine, params in pairs if params]
         for mine, params in pairs:
-            if type(self._twin) in _FOREACH and not params[0].is_cuda and not _half(params) and _looped(mine):
+            if type(self._twin) in _FOREACH and params[0].is_cpu and not _half(params) and _looped(mine):
                 mine["foreach"] = True
         if pairs and all(mine == pairs[0][0] for mine, _ in pairs):
             return [{**pairs[0][0], "params": self._bundle([w for _, params in pairs for w in params])}]

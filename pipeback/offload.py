@@ -3,9 +3,10 @@
     F   every saved tensor is copied out as it is saved, and its memory on the device is free once F needs it no more
     B   comes back node by node, as it is asked for, lying in memory as it did: the same bits as without
 
-On a GPU the copies go through pinned memory on streams of their own, and the next tensor is on its way while a node
-works. On a CPU they are plain copies. What the stage holds anyway is not copied: weights, buffers, and the input and
-target that the flight keeps. Nor is what a custom Function puts on its ctx otherwise than by `save_for_backward`.
+On a device with streams the copies go through pinned memory on streams of their own, and the next tensor is on its way
+while a node works. Elsewhere they are plain copies. What the stage holds anyway is not copied: weights, buffers, and
+the input and target that the flight keeps. Nor is what a custom Function puts on its ctx otherwise than by
+`save_for_backward`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from pipeback import accelerators
 from pipeback.form import Form, form_of
 from pipeback.inflight import held_bytes, tensors_in
 from pipeback.private import identity, in_backward
@@ -112,23 +114,24 @@ class _Away:
     def __init__(self, tensor: Tensor, before: _Away | None) -> None:
         self.form, self.device = form_of(tensor), tensor.device
         elements = self.form.elements(tensor)
-        if self.device.type != "cuda":
-            self.elements = elements.clone(memory_format=torch.contiguous_format)
+        if not accelerators.has_streams(self.device):
+            self.elements = elements.clone(memory_format=torch.contiguous_format).cpu()
             return
         self.before = before  # what was saved before is asked for next
-        self.coming: tuple[Tensor, torch.cuda.Event] | None = None
+        self.coming: tuple[Tensor, torch.Event] | None = None
         out = _streams(self.device)[0]
-        out.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(out):
+        out.wait_stream(accelerators.current(self.device))
+        with accelerators.on(out):
             self.elements = torch.empty(elements.shape, dtype=elements.dtype, pin_memory=True)
             self.elements.copy_(elements, non_blocking=True)
             self.done = out.record_event()
         tensor.record_stream(out)
 
     def back(self) -> Tensor:
-        if self.device.type != "cuda":
-            return self.elements.as_strided(*self.form[1:3]) if _dense(self.form) else self._formed()
-        current = torch.cuda.current_stream(self.device)
+        if not accelerators.has_streams(self.device):
+            plain = not accelerators.away(self.device) and _dense(self.form)
+            return self.elements.as_strided(*self.form[1:3]) if plain else self._formed()
+        current = accelerators.current(self.device)
         if self.coming is None:
             self._bring()
         assert self.coming is not None
@@ -144,7 +147,7 @@ class _Away:
     def _bring(self) -> None:
         into = _streams(self.device)[1]
         into.wait_event(self.done)
-        with torch.cuda.stream(into):
+        with accelerators.on(into):
             self.coming = self._formed(), into.record_event()
 
     def _formed(self) -> Tensor:
@@ -169,9 +172,9 @@ def _dense(form: Form) -> bool:
 
 
 @cache
-def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+def _streams(device: torch.device) -> tuple[torch.Stream, torch.Stream]:
     """Out and in: one does not wait for the other."""
-    return torch.cuda.Stream(device), torch.cuda.Stream(device)
+    return torch.Stream(device), torch.Stream(device)
 
 
 def _hollow(output: Value) -> Value:

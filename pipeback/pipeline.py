@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pipeback import disk, memory, methods, sparsities, state, versions
+from pipeback import accelerators, disk, memory, methods, sparsities, state, versions
 from pipeback.activations import kinds
 from pipeback.agreement import agree
 from pipeback.ahead import Ahead, nothing
@@ -872,7 +872,7 @@ class Pipeline:
 
     def _rehearse(self, batches: Sequence[Batch]) -> None:
         threads = self._workers is not None or self.replicas > 1 or self.ranks.several
-        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        if accelerators.autocast():
             if threads:
                 raise ValueError("workers: autocast does not reach other threads; enter it inside the modules")
             if self._setting.stacks:

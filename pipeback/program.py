@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from pipeback import accelerators
 from pipeback.caches import caching, without_caches
 from pipeback.decisions import MOST, Decision, decisions, mark, told
 from pipeback.follow import Call, Record, follow
@@ -262,8 +263,8 @@ class Program:
     @contextmanager
     def _unchanged(self) -> Iterator[None]:
         """Its buffers and the random state afterwards as before."""
-        devices = {t.device for t in [*self.model.parameters(), *self.model.buffers()] if t.is_cuda}
-        with untouched(self.model), torch.random.fork_rng(devices):
+        devices = {t.device for t in [*self.model.parameters(), *self.model.buffers()]}
+        with untouched(self.model), accelerators.forked(devices):
             yield
 
     def _prove(self, arguments: Arguments, x: Any) -> None:

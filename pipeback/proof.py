@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeback import accelerators
 from pipeback.capture import Unfit, capture
 from pipeback.graphs import Graph, Graphs, recomputing
 from pipeback.inflight import untouched
@@ -101,12 +102,13 @@ def check_plain(stages: Sequence[Stage], x: Tensor) -> None:
     module = stages[0].module
     if any(hooks_of(m) for stage in stages for m in stage.module.modules()):
         raise Unfit("there are hooks on their modules")
-    states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(x.device)] if x.is_cuda else [])]
+    draws = [accelerators.generator(device) for device in (None, x.device)]
+    states = [generator.get_state() for generator in draws]
     seen = [b._version for b in module.buffers()]
-    with untouched(module), torch.random.fork_rng([x.device] if x.is_cuda else []), torch.no_grad():
+    with untouched(module), accelerators.forked([x.device]), torch.no_grad():
         module(x.clone())
         changed = seen != [b._version for b in module.buffers()]
-        now = [torch.get_rng_state(), *([torch.cuda.get_rng_state(x.device)] if x.is_cuda else [])]
+        now = [generator.get_state() for generator in draws]
     if changed:
         raise Unfit("their forward changes a buffer, as batch normalisation does")
     if not all(torch.equal(a, b) for a, b in zip(states, now, strict=True)):

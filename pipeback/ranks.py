@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipeback import accelerators
 from pipeback.beats import Facts, host_store, join_store, my_facts
 from pipeback.health import Health, RankError
 from pipeback.link import OtherBatch
@@ -130,7 +131,7 @@ class Ranks:
         """The sum over the replicas, which hold the same stages, for gradients on this device."""
         if self.replicas > 1 and self._sums is None:
             column = [row[self.index] for row in self.table]
-            backend = "nccl" if device is not None and device.type == "cuda" else "gloo"
+            backend = "nccl" if accelerators.direct(device) else "gloo"
             self._sums = RankReplicas(self.group(column, backend), self._awaited)
         return self._sums
 
@@ -138,7 +139,7 @@ class Ranks:
         """The replicas, which hold the same stages, each a slice of them in its store; they compute on this device."""
         if self._column is None:
             ranks = [row[self.index] for row in self.table]
-            nccl = device.type == "cuda" and "nccl" in str(dist.get_backend_config())
+            nccl = accelerators.direct(device) and "nccl" in str(dist.get_backend_config())
             fetching, updating = (self.group(ranks, "nccl" if nccl else "gloo") for _ in range(2))
             self._column = Column(
                 Exchange(fetching, partial(self._awaited, what="the replicas' weights"), nccl),

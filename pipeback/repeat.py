@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from pipeback import accelerators
 from pipeback.inflight import held_bytes, tensors_in
 from pipeback.stage import Flight, Stage, Value, cut, grown
 
 Autocast = tuple[tuple[str, torch.dtype], ...]  # the devices that it is on for, and to which type it casts
-_CASTING = "cpu", "cuda"
 
 
 class Again(NamedTuple):
@@ -150,4 +150,4 @@ def versions(flight: Flight) -> tuple[int, ...]:
 
 
 def _autocast() -> Autocast:
-    return tuple((d, torch.get_autocast_dtype(d)) for d in _CASTING if torch.is_autocast_enabled(d))
+    return tuple((d, torch.get_autocast_dtype(d)) for d in accelerators.kinds() if torch.is_autocast_enabled(d))

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from pipeback import accelerators
 from pipeback.bundle import Weights, add_scaled, copy
 from pipeback.events import Kind
 from pipeback.gradients import Sums
@@ -202,5 +203,5 @@ def _swap(a: Weights, b: Weights) -> None:
 
 def forget_casts() -> None:
     """Under autocast, torch keeps copies of weights by identity; ours change in place."""
-    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+    if accelerators.autocast():
         torch.clear_autocast_cache()

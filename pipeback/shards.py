@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipeback import accelerators
 from pipeback.flat import Flat, dense, places
 from pipeback.form import LINE
 from pipeback.joint import separable
@@ -141,7 +142,7 @@ class Shard:
         group, wait, nccl = self._joined().updating
         there = [float(g is not None) for g in grads]
         kind = self.dtypes[self.trained[0]]
-        nowhere = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+        nowhere = accelerators.mine() if nccl else torch.device("cpu")
         device = next((g.device for g in grads if g is not None), nowhere)
         told = [float(self.stage), float(version), number, *there]
         head = torch.tensor(told, dtype=torch.float64).view(kind).to(device)

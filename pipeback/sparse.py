@@ -46,10 +46,10 @@ class Sparse:
         """The index of the weights after so many updates."""
         return next(packed for since, packed in reversed(self.changes) if since <= version)
 
-    def begin(self, weights: Sequence[Tensor]) -> None:
-        """Choose the first survivors among dense weights."""
+    def begin(self, weights: Sequence[Tensor], where: torch.device) -> None:
+        """Choose the first survivors among dense weights; the index goes where they will live."""
         masks = self.policy.masks([weights[n] for n in self.numbers], self.densities, self.at)
-        self.changes = [(0, self._packed(len(weights), masks))]
+        self.changes = [(0, self._packed(len(weights), [mask.to(where) for mask in masks]))]
 
     def gathered(self, dense: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The survivors of dense tensors, where those are; what is not sparse is left as it is."""
@@ -147,7 +147,9 @@ class Sparse:
 
     def restore(self, stage: Stage, changes: Sequence[tuple[int, Packed]]) -> None:
         """Take up indices as they were saved; the stage's weights get room for their survivors."""
-        self.changes = list(changes)
+        assert stage.home is not None
+        where = stage.home.memory.device
+        self.changes = [(since, tuple(None if p is None else p.to(where) for p in packed)) for since, packed in changes]
         pairs = zip(stage.weights, self.packed, strict=True)
         _rehome(stage, [w.data if index is None else w.new_empty(header(index)[2]) for w, index in pairs])
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from pipeback import meta
+from pipeback import accelerators, meta
 from pipeback.bundle import Bundle, Weights
 from pipeback.drawing import Drawing
 from pipeback.flat import Flat
@@ -429,10 +429,8 @@ class Stage:
     @property
     def generator(self) -> torch.Generator:
         """The generator that the stage's random layers draw from."""
-        if self.device is None or self.device.type != "cuda":
-            return torch.default_generator
-        index = torch.cuda.current_device() if self.device.index is None else self.device.index
-        return torch.cuda.default_generators[index]
+        found: torch.Generator = accelerators.generator(self.device)
+        return found
 
     # -- versions ------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pipeback import sizes
+from pipeback import accelerators, sizes
 from pipeback.bundle import Weights
 from pipeback.flat import Flat
 from pipeback.method import Method
@@ -50,13 +50,13 @@ class Store:
             _fuse(stage)  # or nothing is moved
         params = list(stage.module.parameters())
         mine = [p.detach() for p in stage.params]
+        where = self.where(device)
         if sparse is not None:
-            sparse.begin(mine)
+            sparse.begin(mine, where)
             mine = [w for w in sparse.gathered(mine) if w is not None]
         values = iter(mine)
         likes = [next(values) if p.requires_grad else p.detach() for p in params]
-        where = self.where(device)
-        pinned, shard = device.type == "cuda" and where.type == "cpu", stage.shard
+        pinned, shard = accelerators.has_streams(device) and where.type == "cpu", stage.shard
         home = Flat(likes, where, pinned=pinned) if shard is None else shard.home(where, pinned=pinned)
         if shard is not None:
             likes = [shard.cut(n, p) for n, p in enumerate(likes)]
@@ -69,6 +69,7 @@ class Store:
         if sparse is not None:
             slot.skipping = sparse.skipping(stage, device)
         stage.move_home(home, slot, method)
+        _follow(stage)
         for part in (sparse, shard):
             if part is not None:
                 part.cut_state(stage)
@@ -184,6 +185,14 @@ def _lay_slice(stage: Stage, slot: Slot, weights: Weights) -> int:
         view.copy_(next(given).detach() if p.requires_grad else home)
     stage.shard.gather(mine.memory, slot.flat.memory)
     return mine.nbytes
+
+
+def _follow(stage: Stage) -> None:
+    """What an optimizer has begun with, as Adagrad does, lies where its weights are; a counter stays where it was."""
+    for w in stage.weights:
+        for key, value in stage.optimizer.state.get(w, {}).items():
+            if isinstance(value, torch.Tensor) and value.dim() and value.device != w.device:
+                stage.optimizer.state[w][key] = value.to(w.device)
 
 
 def _fuse(stage: Stage) -> None:

@@ -66,7 +66,7 @@ class Streaming:
         self._fetches: dict[int, tuple[Op | None, Future[Brought]]] = {}  # under way, by stage
         self._updates: dict[int, Future[None]] = {}  # the last of each stage
         self._needed: set[Slot] = set()  # by the operation at hand and those that come
-        self._streams = Streams([stage.slot.device for stage in stages.values() if stage.slot])
+        self._streams = Streams(stages.values())
         self._traffic, self._lock = Traffic(), threading.Lock()
         self.moves: list[tuple[float, float, str, int]] = []
         self._recording = False
@@ -162,12 +162,11 @@ class Streaming:
 
     def _job(self, stage: Stage, sums: Sums, make: Callable[[Sequence[Sums]], None]) -> Callable[[], None]:
         sparse, number = stage.sparse, stage.version + 1
-        grads, wait = self._streams.leave(self._surviving(stage, sums.grads))
+        grads, left = self._streams.leave(self._surviving(stage, sums.grads))
         self._count(gradients_out=_bytes(grads))
 
         def job() -> None:
-            wait()
-            with self._moving("store", stage), torch.no_grad(), self.store.opened(stage, changes=True):
+            with left(), self._moving("store", stage), torch.no_grad(), self.store.opened(stage, changes=True):
                 mine = grads if sparse is None or not sparse.policy.dense_gradient(number) else sparse.gathered(grads)
                 make([Sums(mine, sums.number)])
                 if sparse is not None and sparse.policy.due(number):
@@ -182,13 +181,13 @@ class Streaming:
         if self.column.updating.nccl:
             grads, leave = sums.grads, self._streams.handed(sums.grads)
         else:
-            (grads, wait), leave = self._streams.leave(sums.grads), None
+            (grads, left), leave = self._streams.leave(sums.grads), None
             self._count(gradients_out=_bytes(grads))
 
         def job() -> None:
             if leave is None:
-                wait()
-                mine, total, sent = scatter(grads, sums.number, version)
+                with left():
+                    mine, total, sent = scatter(grads, sums.number, version)
             else:
                 mine, total, sent = leave(lambda: scatter(grads, sums.number, version))
                 self._count(gradients_out=_bytes(mine))
@@ -287,6 +286,7 @@ class Streaming:
             return
         asked = self.ask(op.kind, [(s, op.mb)]) if asks else []
         self._admit(slot)
+        self._streams.given(slot)
         self._fetches[s] = key, self._fetching.submit(self._fetch, stage, slot, op, asked, version)
 
     def _fetch(self, stage: Stage, slot: Slot, op: Op, asked: Sequence[Asked], version: int) -> Brought:
@@ -374,7 +374,6 @@ class Streaming:
         while len(pool.slots) >= pool.most:
             self._dismiss(next(other for other in pool.slots if other not in self._needed))
         pool.admit(slot)
-        self._streams.admitted(slot)
 
     def _dismiss(self, slot: Slot) -> None:
         """Let a stage go from the device, and with it the sums of its gradients."""
@@ -385,10 +384,10 @@ class Streaming:
             self._streams.arrived(slot)
         stage = self.stages[s]
         if stage.count and stage.spilled is None and any(g is not None for g in stage.gradients.values):
-            sums, wait = self._streams.leave(self._surviving(stage, stage.gradients.take()))
-            wait()
-            # on the CPU they are autograd's own, and may be the gradient that was sent upstream
-            stage.spilled = [g if g is None or g.is_pinned() else g.clone() for g in sums]
+            sums, left = self._streams.leave(self._surviving(stage, stage.gradients.take()))
+            # where they stay they are autograd's own, and may be the gradient that was sent upstream
+            with left():
+                stage.spilled = [g if g is None or g.is_pinned() else g.clone() for g in sums]
             self._count(gradients_out=_bytes(sums))
             self.store.put(stage)
         self.pool.dismiss(slot)

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pipeback import bandwidth, disk
+from pipeback import accelerators, bandwidth, disk
 from pipeback.bandwidth import Bandwidth
 from pipeback.disk import DiskStore
 from pipeback.dry import Choice, Choose, Dry, Load
@@ -107,7 +107,7 @@ def said(store: Store | None) -> tuple[str, str]:
 
 
 def _room(device: torch.device) -> int | None:
-    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    return accelerators.room(device)
 
 
 def slot_bytes(stage: Stage) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeback import compiled
+from pipeback import accelerators, compiled
 from pipeback.capture import Unfit, signature
 from pipeback.events import Schedule
 from pipeback.graphed import Graphed
@@ -98,8 +98,7 @@ def learn(stages: Sequence[Stage], stacks: Sequence[Stack], x: Any) -> dict[str,
                 stack.rings(stack.kind(value))
             except Unfit as error:
                 found[stack.name] = str(error)
-        cuda = [stage.device] if stage.device is not None and stage.device.type == "cuda" else []
-        with untouched(stage.module), torch.random.fork_rng(cuda), torch.no_grad():
+        with untouched(stage.module), accelerators.forked([stage.device]), torch.no_grad():
             value = stage.module(stage.enter(value)[1])
     return found
 

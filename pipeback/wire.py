@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipeback import accelerators
 from pipeback.form import Form, Outline, outline_of
 from pipeback.frame import SMALLEST, Reader, Writer, announce, announced
 from pipeback.link import Message, Name, Wire
@@ -46,7 +47,7 @@ class GlooWire:
         self.group, self.peer, self.bound, self.device = group, peer, bound, device
         self._vigil = Vigil(group, peer, pulse)
         self._size = SMALLEST  # bytes of the next frame
-        self._pin = device is not None and device.type == "cuda"  # copies to and from pinned memory are faster
+        self._pin = accelerators.has_streams(device)  # copies to and from pinned memory are faster
         self._spare: deque[Tensor] = deque(maxlen=bound)
         self._writer, self._reader = Writer(), Reader()
         self._sent: deque[Works] = deque()  # by message
@@ -60,7 +61,8 @@ class GlooWire:
             for work, buffer in self._sent.popleft():
                 self._vigil.wait(work)
                 self._spare.append(buffer)
-        self._pin = self._pin or any(isinstance(part, Tensor) and part.is_cuda for part in _parts(message))
+        if not self._pin:
+            self._pin = any(isinstance(x, Tensor) and accelerators.has_streams(x.device) for x in _parts(message))
         works: Works = []
         size = frame.nbytes
         if not size <= self._size <= max(4 * size, SMALL):

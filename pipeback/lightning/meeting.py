@@ -20,6 +20,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from torch.distributed.device_mesh import DeviceMesh
 
+from pipeback import accelerators
 from pipeback.health import Health
 
 NAME = 64  # bytes of the name of a call that go before its content
@@ -40,7 +41,7 @@ def join(environment: ClusterEnvironment, device: torch.device, timeout: float) 
         return
     address, port, rank = environment.main_address, environment.main_port, environment.global_rank()
     os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port))
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    backend = "nccl" if accelerators.direct(device) else "gloo"
     try:
         dist.init_process_group(backend, rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
     except (RuntimeError, ValueError) as error:

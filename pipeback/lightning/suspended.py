@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from pipeback import accelerators
+
 
 class Modes(NamedTuple):
     """What decides how torch computes in this thread."""
@@ -27,15 +29,13 @@ class Modes(NamedTuple):
     cache: bool  # of casts
     dtype: torch.dtype  # by default
     device: torch.device  # by default
-    stream: torch.cuda.Stream | None
+    stream: torch.Stream | None
 
     @classmethod
     def now(cls) -> Modes:
-        kinds = {"cpu", "cuda"}
-        if (found := torch.accelerator.current_accelerator()) is not None:
-            kinds.add(found.type)
-        casts = tuple((k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in sorted(kinds))
-        stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+        kinds = accelerators.kinds()
+        casts = tuple((k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds)
+        stream = accelerators.in_use()
         return cls(
             torch.is_grad_enabled(), torch.is_inference_mode_enabled(), casts, torch.is_autocast_cache_enabled(),
             torch.get_default_dtype(), torch.get_default_device(), stream,
@@ -52,7 +52,7 @@ class Modes(NamedTuple):
         if torch.get_default_device() != self.device:
             torch.set_default_device(self.device)
         if self.stream is not None:
-            torch.cuda.set_stream(self.stream)  # and its device
+            torch.accelerator.set_stream(self.stream)  # and its device
 
     @contextmanager
     def applied(self) -> Iterator[None]:

@@ -1,0 +1,143 @@
+"""Trainings that `test_simulated.py` asks for, in a process whose accelerator is the simulated one.
+
+A run is compared with the same one on the CPU: losses, what is in flight after some pushes, and what a drain leaves.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import pipeback
+from pipeback import disk, sparsities
+from pipeback.disk import DiskStore
+from pipeback.store import HostStore
+from tests.laws.cases import CASES, OPTIMIZERS
+from tests.simulated import device as sim
+
+STAGES, WIDTH, SAMPLES = 4, 8, 4
+OTHERS = {"adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01, initial_accumulator_value=0.1)}
+RIGL = {"until": 12, "every": 2}
+
+
+def network(dtype: torch.dtype, draws: bool) -> nn.Sequential:
+    """Convolution, norms, a buffer that changes, plain layers, and dropout if it draws."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Sequential(nn.Conv1d(1, 3, 3, padding=1), nn.GroupNorm(1, 3), nn.Flatten(), nn.Linear(3 * WIDTH, WIDTH)),
+        nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.Dropout(0.5 * draws)),
+        nn.Sequential(nn.Linear(2 * WIDTH, WIDTH), nn.BatchNorm1d(WIDTH, momentum=0.5), nn.Tanh()),
+        nn.Linear(WIDTH, 5),
+    ).to(dtype)
+
+
+def batches(count: int, pushed: int, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+    draw = torch.Generator().manual_seed(1)
+    shape = SAMPLES * pushed, 1, WIDTH
+    return [
+        (torch.randn(shape, generator=draw).to(dtype), torch.randint(5, shape[:1], generator=draw))
+        for _ in range(count)
+    ]
+
+
+def kept(pipe: pipeback.Pipeline, when: str) -> dict[str, Tensor]:
+    """All that the pipeline holds, by name; left out is what a graph has saved, whose nodes depend on the device."""
+    return {
+        f"{name} of stage {s} {when}": tensor
+        for s, tensors in enumerate(pipe.state_dict()["stages"])
+        for name, tensor in sorted(tensors.items())
+        if not (name.startswith("flight/"))
+    }
+
+
+def build(
+    where: list[str], run: dict[str, Any], folder: Path, sparsity: str | None = None, store: Any = None, **options: Any
+) -> pipeback.Pipeline:
+    """where: the device of each stage, in turn."""
+    model = network(run["dtype"], run["draws"])
+    for n, stage in enumerate(model):
+        stage.to(where[n % len(where)])
+    if store is not None:
+        kind, prefetch = store
+        store = HostStore(prefetch=prefetch) if kind == "host" else DiskStore(folder, prefetch=prefetch)
+    policy = sparsity and sparsities.create(sparsity, density=0.4, **RIGL if sparsity == "rigl" else {})
+    torch.manual_seed(5)
+    return pipeback.Pipeline(
+        model, loss=nn.functional.cross_entropy, optimizer=(OPTIMIZERS | OTHERS)[run["optimizer"]], sparsity=policy,
+        method=CASES[run["case"]](STAGES), micro_batch_size=SAMPLES, store=store, **options,
+    )  # fmt: skip
+
+
+def train(
+    where: list[str],
+    case: str,
+    optimizer: str = "momentum",
+    pushes: int = 6,
+    pushed: int = 2,
+    draws: bool = True,
+    half: bool = False,
+    resumed: str = "",
+    drained: bool = False,
+    **options: Any,
+) -> dict[str, Tensor]:
+    """resumed: the device on which a state goes on that was taken in flight, or `drained`."""
+    run = dict(case=case, optimizer=optimizer, draws=draws, dtype=torch.bfloat16 if half else torch.float32)
+    with tempfile.TemporaryDirectory() as folder:
+        pipe, found = build(where, run, Path(folder, "first"), **options), {}
+        for n, (x, y) in enumerate(batches(pushes, pushed, run["dtype"])):
+            if n == pushes // 2 and drained:
+                pipe.drain()
+            if n == pushes // 2 and resumed:
+                state = pipe.state_dict()
+                pipe.close()
+                where = [resumed]
+                pipe = build(where, run, Path(folder, "then"), **options)
+                pipe.load_state_dict(state)
+            found[f"loss of push {n}"] = pipe.push(x, y.to(where[(STAGES - 1) % len(where)])).detach().clone()
+        found |= kept(pipe, "in flight")
+        pipe.drain()
+        found |= kept(pipe, "at the end")
+        pipe.close()
+    return {name: part.cpu() for name, part in found.items()}
+
+
+_expected: dict[str, dict[str, Tensor]] = {}
+
+
+def compared(run: dict[str, Any]) -> str:
+    """What differs from the CPU, or nothing."""
+    policy, where = run.pop("policy"), run.pop("where", ["sim:0"])
+    key = json.dumps({**run, "resumed": ""}, sort_keys=True)
+    if key not in _expected:
+        _expected[key] = train(["cpu"], **{**run, "resumed": ""})
+    sim.policy(policy)
+    try:
+        found = train(where, **run)
+    finally:
+        sim.policy(sim.AT_ONCE)
+        torch.accelerator.synchronize("sim:0")
+        torch.accelerator.synchronize("sim:1")
+    wanted = _expected[key]
+    if found.keys() != wanted.keys():
+        return f"only in one of both: {sorted(found.keys() ^ wanted.keys())}"
+    odd = [name for name in wanted if not torch.equal(found[name], wanted[name])]
+    return f"{len(odd)} of {len(wanted)} differ: {', '.join(odd[:5])}; {found[odd[0]]}" if odd else ""
+
+
+def main(folder: Path) -> None:
+    """Read a line of JSON a run, and answer each with one. folder: where the compiled device is."""
+    sim.register(folder)
+    disk.SMALL = 1  # these networks are small
+    for line in sys.stdin:
+        try:
+            answer = compared(json.loads(line))
+        except Exception:
+            answer = traceback.format_exc()
+        print("answer", json.dumps(answer), flush=True)

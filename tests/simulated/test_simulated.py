@@ -1,0 +1,112 @@
+"""Laws on a device that is not the CPU: a simulated one, whose work is done as late, or in as odd an order, as allowed.
+
+Whatever does not wait for what it needs finds NaN or old numbers there, the same ones every time.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.simulated import device as sim
+from tests.simulated.asking import ROOT, Simulated
+
+pytestmark = pytest.mark.skipif(sim.missing() is not None, reason=str(sim.missing()))
+
+POLICIES = {"late": sim.LATE, "side streams first": sim.SIDE_FIRST}
+METHODS = [("pb", "momentum"), ("pipedream", "adam"), ("cerebras", "momentum"), ("gpipe-4", "adamw")]
+BOTH = ["sim:0", "sim:1"]
+WAYS = {
+    "the event loop": {},
+    "workers": {"workers": 2},
+    "activations on the host": {"activations": "host"},
+    "recomputation": {"activations": "recompute"},
+    "masters": {"half": True, "masters": True},
+    "two devices": {"where": BOTH},
+    "two devices, activations on the host": {"where": BOTH, "activations": "host"},
+    "two devices, workers": {"where": BOTH, "workers": 2},
+    "host-0": {"store": ["host", 0]},
+    "host-1": {"store": ["host", 1]},
+    "host-2": {"store": ["host", 2]},
+    "host-3": {"store": ["host", 3]},
+    "disk-0": {"store": ["disk", 0]},
+    "disk-2": {"store": ["disk", 2]},
+    "host, the second device": {"store": ["host", 1], "where": ["sim:1"]},
+    "host, two devices": {"store": ["host", 1], "where": BOTH},
+    "disk, two devices": {"store": ["disk", 1], "where": BOTH},
+    "host, workers": {"store": ["host", 1], "workers": 2},
+    "host, adagrad": {"store": ["host", 1], "optimizer": "adagrad"},
+    "sparsity, host, adagrad": {"sparsity": "rigl", "store": ["host", 1], "optimizer": "adagrad"},
+    "host, activations on the host": {"store": ["host", 1], "activations": "host"},
+    "host, recomputation": {"store": ["host", 1], "activations": "recompute"},
+    "sparsity": {"sparsity": "magnitude"},
+    "sparsity that changes": {"sparsity": "rigl"},
+    "sparsity, two devices": {"sparsity": "rigl", "where": BOTH},
+    "sparsity, host": {"sparsity": "magnitude", "store": ["host", 1]},
+    "sparsity that changes, host": {"sparsity": "rigl", "store": ["host", 1]},
+    "sparsity that changes, disk": {"sparsity": "rigl", "store": ["disk", 1]},
+    "sparsity, a state goes to the CPU": {"sparsity": "rigl", "resumed": "cpu", "draws": False},
+    "sparsity, a state comes from the CPU": {"sparsity": "rigl", "where": ["cpu"], "resumed": "sim:0", "draws": False},
+    "a state goes to the CPU": {"resumed": "cpu", "draws": False},
+    "a state comes from the CPU": {"where": ["cpu"], "resumed": "sim:1", "draws": False},
+    "a state goes to the other device": {"resumed": "sim:1"},
+    "a state goes to the CPU, drained": {"resumed": "cpu", "drained": True},
+    "a state comes from the CPU, drained": {"where": ["cpu"], "resumed": "sim:0", "drained": True},
+    "a state goes to the CPU, host": {"resumed": "cpu", "store": ["host", 1], "draws": False},
+    "a state comes from the CPU, disk": {"where": ["cpu"], "resumed": "sim:0", "store": ["disk", 1], "draws": False},
+}
+# in `make test`: every way of moving bytes once, and the method that found a fault there
+FEW = [
+    ("the event loop", "pb"), ("workers", "cerebras"), ("activations on the host", "pb"), ("recomputation", "gpipe-4"),
+    ("masters", "pb"), ("two devices", "pipedream"), ("host-0", "cerebras"), ("host-1", "pipedream"), ("host-3", "pb"),
+    ("disk-2", "cerebras"), ("host, two devices", "pb"), ("host, workers", "gpipe-4"), ("sparsity", "pb"),
+    ("sparsity that changes, host", "pipedream"), ("a state goes to the CPU", "pb"),
+    ("a state comes from the CPU, disk", "cerebras"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(request) -> Path:
+    """Where the compiled device stays from run to run."""
+    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or request.config.cache.mkdir("simulated"))
+
+
+@pytest.fixture(scope="module")
+def simulated(folder):
+    process = Simulated(folder)
+    yield process
+    process.close()
+
+
+def test_equal_bits(simulated):
+    found = {"sgd": simulated.ask(case="sgd", policy=sim.LATE)}
+    for n, (way, case) in enumerate(FEW):
+        policy = list(POLICIES)[n % 2]
+        run = dict(case=case, optimizer=dict(METHODS)[case], policy=POLICIES[policy]) | WAYS[way]
+        answer = simulated.ask(**run)
+        found[f"{way}, {case}, {policy}"] = answer
+    assert not {run: answer for run, answer in found.items() if answer}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("policy", [*POLICIES, "random", "side streams last"])
+@pytest.mark.parametrize("way", WAYS)
+def test_equal_bits_in_every_way(simulated, way, policy):
+    number = {**POLICIES, "random": sim.RANDOM, "side streams last": sim.SIDE_LAST}[policy]
+    methods = [("pb", "adagrad")] if "adagrad" in way else METHODS
+    for case, optimizer in methods:
+        for pushed in (1, 3):
+            run = dict(case=case, optimizer=optimizer, policy=number, pushed=pushed) | WAYS[way]
+            assert not simulated.ask(**run), f"{case}, pushes of {pushed}"
+
+
+def test_one_module_knows_accelerators():
+    """CUDA graphs are CUDA's; for the rest there is `accelerators`."""
+    named = {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "pipeback").rglob("*.py")
+        if any(word in path.read_text(encoding="utf-8") for word in ("torch.cuda", ".is_cuda"))
+    }
+    assert named - {"pipeback/graphed.py", "pipeback/tick.py"} == {"pipeback/accelerators.py"}
