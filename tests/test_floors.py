@@ -13,8 +13,8 @@ ROOT = Path(__file__).parent.parent / "pipeback"
 FLOORS = [
     ["events", "schedules", "order", "timeline", "recording", "ledger", "plugins", "sizes"],
     [
-        "private", "bundle", "fused", "method", "momentum", "lazy", "link", "partition", "norms", "accelerators", "meta",
-        "form", "flat", "packed", "skipping", "slot", "structures", "caches", "callables", "data_sizes", "left_behind",
+        "private", "bundle", "fused", "method", "momentum", "lazy", "link", "partition", "norms", "accelerators",
+        "meta", "form", "flat", "packed", "skipping", "slot", "structures", "caches", "callables", "data_sizes", "left_behind",
         "handed", "follow", "decisions", "segment", "hidden", "inflight", "granularity", "ownership", "routes",
         "program", "ladder", "drawing", "compiled", "gradients", "stage",
         "strip", "repeat", "offload", "activations", "joint",
