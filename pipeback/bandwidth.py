@@ -137,7 +137,8 @@ def state_sizes(stage: Stage) -> list[int]:
     state = stage.optimizer.state
     if not any(state.values()):
         state = _stepped(stage, lambda w: torch.empty_like(w, device="meta")).state
-    return [v.numel() * v.element_size() for own in state.values() for v in own.values() if isinstance(v, Tensor)]
+    by_weight = [own for own in state.values() if isinstance(own, dict)]  # beside what an optimizer counts there
+    return [v.numel() * v.element_size() for own in by_weight for v in own.values() if isinstance(v, Tensor)]
 
 
 def step_seconds(stage: Stage, most: int = 2**21) -> float:

@@ -21,7 +21,9 @@ class Places:
 
     def __init__(self, entries: Iterable[tuple[dict[str, Any], str, Any]]) -> None:
         found = list(entries)
-        self.homes, self.keys, self.values = ([entry[n] for entry in found] for n in range(3))
+        self.homes = [home for home, _, _ in found]
+        self.keys = [key for _, key, _ in found]
+        self.values = [value for _, _, value in found]
 
     def changed(self) -> int | None:
         """The number of an entry that is another one now; None: all are as they were."""

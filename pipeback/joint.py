@@ -8,21 +8,22 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from inspect import unwrap
 from operator import is_
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from pipeback.bundle import Bundle
+from pipeback.counted import Counted, counted_by, stepped
 from pipeback.fused import fitting, lay_state
 from pipeback.momentum import lay_velocities, plain_sgd, sgd_step
 from pipeback.private import hooked, step_hooks
 
 Group = dict[str, Any]
-
 # Optimizers that treat every entry of every parameter on its own: joining stages changes no bit.
 _SEPARABLE = {
     getattr(torch.optim, name)
@@ -45,8 +46,15 @@ class Options:
         self.groups = groups or [[{k: _value(v) for k, v in g.items()} for g in opt.param_groups] for opt in optimizers]
 
     def current(self, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
-        """Whether the optimizers still have these options."""
-        return all(opt.param_groups == groups for opt, groups in zip(optimizers, self.groups, strict=True))
+        """Whether the optimizers still have these options, but for what their steps count."""
+        return all(
+            opt.param_groups == groups or (opt in counted_by and _same(counted_by[opt], opt.param_groups, groups))
+            for opt, groups in zip(optimizers, self.groups, strict=True)
+        )
+
+
+def _same(counted: Counted, mine: list[Group], others: list[Group]) -> bool:
+    return bool(counted) and counted.without(mine) == counted.without(others)
 
 
 def groups_of(stage: Any, options: Options) -> list[Group | None]:
@@ -102,15 +110,28 @@ def separable(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer) in _SEPARABLE
 
 
+def _apart(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    """The same class, whose objects may share all attributes of another one but its parameter groups."""
+    groups: WeakKeyDictionary[Any, list[Group]] = WeakKeyDictionary()
+    mine = property(groups.__getitem__, groups.__setitem__)
+    return type(kind.__name__, (kind,), {"param_groups": mine, "__module__": kind.__module__, "__doc__": kind.__doc__})
+
+
 class Joint:
     """The twin of the optimizers of `stages`: has `.step()`, `.param_groups` and `.state` like any optimizer."""
 
     def __init__(self, stages: Sequence[Any], weights: Bundle) -> None:
         self._stages, self._weights = stages, weights
         first = stages[0].optimizer
-        self._twin = object.__new__(type(first))  # not copy.copy, which keeps hooks and a subclass' own state back
-        self._twin.__dict__.update(first.__dict__)
-        self._twin.__dict__.pop("step", None)  # a scheduler's wrapper is bound to the original
+        self._own = not separable(first)  # of a class that may keep more than the state of its weights
+        self._twin: Any
+        if self._own:
+            self._twin = object.__new__(_apart(type(first)))
+            self._twin.__dict__ = first.__dict__
+        else:
+            self._twin = object.__new__(type(first))  # not copy.copy, which keeps hooks back
+            self._twin.__dict__.update(first.__dict__)
+            self._twin.__dict__.pop("step", None)  # a scheduler's wrapper is bound to the original
         self._twin.param_groups = []
         self._known: list[Any] = []
         self._chosen: list[Options] = []
@@ -126,17 +147,20 @@ class Joint:
     def step(self) -> None:
         if self._plain_sgd and not hooked(self._twin):
             sgd_step(self)
-        elif self._fused:
-            with fitting(self._twin):
-                self._twin.step()
+        elif self._own:
+            stepped(self._stages[0].optimizer, self._twin.param_groups, self._torchs_step)
         else:
-            self._twin.step()
+            self._torchs_step()
+
+    def _torchs_step(self) -> None:
+        with fitting(self._twin) if self._fused else nullcontext():
+            type(self._twin).step(self._twin)  # not what a scheduler has put around the original's
 
     @contextmanager
-    def heard(self) -> Iterator[None]:
-        """A step that a method makes itself, of which hooks on the optimizer's steps hear as torch tells them."""
+    def heard(self, itself: bool) -> Iterator[None]:
+        """A step that a method makes `itself`, of which hooks on the optimizer's steps hear as torch tells them."""
         twin = self._twin
-        before, after = step_hooks(twin)
+        before, after = step_hooks(twin) if itself else ((), ())
         for hook in before:
             hook(twin, (twin,), {})
         yield
@@ -190,6 +214,8 @@ class Joint:
             for group, mine in zip(stage.optimizer.param_groups, chosen.groups[stage.index], strict=True)
             if stage.weights
         ]
+        if self._own:  # groups of its own, as many as it has
+            return [{**mine, "params": self._bundle(params)} for mine, params in pairs]
         pairs = [(mine, params) for mine, params in pairs if params]
         for mine, params in pairs:
             if type(self._twin) in _FOREACH and params[0].is_cpu and not _half(params) and _looped(mine):

@@ -28,7 +28,7 @@ def counted(stages: Sequence[Stage], owner: Sequence[int]) -> Memory:
     held = sum(max(stage.peak_copies, stage.copies()) * stage.bytes() for stage in stages)
     state = 0
     for stage in stages:
-        owned = {id(v) for s in stage.optimizer.state.values() for v in s.values()}
+        owned = {id(v) for w in stage.weights for v in stage.optimizer.state.get(w, {}).values()}
         tensors = [t for v in stage.state.values() if isinstance(v, list) for t in v if t is not None]
         state += sum(t.numel() * t.element_size() for t in tensors if id(t) not in owned)
     activations = sum(

@@ -63,7 +63,7 @@ class Reread:
 
 def _kept(stage: Stage) -> list[Any]:
     """The optimizer's entries, by identity, and the velocities in them."""
-    entries = stage.optimizer.state.values()
+    entries = [entry for entry in stage.optimizer.state.values() if isinstance(entry, dict)]
     return [*entries, *[entry.get(BUFFER) for entry in entries]]
 
 

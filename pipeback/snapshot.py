@@ -1,9 +1,9 @@
 """The state of a stage as tensors by name and plain values, and back: one layout for every runtime and store.
 
-Tensor names: weight/NAME, buffer/NAME, mask/V/N (the packed index of survivors), optimizer/N/KEY, method/KEY/N,
-grad/N, version/V/N, random, flight/I/{x,target,saved,used,loss,random}/N, flight/I/buffer/NAME and message/KIND/I/N,
-with N counting the weights or the parts of a value, V versions and I micro-batches. Everything else is JSON: numbers,
-strings, lists and dictionaries.
+Tensor names: weight/NAME, buffer/NAME, mask/V/N (the packed index of survivors), optimizer/N/KEY, counted/N,
+method/KEY/N, grad/N, version/V/N, random, flight/I/{x,target,saved,used,loss,random}/N, flight/I/buffer/NAME and
+message/KIND/I/N, with N counting the weights or the parts of a value, V versions and I micro-batches. Everything else
+is JSON: numbers, strings, lists and dictionaries.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pipeback import inflight
+from pipeback.counted import restore, saved
 from pipeback.repeat import Again, versions
 from pipeback.stage import HALF, Flight, Stage, grown
 
@@ -52,6 +53,8 @@ def save(
                 aliases[id(value)] = f"optimizer/{n}/{key}"
             else:
                 plain["optimizer"].setdefault(str(n), {})[key] = value
+    plain["counted"], found = saved(stage.optimizer, stage.label)
+    _put(tensors, "counted", found)
     for key, value in stage.state.items():
         if isinstance(value, list):
             # what the method only reads of the optimizer (a velocity) is stored once, and found again by name
@@ -139,6 +142,9 @@ def load(stage: Stage, tensors: Mapping[str, Tensor], plain: Plain, options: dic
             state_of.update(plain["optimizer"].get(str(n), {}))
             if state_of:
                 state[w] = state_of
+        if "counted" in plain:
+            found = {k.removeprefix("counted/"): v for k, v in tensors.items() if k.startswith("counted/")}
+            restore(stage.optimizer, plain["counted"], found, stage.weights[0].device if stage.weights else None)
         stage.state = {
             key: [_method_tensor(stage, name, tensors) for name in value] if isinstance(value, list) else value
             for key, value in plain["method"].items()

@@ -22,7 +22,7 @@ from pipeback.method import Method
 from pipeback.stage import Stage
 
 FORMAT = 2
-COMMON = ("weight/", "optimizer/", "method/", "version/")  # the same in every replica
+COMMON = ("weight/", "optimizer/", "counted/", "method/", "version/")  # the same in every replica
 
 Plain = dict[str, Any]
 Opened = Callable[[Stage], AbstractContextManager[None]]

@@ -117,7 +117,7 @@ def slot_bytes(stage: Stage) -> int:
 
 def _portion(stage: Stage, method: Method) -> Portion:
     kept = bandwidth.state_sizes(stage) if stage.weights else []
-    own = {id(v) for state in stage.optimizer.state.values() for v in state.values()}
+    own = {id(v) for w in stage.weights for v in stage.optimizer.state.get(w, {}).values()}
     state = [
         t.numel() * t.element_size()
         for values in stage.state.values()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -77,6 +76,7 @@ class Worker:
         self.residence.ask = self._asked
         self._update_hook = overrides(method, "update")
         self._steps: dict[tuple[bool, tuple[int, ...]], list[Team]] = {}  # who is updated together
+        self._alone = {s.index: Team([s], delays) for s in stages}  # in all waves one: it may count its steps
         self._hooks: dict[tuple[int, ...], list[Team]] = {}  # whose F or B one call of a hook serves
         self._first, self._last = min(self.stages), max(self.stages)
         self._apart = any(stage.keeping is not None and stage.keeping.apart for stage in stages)
@@ -328,8 +328,7 @@ class Worker:
                 optimizer.step()
                 return
             before = team.state
-            itself = self.method.steps_itself and hooked(team.first.optimizer)
-            with optimizer.heard() if itself else nullcontext():
+            with optimizer.heard(self.method.steps_itself):
                 after = self.method.update(team.weights, optimizer, before, when)
             if after is not before:
                 team.state = after
@@ -340,7 +339,8 @@ class Worker:
         some = [stage for stage in stages if stage.weights]
         if joined:
             return [Team(some, self.delays)] if some else []
-        return [Team([stage], self.delays) for stage in some]
+        # one for every stage, whatever wave it is in: its optimizer may count its steps
+        return [self._alone[stage.index] for stage in some]
 
     # -- which weights F and B run on ----------------------------------------------------------------------------
 

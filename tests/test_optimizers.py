@@ -1,12 +1,17 @@
 """Optimizers that people write or listen to: their steps are made, once each, whatever the method and the runtime."""
 
+import math
+import pickle
+
 import pytest
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import pipeback
+from tests.laws import test_equations as equations
 from tests.laws.cases import data, network, weights
+from tests.laws.reference import Moved, Recurrence
 
 MSE = nn.functional.mse_loss
 
@@ -102,3 +107,111 @@ def test_a_step_that_was_replaced_on_the_object_is_refused():
         built(replaced)
     for method in ("pb", "cerebras"):
         pushed(built(scheduled, method), 2)
+
+
+# -- who counts elsewhere than in the state of its weights ------------------------------------------------------------
+
+
+class Counting(torch.optim.Optimizer):
+    """w ← w − η/(1 + k)·g, k the steps before, counted in one place of several."""
+
+    def __init__(self, params, lr, place):
+        self.place, self.k, self.list = place, 0, [0]
+        super().__init__(params, {"lr": lr, "k": 0, "tensor": torch.zeros(())})
+
+    def counted(self):
+        group = self.param_groups[0]
+        return {
+            "option": lambda: group["k"],
+            "new option": lambda: group.get("steps", 0),
+            "tensor": lambda: group["tensor"].item(),
+            "attribute": lambda: self.k,
+            "list": lambda: self.list[0],
+            "state": lambda: self.state.get("k", 0),
+        }[self.place]()
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        k = self.counted()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=group["lr"] / (1 + k))
+            group["k"] += self.place == "option"
+            if self.place == "new option":
+                group["steps"] = k + 1
+            if self.place == "tensor":
+                group["tensor"] += 1
+        self.k += self.place == "attribute"
+        self.list[0] += self.place == "list"
+        if self.place == "state":
+            self.state["k"] = k + 1
+
+
+class Decreasing(Recurrence):
+    """The same in float64 numpy."""
+
+    def step(self, s, u, i, p, g, options):
+        now = self.history[s][u]
+        return Moved(now.w[p] - options["lr"] / (1 + u) * g, now.v[p], now.q[p])
+
+
+PLACES = ("option", "new option", "tensor", "attribute", "list", "state")
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_what_is_counted_follows_the_steps_of_each_stage(place):
+    """Whatever waves its updates are in, when rates change, and in a state taken in flight."""
+    initial = equations.initial(4)
+    pipe = built(lambda p: Counting(p, 0.5, place), model=equations.network(initial))
+    reference = Decreasing(initial, "sgd", slack=2)
+    xs, ys = equations.samples(4, 30)
+    for i, (x, y) in enumerate(zip(xs, ys, strict=True)):
+        rate = 0.5 * (0.7 + 0.3 * math.cos(i // 4))
+        for opt in pipe.optimizers:
+            opt.param_groups[0]["lr"] = rate
+        if i == 17:
+            pipe.drain()
+            reference.drain()
+        loss = pipe.push(torch.tensor(x[None]), torch.tensor(y[None]))
+        wanted = reference.push(x[None], y[None], [[{"lr": rate}] * 2] * 4)
+        assert float(loss) == pytest.approx(wanted, rel=1e-12)
+        if i in (11, 20):
+            state = pickle.loads(pickle.dumps(pipe.state_dict()))
+            pipe = built(lambda p: Counting(p, 0.5, place), model=equations.network(initial))
+            pipe.load_state_dict(state)
+    equations.close_weights(pipe.model, reference.weights(), "in flight")
+    pipe.memory(), pipe.plan()  # which look into the optimizers
+    done = [opt.counted() for opt in pipe.optimizers]
+    assert done == [17 + 13 - d for d in pipe.delays]
+
+
+@pytest.mark.parametrize("options", [{"workers": 2}, {"store": "host"}, {"replicas": 2}])
+def test_what_is_counted_is_the_same_in_every_runtime(options, tmp_path):
+    def run(**options):
+        pipe = built(lambda p: Counting(p, 0.5, "option"), **options)
+        for n, (x, y) in enumerate(data(14, samples=4)):
+            pipe.push(x, y)
+            if n == 8:
+                pipeback.checkpoint.save(pipe, tmp_path / "state")
+                pipe.close()
+                pipe = built(lambda p: Counting(p, 0.5, "option"), **options)
+                pipeback.checkpoint.load(pipe, tmp_path / "state")
+        pipe.wait()
+        found = weights(pipe)
+        pipe.close()
+        return found
+
+    plain = run() if "replicas" not in options else run(replicas=2, workers=2)
+    assert torch.equal(run(**options), plain)
+
+
+def test_what_cannot_be_saved_of_an_optimizer_is_said():
+    class Odd(Counting):
+        def step(self, closure=None):
+            self.past = {p: p.grad for group in self.param_groups for p in group["params"]}
+            return super().step(closure)
+
+    pipe = pushed(built(lambda p: Odd(p, 0.1, "option")), 8)
+    with pytest.raises(TypeError, match=r"stage 0.*Odd counts in its attribute 'past', in a dict.*lists of these, or"):
+        pipe.state_dict()

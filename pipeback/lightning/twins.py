@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipeback.counted import counted
 from pipeback.private import without_step_hooks
 
 IMPLEMENTATION = ("foreach", "fused")  # options of the twins' own: a store may have chosen otherwise
@@ -56,8 +57,9 @@ class Twins:
         if now != self._options:
             self._options = now
             for twin, _, numbers in self._made:
-                for group, g in zip(twin.param_groups, numbers, strict=True):
-                    group.update({k: v for k, v in now[g].items() if k not in IMPLEMENTATION})
+                for n, (group, g) in enumerate(zip(twin.param_groups, numbers, strict=True)):
+                    counts = {k for k in now[g] if (n, k) in counted(twin).options}  # its own steps'
+                    group.update({k: v for k, v in now[g].items() if k not in IMPLEMENTATION and k not in counts})
 
     def give(self, *, stored: bool = False) -> None:
         """After a state was loaded into the original: the twins' state is that. stored: the weights are in a store."""
