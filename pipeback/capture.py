@@ -22,8 +22,9 @@ class Unfit(ValueError):
     """These modules cannot run as one; the message says why, to follow "stages 2 … 5: "."""
 
 
-def capture(module: nn.Module, weights: Mapping[str, Tensor], x: Tensor) -> Graphs:
+def capture(module: nn.Module, weights: Mapping[str, Tensor], x: Tensor, *, clones: bool = False) -> Graphs:
     """Graphs of n modules like this one. weights: (n, …) by name, those that train require a gradient; x: (n, …).
+    clones: the module changes its input in place, and gets a copy.
 
     Raises `Unfit` where torch cannot write it for n modules at once.
     """
@@ -33,10 +34,12 @@ def capture(module: nn.Module, weights: Mapping[str, Tensor], x: Tensor) -> Grap
     names = list(weights)
 
     def one(values: Sequence[Tensor], x: Tensor) -> Any:
-        return functional_call(module, dict(zip(names, values, strict=True)), (x,))
+        return functional_call(module, dict(zip(names, values, strict=True)), (x.clone() if clones else x,))
 
     def all_of_them(*given: Tensor) -> Any:
-        return vmap(one)(given[:-1], given[-1])
+        y = vmap(one)(given[:-1], given[-1])
+        # the backward is written for gradients that lie in memory as this does, and those that come are contiguous
+        return y.contiguous() if isinstance(y, Tensor) else y
 
     def keep(which: str) -> Callable[[fx.GraphModule, Any], Any]:
         def compiler(graph: fx.GraphModule, example: Any) -> Any:
@@ -65,9 +68,11 @@ def capture(module: nn.Module, weights: Mapping[str, Tensor], x: Tensor) -> Grap
     return split(found["forward"], found["backward"], len(names))
 
 
-def judged(module: nn.Module, loss: Callable[[Any, Any], Tensor], x: Tensor, target: Any) -> Graph:
+def judged(
+    module: nn.Module, loss: Callable[[Any, Any], Tensor], x: Tensor, target: Any, *, clones: bool = False
+) -> Graph:
     """What the stage with the loss does, as one graph: (*weights, X, target) -> (loss, gradient of X, *gradients of the
-    weights that train).
+    weights that train). clones: as of `capture`.
 
     Raises `Unfit` where torch cannot write it so.
     """
@@ -80,7 +85,7 @@ def judged(module: nn.Module, loss: Callable[[Any, Any], Tensor], x: Tensor, tar
         values, x, target = dict(zip(weights, given, strict=False)), given[-2], given[-1]
 
         def of(x: Tensor, some: Mapping[str, Tensor]) -> Tensor:
-            return loss(functional_call(module, {**values, **some}, (x,)), target)
+            return loss(functional_call(module, {**values, **some}, (x.clone() if clones else x,)), target)
 
         (gx, grads), found = grad_and_value(of, argnums=(0, 1))(x, {name: values[name] for name in trained})
         return found, gx, *(grads[name] for name in trained)

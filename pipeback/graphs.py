@@ -27,7 +27,8 @@ BINDINGS: dict[Any, Callable[..., Any]] = {
     aten.sigmoid.default: torch.sigmoid, aten.exp.default: torch.exp, aten.clone.default: torch.clone,
     aten.sum.dim_IntList: torch.sum, aten.native_layer_norm.default: torch.native_layer_norm,
 }  # fmt: skip
-VIEWS = {aten.view.default: "view", aten.expand.default: "expand"}
+# "reshape": what F has left comes back contiguous, whatever it was when the graph was written
+VIEWS = {aten.view.default: "reshape", aten.reshape.default: "reshape", aten.expand.default: "expand"}
 
 
 class Graphs(NamedTuple):
@@ -129,6 +130,8 @@ def simplified(graph: fx.GraphModule) -> fx.GraphModule:
     for node in part.nodes:
         if _outer(node):  # faster so, and a compiler joins it with what uses it
             node.target = aten.mul.Tensor
+        elif node.op == "call_function" and node.target is aten.view.default:
+            node.target = aten.reshape.default  # for a compiler, too, which does not go through `direct`
     graph.recompile()
     return graph
 

@@ -117,12 +117,12 @@ class Pipeline:
                 own micro-batch: at update size one the work of all layers becomes a few large operations. Every method
                 works; results differ from those of the event loop in rounding. With compile, the two graphs of a run
                 are compiled. Losses are lazy: reading one, like `wait`, first finishes what was pushed. Stages that
-                draw random numbers or change buffers, and whatever torch cannot batch, run as they are. "auto": where
-                F and B were measured to be faster when the first micro-batch came, by enough for the method: at all
-                where ticks of the steady state are one function (the flowing methods), else twice, or five times where
-                every second stage is idle at a tick; `vectorized` says what became of each run.
-                "cuda_graph": as True, and those ticks, with momentum SGD, are captured as a CUDA graph and replayed;
-                needs all stages on a GPU, and has not been tried on one.
+                draw random numbers or change buffers, and whatever torch cannot batch, run as they are (on
+                micro-batches of the forms where that is so). "auto": where F and B were measured to be faster when the
+                first micro-batch came, by enough for the method: at all where ticks of the steady state are one
+                function (the flowing methods), else twice, or five times where every second stage is idle at a tick;
+                `vectorized` says what became of each run. "cuda_graph": as True, and those ticks, with momentum SGD,
+                are captured as a CUDA graph and replayed; needs all stages on a GPU, and has not been tried on one.
                 With activations "device" or "recompute"
     activations what a stage keeps of a micro-batch from F to B. "device": all that autograd saves. "host": the same,
                 but it waits in host memory, except the stage's input; the same bits. "recompute": the stage's input; B

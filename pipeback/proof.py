@@ -39,20 +39,20 @@ def proved(
     recompute: B does the forward once more.
     Raises `Unfit` where the stages cannot run as one.
     """
-    first = stages[0].module
-    pairs = zip([name for name, _ in first.named_parameters()], weights, first.parameters(), strict=True)
+    like = stages[-1].module  # the first stage of a followed model takes its input without a gradient
+    pairs = zip([name for name, _ in like.named_parameters()], weights, like.parameters(), strict=True)
     named = {name: w.requires_grad_(p.requires_grad) for name, w, p in pairs}
     xs = x.unsqueeze(0).repeat(len(stages), *(1 for _ in x.shape))
     try:
-        check_plain(stages, x)
-        graphs = capture(first, named, xs)
+        clones = check_plain(stages, x)
+        graphs = capture(like, named, xs, clones=clones)
         graphs = recomputing(graphs) if recompute else graphs
     finally:
         for w in weights:
             w.requires_grad_(False)
     with torch.no_grad():
         y, *saved = graphs.forward(*weights, xs)
-        rings = Rings(graphs, kind, saved, _folds(graphs, weights, xs, saved), len(stages), length)
+        rings = Rings(graphs, kind, saved, _folds(graphs, weights, xs, saved), len(stages), length, x.device)
         made = graphs.made(*weights)
         own = {w.untyped_storage().data_ptr() for w in weights}
         if all(t.untyped_storage().data_ptr() in own for t in made):
@@ -66,7 +66,7 @@ def judged_alike(stage: Stage, graph: Graph, x: Tensor, target: Any) -> None:
     assert stage.loss is not None
     with torch.enable_grad(), untouched(stage.module):
         leaf = x.detach().clone().requires_grad_()
-        loss = stage.loss(stage.module(leaf), target)
+        loss = stage.loss(stage.module(leaf.clone()), target)  # a copy: the module may change it in place
         wanted = torch.autograd.grad(loss, [leaf, *stage.params], allow_unused=True)
     found = graph(*(p.detach() for p in stage.module.parameters()), x, target)
     for a, b in zip(found, (loss, *wanted), strict=True):
@@ -83,7 +83,8 @@ def gain(stages: Sequence[Stage], weights: Sequence[Tensor], rings: Rings, repea
         for r, stage in enumerate(stages):
             with torch.enable_grad(), untouched(stage.module):
                 x = xs[r].clone().requires_grad_()
-                torch.autograd.grad(stage.module(x), [x, *stage.params], xs[r], allow_unused=True)
+                given = x.clone() if stage.clones_input else x
+                torch.autograd.grad(stage.module(given), [x, *stage.params], xs[r], allow_unused=True)
         _synchronized(xs.device)
         between = time.perf_counter()
         with torch.no_grad():
@@ -97,22 +98,26 @@ def gain(stages: Sequence[Stage], weights: Sequence[Tensor], rings: Rings, repea
     return statistics.median(times[0][1:]) / statistics.median(times[1][1:])
 
 
-def check_plain(stages: Sequence[Stage], x: Tensor) -> None:
-    """Raise where a forward does more than compute, which is the stage's own affair."""
+def check_plain(stages: Sequence[Stage], x: Tensor) -> bool:
+    """Raise where a forward does more than compute, which is the stage's own affair; returns whether it changes its
+    input in place.
+    """
     module = stages[0].module
     if any(hooks_of(m) for stage in stages for m in stage.module.modules()):
         raise Unfit("there are hooks on their modules")
     draws = [accelerators.generator(device) for device in (None, x.device)]
     states = [generator.get_state() for generator in draws]
     seen = [b._version for b in module.buffers()]
+    given = x.clone()
     with untouched(module), accelerators.forked([x.device]), torch.no_grad():
-        module(x.clone())
+        module(given)
         changed = seen != [b._version for b in module.buffers()]
         now = [generator.get_state() for generator in draws]
     if changed:
         raise Unfit("their forward changes a buffer, as batch normalisation does")
     if not all(torch.equal(a, b) for a, b in zip(states, now, strict=True)):
         raise Unfit("their forward draws random numbers")
+    return bool(given._version)
 
 
 def _prove(
@@ -124,11 +129,19 @@ def _prove(
     some = [(r, r) for r in range(len(stages))]
     rings.leave(saved, some)
     *grads, gx = rings.graphs.backward(*rings.back(some), *made, g)
+    if gx is None:
+        raise Unfit("their output does not depend on their input")
+    names = [name for name, _ in stages[-1].module.named_parameters()]
+    for n in trained:
+        if grads[n] is None:  # an optimizer leaves it alone, which a gradient of zeros would not have it do
+            raise Unfit(f"their {names[n]} is not used, and gets no gradient")
     for r, stage in enumerate(stages):
         with torch.enable_grad(), untouched(stage.module):
             x = xs[r].clone().requires_grad_()
-            out = stage.module(x)
+            out = stage.module(x.clone())  # a copy: the module may change it in place
             wanted = torch.autograd.grad(out, [x, *stage.params], g[r], allow_unused=True)
+        if not stage.index:  # nobody asks for the gradient of its input
+            wanted = (gx[r], *wanted[1:])
         found = [gx[r], *(grads[n][r] for n in trained)]
         for a, b in zip([y[r], *found], [out, *wanted], strict=True):
             if b is None or not _close(a, b):

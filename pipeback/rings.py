@@ -24,9 +24,16 @@ class Rings:
     """`length` slots of `rows` rows."""
 
     def __init__(
-        self, graphs: Graphs, kind: Kind, saved: Sequence[Tensor], folds: Sequence[int], rows: int, length: int
+        self,
+        graphs: Graphs,
+        kind: Kind,
+        saved: Sequence[Tensor],
+        folds: Sequence[int],
+        rows: int,
+        length: int,
+        device: torch.device,
     ) -> None:
-        """folds: the dimension of every saved tensor that the rows lie along."""
+        """saved: what F leaves to B, for its form. folds: the dimension of each that the rows lie along."""
         shape, dtype, _ = kind
         self.written, self.kind, self.rows, self.length = graphs, kind, rows, length
         self.eager = Graphs(*map(direct, graphs))
@@ -34,7 +41,6 @@ class Rings:
         self.factors: Graph | None = None  # the backward that gives some gradients as factors
         self.factored: list[int] = []  # of these weights
         self.folds, self.shapes = folds, [t.shape for t in saved]
-        device = saved[0].device
         self.saved = [torch.zeros(length, rows, t.numel() // rows, dtype=t.dtype, device=device) for t in saved]
         self._cuts = [(n, 0, ring.shape[-1]) for n, ring in enumerate(self.saved)]
         self.inputs = torch.zeros(length, rows, *shape, dtype=dtype, device=device)  # none where rows are no neighbours
@@ -86,7 +92,10 @@ class Rings:
         for function in (forward, backward):
             function.__code__ = function.__code__.replace(co_name=function.__name__)  # torch counts what shares code
         saved = [torch.cat([self.saved[n][0] for n in some], 1) for some in members]
-        mine = Rings(Graphs(forward, backward, graphs.made), self.kind, saved, [0] * len(saved), rows, self.length)
+        mine = Rings(
+            Graphs(forward, backward, graphs.made), self.kind, saved, [0] * len(saved), rows, self.length,
+            self.inputs.device,
+        )  # fmt: skip
         mine.factors, mine.factored = by_factors, mine_factored
         mine._cuts = [
             (k, sum(widths[m] for m in some if m < n), widths[n])

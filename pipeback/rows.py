@@ -146,6 +146,15 @@ class Rows:
                     self.stages[r].gradients.values = list(totals[n * len(grads) : (n + 1) * len(grads)])
         self._summed.update(begun)
 
+    def apart(self, rows: Sequence[int]) -> None:
+        """Autograd is about to add to the sums of these stages, in place, which must be nobody else's then."""
+        self.spread()
+        for r in rows:
+            if self.stages[r].count and r not in self._summed:
+                for p in self.stages[r].params:
+                    p.grad = None if p.grad is None else p.grad.clone()
+            self._summed.discard(r)
+
     def spread(self) -> None:
         """Have every stage its own sums."""
         sums, self.sums = self.sums, None

@@ -166,6 +166,8 @@ def load_flights(
     stage: Stage, tensors: Mapping[str, Tensor], plain: Plain, options: dict[int, Any]
 ) -> dict[tuple[str, int, int], Any]:
     """Put what is in flight into a stage that has its weights on its device; returns the waiting messages."""
+    if stage.stack is not None:
+        stage.stack.restart(stage)
     flights = sorted(((int(mb), p) for mb, p in plain["flights"].items()), key=lambda pair: pair[0])
     stage.flights = {mb: _load_flight(stage, mb, p, tensors, options) for mb, p in flights}
     return {

@@ -59,7 +59,10 @@ class Stack:
         self.rows = Rows(stages)
         self._length = length
         self._kinds: dict[int, Kind] = {}  # of the micro-batches between F of the first stage and B of it
+        self.apart: set[int] = set()  # those among them that go through the stages one by one
         self._rings: dict[Kind, Rings] = {}
+        self._unfit: dict[Kind, str] = {}  # why the stages cannot run as one on micro-batches of this kind
+        self.told: dict[str, str] = {}  # what the user is told of stacks, by name
         self.places: dict[Kind, list[Row]] = {}
         self.compile: Compile | None = None  # of both graphs
         self.fuse: Compile | None = None  # of whole ticks
@@ -123,24 +126,58 @@ class Stack:
 
         Raises `Unfit` where the stages cannot run as one.
         """
+        if kind in self._unfit:
+            raise Unfit(self._unfit[kind])
         if kind not in self._rings:
             shape, dtype, _ = kind
             device = self.rows.weights[0].device
-            self.learn(example(shape, dtype, device), kind)
+            try:
+                self.learn(example(shape, dtype, device), kind)
+            except Exception as error:  # whatever the user's code and torch make of it: the stages can run as they are
+                told = str(error).strip().partition("\n")[0]
+                self._unfit[kind] = told if isinstance(error, Unfit) else f"torch cannot run them as one: {told}"
+                self._rings.pop(kind, None)
+                if self.name in self.told:
+                    self.told[self.name] += f"; micro-batches {tuple(shape)} as they are, for {self._unfit[kind]}"
+                raise Unfit(self._unfit[kind]) from error
         return self._rings[kind]
+
+    # -- which micro-batches run as one ----------------------------------------------------------------------------
+
+    def as_one(self, ops: Ops, box: Mapping[Name, Message]) -> Ops:
+        """Those of these forwards that are done as one: of micro-batches of a kind that the stages can be run so on."""
+        for s, i in ops:
+            if s == self.first or (i not in self._kinds and i not in self.apart):
+                self._enter(i, box["F", s, i])
+        return [op for op in ops if op[1] not in self.apart] if self.apart else ops
+
+    def _enter(self, mb: int, x: Message) -> None:
+        """A micro-batch comes, x in it to one of the stages."""
+        self.apart.discard(mb)
+        try:
+            kind = self.kind(x)
+            self.rings(kind)
+        except Unfit:
+            self._kinds.pop(mb, None)
+            self.apart.add(mb)
+        else:
+            self._kinds[mb] = kind
+
+    def restart(self, stage: Stage) -> None:
+        """A state is put into a stage: nothing is in flight at the first, and then at those behind it."""
+        if stage is self.stages[0]:
+            self._kinds.clear()
+            self.apart.clear()
 
     # -- F and B -------------------------------------------------------------------------------------------------
 
     def forward(self, ops: Ops, link: Link) -> None:
         """F of each (stage, micro-batch): no two of one stage, none feeds another."""
         came = {} if self.partner is None else {i: link.recv("F", s, i) for s, i in ops}
-        if ops[0][0] == self.first:
+        if ops[0][0] == self.first and self.partner is None:
             i = ops[0][1]
-            x = link.recv("F", *ops[0]) if self.partner is None else came[i]
-            self._kinds[i] = kind = self.kind(x)
-            rings = self.rings(kind)
-            if self.partner is None:
-                rings.inputs[i % rings.length, 0].copy_(x)
+            rings = self._rings[self._kinds[i]]
+            rings.inputs[i % rings.length, 0].copy_(link.recv("F", *ops[0]))
         for kind, some in self._groups(ops).items():
             rings = self._rings[kind]
             if max([len(self.stages[r].flights) for r, _ in some]) + 1 > rings.length:
@@ -282,11 +319,11 @@ class Stack:
     def take(self, box: dict[Name, Message]) -> None:
         """Messages to one of the stages that should have come from another one of them."""
         for name in [name for name in box if self.within(name)]:
-            kind = self._kinds.setdefault(name[2], self.kind(box[name]))
-            self.rings(kind)
+            if name[2] not in self._kinds and name[2] not in self.apart:
+                self._enter(name[2], box[name])
             place = self._place(name)
-            assert place is not None
-            place.copy_(box.pop(name))
+            if place is not None:  # else the stages give it to each other
+                place.copy_(box.pop(name))
 
     def within(self, name: Name) -> bool:
         kind, s, _ = name
@@ -297,6 +334,7 @@ class Stack:
     def forget(self, mb: int) -> None:
         """B of the first stage was done elsewhere."""
         self._kinds.pop(mb, None)
+        self.apart.discard(mb)
 
     def _place(self, name: Name) -> Tensor | None:
         which, s, i = name

@@ -123,8 +123,8 @@ class Steady:
         if key not in self._judges:
             self._judges[key] = None
             try:
-                check_plain([stage], x)
-                graph = judged(stage.module, stage.loss, x, target)
+                clones = check_plain([stage], x)
+                graph = judged(stage.module, stage.loss, x, target, clones=clones)
                 judged_alike(stage, graph, x, target)
                 self._judge_rows = self._judge_rows or Rows([stage])
                 self._judges[key] = Judge(stage, graph, self._judge_rows, x, target, check=self.worker.check_finite)

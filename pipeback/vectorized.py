@@ -128,20 +128,18 @@ def fitting(
     """Those stacks that can run as one on micro-batches like these, and should; what was found, by name.
 
     The stages of the others run as they are from then on. options: of the optimizers. worker: how it is built.
-    again: micro-batches of another form have come since.
-    Raises ValueError where none can and some must, and where one cannot any more.
+    again: micro-batches of another form have come since: where they do not fit, the stages are run as they are on them.
+    Raises ValueError where none can and some must.
     """
     reasons: dict[str, str] = {}
     for x in xs:
         reasons |= learn(stages, stacks, x)
+    if again:
+        return list(stacks), reasons
     for stack in stacks:  # both or none
         if stack.partner is not None and stack.partner.name in reasons:
             reasons.setdefault(stack.name, reasons[stack.partner.name])
     kept = [stack for stack in stacks if stack.name not in reasons]
-    if again:
-        for name, reason in reasons.items():
-            raise ValueError(f"vectorize: a micro-batch of another form came, for which {name} do not fit: {reason}")
-        return kept, reasons
     ticks = {stack.name: calls(method.schedule, len(stages), stack) for stack in kept}
     gains = {stack.name: stack.gain() / ticks[stack.name] for stack in kept}
     seen = any(worker.get(name) for name in ("clip_norm", "clip_value", "samples"))
@@ -161,6 +159,7 @@ def fitting(
         told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
         raise ValueError(f'vectorize={vectorize!r}: no stages can run as one ({told}); use vectorize="auto" or False')
     for stack in stacks:
+        stack.told = reasons
         if stack not in kept:
             for stage, call in zip(stack.stages, stack.calls, strict=True):
                 stage.stack, stage.call = None, call
@@ -201,8 +200,13 @@ class Vectorized(Worker):
         self.report(i, loss)
 
     def _forward(self, ops: Ops) -> list[Flight]:
+        others = [op for op in ops if op[0] not in self._of]
         for stack in self.stacks:
-            some = [op for op in ops if self._of.get(op[0]) is stack]
+            every = [op for op in ops if self._of.get(op[0]) is stack]
+            some = stack.as_one(every, self.link.box)
+            if len(some) < len(every):
+                others += [op for op in every if op not in some]
+                self._mixed = True
             if some:
                 try:
                     stack.forward(some, self.link)
@@ -212,7 +216,6 @@ class Vectorized(Worker):
                     self.stages[s].flights[i].options = self.options[i]
                     if s == self._last:
                         del self.options[i]
-        others = [op for op in ops if op[0] not in self._of]
         if others:
             super()._forward(others)
         return [self.stages[s].flights[i] for s, i in ops]
@@ -220,7 +223,7 @@ class Vectorized(Worker):
     def _backward(self, ops: Ops) -> None:
         others = [op for op in ops if op[0] not in self._of]
         for stack in self.stacks:
-            some = [op for op in ops if self._of.get(op[0]) is stack]
+            some, graphs = [op for op in ops if self._of.get(op[0]) is stack], []
             if self._mixed:
                 stack.take(self.link.box)
                 graphs = [(s, i) for s, i in some if self.stages[s].flights[i].row is None]
@@ -235,6 +238,8 @@ class Vectorized(Worker):
                 if self.samples:
                     for s, i in some:
                         self._count(self.stages[s], i)
+            if graphs:
+                stack.rows.apart([stack.numbers.index(s) for s, _ in graphs])
         for some in [[op] for op in sorted(others)] if self._others_apart else [sorted(others)] if others else []:
             super()._backward(some)
         if self._mixed:
@@ -290,11 +295,8 @@ class Vectorized(Worker):
 
     def take_up(self) -> None:
         self._look()
-        for stack in list(self.stacks):
-            try:
-                stack.take(self.link.box)
-            except Unfit:  # `learn` will say so
-                self.leave([stack])
+        for stack in self.stacks:
+            stack.take(self.link.box)
 
     def leave(self, stacks: Sequence[Stack]) -> None:
         self.stacks = [stack for stack in self.stacks if stack not in stacks]

@@ -1,0 +1,199 @@
+"""Law: whatever is alike may be asked to run as one: stages of any layers give what the event loop gives, as one or as
+they are, whatever forms of micro-batches come.
+"""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+import pipeback
+from tests.choice import mostly_rare
+from tests.laws.cases import CASES, weights
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*takes its statistics")
+FLAT, LINE, IMAGE = (6,), (4, 5), (4, 5, 4)
+
+
+class Called(nn.Module):
+    """A layer in a function of itself and the input."""
+
+    def __init__(self, layer, function):
+        super().__init__()
+        self.layer, self.function = layer, function
+
+    def forward(self, x):
+        return self.function(self.layer, x)
+
+
+class Unused(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.one(x).tanh()
+
+
+class Torn(nn.Module):
+    """Decides by a value where micro-batches are larger than one sample (or not larger), which no graph can."""
+
+    def __init__(self, large):
+        super().__init__()
+        self.one, self.other, self.large = nn.Linear(6, 6), nn.Linear(6, 6), large
+
+    def forward(self, x):
+        y = torch.tanh(self.one(x) + self.other(x))  # the gradients of these two are one and the same
+        return -y if (len(x) > 1) == self.large and x.sum() > 0 else y
+
+
+def frozen(layer, *numbers):
+    for n, p in enumerate(layer.parameters()):
+        p.requires_grad_(n not in numbers)
+    return layer
+
+
+def linear(*behind):
+    return nn.Sequential(nn.Linear(6, 6), *behind)
+
+
+def conv(*behind, **options):
+    return nn.Sequential(nn.Conv2d(4, 4, 3, padding=1, **options), *behind)
+
+
+def attention():
+    return Called(nn.MultiheadAttention(5, 1, batch_first=True), lambda m, x: m(x, x, x, need_weights=False)[0])
+
+
+STAGES = {
+    **{name: (lambda name=name: linear(getattr(nn, name)()), FLAT)
+       for name in ("ReLU", "ELU", "GELU", "Hardswish", "LeakyReLU", "LogSigmoid", "Mish", "PReLU", "Sigmoid", "SiLU",
+                    "Softplus", "Softshrink", "Softsign", "Tanhshrink")},
+    "nothing behind": (linear, FLAT),
+    "in place": (lambda: linear(nn.ReLU(True)), FLAT),
+    "in place first": (lambda: nn.Sequential(nn.ReLU(True), nn.Linear(6, 6)), FLAT),
+    "softmax": (lambda: linear(nn.Softmax(-1)), FLAT),
+    "glu": (lambda: nn.Sequential(nn.Linear(6, 12), nn.GLU()), FLAT),
+    "one wide": (lambda: nn.Sequential(nn.Linear(1, 1), nn.Tanh()), (1,)),
+    "LayerNorm first": (lambda: nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 6)), FLAT),
+    "RMSNorm": (lambda: linear(nn.RMSNorm(6)), FLAT),
+    "bilinear": (lambda: Called(nn.Bilinear(6, 6, 6), lambda m, x: m(x, x)), FLAT),
+    "frozen weight": (lambda: frozen(linear(nn.Tanh()), 0), FLAT),
+    "frozen bias": (lambda: frozen(linear(nn.Tanh()), 1), FLAT),
+    "nothing kept": (lambda: frozen(Called(nn.Linear(6, 1), lambda m, x: x + m(x).expand_as(x)), 0), FLAT),
+    "unused": (Unused, FLAT),
+    "a weight of a layer": (lambda: Called(nn.Linear(6, 6), lambda m, x: x @ m.weight), FLAT),
+    "its input": (lambda: Called(nn.Linear(6, 6), lambda m, x: x), FLAT),
+    "a constant": (lambda: Called(nn.Linear(6, 6), lambda m, x: m(torch.ones_like(x))), FLAT),
+    "in double": (lambda: Called(nn.Linear(6, 6), lambda m, x: m(x).double().sin().to(x.dtype)), FLAT),
+    "drawing": (lambda: linear(nn.Dropout(0.1)), FLAT),
+    "torn when large": (lambda: Torn(True), FLAT),
+    "torn when small": (lambda: Torn(False), FLAT),
+    "Conv1d": (lambda: nn.Sequential(nn.Conv1d(4, 4, 3, padding=1), nn.ReLU()), LINE),
+    "attention": (attention, LINE),
+    "LSTM": (lambda: Called(nn.LSTM(5, 5, batch_first=True), lambda m, x: m(x)[0]), LINE),
+    "encoder": (lambda: nn.TransformerEncoderLayer(5, 1, 8, dropout=0.0, batch_first=True), LINE),
+    "Conv2d": (conv, IMAGE),
+    "Conv2d and ReLU": (lambda: conv(nn.ReLU()), IMAGE),
+    "frozen convolution": (lambda: frozen(conv(nn.ReLU()), 0), IMAGE),
+    "depthwise": (lambda: conv(nn.ReLU(), groups=4), IMAGE),
+    "grouped": (lambda: conv(nn.ReLU(), groups=2), IMAGE),
+    "circular": (lambda: conv(nn.ReLU(), padding_mode="circular"), IMAGE),
+    "GroupNorm first": (lambda: nn.Sequential(nn.GroupNorm(2, 4), conv()), IMAGE),
+    "GroupNorm behind": (lambda: conv(nn.GroupNorm(2, 4), nn.ReLU(True)), IMAGE),
+    "pooled": (lambda: conv(nn.MaxPool2d(3, 1, 1)), IMAGE),
+    "transposed": (lambda: nn.Sequential(nn.ConvTranspose2d(4, 4, 3, padding=1), nn.ReLU()), IMAGE),
+    "shuffled": (lambda: conv(nn.PixelShuffle(2), nn.PixelUnshuffle(2)), IMAGE),
+    "Conv3d": (lambda: nn.Sequential(nn.Conv3d(2, 2, 3, padding=1), nn.ReLU()), (2, 3, 3, 3)),
+}  # fmt: skip
+SIZES = {"one": [1] * 6, "two": [2] * 6, "one, then two": [1, 1, 1, 2, 2, 2, 1, 2], "odd": [3, 1, 4, 2, 5]}
+USUAL = [
+    ("in place first", "two"), ("unused", "one"), ("attention", "two"), ("Conv1d", "one, then two"),
+    ("depthwise", "two"), ("GroupNorm first", "two"), ("nothing kept", "one"), ("a constant", "one"), ("LSTM", "one"),
+    ("torn when large", "one, then two"), ("torn when small", "two"), ("drawing", "one"),
+]  # fmt: skip
+
+
+def trained(vectorize, make, shape, sizes, method="pb", dtype=torch.float64, head=nn.Tanh, **options):
+    """Losses and weights in flight, and drained; a state was taken up on the way."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Tanh(), *[make() for _ in range(4)], head()).to(dtype)
+    optimizer = lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=0.01)  # noqa: E731
+    pipe = pipeback.Pipeline(model, loss=mse_loss, optimizer=optimizer, method=method, vectorize=vectorize, **options)
+    generator, losses = torch.Generator().manual_seed(1), []
+    for n, size in enumerate(sizes):
+        x, y = torch.randn(2, size, *shape, generator=generator, dtype=torch.float64).to(dtype)
+        losses.append(pipe.push(x, y))
+        if n == 3:
+            pipe.load_state_dict(pipe.state_dict())
+    flying = weights(pipe)
+    pipe.drain()
+    return pipe, [torch.stack([loss.double() for loss in losses]), flying, weights(pipe)]
+
+
+@pytest.fixture
+def never_slower(monkeypatch):
+    """Have "auto" choose whatever can run as one."""
+    monkeypatch.setattr("pipeback.stack.Stack.gain", lambda stack: 100.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"), mostly_rare([(name, sizes) for name in STAGES for sizes in SIZES], *USUAL), ids=str
+)
+def test_any_stages(name, sizes, never_slower):
+    make, shape = STAGES[name]
+    found, wanted = (trained(on, make, shape, SIZES[sizes])[1] for on in ("auto", False))
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("case", mostly_rare(CASES, "gpipe-4", "pipedream"))
+@pytest.mark.parametrize("name", ["torn when large", "torn when small"])
+def test_kinds_that_take_turns(name, case, never_slower):
+    """Gradients of both are summed for one update, and what is in flight is of both."""
+    make, shape = STAGES[name]
+    sizes = [1, 2, 2, 1, 1, 2, 1, 2, 2, 1, 2, 2, 2, 2, 1, 1, 1, 1, 2, 1]
+    found, wanted = (trained(on, make, shape, sizes, CASES[case](6)) for on in ("auto", False))
+    for a, b in zip(found[1], wanted[1], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+def test_what_runs_as_it_is_later_is_told():
+    make, shape = STAGES["torn when large"]
+    pipe, _ = trained(True, make, shape, [1, 1, 2])
+    (told,) = pipe.vectorized.values()
+    assert told.startswith("as one, ") and "; micro-batches (2, 6) as they are, for torch cannot run them" in told
+
+
+@pytest.mark.parametrize("name", mostly_rare(STAGES, "Conv1d"))
+def test_half_types(name, never_slower):
+    """To the rounding of the type: sums are made in another order."""
+    make, shape = STAGES[name]
+    found, wanted = (trained(on, make, shape, [2, 1, 2, 2], dtype=torch.bfloat16)[1] for on in ("auto", False))
+    for a, b in zip(found, wanted, strict=True):
+        assert torch.linalg.vector_norm(a - b) <= 0.05 * torch.linalg.vector_norm(b)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_stages_of_a_followed_sequence(size):
+    """The first of them needs no gradient of its input, and the others do."""
+    found = []
+    for on in (False, True):
+        torch.manual_seed(0)
+        layers = [layer for _ in range(5) for layer in (nn.Linear(6, 6), nn.Tanh())]
+        x = torch.randn(size, 6, dtype=torch.float64)
+        pipe = pipeback.Pipeline(
+            nn.Sequential(*layers).double(), loss=mse_loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.05),
+            method="pb", stages="layer", example=x, vectorize=on,
+        )  # fmt: skip
+        found.append(torch.stack([pipe.push(x, x.sin()) for _ in range(8)]))
+    assert list(pipe.vectorized) == ["stages 0 … 3"]
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
+
+
+def test_a_last_stage_that_changes_its_input():
+    make, shape = STAGES["Tanhshrink"]
+    last = lambda: nn.Sequential(nn.ReLU(True), nn.Linear(6, 6))  # noqa: E731
+    found, wanted = (trained(on, make, shape, [40, 40], head=last, micro_batch_size=1)[1] for on in (True, False))
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
