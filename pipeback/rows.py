@@ -131,9 +131,13 @@ class Rows:
         """Add to each stage's own sums: in place where they are sums already, and not somebody's gradients."""
         begun = [r for r in rows if self.stages[r].count]
         for r in rows:
+            values = self.stages[r].gradients.values
             if r not in begun:
                 self._summed.discard(r)
                 self.stages[r].gradients.values = [some[r] for some in grads]
+            elif any(g is None for g in values):  # of a micro-batch that the stage did on its own
+                zeros = [torch.zeros_like(some[r]) for some in grads]
+                self.stages[r].gradients.values = [z if g is None else g for z, g in zip(zeros, values, strict=True)]
         for ours in (True, False):
             some = [r for r in begun if (r in self._summed) == ours]
             old: list[Any] = [g for r in some for g in self.stages[r].gradients.values]
@@ -151,8 +155,8 @@ class Rows:
         self.spread()
         for r in rows:
             if self.stages[r].count and r not in self._summed:
-                for p in self.stages[r].params:
-                    p.grad = None if p.grad is None else p.grad.clone()
+                own = self.stages[r].gradients
+                own.values = [None if g is None else g.clone() for g in own.values]
             self._summed.discard(r)
 
     def spread(self) -> None:
