@@ -18,11 +18,6 @@ def _calls(program: Program, *names: str) -> bool:
     return any(name in names for name, *_ in program.calls)
 
 
-def _vectorized(program: Program) -> bool:
-    other = program.form == "followed" or program.model in ("convolutional", "depthwise")
-    return bool(program.runtime.get("vectorize")) and other
-
-
 def _threads(program: Program) -> bool:
     return _calls(program, "eval", "train") and bool(program.runtime.get("workers") or program.options.get("replicas"))
 
@@ -42,13 +37,6 @@ PENDING: dict[str, Callable[[Program], bool]] = {
     "stages=N is cut by measured time, so that a state is refused as another model's": _never,
     "a stage that begins to draw after the first push has no stream of its own": _never,
     "a state of a model with other frozen weights is found out after weights have changed": _never,
-    "vectorize crashes: Linear and Tanh of a followed model": _vectorized,
-    "vectorize crashes: depthwise convolutions": _vectorized,
-    "vectorize crashes: convolutions of two samples": _vectorized,
-    "vectorize crashes: convolutions of one sample, then of two": _vectorized,
-    "vectorize crashes: group norms and convolutions": _vectorized,
-    "vectorize crashes: an unused weight": _vectorized,
-    "vectorize crashes: a change in place first": _vectorized,
     "narrow layers with ReLU at one sample are refused as functions of their weights": _never,
     "modules that are called by keyword": _never,
     "a loss that differentiates": _never,
