@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from pipeback.caches import without_caches
 from pipeback.callables import Applied, operator_of
 from pipeback.data_sizes import makes, reads, sizes
+from pipeback.escapes import Escape, Inside
 from pipeback.handed import Handed
 from pipeback.left_behind import attributes, check_unchanged
 from pipeback.private import pytree
@@ -156,7 +157,9 @@ class _Recorder(TorchFunctionMode):
         self.seconds: list[float] = []
         self.answers = answers
         self.inside = 0  # of a leaf
-        self.handed = Handed((), {})  # what that leaf was called with
+        self.leaf_path = ""  # of that leaf
+        self.handed = Handed((), {})  # what it was called with
+        self.made = Inside()  # what it has made
         self.shaped = False  # whether the call that runs has made a size that depends on values
         self.by_values: set[int] = set()  # numbers of the tensors that come of such calls
         self.checked: set[int] = set()  # those whose size is checked
@@ -209,6 +212,12 @@ class _Recorder(TorchFunctionMode):
             self.alive.append(value)
             self.constants[self.held[id(value)]] = value
             return Attribute(self.held[id(value)])
+        if path := self.made.where(value):
+            raise Escape(
+                path,
+                f"{self.name(self.where)}.forward gives {what} a tensor {tuple(value.shape)} that was made within "
+                f"{self.name(path)}, which does not return it; return it there, or leave that path out of leaves=",
+            )
         raise ValueError(
             f"{self.name(self.where)}.forward gives {what} a tensor {tuple(value.shape)} that no torch function or "
             "module has made from its input, as numpy does: put that into a module of its own, which is not looked "
@@ -257,7 +266,9 @@ class _Recorder(TorchFunctionMode):
         self.shaped = self.shaped or makes(name, args, kwargs)
         if self.inside:
             self.handed.look(args, kwargs)
-            return func(*args, **kwargs)
+            output = func(*args, **kwargs)
+            self.made.note(output, self.leaf_path)
+            return output
         if getattr(func, "__module__", "") == "torch.nn.init" and not self.asks(args, kwargs):
             return self.unheard(func, args, kwargs)  # of a module that is made in this forward
         if name == "__iter__":
@@ -320,7 +331,9 @@ class _Recorder(TorchFunctionMode):
             return original(*args, **kwargs)
         if self.inside:
             self.handed.look(args, kwargs)
-            return original(*args, **kwargs)
+            output = original(*args, **kwargs)
+            self.made.note(output, self.leaf_path)
+            return output
         what = f"autograd function {function.__name__}"
         call = Call(Applied(function), self.place(args, what), self.place(kwargs, what), self.where, True)
         call.grad = torch.is_grad_enabled()
@@ -345,6 +358,7 @@ class _Recorder(TorchFunctionMode):
             finally:
                 self.stack.pop()
         handed = self.handed = Handed(args, kwargs)
+        self.leaf_path = path
         self.inside += 1
         begin = time.perf_counter()
         try:

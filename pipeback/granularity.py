@@ -9,7 +9,7 @@ names      a stage begins where the module of that name is called first
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
@@ -77,10 +77,18 @@ def layer(module: nn.Module) -> bool:
     return own or not any(True for _ in module.children())
 
 
-def leaves(blocks: Iterable[str], whole: Iterable[str]) -> Callable[[str, nn.Module], bool]:
-    """Modules that are one call: blocks, what the user wants whole, and layers."""
+def leaves(
+    blocks: Iterable[str], whole: Iterable[str], opened: Container[str] = ()
+) -> Callable[[str, nn.Module], bool]:
+    """Modules that are one call: blocks, what the user wants whole, and layers; of the opened ones what they hold."""
     kept = {*blocks, *whole}
-    return lambda path, module: bool(path) and (path in kept or layer(module))
+
+    def leaf(path: str, module: nn.Module) -> bool:
+        if not path or path in opened:
+            return False
+        return path in kept or layer(module) or path.rpartition(".")[0] in opened
+
+    return leaf
 
 
 class Unit(NamedTuple):
@@ -98,7 +106,7 @@ def units(model: nn.Module, record: Record, cuts: Cuts, blocks: Sequence[str]) -
     parameters = dict(model.named_parameters(remove_duplicate=False))
     seen: set[int] = set()
     begins: list[tuple[int, str, list[str]]] = []
-    after_block, called = True, set[Any]()
+    last_block, called = None, set[Any]()
     names = [] if isinstance(cuts, (str, int)) else list(cuts)
     touched = [_touched(model, parameters, call) for call in record.calls]
     for n, call in enumerate(record.calls):
@@ -112,8 +120,8 @@ def units(model: nn.Module, record: Record, cuts: Cuts, blocks: Sequence[str]) -
         elif not mine and (not call.module or call.target in called or not touched[n]):
             continue  # a tied layer is one of its own
         elif cuts == "block":
-            block = call.target in blocks
-            starts, after_block = block or after_block, block
+            block = _within(call, blocks)
+            starts, last_block = block != last_block or (call.module and call.target == block), block
         else:
             starts = cuts == "sublayer" or (call.module and not norm(model.get_submodule(call.target)))
         if not begins:
@@ -167,6 +175,13 @@ def _touched(model: nn.Module, parameters: Container[str], call: Call) -> list[s
 def given(parameters: Container[str], call: Call) -> list[str]:
     """Names of the parameters that a call is given, of those that the model has."""
     return [name for name in call.attributes() if name in parameters]
+
+
+def _within(call: Call, blocks: Collection[str]) -> str | None:
+    """The block that a call is, or that it lies in where blocks are looked into."""
+    steps = (call.target if call.module else call.where).split(".")
+    paths = (".".join(steps[:n]) for n in range(1, len(steps) + 1))
+    return next((path for path in paths if path in blocks), None)
 
 
 def norm(module: nn.Module) -> bool:

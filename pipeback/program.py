@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from pipeback import accelerators
 from pipeback.caches import caching, without_caches
 from pipeback.decisions import MOST, Decision, decisions, mark, told
+from pipeback.escapes import looked_into
+from pipeback.faithful import check_equal
 from pipeback.follow import Call, Record, follow
 from pipeback.granularity import Cuts, Unit, blocks_of, chosen, family, joined, leaves, units
 from pipeback.inflight import replica, untouched
@@ -73,6 +75,7 @@ class Program:
     ) -> None:
         self.model, self.cuts, self._agree = model, chosen(cuts), agree
         self._check(whole, by)
+        self.whole, self.opened = set(whole), set[str]()  # paths: what stays whole, and what is looked into after all
         self.family = family(model)
         self.blocks = blocks_of(model) if self.cuts in ("auto", "block") or isinstance(self.cuts, int) else []
         if self.cuts == "block" and not self.blocks:
@@ -213,12 +216,12 @@ class Program:
         """Follow the example, and cut."""
         number = isinstance(self.cuts, int)
         finest: Cuts = ("block" if self.blocks else "layer") if number else self.kind
-        self._leaves = leaves(self.blocks if finest == "block" else (), whole)
+        self._leaves = leaves(self.blocks if finest == "block" else (), whole, self.opened)
         record, known = self._follow(arguments, real=self.complete)
         self.units = units(self.model, record, finest, self.blocks)
         if isinstance(self.cuts, int):
             if self.cuts > len(self.units) and finest == "block":
-                self._leaves = leaves((), whole)
+                self._leaves = leaves((), whole, self.opened)
                 record, known = self._follow(arguments, real=self.complete)
                 self.units = units(self.model, record, "layer", ())
             seconds = self._agree([unit.seconds for unit in self.units])
@@ -226,6 +229,7 @@ class Program:
             self.units = joined(timed, self.cuts, by)
         return record, known
 
+    @looked_into
     @twice
     def _follow(self, arguments: Arguments, real: bool, answers: Sequence[Any] | None = None) -> tuple[Record, Known]:
         if real:
@@ -260,36 +264,16 @@ class Program:
             for m, mode in modes:
                 m.training = mode
 
+    def _prove(self, arguments: Arguments, x: Any) -> None:
+        args, kwargs = _apart(arguments)
+        check_equal(self.model, lambda: without_caches(self.model(*args, **kwargs)), self.segments, x, self._unchanged)
+
     @contextmanager
     def _unchanged(self) -> Iterator[None]:
         """Its buffers and the random state afterwards as before."""
         devices = {t.device for t in [*self.model.parameters(), *self.model.buffers()]}
         with untouched(self.model), accelerators.forked(devices):
             yield
-
-    def _prove(self, arguments: Arguments, x: Any) -> None:
-        """Raise unless the stages, one after the other, give what the model does: bit for bit on the CPU."""
-        found, (args, kwargs) = [], _apart(arguments)
-        for run in (lambda: without_caches(self.model(*args, **kwargs)), lambda: self._chain(x)):
-            with self._unchanged(), torch.enable_grad():  # which kernels run depends on what needs a gradient
-                found.append([part.detach() for part in opened(run())[0]])
-        for a, b in zip(*found, strict=True):
-            if not _equal(a, b):
-                raise ValueError(
-                    f"the stages of {type(self.model).__name__} do not give what its forward does: something in it "
-                    "changes from call to call, or in place under another name; give the path of the module that "
-                    "does so in leaves="
-                )
-
-    def _chain(self, x: Any) -> Any:
-        for s, segment in enumerate(self.segments):
-            try:
-                x = segment(_given(x, s > 0))
-            except RuntimeError as error:
-                if "a leaf Variable" not in str(error):
-                    raise
-                x = segment(_given(x, True, cloned=True))
-        return x
 
     # -- stages --------------------------------------------------------------------------------------------------
 
@@ -358,21 +342,6 @@ def _apart(arguments: Arguments) -> Arguments:
     """With tensors of its own: a model may change what it is called with."""
     tensors, form = opened(tuple(arguments))
     return Arguments(*form.fill([replica(tensor) for tensor in tensors]))
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    """Every bit on the CPU; kernels of other devices may add in another order from run to run."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    same = torch.isclose(a, b, equal_nan=True) if a.device.type != "cpu" else (a == b) | ((a != a) & (b != b))
-    return bool(same.all())
-
-
-def _given(x: Any, grad: bool, cloned: bool = False) -> Any:
-    """What a stage is given: tensors of its own. cloned: no leaves of the graph, which may not be changed in place."""
-    parts = tuple(replica(part).requires_grad_(grad and part.is_floating_point()) for part in _parts(x))
-    parts = tuple(part.clone() for part in parts) if cloned else parts
-    return parts if len(parts) > 1 else parts[0]
 
 
 def _parts(value: Any) -> tuple[Tensor, ...]:
