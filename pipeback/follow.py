@@ -26,7 +26,8 @@ from pipeback.data_sizes import makes, reads, sizes
 from pipeback.escapes import Escape, Inside
 from pipeback.handed import Handed
 from pipeback.left_behind import attributes, check_unchanged
-from pipeback.private import pytree
+from pipeback.mapped import Mapped
+from pipeback.private import function_modes, maps_heard, pytree
 from pipeback.structures import PLAIN, Form, Ref, fixed, opened
 
 # what asks a tensor for its numbers
@@ -334,18 +335,26 @@ class _Recorder(TorchFunctionMode):
             output = original(*args, **kwargs)
             self.made.note(output, self.leaf_path)
             return output
-        what = f"autograd function {function.__name__}"
-        call = Call(Applied(function), self.place(args, what), self.place(kwargs, what), self.where, True)
-        call.grad = torch.is_grad_enabled()
-        self.inside += 1
+        return self.whole(Applied(function), lambda: original(*args, **kwargs), *args, **kwargs)
+
+    def whole(self, target: Any, does: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        """What is one call, and not looked into."""
+        what = f"function {target.__name__}"
+        placed = self.place(args, what), self.place(kwargs, what)
+        call = Call(target, *placed, self.where, torch.is_grad_enabled())
         begin = time.perf_counter()
-        try:
-            output = original(*args, **kwargs)
-        finally:
-            self.inside -= 1
+        output = self.unheard(does, (), {})
         self.write(call, time.perf_counter() - begin)
         self.give(call, output)
         return output
+
+    def mapped(self, original: Callable[..., Any], function: Any, options: Any, args: Any, kwargs: Any) -> Any:
+        """A function under torch.vmap."""
+        if self.inside or threading.get_ident() != self.thread:
+            return original(function, *options, *args, **kwargs)
+        modes = function_modes()
+        target = Mapped(function, options, modes[modes.index(self) + 1 :])
+        return self.whole(target, lambda: original(function, *options, *args, **kwargs), target.holds, args, kwargs)
 
     def call(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self.inside or id(module) not in self.paths or threading.get_ident() != self.thread:
@@ -387,7 +396,7 @@ def _calls_heard(recorder: _Recorder) -> Iterator[None]:
     def applied(function: Any, *args: Any, **kwargs: Any) -> Any:
         return recorder.applied(apply.__get__(None, function), function, args, kwargs)
 
-    with _one_at_a_time, ExitStack() as stack:
+    with _one_at_a_time, maps_heard(recorder.mapped), ExitStack() as stack:
         stack.callback(setattr, nn.Module, "__call__", original)
         stack.callback(setattr, torch.autograd.Function, "apply", apply)
         nn.Module.__call__ = call  # type: ignore[method-assign]

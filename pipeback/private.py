@@ -2,12 +2,14 @@
 
 * `pytree`: structures of tensors as users nest them. torch's own functions take them apart by it, so it knows the same.
 * `TorchDispatchMode`: to see each operator. `FakeTensorMode`, `unset_fake_temporarily`: to run a model without values.
+* `function_modes`, `maps_heard`: who changes torch functions, and calls under torch.vmap, where a model is followed.
 * `identity`: which memory a tensor lies in, also while that memory is away and has no address.
 * `shown`: what a node of a graph has saved, with the handles that put something else in its place.
 * `numbers_of`: the numbers that a node has saved.
 * `in_backward`: whether autograd asks for a saved tensor, and not somebody who looks in.
 * `run_backward`: what torch.autograd.backward calls, without its checks in Python of every root; the engine checks
   them, too.
+* `keep_versions`: writes in place of which autograd is not told.
 * `wrapper`: a tensor without memory of its own, for a loss that is not there yet.
 * `catch`: a hook on a leaf without a handle to remove it by, which costs as much as a small kernel.
 * `hooks_of`, `hooked`, `without_step_hooks`: whether anybody listens to a module, an optimizer, or all of them.
@@ -22,8 +24,8 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -76,6 +78,33 @@ for _name in ("add", "add_", "addcmul_", "copy_", "div", "mul_", "neg", "neg_", 
 
 __all__ = ["FakeTensorMode", "TorchDispatchMode", "pytree", "run_backward", "unset_fake_temporarily", "wrapper"]
 
+
+def function_modes() -> list[Any]:
+    """The modes for torch functions that are on, those that hear of a call first at the end."""
+    with needing("torch.overrides._get_current_function_mode_stack"):
+        from torch.overrides import _get_current_function_mode_stack
+    return _get_current_function_mode_stack()
+
+
+@contextmanager
+def maps_heard(hear: Callable[..., Any]) -> Iterator[None]:
+    """Calls of what `torch.vmap` has made go to `hear`: it is given what does them, the function, (in_dims, out_dims,
+    randomness, chunk_size), and the arguments.
+    """
+    with needing("torch._functorch.apis.vmap_impl"):
+        from torch._functorch import apis
+
+        original = apis.vmap_impl
+
+    def heard(function: Any, in_dims: Any, out_dims: Any, randomness: Any, size: Any, *args: Any, **kwargs: Any) -> Any:
+        return hear(original, function, (in_dims, out_dims, randomness, size), args, kwargs)
+
+    with ExitStack() as stack:
+        stack.callback(setattr, apis, "vmap_impl", original)
+        apis.vmap_impl = heard  # type: ignore[assignment]
+        yield
+
+
 Raw = Any  # torch._C._autograd.SavedTensor
 
 
@@ -108,6 +137,13 @@ def numbers_of(node: Any) -> list[str]:
 def in_backward() -> bool:
     with needing("torch._C._current_graph_task_id"):
         return torch._C._current_graph_task_id() >= 0
+
+
+def keep_versions(tensors: Sequence[Tensor]) -> Any:
+    """A context at whose end autograd counts as many changes in place of these as now."""
+    with needing("torch.autograd.grad_mode._unsafe_preserve_version_counter"):
+        from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+    return _unsafe_preserve_version_counter(tuple(tensors))
 
 
 def catch(leaf: Tensor, hook: Callable[[Tensor], Any]) -> None:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
-
+from pipeback.private import keep_versions
 from pipeback.stage import Stage
 
 
@@ -22,7 +21,7 @@ class Written:
             stage.adopt()
         modules = [stage.module for stage in self._stages]
         self._tensors = tuple(t for module in modules for t in (*module.parameters(), *module.buffers()))
-        self._hidden = _hidden(self._tensors)
+        self._hidden = keep_versions(self._tensors)
         self._seen = [t._version for t in self._tensors]
 
     def look(self) -> None:
@@ -30,8 +29,7 @@ class Written:
         if [t._version for t in self._tensors] != self._seen:
             for stage in self._stages:
                 stage.adopt()
-            if self._hidden is not None:
-                self._hidden.__exit__()
+            self._hidden.__exit__(None, None, None)
             for stage in self._stages:
                 stage.adopted()
 
@@ -39,10 +37,4 @@ class Written:
         """After operations, which may have changed buffers."""
         seen = [t._version for t in self._tensors]
         if seen != self._seen:
-            self._seen, self._hidden = seen, _hidden(self._tensors)
-
-
-def _hidden(tensors: tuple[torch.Tensor, ...]) -> torch.autograd.grad_mode._unsafe_preserve_version_counter | None:
-    """What sets the counters to where they are now. Nothing public does; a torch without it refuses such changes."""
-    kind = getattr(torch.autograd.grad_mode, "_unsafe_preserve_version_counter", None)
-    return None if kind is None else kind(tensors)
+            self._seen, self._hidden = seen, keep_versions(self._tensors)

@@ -168,7 +168,8 @@ def test_a_weight_without_a_gradient_stays(monkeypatch):
 def test_which_weights_lie_so():
     def laid(model, **options):
         pipe = pipeline(model, "pb", **options)
-        pipe.push(torch.randn(1, 64, dtype=next(model.parameters()).dtype), torch.zeros(1, 64))
+        dtype = next(model.parameters()).dtype
+        pipe.push(torch.randn(1, 64, dtype=dtype), torch.zeros(1, 64, dtype=dtype))
         return bool(strips(pipe))
 
     small, large = (lambda: [nn.Linear(64, 64) for _ in range(3)]), (lambda: [nn.Linear(64, 1024), nn.Linear(1024, 64)])

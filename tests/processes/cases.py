@@ -24,14 +24,19 @@ def drawing(width: int = 6) -> nn.Sequential:
 
 
 class Cast(nn.Module):
+    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        self.dtype = dtype
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.bfloat16()
+        return x.to(self.dtype)
 
 
 def half() -> nn.Sequential:
-    """Weights in bfloat16."""
+    """Weights in bfloat16; what enters and what comes out is float32, of which every torch has the loss."""
     model = network(dtype=torch.bfloat16)
-    return nn.Sequential(nn.Sequential(Cast(), model[0]), *model[1:])
+    first, *rest, last = model
+    return nn.Sequential(nn.Sequential(Cast(), first), *rest, nn.Sequential(last, Cast(torch.float32)))
 
 
 MODELS = {"plain": network, "drawing": drawing, "half": half}
