@@ -74,7 +74,6 @@ def save(
         _put(tensors, f"version/{version}", {str(n): w for n, w in enumerate(weights)}, mine)
     plain["versions"] = sorted(stage.versions)
     plain["seed"] = stage.seed
-    plain["odd_gradients"] = stage.odd_gradients
     plain["clones_input"] = stage.clones_input  # a graph can only be built anew when this is known
     if stage.stream is not None:
         tensors["random"] = stage.stream.clone()
@@ -158,7 +157,7 @@ def load(stage: Stage, tensors: Mapping[str, Tensor], plain: Plain, options: dic
         stage.stream = tensors["random"].clone() if "random" in tensors else None
     stage.seed = plain["seed"]
     stage.clones_input = plain["clones_input"]
-    stage.odd_gradients = plain.get("odd_gradients", False)
+    stage.alike = None  # the rehearsal will find out
     stage.options = None if plain["options"] is None else options[plain["options"]]
 
 

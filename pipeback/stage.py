@@ -71,6 +71,11 @@ def _catch(caught: list[Tensor | None], n: int, strides: tuple[int, ...] | None,
         caught[n] = gradient
 
 
+def _laid_alike(output: Tensor, gradient: Tensor) -> bool:
+    strides = gradient.stride() if gradient.layout is torch.strided else None
+    return strides == output.stride() and gradient.is_contiguous()
+
+
 class Stage:
     """Module, weights and optimizer of stage `index`; `forward`, `backward` and `update` do the three operations.
 
@@ -133,7 +138,7 @@ class Stage:
         self.stream: Tensor | None = None  # the random state of a stage that draws
         self.threaded = False  # others may draw from the default generator while this stage does
         self.mixed = True  # inputs or gradients may come from another device; the rehearsal knows better
-        self.odd_gradients = False  # gradients of flat inputs, too, lie in memory otherwise than the inputs
+        self.alike: list[torch.Size] | None = None  # flat inputs of these forms have gradients that lie in memory alike
         self.clones_input = False  # a module that changes its input in place gets a copy
         self.stack: Stack | None = None  # the neighbours that it runs with as one
         self.keeping: Keeping | None = None  # how F leaves to B what it needs; None: the graph, on the device
@@ -304,10 +309,8 @@ class Stage:
 
     def listen(self, flight: Flight) -> None:
         """Note how gradients of its inputs lie in memory, where that may be otherwise than the inputs."""
-        for leaf in flight.leaves:
-            if leaf.dim() > 2 or self.odd_gradients:
-                flight.listen()
-                return
+        if self.alike is None or [leaf.shape for leaf in flight.leaves] != self.alike:
+            flight.listen()
 
     def backward(self, mb: int, grad: Value = None) -> Value:
         """B(mb): adds to the gradients of the weights; returns the gradient of the input, shaped like the input."""
@@ -378,7 +381,7 @@ class Stage:
 
     def begin_backward(self, mb: int, grad: Value, roots: list[Tensor], seeds: list[Tensor]) -> Flight:
         """Append what B(mb) differentiates, and the gradients it starts from (on the last stage None means 1)."""
-        flight = self.flights.pop(mb)
+        flight, first = self.flights.pop(mb), len(roots)
         self.options = flight.options
         output = flight.output if flight.again is None else flight.again(self, flight)
         if type(output) is tuple:
@@ -393,6 +396,8 @@ class Stage:
             if grad is not None:
                 roots.append(output)
                 seeds.append(grad.to(output.device) if self.mixed else grad)
+        if flight.caught is None and self.index and not all(map(_laid_alike, roots[first:], seeds[first:])):
+            flight.listen()  # one that comes in another order than outputs may be handed on in it
         return flight
 
     def end_backward(self, flight: Flight) -> Value:
