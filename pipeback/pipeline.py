@@ -882,8 +882,8 @@ class Pipeline:
         if self._runtime is not None:
             self._do(self._runtime.wait)  # buffers and random state are borrowed and put back
         relay = self._relay if isinstance(self._runtime, Processes) else None
-        self._rehearsals.run(batches, relay)
-        if self._setting.stacks:
+        sizes = self._rehearsals.run(batches, relay)
+        if sizes and self._setting.stacks:
             stacks = self._setting.stacks
             kept, told = fitting(
                 self._stages, stacks, [batches[0][0], smallest(batches)[0]], self.method, self._vectorize,

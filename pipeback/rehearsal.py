@@ -17,14 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeback import inflight, newer
+from pipeback import inflight, newer, stashed
 from pipeback.compiled import Compiled, faithful
 from pipeback.method import Method
-from pipeback.newer import Refused, disturb, noise, untouched
-from pipeback.private import identity
+from pipeback.newer import Refused, untouched
 from pipeback.stage import Flight, Stage, Value, cut, grown
 
-_COMPILED = "Use compile=True without options of your own (compiled convolutions keep copies), or"
 FEW = 16  # values a channel under which batch statistics are called poor
 
 
@@ -58,8 +56,8 @@ def rehearse(
                 if isinstance(stage.call, Compiled) and matters:
                     stage.call.check = partial(newer.check, stage, method, warn)
                 output = _first_run(stage, value, target)
-                if stashes and method.copies != "stash" and delays[stage.index] and stage.weights:
-                    _refuse_stashed_functions(stage, value, target, method, warn)
+                if stashed.guarded(stage, method, delays):
+                    stashed.refuse(stage, value, target, method, warn)
                 seconds.append(_fastest(stage, value, target))
                 kinds.append((str(stage.module), [part.shape for part in stage.enter(value)[0]], stage.judges))
         value = output
@@ -76,6 +74,19 @@ def rehearse_shape(stages: Sequence[Stage], x: Value, target: Any) -> Value:
         with untouched(stage), _watch_norms(stage), _uncompiled(stage), torch.no_grad():
             _, given = stage.enter(value)
             value = _checked(stage, _guarded(stage, _copied(given), target))
+    return value
+
+
+def rehearse_form(
+    stages: Sequence[Stage], method: Method, delays: Sequence[int], x: Value, target: Any, *, warn: bool = False
+) -> Value:
+    """Of a form that no micro-batch has had before: functions of the weights that its graph saves."""
+    value = cut(x)
+    for stage in stages:
+        if stashed.guarded(stage, method, delays) and not isinstance(stage.call, Compiled):
+            stashed.refuse(stage, value, target, method, warn)
+        with untouched(stage), _uncompiled(stage), torch.no_grad():
+            value = cut(_guarded(stage, _copied(stage.enter(value)[1]), target))
     return value
 
 
@@ -204,76 +215,6 @@ def _alike_in_memory(x: Tensor, gradient: Tensor | None) -> bool:
     """Whether a gradient has the strides of its tensor, where they count."""
     strides = [[s for s, n in zip(t.stride(), t.shape, strict=True) if n > 1] for t in (x, gradient) if t is not None]
     return strides[0] == strides[-1]
-
-
-# -- functions of the weights ------------------------------------------------------------------------------------------
-
-
-def _refuse_stashed_functions(stage: Stage, value: Value, target: Any, method: Method, warn: bool) -> None:
-    """Raise if the graph saves something computed from the weights alone: its backward would use old weights.
-
-    Found by numbers: a saved tensor that does not change with the input, but does with the weights. Weights are
-    drawn at random for this, so that zeros (a residual branch at its start) hide nothing.
-    """
-    other = _other_input(value)
-    if other is None:
-        return
-    originals = [p.detach().clone() for p in stage.params]
-    try:
-        disturb(originals, stage, 1)
-        first, second = _saved_floats(stage, value, target), _saved_floats(stage, other, target)
-        disturb(originals, stage, 2)
-        third = _saved_floats(stage, value, target)
-    except Exception:
-        return  # the module does not take such an input or such weights; nothing can be said
-    finally:
-        torch.clear_autocast_cache()
-        for p, original in zip(stage.params, originals, strict=True):
-            p.data.copy_(original)
-    names = [name for name, _ in first]
-    if [name for name, _ in second] != names or [name for name, _ in third] != names:
-        return  # the graph depends on the data; nothing can be said
-    for (name, a), (_, b), (_, c) in zip(first, second, third, strict=True):
-        if a.shape == b.shape and torch.equal(a, b) and a.shape == c.shape and not torch.equal(a, c):
-            cure = _COMPILED if isinstance(stage.call, Compiled) else "Use"
-            found = (
-                f"{stage.label}: its graph saves a function of the weights ({name}, {tuple(a.shape)}), as autocast, "
-                f"weight or spectral norm and pruning masks do; {method!r} would run its backward on old weights. "
-                f'{cure} method="pipedream", which means to, compute it outside the graph, or accept it with '
-                'weight_functions="warn"'
-            )
-            if not warn:
-                raise ValueError(found)
-            warnings.warn(found, stacklevel=2)
-            return
-
-
-def _saved_floats(stage: Stage, x: Value, target: Any) -> list[tuple[str, Tensor]]:
-    """Names and copies of the floating-point tensors that the graph saves, weights themselves left out."""
-    torch.clear_autocast_cache()  # or it would hide that the weights have changed
-    with untouched(stage):  # the same buffers and masks each time
-        stage.generator.manual_seed(0)
-        _, given = stage.enter(x)
-        roots = grown(stage.run(given, target))
-    known = inflight.storages(list(stage.module.parameters()))
-    return [
-        (name, t.detach().clone())
-        for name, t, _ in inflight.saved(roots)
-        if t.is_floating_point() and t.numel() and identity(t) not in known
-    ]
-
-
-def _other_input(value: Value) -> Value | None:
-    """Another input of the same form; None where none can be made."""
-    parts = value if isinstance(value, tuple) else (value,)
-    generator = torch.Generator().manual_seed(0)
-    others = [
-        p + (p.std(correction=0) + 1) * noise(p, generator) if p.is_floating_point() else p.flip(-1) if p.dim() else p
-        for p in parts
-    ]
-    if all(torch.equal(a, b) for a, b in zip(parts, others, strict=True)):
-        return None
-    return tuple(others) if isinstance(value, tuple) else others[0]
 
 
 # -- normalisations ----------------------------------------------------------------------------------------------------

@@ -7,14 +7,17 @@ from typing import Any
 
 from pipeback.holding import Holding
 from pipeback.loop import Batch
-from pipeback.rehearsal import rehearse, rehearse_shape
+from pipeback.rehearsal import rehearse, rehearse_form, rehearse_shape
+from pipeback.repeat import casting
 from pipeback.stage import Stage, Value
 
+Form = tuple[Any, ...]
 Relay = Callable[[Value, Callable[[Sequence[Stage], Value], Value]], object]  # over processes: each rank does its part
 
 
 class Rehearsals:
-    """In full whenever modules are set to train or to evaluate otherwise; of a smaller micro-batch than any, its shape.
+    """In full whenever modules are set to train or to evaluate otherwise; of a smaller micro-batch than any, its shape;
+    of one of another form than any before (shapes and types, autocast), what its graph saves.
 
     delays: of every stage. warn: functions of the weights in a graph are warned of, not refused.
     """
@@ -22,6 +25,7 @@ class Rehearsals:
     def __init__(self, holding: Holding, delays: Sequence[int], warn: bool) -> None:
         self._holding, self._delays, self._warn = holding, delays, warn
         self._smallest: int | None = None  # samples of the smallest micro-batch so far
+        self._forms: set[Form] = set()  # of the micro-batches so far
         self._modes: list[bool] = []  # whether each stage was set to train then
 
     @property
@@ -36,15 +40,29 @@ class Rehearsals:
         if self._smallest is None or self._anew:
             return True
         # with shards, replicas would have to gather weights for it all at once, whatever they push
-        return smallest(batches)[2] < self._smallest and not self._holding.shards
+        return (smallest(batches)[2] < self._smallest or bool(self._new(batches))) and not self._holding.shards
 
-    def run(self, batches: Sequence[Batch], relay: Relay | None = None) -> None:
-        """Rehearse what has to be; the pipeline must be quiet. relay: None: all stages are in this process."""
-        anew = self._anew
+    def run(self, batches: Sequence[Batch], relay: Relay | None = None) -> bool:
+        """Rehearse what has to be; the pipeline must be quiet. relay: None: all stages are in this process.
+
+        Returns whether it was done anew, or for fewer samples.
+        """
+        anew, fewer = self._anew, self._smallest is None or smallest(batches)[2] < self._smallest
         if anew:
             self.whole(batches[0], relay)
-        if not anew or smallest(batches)[2] < batches[0][2]:
+        if (fewer and not anew) or smallest(batches)[2] < batches[0][2]:
             self._through(smallest(batches), self._shape, relay)
+        for form, batch in self._new(batches).items():
+            if not anew or form != form_of(batches[0]):
+                self._through(batch, self._form, relay)
+        return anew or fewer
+
+    def _new(self, batches: Sequence[Batch]) -> dict[Form, Batch]:
+        """One of each form that has not been there, where B runs on other weights than F."""
+        method = self._holding.method
+        if method.copies == "stash" or not any(self._delays):
+            return {}
+        return {form: batch for batch in reversed(batches) if (form := form_of(batch)) not in self._forms}
 
     def whole(self, batch: Batch, relay: Relay | None = None) -> None:
         """Rehearse one in full, and measure the seconds of F and B of each stage."""
@@ -53,12 +71,14 @@ class Rehearsals:
 
     def done(self, batches: Sequence[Batch]) -> None:
         """They will be let in."""
+        self._forms.update(self._new(batches))
         least = smallest(batches)[2]
         self._modes, self._smallest = self._training(), least if self._smallest is None else min(least, self._smallest)
 
     def forget(self) -> None:
         """Other weights and buffers are there: all anew."""
         self._smallest = None
+        self._forms = set()
 
     def _through(
         self, batch: Batch, rehearsal: Callable[..., tuple[list[float], Value]], relay: Relay | None
@@ -80,6 +100,19 @@ class Rehearsals:
             with self._holding.present(stage):
                 value = rehearse_shape([stage], value, y)
         return [], value
+
+    def _form(self, stages: Sequence[Stage], x: Value, y: Any) -> tuple[list[float], Value]:
+        value = x
+        for stage in stages:
+            with self._holding.present(stage):
+                value = rehearse_form([stage], self._holding.method, self._delays, value, y, warn=self._warn)
+        return [], value
+
+
+def form_of(batch: Batch) -> Form:
+    """Shapes and types of what a micro-batch gives the model, and the autocast that it is given under."""
+    parts = batch[0] if isinstance(batch[0], tuple) else (batch[0],)
+    return tuple((part.shape, part.dtype) for part in parts), casting()
 
 
 def smallest(batches: Sequence[Batch]) -> Batch:

@@ -52,11 +52,11 @@ class Again(NamedTuple):
         modules = list(module.modules())
         found = [m.training for m in modules]
         with ExitStack() as stack:
-            if self.autocast or _autocast():
+            if self.autocast or casting():
                 # torch keeps copies of weights by identity: F's have no graph, and B's weights may be others
                 stack.callback(torch.clear_autocast_cache)
                 torch.clear_autocast_cache()
-                for device in {*dict(self.autocast), *dict(_autocast())}:
+                for device in {*dict(self.autocast), *dict(casting())}:
                     dtype = dict(self.autocast).get(device)
                     stack.enter_context(torch.autocast(device, dtype=dtype, enabled=dtype is not None))
             try:
@@ -85,7 +85,7 @@ class Recompute:
         names = [name for name, _ in module.named_buffers()] if self.changes is None else self.changes
         buffers = {name: module.get_buffer(name).detach().clone() for name in names}
         modes = tuple([m.training for m in module.modules()])
-        flight.again = Again(stage.stream, buffers, modes, _autocast(), versions(flight))
+        flight.again = Again(stage.stream, buffers, modes, casting(), versions(flight))
         with torch.set_grad_enabled(not self.graphless):
             output = cut(stage.compute(given, flight.target))
         if stage.judges:
@@ -149,5 +149,6 @@ def versions(flight: Flight) -> tuple[int, ...]:
     return tuple([t._version for t in (*flight.leaves, *tensors_in(flight.target))])
 
 
-def _autocast() -> Autocast:
+def casting() -> Autocast:
+    """The autocast that is on now."""
     return tuple((d, torch.get_autocast_dtype(d)) for d in accelerators.kinds() if torch.is_autocast_enabled(d))

@@ -13,9 +13,9 @@ ROOT = Path(__file__).parent.parent / "pipeback"
 FLOORS = [
     ["events", "schedules", "order", "timeline", "recording", "ledger", "plugins", "sizes"],
     [
-        "private", "bundle", "fused", "method", "momentum", "lazy", "link", "partition", "norms", "accelerators",
-        "meta", "form", "flat", "packed", "skipping", "slot", "structures", "caches", "callables", "data_sizes",
-        "left_behind", "handed", "escapes", "mapped",
+        "private", "bundle", "fused", "method", "momentum", "lazy", "link", "partition", "norms",
+        "accelerators", "provenance", "meta", "form", "flat", "packed", "skipping", "slot", "structures", "caches",
+        "callables", "data_sizes", "left_behind", "handed", "escapes", "mapped",
         "follow", "decisions", "segment", "hidden", "inflight", "granularity", "ownership",
         "routes", "faithful",
         "program", "ladder", "drawing", "compiled", "gradients", "stage",
@@ -26,8 +26,8 @@ FLOORS = [
         "graphed", "tick",
         "steady", "vectorized", "runtime", "state", "frame", "vigil", "wire", "semaphore", "ring", "beats", "activity",
         "blame", "health", "joining", "digest", "ranks", "clocks", "processes", "wiring", "weights", "holding",
-        "starting", "dry", "bandwidth", "survey", "agreement", "newer", "rehearsal", "rehearsals", "breakdown",
-        "inputs", "building", "intact", "entrance", "memory", "versions", "ahead", "observing",
+        "starting", "dry", "bandwidth", "survey", "agreement", "newer", "stashed", "rehearsal", "rehearsals",
+        "breakdown", "inputs", "building", "intact", "entrance", "memory", "versions", "ahead", "observing",
     ],
     [
         "methods", "sparsities", "foreseen", "plan", "budget", "pipeline", "checkpoint", "bands", "lanes", "trace",

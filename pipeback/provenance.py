@@ -1,0 +1,91 @@
+"""Provenance: what the tensors of a forward are computed from: data, weights, both or neither.
+
+Each operation is watched: what it makes comes from all that it is given. So a function of the weights is known by how
+it was made, not by its numbers, which another one may have by accident.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeback.private import TorchDispatchMode, identity
+
+NEITHER, DATA, WEIGHTS = 0, 1, 2
+
+# results that do not come from all that an operation is given, by their number: masks; weights laid side by side
+_APART = {"aten::native_dropout": {1: NEITHER}, "aten::_cudnn_rnn": {4: WEIGHTS}}
+
+
+class Provenance(TorchDispatchMode):
+    """Watches the operations done in it. data: what comes from outside. weights: those that train.
+
+    Memory has a provenance, and with it all views of it.
+    """
+
+    def __init__(self, data: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._of = {_memory(t): DATA for t in data}
+        self._weights: dict[int, list[tuple[int, int]]] = {}  # by their memory, in which others may lie, too
+        for w in weights:
+            begin = int(w.storage_offset()) * w.element_size()
+            self._weights.setdefault(_memory(w), []).append((begin, begin + int(w.nbytes)))
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports its compiler at the first operation
+
+    def of(self, tensor: Tensor) -> int:
+        """NEITHER, DATA, WEIGHTS, or both."""
+        places = self._weights.get(_memory(tensor))
+        if places is None:
+            return self._of.get(_memory(tensor), NEITHER)
+        at = tensor.storage_offset() * tensor.element_size()
+        return WEIGHTS if any(begin <= at < end for begin, end in places) else NEITHER
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = list(_tensors((args, tuple(kwargs.values()))))
+        sources = NEITHER
+        if not _blank(func):
+            for tensor in given:
+                sources |= self.of(tensor)
+        before = {_memory(tensor) for tensor in given}
+        output = func(*args, **kwargs)
+        for tensor in _written(func, args, kwargs):
+            self._of[_memory(tensor)] = self._of.get(_memory(tensor), NEITHER) | sources
+        apart = _APART.get(func._schema.name, {})
+        for number, part in enumerate(output if isinstance(output, (list, tuple)) else (output,)):
+            for tensor in _tensors(part):
+                if _memory(tensor) not in before:
+                    self._of[_memory(tensor)] = apart.get(number, sources)
+        return output
+
+
+def _blank(func: Any) -> bool:
+    """Whether an operation looks at shapes alone."""
+    name = func._schema.name.partition("::")[2]
+    return name.endswith("_like") or name.startswith("new_") or name in ("bernoulli_", "normal_", "uniform_", "zero_")
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
+    """What an operation changes in place."""
+    if func._schema.is_mutable:
+        for number, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                yield from _tensors(args[number] if number < len(args) else kwargs.get(argument.name))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from _tensors(part)
+
+
+def _memory(tensor: Tensor) -> int:
+    return identity(tensor) if tensor.layout is torch.strided else id(tensor)
