@@ -54,9 +54,11 @@ def _() -> None:
 
 @fault("vectorize crashes: group norms and convolutions")
 def _() -> None:
-    torch.manual_seed(0)
-    _both(lambda: nn.Sequential(*[nn.Sequential(nn.GroupNorm(1, 2), nn.Conv1d(2, 2, 3, padding=1)) for _ in range(5)]),
-          2, 4)  # fmt: skip
+    def make() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(*[nn.Sequential(nn.GroupNorm(1, 2), nn.Conv1d(2, 2, 3, padding=1)) for _ in range(5)])
+
+    _both(make, 2, 4)
 
 
 @fault("vectorize crashes: a frozen weight")
