@@ -9,9 +9,8 @@ go another way is not led astray (`decisions` finds those that can be foreseen).
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +28,7 @@ from pipeback.left_behind import attributes, check_unchanged
 from pipeback.mapped import Mapped
 from pipeback.private import function_modes, maps_heard, pytree
 from pipeback.structures import PLAIN, Form, Ref, fixed, opened
+from pipeback.work import Work
 
 # what asks a tensor for its numbers
 NUMBERS = {
@@ -85,7 +85,7 @@ class Record:
     forms: list[tuple[torch.Size, torch.dtype]]  # shape and type of every number
     grads: list[bool]  # whether it needs a gradient
     changed: set[str]  # buffers that were changed in place
-    seconds: list[float]  # of every call
+    costs: list[float]  # of every call, where work is counted
     device: torch.device  # of the input
 
     @property
@@ -101,23 +101,24 @@ def follow(
     leaves: Callable[[str, nn.Module], bool],
     values: Mapping[str, Tensor] | None = None,
     answers: Callable[..., Any] | None = None,
+    work: Work | None = None,
 ) -> tuple[Record, Any]:
     """Run `model(*args, **kwargs)` and write it down; returns its output, too. leaves: says of a path and module
     whether its call is one. values: parameters and buffers to run on in place of its own. answers: says what Python
-    is to decide by, where there are shapes only, given the call that asks, those before and the constants. Tensors of
-    args and kwargs, in pytree order, are numbers 0, 1, …
+    is to decide by, where there are shapes only, given the call that asks, those before and the constants. work: counts
+    what calls cost. Tensors of args and kwargs, in pytree order, are numbers 0, 1, …
 
     Raises ValueError naming the module where something cannot be followed: objects that calls would share, state that
     a forward leaves in a module, values from outside of torch.
     """
-    recorder = _Recorder(model, leaves, values, answers)
+    recorder = _Recorder(model, leaves, values, answers, work)
     watched = [(name, buffer, buffer._version) for name, buffer in model.named_buffers()]
     given = [x for x in pytree.tree_leaves((tuple(args), dict(kwargs))) if isinstance(x, Tensor)]
     for tensor in given:
         recorder.new(tensor)
     device = given[0].device if given else torch.device("cpu")
     before = attributes(model, leaves)
-    with recorder, _calls_heard(recorder):
+    with work or nullcontext(), recorder, _calls_heard(recorder):
         output = model(*args, **kwargs) if values is None else functional_call(model, dict(values), args, dict(kwargs))
     check_unchanged(model, before)
     output = without_caches(output)
@@ -125,7 +126,7 @@ def follow(
     if not out:
         raise ValueError(f"{type(model).__name__} returned no tensor, but {type(output).__name__}")
     r, changed = recorder, {name for name, buffer, version in watched if buffer._version != version}
-    return Record(r.calls, len(given), out, form, r.constants, r.forms, r.grads, changed, r.seconds, device), output
+    return Record(r.calls, len(given), out, form, r.constants, r.forms, r.grads, changed, r.costs, device), output
 
 
 class _Recorder(TorchFunctionMode):
@@ -135,6 +136,7 @@ class _Recorder(TorchFunctionMode):
         leaves: Callable[[str, nn.Module], bool],
         values: Mapping[str, Tensor] | None = None,
         answers: Callable[..., Any] | None = None,
+        work: Work | None = None,
     ) -> None:
         super().__init__()
         self.model, self.calls = model, list[Call]()
@@ -155,7 +157,8 @@ class _Recorder(TorchFunctionMode):
         self.constants: dict[str, Tensor] = {}
         self.forms: list[tuple[torch.Size, torch.dtype]] = []
         self.grads: list[bool] = []
-        self.seconds: list[float] = []
+        self.costs: list[float] = []
+        self.work = work
         self.answers = answers
         self.inside = 0  # of a leaf
         self.leaf_path = ""  # of that leaf
@@ -188,9 +191,14 @@ class _Recorder(TorchFunctionMode):
         self.grads.append(tensor.requires_grad)
         return number
 
-    def write(self, call: Call, seconds: float = 0.0) -> None:
+    @property
+    def done(self) -> float:
+        """The work that has been done so far."""
+        return 0.0 if self.work is None else self.work.done
+
+    def write(self, call: Call, cost: float = 0.0) -> None:
         self.calls.append(call)
-        self.seconds.append(seconds)
+        self.costs.append(cost)
 
     def known(self, tensor: Tensor) -> int:
         """The number of a tensor of the output; one that is not a call's gets a call that gives it."""
@@ -284,14 +292,14 @@ class _Recorder(TorchFunctionMode):
             )
         if reads(name, args):
             self.check_size(args[0])
-        begin = time.perf_counter()
+        begin = self.done
         asks = name in NUMBERS and self.asks(args, kwargs)
         output = self.answered(target, args, kwargs) if asks and self.answers else target(*args, **kwargs)
-        seconds = time.perf_counter() - begin
+        cost = self.done - begin
         if asks or name in ("__setitem__", "__delitem__") or _tensors(output):
             what = f"torch function {name}"
             call = Call(target, self.place(args, what), self.place(kwargs, what), self.where, torch.is_grad_enabled())
-            self.write(call, seconds)
+            self.write(call, cost)
             if asks:
                 call.check = (output,)
             elif _tensors(output):
@@ -342,9 +350,9 @@ class _Recorder(TorchFunctionMode):
         what = f"function {target.__name__}"
         placed = self.place(args, what), self.place(kwargs, what)
         call = Call(target, *placed, self.where, torch.is_grad_enabled())
-        begin = time.perf_counter()
+        begin = self.done
         output = self.unheard(does, (), {})
-        self.write(call, time.perf_counter() - begin)
+        self.write(call, self.done - begin)
         self.give(call, output)
         return output
 
@@ -369,14 +377,14 @@ class _Recorder(TorchFunctionMode):
         handed = self.handed = Handed(args, kwargs)
         self.leaf_path = path
         self.inside += 1
-        begin = time.perf_counter()
+        begin = self.done
         try:
             output = original(module, *args, **kwargs)
         finally:
             self.inside -= 1
         placed = handed.placed(lambda value: self.placed(value, self.name(path)))
         call = Call(path, *placed, self.where, torch.is_grad_enabled(), left=handed.changed())
-        self.write(call, time.perf_counter() - begin)
+        self.write(call, self.done - begin)
         self.give(call, (output, *[handed.args[key] for key in call.left]) if call.left else output, handed.passed)
         return output
 

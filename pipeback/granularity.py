@@ -96,7 +96,7 @@ class Unit(NamedTuple):
 
     begin: int  # its first call
     start: str  # what tells that call: the path of a module, or the name of a parameter
-    seconds: float
+    work: float  # see `work`; 0 where it is not asked for
     weights: int  # bytes, first used here
     names: tuple[str, ...]  # modules and parameters with weights
 
@@ -144,7 +144,7 @@ def units(model: nn.Module, record: Record, cuts: Cuts, blocks: Sequence[str]) -
         }  # fmt: skip
         counted |= set(fresh)
         size = sum(p.numel() * p.element_size() for p in fresh.values())
-        found.append(Unit(begin, start, sum(record.seconds[begin:end]), size, tuple(held)))
+        found.append(Unit(begin, start, sum(record.costs[begin:end]), size, tuple(held)))
     return found
 
 
@@ -154,11 +154,11 @@ def joined(units: Sequence[Unit], count: int, by: str) -> list[Unit]:
         raise ValueError(
             f'stages={count}, but the model has {len(units)} layers to share out; use that or less, or "auto"'
         )
-    costs = [unit.seconds if by == "time" else float(unit.weights) for unit in units]
+    costs = [unit.work if by == "time" else float(unit.weights) for unit in units]
     owner = balance([cost + 1e-9 for cost in costs], count)
     groups = [[unit for unit, s in zip(units, owner, strict=True) if s == n] for n in range(count)]
     return [
-        Unit(g[0].begin, g[0].start, sum(u.seconds for u in g), sum(u.weights for u in g),
+        Unit(g[0].begin, g[0].start, sum(u.work for u in g), sum(u.weights for u in g),
              tuple(name for u in g for name in u.names))
         for g in groups
     ]  # fmt: skip

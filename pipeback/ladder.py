@@ -8,7 +8,7 @@ d  any other module: its own forward followed, cut at blocks or layers
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,10 +43,8 @@ def climb(
     example: Any = None,
     leaves: Sequence[str] = (),
     balance: str = "time",
-    agree: Callable[[list[float]], list[float]] = list,
 ) -> Split:
-    """Split a model. stages: see `granularity`; example: what a push brings, for models whose forward is followed;
-    agree: has all ranks go by the seconds of one.
+    """Split a model. stages: see `granularity`; example: what a push brings, for models whose forward is followed.
 
     Raises TypeError or ValueError naming the layer, what was found and the cure; nothing is changed.
     """
@@ -68,9 +66,9 @@ def climb(
     known = family(model)
     if plain(model) and cuts == "auto":
         children = [name for name, _ in model.named_children()]
-        program = Program(model, example, children, [*children, *leaves], balance, agree)
+        program = Program(model, example, children, [*children, *leaves], balance)
     else:
-        program = Program(model, example, cuts, leaves, balance, agree)
+        program = Program(model, example, cuts, leaves, balance)
     if known is None:
         reasons["c"] = "it is of no family that is known"
         rung = "d: its forward, followed"

@@ -102,7 +102,7 @@ class Pipeline:
     example     what one push brings, which such a model is followed with: a tensor, a tuple of positional arguments, or
                 a dict of keyword arguments
     leaves      paths of modules that are not looked into
-    balance     what a number of stages is balanced by: "time" or "memory"
+    balance     what a number of stages is balanced by: "time" (work is counted: each call cuts alike) or "memory"
     masters     the optimizer, the method, clipping and averaging work on float32 copies of trainable weights of a half
                 type (bfloat16, float16), and F and B run on these, rounded. Else an update smaller than half a unit in
                 the last place of a weight is lost. Gradients are summed in the half type. Costs 4 bytes a weight, and
@@ -181,8 +181,7 @@ class Pipeline:
         with self._telling(), _closing(home):
             self.replicas = self.ranks.replicas if self.ranks.several else 1 if replicas is None else replicas
             if not isinstance(model, Split):
-                same = lambda seconds: self.ranks.gather(seconds, "Pipeline()")[0]  # noqa: E731
-                model = climb(model, stages, example, leaves, balance, same)
+                model = climb(model, stages, example, leaves, balance)
             self.split = model
             """How the model became stages; print it."""
             parts, self._program = self.split.parts, self.split.program

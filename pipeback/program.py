@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -34,6 +34,7 @@ from pipeback.private import FakeTensorMode, pytree
 from pipeback.routes import routes
 from pipeback.segment import Key, Segment, key_of
 from pipeback.structures import Form, Ref, opened
+from pipeback.work import Work
 
 
 class Arguments(NamedTuple):
@@ -61,7 +62,7 @@ class Program:
     """A model and its stages. example: what a push brings, of one micro-batch or more.
 
     cuts: where to cut, see `granularity`. whole: paths of modules that are not looked into. by: what stages of a
-    number are balanced by; agree: has all ranks go by the seconds of one. Raises ValueError naming layer and cure.
+    number are balanced by. Raises ValueError naming layer and cure.
     """
 
     def __init__(
@@ -71,9 +72,8 @@ class Program:
         cuts: Cuts = "auto",
         whole: Sequence[str] = (),
         by: str = "time",
-        agree: Callable[[list[float]], list[float]] = list,
     ) -> None:
-        self.model, self.cuts, self._agree = model, chosen(cuts), agree
+        self.model, self.cuts = model, chosen(cuts)
         self._check(whole, by)
         self.whole, self.opened = set(whole), set[str]()  # paths: what stays whole, and what is looked into after all
         self.family = family(model)
@@ -217,39 +217,37 @@ class Program:
         number = isinstance(self.cuts, int)
         finest: Cuts = ("block" if self.blocks else "layer") if number else self.kind
         self._leaves = leaves(self.blocks if finest == "block" else (), whole, self.opened)
-        record, known = self._follow(arguments, real=self.complete)
+        work = Work() if number and by == "time" else None
+        record, known = self._follow(arguments, self.complete, work=work)
         self.units = units(self.model, record, finest, self.blocks)
         if isinstance(self.cuts, int):
             if self.cuts > len(self.units) and finest == "block":
                 self._leaves = leaves((), whole, self.opened)
-                record, known = self._follow(arguments, real=self.complete)
+                record, known = self._follow(arguments, self.complete, work=work)
                 self.units = units(self.model, record, "layer", ())
-            seconds = self._agree([unit.seconds for unit in self.units])
-            timed = [unit._replace(seconds=t) for unit, t in zip(self.units, seconds, strict=True)]
-            self.units = joined(timed, self.cuts, by)
+            self.units = joined(self.units, self.cuts, by)
         return record, known
 
     @looked_into
     @twice
-    def _follow(self, arguments: Arguments, real: bool, answers: Sequence[Any] | None = None) -> tuple[Record, Known]:
+    def _follow(
+        self, arguments: Arguments, real: bool, answers: Sequence[Any] | None = None, work: Work | None = None
+    ) -> tuple[Record, Known]:
+        tensors, form = opened(tuple(arguments))
         if real:
             with self._unchanged():
-                record, _ = follow(self.model, *_apart(arguments), self._leaves)
+                record, _ = follow(self.model, *_apart(arguments), self._leaves, work=work)
         else:
             with FakeTensorMode(allow_non_fake_inputs=True) as fake:
                 own = dict([*self.model.named_buffers(), *self.model.named_parameters()])
                 values = {name: shaped(t) for name, t in own.items()}
-                tensors, form = opened(tuple(arguments))
                 args, kwargs = form.fill([fake.from_tensor(t) for t in tensors])
                 saved = None if answers is None else iter(answers)
                 record, _ = follow(
                     self.model, args, kwargs, self._leaves, values,
-                    partial(told, tensors) if saved is None else lambda *asked: next(saved),
+                    partial(told, tensors) if saved is None else lambda *asked: next(saved), work,
                 )  # fmt: skip
-        tensors, form = opened(tuple(arguments))
-        found = decisions(record)
-        if answers is None:
-            found = [decision for decision in found if decision.holds(tensors)]
+        found = [each for each in decisions(record) if answers is not None or each.holds(tensors)]
         return record, Known(form, record.form, record.answers, found)
 
     @contextmanager

@@ -15,7 +15,7 @@ FLOORS = [
     [
         "private", "bundle", "fused", "method", "momentum", "lazy", "link", "partition", "norms",
         "accelerators", "provenance", "meta", "form", "flat", "packed", "skipping", "slot", "structures", "caches",
-        "callables", "data_sizes", "left_behind", "handed", "escapes", "mapped",
+        "callables", "data_sizes", "left_behind", "handed", "escapes", "mapped", "work",
         "follow", "decisions", "segment", "hidden", "inflight", "granularity", "ownership",
         "routes", "faithful",
         "program", "ladder", "drawing", "compiled", "gradients", "stage",

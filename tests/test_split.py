@@ -13,6 +13,7 @@ from pipeback import meta
 from pipeback.granularity import blocks_of, family
 from pipeback.ladder import climb
 from pipeback.program import Program
+from pipeback.work import Work
 
 X = torch.randn(3, 4)
 
@@ -449,3 +450,32 @@ def test_a_layer_with_a_tied_weight_trains_and_evaluates_as_the_model_is_set():
     wanted = mse_loss(copy.deepcopy(found.model)(X), X)
     assert torch.equal(found.push(X, X), wanted)
     assert found.model.training and not found.model.head.training
+
+
+class Uneven(nn.Module):
+    """Six layers, of which the first does as much as the others together."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide = nn.Linear(6, 6)
+        self.narrow = nn.ModuleList(nn.Linear(6, 6) for _ in range(5))
+
+    def forward(self, x):
+        x = self.wide(x.repeat(40000, 1))[: len(x)]
+        for layer in self.narrow:
+            x = layer(x).tanh()
+        return x
+
+
+def test_a_number_of_stages_goes_by_work_that_is_counted(monkeypatch):
+    """However long anything takes; two thirds of a product of matrices lie in it."""
+    one, other = torch.ones(50, 30), torch.ones(30, 20)
+    with Work() as work:
+        torch.mm(one, other)
+    assert work.done == 2 * 50 * 30 * 20 + 8 * 4 * (50 * 30 + 30 * 20 + 50 * 20) + 1e5
+    clock = iter(range(10**9))
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock) ** 3 % 1009)
+    for count in (2, 3):
+        found = [climb(Uneven(), count, torch.randn(3, 6)).parts for _ in range(3)]
+        layers = [[sum(isinstance(m, nn.Linear) for m in part.module.modules()) for part in parts] for parts in found]
+        assert len(layers[0]) == count and layers[0][0] == 1 and layers == layers[:1] * 3
