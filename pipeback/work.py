@@ -12,9 +12,8 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeback.private import pytree
+from pipeback.private import TorchDispatchMode, pytree
 
 BYTE, OPERATION = 8.0, 1e5  # in FLOPs
 
