@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipeback import accelerators
 from pipeback.link import Closed
 
 
@@ -81,6 +82,8 @@ class RankReplicas:
         self.group, self.wait, self.count = group, wait, group.size()
 
     def start(self, stage: int, mine: Tensor) -> Callable[[], Tensor]:
+        if accelerators.away(mine.device) and not accelerators.direct(mine.device):
+            mine = mine.cpu()  # which is as far as gloo reaches
         share = -(-mine.numel() // self.count)
         padded = torch.nn.functional.pad(mine, (0, share * self.count - mine.numel()))
         theirs = torch.empty_like(padded)

@@ -15,20 +15,27 @@ ROOT = Path(__file__).parents[2]
 class Simulated:
     """`ask` gives what differs between a run there and the same on the CPU: nothing, if all is well.
 
-    without: the file and number of a line of the library that is left out.
+    without: the file and number of a line of the library that is left out. environment: of the process.
     """
 
-    def __init__(self, folder: Path, without: tuple[str, int] | None = None) -> None:
+    def __init__(self, folder: Path, without: tuple[str, int] | None = None, **environment: str) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.simulated", str(folder), *map(str, without or ())],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         )  # fmt: skip
 
     def ask(self, **run: Any) -> str:
-        assert self._process.stdin is not None and self._process.stdout is not None
+        self.send(**run)
+        return self.receive()
+
+    def send(self, **run: Any) -> None:
+        assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(run) + "\n")
         self._process.stdin.flush()
+
+    def receive(self) -> str:
+        assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith("answer "):
                 return str(json.loads(line.removeprefix("answer ")))

@@ -6,9 +6,11 @@ A run is compared with the same one on the CPU: losses, what is in flight after 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 import traceback
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 
 import pipeback
 from pipeback import disk, sparsities
+from pipeback.accelerators import on
 from pipeback.disk import DiskStore
 from pipeback.store import HostStore
 from tests.laws.cases import CASES, OPTIMIZERS
@@ -53,7 +56,7 @@ def kept(pipe: pipeback.Pipeline, when: str) -> dict[str, Tensor]:
         f"{name} of stage {s} {when}": tensor
         for s, tensors in enumerate(pipe.state_dict()["stages"])
         for name, tensor in sorted(tensors.items())
-        if not (name.startswith("flight/"))
+        if "flight/" not in name
     }
 
 
@@ -113,13 +116,14 @@ _expected: dict[str, dict[str, Tensor]] = {}
 
 def compared(run: dict[str, Any]) -> str:
     """What differs from the CPU, or nothing."""
-    policy, where = run.pop("policy"), run.pop("where", ["sim:0"])
+    policy, where, beside = run.pop("policy"), run.pop("where", ["sim:0"]), run.pop("beside", False)
     key = json.dumps({**run, "resumed": ""}, sort_keys=True)
     if key not in _expected:
         _expected[key] = train(["cpu"], **{**run, "resumed": ""})
     sim.policy(policy)
     try:
-        found = train(where, **run)
+        with on(torch.Stream(where[0])) if beside else nullcontext():
+            found = train(where, **run)
     finally:
         sim.policy(sim.AT_ONCE)
         torch.accelerator.synchronize("sim:0")
@@ -134,6 +138,8 @@ def compared(run: dict[str, Any]) -> str:
 def main(folder: Path) -> None:
     """Read a line of JSON a run, and answer each with one. folder: where the compiled device is."""
     sim.register(folder)
+    if "RANK" in os.environ:
+        pipeback.join()
     disk.SMALL = 1  # these networks are small
     for line in sys.stdin:
         try:
