@@ -32,7 +32,9 @@ def missing() -> str | None:
 
 def load(folder: Path) -> None:
     """The compiled library, made at the first call for this source and this torch; others wait meanwhile."""
-    mark = hashlib.sha256(SOURCE.read_bytes() + f"{torch.__version__} {sys.version}".encode()).hexdigest()[:12]
+    mark = hashlib.sha256(
+        SOURCE.read_bytes() + SOURCE.with_name("streams.h").read_bytes() + f"{torch.__version__} {sys.version}".encode()
+    ).hexdigest()[:12]
     library = folder / f"sim_{mark}.so"
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as lock:

@@ -10,6 +10,7 @@ import os
 import sys
 import tempfile
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -88,9 +89,13 @@ def train(
     half: bool = False,
     resumed: str = "",
     drained: bool = False,
+    unused: bool = False,
     **options: Any,
 ) -> dict[str, Tensor]:
-    """resumed: the device on which a state goes on that was taken in flight, or `drained`."""
+    """resumed: the device on which a state goes on that was taken in flight, or `drained`.
+
+    unused: weights are fetched for nobody, and what then gets their memory must keep what it writes there.
+    """
     run = dict(case=case, optimizer=optimizer, draws=draws, dtype=torch.bfloat16 if half else torch.float32)
     with tempfile.TemporaryDirectory() as folder:
         pipe, found = build(where, run, Path(folder, "first"), **options), {}
@@ -104,11 +109,44 @@ def train(
                 pipe = build(where, run, Path(folder, "then"), **options)
                 pipe.load_state_dict(state)
             found[f"loss of push {n}"] = pipe.push(x, y.to(where[(STAGES - 1) % len(where)])).detach().clone()
+            if unused:
+                found[f"after push {n}"] = written_over(pipe)
         found |= kept(pipe, "in flight")
         pipe.drain()
         found |= kept(pipe, "at the end")
         pipe.close()
     return {name: part.cpu() for name, part in found.items()}
+
+
+def written_over(pipe: pipeback.Pipeline) -> Tensor:
+    """What lies, after another fetch, in memory that belonged to weights that nobody came to use."""
+    residence: Any = pipe._loops()[0].worker.residence
+    stage = residence.stages[1]
+    residence.rest()
+    residence.ready("F", 1, pipe.arrived)
+    residence.rest()
+    memory = torch.zeros(stage.slot.nbytes, dtype=torch.uint8, device=stage.slot.device)
+    residence.ready("F", 2, pipe.arrived)
+    residence.rest()
+    return memory
+
+
+def exchange(where: list[str]) -> dict[str, Tensor]:
+    """What gradients become that another thread exchanges on the device, as NCCL does where ranks have it."""
+    pipe = build(where, dict(case="pb", optimizer="sgd", draws=False, dtype=torch.float32), Path(), store=["host", 1])
+    ((x, y),) = batches(1, 1, torch.float32)
+    pipe.push(x, y.to(where[0]))
+    residence: Any = pipe._loops()[0].worker.residence
+    grads = [torch.linspace(0, 1, 64, device=where[0]).exp().cumsum(0)]
+
+    def tripled() -> tuple[list[Tensor | None], float, int]:
+        return [3 * grads.pop()], 1.0, 0
+
+    leave = residence._streams.handed(grads) if where != ["cpu"] else lambda made: made()
+    with ThreadPoolExecutor(1) as other:
+        ((gradient,), _, _) = other.submit(leave, tripled).result()
+    pipe.close()
+    return {"gradient": gradient}
 
 
 _expected: dict[str, dict[str, Tensor]] = {}
@@ -117,13 +155,14 @@ _expected: dict[str, dict[str, Tensor]] = {}
 def compared(run: dict[str, Any]) -> str:
     """What differs from the CPU, or nothing."""
     policy, where, beside = run.pop("policy"), run.pop("where", ["sim:0"]), run.pop("beside", False)
-    key = json.dumps({**run, "resumed": ""}, sort_keys=True)
+    do = exchange if run.pop("exchange", False) else train
+    key = json.dumps({"do": do.__name__, **run, "resumed": ""}, sort_keys=True)
     if key not in _expected:
-        _expected[key] = train(["cpu"], **{**run, "resumed": ""})
+        _expected[key] = do(["cpu"], **{k: v for k, v in run.items() if k != "resumed"})
     sim.policy(policy)
     try:
         with on(torch.Stream(where[0])) if beside else nullcontext():
-            found = train(where, **run)
+            found = do(where, **run)
     finally:
         sim.policy(sim.AT_ONCE)
         torch.accelerator.synchronize("sim:0")

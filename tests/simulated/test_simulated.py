@@ -6,21 +6,27 @@ Whatever does not wait for what it needs finds NaN or old numbers there, the sam
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 
 import pytest
 
 from tests.simulated import device as sim
 from tests.simulated.asking import ROOT, Simulated
+from tests.simulated.without import LIBRARY, waits
 
 pytestmark = pytest.mark.skipif(sim.missing() is not None, reason=str(sim.missing()))
 
 POLICIES = {"late": sim.LATE, "side streams first": sim.SIDE_FIRST}
-METHODS = [("pb", "momentum"), ("pipedream", "adam"), ("cerebras", "momentum"), ("gpipe-4", "adamw")]
+METHODS = [
+    ("pb", "momentum"), ("pipedream", "adam"), ("cerebras", "momentum"), ("gpipe-4", "adamw"),
+    ("one_f_one_b-3", "momentum"),
+]  # fmt: skip
 BOTH = ["sim:0", "sim:1"]
 WAYS = {
     "the event loop": {},
     "workers": {"workers": 2},
+    "fetched for nobody": {"store": ["host", 0], "unused": True},
     "activations on the host": {"activations": "host"},
     "recomputation": {"activations": "recompute"},
     "masters": {"half": True, "masters": True},
@@ -104,6 +110,69 @@ def test_equal_bits_in_every_way(simulated, way, policy):
         for pushed in (1, 3):
             run = dict(case=case, optimizer=optimizer, policy=number, pushed=pushed) | WAYS[way]
             assert not simulated.ask(**run), f"{case}, pushes of {pushed}"
+
+
+# what notices each line that waits; the first that does is enough
+NOTICED = [
+    ("host-1", "pipedream"), ("a stream of the user's, host", "pb"), ("a stream of the user's, sparsity", "pb"),
+    ("host-0", "one_f_one_b-3"), ("fetched for nobody", "one_f_one_b-3"), ("activations on the host", "pb"),
+    ("two devices, activations on the host", "pb"), ("host, two devices", "cerebras"),
+]  # fmt: skip
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("line", waits(), ids=lambda line: f"{line[0]}-{line[1] + 1}")
+def test_a_line_that_waits_is_missed(folder, line):
+    process = Simulated(folder, line)
+    try:
+        for policy in (sim.LATE, sim.SIDE_FIRST, sim.SIDE_LAST):
+            if process.ask(exchange=True, beside=True, policy=policy):
+                return
+            for way, case in NOTICED:
+                if process.ask(**dict(case=case, optimizer=dict(METHODS)[case], policy=policy) | WAYS[way]):
+                    return
+    finally:
+        process.close()
+    file, number = line
+    text = (LIBRARY / f"{file}.py").read_text(encoding="utf-8").splitlines()[number].strip()
+    pytest.fail(f"{file}.py without line {number + 1}, {text!r}, trains as with it")
+
+
+@pytest.fixture(scope="module")
+def ranks(folder):
+    """Two processes that make up a pipeline."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    there = dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    processes = [Simulated(folder, RANK=str(rank), **there) for rank in range(2)]
+    yield processes
+    for process in processes:
+        process.close()
+
+
+def both(ranks, **run):
+    """What each of them finds, on a device of its own."""
+    for rank, process in enumerate(ranks):
+        process.send(where=[f"sim:{rank}"], **run)
+    return "".join(process.receive() for process in ranks)
+
+
+def test_two_ranks(ranks):
+    assert not both(ranks, case="cerebras", policy=sim.LATE)
+    assert not both(ranks, case="pb", policy=sim.SIDE_FIRST, replicas=2, store=["host", 1])
+    assert not both(ranks, case="pb", policy=sim.LATE, replicas=2)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("options", [
+    {}, {"store": ["host", 1]}, {"store": ["disk", 0]}, {"activations": "host"}, {"replicas": 2},
+    {"replicas": 2, "store": ["host", 1]}, {"replicas": 2, "store": ["disk", 1]},
+], ids=str)  # fmt: skip
+def test_two_ranks_in_every_way(ranks, options, policy):
+    for case, optimizer in METHODS:
+        assert not both(ranks, case=case, optimizer=optimizer, policy=POLICIES[policy], **options), case
 
 
 def test_one_module_knows_accelerators():
