@@ -74,6 +74,7 @@ def save(
         _put(tensors, f"version/{version}", {str(n): w for n, w in enumerate(weights)}, mine)
     plain["versions"] = sorted(stage.versions)
     plain["seed"] = stage.seed
+    plain["trained"] = _trained(stage)
     plain["clones_input"] = stage.clones_input  # a graph can only be built anew when this is known
     if stage.stream is not None:
         tensors["random"] = stage.stream.clone()
@@ -250,8 +251,10 @@ def _load_again(stage: Stage, tensors: Mapping[str, Tensor], prefix: str, plain:
     )
 
 
-def check(stage: Stage, tensors: Mapping[str, Tensor]) -> None:
-    """Raise `Corrupt` unless the weights and buffers of the state are this stage's, by name and shape."""
+def check(stage: Stage, tensors: Mapping[str, Tensor], plain: Plain) -> None:
+    """Raise `Corrupt` unless the weights and buffers of the state are this stage's, by name and shape, and the same
+    weights train. Values that belong to a weight are stored by its number among those that do.
+    """
     whole = _named(stage)
     if not stage.keeps_masters:
         whole["weight"] = dict(stage.module.named_parameters())  # in a store there may be other shapes
@@ -277,6 +280,19 @@ def check(stage: Stage, tensors: Mapping[str, Tensor]) -> None:
                     f"{where}: {kind} {name!r} is {tuple(value.shape)} {value.dtype} here, but "
                     f"{tuple(theirs[name].shape)} {theirs[name].dtype} in the state, which belongs to another model"
                 )
+    trains = _trained(stage)
+    if different := sorted(set(trains) ^ set(plain.get("trained", trains))):
+        here, there = ("trains", "frozen") if different[0] in trains else ("is frozen", "trained")
+        raise Corrupt(
+            f"{stage.label}: weight {different[0]!r} {here} here, but was {there} in the state; set requires_grad as it "
+            "was, and build a new Pipeline"
+        )
+
+
+def _trained(stage: Stage) -> list[str]:
+    """The names of the weights that train, in the order of their numbers."""
+    mine = {id(p) for p in stage.params}
+    return [name for name, p in stage.module.named_parameters() if id(p) in mine]
 
 
 def _named(stage: Stage) -> dict[str, dict[str, Tensor]]:

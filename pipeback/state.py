@@ -212,7 +212,7 @@ def fits(
         )
     for place in plain["loops"]:
         check_progress(place, plain["arrived"], len(stages))
-    for stage, tensors in zip(stages, state["stages"], strict=True):
+    for stage, tensors, mine in zip(stages, state["stages"], plain["stages"], strict=True):
         if tensors:  # a checkpoint of which only the own stages were read has no others
-            snapshot.check(stage, _part(stage, tensors))
+            snapshot.check(stage, _part(stage, tensors), mine)
     return plain

@@ -35,7 +35,6 @@ PENDING: dict[str, Callable[[Program], bool]] = {
     "integer input evades the guard against functions of weights": _never,
     "replicas of a model with init= begin with other weights": _never,
     "a stage that begins to draw after the first push has no stream of its own": _never,
-    "a state of a model with other frozen weights is found out after weights have changed": _never,
     "narrow layers with ReLU at one sample are refused as functions of their weights": _never,
     "modules that are called by keyword": _never,
     "a loss that differentiates": _never,

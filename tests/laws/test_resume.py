@@ -262,3 +262,27 @@ def test_replicas_lie_where_the_original_does(make):
     assert torch.equal(original, copy) and original.stride() == copy.stride()
     assert original.data_ptr() % 64 == copy.data_ptr() % 64
     assert original.untyped_storage().data_ptr() != copy.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("frozen", ["here", "there"])
+def test_other_weights_train(frozen):
+    """Found before anything changes; with the cure the state loads."""
+
+    def made(freeze):
+        model = network(3)
+        for name, p in model[1].named_parameters():
+            p.requires_grad_(not (freeze and name.endswith("bias")))
+        return pipeline(model, "pb")
+
+    one, other = made(frozen == "there"), made(frozen == "here")
+    for pipe, some in ((one, data(5)), (other, data(7, seed=3))):
+        for x, y in some:
+            pipe.push(x, y)
+    before, state = everything(other), one.state_dict()
+    told = ("is frozen", "trained") if frozen == "here" else ("trains", "frozen")
+    with pytest.raises(ValueError, match=f"stage 1 .*bias' {told[0]} here, but was {told[1]} .* set requires_grad as"):
+        other.load_state_dict(state)
+    assert torch.equal(everything(other), before)
+    cured = made(frozen == "there")
+    cured.load_state_dict(state)
+    assert torch.equal(everything(cured), everything(one))
