@@ -57,7 +57,9 @@ def kinds(asked: str | Sequence[str] | Mapping[str | int, str], names: Sequence[
                     f"{len(names) - 1}"
                 )
             if s in given:
-                raise ValueError(f"activations: stage {s} ({names[s]}) is named twice, {given[s]!r} and {key!r}")
+                raise ValueError(
+                    f"activations: stage {s} ({names[s]}) is named twice, {given[s]!r} and {key!r}; leave one out"
+                )
             given[s], found[s] = key, kind
     elif isinstance(asked, (list, tuple)):
         if len(asked) != len(names):

@@ -24,7 +24,7 @@ def beside(recordings: Sequence[Recording]) -> Any:
     import matplotlib.pyplot as plt
 
     if not recordings or not all(len(recording) for recording in recordings):
-        raise ValueError("there is nothing to draw: nothing was recorded")
+        raise ValueError("there is nothing to draw: nothing was recorded; call pipe.record() before the pushes")
     panels = []
     for run in recordings:
         ideal = run.predicted()

@@ -66,7 +66,7 @@ def picture(
 
     slots = list(slots)
     if not slots:
-        raise ValueError("there is nothing to draw: the timeline has no slots")
+        raise ValueError("there is nothing to draw: the timeline has no slots; give it micro_batches of at least 1")
     stages = 1 + max(slot.stage for slot in slots)
     begin = float(min(slot.start for slot in slots))
     end = float(until if until is not None else max(slot.end for slot in slots))

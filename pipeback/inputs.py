@@ -74,12 +74,18 @@ def check_groups(stages: Sequence[Stage]) -> None:
 def check_functions(method: Any, loss: Any, optimizer: Any) -> None:
     """Raise TypeError or ValueError unless method, loss and optimizer are such."""
     if not isinstance(method, Method):
-        raise TypeError(f"method must be a name or a pipeback.Method, but is {type(method).__name__}")
+        raise TypeError(
+            f"method must be a name or a pipeback.Method, but is {type(method).__name__}; "
+            "pipeback.methods.available() lists the names"
+        )
     if not callable(getattr(method, "schedule", None)):
         raise TypeError(f"method {type(method).__name__} has no schedule; set one, for example flowing(2)")
     for name, value in (("loss", loss), ("optimizer", optimizer)):
         if not callable(value) and not (name == "loss" and value is None):
-            raise TypeError(f"{name} must be a function, but is {type(value).__name__}")
+            example = (
+                "torch.nn.functional.mse_loss" if name == "loss" else "lambda params: torch.optim.SGD(params, lr=0.1)"
+            )
+            raise TypeError(f"{name} must be a function, but is {type(value).__name__}; for example {name}={example}")
     if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
         raise ValueError("loss has weights of its own, which no stage would train; put them into the last stage")
 
@@ -177,17 +183,22 @@ def micro_batches(x: Value, y: Any, size: int | None) -> list[Batch]:
         raise TypeError(f"push takes a tensor or a tuple of tensors, but got {type(x).__name__}")
     batched = [part for part in parts if part.dim()]
     if not batched:
-        raise ValueError("push takes batches: the first dimension counts samples, but a 0-d tensor was given")
+        raise ValueError(
+            "push takes batches: the first dimension counts samples, but a 0-d tensor was given; give x[None]"
+        )
     y = tuple(map(_target, y)) if isinstance(y, tuple) else _target(y)
     length = len(batched[0])
     if length == 0:
-        raise ValueError("the batch that was pushed is empty")
+        raise ValueError("the batch that was pushed is empty; leave such batches out")
     if size is None:
         return [(x, y, length)]
     targets = [t for t in (y if isinstance(y, tuple) else (y,)) if isinstance(t, Tensor) and t.dim()]
     if any(len(part) != length for part in (*batched, *targets)):
         lengths = [len(part) for part in (*batched, *targets)]
-        raise ValueError(f"x and y must have one length to be cut into micro-batches of {size}, but have {lengths}")
+        raise ValueError(
+            f"x and y must have one length to be cut into micro-batches of {size}, but have {lengths}; push as many "
+            "targets as samples, or use micro_batch_size=None"
+        )
     if size >= length:
         return [(x, y, length)]
 

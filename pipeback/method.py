@@ -243,7 +243,9 @@ class _Chain(Method):
         for method in self.methods:
             method.check_stages(stages)
             if any(method.history(s, stages) for s in range(stages)):
-                raise ValueError(f"chain: {method!r} runs forwards on older versions, which no other method can shift")
+                raise ValueError(
+                    f"chain: {method!r} runs forwards on older versions, which no other method can shift; use it alone"
+                )
 
     def held(self, stage: int, stages: int) -> int:
         if self.copies == "stash" and any(m.copies == "scratch" for m in self.methods):
@@ -287,7 +289,7 @@ def chain(*methods: Method) -> Method:
     chain(LinearWeightPrediction(form='weight', horizon=None, slack=2), SpikeCompensation(horizon=None, slack=2))
     """
     if not methods:
-        raise ValueError("chain needs at least one method")
+        raise ValueError('chain needs at least one method, such as pipeback.methods.create("pb")')
     return methods[0] if len(methods) == 1 else _Chain(methods)
 
 

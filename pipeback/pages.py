@@ -43,7 +43,9 @@ class Pages:
             size = os.fstat(self._file).st_size
         end = max((_end(region) for region in committed.values()), default=0)
         if size < max((r.at + r.size for r in committed.values()), default=0):
-            raise StoreError(f"{path}: {size} bytes were found, {end} were committed: it was truncated")
+            raise StoreError(
+                f"{path}: {size} bytes were found, {end} were committed: it was truncated; restore it from a copy"
+            )
         self._free: list[tuple[int, int]] = []  # (begin, end) of what nothing lies in
         self._end = end
         self._collect()

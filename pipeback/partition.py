@@ -47,6 +47,11 @@ def split(model: nn.Module | Sequence[nn.Module]) -> list[Part]:
         for key, parameter in module.named_parameters():
             if isinstance(parameter, UninitializedParameter):
                 raise ValueError(f"stage {s} ({name}): {key} has no shape yet; run a lazy module once before training")
+            if parameter.is_inference():
+                raise ValueError(
+                    f"stage {s} ({name}): {key} was made in inference mode, which forbids to train it; build the model "
+                    "outside torch.inference_mode()"
+                )
         parameters, buffers = list(module.named_parameters()), list(module.named_buffers())
         if len({tensor.is_meta for _, tensor in (*parameters, *buffers)}) > 1:
             raise ValueError(f"stage {s} ({name}) is on the meta device in part; build all of it there, or nothing")

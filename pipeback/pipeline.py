@@ -375,7 +375,7 @@ class Pipeline:
             runtime = self._went_ahead("backward")
             if len(gradients) != self._ahead.count:
                 raise ValueError(
-                    f"backward was given {len(gradients)} gradients, but forward {self._ahead.count} inputs"
+                    f"backward was given {len(gradients)} gradients, forward {self._ahead.count} inputs; give as many"
                 )
             ahead, fallen = self._ahead.take(), [n for n, g in enumerate(gradients) if forget and nothing(g)]
             if fallen:

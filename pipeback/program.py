@@ -208,7 +208,7 @@ class Program:
         paths = dict(self.model.named_modules())
         for path in whole:
             if path not in paths:
-                raise ValueError(f"leaves: {type(self.model).__name__} has no module {path!r}")
+                raise ValueError(f"leaves: {type(self.model).__name__} has no module {path!r}; named_modules() has all")
         if by not in ("time", "memory"):
             raise ValueError(f'balance must be "time" or "memory", but is {by!r}')
 

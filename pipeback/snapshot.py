@@ -263,7 +263,9 @@ def check(stage: Stage, tensors: Mapping[str, Tensor], plain: Plain) -> None:
         where = stage.label
         if different := sorted(set(mine) ^ set(theirs)):
             has = "the state lacks" if different[0] in mine else "the model lacks"
-            raise Corrupt(f"{where}: {has} {kind} {different[0]!r}; this state belongs to another model")
+            raise Corrupt(
+                f"{where}: {has} {kind} {different[0]!r}; this state belongs to another model; build that one"
+            )
         for name, value in mine.items():
             if kind == "weight" and name in stage.sparse_names() and value.dtype == theirs[name].dtype:
                 continue  # there may be more survivors there, or fewer

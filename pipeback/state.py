@@ -192,23 +192,35 @@ def fits(
             "build the pipeline with the method of the state"
         )
     if len(state["stages"]) != len(stages):
-        raise ValueError(f"the state has {len(state['stages'])} stages, here are {len(stages)}; it is of another model")
+        raise ValueError(
+            f"the state has {len(state['stages'])} stages, here are {len(stages)}; build the model of the state"
+        )
     if plain["weights"] != weights:
-        raise ValueError(f"the state was trained with weights={plain['weights']!r}, here is {weights!r}")
+        raise ValueError(
+            f"the state was trained with weights={plain['weights']!r}, here is {weights!r}; build the pipeline with "
+            f"weights={plain['weights']!r}"
+        )
     if plain["replicas"] != replicas:
         raise ValueError(
             f"the state was trained with replicas={plain['replicas']}, here is {replicas}; each has micro-batches of "
             "its own in flight, so resume with as many"
         )
     if plain.get("sparsity", "None") != sparsity:
-        raise ValueError(f"the state was trained with sparsity={plain['sparsity']}, here is {sparsity}")
+        raise ValueError(
+            f"the state was trained with sparsity={plain['sparsity']}, here is {sparsity}; build the pipeline with "
+            "that of the state"
+        )
     counts = [len(groups) for groups in plain["groups"][str(plain["current"])]]
     if counts != [len(opt.param_groups) for opt in optimizers]:
-        raise ValueError("the optimizers of the state have other parameter groups than those here")
+        raise ValueError(
+            "the optimizers of the state have other parameter groups than those here; build the pipeline with the "
+            "optimizer function that was given then"
+        )
     mine = [type(opt).__name__ for opt in optimizers]
     if plain["optimizer"] != mine:
         raise ValueError(
-            f"the state belongs to optimizers {sorted(set(plain['optimizer']))}, here are {sorted(set(mine))}"
+            f"the state belongs to optimizers {sorted(set(plain['optimizer']))}, here are {sorted(set(mine))}; build "
+            "the pipeline with those of the state"
         )
     for place in plain["loops"]:
         check_progress(place, plain["arrived"], len(stages))

@@ -48,7 +48,7 @@ def timeline(
     """
     owner = list(range(stages)) if workers is None else list(workers)
     if len(owner) != stages:
-        raise ValueError(f"workers needs one entry a stage: {stages}, not {len(owner)}")
+        raise ValueError(f"workers needs one entry a stage: {stages}, not {len(owner)}; give the worker of each")
     programs = [zip(repeat(s), until(schedule(s, stages), micro_batches)) for s in range(stages)]
     return play(programs, owner, stages, costs)
 
@@ -71,7 +71,9 @@ def play(
     """
     per_stage = [costs] * stages if isinstance(costs, Mapping) else list(costs)
     if len(per_stage) != stages:
-        raise ValueError(f"costs needs one entry a stage: {stages}, not {len(per_stage)}")
+        raise ValueError(
+            f"costs needs one entry a stage: {stages}, not {len(per_stage)}; give the units of time of each"
+        )
     rest = [iter(program) for program in programs]
     heads = [next(program, None) for program in rest]
     ended: dict[Place, Time] = dict.fromkeys(done, 0)

@@ -33,13 +33,16 @@ def fill(module: nn.Module, path: Path, names: Mapping[str, str], label: str) ->
         for name, tensor in persistent.items():
             file = places.get(names[name])
             if file is None:
-                raise ValueError(f"{label}: {path} has no tensor {names[name]!r}; it is of another model")
+                raise ValueError(
+                    f"{label}: {path} has no tensor {names[name]!r}; it is of another model, give one of this"
+                )
             found += 1
             with _safetensors().safe_open(file, framework="pt") as stored:
                 value = stored.get_tensor(names[name])
             if value.shape != tensor.shape:
                 raise ValueError(
-                    f"{label}: {names[name]!r} is {tuple(value.shape)} in {file}, but {tuple(tensor.shape)} here"
+                    f"{label}: {names[name]!r} is {tuple(value.shape)} in {file}, but {tuple(tensor.shape)} here; "
+                    "it is of another model, give one of this"
                 )
             tensor.copy_(value)
     kept = {name for name, _ in module.named_buffers()} - set(persistent)
@@ -51,7 +54,9 @@ def fill(module: nn.Module, path: Path, names: Mapping[str, str], label: str) ->
     mine = set(names.values())
     for name in sorted(places):  # where the stage is one module of the model
         if len(prefixes) == 1 and "" not in prefixes and name.startswith(tuple(prefixes)) and name not in mine:
-            raise ValueError(f"{label}: {path} has {name!r}, which the model has not; it is of another model")
+            raise ValueError(
+                f"{label}: {path} has {name!r}, which the model has not; it is of another model, give one of this"
+            )
 
 
 def save(pipe: Any, folder: str | Path) -> Path:

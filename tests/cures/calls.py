@@ -1,0 +1,133 @@
+"""What is refused of pushes, other calls and states."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import pipeback
+from tests.laws.cases import network
+
+from .rows import (
+    BATCH,
+    Row,
+    Summed,
+    adam,
+    build,
+    inferring,
+    loads,
+    outside,
+    pushed,
+    sgd,
+    trains,
+)
+
+ROWS: dict[str, Row] = {
+    # pushes
+    "a list": Row(
+        pushed([BATCH], BATCH),
+        "push takes a tensor or a tuple of tensors, but got list",
+        lambda: [pushed(BATCH, BATCH)(), pushed((BATCH, BATCH), BATCH, model=[Summed()])()],
+    ),
+    "no batch": Row(
+        pushed(torch.tensor(1.0), BATCH),
+        r"a 0-d tensor was given; give x\[None\]",
+        pushed(torch.randn(6)[None], torch.randn(1, 6)),
+    ),
+    "an empty batch": Row(pushed(torch.randn(0, 6), torch.randn(0, 6)), "is empty; leave such batches out", trains),
+    "other lengths": Row(
+        pushed(BATCH, torch.randn(3, 6), micro_batch_size=2),
+        r"micro-batches of 2, but have \[4, 3\]; push as many targets as samples, or use micro_batch_size=None",
+        lambda: [
+            pushed(BATCH, BATCH, micro_batch_size=2)(),
+            pushed(BATCH, torch.randn(3, 6), micro_batch_size=None, loss=lambda o, y: o[:3].sub(y).square().mean())(),
+        ],
+    ),
+    "a dict as target": Row(
+        pushed(BATCH, {"y": BATCH}),
+        "y must be a tensor, a number, None, or a tuple of these, but has a dict",
+        lambda: [pushed(BATCH, y, loss=lambda o, y: o.square().mean())() for y in (BATCH, 1, None, (BATCH, 1))],
+    ),
+    "replicas without a share": Row(
+        pushed(torch.randn(3, 6), torch.randn(3, 6), replicas=2),
+        "3 samples pushed cannot be shared by 2 replicas; push a multiple",
+        pushed(BATCH, BATCH, replicas=2),
+    ),
+    "pushed in inference mode": Row(inferring(None), "call it outside torch.inference_mode", pushed(BATCH, BATCH)),
+    "built in inference mode": Row(
+        inferring(pushed(BATCH, BATCH)),
+        r"stage 0 \(0\): 0.weight was made in inference mode.*outside torch.inference_mode",
+        pushed(BATCH, BATCH),
+    ),
+    "no loss to push": Row(
+        pushed(BATCH, BATCH, loss=None), "loss=None; call forward and backward", outside("backward", "forward")
+    ),
+    "forward with a loss": Row(lambda: build().forward(BATCH), "this one has a loss: call push", pushed(BATCH, BATCH)),
+    "forward twice": Row(
+        outside("forward", "forward"),
+        "forward was called twice; call backward or forget between",
+        lambda: [outside("forward", "forward", "backward")(), outside("forward", "forward", "forget")()],
+    ),
+    "backward first": Row(outside("backward"), "backward comes after forward", outside("backward", "forward")),
+    "other gradients": Row(
+        outside("backward_many", "forward", give=2),
+        "given 2 gradients, forward 1 inputs; give as many",
+        outside("backward_many", "forward", give=1),
+    ),
+    "a state between": Row(
+        outside("state_dict", "forward"),
+        "gone forward; call backward or forget before",
+        lambda: [outside("state_dict", "forward", c)() for c in ("backward", "forget")],
+    ),
+    "a plan of nothing": Row(
+        lambda: build().plan(),
+        r"plan: nothing was pushed yet; give it a push: pipe.plan\(x, y\)",
+        lambda: build().plan(BATCH, BATCH),
+    ),
+    "commit in memory": Row(
+        lambda: build().commit(), 'commit: weights are not on disk; use store="disk:FOLDER"', lambda: None
+    ),
+    "a workless timeline": Row(
+        lambda: pipeback.timeline.timeline(pipeback.schedules.flowing(2), 2, 4, workers=[0]),
+        "workers needs one entry a stage: 2, not 1",
+        lambda: pipeback.timeline.timeline(pipeback.schedules.flowing(2), 2, 4, workers=[0, 1]),
+    ),
+    # states
+    "another number of stages": Row(
+        loads({"model": network(3)}), "4 stages, here are 3; build the model of the state", loads({"model": network(4)})
+    ),
+    "another method": Row(
+        loads({"method": "sgd"}),
+        "belongs to method PipelinedBackpropagation.*build the pipeline with the method of the state",
+        loads({"method": "pb"}),
+    ),
+    "another optimizer": Row(
+        loads({"optimizer": adam}),
+        r"belongs to optimizers \['SGD'\], here are \['Adam'\]; build the pipeline with those of the state",
+        loads({"optimizer": sgd}),
+    ),
+    "other groups": Row(
+        loads({"optimizer": lambda ps: sgd([{"params": [p]} for p in ps])}),
+        "other parameter groups.*optimizer function that was given then",
+        loads({}),
+    ),
+    "another weighing": Row(
+        loads({"weights": "samples"}),
+        "weights='equal', here is 'samples'; build the pipeline with weights='equal'",
+        loads({"weights": "equal"}),
+    ),
+    "other replicas": Row(loads({"replicas": 2}), "replicas=1, here is 2.*resume with as many", loads({"replicas": 1})),
+    "another sparsity": Row(
+        loads({"sparsity": "magnitude"}),
+        "sparsity=None, here is .*; build the pipeline with that of the state",
+        loads({"sparsity": None}),
+    ),
+    "another width": Row(
+        loads({"model": network(4, 6).append(nn.Linear(6, 6))[1:]}), r"another model; build that one", loads({})
+    ),
+    "no state": Row(
+        lambda: build().load_state_dict(network(4).state_dict()),
+        "not a state of Pipeline.state_dict.*load a model's own state into pipe.model",
+        lambda: build().model.load_state_dict(network(4).state_dict()),
+    ),
+}

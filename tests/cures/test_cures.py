@@ -1,0 +1,130 @@
+"""Each refusal says what to do: its cure is taken out of the message, typed, and works.
+
+A row is what goes wrong, what the message says (place or option, what was found, the cure, in that order), and the same
+with the cure. Options that a message names as `name=value` are evaluated as they stand there.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pipeback.order import POLICIES
+from tests.laws.cases import data, network
+
+from . import building, calls, of_methods
+from .rows import (
+    BATCH,
+    Branching,
+    build,
+    refused,
+    train,
+    trains,
+)
+
+TYPED = r"[Uu]se ([a-z_]+)=((?:\"[^\"]*\"|'[^']*'|[^,;\s])+)"
+ROWS = {**building.ROWS, **of_methods.ROWS, **calls.ROWS}
+
+
+# -- options whose cure stands in the message as name=value ------------------------------------------------------------
+
+OPTIONS: list[tuple[dict[str, Any], str]] = [
+    *[({"vectorize": True, name: value}, f"vectorize=True does not go with {name}=") for name, value in (
+        ("workers", 2), ("replicas", 2), ("store", "host"), ("sparsity", "magnitude"), ("activations", "host"),
+        ("masters", True), ("order", "random"),
+    )],
+    *[({"order": "skewed", name: value}, f'order="skewed" does not go with {name}=') for name, value in (
+        ("workers", 2), ("replicas", 2), ("store", "host"),
+    )],
+    *[({"loss": None, name: value}, f"{name}=.* does not go with loss=None") for name, value in (
+        ("workers", 2), ("micro_batch_size", 2), ("weights", "samples"), ("check_finite", True), ("replicas", 2),
+    )],
+    ({"masters": True, "store": "host"}, "masters=True does not go with store="),
+    ({"vectorize": True, "method": "sgd", "model": nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 4), nn.Linear(4, 6))},
+     "vectorize=True: no neighbouring stages are alike"),
+    ({"stages": "block", "example": torch.randn(4, 6), "model": nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))},
+     'stages="block": .* repeats no block'),
+]  # fmt: skip
+
+
+def typed(told: str) -> dict[str, Any]:
+    return {name: eval(value) for name, value in re.findall(TYPED, told)[:1]}
+
+
+@pytest.mark.parametrize(("options", "says"), OPTIONS, ids=lambda value: value if type(value) is str else "")
+def test_an_option_in_the_message(options, says):
+    options = {**options, "model": options.get("model") or network(4)}
+    cure = typed(refused(lambda: build(**options), says))
+    assert cure, "no option to type"
+    trains(**{**options, **cure})
+
+
+CHOICES = {
+    "weights": "some", "weight_functions": "x", "link": "x", "order": "x", "activations": "x", "vectorize": "x",
+    "balance": "x", "masters": "x",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_every_word_that_is_named(name):
+    more = {"model": Branching(), "example": torch.randn(4, 6), "stages": 2} if name == "balance" else {}
+    told = refused(lambda: build(**{name: CHOICES[name]}, **more), name)
+    listed = re.search(r"(?:must be (?:one of )?|choose one of )(.*?)(?:,? but is|$)", told)
+    assert listed, told
+    words = [word.strip().strip('"') for word in re.split(r",| or ", listed[1]) if word.strip()]
+    values = [{"True": True, "False": False}.get(word, word) for word in words]
+    values = [value for value in values if value not in ("a list", "a list or a dict of such", "a dict of such")]
+    assert len(values) > 1
+    for value in values:
+        if value != "cuda_graph":  # which needs all stages on a GPU
+            trains(**{"model": network(4), **more, name: value})
+
+
+@pytest.mark.parametrize("name", ["micro_batch_size", "workers", "replicas", "clip_norm", "clip_value", "timeout"])
+@pytest.mark.parametrize("value", [0, -1])
+def test_the_least_number(name, value):
+    told = refused(lambda: build(**{name: value}), f"{name} must be .* but is {value}")
+    found = re.search(r"at least (\d+)|above (\d+)", told)
+    assert found
+    least = int(found[1]) if found[1] else int(found[2]) + 1
+    trains(**{name: least})
+    if name != "timeout":
+        assert "None" in told
+        trains(**{name: None})
+
+
+# -- everything else: what goes wrong, what is said, and the cure -----
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", ROWS)
+def test_the_cure_works(name):
+    row = ROWS[name]
+    refused(row.broken, row.says)
+    row.cured()
+
+
+def test_a_closed_pipeline_is_reopened():
+    pipe = build()
+    saved = pipe.state_dict()
+    pipe.close()
+    refused(lambda: pipe.push(*data(1)[0]), r"closed.*load_state_dict\(\) reopens it")
+    pipe.load_state_dict(saved)
+    train(pipe)
+
+
+def test_commit_with_a_folder(tmp_path):
+    pipe = build(store=f"disk:{tmp_path}")
+    pipe.push(BATCH, BATCH)
+    pipe.commit()
+    refused(lambda: build(store=f"disk:{tmp_path}"), "uses this store; wait for it, or give another folder")
+    pipe.close()
+    train(build(store=f"disk:{tmp_path}"))
+
+
+def test_every_order_is_named():
+    assert all(order in refused(lambda: build(order="x"), "order") for order in POLICIES)
