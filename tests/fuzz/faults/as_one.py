@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tests.fuzz.program import Program
 from tests.laws.cases import data
 
-from .table import FAULTS, fault, layers, pipeline
+from .table import FAULTS, ONE, fault, layers, pipeline
 
 
 def _as_one(told: str, **program: Any) -> None:
@@ -59,6 +59,11 @@ def _() -> None:
         return nn.Sequential(*[nn.Sequential(nn.GroupNorm(1, 2), nn.Conv1d(2, 2, 3, padding=1)) for _ in range(5)])
 
     _both(make, 2, 4)
+
+
+FAULTS["vectorize refuses a followed model in evaluation mode, as if its output hung on nothing"] = Program(
+    stages=4, form="followed", runtime={"vectorize": True}, calls=(("eval",), *ONE)
+)
 
 
 @fault("vectorize crashes: a frozen weight")
