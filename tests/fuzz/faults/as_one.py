@@ -62,7 +62,7 @@ def _() -> None:
 
 
 FAULTS["vectorize refuses a followed model in evaluation mode, as if its output hung on nothing"] = Program(
-    stages=4, form="followed", runtime={"vectorize": True}, calls=(("eval",), *ONE)
+    stages=4, form="followed", runtime={"vectorize": True}, calls=(("evaluate", 1), ("eval",), *ONE)
 )
 
 

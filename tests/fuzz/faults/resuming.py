@@ -48,31 +48,28 @@ def _() -> None:
         made(seed).load_state_dict(state)
 
 
-class Transposed(nn.Module):
-    """A linear layer whose output lies in memory by columns."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, width)
-
+class Turned(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return (self.linear.weight @ x.t()).t() + self.linear.bias
+        return x.t().contiguous().t()
 
 
 @fault("after one sample, gradients of a transposed output have other last bits than plain training")
 def _() -> None:
-    for width in (16, 24, 33):
-        torch.manual_seed(width)
-        made = lambda: nn.Sequential(*[Transposed(width) for _ in range(3)])  # noqa: E731, B023
-        model, plain = made(), made()
-        plain.load_state_dict(model.state_dict())
-        pipe, optimizer = pipeline(model, "sgd"), torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9)
-        for n, (x, y) in enumerate(data(1, 1, width) + data(7, 16, width)):
+    for width, samples in ((37, 7), (64, 16), (64, 33)):
+        torch.manual_seed(0)
+        models = [
+            nn.Sequential(nn.Linear(width, width), nn.Tanh(), Turned(), nn.Linear(width, width)) for _ in range(2)
+        ]
+        models[1].load_state_dict(models[0].state_dict())
+        pipe, optimizer = pipeline(models[0], "sgd"), torch.optim.SGD(models[1].parameters(), lr=0.05, momentum=0.9)
+        for n, (x, y) in enumerate(data(1, 1, width) + data(4, samples, width)):
             optimizer.zero_grad()
-            loss = F.mse_loss(plain(x), y)
+            loss = F.mse_loss(models[1](x), y)
             loss.backward()
             optimizer.step()
-            assert torch.equal(pipe.push(x, y), loss.detach()), (width, n)
+            pipe.push(x, y)
+            for ours, theirs in zip(pipe.model.parameters(), models[1].parameters(), strict=True):
+                assert torch.equal(ours, theirs), (width, samples, n)
 
 
 @fault("a stage that begins to draw after the first push has no stream of its own")
