@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -74,7 +74,13 @@ class Holding:
             stage.gradients.hide()
 
     def initialise(self, stage: Stage) -> None:
-        """Values for a stage from the meta device."""
+        """Values for a stage from the meta device; of a further replica in this process those of the first."""
+        first = self.stages[stage.index]
+        if stage is not first and not self.ranks.several:
+            with self.present(first), torch.no_grad():
+                values = [t.detach().clone() for t in (*first.module.parameters(), *first.module.buffers())]
+            stage.take_up(self.method, partial(_filled, values=values, device=self.device))
+            return
         # not the stream that the stage's random layers will draw from
         seed = (stage.seed * 1_000_003 + stage.index + 0x5EED) % 2**63
         init = self.init
@@ -188,3 +194,11 @@ class Holding:
                 device = self.compute or stage.device or torch.device(self.device)
                 which = sparse[stage.replica][stage.index] if sparse else None
                 self.store.hold(stage, self.method, device, which)
+
+
+def _filled(module: nn.Module, values: Iterable[Tensor], device: torch.device | str) -> None:
+    """Give a module from the meta device these values of its weights and buffers."""
+    meta.take_up(module, device)
+    with torch.no_grad():
+        for tensor, value in zip((*module.parameters(), *module.buffers()), values, strict=True):
+            tensor.copy_(value)

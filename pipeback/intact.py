@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from pipeback.private import handles, listened
 from pipeback.stage import Stage
 
 _COPY = "copy values into the weights in place, or build a new Pipeline"
@@ -36,7 +37,7 @@ class Intact:
     """Of a model and the stages that were built of it."""
 
     def __init__(self, model: nn.Module, stages: Sequence[Stage]) -> None:
-        self.stages, self.turn = stages, 0
+        self.stages, self.turn, self._handles = stages, 0, None
         named = [(f"{name}." if name else "", m._modules) for name, m in model.named_modules()]
         self.names = [prefix + key for prefix, children in named for key in children]
         self.modules = Places((children, key, child) for _, children in named for key, child in children.items())
@@ -65,3 +66,15 @@ class Intact:
             if n is not None:
                 raise RuntimeError(f"{stage.label}: {places.keys[n]} was moved, cast or replaced; {_COPY}")
         self.turn += 1
+        self._check_hooks()
+
+    def _check_hooks(self) -> None:
+        """Raise RuntimeError where hooks were added to stages that run as one."""
+        seen, self._handles = self._handles, handles()
+        for stage in self.stages if seen != self._handles else ():
+            what = listened(stage.module) if stage.stack is not None and stage.stack.proved else None
+            if what:
+                raise RuntimeError(
+                    f"{stage.label} runs as one with its neighbours, where no hooks are called, but {what} has got "
+                    "some; register hooks before the first push, or build the pipeline with vectorize=False"
+                )

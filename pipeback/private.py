@@ -12,7 +12,8 @@
 * `keep_versions`: writes in place of which autograd is not told.
 * `wrapper`: a tensor without memory of its own, for a loss that is not there yet.
 * `catch`: a hook on a leaf without a handle to remove it by, which costs as much as a small kernel.
-* `hooks_of`, `hooked`, `without_step_hooks`: whether anybody listens to a module, an optimizer, or all of them.
+* `hooks_of`, `handles`, `listened`, `hooked`, `without_step_hooks`: whether anybody listens to a module, an optimizer,
+  or all of them.
 * `fused_adam`: torch's kernel for one step of Adam over lists of weights.
 * `inductor`, `as_autograd_cuts`: what torch.compile can be told about the graphs that it makes.
 
@@ -31,6 +32,7 @@ from typing import Any
 import torch
 import torch.optim.optimizer as every_optimizer
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 TESTED = "2.11", "2.15"  # the oldest and the newest torch that the tests have run on
 
@@ -161,6 +163,24 @@ def hooks_of(module: nn.Module) -> list[Any]:
     """The handles of a module's hooks, which are numbered as they come."""
     with needing(f"nn.Module.{MODULE_HOOKS[0]}"):
         return [handle for name in MODULE_HOOKS for handle in getattr(module, name)]
+
+
+def handles() -> Any:
+    """Another value whenever a hook was registered since, on anything; in a torch that does not count them, always."""
+    return getattr(RemovableHandle, "next_id", None) or object()
+
+
+def listened(module: nn.Module) -> str | None:
+    """What of a module, or of all modules, has hooks, that who computes without calling it would not call."""
+    if getattr(nn.modules.module, "_has_any_global_hook", bool)():
+        return "all modules"
+    for name, m in module.named_modules():
+        if hooks_of(m):
+            return f"module {name!r}"
+    for name, p in module.named_parameters():
+        if gradient_hooks(p) or p._backward_hooks:
+            return f"parameter {name!r}"
+    return None
 
 
 def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[list[Any], list[Any]]:

@@ -105,6 +105,11 @@ class Stack:
         return sum(t.nbytes for r in rings for t in (*r.saved, r.inputs, r.gradients)) // len(self.stages)
 
     @property
+    def proved(self) -> bool:
+        """Whether it runs as one: graphs were made of it, and nothing spoke against it."""
+        return bool(self._rings)
+
+    @property
     def known(self) -> Kind:
         """The kind of micro-batch that came first."""
         return next(iter(self._rings))

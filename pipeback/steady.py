@@ -23,7 +23,7 @@ from pipeback.joint import Options
 from pipeback.method import HOOKS, Correction, Method, When, described, overrides
 from pipeback.momentum import velocity
 from pipeback.order import Order
-from pipeback.proof import check_plain, example, judged_alike
+from pipeback.proof import check_plain, example, judged_alike, listened
 from pipeback.rings import Kind
 from pipeback.rows import Rows, Step
 from pipeback.schedules import Flowing
@@ -117,7 +117,7 @@ class Steady:
         """The last stage as a graph, if it can be written so."""
         stage = self.last
         assert stage.loss is not None
-        key = form(x, target), stage.module.training
+        key = form(x, target), stage.module.training, listened(stage.module)
         if key[0] is None or not x.is_floating_point():
             return None
         if key not in self._judges:

@@ -451,3 +451,46 @@ def test_states_hold_no_pickles(tmp_path):
     with pytest.raises(pickle.UnpicklingError):
         torch.save({"bad": build}, tmp_path / "bad.pt")
         torch.load(tmp_path / "bad.pt", weights_only=True)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("where", ["module", "weight", "gradient", "last"])
+def test_hooks_that_are_added_to_stages_that_run_as_one(where):
+    """No hook is passed over: they are refused there, and heard by the last stage, which is no part of it."""
+    heard = []
+
+    def hook(*given):
+        heard.append(where)
+
+    def add(model):
+        if where == "module":
+            model[1][1].register_forward_hook(hook)
+        elif where == "weight":
+            model[1][0].weight.register_hook(hook)
+        elif where == "gradient":
+            model[1][0].bias.register_post_accumulate_grad_hook(hook)
+        else:
+            model[4].register_forward_hook(hook)
+
+    def push(pipe, count):
+        for x, y in data(count, seed=3):
+            pipe.push(x, y)
+        pipe.wait()
+
+    model = network()
+    pipe = build(model, vectorize=True)
+    push(pipe, 14)
+    add(model)
+    if where == "last":
+        push(pipe, 10)
+        assert len(heard) == 10
+        return
+    with pytest.raises(RuntimeError, match="stage 1.*runs as one.*register hooks before the first push, or .*=False"):
+        push(pipe, 1)
+    for options in ({}, {"vectorize": "auto"}):  # the cures
+        model, heard[:] = network(), []
+        add(model)
+        pipe = build(model, **options)
+        push(pipe, 10)
+        pipe.drain()
+        assert len(heard) >= 10

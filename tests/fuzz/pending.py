@@ -29,10 +29,6 @@ def _evaluating(program: Program) -> bool:
 PENDING: dict[str, Callable[[Program], bool]] = {
     "vectorize refuses a followed model in evaluation mode, as if its output hung on nothing": _evaluating,
     "eval() between pushes with workers takes effect at a random time": _threads,
-    "stages that run as one ignore forward hooks that are added later": _never,
-    "stages that run as one ignore hooks on gathered gradients": _never,
-    "in bfloat16, stages that run as one are taken for alike although their constants differ": _never,
-    "replicas of a model with init= begin with other weights": _never,
     "a stage that begins to draw after the first push has no stream of its own": _never,
     "modules that are called by keyword": _never,
     "a loss that differentiates": _never,
