@@ -99,12 +99,17 @@ def _learn(stage: Stage, value: Value, target: Any) -> None:
         _checked(stage, _guarded(stage, copies, target))
     draws = not torch.equal(before, stage.generator.get_state())
     stage.generator.set_state(before)
-    if draws and stage.stream is None:
-        # (seed, s, replica): whoever holds the stage
-        seed = (stage.seed * 1_000_003 + stage.index + stage.replica * 998_244_353) % 2**63
-        stage.stream = torch.Generator(stage.generator.device).manual_seed(seed).get_state()
+    if draws:
+        begin_stream(stage)
     parts = copies if isinstance(copies, tuple) else (copies,)
     stage.clones_input = any(part._version for part in parts)
+
+
+def begin_stream(stage: Stage) -> None:
+    """Have the stage draw from a stream of its own from now on: (seed, s, replica), whoever holds the stage."""
+    if stage.stream is None:
+        seed = (stage.seed * 1_000_003 + stage.index + stage.replica * 998_244_353) % 2**63
+        stage.stream = torch.Generator(stage.generator.device).manual_seed(seed).get_state()
 
 
 def _first_run(stage: Stage, value: Value, target: Any) -> Value:

@@ -7,8 +7,9 @@ from typing import Any
 
 from pipeback.holding import Holding
 from pipeback.loop import Batch
-from pipeback.rehearsal import rehearse, rehearse_form, rehearse_shape
+from pipeback.rehearsal import begin_stream, rehearse, rehearse_form, rehearse_shape
 from pipeback.repeat import casting
+from pipeback.settings import Settings
 from pipeback.stage import Stage, Value
 
 Form = tuple[Any, ...]
@@ -17,7 +18,8 @@ Relay = Callable[[Value, Callable[[Sequence[Stage], Value], Value]], object]  # 
 
 class Rehearsals:
     """In full whenever modules are set to train or to evaluate otherwise; of a smaller micro-batch than any, its shape;
-    of one of another form than any before (shapes and types, autocast), what its graph saves.
+    of one of another form than any before (shapes and types, autocast), what its graph saves. A stage whose modules
+    have other numbers than before (a dropout probability) may draw from then on, and does not run as one as it was.
 
     delays: of every stage. warn: functions of the weights in a graph are warned of, not refused.
     """
@@ -26,18 +28,20 @@ class Rehearsals:
         self._holding, self._delays, self._warn = holding, delays, warn
         self._smallest: int | None = None  # samples of the smallest micro-batch so far
         self._forms: set[Form] = set()  # of the micro-batches so far
-        self._modes: list[bool] = []  # whether each stage was set to train then
+        self._modes = Settings([], modes=True)  # of all modules
+        self._settings: list[tuple[Stage, Settings]] = []  # of stages that do not draw, as far as is known
 
     @property
     def _anew(self) -> bool:
-        return self._smallest is None or self._modes != self._training()
+        return self._smallest is None or self._modes.changed()
 
-    def _training(self) -> list[bool]:
-        return [stage.module.training for stage in self._holding.stages]
+    @property
+    def _set_anew(self) -> bool:
+        return any(settings.changed() for _, settings in self._settings)
 
     def due(self, batches: Sequence[Batch]) -> bool:
         """Whether one of these has to be rehearsed."""
-        if self._smallest is None or self._anew:
+        if self._smallest is None or self._anew or self._set_anew:
             return True
         # with shards, replicas would have to gather weights for it all at once, whatever they push
         return (smallest(batches)[2] < self._smallest or bool(self._new(batches))) and not self._holding.shards
@@ -50,12 +54,29 @@ class Rehearsals:
         anew, fewer = self._anew, self._smallest is None or smallest(batches)[2] < self._smallest
         if anew:
             self.whole(batches[0], relay)
-        if (fewer and not anew) or smallest(batches)[2] < batches[0][2]:
+        for stage, settings in self._settings:
+            if settings.changed():
+                if not anew:  # else it is known whether it draws
+                    begin_stream(stage)
+                if stage.stack is not None:
+                    stage.stack.renew()
+        if anew or self._set_anew:
+            self._look()
+        if (fewer and not anew) or (anew and smallest(batches)[2] < batches[0][2]):
             self._through(smallest(batches), self._shape, relay)
         for form, batch in self._new(batches).items():
             if not anew or form != form_of(batches[0]):
                 self._through(batch, self._form, relay)
         return anew or fewer
+
+    def _look(self) -> None:
+        every = [stage for stages in self._holding.everywhere for stage in stages]
+        self._modes = Settings((m for stage in every for m in stage.module.modules()), modes=True)
+        self._settings = [
+            (stage, Settings(stage.module.modules()))
+            for stage in every
+            if stage.stream is None or stage.stack is not None
+        ]
 
     def _new(self, batches: Sequence[Batch]) -> dict[Form, Batch]:
         """One of each form that has not been there, where B runs on other weights than F."""
@@ -73,7 +94,7 @@ class Rehearsals:
         """They will be let in."""
         self._forms.update(self._new(batches))
         least = smallest(batches)[2]
-        self._modes, self._smallest = self._training(), least if self._smallest is None else min(least, self._smallest)
+        self._smallest = least if self._smallest is None else min(least, self._smallest)
 
     def forget(self) -> None:
         """Other weights and buffers are there: all anew."""

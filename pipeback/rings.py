@@ -15,7 +15,8 @@ from torch import Tensor
 
 from pipeback.graphs import Graph, Graphs, direct, factored, for_compiler
 
-Kind = tuple[tuple[int, ...], torch.dtype, bool]  # of a micro-batch: its shape and type, and whether it trains
+# of a micro-batch: its shape and type; 1 where it trains, 2 more as often as what modules compute has changed
+Kind = tuple[tuple[int, ...], torch.dtype, int]
 Turns = list[tuple[int, int]]  # (row, micro-batch)
 MANY = 4096  # places that are remembered
 

@@ -286,8 +286,8 @@ def check(stage: Stage, tensors: Mapping[str, Tensor], plain: Plain) -> None:
     if different := sorted(set(trains) ^ set(plain.get("trained", trains))):
         here, there = ("trains", "frozen") if different[0] in trains else ("is frozen", "trained")
         raise Corrupt(
-            f"{stage.label}: weight {different[0]!r} {here} here, but was {there} in the state; set requires_grad as it "
-            "was, and build a new Pipeline"
+            f"{stage.label}: weight {different[0]!r} {here} here, but was {there} in the state; set requires_grad as "
+            "it was, and build a new Pipeline"
         )
 
 

@@ -61,6 +61,7 @@ class Stack:
         self._kinds: dict[int, Kind] = {}  # of the micro-batches between F of the first stage and B of it
         self.apart: set[int] = set()  # those among them that go through the stages one by one
         self._rings: dict[Kind, Rings] = {}
+        self._era = 0  # how often what the modules compute has changed
         self._unfit: dict[Kind, str] = {}  # why the stages cannot run as one on micro-batches of this kind
         self.told: dict[str, str] = {}  # what the user is told of stacks, by name
         self.places: dict[Kind, list[Row]] = {}
@@ -124,7 +125,11 @@ class Stack:
         if not isinstance(x, Tensor) or not x.is_floating_point():
             what = str(x.dtype) if isinstance(x, Tensor) else type(x).__name__
             raise Unfit(f"they are given {what}, and not one tensor of floating point")
-        return tuple(x.shape), x.dtype, self.stages[0].module.training
+        return tuple(x.shape), x.dtype, self.stages[0].module.training + 2 * self._era
+
+    def renew(self) -> None:
+        """The modules compute something else from now on; what is in flight goes on as it began."""
+        self._era += 1
 
     def rings(self, kind: Kind) -> Rings:
         """Those of a kind of micro-batch; the graphs are made for it when it first comes.

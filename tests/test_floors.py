@@ -26,8 +26,9 @@ FLOORS = [
         "graphed", "tick",
         "steady", "vectorized", "runtime", "state", "frame", "vigil", "wire", "semaphore", "ring", "beats", "activity",
         "blame", "health", "joining", "digest", "ranks", "clocks", "processes", "wiring", "weights", "holding",
-        "starting", "dry", "bandwidth", "survey", "agreement", "newer", "stashed", "rehearsal", "rehearsals",
-        "breakdown", "inputs", "building", "intact", "entrance", "memory", "versions", "ahead", "observing",
+        "starting", "dry", "bandwidth", "survey", "agreement", "newer", "stashed", "rehearsal", "settings",
+        "rehearsals", "breakdown", "inputs", "building", "intact", "entrance", "memory", "versions", "ahead",
+        "observing",
     ],
     [
         "methods", "sparsities", "foreseen", "plan", "budget", "pipeline", "checkpoint", "bands", "lanes", "trace",

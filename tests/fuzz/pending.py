@@ -29,7 +29,6 @@ def _evaluating(program: Program) -> bool:
 PENDING: dict[str, Callable[[Program], bool]] = {
     "vectorize refuses a followed model in evaluation mode, as if its output hung on nothing": _evaluating,
     "eval() between pushes with workers takes effect at a random time": _threads,
-    "a stage that begins to draw after the first push has no stream of its own": _never,
     "modules that are called by keyword": _never,
     "a loss that differentiates": _never,
     "an expanded buffer": _never,
