@@ -89,9 +89,11 @@ class Sparse:
         return found
 
     def expanded(self, stage: Stage, n: int, value: Tensor) -> Tensor:
-        """What belongs to the survivors of weight n, at their places in a dense tensor."""
+        """What belongs to the survivors of weight n, at their places in a dense tensor, where it is."""
         index = self.packed[n]
-        return value if index is None else scatter(value, unpack(index), value.new_empty(stage.params[n].shape))
+        if index is None:
+            return value
+        return scatter(value, unpack(index.to(value.device)), value.new_empty(stage.params[n].shape))
 
     def gather_into(self, stage: Stage, dense: Sequence[Tensor]) -> None:
         """Take the survivors of what `dense` gave, which somebody has written, for the weights."""

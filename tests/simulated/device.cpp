@@ -258,10 +258,22 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
       whole = false;  // not with zeros
     }
 
+  // An operator may resize its output while it works, so it gets another one, whose numbers are taken over.
+  auto values = mapped(others, [](const Tensor& t) { return ours(t) ? reached(t) : t.clone(); });
+  std::vector<std::pair<Tensor, Tensor>> outputs;
+  for (size_t n = 0; n < count; n++)
+    if (schema.arguments()[n].kwarg_only() && schema.arguments()[n].alias_info() && args[n].isTensor()) {
+      outputs.emplace_back(shell(args[n].toTensor(), false), reached(args[n].toTensor()));
+      values[n] = outputs.back().first;
+    }
+  auto take_over = [outputs] {
+    for (auto& [found, place] : outputs) place.copy_(found);
+  };
+
   if (!whole || draws) {  // it needs its numbers now
     wait(now(queue));
-    auto values = mapped(others, [](const Tensor& t) { return ours(t) ? reached(t) : t; });
     draws ? drawing(target, values, device) : target.callBoxed(&values);
+    take_over();
     for (size_t k = 0; k < schema.returns().size(); k++) {
       if (schema.returns()[k].alias_info()) {
         stack->push_back(written[next++]);
@@ -288,10 +300,10 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
       return there;
     }));
   }
-  auto values = mapped(others, [](const Tensor& t) { return ours(t) ? reached(t) : t.clone(); });
   bool copies = written.empty();
-  enqueue(queue, [target, values, fresh, copies]() mutable {
+  enqueue(queue, [target, values, fresh, copies, take_over]() mutable {
     target.callBoxed(&values);
+    take_over();
     size_t at = 0;
     for (const auto& v : values)
       if (copies) mapped(v, [&](const Tensor& t) {

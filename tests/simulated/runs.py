@@ -149,13 +149,20 @@ def exchange(where: list[str]) -> dict[str, Tensor]:
     return {"gradient": gradient}
 
 
+def fit(where: list[str], **run: Any) -> dict[str, Tensor]:
+    """See `fits`."""
+    from tests.simulated.fits import fit  # importing Lightning takes as long as several runs
+
+    return fit(where, **run)
+
+
 _expected: dict[str, dict[str, Tensor]] = {}
 
 
 def compared(run: dict[str, Any]) -> str:
     """What differs from the CPU, or nothing."""
     policy, where, beside = run.pop("policy"), run.pop("where", ["sim:0"]), run.pop("beside", False)
-    do = exchange if run.pop("exchange", False) else train
+    do = {"exchange": exchange, "fit": fit}.get(run.pop("kind", ""), train)
     key = json.dumps({"do": do.__name__, **run, "resumed": ""}, sort_keys=True)
     if key not in _expected:
         _expected[key] = do(["cpu"], **{k: v for k, v in run.items() if k != "resumed"})

@@ -112,6 +112,30 @@ def test_equal_bits_in_every_way(simulated, way, policy):
             assert not simulated.ask(**run), f"{case}, pushes of {pushed}"
 
 
+FITS = {
+    "plain": {"method": "pb"},
+    "slices": {"method": "gpipe", "micro_batch_size": 2},
+    "host": {"method": "pb", "store": "host"},
+    "slices, host": {"method": "gpipe", "micro_batch_size": 2, "store": "host"},
+    "activations": {"method": "cerebras", "activations": "host"},
+    "sparsity": {"method": "pb", "sparsity": "magnitude"},
+    "a checkpoint goes to the CPU": {"method": "pb", "resumed": "cpu", "draws": False},
+    "a checkpoint comes from the CPU": {"method": "pb", "where": ["cpu"], "resumed": "sim", "draws": False},
+}
+
+
+def test_lightning(simulated):
+    found = {name: simulated.ask(kind="fit", policy=sim.LATE, **FITS[name]) for name in ("slices, host", "sparsity")}
+    assert not {run: answer for run, answer in found.items() if answer}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", FITS)
+def test_lightning_in_every_way(simulated, name, policy):
+    assert not simulated.ask(kind="fit", policy=POLICIES[policy], **FITS[name])
+
+
 # what notices each line that waits; the first that does is enough
 NOTICED = [
     ("host-1", "pipedream"), ("a stream of the user's, host", "pb"), ("a stream of the user's, sparsity", "pb"),
@@ -126,7 +150,7 @@ def test_a_line_that_waits_is_missed(folder, line):
     process = Simulated(folder, line)
     try:
         for policy in (sim.LATE, sim.SIDE_FIRST, sim.SIDE_LAST):
-            if process.ask(exchange=True, beside=True, policy=policy):
+            if process.ask(kind="exchange", beside=True, policy=policy):
                 return
             for way, case in NOTICED:
                 if process.ask(**dict(case=case, optimizer=dict(METHODS)[case], policy=policy) | WAYS[way]):
