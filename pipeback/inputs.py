@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
+from numbers import Integral
+from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
@@ -13,6 +16,7 @@ from pipeback.joint import own_step, torchs_step
 from pipeback.loop import Batch
 from pipeback.method import Method
 from pipeback.order import POLICIES
+from pipeback.sparsity import Sparsity
 from pipeback.stage import OptimizerFactory, Stage, Value
 from pipeback.store import DeviceStore, Store
 
@@ -109,7 +113,8 @@ def check_numbers(stages: int, **options: Any) -> None:
         )
     for name in ("clip_norm", "clip_value", "timeout"):
         value = options.get(name)
-        if value is not None and not value > 0:
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if value is not None and not (number and value > 0):
             raise ValueError(f"{name} must be above 0 or None, but is {value!r}")
 
 
@@ -126,13 +131,41 @@ def check_outside(**options: Any) -> None:
             raise ValueError(f"{name}={options[name]!r} does not go with loss=None; use {name}={plain!r}")
 
 
-def check_choices(**options: Any) -> None:
-    """Raise ValueError unless each is one of its words."""
-    allowed = {"weights": ("equal", "samples"), "weight_functions": ("refuse", "warn"), "order": POLICIES}
-    allowed["link"] = ("auto", "shared_memory", "gloo", "nccl")
+_WORDS: dict[str, Sequence[Any]] = {
+    "weights": ("equal", "samples"),
+    "weight_functions": ("refuse", "warn"),
+    "order": POLICIES,
+    "link": ("auto", "shared_memory", "gloo", "nccl"),
+    "balance": ("time", "memory"),
+    "check_finite": (False, True),
+    "skip_zeros": (False, True, "auto"),
+}
+# what else they may be, and an example
+_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
+    "store": ((str, Store, NoneType), 'None, "host", "disk:FOLDER" or a pipeback.Store'),
+    "sparsity": ((str, Sparsity, NoneType), "None, a name of pipeback.sparsities.available(), or a pipeback.Sparsity"),
+    "compile": ((bool, dict), "True, False or a dict of options of torch.compile"),
+    "seed": ((Integral,), "a whole number"),
+    "init": ((str, Path, Callable, NoneType), "None, a function of a module, or the path of safetensors files"),  # type: ignore[arg-type]
+    "leaves": ((list, tuple, set, frozenset), 'a list of paths of modules, for example leaves=["encoder.pool"]'),
+    "device": ((str, torch.device, NoneType), 'None, a torch.device or its name, for example "cpu"'),
+}
+
+
+def check_options(**options: Any) -> None:
+    """Raise ValueError or TypeError unless each is one of its words, or of its types."""
     for name, value in options.items():
-        if value not in allowed[name]:
-            raise ValueError(f"{name} must be one of {', '.join(allowed[name])}, but is {value!r}")
+        words, (types, told) = _WORDS.get(name), _TYPES.get(name, ((), ""))
+        # 1 is no True, though equal to it
+        if words is not None and not any(type(value) is type(word) and value == word for word in words):
+            raise ValueError(f"{name} must be one of {', '.join(map(str, words))}, but is {value!r}")
+        if types and (not isinstance(value, types) or (isinstance(value, bool) and bool not in types)):
+            raise TypeError(f"{name} must be {told}, but is {value!r}")
+    if options["skip_zeros"] and options["sparsity"] is None:
+        raise ValueError(
+            f"skip_zeros={options['skip_zeros']!r} is about the zeros of sparse weights, but there is no sparsity; "
+            'leave skip_zeros out, or give one, for example sparsity="set"'
+        )
 
 
 def check_skewed(vectorize: Any, order: str, activations: Any, masters: Any, **options: tuple[Any, Any]) -> None:

@@ -25,11 +25,11 @@ from pipeback.disk import DiskStore
 from pipeback.entrance import Entrance
 from pipeback.holding import Holding
 from pipeback.inputs import (
-    check_choices,
     check_functions,
     check_groups,
     check_masters,
     check_numbers,
+    check_options,
     check_outside,
     check_skewed,
 )
@@ -173,6 +173,11 @@ class Pipeline:
         seed: int = 0,
     ) -> None:
         self.ranks: Ranks | Alone = Alone()
+        check_options(
+            weights=weights, weight_functions=weight_functions, order=order, link=link, balance=balance, device=device,
+            check_finite=check_finite, store=store, sparsity=sparsity, skip_zeros=skip_zeros, compile=compile,
+            seed=seed, init=init, leaves=leaves,
+        )  # fmt: skip
         if wanted(mesh):
             join(timeout)
             self.ranks = Ranks(layout(mesh, replicas), timeout)
@@ -197,9 +202,6 @@ class Pipeline:
                     workers=workers, micro_batch_size=micro_batch_size, weights=weights, check_finite=check_finite,
                     replicas=self.replicas,
                 )  # fmt: skip
-            check_choices(
-                weights=weights, weight_functions=weight_functions, order=order, link=link,
-            )  # fmt: skip
             check_masters(masters, home)
             check_skewed(
                 vectorize, order, activations, masters, workers=(workers, None), replicas=(self.replicas, 1),

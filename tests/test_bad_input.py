@@ -345,12 +345,44 @@ def test_equations_that_an_optimizer_does_not_allow(name):
         ({"order": "best"}, "order must be one of grouped, upstream, sticky, random"),
         ({"store": "disc:here"}, "store='disc:here' is unknown; give None, 'host', 'disk:FOLDER', or a Store"),
         ({"method": "pip"}, "unknown method 'pip'; did you mean"),
+        ({"balance": "luck"}, "balance must be one of time, memory, but is 'luck'"),
+        ({"check_finite": "x"}, "check_finite must be one of False, True, but is 'x'"),
+        ({"check_finite": 1}, "check_finite must be one of False, True, but is 1"),
+        ({"skip_zeros": "yes"}, "skip_zeros must be one of False, True, auto, but is 'yes'"),
+        ({"skip_zeros": True}, 'skip_zeros=True is about .* no sparsity; leave .* for example sparsity="set"'),
+        ({"clip_norm": "x"}, "clip_norm must be above 0 or None, but is 'x'"),
+        ({"timeout": True}, "timeout must be above 0 or None, but is True"),
         ({"method": "pipemare"}, "anneal= must be at least 1"),
     ],
 )
 def test_options(options, message):
     with pytest.raises(ValueError, match=message):
         build(network(), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"store": 5}, 'store must be None, "host", "disk:FOLDER" or a pipeback.Store, but is 5'),
+        ({"sparsity": 0.9}, r"sparsity must be None, a name of pipeback.sparsities.available\(\)"),
+        ({"compile": "yes"}, "compile must be True, False or a dict of options of torch.compile, but is 'yes'"),
+        ({"seed": 1.5}, "seed must be a whole number, but is 1.5"),
+        ({"init": 3}, "init must be None, a function of a module, or the path"),
+        ({"leaves": "encoder"}, r"leaves must be a list of paths of modules, for example leaves=\["),
+        ({"device": 0.5}, 'device must be None, a torch.device or its name, for example "cpu"'),
+    ],
+)
+def test_options_of_another_type(options, message):
+    with pytest.raises(TypeError, match=message):
+        build(network(), **options)
+
+
+def test_the_cures_of_options():
+    for options in (
+        {"sparsity": "set", "skip_zeros": True}, {"skip_zeros": False}, {"balance": "memory"}, {"check_finite": True},
+        {"store": None}, {"store": "host"}, {"compile": False}, {"seed": 1}, {"leaves": []}, {"device": "cpu"},
+    ):  # fmt: skip
+        build(network(), **options).push(*data(1)[0])
 
 
 def test_pushes():

@@ -34,11 +34,6 @@ PENDING: dict[str, Callable[[Program], bool]] = {
     "an expanded buffer": _never,
     "KeyboardInterrupt closes the pipeline with an empty message": _never,
     "a forked child that pushes hangs": _never,
-    "skip_zeros without sparsity is accepted without effect": _never,
-    "a balance that is none is accepted": _never,
-    "a check_finite that is none is accepted": _never,
-    "a store that is none is an AttributeError": _never,
-    "momentum 1 divides by zero in the spike": _never,
     "sparse gradients in a small model": _never,
     "sparse gradients with replicas": _never,
 }
