@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipeback.follow import Attribute, Call, Record
 from pipeback.private import pytree, unset_fake_temporarily
+from pipeback.record import Attribute, Call, Record
 from pipeback.structures import Ref, opened
 
 OPERATORS = "add sub mul truediv floordiv mod pow and or xor lshift rshift matmul"

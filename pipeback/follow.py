@@ -9,12 +9,12 @@ go another way is not led astray (`decisions` finds those that can be foreseen).
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
@@ -24,10 +24,13 @@ from pipeback.callables import Applied, operator_of
 from pipeback.data_sizes import makes, reads, sizes
 from pipeback.escapes import Escape, Inside
 from pipeback.handed import Handed
-from pipeback.left_behind import attributes, check_unchanged
+from pipeback.left_behind import Name, Sets, attributes, check_unchanged
 from pipeback.mapped import Mapped
 from pipeback.private import function_modes, maps_heard, pytree
+from pipeback.record import Attribute, Call, Record
+from pipeback.refusals import away, shared, unmade
 from pipeback.structures import PLAIN, Form, Ref, fixed, opened
+from pipeback.surroundings import autocasts, other
 from pipeback.work import Work
 
 # what asks a tensor for its numbers
@@ -38,62 +41,6 @@ NUMBERS = {
 AWAY = {"numpy", "__array__", "data_ptr", "__dlpack__", "storage", "untyped_storage"}  # where nobody can follow
 
 
-@dataclass(frozen=True)
-class Attribute:
-    """A parameter or buffer that is used outside of the leaf modules, by its name in the model."""
-
-    name: str
-
-
-@dataclass
-class Call:
-    """One call of a leaf module or of a torch function."""
-
-    target: Any  # the path of the module, or the function
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    where: str  # the path of the module whose forward has made it
-    grad: bool  # False: within torch.no_grad()
-    out: list[int] = field(default_factory=list)  # numbers of the tensors in what it gives
-    form: Any = None  # how those stand in it, with constants between; None: it gives one tensor
-    check: Any = None  # (what it has to give,), where Python decides by it
-    left: tuple[int | str, ...] = ()  # arguments that it changes: as it leaves them, they stand behind its output
-
-    @property
-    def module(self) -> bool:
-        """Whether a leaf module is called."""
-        return isinstance(self.target, str)
-
-    def refs(self) -> list[Ref]:
-        """The tensors that it takes."""
-        return [x for x in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(x, Ref)]
-
-    def attributes(self) -> list[str]:
-        """The parameters and buffers that it takes, of a function."""
-        return [x.name for x in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(x, Attribute)]
-
-
-@dataclass
-class Record:
-    """What a forward has done: calls in their order, on inputs numbered 0, 1, … and what they gave."""
-
-    calls: list[Call]
-    inputs: int
-    out: list[int]  # numbers of the tensors of the output
-    form: Form
-    constants: dict[str, Tensor]  # tensors that modules hold and that are neither parameter nor buffer, by name
-    forms: list[tuple[torch.Size, torch.dtype]]  # shape and type of every number
-    grads: list[bool]  # whether it needs a gradient
-    changed: set[str]  # buffers that were changed in place
-    costs: list[float]  # of every call, where work is counted
-    device: torch.device  # of the input
-
-    @property
-    def answers(self) -> list[Any]:
-        """What Python has decided by."""
-        return [call.check[0] for call in self.calls if call.check is not None]
-
-
 def follow(
     model: nn.Module,
     args: Sequence[Any],
@@ -102,25 +49,29 @@ def follow(
     values: Mapping[str, Tensor] | None = None,
     answers: Callable[..., Any] | None = None,
     work: Work | None = None,
+    left: Collection[Name] = (),
 ) -> tuple[Record, Any]:
     """Run `model(*args, **kwargs)` and write it down; returns its output, too. leaves: says of a path and module
     whether its call is one. values: parameters and buffers to run on in place of its own. answers: says what Python
-    is to decide by, where there are shapes only, given the call that asks, those before and the constants. work: counts
-    what calls cost. Tensors of args and kwargs, in pytree order, are numbers 0, 1, …
+    is to decide by, where there are shapes only, given the call that asks, those before and the constants. work:
+    counts what calls cost. left: attributes that may be left behind, if the forward sets them before it reads them.
+    Tensors of args and kwargs, in pytree order, are numbers 0, 1, …
 
     Raises ValueError naming the module where something cannot be followed: objects that calls would share, state that
     a forward leaves in a module, values from outside of torch.
     """
-    recorder = _Recorder(model, leaves, values, answers, work)
+    recorder = _Recorder(model, leaves, values, answers, work, left)
     watched = [(name, buffer, buffer._version) for name, buffer in model.named_buffers()]
-    given = [x for x in pytree.tree_leaves((tuple(args), dict(kwargs))) if isinstance(x, Tensor)]
+    given, _ = opened((tuple(args), dict(kwargs)))
     for tensor in given:
         recorder.new(tensor)
     device = given[0].device if given else torch.device("cpu")
     before = attributes(model, leaves)
-    with work or nullcontext(), recorder, _calls_heard(recorder):
+    with work or nullcontext(), recorder, _calls_heard(recorder), recorder.sets.heard(recorder.set_from_outside):
         output = model(*args, **kwargs) if values is None else functional_call(model, dict(values), args, dict(kwargs))
-    check_unchanged(model, before)
+    check_unchanged(model, before, recorder.sets.harmless)
+    if recorder.told is not None:
+        raise recorder.told
     output = without_caches(output)
     out, form = recorder.opened(output, recorder.known, "")
     if not out:
@@ -137,6 +88,7 @@ class _Recorder(TorchFunctionMode):
         values: Mapping[str, Tensor] | None = None,
         answers: Callable[..., Any] | None = None,
         work: Work | None = None,
+        left: Collection[Name] = (),
     ) -> None:
         super().__init__()
         self.model, self.calls = model, list[Call]()
@@ -169,6 +121,9 @@ class _Recorder(TorchFunctionMode):
         self.checked: set[int] = set()  # those whose size is checked
         self.stack: list[str] = []
         self.thread = threading.get_ident()
+        self.told: Escape | None = None
+        self.sets = Sets(self.paths, left)
+        self.around, self.graded = autocasts(), torch.is_grad_enabled()
 
     @property
     def where(self) -> str:
@@ -197,6 +152,7 @@ class _Recorder(TorchFunctionMode):
         return 0.0 if self.work is None else self.work.done
 
     def write(self, call: Call, cost: float = 0.0) -> None:
+        call.autocast = other(self.around)
         self.calls.append(call)
         self.costs.append(cost)
 
@@ -227,21 +183,14 @@ class _Recorder(TorchFunctionMode):
                 f"{self.name(self.where)}.forward gives {what} a tensor {tuple(value.shape)} that was made within "
                 f"{self.name(path)}, which does not return it; return it there, or leave that path out of leaves=",
             )
-        raise ValueError(
-            f"{self.name(self.where)}.forward gives {what} a tensor {tuple(value.shape)} that no torch function or "
-            "module has made from its input, as numpy does: put that into a module of its own, which is not looked "
-            "into, and whose path you give in leaves="
-        )
+        raise unmade(self.name(self.where), self.where, what, value)
 
     def plain(self, value: Any, where: str, what: str) -> Any:
         if type(value).__module__ == "numpy" and not getattr(value, "ndim", 1):
             return value.item()  # a number, as Python has it
         if isinstance(value, PLAIN) or fixed(value):
             return value
-        raise ValueError(
-            f"{self.name(where)}.forward gives {what} an object of {type(value).__name__}, which every micro-batch "
-            "would share; leave it out (use_cache=False for key-value caches), or give tensors, numbers and strings"
-        )
+        raise shared(self.name(where), where, what, value)
 
     def place(self, values: Any, what: str) -> Any:
         return pytree.tree_map(lambda value: self.placed(value, what), values)
@@ -286,10 +235,7 @@ class _Recorder(TorchFunctionMode):
         if name == "__get__":  # of a property
             target, args = getattr, (args[0], func.__self__.__name__)
         if name in AWAY and args and isinstance(args[0], Tensor):
-            raise ValueError(
-                f"{self.name(self.where)}.forward calls Tensor.{name}, where nobody can follow; keep to torch "
-                "functions, or give its path in leaves="
-            )
+            raise away(self.name(self.where), self.where, name)
         if reads(name, args):
             self.check_size(args[0])
         begin = self.done
@@ -305,6 +251,16 @@ class _Recorder(TorchFunctionMode):
             elif _tensors(output):
                 self.give(call, output)
         return output
+
+    def set_from_outside(self, module: nn.Module, key: str) -> None:
+        """An attribute is set, perhaps of a leaf, which its stage would not do again."""
+        if not self.inside and self.leaf[id(module)] and threading.get_ident() == self.thread:
+            path = self.paths[id(module)]
+            self.told = self.told or Escape(
+                path,
+                f"{self.name(self.where)}.forward sets {key} of {self.name(path)}, which stages would not do again for "
+                "each micro-batch; give it as an argument, or leave its path out of leaves=",
+            )
 
     def unheard(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A call that is not written down, nor what it calls."""
@@ -343,6 +299,8 @@ class _Recorder(TorchFunctionMode):
             output = original(*args, **kwargs)
             self.made.note(output, self.leaf_path)
             return output
+        if function is torch.utils.checkpoint.CheckpointFunction:
+            return args[0](*args[2:])  # followed within; stages have activations= for this
         return self.whole(Applied(function), lambda: original(*args, **kwargs), *args, **kwargs)
 
     def whole(self, target: Any, does: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
@@ -374,6 +332,9 @@ class _Recorder(TorchFunctionMode):
                 return original(module, *args, **kwargs)
             finally:
                 self.stack.pop()
+        if any(isinstance(x, nn.Module) for x in pytree.tree_leaves((args, kwargs))):
+            who = f"{self.name(self.where)}.forward gives {self.name(path)}"
+            raise Escape(path, f"{who} a module, whose weights it would compute with; leave its path out of leaves=")
         handed = self.handed = Handed(args, kwargs)
         self.leaf_path = path
         self.inside += 1
@@ -383,7 +344,7 @@ class _Recorder(TorchFunctionMode):
         finally:
             self.inside -= 1
         placed = handed.placed(lambda value: self.placed(value, self.name(path)))
-        call = Call(path, *placed, self.where, torch.is_grad_enabled(), left=handed.changed())
+        call = Call(path, *placed, self.where, torch.is_grad_enabled() or not self.graded, left=handed.changed())
         self.write(call, self.done - begin)
         self.give(call, (output, *[handed.args[key] for key in call.left]) if call.left else output, handed.passed)
         return output

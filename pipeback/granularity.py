@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from pipeback.follow import Call, Record
 from pipeback.partition import balance
+from pipeback.record import Call, Record
 
 Cuts = str | int | Sequence[str]
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
 from torch import nn
 
+Name = tuple[str, str]  # of an attribute: the path of its module, and its own
 Attributes = Mapping[str, tuple[nn.Module, Mapping[str, Any] | None]]  # every module by its path; None of leaves
 NOWHERE = object()
 P = ParamSpec("P")
@@ -18,27 +20,82 @@ class FirstCall(ValueError):
     """A forward has set marks, as one does that installs something when it is first called."""
 
 
-def twice(follow: Callable[P, R]) -> Callable[P, R]:
-    """Follow once more where the first call has installed something."""
+class Changed(ValueError):
+    """A forward has set these attributes to something else."""
+
+    def __init__(self, message: str, names: Collection[Name]) -> None:
+        super().__init__(message)
+        self.names = names
+
+
+def again(follow: Callable[P, R]) -> Callable[P, R]:
+    """Follow once more where the first call has installed something, and to see whether what it has set matters."""
 
     @wraps(follow)
     def followed(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return follow(*args, **kwargs)
-        except FirstCall:
-            return follow(*args, **kwargs)
+        first: ValueError | None = None
+        for left_tries in (2, 1, 0):
+            try:
+                return follow(*args, **kwargs)
+            except (FirstCall, Changed) as error:
+                if not left_tries:
+                    raise
+                first, kwargs["left"] = error, getattr(error, "names", ())
+            except ValueError as error:  # what is set there may be what it stumbles over
+                raise (first if first is not None and type(error) is ValueError else error) from None
+        raise AssertionError
 
     return followed
 
 
+class Sets:
+    """What a forward sets. left: attributes of which it is asked whether it reads them before it has set them.
+
+    paths: of the modules, by their identity.
+    """
+
+    def __init__(self, paths: Mapping[int, str], left: Collection[Name]) -> None:
+        self._paths, self._left = paths, left
+        self._set: set[Name] = set()
+        self._read: set[Name] = set()
+
+    @property
+    def harmless(self) -> set[Name]:
+        """Those that nobody reads before they are set: a forward does the same whatever they were."""
+        return set(self._left) - self._read
+
+    @contextmanager
+    def heard(self, told: Callable[[nn.Module, str], None]) -> Iterator[None]:
+        """Meanwhile it is told of everything that is set."""
+        original = nn.Module.__setattr__
+
+        def setting(module: nn.Module, key: str, value: Any) -> None:
+            if (path := self._paths.get(id(module))) is not None:
+                told(module, key)
+                self._set.add((path, key))
+            original(module, key, value)
+
+        def getting(module: nn.Module, key: str) -> Any:
+            name = self._paths.get(id(module)), key
+            if name in self._left and name not in self._set:
+                self._read.add(name)  # type: ignore[arg-type]
+            return object.__getattribute__(module, key)
+
+        with ExitStack() as stack:
+            stack.callback(setattr, nn.Module, "__setattr__", original)
+            nn.Module.__setattr__ = setting  # type: ignore[method-assign, assignment]
+            if self._left:
+                stack.callback(delattr, nn.Module, "__getattribute__")
+                nn.Module.__getattribute__ = getting  # type: ignore[method-assign, assignment]
+            yield
+
+
 def attributes(model: nn.Module, leaves: Callable[[str, nn.Module], bool]) -> Attributes:
     """All modules, and the attributes of those that are looked into."""
-    return {
-        path: (module, None if leaves(path, module) else dict(vars(module))) for path, module in model.named_modules()
-    }
+    return {path: (module, None if leaves(path, module) else _held(module)) for path, module in model.named_modules()}
 
 
-def check_unchanged(model: nn.Module, before: Attributes) -> None:
+def check_unchanged(model: nn.Module, before: Attributes, harmless: Collection[Name] = ()) -> None:
     """Raise ValueError, naming module and attribute, where a forward has set one to something else.
 
     It is a `FirstCall` where all that has changed is a mark (None, a bool or a string): a second forward sets it to
@@ -51,22 +108,43 @@ def check_unchanged(model: nn.Module, before: Attributes) -> None:
         (path, key, vars(module).get(key))
         for path, (module, known) in before.items()
         if known is not None
-        for key in sorted({*known, *vars(module)})
-        if not _same(known.get(key, NOWHERE), vars(module).get(key, NOWHERE))
+        for now in [_held(module)]
+        for key in sorted({*known, *now})
+        if not _same(known.get(key, NOWHERE), now.get(key, NOWHERE))
     ]
+    for path, key, _ in found:
+        if (path, key) in harmless:
+            module, known = before[path]
+            assert known is not None
+            if key in known:
+                vars(module)[key] = known[key]
+            else:
+                del vars(module)[key]
+    found = [(path, key, value) for path, key, value in found if (path, key) not in harmless]
     if exchanged:
         raise FirstCall("a module of the model is another one after its forward")
     if not found:
         return
     path, key, _ = found[0]
     kind = type(model.get_submodule(path)).__name__
-    error = FirstCall if all(isinstance(value, (type(None), bool, str)) for _, _, value in found) else ValueError
     name = f"{kind} {path!r}" if path else kind
     cure = f"keep the module whole: leaves=[{path!r}]" if path else "set it in a module whose path you give in leaves="
-    raise error(
+    message = (
         f"{name} changes self.{key} in its forward, which stages would not do again for each micro-batch; "
         f"make it a buffer that is changed in place, or {cure}"
     )
+    if all(isinstance(value, (type(None), bool, str)) for _, _, value in found):
+        raise FirstCall(message)
+    names = {(path, key) for path, key, _ in found}
+    held = any(
+        key in {**model.get_submodule(path)._parameters, **model.get_submodule(path)._buffers} for path, key in names
+    )
+    raise Changed(message, () if held else names)
+
+
+def _held(module: nn.Module) -> dict[str, Any]:
+    """Attributes, parameters and buffers."""
+    return {**vars(module), **module._parameters, **module._buffers}
 
 
 def _same(a: Any, b: Any) -> bool:

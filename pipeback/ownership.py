@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from pipeback.follow import Call
 from pipeback.granularity import given
+from pipeback.record import Call
 from pipeback.segment import Lent
 
 
@@ -67,20 +67,13 @@ class Ownership:
                 self.owned[s][call.target] = module
 
     def _again(self, path: str, first: int, second: int) -> None:
-        """A module with weights is called in two stages: meant where it has two names; what it keeps cannot travel."""
+        """A module with weights is called in two stages, which tie them; what else it keeps cannot travel."""
         module = self.model.get_submodule(path)
-        names = [name for name, m in self.model.named_modules(remove_duplicate=False) if m is module]
-        where = f"{type(module).__name__} {path!r} is called in stages {first} and {second}"
-        if len(names) < 2:
-            raise ValueError(
-                f"{where}, but has weights, which one stage alone can change; cut so that both calls lie in one stage, "
-                "or use two modules, or give it a second name in the model (self.b = self.a), which says that its "
-                "weights are to be tied"
-            )
         if kept := next((name for name, _ in module.named_buffers()), None):
             raise ValueError(
-                f"{where}, and its buffer {kept!r} belongs to one stage alone, while weights may travel; cut so that "
-                "both calls lie in one stage, or use two modules (which may share their weights)"
+                f"{type(module).__name__} {path!r} is called in stages {first} and {second}, and its buffer {kept!r} "
+                "belongs to one stage alone, while weights may travel; cut so that both calls lie in one stage, or use "
+                "two modules (which may share their weights)"
             )
 
     def borrowed(self, s: int, call: Call) -> Iterator[tuple[str, nn.Parameter]]:

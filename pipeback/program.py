@@ -23,14 +23,15 @@ from pipeback.caches import caching, without_caches
 from pipeback.decisions import MOST, Decision, decisions, mark, told
 from pipeback.escapes import looked_into
 from pipeback.faithful import check_equal
-from pipeback.follow import Call, Record, follow
+from pipeback.follow import follow
 from pipeback.granularity import Cuts, Unit, blocks_of, chosen, family, joined, leaves, units
 from pipeback.inflight import replica, untouched
-from pipeback.left_behind import twice
+from pipeback.left_behind import Name, again
 from pipeback.meta import shaped
 from pipeback.ownership import Ownership
 from pipeback.partition import Part
 from pipeback.private import FakeTensorMode, pytree
+from pipeback.record import Call, Record
 from pipeback.routes import routes
 from pipeback.segment import Key, Segment, key_of
 from pipeback.structures import Form, Ref, opened
@@ -229,14 +230,19 @@ class Program:
         return record, known
 
     @looked_into
-    @twice
+    @again
     def _follow(
-        self, arguments: Arguments, real: bool, answers: Sequence[Any] | None = None, work: Work | None = None
+        self,
+        arguments: Arguments,
+        real: bool,
+        answers: Sequence[Any] | None = None,
+        work: Work | None = None,
+        left: Collection[Name] = (),
     ) -> tuple[Record, Known]:
         tensors, form = opened(tuple(arguments))
         if real:
             with self._unchanged():
-                record, _ = follow(self.model, *_apart(arguments), self._leaves, work=work)
+                record, _ = follow(self.model, *_apart(arguments), self._leaves, work=work, left=left)
         else:
             with FakeTensorMode(allow_non_fake_inputs=True) as fake:
                 own = dict([*self.model.named_buffers(), *self.model.named_parameters()])
@@ -245,7 +251,7 @@ class Program:
                 saved = None if answers is None else iter(answers)
                 record, _ = follow(
                     self.model, args, kwargs, self._leaves, values,
-                    partial(told, tensors) if saved is None else lambda *asked: next(saved), work,
+                    partial(told, tensors) if saved is None else lambda *asked: next(saved), work, left,
                 )  # fmt: skip
         found = [each for each in decisions(record) if answers is not None or each.holds(tensors)]
         return record, Known(form, record.form, record.answers, found)

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from pipeback.follow import Call, Record
 from pipeback.ownership import Ownership
+from pipeback.record import Call, Record
 from pipeback.segment import Portion
 
 

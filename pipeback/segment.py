@@ -16,10 +16,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch.func import functional_call
 
+from pipeback import accelerators
 from pipeback.callables import Made, argument, in_a_row
-from pipeback.follow import Attribute, Call
 from pipeback.private import pytree
+from pipeback.record import Attribute, Call
 from pipeback.structures import Form, Ref, opened
+from pipeback.surroundings import Entered
 
 Key = tuple[Any, ...]  # the form of what comes in
 
@@ -212,6 +214,7 @@ class Segment(nn.Module):
         for name, part in sorted(owned.items(), key=lambda item: isinstance(item[1], Tensor)):  # modules first
             if not _has(self, name):
                 _register(self, name, part, persistent=name not in unsaved)
+        self._entered: list[Entered] = []  # of all graphs
         self._carried: dict[str, Carried] = {}
         # the graphs' forward methods, which start faster than the graphs
         self._graphs: dict[Key, tuple[Callable[..., Any], fx.GraphModule, Form | None]] = {}
@@ -221,7 +224,13 @@ class Segment(nn.Module):
         found = self._graphs.get(key_of(parts, self.training))
         if found is None:
             raise RuntimeError(f"{self.label}: {self._unknown(parts)}")
-        out = found[0](*parts)
+        if self._entered or accelerators.autocast():  # which keeps its copies of leaves, while the model has none here
+            parts = tuple(x.view_as(x) if x.requires_grad and x.is_leaf else x for x in parts)
+        try:
+            out = found[0](*parts)
+        except BaseException:
+            self._left()
+            raise
         return out[0] if len(out) == 1 else out
 
     def structured(self, given: Any, out: Any) -> Any:
@@ -251,6 +260,11 @@ class Segment(nn.Module):
     def code(self) -> str:
         """What it does, as Python, for every form that it knows."""
         return "\n".join(f"# {_written(key)}\n{graph.code.strip()}\n" for key, (_, graph, _) in self._graphs.items())
+
+    def _left(self) -> None:
+        """No run of calls is under autocast any more."""
+        for entered in self._entered:
+            entered.close()
 
     def _unknown(self, parts: Sequence[Any]) -> str:
         known = "; ".join(_written(key) for key in self._graphs)
@@ -284,7 +298,13 @@ class Segment(nn.Module):
         for name, number in portion.lends.items():
             carried = self._carried.setdefault(name, Carried())
             known[number] = graph.call_function(carried, (attribute(name),))
+        entered: Entered | None = None
         for call in portion.calls:
+            if call.autocast != (entered.expects if entered is not None else ()):
+                for turn in (entered, entered := Entered(call.autocast) if call.autocast else None):
+                    if turn is not None:
+                        graph.call_function(turn, ())
+                        self._entered.append(turn)
             args = tuple(argument(graph, filled, arg, n in call.left) for n, arg in enumerate(call.args))
             kwargs = {k: argument(graph, filled, arg, k in call.left) for k, arg in call.kwargs.items()}
             left = [args[k] if isinstance(k, int) else kwargs[k] for k in call.left]
@@ -292,7 +312,11 @@ class Segment(nn.Module):
                 module = root[call.target] = self.get_submodule(call.target)
                 if isinstance(module, Lent):
                     args = ([known[portion.borrows[f"{call.target}.{name}"]] for name in module.names], *args)
-                node = graph.call_module(call.target, tuple(args), kwargs)
+                node = (
+                    graph.call_module(call.target, tuple(args), kwargs)
+                    if call.grad
+                    else graph.call_function(Ungraded(module), tuple(args), kwargs)
+                )
                 node = graph.call_function(in_a_row, (node, *left)) if left else node
             else:
                 function = call.target
@@ -309,13 +333,16 @@ class Segment(nn.Module):
             node = graph.call_function(Opened(call.form, who), (node,))
             for n, number in enumerate(call.out):
                 known[number] = graph.call_function(getitem, (node, n))
+        if entered is not None:
+            graph.call_function(entered, ())
         graph.output(tuple(known[number] for number in portion.gives))
         return fx.GraphModule(root, graph)
 
 
 def _does(graph: fx.GraphModule) -> list[Any]:
     """What makes two graphs equal: their code, and what they expect of what calls give."""
-    return [graph.code, *[n.target.expects for n in graph.graph.nodes if isinstance(n.target, (Opened, Decided, Made))]]
+    told = (Opened, Decided, Made, Entered)
+    return [graph.code, *[n.target.expects for n in graph.graph.nodes if isinstance(n.target, told)]]
 
 
 def _looked_up(root: nn.Module, name: str) -> Tensor:

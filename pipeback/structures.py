@@ -40,6 +40,8 @@ class Object:
     def made(self) -> Any:
         """The object itself, a new one."""
         values = [made(value) for value in self.values]
+        if issubclass(self.kind, tuple):
+            return tuple.__new__(self.kind, values)
         found: Any = self.kind.__new__(self.kind)
         for name, value in zip(self.names, values, strict=False):
             object.__setattr__(found, name, value)  # frozen dataclasses have another one
@@ -88,7 +90,7 @@ class Form(NamedTuple):
 
 def opened(value: Any, seen: set[int] | None = None) -> tuple[list[Tensor], Form]:
     """The tensors of a structure, in order, and where they stand. seen: ids of objects that stand in others."""
-    leaves, spec = pytree.tree_flatten(value)
+    leaves, spec = pytree.tree_flatten(value, is_leaf=_packed)
     objects = any(map(openable, leaves))
     if objects:
         leaves, spec = pytree.tree_flatten(apart(value, set() if seen is None else seen))
@@ -102,8 +104,15 @@ def fixed(value: Any) -> bool:
     return isinstance(value, FIXED) and not getattr(value, "__closure__", None)
 
 
+def _packed(value: Any) -> bool:
+    """Whether it is a tuple that cannot be made of other things than tensors."""
+    return isinstance(value, nn.utils.rnn.PackedSequence)
+
+
 def openable(value: Any) -> bool:
     """Whether it is an object that can be taken apart and made anew."""
+    if _packed(value):
+        return True
     if isinstance(value, (Tensor, nn.Module, torch.Generator, Ref, *PLAIN, *FIXED)):
         return False
     kind = type(value)
@@ -126,11 +135,12 @@ def apart(value: Any, seen: set[int]) -> Any:
                 "would make two objects; have one module take it once, or give its path in leaves="
             )
         seen.add(id(x))
+        own = getattr(x, "__dict__", {})
         keys = list(x) if isinstance(x, dict) else None
-        held = list(dict.values(x)) if isinstance(x, dict) else list(x) if isinstance(x, list) else []
-        return Object(type(x), list(vars(x)), keys, [apart(inner, seen) for inner in [*vars(x).values(), *held]])
+        held = list(dict.values(x)) if isinstance(x, dict) else list(x) if isinstance(x, (list, tuple)) else []
+        return Object(type(x), list(own), keys, [apart(inner, seen) for inner in [*own.values(), *held]])
 
-    return pytree.tree_map(open_it, value)
+    return pytree.tree_map(open_it, value, is_leaf=_packed)
 
 
 def made(value: Any) -> Any:

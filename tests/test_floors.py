@@ -15,10 +15,9 @@ FLOORS = [
     [
         "private", "bundle", "fused", "method", "momentum", "lazy", "link", "partition", "norms",
         "accelerators", "provenance", "meta", "form", "flat", "packed", "skipping", "slot", "structures", "caches",
-        "callables", "data_sizes", "left_behind", "handed", "escapes", "mapped", "work",
-        "follow", "decisions", "segment", "hidden", "inflight", "granularity", "ownership",
-        "routes", "faithful",
-        "program", "ladder", "drawing", "compiled", "gradients", "stage",
+        "callables", "data_sizes", "left_behind", "handed", "escapes", "refusals", "surroundings", "record",
+        "mapped", "work", "follow", "decisions", "segment", "hidden", "inflight", "granularity", "ownership",
+        "routes", "faithful", "program", "ladder", "drawing", "compiled", "gradients", "stage",
         "strip", "repeat", "offload", "activations", "counted", "joint",
         "team", "watch", "replicas", "shelf", "densities", "masks", "sparsity", "shards", "sparse", "store",
         "pages", "disk", "residence", "rounded", "traffic", "streams", "streaming", "reread", "written",

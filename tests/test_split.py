@@ -246,7 +246,7 @@ def test_forwards_that_cannot_be_followed():
         return x
 
     def keep(own, x):
-        own.last = x
+        x, own.last = x + getattr(own, "last", 0), x
         return x
 
     refused(r"Model changes self.calls in its forward.*leaves=", Model(count))
@@ -351,9 +351,9 @@ def test_a_module_in_two_stages():
         def forward(self, x):
             return self.a(torch.tanh(self.b(torch.tanh(self.a(x)))))
 
-    refused(r"Linear 'a' is called in stages 0 and 1, but has weights.*second name", Twice(), stages="layer")
+    assert pipe(Twice(), stages="layer").stages == 2
     model = Twice()
-    model.c = model.a  # two names: it is meant
+    model.c = model.a  # two names
     assert pipe(model, stages="layer").stages == 2
 
 
