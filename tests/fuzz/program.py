@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -174,6 +175,29 @@ class _Run:
             for group in optimizer.param_groups if only in (None, s) else ():
                 group["lr"] *= factor
 
+    def decay(self, at: str, value: float) -> None:
+        for optimizer in self.pipe.optimizers:
+            for group in optimizer.param_groups:
+                group["weight_decay"] = value
+
+    def inspect(self, at: str, what: str) -> None:
+        """Look at something, which changes nothing."""
+        x, y = (v.to(self.dtype) for v in self.program.batches(4, 3000))
+        if what in ("plan", "breakdown"):
+            getattr(self.pipe, what)(x, y)
+        elif what == "record":
+            self.pipe.record(len(self.seen) % 2 == 0)
+        else:
+            found = getattr(self.pipe, what)
+            found() if callable(found) else found
+
+    def bad(self, at: str) -> None:
+        """A batch that no stage can take: it is refused, and leaves everything as it was."""
+        x, y = (v.to(self.dtype) for v in self.program.batches(4, 4000))
+        with pytest.raises((ValueError, TypeError, RuntimeError)):
+            self.pipe.push(x[:, :5], y)
+            self.pipe.wait()
+
     def zero_grad(self, at: str) -> None:
         (self.pipe.model if self.runtime.get("store") is None else self.pipe._model).zero_grad()
 
@@ -272,6 +296,10 @@ class _Expected:
     def rate(self, at: str, factor: float, only: int | None = None) -> None:
         for s, rates in enumerate(self.rates):
             rates["lr"] *= factor if only in (None, s) else 1
+
+    def decay(self, at: str, value: float) -> None:
+        for rates in self.rates:
+            rates["weight_decay"] = value
 
     def save(self, at: str) -> None:
         self.saved = copy.deepcopy((self.recurrence, self.rates, self.pushes))

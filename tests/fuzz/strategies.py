@@ -66,6 +66,14 @@ def _calls(draw: st.DrawFn, program: dict[str, Any]) -> tuple[tuple[Any, ...], .
         st.tuples(st.just(name)) for name in ("wait", "look", "drain", "zero_grad", "reload", "save", "load", "read")
     ]
     other += [st.tuples(st.just("evaluate"), samples), rate, st.tuples(st.sampled_from(["eval", "train"]))]
+    other.append(st.tuples(st.just("decay"), st.sampled_from([0.0, 0.02])))
+    views = ["memory", "ledger", "traffic", "owner"]
+    if not program["outside"]:
+        views += ["plan", "breakdown"]
+        other.append(st.tuples(st.just("bad")))
+    if not program["runtime"].get("vectorize"):
+        views.append("record")
+    other.append(st.tuples(st.just("inspect"), st.sampled_from(views)))
     if "store" not in program["runtime"]:
         other.append(st.tuples(st.just("own_backward")))
     calls = draw(st.lists(st.one_of(push, push, st.one_of(other)), min_size=1, max_size=18))

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .table import fault, layers, pipeline, train
+from tests.fuzz.program import Program
+
+from .table import FAULTS, ONE, fault, layers, pipeline, train
 
 
 @fault("one bad batch closes the pipeline for good")
@@ -22,6 +24,11 @@ def _() -> None:
         with pytest.raises((ValueError, TypeError, RuntimeError)):
             pipe.push(bad, torch.randn(3, 6))
     assert train(pipe, seed=2) == train(plain, seed=2)
+
+
+FAULTS["one bad batch closes the pipeline of a method without delay"] = Program(
+    stages=2, method="sgd", calls=(*ONE, ("bad",), *ONE)
+)
 
 
 @fault("KeyboardInterrupt closes the pipeline with an empty message")
