@@ -222,6 +222,8 @@ def rerun(stage: Any, x: Any, target: Any) -> tuple[tuple[Tensor, ...], Any, hid
     Returns its leaves, its output, and handles of what was saved, if the graph hides some of that.
     """
     leaves, output = _once_more(stage, x, target)
+    if getattr(stage.call, "handles", None) is not None:  # it has hooks on what it saves (`afresh`)
+        return leaves, output, stage.call.handles
     roots = [part for part in tensors_in(output) if part.requires_grad]
     if all(raw is not None for _, _, raw in saved(roots)):
         return leaves, output, None

@@ -94,8 +94,8 @@ class Pipeline:
     clip_value  largest absolute value in the averaged gradient, applied after clip_norm
     weights     "equal": micro-batches weigh equally, short ones too; "samples": by their number of samples
     check_finite  raise when a loss is NaN or infinite, naming micro-batch and stage, before its backward
-    weight_functions  what to do when a graph saves a function of the weights (autocast, weight norm, masks), so that a
-                method that does not stash runs part of its backward on old weights: "refuse" or "warn"
+    weight_functions  what to do when a graph saves a function of the weights that is not cheap to make anew (spectral
+                norm), so that a method that does not stash runs part of its backward on old weights: "refuse" or "warn"
     stages      where a model whose forward is followed is cut: "block"; "layer", each layer with weights and what comes
                 behind it; "sublayer", norms apart; a number of stages; names of modules where stages begin; "auto":
                 blocks, else layers. Of a sequence: "auto", a stage a module, or a number

@@ -28,21 +28,25 @@ class Provenance(TorchDispatchMode):
 
     def __init__(self, data: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
         super().__init__()
-        self._of = {_memory(t): DATA for t in data}
+        self._of = {memory_of(t): DATA for t in data}
         self._weights: dict[int, list[tuple[int, int]]] = {}  # by their memory, in which others may lie, too
         for w in weights:
             begin = int(w.storage_offset()) * w.element_size()
-            self._weights.setdefault(_memory(w), []).append((begin, begin + int(w.nbytes)))
+            self._weights.setdefault(memory_of(w), []).append((begin, begin + int(w.nbytes)))
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # else torch imports its compiler at the first operation
 
+    def lives(self, tensor: Tensor) -> bool:
+        """Whether it lies in the memory of a weight."""
+        return memory_of(tensor) in self._weights
+
     def of(self, tensor: Tensor) -> int:
         """NEITHER, DATA, WEIGHTS, or both."""
-        places = self._weights.get(_memory(tensor))
+        places = self._weights.get(memory_of(tensor))
         if places is None:
-            return self._of.get(_memory(tensor), NEITHER)
+            return self._of.get(memory_of(tensor), NEITHER)
         at = tensor.storage_offset() * tensor.element_size()
         return WEIGHTS if any(begin <= at < end for begin, end in places) else NEITHER
 
@@ -53,15 +57,15 @@ class Provenance(TorchDispatchMode):
         if not _blank(func):
             for tensor in given:
                 sources |= self.of(tensor)
-        before = {_memory(tensor) for tensor in given}
+        before = {memory_of(tensor) for tensor in given}
         output = func(*args, **kwargs)
-        for tensor in _written(func, args, kwargs):
-            self._of[_memory(tensor)] = self._of.get(_memory(tensor), NEITHER) | sources
+        for tensor in written(func, args, kwargs):
+            self._of[memory_of(tensor)] = self._of.get(memory_of(tensor), NEITHER) | sources
         apart = _APART.get(func._schema.name, {})
         for number, part in enumerate(output if isinstance(output, (list, tuple)) else (output,)):
             for tensor in _tensors(part):
-                if _memory(tensor) not in before:
-                    self._of[_memory(tensor)] = apart.get(number, sources)
+                if memory_of(tensor) not in before:
+                    self._of[memory_of(tensor)] = apart.get(number, sources)
         return output
 
 
@@ -71,7 +75,7 @@ def _blank(func: Any) -> bool:
     return name.endswith("_like") or name.startswith("new_") or name in ("bernoulli_", "normal_", "uniform_", "zero_")
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
+def written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
     """What an operation changes in place."""
     if func._schema.is_mutable:
         for number, argument in enumerate(func._schema.arguments):
@@ -87,5 +91,6 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(part)
 
 
-def _memory(tensor: Tensor) -> int:
+def memory_of(tensor: Tensor) -> int:
+    """What all views of one memory have in common."""
     return identity(tensor) if tensor.layout is torch.strided else id(tensor)

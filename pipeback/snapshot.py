@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pipeback import inflight
+from pipeback.afresh import Afresh, as_it_was
 from pipeback.counted import restore, saved
 from pipeback.repeat import Again, versions
 from pipeback.stage import HALF, Flight, Stage, grown
@@ -75,6 +76,7 @@ def save(
     plain["versions"] = sorted(stage.versions)
     plain["seed"] = stage.seed
     plain["trained"] = _trained(stage)
+    plain["afresh"] = isinstance(stage.call, Afresh)
     plain["clones_input"] = stage.clones_input  # a graph can only be built anew when this is known
     if stage.stream is not None:
         tensors["random"] = stage.stream.clone()
@@ -158,6 +160,7 @@ def load(stage: Stage, tensors: Mapping[str, Tensor], plain: Plain, options: dic
         stage.stream = tensors["random"].clone() if "random" in tensors else None
     stage.seed = plain["seed"]
     stage.clones_input = plain["clones_input"]
+    stage.call = as_it_was(stage, plain.get("afresh", False))  # graphs in flight are built anew as they were
     stage.alike = None  # the rehearsal will find out
     stage.options = None if plain["options"] is None else options[plain["options"]]
 
@@ -327,7 +330,8 @@ def _method_tensor(stage: Stage, name: str | None, tensors: Mapping[str, Tensor]
 
 def _known(stage: Stage, leaves: tuple[Tensor, ...], target: Any) -> set[int]:
     """Memory that a graph may refer to without it being stored: weights, inputs and targets."""
-    return inflight.storages([*stage.memory(), *leaves, *inflight.tensors_in(target)])
+    known = inflight.storages([*stage.memory(), *leaves, *inflight.tensors_in(target)])
+    return stage.call.look(known) if isinstance(stage.call, Afresh) else known
 
 
 def _save_value(tensors: Tensors, prefix: str, value: Any) -> Any:

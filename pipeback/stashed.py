@@ -1,6 +1,7 @@
 """Stashed: functions of the weights that a graph saves, which keep B on the weights of F whatever is in force at B.
 
-What comes from the weights alone is found by watching a forward (`provenance`).
+What comes from the weights alone is found by watching a forward (`provenance`). Where it is cheap, B makes it anew
+(`afresh`); else it is refused.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pipeback import inflight
+from pipeback.afresh import Afresh
 from pipeback.compiled import Compiled
 from pipeback.method import Method
 from pipeback.newer import disturb, noise, untouched
@@ -32,19 +34,35 @@ def guarded(stage: Stage, method: Method, delays: Sequence[int]) -> bool:
 def refuse(stage: Stage, value: Value, target: Any, method: Method, warn: bool) -> None:
     """Raise if the graph saves something computed from the weights alone: its backward would use old weights."""
     found = _by_numbers(stage, value, target) if isinstance(stage.call, Compiled) else _watched(stage, value, target)
-    if found is None:
+    if found is None or _afresh(stage, value, target):
         return
     name, shape = found
     cure = _COMPILED if isinstance(stage.call, Compiled) else "Use"
     said = (
-        f"{stage.label}: its graph saves a function of the weights ({name}, {shape}), as autocast, "
-        f"weight or spectral norm and pruning masks do; {method!r} would run its backward on old weights. "
+        f"{stage.label}: its graph saves a function of the weights ({name}, {shape}) that is not cheap to make "
+        f"anew, as spectral norm and orthogonal weights do; {method!r} would run its backward on old weights. "
         f'{cure} method="pipedream", which means to, compute it outside the graph, or accept it with '
         'weight_functions="warn"'
     )
     if not warn:
         raise ValueError(said)
     warnings.warn(said, stacklevel=2)
+
+
+def _afresh(stage: Stage, value: Value, target: Any) -> bool:
+    """Have the stage make functions of its weights afresh in B, if it can."""
+    call = stage.call
+    if stage.keeping is not None or isinstance(call, (Compiled, Afresh)):
+        return False
+    stage.call = Afresh(stage, call)
+    try:
+        if _watched(stage, value, target) is None:
+            return True
+    except Exception:
+        stage.call = call
+        raise
+    stage.call = call
+    return False
 
 
 def _watched(stage: Stage, value: Value, target: Any) -> tuple[str, tuple[int, ...]] | None:
@@ -64,8 +82,9 @@ def _watched(stage: Stage, value: Value, target: Any) -> tuple[str, tuple[int, .
     finally:
         torch.clear_autocast_cache()
     known = inflight.storages(list(stage.module.parameters()))
-    for name, t, _ in inflight.saved(roots):
-        if t.numel() and identity(t) not in known and provenance.of(t) == WEIGHTS:
+    for name, t, raw in inflight.saved(roots):
+        hidden = raw is None and isinstance(stage.call, Afresh)  # it gives what was made afresh for those who look
+        if t.numel() and identity(t) not in known and (hidden or provenance.of(t) == WEIGHTS):
             return name, tuple(t.shape)
     return None
 

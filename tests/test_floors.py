@@ -18,7 +18,7 @@ FLOORS = [
         "callables", "data_sizes", "left_behind", "handed", "escapes", "refusals", "surroundings", "record",
         "mapped", "work", "follow", "decisions", "segment", "hidden", "inflight", "granularity", "ownership",
         "routes", "faithful", "program", "ladder", "drawing", "compiled", "gradients", "stage",
-        "strip", "repeat", "offload", "activations", "counted", "joint",
+        "afresh", "strip", "repeat", "offload", "activations", "counted", "joint",
         "team", "watch", "replicas", "shelf", "densities", "masks", "sparsity", "shards", "sparse", "store",
         "pages", "disk", "residence", "rounded", "traffic", "streams", "streaming", "reread", "written",
         "worker", "snapshot", "loop", "graphs", "capture", "rings", "adaptive", "rows", "proof", "stash", "stack",

@@ -5,6 +5,9 @@ import torch
 from torch import nn
 
 import pipeback
+from pipeback import methods
+from pipeback.afresh import Afresh
+from pipeback.stage import Stage
 from tests.laws.cases import everything
 
 REFUSED = r"stage {0} \({0}\): its graph saves a function of the weights"
@@ -37,10 +40,10 @@ def test_shapes_of_weights_masks_and_constants_are_none():
 
 
 class Halved(nn.Linear):
-    """A mask on the weights, for long inputs alone."""
+    """A product of the weights, for long inputs alone."""
 
     def forward(self, x):
-        weight = self.weight * self.weight.detach().abs().gt(0.1) if x.shape[1] > 4 else self.weight
+        weight = self.weight @ self.weight if x.shape[1] > 4 else self.weight
         return nn.functional.linear(x, weight, self.bias)
 
 
@@ -58,14 +61,46 @@ def test_a_function_that_comes_with_another_shape(workers):
     pipe.close()
 
 
-def test_autocast_that_begins_after_the_first_push():
-    torch.manual_seed(0)
-    pipe = pipeline([nn.Linear(6, 6) for _ in range(3)])
-    x, y = torch.randn(4, 6), torch.randn(4, 6)
-    pipe.push(x, y)
-    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(ValueError, match=REFUSED.format(1)):
-        pipe.push(x, y)
-    assert torch.isfinite(pipe.push(x, y))
+def test_autocast_that_begins_after_the_first_micro_batch():
+    """It is noticed, and trains as if it had been there when training began."""
+    found, batches = [], [(torch.randn(4, 6), torch.randn(4, 6)) for _ in range(8)]
+    for before in (True, False):
+        torch.manual_seed(0)
+        pipe = pipeline([nn.Linear(6, 6) for _ in range(3)])
+        if before:
+            pipe.plan(*batches[0])  # rehearses
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            for x, y in batches:
+                pipe.push(x, y)
+        found.append(everything(pipe))
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("cast", [False, True])
+def test_b_has_the_weights_in_force(cast):
+    """What was doubled between F and B counts twice."""
+    found = []
+    for factor in (1, 2):
+        torch.manual_seed(0)
+        module = nn.Linear(6, 6) if cast else Scaled()
+        stage = Stage(1, 2, module, "a", methods.create("pb"), lambda p: torch.optim.SGD(p, lr=0.1))
+        stage.call = Afresh(stage, module)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=cast):
+            for mb in range(2):  # torch keeps the first one's casts for the second
+                stage.forward(mb, torch.ones(4, 6))
+        for p in stage.params:
+            p.data.mul_(factor)
+        found.append(torch.stack([stage.backward(mb, torch.full((4, 6), 0.5)) for mb in range(2)]))
+    assert torch.equal(found[0] * 2, found[1])
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6))
+
+    def forward(self, x):
+        return x * (self.weight * 3)
 
 
 @pytest.mark.parametrize("tokens", [(1,), (4,), (3, 1)], ids=str)
