@@ -94,3 +94,17 @@ def test_stages_that_run_as_one_compute_with_other_numbers():
         found.append(weights(pipe))
     assert pipe.vectorized["stages 0 … 3"].startswith("as one")
     torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
+
+
+def test_a_model_that_is_evaluated_and_then_trains_in_evaluation_mode():
+    """What needs a gradient does not go by who came first with this form."""
+    found = []
+    for before in (False, True):
+        model, (x, y) = Followed(), data(1)[0]
+        pipe = pipeline(model, "sgd", example=x, stages="layer")
+        if before:
+            pipe.evaluate(x)
+        model.eval()
+        pipe.push(x, y)
+        found.append(weights(pipe))
+    assert torch.equal(*found)

@@ -22,12 +22,7 @@ def _threads(program: Program) -> bool:
     return _calls(program, "eval", "train") and bool(program.runtime.get("workers") or program.options.get("replicas"))
 
 
-def _evaluating(program: Program) -> bool:
-    return bool(program.runtime.get("vectorize")) and program.form == "followed" and _calls(program, "eval")
-
-
 PENDING: dict[str, Callable[[Program], bool]] = {
-    "vectorize refuses a followed model in evaluation mode, as if its output hung on nothing": _evaluating,
     "eval() between pushes with workers takes effect at a random time": _threads,
     "modules that are called by keyword": _never,
     "a loss that differentiates": _never,
