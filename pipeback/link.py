@@ -18,7 +18,7 @@ Name = tuple[str, int, int]
 
 
 class Link(Protocol):
-    def enter(self, mb: int, x: Message, target: Message) -> None:
+    def enter(self, mb: int, x: Message, target: Message, start: int = 0, options: Any = None) -> None:
         """A micro-batch comes to the pipeline, and with it to this worker."""
         ...
 
@@ -42,7 +42,7 @@ class LocalLink:
     def __init__(self) -> None:
         self.box: dict[Name, Message] = {}
 
-    def enter(self, mb: int, x: Message, target: Message) -> None:
+    def enter(self, mb: int, x: Message, target: Message, start: int = 0, options: Any = None) -> None:
         pass
 
     def send(self, kind: str, stage: int, mb: int, tensor: Message) -> None:
@@ -67,6 +67,10 @@ class Wire(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+# a mark: bits of the data, of when the pipeline was last empty, of the optimizers' options
+_START, _OPTIONS, _RATES = 28, 36, (1 << 15) - 1
 
 
 class OtherBatch(RuntimeError):
@@ -97,9 +101,11 @@ class WireLink:
         self.last = max(s for s, w in enumerate(owner) if w == worker)
         self.blocked: Callable[[], None] = lambda: None  # called when this worker has to wait for another
 
-    def enter(self, mb: int, x: Message, target: Message) -> None:
+    def enter(self, mb: int, x: Message, target: Message, start: int = 0, options: Any = None) -> None:
         if self.mark is not None:
-            self.marks[mb] = self.mark(mb, x, target)
+            data = self.mark(mb, x, target) & ((1 << _START) - 1)
+            told = 0 if options is None else options.mark
+            self.marks[mb] = data | (start % 251) << _START | told << _OPTIONS
 
     def send(self, kind: str, stage: int, mb: int, tensor: Message) -> None:
         receiver = self.owner[stage]
@@ -124,11 +130,29 @@ class WireLink:
             while name not in self.box:
                 key, tensor, mark = self.into[worker].recv()
                 self.box[key] = tensor
-                if key[0] == "F" and self.mark is not None and self._mark(key[2]) != mark:
-                    raise OtherBatch(
-                        f"micro-batch {key[2]} is not the one that worker {worker} was given; every rank must push the "
-                        "same data, in the same order"
-                    )
+                if key[0] == "F" and self.mark is not None:
+                    self._check(key[2], self._mark(key[2]) ^ mark, worker)
+
+    def _check(self, mb: int, differs: int, worker: int) -> None:
+        """Raise `OtherBatch` where a micro-batch has another mark than at the worker that it comes from."""
+        if not differs:
+            return
+        if differs % (1 << _START):
+            raise OtherBatch(
+                f"micro-batch {mb} is not the one that worker {worker} was given; every rank must push the same data, "
+                "in the same order"
+            )
+        both = f"worker {self.worker} and worker {worker}"
+        if differs % (1 << _OPTIONS):
+            raise OtherBatch(
+                f"micro-batch {mb} finds a pipeline that one of {both} has drained before, and the other has not; "
+                "every rank must call drain() at the same micro-batch"
+            )
+        what = "rates (lr)" if differs >> _OPTIONS & _RATES else "options, such as momentum or weight_decay"
+        raise OtherBatch(
+            f"micro-batch {mb} was pushed when the optimizers of {both} had different {what}; set them in "
+            "pipe.optimizers, or step schedulers, alike on every rank"
+        )
 
     def _mark(self, mb: int) -> int:
         """The mark goes on with the activation; after the last worker nobody asks."""

@@ -58,7 +58,7 @@ class Loop:
             worker.options[i] = options
             if worker.samples:
                 worker.sizes[i] = size
-            link.enter(i, x, target)
+            link.enter(i, x, target, worker.start, options)
             if 0 in worker.stages:
                 link.send("F", 0, i, x)
             if last in worker.stages:
@@ -250,6 +250,12 @@ def _downstream_first(wave: Wave) -> int:
 def together(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The progress of several workers of one pipeline: they are at one place and remember different things."""
     whole = dict(parts[0])
+    for n, part in enumerate(parts):
+        if (part["fresh"], part["start"]) != (whole["fresh"], whole["start"]):
+            raise RuntimeError(
+                f"the pipeline was drained on worker 0 or on worker {n}, and not on the other; every rank must call "
+                "drain() at the same micro-batch"
+            )
     for key in ("entries", "options", "sizes"):
         whole[key] = {i: v for part in parts for i, v in part[key].items()}
     return whole

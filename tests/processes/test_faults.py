@@ -180,7 +180,16 @@ def different(rank, what):
                 y = y + 1
             if what == "count" and rank == 0 and n == 20:
                 break
+            if what == "drain" and rank == 1 and n == 20:
+                pipe.drain()
+            if what in ("rate", "momentum") and rank == 0 and n == 20:
+                for optimizer in pipe.optimizers:
+                    optimizer.param_groups[0]["lr" if what == "rate" else "momentum"] *= 0.5
             pipe.push(x, y)
+        if what == "drain at the end":
+            if rank == 1:
+                pipe.drain()
+            pipe.state_dict()
         if what == "calls" and rank == 0:
             pipe.model.eval()
             return None
@@ -204,6 +213,16 @@ def different(rank, what):
         ("version", r"rank 1 has torch 2\.11\.0, rank 0 has"),
         ("own error", r"clip_norm must be above 0 or None, but is -1.0"),
         ("batch", r"micro-batch 11 is not the one that .*every rank must push the same data"),
+        (
+            "drain",
+            r"micro-batch 20 .* worker 1 and worker 0 has drained.*call drain\(\) at the same micro-batch",
+        ),
+        (
+            "drain at the end",
+            r"drained on worker 0 or on worker 1.*call drain\(\) at the same micro-batch",
+        ),
+        ("rate", r"micro-batch 20 was pushed when .* of worker 1 and worker 0 had different rates \(lr\); set them in"),
+        ("momentum", r"micro-batch 20 was .* worker 1 and worker 0 had different options, such as momentum"),
         ("count", r"rank 0 .*(evaluation|left the pipeline|evaluate|wait)"),
         ("calls", r"the same calls in the same order"),
         ("absent", rf"rank 1 did not come to build the pipeline within {TIMEOUT:g} s|was elsewhere"),
