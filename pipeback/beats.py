@@ -1,15 +1,18 @@
 """What ranks know of one another: who each is, whether its process lives, what it is doing; and the store that tells.
 
-The store is the pipeline's own, served by its first rank: torch's default one may end before the pipeline does.
+The store is the pipeline's own, served by its first rank: torch's default one may end before the pipeline does. Who
+reaches it can end the run, so it listens on loopback where all ranks are on one host, and what is in it has names that
+begin with a secret, which ranks learn from torch's default store.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import secrets
 import socket
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -93,20 +96,40 @@ class Status(NamedTuple):
         return Status(*json.loads(text))
 
 
-def host_store(timeout: float) -> tuple[dist.Store, str]:
-    """A store served by this process, and the address "HOST:PORT" at which the other ranks join it.
+def one_host(facts: Iterable[Facts]) -> bool:
+    """Whether all of these see each other's loopback."""
+    places = {each.place for each in facts}
+    return len(places) == 1 and "" not in places
 
-    timeout: seconds a call waits.
+
+def host_store(timeout: float, near: bool = False) -> tuple[dist.Store, str]:
+    """A store served by this process, and the address "SECRET@HOST:PORT" at which the other ranks join it.
+
+    timeout: seconds a call waits. near: on loopback alone; else torch listens on all interfaces.
     """
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout))
-    return store, f"{_own_address()}:{store.port}"
+    port, listening = 0, None
+    if near:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port, listening = server.getsockname()[1], server.detach()  # the store's from here on
+    store = dist.TCPStore(
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout),
+        master_listen_fd=listening,
+    )  # fmt: skip
+    secret = secrets.token_hex(16)
+    return dist.PrefixStore(secret, store), f"{secret}@{'127.0.0.1' if near else _own_address()}:{store.port}"
 
 
-def join_store(address: str, timeout: float) -> dist.Store:
-    """The store that another rank serves at `address`; ConnectionError if that is not reached in `timeout` seconds."""
+def join_store(address: str, timeout: float, near: bool = False) -> dist.Store:
+    """The store that another rank serves at `address`; ConnectionError if that is not reached in `timeout` seconds.
+
+    near: by loopback.
+    """
+    secret, _, address = address.rpartition("@")
     host, _, port = address.rpartition(":")
+    host = "127.0.0.1" if near else host
     try:
-        return dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout))
+        store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout))
+        return dist.PrefixStore(secret, store)
     except RuntimeError as error:  # torch's own kinds are RuntimeErrors
         raise ConnectionError(
             f"the first rank of the pipeline is not reached at {address} from {socket.gethostname()}: every host must "

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeback import shelf
+from pipeback import forked, shelf
 from pipeback.method import Method
 from pipeback.pages import Pages, Region, StoreError, read
 from pipeback.private import identity
@@ -36,7 +36,6 @@ from pipeback.stage import Stage
 from pipeback.store import HostStore, Store
 
 FORMAT = 1
-MARK = "committed"  # the file that says so
 SELDOM = 256  # micro-batches between commits of methods that never flush
 SMALL = 4096  # bytes: what is smaller stays in memory, as a step counter does
 
@@ -87,13 +86,13 @@ class DiskStore(Store):
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 holder = os.pread(self._lock, 32, 0).decode() or "unknown"
-                os.close(self._lock)
-                self._lock = None
+                self.unlocked()
                 raise StoreError(
                     f"{self.folder}: process {holder} uses this store; wait for it, or give another folder"
                 ) from None
             os.ftruncate(self._lock, 0)
             os.pwrite(self._lock, str(os.getpid()).encode(), 0)
+            forked.locks(self)
 
     @property
     def versions(self) -> set[int]:
@@ -103,7 +102,7 @@ class DiskStore(Store):
     @property
     def begun(self) -> tuple[bool, bool]:
         """Whether anything was committed to the folder, as it says itself; whether there are pages of stages."""
-        return (self.folder / MARK).exists(), any(self.folder.glob("stage-*.pages"))
+        return (self.folder / "committed").exists(), any(self.folder.glob("stage-*.pages"))
 
     def choose(self, number: int) -> None:
         """Go on from this version."""
@@ -178,10 +177,14 @@ class DiskStore(Store):
         for pages in self._pages.values():
             pages.close()
         self._pages.clear()
+        self.unlocked()
+        self.closed = True
+
+    def unlocked(self) -> None:
+        """Let the lock go; it stays where another process has it, too."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
-        self.closed = True
 
     @property
     def moved(self) -> tuple[int, int]:
@@ -245,7 +248,7 @@ class DiskStore(Store):
             draft.write_bytes(shelf.sealed(self.committed))
             shelf.sync(draft)
             draft.rename(file)
-            (self.folder / MARK).touch()
+            (self.folder / "committed").touch()
             shelf.sync(self.folder)
 
     def forget(self) -> None:
@@ -385,10 +388,7 @@ def _give_memory_back() -> None:
     Else glibc raises this bound to what it sees freed, up to 32 MiB, and keeps the blocks of stages that have gone.
     """
     with suppress(OSError, AttributeError):  # another C library
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)
-
-
-_M_MMAP_THRESHOLD = -3  # of malloc.h
+        ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD of malloc.h
 
 
 @contextmanager

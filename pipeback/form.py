@@ -52,6 +52,14 @@ class Form(NamedTuple):
         return prod(sizes) * self.dtype.itemsize
 
 
+def put(tensor: Tensor, value: Tensor) -> None:
+    """Copy values of its shape into a tensor, which may be expanded, as a buffer that repeats a row is."""
+    if 0 in tensor.stride():
+        index = tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())
+        tensor, value = tensor[index], value[index]
+    tensor.copy_(value)
+
+
 @lru_cache(1024)
 def _walk(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[tuple[Any, ...], list[int]]:
     """The index that takes dimensions of one value once, and the others' order, widest stride first."""

@@ -7,11 +7,11 @@ user may clear them meanwhile, too; there autograd hands the gradients over, and
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeback.private import gradient_hooks, identity, run_backward
 
@@ -23,15 +23,21 @@ class Sums(NamedTuple):
     number: float
 
 
+def sparse_rows(module: nn.Module, params: Sequence[Tensor]) -> list[int]:
+    """The numbers of the weights whose gradients are sparse: some rows of a table."""
+    tables = [m.weight for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse]
+    return [n for n, p in enumerate(params) if any(p is table for table in tables)]
+
+
 class Gradients:
     """Of the parameters `params`, in micro-batch order.
 
-    shows: they stay in `.grad` after a B until `hide`, for who computes the loss outside and looks at them, or changes
-    them, before the update. threaded: B is done in a thread of our own.
+    rows: see `sparse_rows`. shows: they stay in `.grad` after a B until `hide`, for who computes the loss outside and
+    looks at them, or changes them, before the update. threaded: B is done in a thread of our own.
     """
 
-    def __init__(self, params: Sequence[Tensor]) -> None:
-        self.params = params
+    def __init__(self, params: Sequence[Tensor], rows: Collection[int] = ()) -> None:
+        self.params, self.rows = params, rows
         self.shows = self.threaded = False
         self.values: list[Tensor | None] = [None] * len(params)
         self._shown = False
@@ -83,7 +89,9 @@ class Gradients:
         """They in one vector, then which weights have one, then the count: what replicas add up."""
         there = [float(g is not None) for g in self.values]
         kind = self.params[0] if self.params else torch.empty(0)
-        grads = [torch.zeros_like(p) if g is None else g for p, g in zip(self.params, self.values, strict=True)]
+        pairs = list(zip(self.params, self.values, strict=True))
+        grads = [torch.zeros_like(p) if g is None else dense(g) for p, g in pairs]
+        grads += [_touched(*pairs[n]) for n in self.rows]
         # a half type cannot count far; sums of two replicas in float32 round to the same half
         dtype = torch.promote_types(kind.dtype, torch.float32)
         tail = torch.tensor([*there, count], dtype=dtype, device=kind.device)
@@ -98,6 +106,12 @@ class Gradients:
         for p, there in zip(self.params, flags, strict=True):
             values.append(total[at : at + p.numel()].view_as(p).to(p) if there else None)
             at += p.numel()
+        for row in self.rows:
+            p, g = self.params[row], values[row]
+            touched, at = total[at : at + len(p)].nonzero().T.to(p.device), at + len(p)
+            values[row] = (
+                None if g is None else torch.sparse_coo_tensor(touched, g[touched[0]], p.shape, check_invariants=False)
+            )
         self.put(values)
         return count
 
@@ -161,6 +175,29 @@ def _own(leaf: Tensor, gradient: Tensor, seen: set[int]) -> Tensor:
     return gradient
 
 
+def dense(gradient: Tensor) -> Tensor:
+    """The same with its zeros."""
+    return gradient if gradient.layout is torch.strided else gradient.to_dense()
+
+
+def _touched(p: Tensor, gradient: Tensor | None) -> Tensor:
+    """1 for each row of a table that has a gradient, 0 for the others."""
+    if gradient is None or gradient.layout is torch.strided:
+        return torch.full((len(p),), float(gradient is not None), device=p.device)
+    return torch.zeros(len(p), device=p.device).index_fill_(0, gradient.coalesce().indices()[0], 1.0)
+
+
+def _bounded(gradient: Tensor, value: float) -> tuple[Tensor, Tensor]:
+    """Clamped to ±value, and whether any entry was beyond."""
+    if gradient.layout is torch.strided:
+        return gradient.clamp(-value, value), (gradient.abs() > value).any()
+    whole = gradient.coalesce()
+    bounded, over = _bounded(whole.values(), value)
+    return torch.sparse_coo_tensor(
+        whole.indices(), bounded, whole.shape, is_coalesced=True, check_invariants=False
+    ), over
+
+
 def _sum(total: Tensor | None, new: Tensor | None) -> Tensor | None:
     if total is None or new is None:
         return new if total is None else total
@@ -190,7 +227,8 @@ def clipped(
         grads = [None if g is None else g * scale.to(g.dtype) for g in grads]
         found = scale < 1
     if value is not None:
-        over = torch.stack([(g.abs() > value).any() for g in grads if g is not None]).any()
-        grads = [None if g is None else g.clamp(-value, value) for g in grads]
+        pairs = [None if g is None else _bounded(g, value) for g in grads]
+        grads = [None if pair is None else pair[0] for pair in pairs]
+        over = torch.stack([pair[1] for pair in pairs if pair is not None]).any()
         found = over if found is None else found | over
     return grads, found

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from pipeback import hidden
-from pipeback.form import LINE, form_of
+from pipeback.form import LINE, form_of, put
 from pipeback.private import Raw, identity, numbers_of, shown
 
 
@@ -213,7 +213,7 @@ def untouched(module: nn.Module) -> Iterator[None]:
     finally:
         for owner, key, buffer, value in homes:
             owner[key] = buffer
-            buffer.data.copy_(value)  # not seen by graphs that saved the buffer
+            put(buffer.data, value)  # not seen by graphs that saved the buffer
 
 
 def rerun(stage: Any, x: Any, target: Any) -> tuple[tuple[Tensor, ...], Any, hidden.Handles | None]:

@@ -79,7 +79,7 @@ def velocity(optimizer: OptimizerLike, weights: Weights) -> list[Tensor | None]:
 def lay_velocities(optimizer: torch.optim.Optimizer, weights: Bundle) -> None:
     """Have torch's momentum buffers lie beside weights in a strip, whatever others have put there instead."""
     buffers = [optimizer.state.get(w, {}).get("momentum_buffer") for w in weights]
-    if weights.strip is None or any(v is None for v in buffers):
+    if weights.strip is None or any(v is None or v.layout is not torch.strided for v in buffers):
         return
     for w, v, place in zip(weights, buffers, weights.room(VELOCITIES), strict=True):
         if v is not place:

@@ -42,6 +42,7 @@ class Host:
         with saved_tensors_hooks(packing, _back):
             output = stage.compute(given, flight.target)
         self.copied = packing.copied
+        packing.end()
         flight.output = _hollow(output)
         return output
 
@@ -61,10 +62,14 @@ class Host:
 
 
 class _Packing:
-    """What to do with a tensor that autograd saves, during one forward."""
+    """What to do with a tensor that autograd saves, during one forward.
+
+    The graph keeps it, in C++, where Python's collector does not look: it must not lead back to the graph, as the stage
+    with its flights does.
+    """
 
     def __init__(self, stage: Stage, flight: Flight) -> None:
-        self.stage = stage
+        self.label, self.device = stage.label, stage.device
         # by storage, not by address: the memory under a weight may be given back and come anew
         kept = [*(p for _, _, p, _ in stage.homes), *stage.module.buffers(), *flight.leaves]
         self.kept = {identity(t) for t in (*kept, *tensors_in(flight.target))}
@@ -74,11 +79,11 @@ class _Packing:
         self.copied = 0
 
     def __call__(self, tensor: Tensor) -> _Away | _Stays:
-        if tensor.layout is not torch.strided or tensor.device != self.stage.device:
-            return _Stays(tensor, self.stage.label)
+        if tensor.layout is not torch.strided or tensor.device != self.device:
+            return _Stays(tensor, self.label)
         storage = tensor.untyped_storage()
         if identity(storage) in self.kept:
-            return _Stays(tensor, self.stage.label)
+            return _Stays(tensor, self.label)
         version = tensor._version
         name = identity(storage), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, version
         away = self.seen.get(name)
@@ -87,6 +92,10 @@ class _Packing:
             self.last = away = self.seen[name] = _Away(tensor, self.last)
             self.copied += away.elements.nbytes
         return away
+
+    def end(self) -> None:
+        """The forward is over: what was copied goes with the nodes that ask for it."""
+        self.kept, self.seen, self.alive, self.last = set(), {}, [], None
 
 
 class _Stays:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,13 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pipeback import accelerators, disk, memory, methods, sparsities, state, versions
+from pipeback import accelerators, disk, forked, memory, methods, sparsities, state, versions
 from pipeback.activations import kinds
 from pipeback.agreement import agree
 from pipeback.ahead import Ahead, nothing
 from pipeback.breakdown import Row, breakdown
 from pipeback.budget import check, check_stages
 from pipeback.building import Building
+from pipeback.closed import closed
 from pipeback.disk import DiskStore
 from pipeback.entrance import Entrance
 from pipeback.holding import Holding
@@ -273,7 +275,7 @@ class Pipeline:
         self._error: BaseException | None = None
         self._runtime: Runtime | None = None
         self._finalizer: Any = None  # stops the threads of a pipeline that nobody holds
-        self._lock = threading.RLock()  # one caller at a time
+        self._lock, self._process = threading.RLock(), os.getpid()  # one caller at a time, and not in a child of fork
         self._pushed = (0, 0)  # micro-batches of the last push, and samples of its first one
         self._affordable = 0  # micro-batches of a push that are known to fit the store's budgets
         if home is not None:
@@ -453,7 +455,7 @@ class Pipeline:
         with self._lock, torch.enable_grad():
             self._open()
             if self._runtime is not None:
-                self._do(self._runtime.wait)
+                self._do(self._runtime.wait, harmless=() if isinstance(self._runtime, Inline) else (KeyboardInterrupt,))
 
     def drain(self) -> None:
         """Finish what is in flight; what is pushed afterwards fills the pipeline anew."""
@@ -534,6 +536,8 @@ class Pipeline:
         What was pushed is done first as far as it may be, since other ranks wait for it.
         """
         with self._lock:
+            if os.getpid() != self._process:
+                return
             if self._error is None and self.ranks.several:
                 with suppress(Exception):  # then the others know it, too
                     self.wait()
@@ -847,13 +851,17 @@ class Pipeline:
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _open(self) -> None:
+        if self._finalizer is not None or self._holding.store is not None:
+            forked.refuse(self._process)
         if self._error is not None:
-            raise RuntimeError(f"the pipeline is closed: {self._error}; load_state_dict() reopens it") from self._error
+            raise closed(self._error) from self._error
 
-    def _do(self, what: Callable[[], Any]) -> Any:
-        """Do it; whatever it raises closes the pipeline, for a wave may be half done."""
+    def _do(self, what: Callable[[], Any], harmless: tuple[type[BaseException], ...] = ()) -> Any:
+        """Do it; whatever it raises closes the pipeline, for a wave may be half done, but what only ends a wait."""
         try:
             return what()
+        except harmless:
+            raise
         except BaseException as error:
             self._error = error
             raise
@@ -914,7 +922,7 @@ class Pipeline:
         if isinstance(self._runtime, Ticks):
             self._runtime.settle = _weakly(self.wait)
         if not isinstance(self._runtime, Inline) or self._holding.store is not None:
-            self._finalizer = weakref.finalize(self, _end, self._runtime, self.ranks)
+            self._finalizer = weakref.finalize(self, _end, self._runtime, self.ranks, self._process)
         self._observing.started(self._loops())
 
 
@@ -929,9 +937,10 @@ def _closing(store: Store | None) -> Iterator[None]:
         raise
 
 
-def _end(runtime: Runtime, ranks: Ranks | Alone) -> None:
-    runtime.close()
-    ranks.leave()
+def _end(runtime: Runtime, ranks: Ranks | Alone, process: int) -> None:
+    if os.getpid() == process:  # a child of fork has no threads to end
+        runtime.close()
+        ranks.leave()
 
 
 def _weakly(method: Callable[[], None]) -> Callable[[], None]:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeback import accelerators
-from pipeback.beats import Facts, host_store, join_store, my_facts
+from pipeback.beats import Facts, host_store, join_store, my_facts, one_host
 from pipeback.health import Health, RankError
 from pipeback.link import OtherBatch
 from pipeback.replicas import RankReplicas
@@ -83,18 +83,16 @@ class Ranks:
     def _meet(self, board: dist.Store) -> tuple[dist.Store, dict[int, Facts]]:
         """The pipeline's store and the facts of all ranks; raises RuntimeError naming those that have not come."""
         first = self.everyone[0]
-        if self.rank == first:
-            store, address = host_store(self.timeout + SLOW)
-            board.set("address", address)
         facts = {
             rank: Facts(*json.loads(text))
             for rank, text in self._all(board, "hello", json.dumps(my_facts()), self.timeout).items()
         }
-        if self.rank != first:
-            address = board.get("address").decode()
-            if facts[first].place and facts[first].place == facts[self.rank].place:
-                address = "127.0.0.1:" + address.rpartition(":")[2]
-            store = join_store(address, self.timeout + SLOW)
+        if self.rank == first:
+            store, address = host_store(self.timeout + SLOW, near=one_host(facts.values()))
+            board.set("address", address)
+        else:
+            near = one_host([facts[first], facts[self.rank]])
+            store = join_store(board.get("address").decode(), self.timeout + SLOW, near)
         self._all(board, "ready", "", self.timeout + SLOW)
         return store, facts
 

@@ -23,6 +23,7 @@ from pipeback.method import Method
 from pipeback.newer import Refused, untouched
 from pipeback.stage import Flight, Stage, Value, cut, grown
 
+_OTHER = "this micro-batch, which is unlike those before; nothing was trained on it, and others may be pushed"
 FEW = 16  # values a channel under which batch statistics are called poor
 
 
@@ -71,9 +72,10 @@ def rehearse_shape(stages: Sequence[Stage], x: Value, target: Any) -> Value:
     """The cheap part, for a micro-batch smaller than any before: outputs and normalisations."""
     value = cut(x)
     for stage in stages:
-        with untouched(stage), _watch_norms(stage), _uncompiled(stage), torch.no_grad():
+        with untouched(stage), _watch_norms(stage), _uncompiled(stage):
             _, given = stage.enter(value)
-            value = _checked(stage, _guarded(stage, _copied(given), target))
+            # with a graph: it may differentiate something itself
+            value = cut(_checked(stage, _guarded(stage, _copied(given), target, _OTHER)))
     return value
 
 
@@ -85,17 +87,21 @@ def rehearse_form(
     for stage in stages:
         if stashed.guarded(stage, method, delays) and not isinstance(stage.call, Compiled):
             stashed.refuse(stage, value, target, method, warn)
-        with untouched(stage), _uncompiled(stage), torch.no_grad():
-            value = cut(_guarded(stage, _copied(stage.enter(value)[1]), target))
+        with untouched(stage), _uncompiled(stage):
+            value = cut(_guarded(stage, _copied(stage.enter(value)[1]), target, _OTHER))
     return value
 
 
 def _learn(stage: Stage, value: Value, target: Any) -> None:
     """Whether module or loss draw random numbers, and whether the module changes its input in place."""
-    _, given = stage.enter(value)
-    copies = _copied(given)
     before = stage.generator.get_state()
-    with torch.no_grad():
+    copies = _copied(stage.enter(value)[1])
+    try:
+        with torch.no_grad():
+            _checked(stage, stage.run(copies, target))
+    except Exception:  # a loss may differentiate something itself, and whatever else fails does so once more
+        stage.generator.set_state(before)
+        copies = _copied(stage.enter(value)[1])
         _checked(stage, _guarded(stage, copies, target))
     draws = not torch.equal(before, stage.generator.get_state())
     stage.generator.set_state(before)
@@ -141,13 +147,13 @@ def _trial(stage: Stage, value: Value, target: Any) -> tuple[Flight, Value]:
         stage.stream = stream
 
 
-def _guarded(stage: Stage, given: Value, target: Any) -> Value:
+def _guarded(stage: Stage, given: Value, target: Any, which: str = "the first micro-batch") -> Value:
     try:
         return stage.run(given, target)
     except Refused:
         raise
     except Exception as error:
-        raise ValueError(f"{stage.label}: the forward failed on the first micro-batch: {error}") from error
+        raise ValueError(f"{stage.label}: the forward failed on {which}: {error}") from error
 
 
 def _checked(stage: Stage, output: Any) -> Value:
@@ -228,7 +234,10 @@ def _alike_in_memory(x: Tensor, gradient: Tensor | None) -> bool:
 @contextmanager
 def _watch_norms(stage: Stage) -> Iterator[None]:
     handles = [
-        module.register_forward_pre_hook(lambda m, args, key=key: _check_norm(stage, key, m, args[0]))
+        module.register_forward_pre_hook(
+            lambda m, args, kwargs, key=key: _check_norm(stage, key, m, args[0] if args else kwargs.get("input")),
+            with_kwargs=True,
+        )
         for key, module in stage.module.named_modules()
         if isinstance(module, (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm))
     ]

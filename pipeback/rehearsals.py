@@ -1,9 +1,14 @@
-"""Rehearsals: which micro-batches are rehearsed before they are let in, by the stages of every replica and rank."""
+"""Rehearsals: which micro-batches are rehearsed before they are let in, by the stages of every replica and rank.
+
+What would fail in a forward fails here, where nothing has been trained on it, so that the pipeline goes on.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
+
+import torch
 
 from pipeback.holding import Holding
 from pipeback.loop import Batch
@@ -17,9 +22,10 @@ Relay = Callable[[Value, Callable[[Sequence[Stage], Value], Value]], object]  # 
 
 
 class Rehearsals:
-    """In full whenever modules are set to train or to evaluate otherwise; of a smaller micro-batch than any, its shape;
-    of one of another form than any before (shapes and types, autocast), what its graph saves. A stage whose modules
-    have other numbers than before (a dropout probability) may draw from then on, and does not run as one as it was.
+    """In full whenever modules are set to train or to evaluate otherwise; of a smaller micro-batch than any, and of one
+    of another kind (types, and sizes but for the number of samples), what it gives; of one of another form than any
+    before (shapes and types, autocast), what its graph saves. A stage whose modules have other numbers than before (a
+    dropout probability) may draw from then on, and does not run as one as it was.
 
     delays: of every stage. warn: functions of the weights in a graph are warned of, not refused.
     """
@@ -27,6 +33,7 @@ class Rehearsals:
     def __init__(self, holding: Holding, delays: Sequence[int], warn: bool) -> None:
         self._holding, self._delays, self._warn = holding, delays, warn
         self._smallest: int | None = None  # samples of the smallest micro-batch so far
+        self._kinds: set[Any] = set()
         self._forms: set[Form] = set()  # of the micro-batches so far
         self._modes = Settings([], modes=True)  # of all modules
         self._settings: list[tuple[Stage, Settings]] = []  # of stages that do not draw, as far as is known
@@ -44,7 +51,8 @@ class Rehearsals:
         if self._smallest is None or self._anew or self._set_anew:
             return True
         # with shards, replicas would have to gather weights for it all at once, whatever they push
-        return (smallest(batches)[2] < self._smallest or bool(self._new(batches))) and not self._holding.shards
+        other = smallest(batches)[2] < self._smallest or _kind(batches[0]) not in self._kinds
+        return (other or bool(self._new(batches))) and not self._holding.shards
 
     def run(self, batches: Sequence[Batch], relay: Relay | None = None) -> bool:
         """Rehearse what has to be; the pipeline must be quiet. relay: None: all stages are in this process.
@@ -52,8 +60,11 @@ class Rehearsals:
         Returns whether it was done anew, or for fewer samples.
         """
         anew, fewer = self._anew, self._smallest is None or smallest(batches)[2] < self._smallest
+        other = not anew and _kind(batches[0]) not in self._kinds
         if anew:
             self.whole(batches[0], relay)
+        elif other:
+            self._through(batches[0], self._shape, relay)
         for stage, settings in self._settings:
             if settings.changed():
                 if not anew:  # else it is known whether it draws
@@ -62,7 +73,7 @@ class Rehearsals:
                     stage.stack.renew()
         if anew or self._set_anew:
             self._look()
-        if (fewer and not anew) or (anew and smallest(batches)[2] < batches[0][2]):
+        if ((anew or other) and smallest(batches)[2] < batches[0][2]) or (fewer and not anew and not other):
             self._through(smallest(batches), self._shape, relay)
         for form, batch in self._new(batches).items():
             if not anew or form != form_of(batches[0]):
@@ -94,12 +105,13 @@ class Rehearsals:
         """They will be let in."""
         self._forms.update(self._new(batches))
         least = smallest(batches)[2]
+        self._kinds.add(_kind(batches[0]))
         self._smallest = least if self._smallest is None else min(least, self._smallest)
 
     def forget(self) -> None:
         """Other weights and buffers are there: all anew."""
         self._smallest = None
-        self._forms = set()
+        self._forms, self._kinds = set(), set()
 
     def _through(
         self, batch: Batch, rehearsal: Callable[..., tuple[list[float], Value]], relay: Relay | None
@@ -139,3 +151,17 @@ def form_of(batch: Batch) -> Form:
 def smallest(batches: Sequence[Batch]) -> Batch:
     """The first of those with the fewest samples."""
     return min(batches, key=lambda batch: batch[2])
+
+
+def _kind(batch: Batch) -> Any:
+    """What all micro-batches of a push have in common: they are cut from one."""
+    x, y, length = batch
+
+    def kind(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(kind, value))
+        if not isinstance(value, torch.Tensor):
+            return type(value)
+        return value.dtype, value.shape[:1] == (length,) or value.shape[:1], value.shape[1:]
+
+    return kind(x), kind(y)

@@ -111,20 +111,26 @@ class Recompute:
 
 def _learn(stage: Stage, x: Value, target: Any) -> tuple[list[str], bool]:
     state = stage.generator.get_state()
-    outputs, changed = [], set()
+    outputs, changed, graphless = [], set(), True
     for graph in (False, True):
         before = {name: b.detach().clone() for name, b in stage.module.named_buffers()}
         others = {name: b.clone() for name, b in before.items()}
         stage.generator.set_state(state)
         with torch.set_grad_enabled(graph), _swapped(stage.module, others):
-            outputs.append(cut(stage.run(stage.enter(x)[1], target)))
+            try:
+                outputs.append(cut(stage.run(stage.enter(x)[1], target)))
+            except Exception:
+                if graph:
+                    raise
+                graphless = False  # it differentiates something itself
+                continue
             for name, b in before.items():
                 after = stage.module.get_buffer(name)
                 if after is not others[name] or after._version or not torch.equal(after, b):
                     changed.add(name.rpartition(".")[0])
     # a module of whose buffers one changes may change them all: batch statistics need not move at every batch
     names = [name for name, _ in stage.module.named_buffers() if name.rpartition(".")[0] in changed]
-    return names, all(torch.equal(a, b) for a, b in zip(*map(tensors_in, outputs), strict=True))
+    return names, graphless and all(torch.equal(a, b) for a, b in zip(*map(tensors_in, outputs), strict=True))
 
 
 @contextmanager

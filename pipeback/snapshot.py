@@ -17,6 +17,7 @@ from torch import Tensor
 from pipeback import inflight
 from pipeback.afresh import Afresh, as_it_was
 from pipeback.counted import restore, saved
+from pipeback.form import put
 from pipeback.repeat import Again, versions
 from pipeback.stage import HALF, Flight, Stage, grown
 
@@ -131,7 +132,7 @@ def load(stage: Stage, tensors: Mapping[str, Tensor], plain: Plain, options: dic
             stage.sparse.restore(stage, [(since, tuple(p)) for since, p in zip(plain["masks"], there, strict=True)])
         for kind, mine in _named(stage).items():
             for name, value in mine.items():
-                value.data.copy_(tensors[f"{kind}/{name}"])
+                put(value.data, tensors[f"{kind}/{name}"])
         stage.round()
         stage.version, stage.count = plain["version"], plain["count"]
         state = stage.optimizer.state

@@ -14,7 +14,7 @@ from pipeback import accelerators, meta
 from pipeback.bundle import Bundle, Weights
 from pipeback.drawing import Drawing
 from pipeback.flat import Flat
-from pipeback.gradients import Gradients, Sums, clipped, differentiate, nothing
+from pipeback.gradients import Gradients, Sums, clipped, differentiate, nothing, sparse_rows
 from pipeback.method import Method, State
 from pipeback.private import catch
 from pipeback.segment import Segment
@@ -116,7 +116,7 @@ class Stage:
         self.slot: Slot | None = None  # their place on the device, if they are only there when needed
         self.sparse: Sparse | None = None  # which of the weights survive
         self.shard: Shard | None = None  # what this rank's store keeps of the weights, if others keep the rest
-        self.gradients = Gradients(self.params)
+        self.gradients = Gradients(self.params, sparse_rows(module, self.params))
         self.spilled: Sequence[Tensor | None] | None = None  # sums of gradients that left the device with the weights
         first = next(module.parameters(), None)
         self.device = None if first is None or first.is_meta else first.device

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pipeback.bundle import GRADIENTS, Weights, chosen, joined
+from pipeback.gradients import dense
 from pipeback.joint import Joint, Options, rates_of
 from pipeback.method import State, When
 from pipeback.stage import Stage
@@ -35,11 +36,16 @@ class Team:
         self._scratch: Weights | None = None
         self._stays = False  # the gradients that the optimizer sees lie beside the weights
 
-    def put(self, grads: Sequence[Tensor | None]) -> None:
+    def put(self, grads: Sequence[Tensor | None], whole: bool) -> None:
         """Have these be the gradients that the optimizer sees. In a strip it sees what lies beside the weights, into
-        which they are copied."""
+        which they are copied.
+
+        whole: the method computes with velocities, which are to have all entries where some gradients are sparse.
+        """
+        if whole and isinstance(self.first.optimizer, torch.optim.SGD):
+            grads = [None if g is None else dense(g) for g in grads]
         beside = [] if self.weights.strip is None else self.weights.room(GRADIENTS)
-        self._stays = len(beside) > 0 and not any(g is None for g in grads)
+        self._stays = len(beside) > 0 and all(g is not None and g.layout is torch.strided for g in grads)
         if self._stays:
             torch._foreach_copy_(beside, grads)  # type: ignore[arg-type]
             grads = beside

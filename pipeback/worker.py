@@ -311,7 +311,7 @@ class Worker:
                     torch._foreach_copy_(copy, stage.weights)
             for step in steps:
                 team = step[0]
-                team.put([g for stage in team.stages for g in grads[stage.index]])
+                team.put([g for stage in team.stages for g in grads[stage.index]], whole=step[3] is not None)
                 try:
                     self._step(*step)
                 finally:

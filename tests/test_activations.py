@@ -517,3 +517,16 @@ def test_on_a_gpu(case):
         assert equal(again, wanted)
     if case == "pb":
         assert less < most and least < most
+
+
+@pytest.mark.parametrize("options", [{}, {"workers": 2}], ids=str)
+def test_a_pipeline_dropped_in_flight_is_freed(options):
+    pipe = pipeline(network(), "pb", activations="host", **options)
+    for x, y in data(12):
+        pipe.push(x, y)
+    stages = [weakref.ref(stage) for stage in pipe._stages]
+    if options:
+        pipe.close()
+    del pipe
+    gc.collect()
+    assert [stage for stage in stages if stage() is not None] == []

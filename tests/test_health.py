@@ -1,15 +1,17 @@
 """Faults of real processes: every other rank ends in time with an error that names the rank at fault."""
 
+import json
 import multiprocessing as mp
 import os
 import pickle
 import signal
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
-from pipeback.beats import Status, host_store, join_store, my_facts
+from pipeback.beats import Status, host_store, join_store, my_facts, one_host
 from pipeback.blame import blame
 from pipeback.health import Health, RankError
 
@@ -408,3 +410,50 @@ def test_a_wait_through_a_rank_leads_on():
     verdict = blame(0, [1], "x", 29.0, statuses, 30.0)
     assert (verdict.rank, verdict.seconds) == (2, 28.0)
     assert "having pushed 7 micro-batches, for 40.0 s while rank 1 waits for it (y)" in verdict.what
+
+
+# -- who else reaches the store ------------------------------------------------------------------------------------
+
+
+def listening(port):
+    """The addresses that something listens at on this port, as /proc writes them."""
+    lines = [
+        line.split() for kind in ("tcp", "tcp6") for line in Path(f"/proc/net/{kind}").read_text().splitlines()[1:]
+    ]
+    return {at.rpartition(":")[0] for _, at, _, state, *_ in lines if state == "0A" and int(at[-4:], 16) == port}
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/net/tcp"), reason="there is no /proc/net here")
+def test_on_one_host_the_store_listens_on_loopback():
+    store, address = host_store(5, near=True)
+    port = int(address.rpartition(":")[2])
+    assert listening(port) == {"0100007F"}
+    other = join_store(address, 5)
+    other.set("a", "b")
+    assert store.get("a") == b"b"
+    far, address = host_store(5)
+    assert listening(int(address.rpartition(":")[2])) - {"0100007F"}
+    join_store(address, 5, near=True).set("a", "b")
+    assert far.get("a") == b"b"
+
+
+def test_which_ranks_are_on_one_host():
+    mine = my_facts()
+    assert one_host([mine, mine]) == bool(mine.place)
+    assert not one_host([mine, mine._replace(place="elsewhere")])
+    assert not one_host([mine._replace(place=""), mine._replace(place="")])
+
+
+def test_who_does_not_know_the_secret_cannot_tell_of_a_fault():
+    store, address = host_store(5, near=True)
+    facts = dict.fromkeys(RANKS[:1], my_facts())
+    health = Health(store, RANKS[0], RANKS[:1], facts, 3.0)
+    stranger = join_store(address.rpartition("@")[2], 5)
+    stranger.set("fault", json.dumps((RANKS[0], "made up")))
+    assert not health.failed.wait(2.5)
+    health.check()
+    join_store(address, 5).set("fault", json.dumps((RANKS[0], "told by a rank")))
+    assert health.failed.wait(SOON)
+    with pytest.raises(RankError, match="told by a rank"):
+        health.check()
+    health.leave()

@@ -24,12 +24,4 @@ def _threads(program: Program) -> bool:
 
 PENDING: dict[str, Callable[[Program], bool]] = {
     "eval() between pushes with workers takes effect at a random time": _threads,
-    "modules that are called by keyword": _never,
-    "a loss that differentiates": _never,
-    "an expanded buffer": _never,
-    "one bad batch closes the pipeline of a method without delay": lambda p: _calls(p, "bad"),
-    "KeyboardInterrupt closes the pipeline with an empty message": _never,
-    "a forked child that pushes hangs": _never,
-    "sparse gradients in a small model": _never,
-    "sparse gradients with replicas": _never,
 }
