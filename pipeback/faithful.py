@@ -42,7 +42,11 @@ def _chain(stages: Sequence[nn.Module], x: Any) -> Any:
             x = stage(_given(x, s > 0))
         except RuntimeError as error:
             if "a leaf Variable" not in str(error):
-                raise
+                raise ValueError(
+                    f"stage {s} cannot do what the forward does there: {error}; what goes back through its own "
+                    "layers (torch.autograd.grad) does so within one module, under torch.enable_grad(), whose path you "
+                    "give in leaves="
+                ) from error
             x = stage(_given(x, True, cloned=True))
     return x
 

@@ -29,6 +29,7 @@ class Ownership:
         where: dict[str, int] = {}
         buffers = dict(model.named_buffers())
         self._parameters = dict(model.named_parameters())
+        self._known = {*buffers, *self._parameters}
         for s, call in staged:
             for name in call.attributes():
                 if name in buffers and name not in self.owned[s]:
@@ -75,6 +76,31 @@ class Ownership:
                 "belongs to one stage alone, while weights may travel; cut so that both calls lie in one stage, or use "
                 "two modules (which may share their weights)"
             )
+
+    def staged(self, calls: Iterable[Call]) -> list[tuple[int, Call]] | None:
+        """Every call with the first stage that can do it after those before; None where a stage cannot follow them.
+
+        So a micro-batch may leave out what a stage begins with: heads that a model calls in training only.
+        """
+        s, found = 0, []
+        for call in calls:
+            able = (t for t in range(s, len(self.owned)) if self._able(t, call))
+            s = next(able, -1)
+            if s < 0:
+                return None
+            found.append((s, call))
+        return found
+
+    def _able(self, s: int, call: Call) -> bool:
+        """Whether a stage has what a call computes with, or is lent it."""
+        if call.module and call.target not in self.owned[s]:
+            return False
+        own = self.owned[s]
+        return all(
+            name in own or self.owner.get(id(self._parameters.get(name)), len(self.owned)) <= s
+            for name in call.attributes()
+            if name in self._known
+        )
 
     def borrowed(self, s: int, call: Call) -> Iterator[tuple[str, nn.Parameter]]:
         """Weights of earlier stages that a call computes with, by the name that the segment looks them up by."""

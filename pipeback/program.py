@@ -332,7 +332,13 @@ class Program:
             known = known._replace(mark=mark(known.decisions, [o.mark for o in others if o.mark is not None]))
         marked = known.marked(x)
         key = key_of(_parts(marked), training)
-        staged, asked = list(self._staged(record)), {decision.number for decision in known.decisions}
+        try:
+            staged = list(self._staged(record))
+        except ValueError:
+            if (able := self.ownership.staged(record.calls)) is None:
+                raise
+            staged = able
+        asked = {decision.number for decision in known.decisions}
         labels = [segment.label for segment in self.segments]
         found = routes(record, staged, self.ownership, labels, known.mark, asked)
         for s, (portion, forms) in enumerate(found):

@@ -213,6 +213,48 @@ def test_what_enters_a_stage_may_be_changed_in_place(part):
     assert found[0][0] == found[1][0] and all(map(torch.equal, found[0][1], found[1][1]))
 
 
+class Penalised(nn.Module):
+    """Gives the gradient of what it computes, as a potential's forces are."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            energy = torch.tanh(self.b(torch.tanh(self.a(x)))).sum()
+            return torch.autograd.grad(energy, x, create_graph=True)[0]
+
+
+def test_a_forward_that_goes_back_through_stages_is_refused_with_a_cure_that_works():
+    with pytest.raises(ValueError, match=r"stage \d cannot do what the forward does there.*leaves="):
+        pipeline(Penalised(), inputs()[0])
+    model = Model(lambda own, h: own.inner(h))
+    model.inner = Penalised()
+    equals_plain_training(model, inputs(), leaves=["inner"])
+
+
+class Auxiliary(Model):
+    """Its middle stage is a head that is called in training only."""
+
+    def forward(self, x):
+        h = self.a(x)
+        more = self.c(h) if self.training else 0
+        return more + self.b(h)
+
+
+def test_heads_that_are_called_in_training_only():
+    model = Auxiliary(None)
+    model.c = nn.Linear(4, 4)
+    pipe = equals_plain_training(model, inputs())
+    assert pipe.stages == 3
+    found = pipe.evaluate(inputs()[0])
+    assert torch.equal(found, copy.deepcopy(pipe.model).eval()(inputs()[0]))
+    pipe.push(inputs()[0], inputs()[0])
+
+
 # -- numbers and names of files ----------------------------------------------------------------------------------
 
 
