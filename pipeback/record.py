@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -40,13 +41,19 @@ class Call:
         """Whether a leaf module is called."""
         return isinstance(self.target, str)
 
+    @cached_property
+    def taken(self) -> tuple[list[Ref], list[str]]:
+        """The tensors that it takes, and the names of the parameters and buffers; looked for once."""
+        leaves = pytree.tree_leaves((self.args, self.kwargs))
+        return [x for x in leaves if isinstance(x, Ref)], [x.name for x in leaves if isinstance(x, Attribute)]
+
     def refs(self) -> list[Ref]:
         """The tensors that it takes."""
-        return [x for x in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(x, Ref)]
+        return self.taken[0]
 
     def attributes(self) -> list[str]:
         """The parameters and buffers that it takes, of a function."""
-        return [x.name for x in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(x, Attribute)]
+        return self.taken[1]
 
 
 @dataclass
