@@ -141,12 +141,12 @@ _WORDS: dict[str, Sequence[Any]] = {
     "skip_zeros": (False, True, "auto"),
 }
 # what else they may be, and an example
-_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
+_TYPES: dict[str, tuple[tuple[Any, ...], str]] = {
     "store": ((str, Store, NoneType), 'None, "host", "disk:FOLDER" or a pipeback.Store'),
     "sparsity": ((str, Sparsity, NoneType), "None, a name of pipeback.sparsities.available(), or a pipeback.Sparsity"),
     "compile": ((bool, dict), "True, False or a dict of options of torch.compile"),
     "seed": ((Integral,), "a whole number"),
-    "init": ((str, Path, Callable, NoneType), "None, a function of a module, or the path of safetensors files"),  # type: ignore[arg-type]
+    "init": ((str, Path, Callable, NoneType), "None, a function of a module, or the path of safetensors files"),
     "leaves": ((list, tuple, set, frozenset), 'a list of paths of modules, for example leaves=["encoder.pool"]'),
     "device": ((str, torch.device, NoneType), 'None, a torch.device or its name, for example "cpu"'),
 }

@@ -71,7 +71,8 @@ class Intact:
     def _check_hooks(self) -> None:
         """Raise RuntimeError where hooks were added to stages that run as one."""
         seen, self._handles = self._handles, handles()
-        for stage in self.stages if seen != self._handles else ():
+        stages: Sequence[Stage] = self.stages if seen != self._handles else ()
+        for stage in stages:
             what = listened(stage.module) if stage.stack is not None and stage.stack.proved else None
             if what:
                 raise RuntimeError(
