@@ -46,6 +46,7 @@ class Rings:
         self._cuts = [(n, 0, ring.shape[-1]) for n, ring in enumerate(self.saved)]
         self.inputs = torch.zeros(length, rows, *shape, dtype=dtype, device=device)  # none where rows are no neighbours
         self.gradients = torch.zeros_like(self.inputs)
+        self._given = True  # whether rows give each other anything
         self.made: Sequence[Tensor] | None = None  # what B needs of the weights, where it is views of them
         self._known: dict[tuple[int, ...], Tensor] = {}
         self._slots: list[Tensor] = []
@@ -103,13 +104,14 @@ class Rings:
             for n in range(len(widths)) for k, some in enumerate(members) if n in some
         ]  # fmt: skip
         mine.made = self.made
-        if not len(self.inputs):
+        if not self._given:
             mine.alone()
         return mine
 
     def alone(self) -> None:
         """No row gives another one anything."""
         self.inputs = self.gradients = self.inputs[:0].clone()
+        self._given = False
 
     def leave(self, saved: Sequence[Tensor], some: Turns) -> None:
         """Keep what F leaves to B."""
@@ -198,11 +200,22 @@ class Rings:
                         new[(i + sign * row) % length, row] = old[(i + sign * row) % self.length, row]
                 old.set_(new)  # type: ignore[call-overload]
         self.length = length
-        self._known.clear()
-        self._slots.clear()
-        self._numbers.clear()
-        self._left.clear()
-        self._flat.clear()
+        self._forget()
+
+    def _forget(self) -> None:
+        for found in (self._known, self._slots, self._numbers, self._left, self._flat):
+            found.clear()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in (*self.saved, self.inputs, self.gradients))
+
+    def hold(self, there: bool) -> None:
+        """Have memory, or none: nothing may wait here."""
+        for old in (*self.saved, *([self.inputs, self.gradients] if self._given else [])):
+            if bool(len(old)) != there:
+                old.set_(old.new_zeros(self.length if there else 0, *old.shape[1:]))  # type: ignore[call-overload]
+        self._forget()
 
 
 def unfolded(tensor: Tensor, dim: int, rows: int) -> Tensor:

@@ -26,6 +26,7 @@ from pipeback.stage import Flight, Stage
 from pipeback.stash import Stash
 
 Compile = Callable[[Any], Any]
+KINDS = 3  # forms of micro-batches, the last ones that came, for which there is memory when nothing of them waits
 LARGE = 1 << 20  # bytes of weights that no cache keeps between a gradient and the step: a compiler gains nothing there
 
 
@@ -61,6 +62,8 @@ class Stack:
         self._kinds: dict[int, Kind] = {}  # of the micro-batches between F of the first stage and B of it
         self.apart: set[int] = set()  # those among them that go through the stages one by one
         self._rings: dict[Kind, Rings] = {}
+        self._newest: Kind | None = None
+        self._used: list[Kind] = []  # the one that came last is the last
         self._era = 0  # how often what the modules compute has changed
         self._unfit: dict[Kind, str] = {}  # why the stages cannot run as one on micro-batches of this kind
         self.told: dict[str, str] = {}  # what the user is told of stacks, by name
@@ -102,8 +105,7 @@ class Stack:
     @property
     def held(self) -> int:
         """Bytes of what waits of each stage: all the rings, whether they are full or not."""
-        rings = self._rings.values()
-        return sum(t.nbytes for r in rings for t in (*r.saved, r.inputs, r.gradients)) // len(self.stages)
+        return sum(rings.nbytes for rings in self._rings.values()) // len(self.stages)
 
     @property
     def proved(self) -> bool:
@@ -150,7 +152,18 @@ class Stack:
                 if self.name in self.told:
                     self.told[self.name] += f"; micro-batches {tuple(shape)} as they are, for {self._unfit[kind]}"
                 raise Unfit(self._unfit[kind]) from error
+        if kind != self._newest:
+            self._newest = kind
+            self._recent(kind)
         return self._rings[kind]
+
+    def _recent(self, kind: Kind) -> None:
+        """Have memory for what is in flight, this kind, and the few that came before it, so that it is bounded."""
+        self._used = [*(k for k in self._used if k != kind), kind]
+        kept = {*self._kinds.values(), *self._used[-KINDS:]}
+        for other, rings in self._rings.items():
+            if other == kind or other not in kept:
+                rings.hold(other == kind)
 
     # -- which micro-batches run as one ----------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import pipeback
+from pipeback.stack import KINDS
 from tests.choice import mostly_rare
 from tests.laws.cases import CASES, weights
 
@@ -198,4 +199,20 @@ def test_a_last_stage_that_changes_its_input():
     last = lambda: nn.Sequential(nn.ReLU(True), nn.Linear(6, 6))  # noqa: E731
     found, wanted = (trained(on, make, shape, [40, 40], head=last, micro_batch_size=1)[1] for on in (True, False))
     for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+def test_memory_of_many_forms_is_bounded():
+    """Those that came last have memory; one that comes back gets it anew, with the numbers of the event loop."""
+    make, shape, found = *STAGES["nothing behind"], []
+    sizes = [size for size in (*range(1, 9), 2, 8, 1) for _ in range(9)]
+    for on in (True, False):
+        pipe, told = trained(on, make, shape, sizes)
+        found.append(told)
+        if on:
+            (stack,) = pipe._setting.stacks
+            each = [rings.nbytes for rings in stack._rings.values()]
+            assert len(each) == 8 and 1 <= sum(map(bool, each)) <= KINDS + 1
+            assert stack.held == sum(each) // 4
+    for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
