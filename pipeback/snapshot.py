@@ -8,6 +8,7 @@ is JSON: numbers, strings, lists and dictionaries.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from pipeback import inflight
 from pipeback.afresh import Afresh, as_it_was
 from pipeback.counted import restore, saved
+from pipeback.digest import digest
 from pipeback.form import put
 from pipeback.repeat import Again, versions
 from pipeback.stage import HALF, Flight, Stage, grown
@@ -78,6 +80,7 @@ def save(
     plain["seed"] = stage.seed
     plain["trained"] = _trained(stage)
     plain["afresh"] = isinstance(stage.call, Afresh)
+    plain["device"] = None if stage.device is None else stage.device.type
     plain["clones_input"] = stage.clones_input  # a graph can only be built anew when this is known
     if stage.stream is not None:
         tensors["random"] = stage.stream.clone()
@@ -158,12 +161,25 @@ def load(stage: Stage, tensors: Mapping[str, Tensor], plain: Plain, options: dic
         stage.versions = {
             v: [_home(stage, tensors[f"version/{v}/{n}"]) for n in range(len(stage.weights))] for v in plain["versions"]
         }
-        stage.stream = tensors["random"].clone() if "random" in tensors else None
+        stage.stream = _stream(stage, tensors["random"]) if "random" in tensors else None
     stage.seed = plain["seed"]
     stage.clones_input = plain["clones_input"]
     stage.call = as_it_was(stage, plain.get("afresh", False))  # graphs in flight are built anew as they were
     stage.alike = None  # the rehearsal will find out
     stage.options = None if plain["options"] is None else options[plain["options"]]
+
+
+def _stream(stage: Stage, saved: Tensor) -> Tensor:
+    """The random stream as it was; one of another kind of generator gives the seed of a new one."""
+    generator = stage.generator
+    if len(saved) == len(generator.get_state()):
+        return saved.clone()
+    warnings.warn(
+        f"{stage.label}: its random numbers cannot go on as they would have where the state was saved, on another kind "
+        f"of device; from here on others are drawn on {generator.device.type}",
+        stacklevel=2,
+    )
+    return torch.Generator(generator.device).manual_seed(digest([saved])).get_state()
 
 
 def load_flights(
@@ -286,6 +302,12 @@ def check(stage: Stage, tensors: Mapping[str, Tensor], plain: Plain) -> None:
                     f"{where}: {kind} {name!r} is {tuple(value.shape)} {value.dtype} here, but "
                     f"{tuple(theirs[name].shape)} {theirs[name].dtype} in the state, which belongs to another model"
                 )
+    there, now = plain.get("device"), None if stage.device is None else stage.device.type
+    if plain["flights"] and "random" in tensors and there and now and there != now:
+        raise Corrupt(
+            f"{stage.label}: it draws random numbers (dropout and the like), and micro-batches in flight that have "
+            f"drawn on {there} cannot go on on {now}; drain() before state_dict() there, or load where it was saved"
+        )
     trains = _trained(stage)
     if different := sorted(set(trains) ^ set(plain.get("trained", trains))):
         here, there = ("trains", "frozen") if different[0] in trains else ("is frozen", "trained")

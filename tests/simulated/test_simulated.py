@@ -73,7 +73,8 @@ FEW = [
     ("masters", "pb"), ("two devices", "pipedream"), ("host-0", "cerebras"), ("host-1", "pipedream"), ("host-3", "pb"),
     ("disk-2", "cerebras"), ("host, two devices", "pb"), ("host, workers", "gpipe-4"), ("sparsity", "pb"),
     ("sparsity that changes, host", "pipedream"), ("a state goes to the CPU", "pb"),
-    ("a state comes from the CPU, disk", "cerebras"),
+    ("a state comes from the CPU, disk", "cerebras"), ("a state goes to the CPU, drained", "pb"),
+    ("host, adagrad", "pb"), ("sparsity, a state comes from the CPU", "pb"),
 ]  # fmt: skip
 
 
@@ -105,11 +106,23 @@ def test_equal_bits(simulated):
 @pytest.mark.parametrize("way", WAYS)
 def test_equal_bits_in_every_way(simulated, way, policy):
     number = {**POLICIES, "random": sim.RANDOM, "side streams last": sim.SIDE_LAST}[policy]
-    methods = [("pb", "adagrad")] if "adagrad" in way else METHODS
+    methods = METHODS
+    if "adagrad" in way:
+        methods = [("pb", "adagrad")]
+    elif way == "fetched for nobody":  # by methods that need not be asked what
+        methods = [("pb", "momentum"), ("one_f_one_b-3", "momentum")]
     for case, optimizer in methods:
         for pushed in (1, 3):
             run = dict(case=case, optimizer=optimizer, policy=number, pushed=pushed) | WAYS[way]
             assert not simulated.ask(**run), f"{case}, pushes of {pushed}"
+
+
+def test_what_has_drawn_in_flight_stays_where_it_was(simulated):
+    """The cure, to drain before, is among the ways above."""
+    for here, there in (("sim:0", "cpu"), ("cpu", "sim:1")):
+        answer = simulated.ask(case="pb", policy=sim.LATE, where=[here], resumed=there)
+        assert "stage 1 (1): it draws random numbers" in answer
+        assert answer.strip().endswith("drain() before state_dict() there, or load where it was saved")
 
 
 FITS = {

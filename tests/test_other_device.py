@@ -1,0 +1,47 @@
+"""A state from another kind of device, whose random numbers are of another form; without one, as far as that goes."""
+
+import pytest
+import torch
+from torch import nn
+
+from tests.laws.cases import data, pipeline
+
+
+def build():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Sequential(nn.Dropout(0.5), nn.Linear(6, 6)), nn.Linear(6, 6))
+    return pipeline(model, "pb")
+
+
+def trained(drains):
+    """A state that says it comes from CUDA, whose generators have 16 bytes."""
+    pipe = build()
+    for x, y in data(4):
+        pipe.push(x, y)
+    if drains:
+        pipe.drain()
+    state = pipe.state_dict()
+    for tensors, plain in zip(state["stages"], state["plain"]["stages"], strict=True):
+        plain["device"] = "cuda"
+        if "random" in tensors:
+            tensors["random"] = tensors["random"][:16].clone()
+    return state
+
+
+def test_other_numbers_are_drawn_from_there_on():
+    state, losses = trained(True), []
+    for _ in range(2):
+        pipe = build()
+        with pytest.warns(UserWarning, match="stage 1.*random numbers cannot go on.*drawn on cpu"):
+            pipe.load_state_dict(state)
+        losses.append(torch.stack([pipe.push(x, y) for x, y in data(4)]))
+    assert torch.isfinite(losses[0]).all()
+    assert torch.equal(*losses)  # and they follow from the state
+
+
+def test_in_flight_it_is_refused_before_anything_changes():
+    pipe, state = build(), trained(False)
+    before = {name: value.clone() for name, value in pipe.model.state_dict().items()}
+    with pytest.raises(ValueError, match=r"stage 1.*drawn on cuda cannot go on on cpu; drain\(\) before state_dict"):
+        pipe.load_state_dict(state)
+    assert all(torch.equal(before[name], value) for name, value in pipe.model.state_dict().items())
