@@ -41,6 +41,7 @@ NUMBERS = {
 AWAY = {"numpy", "__array__", "data_ptr", "__dlpack__", "storage", "untyped_storage"}  # where nobody can follow
 
 
+@torch.enable_grad()  # what is evaluated first may be trained on later: where a forward forbids gradients, it does so
 def follow(
     model: nn.Module,
     args: Sequence[Any],
@@ -123,7 +124,7 @@ class _Recorder(TorchFunctionMode):
         self.thread = threading.get_ident()
         self.told: Escape | None = None
         self.sets = Sets(self.paths, left)
-        self.around, self.graded = autocasts(), torch.is_grad_enabled()
+        self.around = autocasts()
 
     @property
     def where(self) -> str:
@@ -344,7 +345,7 @@ class _Recorder(TorchFunctionMode):
         finally:
             self.inside -= 1
         placed = handed.placed(lambda value: self.placed(value, self.name(path)))
-        call = Call(path, *placed, self.where, torch.is_grad_enabled() or not self.graded, left=handed.changed())
+        call = Call(path, *placed, self.where, torch.is_grad_enabled(), left=handed.changed())
         self.write(call, self.done - begin)
         self.give(call, (output, *[handed.args[key] for key in call.left]) if call.left else output, handed.passed)
         return output

@@ -255,6 +255,28 @@ def test_heads_that_are_called_in_training_only():
     pipe.push(inputs()[0], inputs()[0])
 
 
+@pytest.mark.parametrize("quiet", [False, True])
+def test_what_is_evaluated_first_may_be_trained_on_later(quiet):
+    """In evaluation mode, whose way through the model was found out where there were no gradients."""
+
+    def between(model, h):
+        if not quiet:
+            return h * 2 + torch.relu(h)
+        with torch.no_grad():
+            return h * 2
+
+    model, x = Model(between), inputs()[0]
+    plain = copy.deepcopy(model).eval()
+    pipe = pipeline(model, x)
+    assert torch.equal(pipe.evaluate(x), plain(x))
+    pipe.model.eval()
+    pipe.push(x, torch.zeros(5, 4))
+    nn.functional.mse_loss(plain(x), torch.zeros(5, 4)).backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    for found, wanted in zip(pipe.model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(found, wanted)
+
+
 # -- numbers and names of files ----------------------------------------------------------------------------------
 
 
