@@ -61,7 +61,7 @@ def _() -> None:
     _both(make, 2, 4)
 
 
-FAULTS["vectorize refuses a followed model in evaluation mode, as if its output hung on nothing"] = Program(
+FAULTS["a followed model that is evaluated first trains without gradients in evaluation mode"] = Program(
     stages=4, form="followed", runtime={"vectorize": True}, calls=(("evaluate", 1), ("eval",), *ONE)
 )
 
