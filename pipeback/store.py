@@ -123,7 +123,7 @@ class Store:
 
 @dataclass
 class HostStore(Store):
-    """Weights, gradients and optimizer state in host memory, pinned where a stage computes on CUDA.
+    """Weights, gradients and optimizer state in host memory, pinned where a stage computes on a device with streams.
 
     Between pushes, after `Pipeline.wait()`, the model's parameters show the weights here.
     """

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import pipeback
-from pipeback import disk, sparsities
+from pipeback import accelerators, disk, sparsities
 from pipeback.accelerators import on
 from pipeback.disk import DiskStore
 from pipeback.store import HostStore
@@ -156,12 +156,14 @@ def fit(where: list[str], **run: Any) -> dict[str, Tensor]:
     return fit(where, **run)
 
 
+_streams = accelerators._streams
 _expected: dict[str, dict[str, Tensor]] = {}
 
 
 def compared(run: dict[str, Any]) -> str:
     """What differs from the CPU, or nothing."""
     policy, where, beside = run.pop("policy"), run.pop("where", ["sim:0"]), run.pop("beside", False)
+    accelerators._streams = _streams if run.pop("streams", True) else lambda kind: False
     do = {"exchange": exchange, "fit": fit}.get(run.pop("kind", ""), train)
     key = json.dumps({"do": do.__name__, **run, "resumed": ""}, sort_keys=True)
     if key not in _expected:

@@ -34,6 +34,10 @@ WAYS = {
     "a stream of the user's, activations on the host": {"beside": True, "activations": "host"},
     "a stream of the user's, host": {"beside": True, "store": ["host", 1]},
     "a stream of the user's, sparsity": {"beside": True, "sparsity": "rigl"},
+    "no streams, activations on the host": {"streams": False, "activations": "host"},
+    "no streams, host": {"streams": False, "store": ["host", 1]},
+    "no streams, disk, two devices": {"streams": False, "store": ["disk", 1], "where": BOTH},
+    "no streams, sparsity": {"streams": False, "sparsity": "rigl"},
     "two devices": {"where": BOTH},
     "two devices, activations on the host": {"where": BOTH, "activations": "host"},
     "two devices, workers": {"where": BOTH, "workers": 2},
@@ -74,7 +78,7 @@ FEW = [
     ("disk-2", "cerebras"), ("host, two devices", "pb"), ("host, workers", "gpipe-4"), ("sparsity", "pb"),
     ("sparsity that changes, host", "pipedream"), ("a state goes to the CPU", "pb"),
     ("a state comes from the CPU, disk", "cerebras"), ("a state goes to the CPU, drained", "pb"),
-    ("host, adagrad", "pb"), ("sparsity, a state comes from the CPU", "pb"),
+    ("host, adagrad", "pb"), ("no streams, host", "pb"), ("sparsity, a state comes from the CPU", "pb"),
 ]  # fmt: skip
 
 
