@@ -231,7 +231,6 @@ class Program:
 
     @looked_into
     @again
-    @torch.enable_grad()  # what needs a gradient is the same for one who evaluates
     def _follow(
         self,
         arguments: Arguments,

@@ -33,7 +33,7 @@ def drawing():
 @pytest.mark.parametrize(
     ("model", "options"),
     [(drawing, {}), (drawing, {"workers": 2}), (network, {"store": "host"}), (network, {"vectorize": True})],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_a_bad_batch_leaves_everything_as_it_was(model, options):
     found = []
