@@ -95,10 +95,12 @@ def generator(device: torch.device | None) -> Any:
     """The generator that operators on a device draw from by default; of None, on the CPU."""
     if device is None or not away(device):
         return torch.default_generator
-    found = getattr(torch.get_device_module(device), "default_generators", None)
-    if found is None:
+    module = torch.get_device_module(device)
+    if not hasattr(module, "default_generators"):
         return _Module(device)
-    return found[torch.accelerator.current_device_index() if device.index is None else device.index]
+    if not module.default_generators:  # of CUDA there are none before it is in use
+        module.init()
+    return module.default_generators[torch.accelerator.current_device_index() if device.index is None else device.index]
 
 
 @contextmanager

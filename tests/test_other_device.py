@@ -1,9 +1,12 @@
 """A state from another kind of device, whose random numbers are of another form; without one, as far as that goes."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
+from pipeback import accelerators
 from tests.laws.cases import data, pipeline
 
 
@@ -45,3 +48,20 @@ def test_in_flight_it_is_refused_before_anything_changes():
     with pytest.raises(ValueError, match=r"stage 1.*drawn on cuda cannot go on on cpu; drain\(\) before state_dict"):
         pipe.load_state_dict(state)
     assert all(torch.equal(before[name], value) for name, value in pipe.model.state_dict().items())
+
+
+def test_random_numbers_of_a_device_that_is_not_in_use_yet(monkeypatch):
+    """CUDA makes its generators when it is first used."""
+    cuda = SimpleNamespace(default_generators=())
+    cuda.init = lambda: vars(cuda).update(default_generators=(torch.Generator(), torch.Generator().manual_seed(3)))
+    monkeypatch.setattr(torch, "get_device_module", lambda device: cuda)
+    assert accelerators.generator(torch.device("cuda:1")).initial_seed() == 3
+
+
+def test_random_numbers_that_only_the_module_of_a_device_knows(monkeypatch):
+    """As those of MPS."""
+    mps = SimpleNamespace(get_rng_state=torch.get_rng_state, set_rng_state=torch.set_rng_state)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: mps)
+    with accelerators.forked([torch.device("mps")]):
+        drawn = torch.rand(2)
+    assert torch.equal(torch.rand(2), drawn)
