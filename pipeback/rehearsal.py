@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from pipeback import inflight, newer, stashed
 from pipeback.compiled import Compiled, faithful
+from pipeback.inflight import tensors_in
 from pipeback.method import Method
 from pipeback.newer import Refused, untouched
 from pipeback.stage import Flight, Stage, Value, cut, grown
@@ -153,7 +154,15 @@ def _guarded(stage: Stage, given: Value, target: Any, which: str = "the first mi
     except Refused:
         raise
     except Exception as error:
-        raise ValueError(f"{stage.label}: the forward failed on {which}: {error}") from error
+        raise ValueError(f"{stage.label}: the forward failed on {which}: {error}{_astray(stage, target)}") from error
+
+
+def _astray(stage: Stage, target: Any) -> str:
+    """Inputs go where a stage is; where a target is wanted, its loss knows alone."""
+    for part in tensors_in(target) if stage.judges else ():
+        if stage.device is not None and part.device != stage.device:
+            return f"; a target is on {part.device}, the stage on {stage.device}: push y.to({str(stage.device)!r})"
+    return ""
 
 
 def _checked(stage: Stage, output: Any) -> Value:

@@ -90,11 +90,13 @@ def train(
     resumed: str = "",
     drained: bool = False,
     unused: bool = False,
+    astray: bool = False,
     **options: Any,
 ) -> dict[str, Tensor]:
     """resumed: the device on which a state goes on that was taken in flight, or `drained`.
 
-    unused: weights are fetched for nobody, and what then gets their memory must keep what it writes there.
+    astray: targets stay on the CPU. unused: weights are fetched for nobody, and what then gets their memory must keep
+    what it writes there.
     """
     run = dict(case=case, optimizer=optimizer, draws=draws, dtype=torch.bfloat16 if half else torch.float32)
     with tempfile.TemporaryDirectory() as folder:
@@ -108,7 +110,8 @@ def train(
                 where = [resumed]
                 pipe = build(where, run, Path(folder, "then"), **options)
                 pipe.load_state_dict(state)
-            found[f"loss of push {n}"] = pipe.push(x, y.to(where[(STAGES - 1) % len(where)])).detach().clone()
+            there = y if astray else y.to(where[(STAGES - 1) % len(where)])
+            found[f"loss of push {n}"] = pipe.push(x, there).detach().clone()
             if unused:
                 found[f"after push {n}"] = written_over(pipe)
         found |= kept(pipe, "in flight")

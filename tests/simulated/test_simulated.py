@@ -129,6 +129,13 @@ def test_what_has_drawn_in_flight_stays_where_it_was(simulated):
         assert answer.strip().endswith("drain() before state_dict() there, or load where it was saved")
 
 
+def test_targets_on_the_cpu(simulated):
+    """The cure is what every other run here does."""
+    answer = simulated.ask(case="pb", policy=sim.LATE, astray=True)
+    assert "stage 3 (3): the forward failed on the first micro-batch" in answer
+    assert answer.strip().endswith("a target is on cpu, the stage on sim:0: push y.to('sim:0')")
+
+
 FITS = {
     "plain": {"method": "pb"},
     "slices": {"method": "gpipe", "micro_batch_size": 2},
