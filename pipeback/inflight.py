@@ -225,7 +225,7 @@ def rerun(stage: Any, x: Any, target: Any) -> tuple[tuple[Tensor, ...], Any, hid
     if getattr(stage.call, "handles", None) is not None:  # it has hooks on what it saves (`afresh`)
         return leaves, output, stage.call.handles
     roots = [part for part in tensors_in(output) if part.requires_grad]
-    if all(raw is not None for _, _, raw in saved(roots)):
+    if not any(True for node in filter(hidden.hides, nodes(roots)) for _ in hidden.tensors(node)):
         return leaves, output, None
     handles = hidden.Handles(stage.label)
     with saved_tensors_hooks(handles.pack, handles.unpack):

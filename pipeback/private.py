@@ -28,6 +28,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.optim.optimizer as every_optimizer
@@ -116,11 +117,20 @@ def identity(of: Tensor | torch.UntypedStorage) -> int:
         return (of.untyped_storage() if isinstance(of, Tensor) else of)._cdata
 
 
+_saving: WeakKeyDictionary[type, dict[str, list[str]]] = WeakKeyDictionary()
+
+
+def _names(kind: type, prefix: str) -> list[str]:
+    """The attributes of a class of nodes that begin so; every compiled graph has a class of its own."""
+    known = _saving.setdefault(kind, {})
+    if prefix not in known:
+        known[prefix] = [name for name in dir(kind) if name.startswith(prefix)]
+    return known[prefix]
+
+
 def shown(node: Any) -> Iterator[tuple[str, Tensor, Raw]]:
     """(name, saved tensor, its handle) for the tensors that a node of a graph shows."""
-    for name in dir(node):
-        if not name.startswith("_raw_saved_"):
-            continue
+    for name in _names(type(node), "_raw_saved_"):
         raw, plain = getattr(node, name), name.removeprefix("_raw")
         value = getattr(node, plain if hasattr(node, plain) else "saved_tensors")
         raws = raw if isinstance(raw, (list, tuple)) else [raw]
@@ -132,7 +142,7 @@ def shown(node: Any) -> Iterator[tuple[str, Tensor, Raw]]:
 
 def numbers_of(node: Any) -> list[str]:
     """The numbers that a node of torch's own has saved, with their names."""
-    found = [(name, getattr(node, name)) for name in dir(node) if name.startswith("_saved_")]
+    found = [(name, getattr(node, name)) for name in _names(type(node), "_saved_")]
     return [f"{name}={value!r}" for name, value in found if isinstance(value, (bool, int, float))]
 
 

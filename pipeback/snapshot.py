@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from itertools import count, takewhile
 from typing import Any
 
 import torch
@@ -206,8 +207,7 @@ def _load_flight(stage: Stage, mb: int, plain: Plain, tensors: Mapping[str, Tens
         leaves, output, handles = inflight.rerun(stage, x, target)
         prefix, away = f"flight/{mb}/saved/", stage.keeping is not None and stage.keeping.away
         where, device = f"{stage.label}, micro-batch {mb}", torch.device("cpu") if away else stage.device
-        values = [tensors[f"{prefix}{n}"] for n in range(sum(name.startswith(prefix) for name in tensors))]
-        values = [inflight.replica(value, device) for value in values]
+        values = [inflight.replica(value, device) for value in _numbered(tensors, prefix)]
         known = _known(stage, leaves, target)
         inflight.put_back(grown(output), known, values, plain["saved"], where, stage.device, handles)
         flight = Flight(leaves, output, target, plain["version"], isinstance(x, tuple))
@@ -224,6 +224,11 @@ def _load_flight(stage: Stage, mb: int, plain: Plain, tensors: Mapping[str, Tens
     return flight
 
 
+def _numbered(tensors: Mapping[str, Tensor], prefix: str) -> list[Tensor]:
+    """Those of a list. A look at all names would cost the square of what is in flight."""
+    return [tensors[name] for name in takewhile(tensors.__contains__, (f"{prefix}{n}" for n in count()))]
+
+
 def _load_row(stage: Stage, mb: int, plain: Plain, tensors: Mapping[str, Tensor], options: dict[int, Any]) -> Flight:
     if stage.stack is None:
         raise Corrupt(
@@ -233,7 +238,7 @@ def _load_row(stage: Stage, mb: int, plain: Plain, tensors: Mapping[str, Tensor]
     flight = Flight((), None, None, plain["version"], False)
     shape, dtype, training = plain["row"]
     prefix = f"flight/{mb}/row/"
-    values = [tensors[f"{prefix}{n}"] for n in range(sum(name.startswith(prefix) for name in tensors))]
+    values = _numbered(tensors, prefix)
     flight.row = stage.stack.restore(stage, mb, (tuple(shape), getattr(torch, dtype), training), values)
     if plain["owned"]:
         stage.owns = True
