@@ -1,5 +1,6 @@
 """Following a model where Python stands between tensors: operators, numbers of numpy, sizes that depend on values."""
 
+import ast
 import copy
 import json
 import operator
@@ -211,6 +212,30 @@ def test_what_enters_a_stage_may_be_changed_in_place(part):
         found.append((losses, [p.detach().clone() for p in pipe.model.parameters()]))
         pipe.close()
     assert found[0][0] == found[1][0] and all(map(torch.equal, found[0][1], found[1][1]))
+
+
+class Table(nn.Module):
+    """Puts another buffer in the place of its own when it is first called."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("table", torch.zeros(1, 4))
+
+    def forward(self, x):
+        if len(self.table) != len(x):
+            self.table = torch.arange(len(x) * 4.0).view(-1, 4) / 100
+        return self.layer(x) + self.table
+
+
+def test_the_cure_for_several_modules_names_them_all():
+    model = Model(lambda own, h: own.second(own.first(h)))
+    model.first, model.second = Table(), Table()
+    with pytest.raises(ValueError, match=r"changes self.table .* keep the modules whole: leaves=") as told:
+        pipeline(model, inputs()[0])
+    leaves = ast.literal_eval(str(told.value).partition("leaves=")[2])
+    assert leaves == ["first", "second"]
+    equals_plain_training(model, inputs(), leaves=leaves)
 
 
 class Penalised(nn.Module):
