@@ -33,7 +33,8 @@ class Gradients:
     """Of the parameters `params`, in micro-batch order.
 
     rows: see `sparse_rows`. shows: they stay in `.grad` after a B until `hide`, for who computes the loss outside and
-    looks at them, or changes them, before the update. threaded: B is done in a thread of our own.
+    looks at them, or changes them, before the update. threaded: B is done in a thread of our own, while the user's may
+    clear and replace what is in `.grad`: the sums are shown there, and changes of them in place count alone.
     """
 
     def __init__(self, params: Sequence[Tensor], rows: Collection[int] = ()) -> None:
@@ -59,8 +60,15 @@ class Gradients:
 
     def adopt(self) -> None:
         """Take what somebody has put in the place of those that were shown; those that were cleared are kept."""
-        if self._shown:
+        if self._shown and not self.threaded:
             self.values = [g if p.grad is None else p.grad for p, g in zip(self.params, self.values, strict=True)]
+
+    def show(self) -> None:
+        """They are in `.grad`, to be looked at."""
+        if self.shows:
+            self._shown = True
+            for p, g in zip(self.params, self.values, strict=True):
+                p.grad = g
 
     def hide(self) -> None:
         """No parameter has a gradient."""
@@ -160,6 +168,7 @@ def _handed_over(
             leaf.grad = grads[id(leaf)]
     for each in every:
         each.add([grads.get(id(p)) for p in each.params])
+        each.show()
 
 
 def _own(leaf: Tensor, gradient: Tensor, seen: set[int]) -> Tensor:

@@ -88,7 +88,7 @@ def _loop(
     alone = len(mine) == len(holding.stages)
     for stage in mine:
         stage.threaded = setting.threads is not None or sums is not None or holding.shards or not alone
-        stage.gradients.threaded = stage.threaded and not stage.gradients.shows
+        stage.gradients.threaded = stage.threaded
     policy, shared = setting.order, None
     if policy == "grouped" and not alone and not any(setting.delays) and holding.stages[-1].loss is not None:
         # in a flush, the gradient that another worker waits for leaves before the next one is begun; where the loss is

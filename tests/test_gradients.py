@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import pipeback
+from pipeback.gradients import Gradients, differentiate
 from tests.laws.cases import data, network, pipeline, weights
 
 GROUPS = {
@@ -185,3 +186,19 @@ def test_who_computes_the_loss_outside_sees_them_and_may_change_them():
 
     assert torch.equal(run(clear=True), run())
     assert not torch.equal(run(halve=True), run())
+
+
+def test_who_clears_them_while_a_thread_of_ours_goes_back_loses_none():
+    """As Lightning's zero_grad does in the user's thread, at any time; the loss is computed outside."""
+    layer = nn.Linear(3, 3)
+    sums = Gradients(list(layer.parameters()))
+    sums.shows = sums.threaded = True
+    wanted = torch.zeros(3, 3)
+    for n in range(3):
+        x = torch.full((1, 3), n + 1.0, requires_grad=True)
+        y = layer(x)
+        y.register_hook(lambda g: layer.zero_grad())
+        differentiate([y], [torch.ones(1, 3)], [x], [sums])
+        wanted += torch.ones(3, 1) @ x.detach()
+        assert torch.equal(sums.values[0], wanted) and layer.weight.grad is sums.values[0]
+        layer.weight.grad = torch.zeros(3, 3)  # put back late, by somebody who had put it aside

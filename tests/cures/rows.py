@@ -79,7 +79,7 @@ class Biased(nn.Module):
         self.linear = nn.Linear(6, 6)
 
     def forward(self, x: Any) -> Any:
-        return torch.nn.functional.linear(x, self.linear.weight.tanh(), self.linear.bias)
+        return torch.nn.functional.linear(x, self.linear.weight @ self.linear.weight, self.linear.bias)
 
 
 class Branching(nn.Module):
