@@ -154,10 +154,14 @@ def test_saving_calls_no_hook_and_changes_nothing():
         return layer.b(z)
 
     silent, saving = (build(hooked, "sequence", "pb") for _ in range(2))
-    for x, y in batches(9):
+    first, *rest = batches(9)
+    for pipe in (silent, saving):
+        pipe.push(*first)  # the rehearsal goes back as often as it takes to measure the time
+    calls.clear()
+    for x, y in rest:
         silent.push(x, y)
     wanted, calls[:] = len(calls), []
-    for x, y in batches(9):
+    for x, y in rest:
         saving.push(x, y)
         before = len(calls)
         saving.state_dict()
