@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import pipeback
+from tests.test_following import equals_plain_training
 
 X = [torch.randn(5, 4, generator=torch.Generator().manual_seed(n)) for n in range(3)]
 
@@ -94,23 +95,10 @@ class Listed(nn.Module):
 @pytest.mark.parametrize("model", [Hooked, Listed])
 @pytest.mark.parametrize("stages", ["block", "layer", 2])
 def test_a_block_that_lets_a_tensor_out_is_looked_into(model, stages):
-    plain = model()
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.01)
-    pipe = pipeback.Pipeline(
-        model(), loss=mse_loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.01), example=X[0], stages=stages,
-        method="sgd",
-    )  # fmt: skip
+    pipe = equals_plain_training(model(), X, plain=model(), stages=stages)
     assert pipe.stages == {(Hooked, "block"): 4, (Hooked, "layer"): 7, (Listed, "block"): 3, (Listed, "layer"): 3}.get(
         (model, stages), 2
     )
-    for x in X:
-        loss = mse_loss(plain(x), x)
-        assert torch.equal(pipe.push(x, x), loss.detach())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    for found, wanted in zip(pipe.model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(found, wanted)
 
 
 def test_what_is_to_stay_whole_is_not_looked_into():

@@ -35,8 +35,9 @@ def pipeline(model, example, **options):
     )  # fmt: skip
 
 
-def equals_plain_training(model, batches, **options):
-    plain = copy.deepcopy(model)
+def equals_plain_training(model, batches, plain=None, **options):
+    """The pipeline of `model`, trained like `plain`, or a copy, in a loop: to equal bits."""
+    plain = copy.deepcopy(model) if plain is None else plain
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     pipe = pipeline(model, batches[0], **options)
     for x in batches:
@@ -51,6 +52,17 @@ def equals_plain_training(model, batches, **options):
     for found, wanted in zip(pipe.model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(found, wanted)
     return pipe
+
+
+def equal_in_every_runtime(make, batches):
+    """Models of `make`, in the caller's thread and in two workers."""
+    found = []
+    for workers in (None, 2):
+        pipe = pipeline(make(), batches[0], method="pb", workers=workers)
+        losses = [pipe.push(x, torch.zeros(5, 4)).item() for x in batches]
+        found.append((losses, [p.detach().clone() for p in pipe.model.parameters()]))
+        pipe.close()
+    assert found[0][0] == found[1][0] and all(map(torch.equal, found[0][1], found[1][1]))
 
 
 def inputs(count=3, samples=5):
@@ -205,13 +217,7 @@ class Embedded(nn.Module):
 def test_what_enters_a_stage_may_be_changed_in_place(part):
     batches = [torch.arange(5) + n for n in range(4)]
     assert equals_plain_training(Embedded(part), batches).stages == 3
-    found = []
-    for workers in (None, 2):
-        pipe = pipeline(Embedded(part), batches[0], method="pb", workers=workers)
-        losses = [pipe.push(x, torch.zeros(5, 4)).item() for x in batches]
-        found.append((losses, [p.detach().clone() for p in pipe.model.parameters()]))
-        pipe.close()
-    assert found[0][0] == found[1][0] and all(map(torch.equal, found[0][1], found[1][1]))
+    equal_in_every_runtime(lambda: Embedded(part), batches)
 
 
 class Table(nn.Module):

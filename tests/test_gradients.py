@@ -17,6 +17,16 @@ GROUPS = {
 }
 
 
+def drained(pipe, batches):
+    """The weights after these and a drain."""
+    for x, y in batches:
+        pipe.push(x, y)
+    pipe.drain()
+    found = weights(pipe)
+    pipe.close()
+    return found
+
+
 def trained(method, between=lambda model, pipe, x: None, **options):
     model = network(4)
     pipe = pipeline(model, GROUPS[method](), **options)
@@ -95,12 +105,7 @@ def test_workers_lose_nothing_to_who_clears_gradients_while_they_compute(monkeyp
         pipe = now["pipe"] = pipeback.Pipeline(
             model, loss=nn.functional.mse_loss, optimizer=lambda p: Stops(p, lr=0.1), method=GROUPS["1F1B"](), workers=2
         )
-        for x, y in data(10):
-            pipe.push(x, y)
-        pipe.drain()
-        found = weights(pipe)
-        pipe.close()
-        return found
+        return drained(pipe, data(10))
 
     now = {}
 
@@ -134,12 +139,7 @@ def test_gradients_of_workers_are_those_of_the_event_loop():
             model, loss=nn.functional.mse_loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
             method=GROUPS["1F1B"](), **options,
         )  # fmt: skip
-        for x, y in data(7):
-            pipe.push(x, y)
-        pipe.drain()
-        found = weights(pipe)
-        pipe.close()
-        return found
+        return drained(pipe, data(7))
 
     assert torch.equal(run(workers=2), run())
 
@@ -150,10 +150,7 @@ def test_a_hook_on_gathered_gradients_is_called_in_every_runtime():
         for p in model.parameters():
             p.register_post_accumulate_grad_hook(lambda p: seen.append(float(p.grad.sum())))
         pipe = pipeline(model, GROUPS["1F1B"](), **options)
-        for x, y in data(3):
-            pipe.push(x, y)
-        pipe.drain()
-        pipe.close()
+        drained(pipe, data(3))
         return sorted(seen)
 
     assert run(workers=2) == run() != []

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.test_following import Model, equals_plain_training, inputs, pipeline
+from tests.test_following import Model, equal_in_every_runtime, equals_plain_training, inputs, pipeline
 
 
 def closes(model, h, lengths):
@@ -85,10 +85,4 @@ def test_what_cannot_be_taken_apart_is_refused():
 
 def test_runtimes():
     batches = [(x, torch.tensor([n])) for x, n in zip(inputs(3), (5, 2, 3), strict=True)]
-    found = []
-    for workers in (None, 2):
-        pipe = pipeline(Weighted(closes), batches[0], method="pb", workers=workers)
-        losses = [pipe.push(x, torch.zeros(5, 4)).item() for x in batches]
-        found.append((losses, [p.detach().clone() for p in pipe.model.parameters()]))
-        pipe.close()
-    assert found[0][0] == found[1][0] and all(map(torch.equal, found[0][1], found[1][1]))
+    equal_in_every_runtime(lambda: Weighted(closes), batches)
