@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -43,6 +43,7 @@ from pipeback.ledger import Record
 from pipeback.loop import Batch, Loop, Messages
 from pipeback.memory import Memory
 from pipeback.method import Method
+from pipeback.modes import OTHERWISE, Modes, Turn
 from pipeback.observing import Observing
 from pipeback.pages import StoreError
 from pipeback.plan import Plan, plan
@@ -275,7 +276,8 @@ class Pipeline:
         self._error: BaseException | None = None
         self._runtime: Runtime | None = None
         self._finalizer: Any = None  # stops the threads of a pipeline that nobody holds
-        self._lock, self._process = threading.RLock(), os.getpid()  # one caller at a time, and not in a child of fork
+        self._lock, self._process = Turn(), os.getpid()  # one caller at a time, and not in a child of fork
+        self._modes = Modes(self._settable(), self._lock, self._settle)
         self._pushed = (0, 0)  # micro-batches of the last push, and samples of its first one
         self._affordable = 0  # micro-batches of a push that are known to fit the store's budgets
         if home is not None:
@@ -309,6 +311,7 @@ class Pipeline:
                 runtime = self._ready(batches)
             first = self._arrived
             self._arrived += len(batches) // len(self._holding.everywhere)
+            self._modes.pushed()
             losses = self._do(partial(runtime.push, first, batches, self._options))
             self._commit_if_due()
             weigh = self._weights == "samples" and len(batches) > 1
@@ -342,6 +345,7 @@ class Pipeline:
             runtime, xs = self._ready(batches, expected), [x for x, _, _ in batches]
             assert isinstance(runtime, (Inline, Processes))
             self._ahead.expect(expected)
+            self._modes.pushed()
             outputs: list[Value] = self._do(partial(runtime.forward, self._arrived, xs, self._options, expected))
             self._ahead.count = len(xs)
             for output in outputs:
@@ -389,6 +393,7 @@ class Pipeline:
             if gradients:
                 self._arrived += len(gradients)
                 self._ahead.backward(len(gradients))
+                self._modes.pushed()
                 self._do(partial(runtime.backward, gradients))
 
     def forget(self) -> None:
@@ -405,6 +410,7 @@ class Pipeline:
         with self._lock, torch.enable_grad():
             self._open()
             if isinstance(self._runtime, (Inline, Processes)):
+                self._modes.pushed()
                 self._do(partial(self._runtime.step, self.method.flush_each_push))
                 self._holding.hide()
                 if self.method.flush_each_push:
@@ -456,6 +462,7 @@ class Pipeline:
             self._open()
             if self._runtime is not None:
                 self._do(self._runtime.wait, harmless=() if isinstance(self._runtime, Inline) else (KeyboardInterrupt,))
+            self._modes.done()
 
     def drain(self) -> None:
         """Finish what is in flight; what is pushed afterwards fills the pipeline anew."""
@@ -463,6 +470,7 @@ class Pipeline:
             self._open()
             if self._runtime is not None:
                 self._do(self._runtime.drain)
+                self._modes.done()
                 self._commits.restart(self._arrived)
                 self._ahead.restart()
                 self._commit_if_due()
@@ -873,6 +881,7 @@ class Pipeline:
         if self._runtime is not None:
             self._runtime.close()
             self._runtime = None
+        self._modes.leave()
 
     def _loops(self) -> list[Loop]:
         return [] if self._runtime is None else self._runtime.loops
@@ -889,6 +898,8 @@ class Pipeline:
         if not self._rehearsals.due(batches):
             return
         if self._runtime is not None:
+            if self._modes.unheard and self._rehearsals.set_otherwise:
+                warnings.warn(OTHERWISE, stacklevel=4)
             self._do(self._runtime.wait)  # buffers and random state are borrowed and put back
         relay = self._relay if isinstance(self._runtime, Processes) else None
         sizes = self._rehearsals.run(batches, relay)
@@ -924,6 +935,19 @@ class Pipeline:
         if not isinstance(self._runtime, Inline) or self._holding.store is not None:
             self._finalizer = weakref.finalize(self, _end, self._runtime, self.ranks, self._process)
         self._observing.started(self._loops())
+        if type(self._runtime) is not Inline:
+            self._modes.listen()
+
+    def _settable(self) -> Iterator[nn.Module]:
+        """The modules that somebody may set to train or to evaluate."""
+        yield from self._model.modules()
+        for stage in self._stages:
+            yield from stage.module.modules()
+
+    def _settle(self) -> None:
+        """A module is about to be set to train or to evaluate."""
+        if self._error is None and os.getpid() == self._process:
+            self.wait()
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from pipeback.holding import Holding
 from pipeback.loop import Batch
 from pipeback.rehearsal import begin_stream, rehearse, rehearse_form, rehearse_shape
 from pipeback.repeat import casting
-from pipeback.settings import Settings
+from pipeback.settings import Mirror, Settings
 from pipeback.stage import Stage, Value
 
 Form = tuple[Any, ...]
@@ -37,6 +37,8 @@ class Rehearsals:
         self._forms: set[Form] = set()  # of the micro-batches so far
         self._modes = Settings([], modes=True)  # of all modules
         self._settings: list[tuple[Stage, Settings]] = []  # of stages that do not draw, as far as is known
+        every = [[m for stage in stages for m in stage.module.modules()] for stages in holding.everywhere]
+        self._mirror = Mirror(every) if len(every) > 1 else None  # the user sets those of the first replica
 
     @property
     def _anew(self) -> bool:
@@ -44,7 +46,14 @@ class Rehearsals:
 
     @property
     def _set_anew(self) -> bool:
+        if self._mirror is not None and self._mirror.changed():
+            return True
         return any(settings.changed() for _, settings in self._settings)
+
+    @property
+    def set_otherwise(self) -> bool:
+        """Whether modules hold other modes or numbers than when they were last looked at."""
+        return self._modes.changed() or self._set_anew
 
     def due(self, batches: Sequence[Batch]) -> bool:
         """Whether one of these has to be rehearsed."""
@@ -59,6 +68,8 @@ class Rehearsals:
 
         Returns whether it was done anew, or for fewer samples.
         """
+        if self._mirror is not None:
+            self._mirror.follow()
         anew, fewer = self._anew, self._smallest is None or smallest(batches)[2] < self._smallest
         other = not anew and _kind(batches[0]) not in self._kinds
         if anew:

@@ -5,7 +5,7 @@ A dropout probability is one. Nobody tells a pipeline when it is set, so it is l
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from operator import getitem
 from typing import Any
 
@@ -34,3 +34,38 @@ class Settings:
             return list(map(getitem, self._homes, self._keys)) != self._values
         except KeyError:
             return True
+
+    def odd(self) -> Iterator[tuple[dict[str, Any], str]]:
+        """Those that are another one: the attributes of a module, and the name."""
+        for home, key, value in zip(self._homes, self._keys, self._values, strict=True):
+            if home.get(key, value) != value:
+                yield home, key
+
+
+class Mirror:
+    """Copies of modules, which are to have the modes and numbers that somebody sets in the original.
+
+    modules: the original ones, and those of each copy in the same order; they are alike.
+    """
+
+    def __init__(self, modules: Sequence[Sequence[nn.Module]]) -> None:
+        self._originals = modules[0]
+        self._copies: dict[int, list[dict[str, Any]]] = {}
+        for module, *copies in zip(*modules, strict=True):  # one that two stages share has two copies
+            self._copies.setdefault(id(vars(module)), []).extend(map(vars, copies))
+        self._look()
+
+    def _look(self) -> None:
+        self._settings = Settings(self._originals, modes=True), Settings(self._originals)
+
+    def changed(self) -> bool:
+        """Whether something was set since the copies followed."""
+        return any(settings.changed() for settings in self._settings)
+
+    def follow(self) -> None:
+        """Set in the copies what was set in the original; nobody may compute with them meanwhile."""
+        for settings in self._settings:
+            for home, key in settings.odd():
+                for copy in self._copies[id(home)]:
+                    copy[key] = home[key]
+        self._look()

@@ -25,7 +25,7 @@ FLOORS = [
         "stack", "graphed", "tick",
         "steady", "vectorized", "runtime", "state", "frame", "vigil", "wire", "semaphore", "ring", "beats", "activity",
         "blame", "health", "joining", "ranks", "clocks", "processes", "wiring", "weights", "holding",
-        "starting", "dry", "bandwidth", "survey", "agreement", "newer", "stashed", "rehearsal", "settings",
+        "starting", "dry", "bandwidth", "survey", "agreement", "newer", "stashed", "rehearsal", "modes", "settings",
         "rehearsals", "breakdown", "inputs", "building", "intact", "entrance", "memory", "versions", "closed",
         "ahead", "observing",
     ],

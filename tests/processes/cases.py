@@ -96,3 +96,26 @@ def differences(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
         elif not torch.equal(found[key], value):
             odd.append(key)
     return odd
+
+
+def sets_modes() -> dict[str, torch.Tensor]:
+    """Modules are set to train and to evaluate between pushes; losses, and all that is held afterwards."""
+    model = drawing()
+    pipe = pipeline(model, "pb")
+    some, losses = data(12), []
+
+    def push(first: int, last: int) -> None:
+        losses.extend(pipe.push(x, y) for x, y in some[first:last])
+
+    push(0, 4)
+    model.eval()
+    push(4, 6)
+    model[2].train()
+    model[3][2].train()
+    push(6, 8)
+    model.train()
+    push(8, 12)
+    state = settled(pipe.state_dict())
+    found = {**state, "losses": torch.stack([loss.detach().clone() for loss in losses])}
+    pipe.close()
+    return found

@@ -9,7 +9,7 @@ from torch import nn
 import pipeback
 from tests.choice import rare
 from tests.laws.cases import CASES, data, flushes, pipeline
-from tests.processes.cases import differences, drawing, flat, train
+from tests.processes.cases import differences, drawing, flat, sets_modes, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*takes its statistics")
 
@@ -50,6 +50,13 @@ def test_every_kind_of_activations(crew, activations):
 def test_weights_of_a_half_type_with_masters(crew):
     crew = crew.ranks(2)
     assert odd_cases(crew, "half", ["pb", "cerebras", "pipedream", "gpipe-4", "pipemare"], masters=True) == {}
+
+
+def test_modules_that_are_set_between_pushes(crew):
+    wanted = sets_modes()
+    for result in crew.ranks(2).run(sets_modes):
+        assert wanted.keys() == result.keys()
+        assert [name for name in wanted if not torch.equal(wanted[name], result[name])] == []
 
 
 @pytest.mark.soak
