@@ -7,7 +7,7 @@ micro-batch with another size goes another way, or is refused; it never gets the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,6 +41,18 @@ def makes(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 def reads(name: str, args: Sequence[Any]) -> bool:
     """Whether a call tells Python a size of its first argument; a property is read as (tensor, its name)."""
     return name in READERS or (name == "__get__" and args[1] in PROPERTIES)
+
+
+def bounded(index: Any, number: Callable[[Tensor], int]) -> Any:
+    """An index with numbers for the tensors that its slices end at: Python asks for these, as int() does."""
+    if isinstance(index, tuple):
+        return tuple(bounded(part, number) for part in index)
+    if not isinstance(index, slice):
+        return index
+    ends = (index.start, index.stop, index.step)
+    if not any(isinstance(end, Tensor) for end in ends):
+        return index
+    return slice(*[number(end) if isinstance(end, Tensor) else end for end in ends])
 
 
 def sizes(tensor: Tensor) -> list[int]:

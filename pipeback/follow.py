@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from pipeback.caches import without_caches
 from pipeback.callables import Applied, operator_of
-from pipeback.data_sizes import makes, reads, sizes
+from pipeback.data_sizes import bounded, makes, reads, sizes
 from pipeback.escapes import Escape, Inside
 from pipeback.handed import Handed
 from pipeback.left_behind import Name, Sets, attributes, check_unchanged
@@ -78,7 +78,9 @@ def follow(
     if not out:
         raise ValueError(f"{type(model).__name__} returned no tensor, but {type(output).__name__}")
     r, changed = recorder, {name for name, buffer, version in watched if buffer._version != version}
-    return Record(r.calls, len(given), out, form, r.constants, r.forms, r.grads, changed, r.costs, device), output
+    # a tensor without a gradient has one where something with one was written into it
+    grads = [before or tensor.requires_grad for before, tensor in zip(r.grads, r.numbered, strict=True)]
+    return Record(r.calls, len(given), out, form, r.constants, r.forms, grads, changed, r.costs, device), output
 
 
 class _Recorder(TorchFunctionMode):
@@ -95,6 +97,7 @@ class _Recorder(TorchFunctionMode):
         self.model, self.calls = model, list[Call]()
         self.numbers: dict[int, int] = {}
         self.alive: list[Any] = []  # ids stay theirs
+        self.numbered: list[Tensor] = []
         self.paths: dict[int, str] = {}
         for path, module in model.named_modules():
             self.paths[id(module)] = path
@@ -142,7 +145,7 @@ class _Recorder(TorchFunctionMode):
         number = len(self.forms)
         if known:
             self.numbers[id(tensor)] = number
-        self.alive.append(tensor)
+        self.numbered.append(tensor)
         self.forms.append((tensor.shape, tensor.dtype))
         self.grads.append(tensor.requires_grad)
         return number
@@ -232,6 +235,9 @@ class _Recorder(TorchFunctionMode):
             return self.unheard(func, args, kwargs)  # of a module that is made in this forward
         if name == "__iter__":
             return iter(self.__torch_function__(Tensor.unbind, types, args, kwargs))
+        if name in ("__getitem__", "__setitem__"):
+            asked = lambda x: self.__torch_function__(Tensor.__index__, types, (x,))  # noqa: E731
+            args = (args[0], bounded(args[1], asked), *args[2:])
         target = operator_of(func)
         if name == "__get__":  # of a property
             target, args = getattr, (args[0], func.__self__.__name__)
