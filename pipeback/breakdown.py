@@ -50,7 +50,7 @@ def breakdown(
             with FlopCounterMode(display=False) as forward:
                 leaves, given = stage.enter(value)
                 output = stage.run(given, target)
-            roots, inputs = grown(output), [leaf for leaf in leaves if leaf.requires_grad] + stage.params
+            roots, inputs = grown(output), [t for t in (*leaves, *stage.params) if t.requires_grad]
             with FlopCounterMode(display=False) as backward:
                 if roots and inputs:
                     torch.autograd.grad(roots, inputs, [torch.ones_like(y) for y in roots], allow_unused=True)

@@ -6,7 +6,7 @@ Who replaces one trains another than the stages do, and would never know.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 from torch import nn
@@ -14,6 +14,7 @@ from torch import nn
 from pipeback.private import handles, listened
 from pipeback.stage import Stage
 
+_needs = attrgetter("requires_grad")
 _COPY = "copy values into the weights in place, or build a new Pipeline"
 
 
@@ -42,6 +43,9 @@ class Intact:
         self.names = [prefix + key for prefix, children in named for key in children]
         self.modules = Places((children, key, child) for _, children in named for key, child in children.items())
         self._known: list[tuple[Any, Places]] = [([], Places([])) for _ in stages]  # where the weights were looked for
+        self._weights = [p for stage in stages for p in stage.module.parameters()]
+        trained = {id(p) for stage in stages for p in stage.params}
+        self._trained = [id(p) in trained for p in self._weights]
 
     def check(self) -> None:
         """Raise RuntimeError where a module or a weight is another one; or lies elsewhere in memory, which is looked at
@@ -67,6 +71,25 @@ class Intact:
                 raise RuntimeError(f"{stage.label}: {places.keys[n]} was moved, cast or replaced; {_COPY}")
         self.turn += 1
         self._check_hooks()
+        if list(map(_needs, self._weights)) != self._trained:
+            self._check_trained()
+
+    def _check_trained(self) -> None:
+        """Raise RuntimeError where a weight is to be trained that no optimizer has, or is frozen where nobody looks."""
+        for stage in self.stages:
+            mine, apart = {id(p) for p in stage.params}, stage.slot is None and stage.stack is None
+            for name, p in stage.module.named_parameters():
+                if p.requires_grad and id(p) not in mine:
+                    raise RuntimeError(
+                        f"{stage.label}: {name} was frozen when the pipeline was built, which does not train it; build "
+                        "a new Pipeline now that requires_grad is set"
+                    )
+                if not p.requires_grad and id(p) in mine and not apart:
+                    why = "lives in a store" if stage.stack is None else "runs as one with its neighbours"
+                    raise RuntimeError(
+                        f"{stage.label} {why}, where {name} cannot be frozen in between; build a new Pipeline once "
+                        "requires_grad is set"
+                    )
 
     def _check_hooks(self) -> None:
         """Raise RuntimeError where hooks were added to stages that run as one."""

@@ -68,7 +68,7 @@ def check(stage: Stage, method: Method, warn: bool, given: Value) -> None:
             roots = grown(run(tuple(inner) if isinstance(given, tuple) else inner[0]))
         disturb(originals, stage, second)
         seeds = torch.Generator().manual_seed(3)
-        inputs = [leaf for leaf in leaves if leaf.requires_grad] + stage.params
+        inputs = [t for t in (*leaves, *stage.params) if t.requires_grad]
         found = torch.autograd.grad(roots, inputs, [noise(y, seeds) for y in roots], allow_unused=True)
         return [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, found, strict=True)]
 

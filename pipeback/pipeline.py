@@ -25,6 +25,7 @@ from pipeback.building import Building
 from pipeback.closed import closed
 from pipeback.disk import DiskStore
 from pipeback.entrance import Entrance
+from pipeback.followers import Followers
 from pipeback.holding import Holding
 from pipeback.inputs import (
     check_functions,
@@ -258,6 +259,7 @@ class Pipeline:
                 self._holding.take_up()
         self._entrance = Entrance(self._program, self._holding.everywhere)
         self._intact = Intact(self._model, self._stages)
+        self._followers = Followers(self._holding.everywhere)
         self._setting = Setting(
             self.delays, order, seed, link, workers,
             {"clip_norm": clip_norm, "clip_value": clip_value, "samples": weights == "samples",
@@ -440,6 +442,7 @@ class Pipeline:
         if torch.is_inference_mode_enabled():
             raise RuntimeError("push trains, which inference mode forbids; call it outside torch.inference_mode()")
         self._intact.check()
+        self._followers.follow(self.wait)
         self._rehearse(batches)
         self._pushed = expected or len(batches) // len(self._holding.everywhere), batches[0][2]
         self._afford(*self._pushed)
@@ -823,6 +826,7 @@ class Pipeline:
                 self.ranks = self._holding.ranks = Ranks(self.ranks.table, self.ranks.timeout)
             self._error = None
             self._do(partial(self._take_up, state_dict, plain))
+            self._followers.remember()
 
     def would_hold(self, plain: dict[str, Any]) -> list[int] | None:
         """The stages whose tensors this process needs of a state with these plain values; None: all."""

@@ -23,6 +23,12 @@ from pipeback.stage import Stage
 # how far gradients of both may lie apart, by what a number can be told from 1: sums are made in another order
 CLOSE = {torch.float64: 1e-10, torch.float32: 1e-4}
 ROUGH = 0.05
+SCALES = (
+    1.0,
+    0.001,
+    30.0,
+    1000.0,
+)  # of the inputs that tell stages apart: limits and thresholds show far out or close by
 
 
 def proved(
@@ -140,9 +146,12 @@ def _prove(
     for r, stage in enumerate(stages):
         out, wanted = _both(stage, stage.module, xs[r], g[r])
         # one code on one stage's weights has the same bits; in a half type nothing else tells constants apart
-        same, _ = _both(stage, partial(_as, stages[-1].module, stage), xs[r], g[r])
-        if not torch.equal(same.nan_to_num(), out.nan_to_num()):
-            raise Unfit(f"{stage.label} computes something else than {stages[-1].label}")
+        for scale in SCALES:
+            mine, own = _both(stage, stage.module, scale * xs[r], g[r])
+            same, others = _both(stage, partial(_as, stages[-1].module, stage), scale * xs[r], g[r])
+            first = not stage.index  # nobody asks for the gradient of its input
+            if not all(map(_same, (mine, *own[first:]), (same, *others[first:]))):
+                raise Unfit(f"{stage.label} computes something else than {stages[-1].label}")
         if not stage.index:  # nobody asks for the gradient of its input
             wanted = (gx[r], *wanted[1:])
         found = [gx[r], *(grads[n][r] for n in trained)]
@@ -197,6 +206,10 @@ def example(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> T
     """Normal numbers of such a form, always the same; the caller's random state stays what it is."""
     generator = torch.Generator(device).manual_seed(0)
     return torch.randn(shape, generator=generator, device=device, dtype=torch.float64).to(dtype)
+
+
+def _same(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is b or (a is not None and b is not None and torch.equal(a.nan_to_num(), b.nan_to_num()))
 
 
 def _close(a: Tensor, b: Tensor) -> bool:

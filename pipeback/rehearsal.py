@@ -217,7 +217,7 @@ def _measure(stage: Stage, value: Value, target: Any) -> float:
         flight, output = _trial(stage, value, target)
         leaves, roots = flight.leaves, grown(output)
     starts = [x for x in leaves if x.requires_grad]
-    inputs = starts + stage.params
+    inputs = starts + [p for p in stage.params if p.requires_grad]  # it may have been frozen since
     if roots and inputs:
         try:
             grads = torch.autograd.grad(roots, inputs, [torch.ones_like(y) for y in roots], allow_unused=True)

@@ -35,7 +35,7 @@ class Rehearsals:
         self._smallest: int | None = None  # samples of the smallest micro-batch so far
         self._kinds: set[Any] = set()
         self._forms: set[Form] = set()  # of the micro-batches so far
-        self._modes = Settings([], modes=True)  # of all modules
+        self._modes = Settings([], "modes")  # of all modules
         self._settings: list[tuple[Stage, Settings]] = []  # of stages that do not draw, as far as is known
         every = [[m for stage in stages for m in stage.module.modules()] for stages in holding.everywhere]
         self._mirror = Mirror(every) if len(every) > 1 else None  # the user sets those of the first replica
@@ -93,9 +93,9 @@ class Rehearsals:
 
     def _look(self) -> None:
         every = [stage for stages in self._holding.everywhere for stage in stages]
-        self._modes = Settings((m for stage in every for m in stage.module.modules()), modes=True)
+        self._modes = Settings((m for stage in every for m in stage.module.modules()), "modes")
         self._settings = [
-            (stage, Settings(stage.module.modules()))
+            (stage, Settings(stage.module.modules(), "numbers" if stage.stack is None else "all"))
             for stage in every
             if stage.stream is None or stage.stack is not None
         ]

@@ -7,39 +7,48 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from operator import getitem
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
+_PLAIN = int, float, str, type(None)  # bool is an int
+
 
 class Settings:
-    """Attributes of modules, as they are now. modes: whether each is set to train; else other numbers, of whole ones 0
-    and 1 (the rest are widths and counts).
+    """Attributes of modules, as they are now. which: "modes", whether each is set to train; "numbers", other ones, of
+    whole ones 0 and 1 (the rest are widths and counts); "all", numbers, words and functions, which is what graphs of
+    these modules have taken down.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], *, modes: bool = False) -> None:
-        found = [
-            (vars(module), key, value)
-            for module in modules
-            for key, value in vars(module).items()
-            if (key == "training") == modes and (type(value) is float or (isinstance(value, int) and value in (0, 1)))
-        ]
+    def __init__(self, modules: Iterable[nn.Module], which: Literal["modes", "numbers", "all"] = "numbers") -> None:
+        every = [vars(module) for module in modules]
+        found = [(home, key, value) for home in every for key, value in home.items() if _is(which, key, value)]
         self._homes: list[dict[str, Any]] = [home for home, _, _ in found]
         self._keys = [key for _, key, _ in found]
         self._values = [value for _, _, value in found]
+        self._own = [home for home in every if which == "all" and "forward" not in home]
 
     def changed(self) -> bool:
         """Whether one of them is another one, or gone."""
         try:
-            return list(map(getitem, self._homes, self._keys)) != self._values
+            other = list(map(getitem, self._homes, self._keys)) != self._values
         except KeyError:
             return True
+        return other or any("forward" in home for home in self._own)
 
     def odd(self) -> Iterator[tuple[dict[str, Any], str]]:
         """Those that are another one: the attributes of a module, and the name."""
         for home, key, value in zip(self._homes, self._keys, self._values, strict=True):
             if home.get(key, value) != value:
                 yield home, key
+
+
+def _is(which: str, key: str, value: Any) -> bool:
+    if (key == "training") != (which == "modes"):
+        return False
+    if which == "all":
+        return not key.startswith("_") and (isinstance(value, _PLAIN) or callable(value))
+    return type(value) is float or (isinstance(value, int) and value in (0, 1))
 
 
 class Mirror:
@@ -56,7 +65,7 @@ class Mirror:
         self._look()
 
     def _look(self) -> None:
-        self._settings = Settings(self._originals, modes=True), Settings(self._originals)
+        self._settings = Settings(self._originals, "modes"), Settings(self._originals)
 
     def changed(self) -> bool:
         """Whether something was set since the copies followed."""

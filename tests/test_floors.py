@@ -26,8 +26,8 @@ FLOORS = [
         "steady", "vectorized", "runtime", "state", "frame", "vigil", "wire", "semaphore", "ring", "beats", "activity",
         "blame", "health", "joining", "ranks", "clocks", "processes", "wiring", "weights", "holding",
         "starting", "dry", "bandwidth", "survey", "agreement", "newer", "stashed", "rehearsal", "modes", "settings",
-        "rehearsals", "breakdown", "inputs", "building", "intact", "entrance", "memory", "versions", "closed",
-        "ahead", "observing",
+        "rehearsals", "breakdown", "inputs", "building", "intact", "followers", "entrance", "memory", "versions",
+        "closed", "ahead", "observing",
     ],
     [
         "methods", "sparsities", "foreseen", "plan", "budget", "pipeline", "checkpoint", "bands", "lanes", "trace",
