@@ -32,9 +32,9 @@ def sparse_rows(module: nn.Module, params: Sequence[Tensor]) -> list[int]:
 class Gradients:
     """Of the parameters `params`, in micro-batch order.
 
-    rows: see `sparse_rows`. shows: they stay in `.grad` after a B until `hide`, for who computes the loss outside and
-    looks at them, or changes them, before the update. threaded: B is done in a thread of our own, while the user's may
-    clear and replace what is in `.grad`: the sums are shown there, and changes of them in place count alone.
+    rows: see `sparse_rows`. shows: they stay in `.grad` from a B to the next forward or step (`hide`), for whoever
+    computes the loss outside and looks at them, or changes them. threaded: B is done in a thread of our own, while the
+    user's may clear and replace what is in `.grad`: the sums are shown there, and only changes in place count.
     """
 
     def __init__(self, params: Sequence[Tensor], rows: Collection[int] = ()) -> None:

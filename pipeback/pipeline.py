@@ -350,6 +350,7 @@ class Pipeline:
             self._modes.pushed()
             outputs: list[Value] = self._do(partial(runtime.forward, self._arrived, xs, self._options, expected))
             self._ahead.count = len(xs)
+            self._holding.hide()  # from who clears them before the backward
             for output in outputs:
                 for part in output if isinstance(output, tuple) else (output,):
                     if isinstance(part, Tensor) and (part.is_floating_point() or part.is_complex()):

@@ -157,9 +157,9 @@ def test_a_hook_on_gathered_gradients_is_called_in_every_runtime():
 
 
 def test_who_computes_the_loss_outside_sees_them_and_may_change_them():
-    """Until the step; clearing them, as before each batch, changes nothing."""
+    """From the backward to the next forward or step; clearing them, as before each batch, changes nothing."""
 
-    def run(clear=False, halve=False):
+    def run(clear=False, zero=False, halve=False, step=True):
         model = network(3)
         pipe = pipeback.Pipeline(
             model, loss=None, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), method=GROUPS["1F1B"]()
@@ -168,7 +168,7 @@ def test_who_computes_the_loss_outside_sees_them_and_may_change_them():
             if clear:
                 model.zero_grad()
             output = pipe.forward(x)
-            if clear:
+            if zero:
                 model.zero_grad(set_to_none=False)
             nn.functional.mse_loss(output, y).backward()
             pipe.backward(output.grad)
@@ -176,12 +176,14 @@ def test_who_computes_the_loss_outside_sees_them_and_may_change_them():
             for p in model.parameters():
                 if halve and p.grad is not None:
                     p.grad = p.grad * 0.5
-            pipe.step()
-            assert all(p.grad is None for p in model.parameters())
+            if step:  # else the updates come with the next forward
+                pipe.step()
+                assert all(p.grad is None for p in model.parameters())
         pipe.drain()
         return weights(pipe)
 
     assert torch.equal(run(clear=True), run())
+    assert torch.equal(run(zero=True, step=False), run())
     assert not torch.equal(run(halve=True), run())
 
 

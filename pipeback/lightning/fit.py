@@ -23,7 +23,6 @@ from pipeback.lightning import body, private, randomness, slices, steps
 from pipeback.lightning.body import Body
 from pipeback.lightning.instead import instead
 from pipeback.lightning.interval import Interval
-from pipeback.lightning.sums import Sums
 from pipeback.lightning.suspended import Suspended
 from pipeback.lightning.twins import Twins
 from pipeback.lightning.visits import Visits
@@ -74,7 +73,6 @@ class Fit:
         self._output: Any = None  # of the model, cut from its graph; its gradient goes to the last stage
         self._outputs: list[Any] = []  # likewise, of slices that went forward together
         self._end: dict[str, Any] | None = None  # the state of the pipeline at the end of the fit
-        self._sums = Sums(found.module)  # gradients of groups under way, hidden from Lightning
         self._versions: list[int] = []  # of the parameters after the last step
         followed = found.followed
         self._compare = not followed and not isinstance(found.module, nn.Sequential)  # with the module's own forward
@@ -134,7 +132,6 @@ class Fit:
         self.build(batches, per_batch, example)
         if self._loaded:
             self._take_up(section)
-            self._sums.show()
 
     def _visit(self, given: Any) -> Any:
         """The model without gradients, outside of F."""
@@ -163,7 +160,6 @@ class Fit:
         if self.pipe is not None:
             self.twins.follow()
         self._due = (batches, len(cut))
-        self._sums.show()
         expected = len(cut) * batches
 
         def one(part: Any) -> Any:
@@ -175,7 +171,6 @@ class Fit:
             output = self._together(cut, lambda part: step(part, *rest, **named), expected)
         else:
             output = self._many(cut, one)
-        self._sums.hide()
         self.loss = steps.loss_of(output)
         return output
 
@@ -321,9 +316,8 @@ class Fit:
         self.pipe.forget()
 
     def before_backward(self) -> Tensor | None:
-        """The loss to differentiate, undivided; the sums of gradients are where B adds to them."""
+        """The loss to differentiate, undivided."""
         loss, self.loss = self.loss, None
-        self._sums.show()
         return loss
 
     def step(self) -> None:
@@ -332,7 +326,6 @@ class Fit:
             with self._at_work():
                 self.pipe.step()
             self._versions = [p._version for p in self.found.module.parameters()]
-        self._sums.hide()
 
     def _fall(self) -> None:
         if (self._output is not None or self._outputs) and self.pipe is not None:
@@ -364,11 +357,9 @@ class Fit:
             yield
             return
         self._fall()
-        self._sums.show()
         with self._at_work():
             self.pipe.wait()
         yield
-        self._sums.hide()
 
     def drain(self) -> None:
         """Finish what is in flight."""
@@ -517,7 +508,6 @@ class Fit:
             batches = self.module.trainer.accumulate_grad_batches
             self.build(*((batches, 1) if section is None else section["update"]))
         self._take_up(section)
-        self._sums.hide()
 
     def _take_up(self, section: dict[str, Any] | None) -> None:
         assert self.pipe is not None

@@ -129,6 +129,22 @@ def test_accumulation_flushes_with_the_optimizer_step(method, accumulate, size):
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("size", [None, 2])
+def test_who_clears_gradients_in_place_loses_no_sums(size):
+    """Lightning clears them after training_step, in which all slices but the last have gone backward."""
+
+    class Clears(Regression):
+        def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+            optimizer.zero_grad(set_to_none=False)
+
+    found = [Regression(), Clears()]
+    for module in found:
+        trainer(strategy("one_f_one_b", micro_batch_size=size), accumulate_grad_batches=3).fit(
+            module, loader(samples=4)
+        )
+    assert torch.equal(weights(found[0]), weights(found[1]))
+
+
 def test_accumulation_of_a_power_of_two_is_plain_lightnings():
     """Lightning divides each loss, the pipeline the sum: the same bits where the division is exact."""
     plain, ours = Regression(), Regression()
