@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 
 def away(device: torch.device | None) -> bool:
-    """Whether what is computed there is not computed by the CPU, in the host's memory."""
+    """Whether a device is an accelerator: it has values, and the CPU does not compute them."""
     return device is not None and device.type not in ("cpu", "meta")
 
 
@@ -122,7 +122,7 @@ def random_states() -> dict[str, list[torch.Tensor]]:
 
 
 def set_random_states(saved: dict[str, Any]) -> None:
-    """Have what `random_states` gave, where there are as many accelerators of that type."""
+    """Set what `random_states` gave; it is left out where there is another number of accelerators of that type."""
     for kind, now in random_states().items():
         if len(saved.get(kind, ())) == len(now):
             for n, state in enumerate(saved[kind]):
@@ -149,7 +149,7 @@ def direct(device: torch.device | None) -> bool:
 
 
 def take_local(rank: int) -> str:
-    """Have a device by the rank on this host, if processes can exchange its tensors; returns the backend for that."""
+    """If NCCL is there, this process takes the GPU of its number on this host. Returns the backend to use."""
     if not (torch.cuda.is_available() and dist.is_nccl_available()):
         return "gloo"
     torch.cuda.set_device(rank % torch.cuda.device_count())

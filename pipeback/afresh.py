@@ -156,7 +156,7 @@ class Afresh:
         return output
 
     def look(self, known: set[int]) -> set[int]:
-        """From now on whoever looks into a graph finds what is made afresh in memory that is `known`."""
+        """From now on `known` gets the memory of what is made afresh for somebody who looks into a graph."""
         self.known, self._looked = known, []
         return known
 
@@ -170,7 +170,7 @@ class Afresh:
 
 
 def as_it_was(stage: Stage, afresh: bool) -> Callable[[Value], Value]:
-    """What a stage is to call, whose graphs in flight made functions of the weights afresh, or did not."""
+    """What a stage is to call so that graphs in flight are built as they were; afresh: these made functions afresh."""
     if isinstance(stage.call, Compiled):
         return stage.call
     inner = stage.call.inner if isinstance(stage.call, Afresh) else stage.call

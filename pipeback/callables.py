@@ -75,5 +75,5 @@ def argument(graph: fx.Graph, filled: Callable[[Any], Any], value: Any, changes:
 
 
 def in_a_row(*values: Any) -> tuple[Any, ...]:
-    """They, as a tuple."""
+    """These values as a tuple."""
     return values

@@ -22,7 +22,7 @@ def check_equal(
 ) -> None:
     """Raise ValueError unless the stages give what the forward does: bit for bit on the CPU.
 
-    x: what the first stage takes. unchanged: has buffers and random state be afterwards what they were before.
+    x: what the first stage takes. unchanged: a context that puts buffers and random state back.
     """
     found = []
     for run in (forward, lambda: _chain(stages, x)):
@@ -43,9 +43,9 @@ def _chain(stages: Sequence[nn.Module], x: Any) -> Any:
         except RuntimeError as error:
             if "a leaf Variable" not in str(error):
                 raise ValueError(
-                    f"stage {s} cannot do what the forward does there: {error}; what goes back through its own "
-                    "layers (torch.autograd.grad) does so within one module, under torch.enable_grad(), whose path you "
-                    "give in leaves="
+                    f"stage {s} cannot do what the forward does there: {error}; if the forward differentiates its own "
+                    "layers (torch.autograd.grad), have one module do it, under torch.enable_grad(), and give the path "
+                    "of that module in leaves="
                 ) from error
             x = stage(_given(x, True, cloned=True))
     return x

@@ -1,8 +1,8 @@
 """Fused: torch's fused steps (`fused=True`), given what they take for granted.
 
-A call of fused momentum SGD asks that all its weights have a momentum buffer, or none; stages that step together may
-have made their first updates at different times. And fused kernels go through memory in order, whatever the strides
-say: gradients and state lie as the weights do.
+A call of fused momentum SGD expects that either all of its weights have a momentum buffer, or none; but stages that
+step together may have made their first updates at different times. And fused kernels go through memory in order,
+whatever the strides say, so gradients and state are laid out in memory as the weights are.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Group = dict[str, Any]
 
 @contextmanager
 def fitting(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """The time in which an optimizer's fused groups are as torch's steps take them; others stay what they are."""
+    """Meanwhile the fused groups of an optimizer are as torch's steps expect them; other groups stay as they are."""
     groups = optimizer.param_groups
     parts = [_parts(optimizer.state, group) if group.get("fused") else [] for group in groups]
     split = [

@@ -1,8 +1,8 @@
 """Gradients: the sums of a stage's gradients for its coming update, where nobody else clears them or adds to them.
 
-Autograd adds to `.grad` of the user's parameters. A habit clears these (`model.zero_grad()` before each batch), and a
-backward of the user's own adds to them. So the sums lie there for the time of a B alone. In a thread of our own the
-user may clear them meanwhile, too; there autograd hands the gradients over, and they are added here.
+Autograd adds to `.grad` of the user's parameters. Users clear these by habit (`model.zero_grad()` before each
+batch), and a backward of their own adds to them. So the sums lie there during a B only. Where B runs in a thread of our
+own, the user may clear them even then; there autograd hands the gradients over, and they are added here.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class Gradients:
         self._shown = False
 
     def lend(self) -> None:
-        """Before B: they are where autograd adds to them."""
+        """Before B: put the sums where autograd adds to them."""
         self.adopt()
         for p, g in zip(self.params, self.values, strict=True):
             p.grad = g  # whatever others may have left there
 
     def keep(self) -> None:
-        """After B: they are ours again."""
+        """After B: take the sums back."""
         self.values = [p.grad for p in self.params]
         if self.shows:
             self._shown = True
@@ -64,14 +64,14 @@ class Gradients:
             self.values = [g if p.grad is None else p.grad for p, g in zip(self.params, self.values, strict=True)]
 
     def show(self) -> None:
-        """They are in `.grad`, to be looked at."""
+        """Put the sums into `.grad`, to be looked at."""
         if self.shows:
             self._shown = True
             for p, g in zip(self.params, self.values, strict=True):
                 p.grad = g
 
     def hide(self) -> None:
-        """No parameter has a gradient."""
+        """Have no parameter show a gradient."""
         if self._shown:
             self.adopt()
             self._shown = False
@@ -79,13 +79,13 @@ class Gradients:
                 p.grad = None
 
     def take(self) -> list[Tensor | None]:
-        """All of them; they begin anew."""
+        """Give all sums away; new ones begin."""
         self.hide()
         values, self.values = self.values, [None] * len(self.params)
         return values
 
     def put(self, values: Iterable[Tensor | None]) -> None:
-        """Have these instead."""
+        """Have these sums instead."""
         self.hide()
         self.values = list(values)
 
@@ -94,7 +94,7 @@ class Gradients:
         self.values = [_sum(g, new) for g, new in zip(self.values, found, strict=True)]
 
     def packed(self, count: float) -> Tensor:
-        """They in one vector, then which weights have one, then the count: what replicas add up."""
+        """What replicas add up, in one vector: all gradients, then which weights have one, then the count."""
         there = [float(g is not None) for g in self.values]
         kind = self.params[0] if self.params else torch.empty(0)
         pairs = list(zip(self.params, self.values, strict=True))
@@ -125,7 +125,7 @@ class Gradients:
 
 
 def nothing(set_to_none: bool = True) -> None:
-    """What `zero_grad` of a stage's optimizer does: the gradients that it steps by are there while it does."""
+    """What `zero_grad` of a stage's optimizer does: a step that calls it still needs its gradients."""
 
 
 def differentiate(
@@ -135,7 +135,7 @@ def differentiate(
 
     leaves: the inputs of the stages, which get theirs in `.grad`.
     """
-    # hooks of the user's that look at `.grad` once it is there are called where it is
+    # the user's hooks that are called once `.grad` is there need it to be there
     if every[0].threaded and not any(gradient_hooks(p) for each in every for p in each.params):
         return _handed_over(roots, seeds, leaves, every)
     for each in every:
@@ -185,7 +185,7 @@ def _own(leaf: Tensor, gradient: Tensor, seen: set[int]) -> Tensor:
 
 
 def dense(gradient: Tensor) -> Tensor:
-    """The same with its zeros."""
+    """The gradient with its zeros."""
     return gradient if gradient.layout is torch.strided else gradient.to_dense()
 
 

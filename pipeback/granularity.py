@@ -80,7 +80,7 @@ def layer(module: nn.Module) -> bool:
 def leaves(
     blocks: Iterable[str], whole: Iterable[str], opened: Container[str] = ()
 ) -> Callable[[str, nn.Module], bool]:
-    """Modules that are one call: blocks, what the user wants whole, and layers; of the opened ones what they hold."""
+    """Whether a module is one call: blocks, what the user wants whole, layers, and what stands in an opened module."""
     kept = {*blocks, *whole}
 
     def leaf(path: str, module: nn.Module) -> bool:

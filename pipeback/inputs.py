@@ -68,7 +68,7 @@ def check_optimizer(stage: Stage, method: Method) -> None:
 
 
 def check_groups(stages: Sequence[Stage]) -> None:
-    """Raise ValueError where the optimizer of a stage has come by other parameters."""
+    """Raise ValueError where parameters were added to the optimizer of a stage."""
     for stage in stages:
         found = {id(p) for group in stage.optimizer.param_groups for p in group["params"]}
         if stage.weights and found != {id(w) for w in stage.weights}:

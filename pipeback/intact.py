@@ -1,6 +1,6 @@
 """Intact: whether a model still consists of the modules and weights that its pipeline was built of.
 
-Who replaces one trains another than the stages do, and would never know.
+Whoever replaces one would otherwise train the old one on, and never know.
 """
 
 from __future__ import annotations
@@ -48,8 +48,9 @@ class Intact:
         self._trained = [id(p) in trained for p in self._weights]
 
     def check(self) -> None:
-        """Raise RuntimeError where a module or a weight is another one; or lies elsewhere in memory, which is looked at
-        for one weight of every stage at each call, for speed.
+        """Raise RuntimeError where a module or a weight is another one, or lies elsewhere in memory.
+
+        To be fast, each call looks at the memory of one weight of every stage, in turn.
         """
         n = self.modules.changed()
         if n is not None:

@@ -50,8 +50,8 @@ class Options:
 
     @cached_property
     def mark(self) -> int:
-        """Bits that tell these options from others: 15 of the rates, 12 of the rest. Of optimizers that may change
-        options themselves, where they are, 0.
+        """Bits that tell these options from others: 15 of the rates, 12 of the rest. They are 0 where an optimizer may
+        change its options itself, which then differ from rank to rank.
         """
         every = [group for groups in self.groups for group in groups] if self._told else []
         rates = [float(group["lr"]) for group in every]

@@ -29,7 +29,7 @@ class Changed(ValueError):
 
 
 def again(follow: Callable[P, R]) -> Callable[P, R]:
-    """Follow once more where the first call has installed something, and to see whether what it has set matters."""
+    """Follow once more where the first call has installed something in the model, or has set attributes."""
 
     @wraps(follow)
     def followed(*args: P.args, **kwargs: P.kwargs) -> R:

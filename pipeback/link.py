@@ -145,8 +145,8 @@ class WireLink:
         both = f"worker {self.worker} and worker {worker}"
         if differs % (1 << _OPTIONS):
             raise OtherBatch(
-                f"micro-batch {mb} finds a pipeline that one of {both} has drained before, and the other has not; "
-                "every rank must call drain() at the same micro-batch"
+                f"the pipeline was drained before micro-batch {mb} by one of {both}, and not by the other; every "
+                "rank must call drain() at the same micro-batch"
             )
         what = "rates (lr)" if differs >> _OPTIONS & _RATES else "options, such as momentum or weight_decay"
         raise OtherBatch(

@@ -78,7 +78,7 @@ class Ownership:
             )
 
     def staged(self, calls: Iterable[Call]) -> list[tuple[int, Call]] | None:
-        """Every call with the first stage that can do it after those before; None where a stage cannot follow them.
+        """Every call with the first stage that can do it after the calls before; None where no stage can.
 
         So a micro-batch may leave out what a stage begins with: heads that a model calls in training only.
         """

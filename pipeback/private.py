@@ -83,7 +83,7 @@ __all__ = ["FakeTensorMode", "TorchDispatchMode", "pytree", "run_backward", "uns
 
 
 def function_modes() -> list[Any]:
-    """The modes for torch functions that are on, those that hear of a call first at the end."""
+    """The modes for torch functions that are on; the last one hears of a call first."""
     with needing("torch.overrides._get_current_function_mode_stack"):
         from torch.overrides import _get_current_function_mode_stack
     return _get_current_function_mode_stack()
@@ -91,8 +91,8 @@ def function_modes() -> list[Any]:
 
 @contextmanager
 def maps_heard(hear: Callable[..., Any]) -> Iterator[None]:
-    """Calls of what `torch.vmap` has made go to `hear`: it is given what does them, the function, (in_dims, out_dims,
-    randomness, chunk_size), and the arguments.
+    """Meanwhile a call of `torch.vmap(function)` goes to `hear`. Its arguments are torch's own implementation, the
+    function, (in_dims, out_dims, randomness, chunk_size), and the arguments of the call.
     """
     with needing("torch._functorch.apis.vmap_impl"):
         from torch._functorch import apis
@@ -121,7 +121,7 @@ _saving: WeakKeyDictionary[type, dict[str, list[str]]] = WeakKeyDictionary()
 
 
 def _names(kind: type, prefix: str) -> list[str]:
-    """The attributes of a class of nodes that begin so; every compiled graph has a class of its own."""
+    """The attributes of a class of nodes whose names begin with `prefix`; every compiled graph has such a class."""
     known = _saving.setdefault(kind, {})
     if prefix not in known:
         known[prefix] = [name for name in dir(kind) if name.startswith(prefix)]
@@ -176,12 +176,12 @@ def hooks_of(module: nn.Module) -> list[Any]:
 
 
 def handles() -> Any:
-    """Another value whenever a hook was registered since, on anything; in a torch that does not count them, always."""
+    """A value that changes when a hook is registered on anything; where torch does not count hooks, at every call."""
     return getattr(RemovableHandle, "next_id", None) or object()
 
 
 def listened(module: nn.Module) -> str | None:
-    """What of a module, or of all modules, has hooks, that who computes without calling it would not call."""
+    """What has hooks that are called only if the module is: all modules, a module in it, or a weight; None: nothing."""
     if getattr(nn.modules.module, "_has_any_global_hook", bool)():
         return "all modules"
     for name, m in module.named_modules():

@@ -22,10 +22,15 @@ Relay = Callable[[Value, Callable[[Sequence[Stage], Value], Value]], object]  # 
 
 
 class Rehearsals:
-    """In full whenever modules are set to train or to evaluate otherwise; of a smaller micro-batch than any, and of one
-    of another kind (types, and sizes but for the number of samples), what it gives; of one of another form than any
-    before (shapes and types, autocast), what its graph saves. A stage whose modules have other numbers than before (a
-    dropout probability) may draw from then on, and does not run as one as it was.
+    """What is rehearsed, and when:
+
+    everything            before the first micro-batch, and when modules were set to train or to evaluate
+    what the stages give  for a micro-batch that is smaller than all before, or of another kind: types, and all sizes
+                          but the number of samples
+    what graphs save      for a micro-batch of another form than all before: shapes, types, autocast
+
+    Where the numbers that modules hold have changed (a dropout probability), a stage may draw from then on, and graphs
+    of stages that run as one are made anew.
 
     delays: of every stage. warn: functions of the weights in a graph are warned of, not refused.
     """

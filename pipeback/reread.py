@@ -52,7 +52,7 @@ class Reread:
         state, first = stage.optimizer.state, stage.weights[0]
         entry = state.get(first, {})
         if any(entry is e for e in known) and (BUFFER not in entry or any(entry[BUFFER] is v for v in known)):
-            # who remembers the tensors of all weights looks whether the first one has others
+            # a step that remembers the tensors of all weights notices it by the tensors of the first weight
             copied = stage.slot is None  # what a store keeps need not be in memory
             state[first] = {k: v.clone() if copied and isinstance(v, Tensor) else v for k, v in entry.items()}
         velocities = [state[w].get(BUFFER) if w in state else None for w in stage.weights]

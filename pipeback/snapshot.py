@@ -176,8 +176,8 @@ def _stream(stage: Stage, saved: Tensor) -> Tensor:
     if len(saved) == len(generator.get_state()):
         return saved.clone()
     warnings.warn(
-        f"{stage.label}: its random numbers cannot go on as they would have where the state was saved, on another kind "
-        f"of device; from here on others are drawn on {generator.device.type}",
+        f"{stage.label}: its random numbers cannot go on as in the state, which was saved on another kind of device; "
+        f"from here on others are drawn on {generator.device.type}",
         stacklevel=2,
     )
     return torch.Generator(generator.device).manual_seed(digest([saved])).get_state()
@@ -311,7 +311,7 @@ def check(stage: Stage, tensors: Mapping[str, Tensor], plain: Plain) -> None:
     if plain["flights"] and "random" in tensors and there and now and there != now:
         raise Corrupt(
             f"{stage.label}: it draws random numbers (dropout and the like), and micro-batches in flight that have "
-            f"drawn on {there} cannot go on on {now}; drain() before state_dict() there, or load where it was saved"
+            f"drawn on {there} cannot continue on {now}; drain() before state_dict() there, or load where it was saved"
         )
     trains = _trained(stage)
     if different := sorted(set(trains) ^ set(plain.get("trained", trains))):

@@ -131,8 +131,8 @@ def apart(value: Any, seen: set[int]) -> Any:
             return x
         if id(x) in seen:
             raise ValueError(
-                f"an object of {type(x).__name__} stands in two places of what a module is given, of which a stage "
-                "would make two objects; have one module take it once, or give its path in leaves="
+                f"an object of {type(x).__name__} stands in two places of what a module is given, and a stage would "
+                "make two objects of it; pass it once, or give the path of that module in leaves="
             )
         seen.add(id(x))
         own = getattr(x, "__dict__", {})
@@ -155,8 +155,8 @@ class Absent(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise RuntimeError(
-            "a module looks at a tensor that it did not look at when the model was followed; keep what passes the "
-            "object on within one layer: give its path in leaves="
+            "a module looks at a tensor that it did not look at when the model was followed; have one module "
+            "contain all modules that pass the object on, and give its path in leaves="
         )
 
 

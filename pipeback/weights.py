@@ -34,7 +34,8 @@ def fill(module: nn.Module, path: Path, names: Mapping[str, str], label: str) ->
             file = places.get(names[name])
             if file is None:
                 raise ValueError(
-                    f"{label}: {path} has no tensor {names[name]!r}; it is of another model, give one of this"
+                    f"{label}: {path} has no tensor {names[name]!r}; it belongs to another model, give the weights of "
+                    "this one"
                 )
             found += 1
             with _safetensors().safe_open(file, framework="pt") as stored:
@@ -42,7 +43,7 @@ def fill(module: nn.Module, path: Path, names: Mapping[str, str], label: str) ->
             if value.shape != tensor.shape:
                 raise ValueError(
                     f"{label}: {names[name]!r} is {tuple(value.shape)} in {file}, but {tuple(tensor.shape)} here; "
-                    "it is of another model, give one of this"
+                    "it belongs to another model, give the weights of this one"
                 )
             tensor.copy_(value)
     kept = {name for name, _ in module.named_buffers()} - set(persistent)
@@ -55,7 +56,8 @@ def fill(module: nn.Module, path: Path, names: Mapping[str, str], label: str) ->
     for name in sorted(places):  # where the stage is one module of the model
         if len(prefixes) == 1 and "" not in prefixes and name.startswith(tuple(prefixes)) and name not in mine:
             raise ValueError(
-                f"{label}: {path} has {name!r}, which the model has not; it is of another model, give one of this"
+                f"{label}: {path} has {name!r}, which the model has not; it belongs to another model, give the weights "
+                "of this one"
             )
 
 

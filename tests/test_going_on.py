@@ -51,7 +51,7 @@ def test_a_bad_batch_leaves_everything_as_it_was(model, options):
         assert pipe.arrived == 12
         found.append(everything(pipe))
         pipe.close()
-    # who waits in between has stages that run as one do other ones together, which rounds otherwise
+    # a wait in between changes what stages that run as one do together, and so how it is rounded
     assert (found[0] - found[1]).abs().max() <= (1e-6 if "vectorize" in options else 0)
 
 

@@ -45,7 +45,7 @@ def test_other_numbers_are_drawn_from_there_on():
 def test_in_flight_it_is_refused_before_anything_changes():
     pipe, state = build(), trained(False)
     before = {name: value.clone() for name, value in pipe.model.state_dict().items()}
-    with pytest.raises(ValueError, match=r"stage 1.*drawn on cuda cannot go on on cpu; drain\(\) before state_dict"):
+    with pytest.raises(ValueError, match=r"stage 1.*drawn on cuda cannot continue on cpu; drain\(\) before state_dict"):
         pipe.load_state_dict(state)
     assert all(torch.equal(before[name], value) for name, value in pipe.model.state_dict().items())
 

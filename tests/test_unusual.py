@@ -1,4 +1,4 @@
-"""Modules and losses that most people write otherwise, and train all the same: as plain torch does, bit for bit."""
+"""Modules and losses that are written in an unusual way train as plain torch does, bit for bit."""
 
 import pytest
 import torch

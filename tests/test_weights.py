@@ -63,7 +63,7 @@ def test_what_does_not_fit(tmp_path):
     with pytest.raises(ValueError, match=r"init='.*': there is no safetensors file, nor a folder with model"):
         pipeline(absent(), "pb", init=file)
     save_file({k: v for k, v in values.items() if k != "1.0.bias"}, file)
-    with pytest.raises(ValueError, match=r"stage 1 \(1\): .* has no tensor '1.0.bias'; it is of another model"):
+    with pytest.raises(ValueError, match=r"stage 1 \(1\): .* has no tensor '1.0.bias'; it belongs to another model"):
         pipeline(absent(), "pb", init=file)
     save_file(values, tmp_path / "b.safetensors")
     with pytest.raises(ValueError, match=r"stage 0 \(0\): '0.0.weight' is \(6, 6\) in .*, but \(7, 7\) here"):

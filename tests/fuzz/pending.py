@@ -1,4 +1,4 @@
-"""Faults of `faults.py` that are known and not yet mended, and which programs may meet each.
+"""Faults of `tests/fuzz/faults` that are known and not yet mended, and which programs may meet each.
 
 The search leaves those programs out, and a test sees each fault fail: whoever mends one is told to take it out here.
 """

@@ -1,5 +1,6 @@
-"""Law: whatever is alike may be asked to run as one: stages of any layers give what the event loop gives, as one or as
-they are, whatever forms of micro-batches come.
+"""Law: stages of any layers that are asked to run as one give what the event loop gives.
+
+They do so as one or as they are, whatever forms of micro-batches come.
 """
 
 import pytest
