@@ -14,12 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pipeback.in_place import changes, set_property
 from pipeback.private import pytree, unset_fake_temporarily
 from pipeback.record import Attribute, Call, Record
 from pipeback.structures import Ref, opened
 
-OPERATORS = "add sub mul truediv floordiv mod pow and or xor lshift rshift matmul"
-CHANGING = {"__setitem__", "__delitem__", *[f"__i{name}__" for name in OPERATORS.split(" ")]}
 SIDE = 32  # the longest side of a mark
 MOST = 64  # ways for micro-batches of one form
 
@@ -118,6 +117,4 @@ def _name(call: Call) -> str:
 
 def _changes(call: Call) -> bool:
     """Whether a function may change what it is given."""
-    name = _name(call)
-    in_place = name.endswith("_") and not name.endswith("__")
-    return in_place or name in CHANGING or "out" in call.kwargs or bool(call.kwargs.get("inplace"))
+    return call.target is set_property or changes(_name(call), call.kwargs)

@@ -9,8 +9,8 @@ go another way is not led astray (`decisions` finds those that can be foreseen).
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -24,11 +24,13 @@ from pipeback.callables import Applied, operator_of
 from pipeback.data_sizes import bounded, makes, reads, sizes
 from pipeback.escapes import Escape, Inside
 from pipeback.handed import Handed
+from pipeback.heard import calls_heard
+from pipeback.in_place import Hooked, Kept, acts, set_property, stays
 from pipeback.left_behind import Name, Sets, attributes, check_unchanged
 from pipeback.mapped import Mapped
-from pipeback.private import function_modes, maps_heard, pytree
+from pipeback.private import function_modes, pytree
 from pipeback.record import Attribute, Call, Record
-from pipeback.refusals import away, shared, unmade
+from pipeback.refusals import away, set_anew, shared, unmade
 from pipeback.structures import PLAIN, Form, Ref, fixed, opened
 from pipeback.surroundings import autocasts, other
 from pipeback.work import Work
@@ -68,7 +70,15 @@ def follow(
         recorder.new(tensor)
     device = given[0].device if given else torch.device("cpu")
     before = attributes(model, leaves)
-    with work or nullcontext(), recorder, _calls_heard(recorder), recorder.sets.heard(recorder.set_from_outside):
+    with ExitStack() as stack:
+        stack.callback(recorder.kept.put_back if recorder.kept is not None else dict)
+        for context in (
+            work or nullcontext(),
+            recorder,
+            calls_heard(recorder.call, recorder.applied, recorder.mapped),
+            recorder.sets.heard(recorder.set_from_outside),
+        ):
+            stack.enter_context(context)
         output = model(*args, **kwargs) if values is None else functional_call(model, dict(values), args, dict(kwargs))
     check_unchanged(model, before, recorder.sets.harmless)
     if recorder.told is not None:
@@ -78,6 +88,7 @@ def follow(
     if not out:
         raise ValueError(f"{type(model).__name__} returned no tensor, but {type(output).__name__}")
     r, changed = recorder, {name for name, buffer, version in watched if buffer._version != version}
+    changed |= set() if recorder.kept is None else recorder.kept.names
     # a tensor without a gradient has one where something with one was written into it
     grads = [before or tensor.requires_grad for before, tensor in zip(r.grads, r.numbered, strict=True)]
     return Record(r.calls, len(given), out, form, r.constants, r.forms, grads, changed, r.costs, device), output
@@ -128,6 +139,11 @@ class _Recorder(TorchFunctionMode):
         self.told: Escape | None = None
         self.sets = Sets(self.paths, left)
         self.around = autocasts()
+        self.kept = (
+            None
+            if values is not None
+            else Kept(model.named_parameters(), lambda name: set_anew(self.name(self.where), name))
+        )
 
     @property
     def where(self) -> str:
@@ -226,6 +242,8 @@ class _Recorder(TorchFunctionMode):
         if threading.get_ident() != self.thread:
             return func(*args, **kwargs)
         self.shaped = self.shaped or makes(name, args, kwargs)
+        if self.kept is not None:
+            self.kept.look(func, name, args, kwargs)
         if self.inside:
             self.handed.look(args, kwargs)
             output = func(*args, **kwargs)
@@ -241,6 +259,10 @@ class _Recorder(TorchFunctionMode):
         target = operator_of(func)
         if name == "__get__":  # of a property
             target, args = getattr, (args[0], func.__self__.__name__)
+        elif name == "__set__":
+            target, args = set_property, (args[0], func.__self__.__name__, args[1])
+        elif name == "register_hook" and stays(args[1]):
+            target, args = Hooked(args[1]), args[:1]
         if name in AWAY and args and isinstance(args[0], Tensor):
             raise away(self.name(self.where), self.where, name)
         if reads(name, args):
@@ -249,7 +271,7 @@ class _Recorder(TorchFunctionMode):
         asks = name in NUMBERS and self.asks(args, kwargs)
         output = self.answered(target, args, kwargs) if asks and self.answers else target(*args, **kwargs)
         cost = self.done - begin
-        if asks or name in ("__setitem__", "__delitem__") or _tensors(output):
+        if asks or name == "register_hook" or acts(func, name) or _tensors(output):
             what = f"torch function {name}"
             call = Call(target, self.place(args, what), self.place(kwargs, what), self.where, torch.is_grad_enabled())
             self.write(call, cost)
@@ -355,29 +377,6 @@ class _Recorder(TorchFunctionMode):
         self.write(call, self.done - begin)
         self.give(call, (output, *[handed.args[key] for key in call.left]) if call.left else output, handed.passed)
         return output
-
-
-_one_at_a_time = threading.Lock()
-_CALL, _APPLY = nn.Module.__call__, torch.autograd.Function.__dict__["apply"]
-
-
-@contextmanager
-def _calls_heard(recorder: _Recorder) -> Iterator[None]:
-    """Calls of modules go through the recorder; those of other threads pass it by."""
-    original, apply = _CALL, _APPLY
-
-    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return recorder.call(original, module, args, kwargs)
-
-    def applied(function: Any, *args: Any, **kwargs: Any) -> Any:
-        return recorder.applied(apply.__get__(None, function), function, args, kwargs)
-
-    with _one_at_a_time, maps_heard(recorder.mapped), ExitStack() as stack:
-        stack.callback(setattr, nn.Module, "__call__", original)
-        stack.callback(setattr, torch.autograd.Function, "apply", apply)
-        nn.Module.__call__ = call  # type: ignore[method-assign]
-        torch.autograd.Function.apply = classmethod(applied)
-        yield
 
 
 def _same(value: Any) -> Any:

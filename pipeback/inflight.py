@@ -9,7 +9,7 @@ place of a view hides is found by calling its node (`hidden`).
 from __future__ import annotations
 
 from ast import literal_eval
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from pipeback import hidden
 from pipeback.form import LINE, form_of, put
+from pipeback.in_place import laid_back
 from pipeback.private import Raw, identity, numbers_of, shown
 
 
@@ -200,8 +201,13 @@ def held_bytes(roots: Sequence[Tensor], leaves: Sequence[Tensor], weights: Seque
 
 
 @contextmanager
-def untouched(module: nn.Module) -> Iterator[None]:
-    """The buffers of a module afterwards as before: the same tensors with the same values."""
+def untouched(module: nn.Module, rewritten: Iterable[str] | None = None) -> Iterator[None]:
+    """The buffers of a module afterwards as before: the same tensors with the same values.
+
+    rewritten: parameters that its forward writes into, likewise; a segment knows which.
+    """
+    names = getattr(module, "rewritten", ()) if rewritten is None else rewritten
+    parameters = [(p, p.data, p.detach().clone()) for p in map(module.get_parameter, names)]
     homes = [
         (m._buffers, key, b, b.detach().clone())
         for m in module.modules()
@@ -214,6 +220,8 @@ def untouched(module: nn.Module) -> Iterator[None]:
         for owner, key, buffer, value in homes:
             owner[key] = buffer
             put(buffer.data, value)  # not seen by graphs that saved the buffer
+        for p, memory, value in parameters:
+            laid_back(p, memory, value)
 
 
 def rerun(stage: Any, x: Any, target: Any) -> tuple[tuple[Tensor, ...], Any, hidden.Handles | None]:

@@ -77,6 +77,11 @@ class Ownership:
                 "two modules (which may share their weights)"
             )
 
+    def names_of(self, s: int, parameters: Iterable[str]) -> set[str]:
+        """Those of these parameters that a stage owns, by their names there."""
+        found = [self._parameters[name] for name in parameters]
+        return {self.names[id(p)] for p in found if self.owner.get(id(p)) == s}
+
     def staged(self, calls: Iterable[Call]) -> list[tuple[int, Call]] | None:
         """Every call with the first stage that can do it after the calls before; None where no stage can.
 

@@ -76,6 +76,7 @@ class Program:
     ) -> None:
         self.model, self.cuts = model, chosen(cuts)
         self._check(whole, by)
+        self.rewritten: set[str] = set()  # parameters that its forward writes into
         self.whole, self.opened = set(whole), set[str]()  # paths: what stays whole, and what is looked into after all
         self.family = family(model)
         self.blocks = blocks_of(model) if self.cuts in ("auto", "block") or isinstance(self.cuts, int) else []
@@ -91,6 +92,9 @@ class Program:
         self.ownership = Ownership(model, self._staged(record), len(self.units), record.changed)
         saved = set(model.state_dict())
         self.segments = [self._segment(s, saved) for s in range(len(self.units))]
+        self.rewritten = record.changed.intersection(dict(model.named_parameters()))
+        for s, segment in enumerate(self.segments):
+            segment.rewritten = self.ownership.names_of(s, self.rewritten)
         self._copies: list[Sequence[nn.Module]] = [self.segments]
         x = self._take(record, self.enter(arguments)[0], model.training, known)
         if self.complete:
@@ -276,7 +280,7 @@ class Program:
     def _unchanged(self) -> Iterator[None]:
         """Its buffers and the random state afterwards as before."""
         devices = {t.device for t in [*self.model.parameters(), *self.model.buffers()]}
-        with untouched(self.model), accelerators.forked(devices):
+        with untouched(self.model, self.rewritten), accelerators.forked(devices):
             yield
 
     # -- stages --------------------------------------------------------------------------------------------------

@@ -67,7 +67,7 @@ class Record:
     constants: dict[str, Tensor]  # tensors that modules hold and that are neither parameter nor buffer, by name
     forms: list[tuple[torch.Size, torch.dtype]]  # shape and type of every number
     grads: list[bool]  # whether it needs a gradient
-    changed: set[str]  # buffers that were changed in place
+    changed: set[str]  # buffers and parameters that were changed in place
     costs: list[float]  # of every call, where work is counted
     device: torch.device  # of the input
 

@@ -31,6 +31,14 @@ def away(who: str, where: str, name: str) -> ValueError:
     )
 
 
+def set_anew(who: str, name: str) -> ValueError:
+    """A weight that trains gets other memory."""
+    return ValueError(
+        f"{who}.forward sets the data of {name!r}, which trains, and whose optimizer would go on with the old data; "
+        "write into it under torch.no_grad(), with copy_(), or freeze it with requires_grad_(False)"
+    )
+
+
 def _whole(where: str) -> str:
     if where:
         return f"keep it whole: leaves=[{where!r}]"

@@ -18,6 +18,7 @@ from torch.func import functional_call
 
 from pipeback import accelerators
 from pipeback.callables import Made, argument, in_a_row
+from pipeback.in_place import Hooked
 from pipeback.private import pytree
 from pipeback.record import Attribute, Call
 from pipeback.structures import Form, Ref, opened
@@ -214,6 +215,7 @@ class Segment(nn.Module):
         for name, part in sorted(owned.items(), key=lambda item: isinstance(item[1], Tensor)):  # modules first
             if not _has(self, name):
                 _register(self, name, part, persistent=name not in unsaved)
+        self.rewritten: set[str] = set()  # parameters that it writes into
         self._entered: list[Entered] = []  # of all graphs
         self._carried: dict[str, Carried] = {}
         # the graphs' forward methods, which start faster than the graphs
@@ -295,9 +297,13 @@ class Segment(nn.Module):
                 return graph.call_function(getattr, (known[portion.takes[0]], "device"))
             return attribute(value.name) if isinstance(value, Attribute) else value
 
-        for name, number in portion.lends.items():
-            carried = self._carried.setdefault(name, Carried())
-            known[number] = graph.call_function(carried, (attribute(name),))
+        def carry(written: bool) -> None:
+            for name, number in portion.lends.items():
+                if (name in self.rewritten) == written:
+                    carried = self._carried.setdefault(name, Carried())
+                    known[number] = graph.call_function(carried, (attribute(name),))
+
+        carry(written=False)
         entered: Entered | None = None
         for call in portion.calls:
             if call.autocast != (entered.expects if entered is not None else ()):
@@ -335,13 +341,14 @@ class Segment(nn.Module):
                 known[number] = graph.call_function(getitem, (node, n))
         if entered is not None:
             graph.call_function(entered, ())
+        carry(written=True)
         graph.output(tuple(known[number] for number in portion.gives))
         return fx.GraphModule(root, graph)
 
 
 def _does(graph: fx.GraphModule) -> list[Any]:
     """What makes two graphs equal: their code, and what they expect of what calls give."""
-    told = (Opened, Decided, Made, Entered)
+    told = (Opened, Decided, Made, Entered, Hooked)
     return [graph.code, *[n.target.expects for n in graph.graph.nodes if isinstance(n.target, told)]]
 
 

@@ -15,8 +15,8 @@ FLOORS = [
     [
         "private", "bundle", "fused", "method", "momentum", "lazy", "link", "partition", "norms",
         "accelerators", "provenance", "meta", "form", "flat", "packed", "skipping", "slot", "structures", "caches",
-        "callables", "data_sizes", "left_behind", "handed", "escapes", "refusals", "surroundings", "record",
-        "mapped", "work", "follow", "decisions", "segment", "hidden", "inflight", "granularity", "ownership",
+        "callables", "data_sizes", "in_place", "left_behind", "handed", "escapes", "refusals", "surroundings", "record",
+        "mapped", "heard", "work", "follow", "decisions", "segment", "hidden", "inflight", "granularity", "ownership",
         "routes", "faithful", "program", "ladder", "drawing", "compiled", "gradients", "stage",
         "afresh", "strip", "repeat", "offload", "activations", "counted", "joint",
         "team", "watch", "replicas", "shelf", "densities", "masks", "sparsity", "shards", "sparse", "store",

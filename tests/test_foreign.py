@@ -57,6 +57,46 @@ class SlicedToTensor(Model):
         return self.head(x).mean(1)
 
 
+class Teacher(Model):
+    """A teacher that follows the student, first thing in every forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.teacher = copy.deepcopy(self.blocks).requires_grad_(False)
+        for p in self.teacher.parameters():
+            p.mul_(0.5)
+
+    def follow(self):
+        for p, q in zip(self.teacher.parameters(), self.blocks.parameters(), strict=True):
+            p.mul_(0.9).add_(q, alpha=0.1)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.follow()
+            wanted = x
+            for block in self.teacher:
+                wanted = block(wanted)
+        return super().forward(x) + self.head(wanted)
+
+
+class TeacherAnew(Teacher):
+    """The same with other data for the teacher's weights, as MoCo does."""
+
+    def follow(self):
+        for p, q in zip(self.teacher.parameters(), self.blocks.parameters(), strict=True):
+            p.data = p.data * 0.9 + q.data * 0.1
+
+
+class GradientHooks(Model):
+    """Gradients scaled by hooks, one of which holds a number."""
+
+    def between(self, x, scale=0.5):
+        if x.requires_grad:
+            x.register_hook(lambda gradient: gradient * 0.5)
+            x.register_hook(lambda gradient: gradient * scale)
+        return x
+
+
 def rows(generator, count=4):
     return torch.randn(count, 8, generator=generator)
 
@@ -67,6 +107,9 @@ def texts(generator):
 
 # a model, and what a push brings
 CASES = {
+    "teacher": (Teacher, rows),
+    "teacher_anew": (TeacherAnew, rows),
+    "gradient_hooks": (GradientHooks, rows),
     "written_into": (WrittenInto, texts),
     "sliced_to_tensor": (SlicedToTensor, lambda g: (texts(g), torch.randint(2, 6, (4,), generator=g))),
 }
