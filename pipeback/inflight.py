@@ -200,9 +200,12 @@ def held_bytes(roots: Sequence[Tensor], leaves: Sequence[Tensor], weights: Seque
     return sum(total.values())
 
 
+Home = tuple[dict[str, Tensor | None], str, Tensor, Tensor]  # of a buffer: where it is, and a copy of its values
+
+
 @contextmanager
-def untouched(module: nn.Module, rewritten: Iterable[str] | None = None) -> Iterator[None]:
-    """The buffers of a module afterwards as before: the same tensors with the same values.
+def untouched(module: nn.Module, rewritten: Iterable[str] | None = None) -> Iterator[list[Home]]:
+    """The buffers of a module afterwards as before: the same tensors with the same values. Gives where they are.
 
     rewritten: parameters that its forward writes into, likewise; a segment knows which.
     """
@@ -215,7 +218,7 @@ def untouched(module: nn.Module, rewritten: Iterable[str] | None = None) -> Iter
         if b is not None
     ]
     try:
-        yield
+        yield homes
     finally:
         for owner, key, buffer, value in homes:
             owner[key] = buffer

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
+from pipeback import undo
 from pipeback.events import Schedule
 from pipeback.joint import Options
 from pipeback.link import Message, Name
@@ -13,7 +14,8 @@ from pipeback.method import Method
 from pipeback.order import Order, Wave
 from pipeback.schedules import by_worker, fill_drain, flush
 from pipeback.stage import Value
-from pipeback.worker import Worker
+from pipeback.undo import Dropped, Mark
+from pipeback.worker import StageError, Worker
 
 Batch = tuple[Value, Any, int]  # inputs, target, samples
 Messages = dict[Name, Message]
@@ -36,6 +38,7 @@ class Loop:
         """
         self.worker, self.order, self.method, self.replica, self.owner = worker, order, method, replica, owner
         self.at_once = at_once
+        self._marks = Mark(), Mark()  # before a push, and before a later micro-batch of it
         self.fresh = True  # the next micro-batch begins the schedule anew
         self.pushed = 1  # micro-batches that it was begun for
         self._rested = True  # nothing goes on elsewhere
@@ -45,6 +48,8 @@ class Loop:
         """Let micro-batches in one by one, and do all that may then be done."""
         order, worker, link = self.order, self.worker, self.worker.link
         self._look()
+        able = undo.able(worker, order) and not self.at_once and self.owner is None
+        first = mark = self._mark(0) if able else None
         if self.fresh:
             self._begin(len(batches), at_once=self.at_once)
         elif (self.owner is not None or self.at_once) and order.empty:
@@ -55,6 +60,8 @@ class Loop:
         together = self.at_once or order.policy == "skewed"  # where the order of what is done does not change
         for n, (x, target, size) in enumerate(batches):
             i = order.arrived + (n if together else 0)
+            if n and able:
+                mark = self._mark(1)
             worker.options[i] = options
             if worker.samples:
                 worker.sizes[i] = size
@@ -64,12 +71,39 @@ class Loop:
             if last in worker.stages:
                 link.send("Y", last, i, target)
             if not together:
-                worker.run(order.advance(i + 1))
+                try:
+                    worker.run(order.advance(i + 1))
+                except StageError as error:
+                    if first is None or mark is None:
+                        raise
+                    raise self._dropped(error, first, mark, len(batches) - n) from error.__cause__
         if together:
             worker.run(order.advance(order.arrived + len(batches)))
         self._remember()
         if self.method.flush_each_push:
             self.drain()
+
+    def _mark(self, n: int) -> Mark:
+        return self._marks[n].put(self.worker, self.order, (self.fresh, self.pushed))
+
+    def _dropped(self, error: StageError, first: Mark, mark: Mark, behind: int) -> StageError:
+        """Take back the micro-batch that `error` is of, where that can be done, with the `behind` - 1 after it; or the
+        whole push, where that is a flush. Returns what is to be raised.
+        """
+        whole = self.method.flush_each_push and first.empty and first.within_reach(self.worker)
+        if not whole and not mark.within_reach(self.worker):
+            return error
+        mark = first if whole else mark
+        mark.restore(self.worker)
+        self.fresh, self.pushed = mark.more
+        self.order.resume(self.method.schedule_at(mark.order["start"], self.pushed), mark.order)
+        self._remember()
+        if self.method.flush_each_push and not whole:
+            self.drain()
+        before = self.order.arrived - first.order["arrived"]
+        rest = f", nor on the {behind - 1} behind it, but on the {before} before it" if before or behind > 1 else ""
+        rest = ", nor on the others of this push" if whole else rest
+        return Dropped(f"{error}; nothing was trained on it{rest}, and others may be pushed")
 
     def drain(self) -> None:
         """Finish what is in flight; the schedule begins anew with the next micro-batch."""

@@ -28,13 +28,13 @@ class Refused(ValueError):
 
 
 @contextmanager
-def untouched(stage: Stage) -> Iterator[None]:
-    """Buffers and random state afterwards as before."""
+def untouched(stage: Stage) -> Iterator[list[inflight.Home]]:
+    """Buffers and random state afterwards as before. Gives where the buffers are, and their values before."""
     generator = stage.generator
     state = generator.get_state()
     try:
-        with inflight.untouched(stage.module):
-            yield
+        with inflight.untouched(stage.module) as homes:
+            yield homes
     finally:
         generator.set_state(state)
 

@@ -61,6 +61,7 @@ from pipeback.store import DeviceStore, Store
 from pipeback.streaming import Streaming
 from pipeback.survey import survey
 from pipeback.traffic import Traffic, together
+from pipeback.undo import Dropped
 from pipeback.vectorized import fitting, stacked
 from pipeback.watch import Watch
 from pipeback.weights import aliases
@@ -314,7 +315,11 @@ class Pipeline:
             first = self._arrived
             self._arrived += len(batches) // len(self._holding.everywhere)
             self._modes.pushed()
-            losses = self._do(partial(runtime.push, first, batches, self._options))
+            try:
+                losses = self._do(partial(runtime.push, first, batches, self._options), harmless=(Dropped,))
+            except Dropped:
+                self._arrived = runtime.loops[0].order.arrived
+                raise
             self._commit_if_due()
             weigh = self._weights == "samples" and len(batches) > 1
             return losses([size for _, _, size in batches] if weigh else None)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from pipeback import inflight, newer, stashed
 from pipeback.compiled import Compiled, faithful
-from pipeback.inflight import tensors_in
+from pipeback.inflight import Home, tensors_in
 from pipeback.method import Method
 from pipeback.newer import Refused, untouched
 from pipeback.stage import Flight, Stage, Value, cut, grown
@@ -51,9 +51,10 @@ def rehearse(
             if stage.device is None:  # a stage without weights works where its input comes from
                 stage.device = (value[0] if isinstance(value, tuple) else value).device
             stashes = stage.keeping is None or stage.keeping.stashes
-            with untouched(stage):
+            with untouched(stage) as homes:
                 with _watch_norms(stage), _uncompiled(stage):
                     _learn(stage, value, target)
+                stage.changing = _changing(homes)
                 matters = stashes and stage.weights and faithful(method, delays[stage.index])
                 if isinstance(stage.call, Compiled) and matters:
                     stage.call.check = partial(newer.check, stage, method, warn)
@@ -110,6 +111,12 @@ def _learn(stage: Stage, value: Value, target: Any) -> None:
         begin_stream(stage)
     parts = copies if isinstance(copies, tuple) else (copies,)
     stage.clones_input = any(part._version for part in parts)
+
+
+def _changing(homes: Sequence[Home]) -> list[tuple[dict[str, Tensor | None], str]]:
+    """The buffers that a forward has changed, and those beside them, which it may change another time."""
+    changed = [owner for owner, key, b, then in homes if owner.get(key) is not b or not torch.equal(b, then)]
+    return [(owner, key) for owner, key, _, _ in homes if any(owner is other for other in changed)]
 
 
 def begin_stream(stage: Stage) -> None:

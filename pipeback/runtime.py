@@ -20,6 +20,7 @@ from pipeback.lazy import LazyLoss
 from pipeback.link import Closed
 from pipeback.loop import Batch, Loop
 from pipeback.stage import Value
+from pipeback.undo import Dropped
 
 Read = Callable[[list[int] | None], Tensor]  # sizes, if they weigh, -> the mean loss of a push
 Command = Callable[[Loop], Any]
@@ -48,7 +49,11 @@ class Inline:
         loop.worker.report = self.losses.__setitem__
 
     def push(self, first: int, batches: Sequence[Batch], options: Options) -> Read:
-        self.loop.push(batches, options)
+        try:
+            self.loop.push(batches, options)
+        except Dropped:
+            self.losses.clear()
+            raise
         wanted = range(first, first + len(batches))
         missing = [i for i in wanted if i not in self.losses]
         if missing:

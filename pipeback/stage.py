@@ -140,6 +140,7 @@ class Stage:
         self.mixed = True  # inputs or gradients may come from another device; the rehearsal knows better
         self.alike: list[torch.Size] | None = None  # flat inputs of these forms have gradients that lie in memory alike
         self.clones_input = False  # a module that changes its input in place gets a copy
+        self.changing: list[tuple[dict[str, Tensor | None], str]] = []  # buffers that forwards change: where they are
         self.stack: Stack | None = None  # the neighbours that it runs with as one
         self.keeping: Keeping | None = None  # how F leaves to B what it needs; None: the graph, on the device
         self.activation_bytes = 0  # of one micro-batch, on the device, measured in the rehearsal

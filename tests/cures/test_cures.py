@@ -117,6 +117,44 @@ def test_a_closed_pipeline_is_reopened():
     train(pipe)
 
 
+def out_of_range(**options):
+    """A pipeline that has seen a label which its loss does not know, and the state of before."""
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 4))
+    pipe = build(model, loss=nn.functional.cross_entropy, **options)
+    for x, _ in data(5, 4):
+        pipe.push(x, torch.tensor([0, 1, 2, 3]))
+    state = pipe.state_dict()
+
+    def push(label):
+        pipe.push(data(1, 4)[0][0], torch.tensor([0, 1, 2, label]))
+        pipe.wait()
+
+    return pipe, state, push
+
+
+def test_what_cannot_be_trained_on_is_taken_back():
+    pipe, _, push = out_of_range()
+    says = r"stage 2 \(2\), micro-batch 5: .* 9 is out of bounds.*; nothing was trained on it, and others may be pushed"
+    refused(lambda: push(9), says)
+    push(3)
+    assert pipe.arrived == 6
+
+
+def test_what_could_not_be_taken_back():
+    pipe, state, push = out_of_range(workers=2)
+    refused(lambda: push(9), r"stage 2 \(2\), micro-batch 5: .* 9 is out of bounds")
+    says = (
+        r"closed: stage 2 .*load_state_dict\(\) reopens it with a state of pipe.state_dict\(\) from before.*shown\(\)"
+    )
+    refused(lambda: push(3), says)
+    with pipe.shown():
+        assert all(torch.isfinite(p).all() for p in pipe._model.parameters())
+    pipe.load_state_dict(state)
+    push(3)
+    assert pipe.arrived == 6
+    pipe.close()
+
+
 def test_commit_with_a_folder(tmp_path):
     pipe = build(store=f"disk:{tmp_path}")
     pipe.push(BATCH, BATCH)
