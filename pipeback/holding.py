@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeback import meta, weights
+from pipeback.afresh import Afresh
 from pipeback.method import Method
 from pipeback.partition import balance
 from pipeback.ranks import Alone, Ranks
@@ -114,6 +115,16 @@ class Holding:
             return nullcontext()
         return self.store.opened(stage, changes=changes, whole=True)
 
+    @contextmanager
+    def saving(self, stage: Stage, *, opened: bool = True) -> Iterator[None]:
+        """The time in which what is in flight can be saved: it may be a function of the weights, made of these."""
+        with ExitStack() as stack:
+            if isinstance(stage.call, Afresh) and stage.flights:
+                stack.enter_context(self.present(stage))
+            if opened:
+                stack.enter_context(self.opened(stage))
+            yield
+
     def values(self, stage: Stage) -> dict[str, Tensor]:
         """Copies of a stage's newest weights and buffers, dense and on the CPU, by name."""
         with self.present(stage):
@@ -126,6 +137,8 @@ class Holding:
         parts = self.ranks.gather({} if self.ranks.replica else own, "model")
         whole = copy.deepcopy(model)
         meta.move([t for t in (*whole.parameters(), *whole.buffers()) if t.is_meta], "cpu")
+        for buffer in whole.buffers():
+            buffer.data = buffer.data.contiguous()  # one that was expanded cannot be written into
         values = [(self.stages[s].names, found) for part in parts for s, found in part.items()]
         named = {names[key]: value for names, found in values for key, value in found.items()}
         whole.load_state_dict(named, strict=False)  # what no stage computes with is as it was

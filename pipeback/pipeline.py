@@ -585,7 +585,9 @@ class Pipeline:
             if self._runtime is None and self.ranks.several:
                 raise RuntimeError("commit: no rank has its stages before the first push; call it afterwards")
             self.wait()
-            self._do(partial(versions.commit, store, self.ranks, self._holding.mine, self._loops(), self.plain()))
+            saving = partial(self._holding.saving, opened=False)
+            mine = self._holding.mine
+            self._do(partial(versions.commit, store, self.ranks, mine, self._loops(), self.plain(), saving))
             self._commits.made(self._arrived)
 
     def _commit_if_due(self) -> None:
@@ -753,7 +755,7 @@ class Pipeline:
             if self._ahead.count:
                 raise RuntimeError("a micro-batch has gone forward; call backward or forget before taking the state")
             mine = self._holding.mine
-            return state.share(mine, self._loops(), self._holding.opened, take)
+            return state.share(mine, self._loops(), self._holding.saving, take)
 
     @property
     def stages(self) -> int:

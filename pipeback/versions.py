@@ -80,15 +80,23 @@ def found(store: DiskStore, ranks: Ranks | Alone, mine: Sequence[int] | None, co
 
 
 def commit(
-    store: DiskStore, ranks: Ranks | Alone, stages: Sequence[Stage], loops: Sequence[Loop], plain: dict[str, Any]
+    store: DiskStore,
+    ranks: Ranks | Alone,
+    stages: Sequence[Stage],
+    loops: Sequence[Loop],
+    plain: dict[str, Any],
+    saving: state.Opened,
 ) -> None:
-    """Keep everything as it is; the pipeline must be quiet. The version before goes when all ranks have this one."""
+    """Keep everything as it is; the pipeline must be quiet. The version before goes when all ranks have this one.
+
+    saving: the time in which what a stage has in flight can be saved.
+    """
     described: dict[str, Any] = {}
 
     def take(stage: Stage, tensors: dict[str, Tensor]) -> None:
         described[f"{stage.index}/{stage.replica}"] = store.begin(stage, tensors)
 
-    share = state.share(stages, loops, take=take, copy=False)
+    share = state.share(stages, loops, saving, take, copy=False)
     whole = state.merge(ranks.gather(share, "commit()"), plain)
     store.finish(described, {"format": whole["format"], "plain": whole["plain"]})
     ranks.gather(None, "commit()")
