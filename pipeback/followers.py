@@ -21,7 +21,9 @@ class Followers:
     """everywhere: the stages of every replica in this process; those of the first hold the user's modules."""
 
     def __init__(self, everywhere: Sequence[Sequence[Stage]]) -> None:
-        first, *others = [[m for stage in stages for m in stage.module.modules()] for stages in everywhere]
+        # weights in a store are elsewhere between two pushes, where nobody writes into them
+        there = [[stage for stage in stages if stage.slot is None] for stages in everywhere]
+        first, *others = [[m for stage in stages for m in stage.module.modules()] for stages in there]
         self._modules: list[tuple[nn.Module, ...]] = list(zip(first, *others, strict=True)) if others else []
         self._weights = [p for modules in self._modules for p in modules[0]._parameters.values() if p is not None]
         self.remember()

@@ -202,3 +202,15 @@ def test_stages_that_run_as_one_see_what_their_modules_hold(change, which):
             losses.append(pipe.push(9 * x, y))
         found.append([float(loss) for loss in losses])
     torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("store", ["host", "disk"])
+def test_replicas_in_a_store(store, tmp_path):
+    found = []
+    for home in (None, store if store == "host" else f"disk:{tmp_path}"):
+        pipe = pipeline(network(4), "pb", replicas=2, store=home)
+        for x, y in data(8, 4):
+            pipe.push(x, y)
+        pipe.drain()
+        found.append(weights(pipe))
+    assert torch.equal(*found)
