@@ -1,4 +1,4 @@
-"""Stages whose graphs save functions of their weights, and expanded buffers, in a store: states and copies are exact."""
+"""Stages that save functions of their weights, and expanded buffers, in a store: states and copies are exact."""
 
 import pytest
 import torch
