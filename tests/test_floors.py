@@ -38,7 +38,7 @@ FLOORS = [
 # floor 3, which nothing below imports
 LIGHTNING = [
     "private", "randomness", "registry", "launch", "meeting", "place", "body", "interval", "twins", "slices", "steps",
-    "suspended", "instead", "visits", "turns", "hollow", "together", "fit", "shared", "checks", "strategy",
+    "suspended", "instead", "visits", "turns", "hollow", "together", "fit", "lasting", "shared", "checks", "strategy",
     "monitor", "saving",
 ]  # fmt: skip
 RANK = {name: n for n, name in enumerate(name for floor in FLOORS for name in floor)}

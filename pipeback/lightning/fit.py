@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -15,11 +14,9 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from pipeback import meta
 from pipeback.ahead import nothing
-from pipeback.disk import DiskStore
 from pipeback.ladder import Split
-from pipeback.lightning import body, private, randomness, slices, steps
+from pipeback.lightning import body, slices, steps
 from pipeback.lightning.body import Body
 from pipeback.lightning.instead import instead
 from pipeback.lightning.interval import Interval
@@ -30,8 +27,6 @@ from pipeback.method import Method
 from pipeback.pipeline import Pipeline
 from pipeback.schedules import flush
 from pipeback.store import Store
-
-KEPT = ("weight/", "buffer/", "optimizer/")  # what a checkpoint holds anyway: the model's state and the optimizer's
 
 
 class Asked(NamedTuple):
@@ -69,20 +64,15 @@ class Fit:
         self.busy = 0.0  # seconds in F, B and U
         self.loss: Tensor | None = None  # what training_step returned
         self.averaged = False  # a callback has put other weights in: what is in flight belongs to those before
-        self.left = False  # the pipeline has ended, and its weights are in the module again
         self._output: Any = None  # of the model, cut from its graph; its gradient goes to the last stage
         self._outputs: list[Any] = []  # likewise, of slices that went forward together
-        self._end: dict[str, Any] | None = None  # the state of the pipeline at the end of the fit
         self._versions: list[int] = []  # of the parameters after the last step
         followed = found.followed
         self._compare = not followed and not isinstance(found.module, nn.Sequential)  # with the module's own forward
-        self._absent = meta.absent(found.module)  # at first: it may be larger than memory
         self._follow_loss = True  # to the output, once
         self._own = found.module.__dict__.get("forward") if visits is None else visits.own  # what the user has put in
         self._dtype = torch.get_default_dtype()  # outside of training_step
         self._due = (1, 1)  # batches an update, and micro-batches of this batch
-        self._kept: dict[str, Any] | None = None
-        self._loaded = False  # from a checkpoint, for a pipeline that comes with the first call
         if interval.known:
             batches = module.trainer.accumulate_grad_batches
             check(interval.method(batches, 1))
@@ -126,12 +116,8 @@ class Fit:
         return Pipeline(split, loss=None, **options)
 
     def _begin(self, example: Any) -> None:
-        """The pipeline of a module that has just been called first, and what it goes on from."""
-        section, self._kept = self._kept, None
-        batches, per_batch = self._due if section is None else section["update"]
-        self.build(batches, per_batch, example)
-        if self._loaded:
-            self._take_up(section)
+        """The pipeline of a module that has just been called first."""
+        self.build(*self._due, example)
 
     def _visit(self, given: Any) -> Any:
         """The model without gradients, outside of F."""
@@ -277,8 +263,6 @@ class Fit:
         """Whether so many micro-batches may go forward before one goes backward."""
         if self.pipe is not None:
             return self.pipe.together(count, expected=expected)
-        if self._kept is not None:  # it may stand within a flush: the first batch goes slice by slice
-            return False
         method = self.interval.method(*self._due)
         return not any(method.delays(2)) and count <= flush(method.schedule_at(0, expected))
 
@@ -382,156 +366,8 @@ class Fit:
             stacklevel=2,
         )
 
-    def leave(self) -> None:
-        """The end of `fit`; it may have failed. What lives in a store is in the module again, in host memory.
-
-        A module that came from the meta device goes back there where its weights are in files: memory may be too small.
-        """
-        if self.pipe is None or self.store is None or self.left:
-            return
-        on_disk = isinstance(self.store, DiskStore)
-        if on_disk and self._absent:
-            self.left = not self.lost
-            self.pipe.close()
-            self.optimizer.state.clear()
-            meta.let_go(self.found.module)
-            return
-        if on_disk and not self.lost and not self.averaged:
-            self._end = self._in_flight()
-        try:
-            with self.pipe.shown():
-                values = [(p, p.data.clone() if on_disk else p.data) for p in self.found.module.parameters()]
-                if on_disk:
-                    self.twins.detach()
-        except Exception as error:
-            if not self.lost:
-                raise
-            warnings.warn(f"the weights in the store could not be read: {error}", stacklevel=2)
-            values = []
-        self.left = not self.lost
-        for p, value in values:
-            p.data = value
-        if on_disk:
-            self.pipe.close()  # others may use its folder
-
-    # -- checkpoints ---------------------------------------------------------------------------------------------
-
-    @property
-    def lost(self) -> bool:
-        """Whether a stage has failed, and with it what was in flight."""
-        return not self.left and self.pipe is not None and self.pipe.closed
-
-    @contextmanager
-    def whole(self) -> Iterator[None]:
-        """Meanwhile the module has all its weights, on rank 0, which writes checkpoints; and nothing moves."""
-        with self.quiet(), self.shown():
-            yield
-
-    @contextmanager
-    def shown(self, *, changes: bool = False) -> Iterator[None]:
-        """Meanwhile what lives in a store is in memory, and can be read, or written with `changes`."""
-        if self.store is None or self.pipe is None or self.left:
-            yield
-            return
-        with self._at_work(), self.pipe.shown(changes=changes):
-            yield
-
-    def kept(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Weights that were read while they were shown, as they may be handed on."""
-        if self.store is None or self.pipe is None or self.left:
-            return values
-        # a file of tensors that share memory needs them to be of one type
-        if isinstance(self.store, DiskStore) or len({p.dtype for p in self.found.module.parameters()}) > 1:
-            return {name: value.clone() if isinstance(value, Tensor) else value for name, value in values.items()}
-        return values
-
-    def optimizer_state(self) -> dict[str, Any]:
-        """As if the user's optimizer had made the steps; on rank 0."""
-        with self.shown():
-            if self.sparse:
-                assert self.pipe is not None
-                return self.twins.dense_state_dict(self.pipe.expanded)
-            found = self.twins.state_dict()
-            return copy.deepcopy(found) if isinstance(self.store, DiskStore) else found
-
-    def section(self) -> dict[str, Any]:
-        """What a checkpoint lacks: micro-batches in flight, the method's state, random state; on rank 0."""
-        now = {"mid_epoch": private.mid_epoch(self.module.trainer), "random": randomness.save()}
-        if self._kept is not None:
-            return {**self._kept, **now}
-        with self.quiet():
-            state = self._in_flight()
-        return {"update": list(self.update), **now, "state": state}
-
-    @property
-    def sections(self) -> bool:
-        """Whether there is something that a checkpoint lacks."""
-        return self.pipe is not None or self._kept is not None
-
-    def _in_flight(self) -> dict[str, Any]:
-        """The state of the pipeline without what a checkpoint holds anyway."""
-        assert self.pipe is not None
-        if self._end is not None:
-            return self._end
-        with self._at_work():
-            state = self.pipe.state_dict()
-        return {**state, "stages": [without(self.left_out, tensors) for tensors in state["stages"]]}
-
-    @property
-    def left_out(self) -> tuple[str, ...]:
-        """What a section leaves out, since the rest of a checkpoint has it: not sparse weights, which it has dense for
-        others than us, nor masters, which it has rounded.
-        """
-        return () if self.sparse or self.more.get("masters") else KEPT
-
-    @property
-    def sparse(self) -> bool:
-        """Whether only survivors of the weights are kept."""
-        return self.more.get("sparsity") is not None
-
-    def _fresh(self) -> dict[str, Any]:
-        """The state of a pipeline that has just been built."""
-        assert self.pipe is not None
-        return self.pipe.state_dict()
-
-    def load(self, section: dict[str, Any] | None) -> None:
-        """Take up a section; weights, buffers and the optimizer's state have been loaded where they live.
-
-        A module that is followed takes it up when it is called first.
-        """
-        if section is not None:
-            randomness.load(section["random"])
-        if self.pipe is None and self.found.followed:
-            self._loaded, self._kept = True, section
-            return
-        if self.pipe is None:
-            batches = self.module.trainer.accumulate_grad_batches
-            self.build(*((batches, 1) if section is None else section["update"]))
-        self._take_up(section)
-
-    def _take_up(self, section: dict[str, Any] | None) -> None:
-        assert self.pipe is not None
-        with self.shown(changes=True):
-            self.twins.give(stored=self.store is not None)
-        if section is None:
-            return
-        here, there = self._fresh()["stages"], section["state"]["stages"]
-        if len(here) == len(there) and self.left_out:  # if not, load_state_dict says so
-            there = [
-                {**{k: v for k, v in mine.items() if k.startswith(self.left_out)}, **theirs}
-                for mine, theirs in zip(here, there, strict=True)
-            ]
-        with self._at_work():
-            self.pipe.load_state_dict({**section["state"], "stages": there})
-        self.twins.take()
-
 
 def norm_and_value(clip: float | None, algorithm: Any) -> tuple[float | None, float | None]:
     """What limits the norm, and what the single values, of a stage's gradient."""
     clip = clip or None
     return (None, clip) if getattr(algorithm, "value", algorithm) == "value" else (clip, None)
-
-
-def without(prefixes: tuple[str, ...], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Those whose names begin otherwise."""
-    return {k: v for k, v in tensors.items() if not k.startswith(prefixes)}

@@ -1,4 +1,4 @@
-"""Instead: what a module does when it is called, for a while."""
+"""Instead: what a module does when it is called, or an optimizer when it steps, for a while."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -21,3 +22,25 @@ def instead(module: nn.Module, forward: Callable[..., Any] | None) -> Iterator[N
         module.__dict__.pop("forward", None)
         if own is not None:
             module.forward = own
+
+
+@contextmanager
+def stepping(optimizer: torch.optim.Optimizer, before: Callable[[], object]) -> Iterator[None]:
+    """Meanwhile a step of the optimizer is its closure, then `before`, then the step without a closure."""
+    original, own = optimizer.step, optimizer.__dict__.get("step")
+
+    def step(closure: Callable[[], Any] | None = None, **more: Any) -> Any:
+        result = None if closure is None else closure()
+        before()
+        original(**more)
+        return result
+
+    step.__dict__.update(getattr(original, "__dict__", {}))  # what a scheduler has marked its wrapper with
+    optimizer.step = step  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        if own is None:
+            del optimizer.step
+        else:
+            optimizer.step = own  # type: ignore[method-assign]

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from pipeback import state
 from pipeback.ladder import Split
 from pipeback.lightning import body, steps
-from pipeback.lightning.fit import Fit, without
 from pipeback.lightning.hollow import Hollow
+from pipeback.lightning.lasting import Lasting, without
 from pipeback.lightning.meeting import Meeting
 from pipeback.lightning.together import agree
 from pipeback.lightning.turns import Turns
@@ -31,7 +31,7 @@ class Handed(BaseException):
     """The micro-batch is in the pipeline: what else `training_step` does is rank 0's. Not for `except Exception`."""
 
 
-class Shared(Fit):
+class Shared(Lasting):
     """What one rank does of a fit. Ranks make the same calls in the same order."""
 
     def __init__(self, meeting: Meeting, timeout: float, facts: dict[str, Any], *given: Any) -> None:

@@ -27,8 +27,10 @@ from torch import Tensor, nn
 from pipeback import disk, meta, sparsities
 from pipeback.granularity import Cuts
 from pipeback.lightning import body, checks, private, randomness
-from pipeback.lightning.fit import Fit, norm_and_value
+from pipeback.lightning.fit import norm_and_value
+from pipeback.lightning.instead import stepping
 from pipeback.lightning.interval import Interval
+from pipeback.lightning.lasting import KEY, Lasting
 from pipeback.lightning.place import Place
 from pipeback.lightning.shared import Shared
 from pipeback.lightning.together import Together
@@ -37,8 +39,6 @@ from pipeback.method import Method
 from pipeback.pipeline import Pipeline
 from pipeback.sparsity import Sparsity
 from pipeback.store import DeviceStore, Store
-
-KEY = "pipeback"  # of a checkpoint
 
 
 class PipelineStrategy(Place):
@@ -146,7 +146,7 @@ class PipelineStrategy(Place):
         checks.masters(masters, disk.create(self.store))
         self.plan, self.tell = plan, cast(Callable[[str], None], rank_zero_info)
         self._visits: Visits | None = None
-        self._fit: Fit | None = None
+        self._fit: Lasting | None = None
         self._together: Together | None = None
         self._draws: dict[str, Any] | None = None  # random state to restore when the interrupted epoch has begun
         self._loader_states: list[Any] = []  # of the training loaders, when fit begins between epochs
@@ -195,7 +195,7 @@ class PipelineStrategy(Place):
             tell = self.tell if self.plan and not isinstance(store, DeviceStore | None) else None
             given = module, found, optimizer, interval, size, check, store, self._visits, self.more, tell
             if self.meeting is None:
-                self._fit = Fit(*given)
+                self._fit = Lasting(*given)
             else:
                 self.same_random_numbers()
                 self._fit = Shared(self.meeting, self.timeout, self._facts(), *given)
@@ -279,24 +279,8 @@ class PipelineStrategy(Place):
         The user's optimizer steps, too, while no parameter has a gradient: no weight moves, but its hooks, profilers
         and schedulers see the step they wait for.
         """
-        original, own = optimizer.step, optimizer.__dict__.get("step")
-
-        def step(closure: Callable[[], Any] | None = None, **more: Any) -> Any:
-            result = None if closure is None else closure()
-            if self._fit is not None:
-                self._fit.step()
-            original(**more)
-            return result
-
-        step.__dict__.update(getattr(original, "__dict__", {}))  # what a scheduler has marked its wrapper with
-        optimizer.step = step
-        try:
+        with nullcontext() if self._fit is None else stepping(optimizer, self._fit.step):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
-        finally:
-            if own is None:
-                del optimizer.step
-            else:
-                optimizer.step = own
 
     def _clip_gradients(self, optimizer: Any, clip_val: Any = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
         """What `configure_gradient_clipping` asks for, at every stage for itself, with the updates that follow."""
@@ -370,14 +354,8 @@ class PipelineStrategy(Place):
         if fit is not None and fit.lost and isinstance(fit, Shared):
             warnings.warn(f"{filepath} is not written: the weights of other ranks are lost", stacklevel=2)
             return
-        if "optimizer_states" in checkpoint and fit is not None and fit.sections and not fit.averaged:
-            if fit.lost:
-                warnings.warn(
-                    f"{filepath}: a stage has failed, so what was in flight is lost; the checkpoint holds the rest",
-                    stacklevel=2,
-                )
-            else:
-                checkpoint[KEY] = fit.section()
+        if fit is not None:
+            fit.put_into(checkpoint, filepath)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
