@@ -1,4 +1,4 @@
-"""Functions and values that a traced graph cannot name, as objects that it can call."""
+"""Functions and values that the text of a script cannot name, as objects that it can call."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-from torch import fx
+import torch
 
 from pipeback.private import pytree
-from pipeback.structures import ABSENT, UNSEEN, Form, Object, Ref, fixed
+from pipeback.script import Name, Script
+from pipeback.structures import ABSENT, SINGLE, UNSEEN, Form, Ref
 
 
 class Applied:
@@ -56,24 +57,35 @@ class Made:
         return self.form.fill(tensors)
 
 
-def argument(graph: fx.Graph, filled: Callable[[Any], Any], value: Any, changes: bool) -> Any:
-    """An argument of a call: nodes of the graph where tensors stand, or one that makes the whole of it.
+def argument(script: Script, filled: Callable[[Any], Any], value: Any, changes: bool) -> Any:
+    """An argument of a call: names of the script where tensors stand, or one that makes the whole of it.
 
-    filled: a node for a `Ref` or the name of a weight, and any other constant as it is. changes: the call does
-    something to the structure.
+    filled: the name for a `Ref` or a weight, and any other constant as it is. changes: the call does something to the
+    structure.
     """
+    if type(value) in SINGLE:
+        return filled(value)
     leaves, spec = pytree.tree_flatten(value)
-    held = pytree.tree_leaves(value, is_leaf=lambda x: isinstance(x, Object))
-    if not changes and not any(isinstance(x, Object) or fixed(x) for x in held):
-        return pytree.tree_map(filled, value)
-    nodes: list[fx.Node] = []
-    constants: list[Any] = []
-    for leaf in map(filled, leaves):
-        constants.append(Ref(len(nodes)) if isinstance(leaf, fx.Node) else leaf)
-        nodes += [leaf] if isinstance(leaf, fx.Node) else []
-    return graph.call_function(Made(Form(spec, tuple(constants), True)), tuple(nodes))
+    leaves = [filled(leaf) for leaf in leaves]
+    if not changes and _plain(spec):
+        return pytree.tree_unflatten(leaves, spec)
+    names = [leaf for leaf in leaves if type(leaf) is Name]
+    numbers = iter(range(len(names)))
+    constants = tuple(Ref(next(numbers)) if type(leaf) is Name else leaf for leaf in leaves)
+    return script.call(Made(Form(spec, constants, True)), names)
+
+
+def _plain(spec: pytree.TreeSpec) -> bool:
+    """Whether a structure is of tuples, lists, dictionaries and sizes alone."""
+    return spec.type in (None, tuple, list, dict, torch.Size) and all(map(_plain, spec.children()))
 
 
 def in_a_row(*values: Any) -> tuple[Any, ...]:
     """These values as a tuple."""
     return values
+
+
+def without_gradient(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """What a function gives under torch.no_grad()."""
+    with torch.no_grad():
+        return function(*args, **kwargs)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeback.private import pytree
+from pipeback.structures import parts
 
 # torch functions whose output has a size that depends on values
 MAKERS = {
@@ -30,8 +30,7 @@ def makes(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     if name in MAKERS:
         return True
     if name == "__getitem__":
-        index = pytree.tree_leaves(args[1])
-        return any(isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8) for x in index)
+        return any(isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8) for x in parts(args[1]))
     if name == "where":
         return len(args) + len(kwargs) == 1
     sizes = args[1:] if name.startswith("new_") else args
@@ -47,12 +46,14 @@ def bounded(index: Any, number: Callable[[Tensor], int]) -> Any:
     """An index with numbers for the tensors that its slices end at: Python asks for these, as int() does."""
     if isinstance(index, tuple):
         return tuple(bounded(part, number) for part in index)
-    if not isinstance(index, slice):
+    if not ends_at_tensors(index):
         return index
-    ends = (index.start, index.stop, index.step)
-    if not any(isinstance(end, Tensor) for end in ends):
-        return index
-    return slice(*[number(end) if isinstance(end, Tensor) else end for end in ends])
+    return slice(*[number(end) if isinstance(end, Tensor) else end for end in (index.start, index.stop, index.step)])
+
+
+def ends_at_tensors(value: Any) -> bool:
+    """Whether it is a slice that begins, ends or steps at tensors."""
+    return type(value) is slice and any(isinstance(end, Tensor) for end in (value.start, value.stop, value.step))
 
 
 def sizes(tensor: Tensor) -> list[int]:

@@ -14,7 +14,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from torch import Tensor
 
-from pipeback.private import pytree
+from pipeback.structures import parts
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -37,7 +37,7 @@ class Inside:
 
     def note(self, output: Any, path: str) -> None:
         """A torch function has given this within the module of that path."""
-        for x in (output,) if isinstance(output, Tensor) else pytree.tree_leaves(output):
+        for x in (output,) if isinstance(output, Tensor) else parts(output):
             if isinstance(x, Tensor):
                 self._made[id(x)] = weakref.ref(x), path
 

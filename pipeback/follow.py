@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from pipeback.caches import without_caches
 from pipeback.callables import Applied, operator_of
-from pipeback.data_sizes import bounded, makes, reads, sizes
+from pipeback.data_sizes import bounded, ends_at_tensors, makes, reads, sizes
 from pipeback.escapes import Escape, Inside
 from pipeback.handed import Handed
 from pipeback.heard import calls_heard
@@ -31,7 +31,7 @@ from pipeback.mapped import Mapped
 from pipeback.private import function_modes, pytree
 from pipeback.record import Attribute, Call, Record
 from pipeback.refusals import away, set_anew, shared, unmade
-from pipeback.structures import PLAIN, Form, Ref, fixed, opened
+from pipeback.structures import PLAIN, SINGLE, Form, Ref, fixed, opened, parts
 from pipeback.surroundings import autocasts, other
 from pipeback.work import Work
 
@@ -40,6 +40,7 @@ NUMBERS = {
     "item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__complex__", "__contains__", "equal",
     "allclose", "is_nonzero",
 }  # fmt: skip
+NO_TENSORS = {dict, set, type(None), bool, int, float, str}  # what most attributes are
 AWAY = {"numpy", "__array__", "data_ptr", "__dlpack__", "storage", "untyped_storage"}  # where nobody can follow
 
 
@@ -109,17 +110,16 @@ class _Recorder(TorchFunctionMode):
         self.numbers: dict[int, int] = {}
         self.alive: list[Any] = []  # ids stay theirs
         self.numbered: list[Tensor] = []
-        self.paths: dict[int, str] = {}
-        for path, module in model.named_modules():
-            self.paths[id(module)] = path
-        self.leaf = {id(m): leaves(path, m) for path, m in model.named_modules()}
-        own = dict([*model.named_buffers(), *model.named_parameters()])
-        self.names = {id(t): name for name, t in (values or own).items()}
+        modules = list(model.named_modules())
+        self.paths = {id(module): path for path, module in modules}
+        self.leaf = {id(m): leaves(path, m) for path, m in modules}
+        own = [*model.named_buffers(), *model.named_parameters()] if values is None else values.items()
+        self.names = {id(t): name for name, t in own}
         self.held = {
             id(value): f"{path}.{key}".lstrip(".")
-            for path, module in model.named_modules()
+            for path, module in modules
             for key, value in vars(module).items()
-            if isinstance(value, Tensor)
+            if type(value) not in NO_TENSORS and isinstance(value, Tensor)
         }
         self.constants: dict[str, Tensor] = {}
         self.forms: list[tuple[torch.Size, torch.dtype]] = []
@@ -208,11 +208,18 @@ class _Recorder(TorchFunctionMode):
     def plain(self, value: Any, where: str, what: str) -> Any:
         if type(value).__module__ == "numpy" and not getattr(value, "ndim", 1):
             return value.item()  # a number, as Python has it
-        if isinstance(value, PLAIN) or fixed(value):
+        if (isinstance(value, PLAIN) or fixed(value)) and not ends_at_tensors(value):
             return value
         raise shared(self.name(where), where, what, value)
 
     def place(self, values: Any, what: str) -> Any:
+        kind = type(values)
+        if kind in SINGLE:
+            return self.placed(values, what)
+        if kind is tuple or kind is list:
+            return kind([self.place(value, what) for value in values])
+        if kind is dict:
+            return {key: self.place(value, what) for key, value in values.items()}
         return pytree.tree_map(lambda value: self.placed(value, what), values)
 
     def give(self, call: Call, output: Any, passed: Container[int] = ()) -> None:
@@ -316,8 +323,7 @@ class _Recorder(TorchFunctionMode):
 
     def asks(self, args: Any, kwargs: Any) -> bool:
         """Whether what is asked for its numbers belongs to the micro-batch, not to the model."""
-        leaves = pytree.tree_leaves((args, kwargs))
-        return any(isinstance(x, Tensor) and id(x) in self.numbers for x in leaves)
+        return any(isinstance(x, Tensor) and id(x) in self.numbers for x in parts((args, kwargs)))
 
     def applied(self, original: Callable[..., Any], function: Any, args: Any, kwargs: Any) -> Any:
         """A custom autograd function, with its own backward."""
@@ -361,7 +367,7 @@ class _Recorder(TorchFunctionMode):
                 return original(module, *args, **kwargs)
             finally:
                 self.stack.pop()
-        if any(isinstance(x, nn.Module) for x in pytree.tree_leaves((args, kwargs))):
+        if any(isinstance(x, nn.Module) for x in parts((args, kwargs))):
             who = f"{self.name(self.where)}.forward gives {self.name(path)}"
             raise Escape(path, f"{who} a module, whose weights it would compute with; leave its path out of leaves=")
         handed = self.handed = Handed(args, kwargs)
@@ -384,4 +390,4 @@ def _same(value: Any) -> Any:
 
 
 def _tensors(value: Any) -> bool:
-    return isinstance(value, Tensor) or any(isinstance(x, Tensor) for x in pytree.tree_leaves(value))
+    return isinstance(value, Tensor) or any(isinstance(x, Tensor) for x in parts(value))

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from pipeback.private import pytree
-from pipeback.structures import ABSENT, PLAIN, opened
+from pipeback.structures import ABSENT, PLAIN, opened, parts
 
 Key = int | str  # the place of an argument, or its keyword
 
@@ -29,7 +29,7 @@ class Handed:
     def look(self, *values: Any) -> None:
         """The module looks at these."""
         if self.passed:
-            self.passed.difference_update(map(id, pytree.tree_leaves(values)))
+            self.passed.difference_update(map(id, parts(values)))
 
     def placed(self, place: Callable[[Any], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments as they were before it ran, and as they stand in a call."""

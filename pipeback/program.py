@@ -87,8 +87,8 @@ class Program:
         self.kind: Cuts = ("block" if self.blocks else "layer") if self.cuts == "auto" else self.cuts
         self._known: dict[Key, Known] = {}
         self._variants: dict[Key, list[Known]] = {}  # of every form, the ways that the model goes
-        arguments = self.arguments(example)
-        record, known = self._first(arguments, whole, by)
+        arguments, complete = self.arguments(example), self.complete
+        record, known = self._first(arguments, complete, whole, by)
         self.ownership = Ownership(model, self._staged(record), len(self.units), record.changed)
         saved = set(model.state_dict())
         self.segments = [self._segment(s, saved) for s in range(len(self.units))]
@@ -97,7 +97,7 @@ class Program:
             segment.rewritten = self.ownership.names_of(s, self.rewritten)
         self._copies: list[Sequence[nn.Module]] = [self.segments]
         x = self._take(record, self.enter(arguments)[0], model.training, known)
-        if self.complete:
+        if complete:
             self._prove(arguments, x)
         if caching(model):
             warnings.warn(
@@ -217,18 +217,18 @@ class Program:
         if by not in ("time", "memory"):
             raise ValueError(f'balance must be "time" or "memory", but is {by!r}')
 
-    def _first(self, arguments: Arguments, whole: Sequence[str], by: str) -> tuple[Record, Known]:
+    def _first(self, arguments: Arguments, real: bool, whole: Sequence[str], by: str) -> tuple[Record, Known]:
         """Follow the example, and cut."""
         number = isinstance(self.cuts, int)
         finest: Cuts = ("block" if self.blocks else "layer") if number else self.kind
         self._leaves = leaves(self.blocks if finest == "block" else (), whole, self.opened)
         work = Work() if number and by == "time" else None
-        record, known = self._follow(arguments, self.complete, work=work)
+        record, known = self._follow(arguments, real, work=work)
         self.units = units(self.model, record, finest, self.blocks)
         if isinstance(self.cuts, int):
             if self.cuts > len(self.units) and finest == "block":
                 self._leaves = leaves((), whole, self.opened)
-                record, known = self._follow(arguments, self.complete, work=work)
+                record, known = self._follow(arguments, real, work=work)
                 self.units = units(self.model, record, "layer", ())
             self.units = joined(self.units, self.cuts, by)
         return record, known

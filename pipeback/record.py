@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeback.private import pytree
-from pipeback.structures import Form, Ref
+from pipeback.structures import SINGLE, Form, Ref, parts
 from pipeback.surroundings import Autocast
 
 
@@ -19,6 +18,9 @@ class Attribute:
     """A parameter or buffer that is used outside of the leaf modules, by its name in the model."""
 
     name: str
+
+
+SINGLE.add(Attribute)
 
 
 @dataclass
@@ -44,7 +46,7 @@ class Call:
     @cached_property
     def taken(self) -> tuple[list[Ref], list[str]]:
         """The tensors that it takes, and the names of the parameters and buffers; looked for once."""
-        leaves = pytree.tree_leaves((self.args, self.kwargs))
+        leaves = parts((self.args, self.kwargs))
         return [x for x in leaves if isinstance(x, Ref)], [x.name for x in leaves if isinstance(x, Attribute)]
 
     def refs(self) -> list[Ref]:

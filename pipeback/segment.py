@@ -1,7 +1,7 @@
 """Segment: one stage of a model whose own forward was followed. It takes and gives the tensors that cross boundaries.
 
-Its modules and parameters are the user's, under the names they have there. What it does with them is one `torch.fx`
-graph for every form of a micro-batch (shapes, types, training or evaluation): `print(segment.code())` shows it.
+Its modules and parameters are the user's, under the names they have there. What it does with them is one `Script` for
+every form of a micro-batch (shapes, types, training or evaluation): `print(segment.code())` shows it.
 """
 
 from __future__ import annotations
@@ -9,18 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import getitem
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.func import functional_call
 
 from pipeback import accelerators
-from pipeback.callables import Made, argument, in_a_row
-from pipeback.in_place import Hooked
+from pipeback.callables import argument, in_a_row, without_gradient
 from pipeback.private import pytree
 from pipeback.record import Attribute, Call
+from pipeback.script import Name, Script
 from pipeback.structures import Form, Ref, opened
 from pipeback.surroundings import Entered
 
@@ -28,7 +27,7 @@ Key = tuple[Any, ...]  # the form of what comes in
 
 
 def key_of(parts: Sequence[Tensor], training: bool) -> Key:
-    """What tells micro-batches apart that need another graph."""
+    """What tells micro-batches apart that need another script."""
     return (training, *[(part.shape, part.dtype) for part in parts])
 
 
@@ -148,19 +147,6 @@ class Decided:
             )
 
 
-class Ungraded:
-    """A function under torch.no_grad()."""
-
-    __name__, __module__ = "without_gradient", "pipeback"
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = function
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with torch.no_grad():
-            return self.function(*args, **kwargs)
-
-
 class Carried:
     """A weight that later stages compute with, too, as a micro-batch finds it: a copy, kept while it stays the same."""
 
@@ -216,20 +202,19 @@ class Segment(nn.Module):
             if not _has(self, name):
                 _register(self, name, part, persistent=name not in unsaved)
         self.rewritten: set[str] = set()  # parameters that it writes into
-        self._entered: list[Entered] = []  # of all graphs
+        self._entered: list[Entered] = []  # of all scripts
         self._carried: dict[str, Carried] = {}
-        # the graphs' forward methods, which start faster than the graphs
-        self._graphs: dict[Key, tuple[Callable[..., Any], fx.GraphModule, Form | None]] = {}
+        self._scripts: dict[Key, tuple[Script, Form | None]] = {}
 
     def forward(self, given: Any) -> Any:
         parts = given if type(given) is tuple else (given,)
-        found = self._graphs.get(key_of(parts, self.training))
+        found = self._scripts.get(key_of(parts, self.training))
         if found is None:
             raise RuntimeError(f"{self.label}: {self._unknown(parts)}")
         if self._entered or accelerators.autocast():  # which keeps its copies of leaves, while the model has none here
             parts = tuple(x.view_as(x) if x.requires_grad and x.is_leaf else x for x in parts)
         try:
-            out = found[0](*parts)
+            out = found[0].function(*parts)
         except BaseException:
             self._left()
             raise
@@ -238,30 +223,27 @@ class Segment(nn.Module):
     def structured(self, given: Any, out: Any) -> Any:
         """The model's output from the tensors `out` that the last segment gave for `given`."""
         parts = given if type(given) is tuple else (given,)
-        form = self._graphs[key_of(parts, self.training)][2]
+        form = self._scripts[key_of(parts, self.training)][1]
         assert form is not None
         return form.fill(out if type(out) is tuple else (out,))
 
     def learn(self, key: Key, portion: Portion) -> None:
         """Know what to do for a form. Raises ValueError where that cannot be told from another form."""
-        graph = self._built(portion)
-        if key in self._graphs:
-            _, known, form = self._graphs[key]
-            if _does(known) != _does(graph) or form != portion.form:
+        script = self._built(portion)
+        if key in self._scripts:
+            known, form = self._scripts[key]
+            if not known.does(script) or form != portion.form:
                 raise ValueError(
                     f"{self.label}: micro-batches of two forms look alike here, but need other operations; pad them "
                     "to one form"
                 )
             return
-        same = (
-            known for _, known, form in self._graphs.values() if form == portion.form and _does(known) == _does(graph)
-        )
-        graph = next(same, graph)  # most forms differ in few stages
-        self._graphs[key] = graph.forward, graph, portion.form
+        same = (known for known, form in self._scripts.values() if form == portion.form and known.does(script))
+        self._scripts[key] = next(same, script), portion.form  # most forms differ in few stages
 
     def code(self) -> str:
         """What it does, as Python, for every form that it knows."""
-        return "\n".join(f"# {_written(key)}\n{graph.code.strip()}\n" for key, (_, graph, _) in self._graphs.items())
+        return "\n".join(f"# {_written(key)}\n{script.code()}\n" for key, (script, _) in self._scripts.items())
 
     def _left(self) -> None:
         """No run of calls is under autocast any more."""
@@ -269,39 +251,38 @@ class Segment(nn.Module):
             entered.close()
 
     def _unknown(self, parts: Sequence[Any]) -> str:
-        known = "; ".join(_written(key) for key in self._graphs)
+        known = "; ".join(_written(key) for key in self._scripts)
         return (
             f"a micro-batch of {_written(key_of(parts, self.training))} came, but the model was followed with {known}; "
             "where shapes depend on values (x[mask]), have them do so within one stage: give its path in leaves="
         )
 
-    def _built(self, portion: Portion) -> fx.GraphModule:
-        graph, known = fx.Graph(), dict[int, fx.Node]()
-        root: dict[str, Any] = {}
-        for n, number in enumerate(portion.takes):
-            known[number] = graph.placeholder(f"x{n}")
+    def _built(self, portion: Portion) -> Script:
+        script, known = Script(), dict[int, Name]()
+        for number in portion.takes:
+            known[number] = script.take()
         for number in portion.takes:
             if number in portion.fixed:
-                known[number] = graph.call_function(Tensor.detach, (known[number],))
+                known[number] = script.call(Tensor.detach, (known[number],))
 
-        def attribute(name: str) -> fx.Node:
+        def attribute(name: str) -> Name:
             if name in portion.borrows:
                 return known[portion.borrows[name]]
-            root[name] = portion.constants[name] if name in portion.constants else _looked_up(self, name)
-            return graph.get_attr(name)
+            constant = portion.constants.get(name)
+            return script.part(name, _looked_up(self, name) if constant is None else constant)
 
         def filled(value: Any) -> Any:
             if isinstance(value, Ref):
                 return known[value.number]
             if isinstance(value, torch.device) and value == portion.device:
-                return graph.call_function(getattr, (known[portion.takes[0]], "device"))
+                return script.call(getattr, (known[portion.takes[0]], "device"))
             return attribute(value.name) if isinstance(value, Attribute) else value
 
         def carry(written: bool) -> None:
             for name, number in portion.lends.items():
                 if (name in self.rewritten) == written:
                     carried = self._carried.setdefault(name, Carried())
-                    known[number] = graph.call_function(carried, (attribute(name),))
+                    known[number] = script.call(carried, (attribute(name),))
 
         carry(written=False)
         entered: Entered | None = None
@@ -309,47 +290,32 @@ class Segment(nn.Module):
             if call.autocast != (entered.expects if entered is not None else ()):
                 for turn in (entered, entered := Entered(call.autocast) if call.autocast else None):
                     if turn is not None:
-                        graph.call_function(turn, ())
+                        script.call(turn, ())
                         self._entered.append(turn)
-            args = tuple(argument(graph, filled, arg, n in call.left) for n, arg in enumerate(call.args))
-            kwargs = {k: argument(graph, filled, arg, k in call.left) for k, arg in call.kwargs.items()}
+            args = [argument(script, filled, arg, n in call.left) for n, arg in enumerate(call.args)]
+            kwargs = {k: argument(script, filled, arg, k in call.left) for k, arg in call.kwargs.items()}
             left = [args[k] if isinstance(k, int) else kwargs[k] for k in call.left]
+            function = call.target
             if call.module:
-                module = root[call.target] = self.get_submodule(call.target)
+                module = self.get_submodule(call.target)
                 if isinstance(module, Lent):
-                    args = ([known[portion.borrows[f"{call.target}.{name}"]] for name in module.names], *args)
-                node = (
-                    graph.call_module(call.target, tuple(args), kwargs)
-                    if call.grad
-                    else graph.call_function(Ungraded(module), tuple(args), kwargs)
-                )
-                node = graph.call_function(in_a_row, (node, *left)) if left else node
-            else:
-                function = call.target
-                if call.check is not None:
-                    function = Decided(function, call.check[0], self._describe(call.where))
-                elif not call.grad:
-                    function = Ungraded(function)
-                node = graph.call_function(function, tuple(args), kwargs)
+                    args.insert(0, [known[portion.borrows[f"{call.target}.{name}"]] for name in module.names])
+                function = script.part(call.target, module)
+            elif call.check is not None:
+                function = Decided(function, call.check[0], self._describe(call.where))
+            if not call.grad and call.check is None:
+                function, args = without_gradient, [function, *args]
+            found = script.call(function, args, kwargs)
+            found = script.call(in_a_row, (found, *left)) if left else found
             if call.form is None:
-                for number in call.out:
-                    known[number] = node
+                known.update(dict.fromkeys(call.out, found))
                 continue
             who = self._describe(call.target) if call.module else getattr(call.target, "__name__", "a function")
-            node = graph.call_function(Opened(call.form, who), (node,))
-            for n, number in enumerate(call.out):
-                known[number] = graph.call_function(getitem, (node, n))
+            known.update(zip(call.out, script.unpack(Opened(call.form, who), (found,), len(call.out)), strict=True))
         if entered is not None:
-            graph.call_function(entered, ())
+            script.call(entered, ())
         carry(written=True)
-        graph.output(tuple(known[number] for number in portion.gives))
-        return fx.GraphModule(root, graph)
-
-
-def _does(graph: fx.GraphModule) -> list[Any]:
-    """What makes two graphs equal: their code, and what they expect of what calls give."""
-    told = (Opened, Decided, Made, Entered, Hooked)
-    return [graph.code, *[n.target.expects for n in graph.graph.nodes if isinstance(n.target, told)]]
+        return script.end([known[number] for number in portion.gives])
 
 
 def _looked_up(root: nn.Module, name: str) -> Tensor:

@@ -19,6 +19,8 @@ from pipeback.private import pytree
 
 PLAIN = (int, float, bool, complex, str, bytes, type(None), type(...), torch.dtype, torch.device, torch.memory_format,
          torch.layout, torch.Size, slice, range)  # fmt: skip
+# types of what is taken as it is, so that nobody has to ask whether it can be taken apart
+SINGLE = {Tensor, nn.Parameter, *PLAIN} - {torch.Size}
 # what stands in the attributes of objects, too: the same for every micro-batch
 FIXED = (type, Enum, types.FunctionType, types.BuiltinFunctionType)
 MADE_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE
@@ -29,6 +31,19 @@ class Ref:  # not a tuple: those are opened
     """A tensor, by its number."""
 
     number: int
+
+
+SINGLE.add(Ref)
+
+
+def parts(value: Any) -> list[Any]:
+    """What pytree.tree_leaves gives, in a fraction of its time for tuples, lists and dictionaries."""
+    kind = type(value)
+    if kind in SINGLE:
+        return [value]
+    if kind is not tuple and kind is not list and kind is not dict:
+        return pytree.tree_leaves(value)
+    return [leaf for part in (value.values() if kind is dict else value) for leaf in parts(part)]
 
 
 class Object:
@@ -91,7 +106,7 @@ class Form(NamedTuple):
 def opened(value: Any, seen: set[int] | None = None) -> tuple[list[Tensor], Form]:
     """The tensors of a structure, in order, and where they stand. seen: ids of objects that stand in others."""
     leaves, spec = pytree.tree_flatten(value, is_leaf=_packed)
-    objects = any(map(openable, leaves))
+    objects = any(type(x) not in SINGLE and openable(x) for x in leaves)
     if objects:
         leaves, spec = pytree.tree_flatten(apart(value, set() if seen is None else seen))
     tensors = [x for x in leaves if isinstance(x, Tensor)]
@@ -127,6 +142,15 @@ def apart(value: Any, seen: set[int]) -> Any:
     """A structure with its objects taken apart. Raises ValueError where one stands in two places, or in itself."""
 
     def open_it(x: Any) -> Any:
+        kind = type(x)
+        if kind in SINGLE:
+            return x
+        if kind is tuple or kind is list:
+            return kind([open_it(part) for part in x])
+        if kind is dict:
+            return {key: open_it(part) for key, part in x.items()}
+        if not pytree.tree_is_leaf(x, is_leaf=_packed):
+            return pytree.tree_map(open_it, x, is_leaf=lambda part: part is not x)
         if not openable(x):
             return x
         if id(x) in seen:
@@ -138,9 +162,9 @@ def apart(value: Any, seen: set[int]) -> Any:
         own = getattr(x, "__dict__", {})
         keys = list(x) if isinstance(x, dict) else None
         held = list(dict.values(x)) if isinstance(x, dict) else list(x) if isinstance(x, (list, tuple)) else []
-        return Object(type(x), list(own), keys, [apart(inner, seen) for inner in [*own.values(), *held]])
+        return Object(kind, list(own), keys, [open_it(inner) for inner in [*own.values(), *held]])
 
-    return pytree.tree_map(open_it, value, is_leaf=_packed)
+    return open_it(value)
 
 
 def made(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Any
 
@@ -14,13 +15,16 @@ Autocast = tuple[tuple[str, torch.dtype | None], ...]  # a type for each kind of
 
 def autocasts() -> Autocast:
     """Of this thread, now."""
-    kinds = accelerators.kinds()
-    return tuple((k, torch.get_autocast_dtype(k) if torch.is_autocast_enabled(k) else None) for k in kinds)
+    return _now(accelerators.kinds())
 
 
 def other(around: Autocast) -> Autocast:
     """Where it is another one than `around` now."""
-    return tuple(now for now in autocasts() if now not in around)
+    return tuple(now for now in _now(kind for kind, _ in around) if now not in around)
+
+
+def _now(kinds: Iterable[str]) -> Autocast:
+    return tuple((k, torch.get_autocast_dtype(k) if torch.is_autocast_enabled(k) else None) for k in kinds)
 
 
 class Entered:

@@ -70,6 +70,46 @@ def inputs(count=3, samples=5):
     return [torch.randn(samples, 4, generator=generator) for _ in range(count)]
 
 
+def some(counts):
+    """Inputs, and how many of their rows are meant."""
+    return [(x, torch.tensor([1, n])) for x, n in zip(inputs(len(counts)), counts, strict=True)]
+
+
+class Half(torch.autograd.Function):
+    """Rows, and no gradient of the others."""
+
+    @staticmethod
+    def forward(ctx, h, rows):
+        ctx.rows = rows
+        return h[rows] + 0.0
+
+    @staticmethod
+    def backward(ctx, grad):
+        found = grad.new_zeros(5, 4)
+        found[ctx.rows] = grad
+        return found, None
+
+
+def test_a_slice_of_tensors_for_a_function_is_refused():
+    model = Model(lambda model, h, n: Half.apply(h, slice(0, n.max())))
+    with pytest.raises(ValueError, match="slice"):
+        pipeline(model, some([2])[0])
+
+
+def test_functions_without_gradient_are_told_apart_where_forms_look_alike():
+    """Both have four rows behind the first stage, which only the function between tells apart."""
+
+    def between(model, h, n):
+        with torch.no_grad():
+            factor = torch.relu(h) if len(n) == 2 else torch.tanh(h)
+        return h * factor
+
+    x, (more,) = inputs()[0], inputs(1)
+    pipe = pipeline(Model(between), (x, torch.zeros(2)), stages=["b"])
+    pipe.push((x, torch.zeros(2)), x), pipe.push((more, torch.zeros(3)), more)
+    equals_plain_training(Model(between), [(x, torch.zeros(2)), (more, torch.zeros(3))], stages=["b"])
+
+
 BOTH = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "lt", "le", "gt", "ge", "eq", "ne")
 
 
