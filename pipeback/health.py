@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.util import Finalize
 from typing import Any
@@ -86,6 +87,18 @@ class Health:
         """Raise the fault, if there is one: a RankError or, on the rank at fault, its own error. Cheap."""
         if self.failed.is_set():
             raise self._error()
+
+    def meet(self, what: str) -> None:
+        """Return when every rank has called this, or after the timeout; raise the fault of one that will not.
+
+        Unlike in a collective of torch.distributed, which would last until its timeout.
+        """
+        names, deadline = [f"{what} {rank}" for rank in self.ranks], time.monotonic() + self.timeout
+        with suppress(RuntimeError, AttributeError):  # the talker has let the store go, or its host has ended
+            self._store.set(f"{what} {self.rank}", "")
+            while not self.failed.is_set() and not self._store.check(names) and time.monotonic() < deadline:
+                time.sleep(self._pause / 10)
+        self.check()
 
     def fail(self, rank: int, what: str) -> BaseException:
         """Tell everybody that `rank` is at fault; the error to raise, which is that of the first fault anywhere."""

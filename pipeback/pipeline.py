@@ -178,16 +178,17 @@ class Pipeline:
         seed: int = 0,
     ) -> None:
         self.ranks: Ranks | Alone = Alone()
-        check_options(
-            weights=weights, weight_functions=weight_functions, order=order, link=link, balance=balance, device=device,
-            check_finite=check_finite, store=store, sparsity=sparsity, skip_zeros=skip_zeros, compile=compile,
-            seed=seed, init=init, leaves=leaves,
-        )  # fmt: skip
         if wanted(mesh):
             join(timeout)
             self.ranks = Ranks(layout(mesh, replicas), timeout)
-        policy = sparsities.create(sparsity) if isinstance(sparsity, str) else sparsity
-        home = disk.create(store) or (DeviceStore() if policy is not None else None)
+        with self._telling():  # from here on: the other ranks have come, too, and would wait
+            check_options(
+                weights=weights, weight_functions=weight_functions, order=order, link=link, balance=balance,
+                device=device, check_finite=check_finite, store=store, sparsity=sparsity, skip_zeros=skip_zeros,
+                compile=compile, seed=seed, init=init, leaves=leaves,
+            )  # fmt: skip
+            policy = sparsities.create(sparsity) if isinstance(sparsity, str) else sparsity
+            home = disk.create(store) or (DeviceStore() if policy is not None else None)
         with self._telling(), _closing(home):
             self.replicas = self.ranks.replicas if self.ranks.several else 1 if replicas is None else replicas
             if not isinstance(model, Split):

@@ -206,6 +206,8 @@ class Ranks:
 
     def agree(self, facts: dict[str, Any]) -> None:
         """Raise ValueError, on every rank, where a rank has other facts than the first: option, model or version."""
+        with self.health.calling("Pipeline(...)"), self.health.waiting(self.others, "Pipeline(...)"):
+            self.health.meet("built")
         every = self.gather(facts, "Pipeline(...)")
         for rank, theirs in zip(self.everyone, every, strict=True):
             for key, value in every[0].items():

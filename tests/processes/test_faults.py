@@ -240,6 +240,31 @@ def test_ranks_that_differ_are_told_on_every_rank(crew, what, message):
         crew.again()
 
 
+BAD = {
+    "order": "backwards", "check_finite": "x", "store": 5, "sparsity": "none such", "clip_norm": -1.0,
+}  # fmt: skip
+
+
+def one_is_wrong(rank, name):
+    begin = time.monotonic()
+    try:
+        pipeline(model(), "pb", timeout=20.0, **({name: BAD[name]} if rank == 1 else {}))
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - begin
+    return None
+
+
+def test_an_option_that_is_wrong_on_one_rank_is_told_to_the_others(crew):
+    """At once: nobody waits until the timeout."""
+    for name in BAD:
+        try:
+            (kind, told, seconds), (_, own, _) = crew.ranks(2).run(one_is_wrong, name, each=range(2))
+        finally:
+            crew.again()
+        assert kind == "RankError" and "rank 1" in told and own in told and name in own, (name, kind, told, own)
+        assert seconds < 10, (name, seconds)
+
+
 def few():
     pipeline(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), "pb")
 
