@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from pipeback.private import pytree
+from pipeback.recent import Recent
 
+PLACES = 4  # graphs of one function: where memory was given away and got anew, they are of no use any more
 WARM = 3  # calls before the capture, in which libraries set themselves up
 
 
@@ -26,7 +28,7 @@ class Graphed:
 
     def __init__(self, function: Callable[[Any, Any], Any]) -> None:
         self.function = function
-        self._known: dict[Any, tuple[list[Tensor], Callable[[], None], Any]] = {}
+        self._known: Recent[Any, tuple[list[Tensor], Callable[[], None], Any]] = Recent()
 
     def __call__(self, fixed: Any, changing: Any) -> Any:
         places, _ = pytree.tree_flatten(fixed)
@@ -42,7 +44,7 @@ class Graphed:
             self._warm(call, cuda=places[0].is_cuda)
             self._known[key] = (inside, *self.captured(call))
             torch._foreach_copy_(places, before)  # nothing was to happen yet
-        inside, replay, found = self._known[key]
+        inside, replay, found = self._known.used(key, most=PLACES)
         torch._foreach_copy_(inside, tensors)
         replay()
         return pytree.tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, found)

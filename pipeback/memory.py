@@ -18,7 +18,8 @@ class Memory(NamedTuple):
     host: int = 0  # the same in host memory, with activations="host"; of "recompute", states of random streams
     rounded: int = 0  # with masters: bytes of the weights of a half type, which `weights` has as float32
     # bytes beside small weights that lie in one run of memory: gradients, and these decayed; of stages that run as one,
-    # places for more stashed versions than there are, and for weights that are about to be stepped
+    # places for more stashed versions than there are, for weights that are about to be stepped, and for micro-batches
+    # of the form that came before
     beside: int = 0
 
 
@@ -43,9 +44,6 @@ def counted(stages: Sequence[Stage], owner: Sequence[int]) -> Memory:
     strips = {id(strip): strip for stage in stages if (strip := stage.weights.strip) is not None}
     beside = sum(strip.beside for strip in strips.values())
     for stack in {id(stage.stack): stage.stack for stage in stages if stage.stack is not None}.values():
-        beside += sum(w.nbytes for w in stack.spare)
-        if stack.stash is not None:
-            versions = sum((stage.peak_copies - 1) * stage.bytes() for stage in stack.stages)
-            beside += max(0, stack.stash.nbytes - int(versions))
+        beside += stack.beside
     copies, kept = (held / one, state / one) if one else (1.0, 0.0)
     return Memory(one, copies, kept, activations + sum(repeats.values()), host, rounded, beside)

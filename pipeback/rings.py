@@ -8,6 +8,7 @@ one tick, each of another micro-batch, are one slot, read without a copy. Inputs
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from pipeback.graphs import Graph, Graphs, direct, factored, for_compiler
 # of a micro-batch: its shape and type; 1 where it trains, 2 more as often as what modules compute has changed
 Kind = tuple[tuple[int, ...], torch.dtype, int]
 Turns = list[tuple[int, int]]  # (row, micro-batch)
+ALIGNED = 64  # bytes, as torch lays tensors
 MANY = 4096  # places that are remembered
 
 
@@ -42,11 +44,13 @@ class Rings:
         self.factors: Graph | None = None  # the backward that gives some gradients as factors
         self.factored: list[int] = []  # of these weights
         self.folds, self.shapes = folds, [t.shape for t in saved]
-        self.saved = [torch.zeros(length, rows, t.numel() // rows, dtype=t.dtype, device=device) for t in saved]
+        given = [((rows, t.numel() // rows), t.dtype) for t in saved] + [((rows, *shape), dtype)] * 2
+        self._slot = [torch.empty(form, dtype=of, device="meta") for form, of in given]
+        # inputs and gradients: none where rows are no neighbours
+        *self.saved, self.inputs, self.gradients = self._room(length, device)
+        self._holds = True
         self._cuts = [(n, 0, ring.shape[-1]) for n, ring in enumerate(self.saved)]
-        self.inputs = torch.zeros(length, rows, *shape, dtype=dtype, device=device)  # none where rows are no neighbours
-        self.gradients = torch.zeros_like(self.inputs)
-        self._given = True  # whether rows give each other anything
+        self.flights: Sequence[Any] = ()  # what the stages have of a micro-batch in flight, row by row
         self.made: Sequence[Tensor] | None = None  # what B needs of the weights, where it is views of them
         self._known: dict[tuple[int, ...], Tensor] = {}
         self._slots: list[Tensor] = []
@@ -104,14 +108,15 @@ class Rings:
             for n in range(len(widths)) for k, some in enumerate(members) if n in some
         ]  # fmt: skip
         mine.made = self.made
-        if not self._given:
+        if not self._slot[-1].numel():
             mine.alone()
         return mine
 
     def alone(self) -> None:
         """No row gives another one anything."""
-        self.inputs = self.gradients = self.inputs[:0].clone()
-        self._given = False
+        self._slot[-2:] = [slot[:, :0] for slot in self._slot[-2:]]
+        self._holds = False
+        self.hold(True)
 
     def leave(self, saved: Sequence[Tensor], some: Turns) -> None:
         """Keep what F leaves to B."""
@@ -188,19 +193,25 @@ class Rings:
 
     def longer(self, length: int, flying: Sequence[Sequence[int]], waiting: Sequence[Sequence[int]]) -> None:
         """Make room. flying, waiting: the micro-batches of every row that have gone forward, or are yet to."""
-        for tensors, mbs, sign in (
-            ([*self.saved, self.gradients], flying, -1), ([self.inputs], waiting, 1),
-        ):  # fmt: skip
-            for old in tensors:
-                if not len(old):
-                    continue
-                new = old.new_zeros(length, *old.shape[1:])
-                for row, some in enumerate(mbs):
-                    for i in some:
-                        new[(i + sign * row) % length, row] = old[(i + sign * row) % self.length, row]
-                old.set_(new)  # type: ignore[call-overload]
+        kept = [*((ring, flying, -1) for ring in self.saved), (self.inputs, waiting, 1), (self.gradients, flying, -1)]
+        for (old, mbs, sign), new in zip(kept, self._room(length, self.inputs.device), strict=True):
+            for row, some in enumerate(mbs):
+                for i in some:
+                    new[(i + sign * row) % length, row] = old[(i + sign * row) % self.length, row]
+            old.set_(new)  # type: ignore[call-overload]
         self.length = length
         self._forget()
+
+    def _room(self, length: int, device: torch.device) -> list[Tensor]:
+        """Memory in one piece, which goes back to the system as a whole: in small ones much of it would stay."""
+        ends = list(accumulate(-(-slot.nbytes * length // ALIGNED) * ALIGNED for slot in self._slot))
+        piece = torch.zeros(ends[-1], dtype=torch.uint8, device=device).untyped_storage()
+        found = []
+        for at, slot in zip([0, *ends], self._slot, strict=False):
+            form = (length, *slot.shape)
+            ring = torch.empty(0, dtype=slot.dtype, device=device)  # a view would keep the piece when it is given away
+            found.append(ring.set_(piece, at // slot.itemsize, form, torch.empty(form, device="meta").stride()))
+        return found
 
     def _forget(self) -> None:
         for found in (self._known, self._slots, self._numbers, self._left, self._flat):
@@ -212,10 +223,12 @@ class Rings:
 
     def hold(self, there: bool) -> None:
         """Have memory, or none: nothing may wait here."""
-        for old in (*self.saved, *([self.inputs, self.gradients] if self._given else [])):
-            if bool(len(old)) != there:
-                old.set_(old.new_zeros(self.length if there else 0, *old.shape[1:]))  # type: ignore[call-overload]
-        self._forget()
+        if there != self._holds:
+            every = *self.saved, self.inputs, self.gradients
+            for old, new in zip(every, self._room(self.length if there else 0, self.inputs.device), strict=True):
+                old.set_(new)  # type: ignore[call-overload]
+            self._holds = there
+            self._forget()
 
 
 def unfolded(tensor: Tensor, dim: int, rows: int) -> Tensor:

@@ -20,13 +20,16 @@ from pipeback.graphs import Graphs
 from pipeback.link import Link, Message, Name
 from pipeback.order import Ops
 from pipeback.proof import example, gain, proved
+from pipeback.recent import Recent
 from pipeback.rings import Kind, Rings, Turns
 from pipeback.rows import Rows
 from pipeback.stage import Flight, Stage
 from pipeback.stash import Stash
 
 Compile = Callable[[Any], Any]
-KINDS = 3  # forms of micro-batches, the last ones that came, for which there is memory when nothing of them waits
+# forms of micro-batches that there is memory for, those that come next or came last; more while more are in flight: of
+# two there are some in flight at every change, and where runs of three take turns memory is soon there again
+KINDS = 2
 LARGE = 1 << 20  # bytes of weights that no cache keeps between a gradient and the step: a compiler gains nothing there
 
 
@@ -61,13 +64,11 @@ class Stack:
         self._length = length
         self._kinds: dict[int, Kind] = {}  # of the micro-batches between F of the first stage and B of it
         self.apart: set[int] = set()  # those among them that go through the stages one by one
-        self._rings: dict[Kind, Rings] = {}
+        self._rings: Recent[Kind, Rings] = Recent()
         self._newest: Kind | None = None
-        self._used: list[Kind] = []  # the one that came last is the last
         self._era = 0  # how often what the modules compute has changed
         self._unfit: dict[Kind, str] = {}  # why the stages cannot run as one on micro-batches of this kind
         self.told: dict[str, str] = {}  # what the user is told of stacks, by name
-        self.places: dict[Kind, list[Row]] = {}
         self.compile: Compile | None = None  # of both graphs
         self.fuse: Compile | None = None  # of whole ticks
         if options is not None:
@@ -104,8 +105,23 @@ class Stack:
 
     @property
     def held(self) -> int:
-        """Bytes of what waits of each stage: all the rings, whether they are full or not."""
-        return sum(rings.nbytes for rings in self._rings.values()) // len(self.stages)
+        """Bytes of what waits of each stage: rings of what is in flight, whether they are full or not."""
+        return sum(self._rings[kind].nbytes for kind in self._busy) // len(self.stages)
+
+    @property
+    def beside(self) -> int:
+        """Bytes that all stages have beside weights and what waits: for forms that may come back, stashed versions and
+        weights that are about to be stepped.
+        """
+        versions = sum((stage.peak_copies - 1) * stage.bytes() for stage in self.stages)
+        stash = 0 if self.stash is None else max(0, self.stash.nbytes - int(versions))
+        idle = sum(self._rings[kind].nbytes for kind in self._rings.idle(self._busy))
+        return idle + stash + sum(w.nbytes for w in self.spare)
+
+    @property
+    def _busy(self) -> set[Kind]:
+        """The kinds of what is in flight, and of what came last."""
+        return {*self._kinds.values(), *([] if self._newest is None else [self._newest])}
 
     @property
     def proved(self) -> bool:
@@ -140,6 +156,9 @@ class Stack:
         """
         if kind in self._unfit:
             raise Unfit(self._unfit[kind])
+        if kind != self._newest:
+            self._newest = None
+            self._make_room(kind)
         if kind not in self._rings:
             shape, dtype, _ = kind
             device = self.rows.weights[0].device
@@ -154,16 +173,15 @@ class Stack:
                 raise Unfit(self._unfit[kind]) from error
         if kind != self._newest:
             self._newest = kind
-            self._recent(kind)
+            self._rings.used(kind, self._busy).hold(True)
         return self._rings[kind]
 
-    def _recent(self, kind: Kind) -> None:
-        """Have memory for what is in flight, this kind, and the few that came before it, so that it is bounded."""
-        self._used = [*(k for k in self._used if k != kind), kind]
-        kept = {*self._kinds.values(), *self._used[-KINDS:]}
-        for other, rings in self._rings.items():
-            if other == kind or other not in kept:
-                rings.hold(other == kind)
+    def _make_room(self, kind: Kind) -> None:
+        """This kind comes: have memory for no others but those in flight and, where these are few, the one before."""
+        busy = {*self._kinds.values(), kind}
+        idle = self._rings.idle(busy)
+        for old in idle[: max(0, len(busy) + len(idle) - KINDS)]:
+            self._rings[old].hold(False)
 
     # -- which micro-batches run as one ----------------------------------------------------------------------------
 
@@ -219,7 +237,7 @@ class Stack:
             for r, i in some:
                 stage = self.stages[r]
                 stage.flights[i] = flight = Flight((), None, None, stage.version, False)
-                flight.row = self.places[kind][r]
+                flight.row = rings.flights[r]
                 if len(stage.flights) > stage.peak_flights:
                     stage.peak_flights = len(stage.flights)
 
@@ -311,13 +329,13 @@ class Stack:
         )  # fmt: skip
         if self.partner is not None:
             rings.alone()
-        self.places[kind] = [Row(self, kind, r) for r in range(len(self.stages))]
         if self.fuse is not None:
             large = [n for n in self.rows.trained if self.rows.weights[n].nbytes > LARGE]
             rings = self._rings[kind] = rings.packed(large)
         if self.compile is not None:
             forward, backward, made = rings.graphs
             rings.graphs = Graphs(self.compile(forward), self.compile(backward), made)
+        rings.flights = [Row(self, kind, r) for r in range(len(self.stages))]
         waits = [*rings.saved, *([rings.inputs, rings.gradients] if self.partner is None else [])]
         for stage in self.stages:
             stage.activation_bytes = sum(t[0, 0].nbytes for t in waits)
@@ -332,7 +350,7 @@ class Stack:
         for part, value in zip(rings.parts, tensors, strict=True):
             part[(mb - row) % rings.length, row].copy_(value)
         self._kinds[mb] = kind
-        return self.places[kind][row]
+        return rings.flights[row]
 
     def waiting(self, name: Name) -> Tensor | None:
         """A copy of a message to one of the stages from another one of them."""

@@ -24,7 +24,8 @@ from pipeback.method import HOOKS, Correction, Method, When, described, override
 from pipeback.momentum import velocity
 from pipeback.order import Order
 from pipeback.proof import check_plain, example, judged_alike, listened
-from pipeback.rings import Kind
+from pipeback.recent import Recent
+from pipeback.rings import Kind, Rings
 from pipeback.rows import Rows, Step
 from pipeback.schedules import Flowing
 from pipeback.stack import Compile, Stack
@@ -44,12 +45,12 @@ class Steady:
         schedule = worker.method.schedule
         self.turns = schedule.turns if leaps(worker.method) and isinstance(schedule, Flowing) else 0
         self.last = worker.stages[worker.count - 1]
-        self._moving: dict[tuple[Kind, ...], list[Moving]] = {}
-        self._judges: dict[Any, Judge | None] = {}
+        self._moving: Recent[tuple[Rings, ...], list[Moving]] = Recent()
+        self._judges: Recent[Any, Judge | None] = Recent()
         self._judge_rows: Rows | None = None
-        self._examples: dict[Kind, Tensor] = {}  # of what stacks give
+        self._examples: Recent[Kind, Tensor] = Recent()  # of what stacks give
         self._teams: dict[int, Team] = {}  # of one stage
-        self._fused: dict[tuple[Any, ...], Any] = {}  # by what is moved, who judges, and how it is stepped
+        self._fused: Recent[tuple[Any, ...], Any] = Recent()  # by what is moved, who judges, and how it is stepped
 
     def run(self, order: Order, ticks: int) -> int:
         """Do as many of the next `ticks` ticks as can be done so, and return their number."""
@@ -82,16 +83,16 @@ class Steady:
                 stack.leaps = bool(run.turns[0].steps)
 
     def _ready(self) -> list[Moving] | None:
-        kinds = tuple(stack.one_kind for stack in self.stacks)
-        if None in kinds:
+        kinds = [kind for stack in self.stacks if (kind := stack.one_kind) is not None]
+        if len(kinds) < len(self.stacks):
             return None
-        key: Any = kinds
+        key = tuple(stack.rings(kind) for stack, kind in zip(self.stacks, kinds, strict=True))
         if key not in self._moving:
-            made = {stack.name: Moving(stack, kind) for stack, kind in zip(self.stacks, key, strict=True)}
+            made = {stack.name: Moving(stack, rings) for stack, rings in zip(self.stacks, key, strict=True)}
             for one in made.values():
                 one.source = made[(one.stack.partner or one.stack).name]
             self._moving[key] = list(made.values())
-        return self._moving[key]
+        return self._moving.used(key)
 
     @property
     def _may_judge(self) -> bool:
@@ -111,7 +112,7 @@ class Steady:
             return None
         if kind not in self._examples:
             self._examples[kind] = example(kind[0], kind[1], stack.rows.weights[0].device)
-        return self._examples[kind]
+        return self._examples.used(kind)
 
     def _judge(self, x: Any, target: Any) -> Judge | None:
         """The last stage as a graph, if it can be written so."""
@@ -130,17 +131,17 @@ class Steady:
                 self._judges[key] = Judge(stage, graph, self._judge_rows, x, target, check=self.worker.check_finite)
             except Unfit:
                 pass
-        return self._judges[key]
+        return self._judges.used(key)
 
     def _tick(
         self, compile: Compile, moving: Sequence[Moving], judge: Judge | None, steps: Sequence[Step | Adaptive]
     ) -> Any:
         """What a compiler makes of a tick with such steps. It need not look at what it is given: this does."""
-        rooms = [(id(one), one.rings.length) for one in moving]
-        key = (*rooms, id(judge), *(step.form for step in steps), *_numerics())
+        rooms = [(one, one.rings.length) for one in moving]
+        key = (*rooms, judge, *(step.form for step in steps), *_numerics())
         if key not in self._fused:
             self._fused[key] = fused(moving, judge, steps, compile)
-        return self._fused[key]
+        return self._fused.used(key)
 
 
 def _numerics() -> tuple[Any, ...]:
@@ -412,6 +413,7 @@ class Run:
         for one in self.moving:
             if one.stash is not None:
                 one.stash.give()
+            one.leave()
 
     def _used(self, numbers: Sequence[int], rounds: int) -> tuple[list[int], list[int]]:
         """The versions of the weights that so many F and B of these stages ran on, stage by stage in every round."""

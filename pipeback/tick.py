@@ -19,7 +19,7 @@ from pipeback.adaptive import Adaptive, adapted
 from pipeback.graphed import side_by_side
 from pipeback.graphs import Graph, accumulating, direct
 from pipeback.link import Message, Name
-from pipeback.rings import Kind
+from pipeback.rings import Rings
 from pipeback.rows import Rows, Step
 from pipeback.stack import Stack
 from pipeback.stage import Stage
@@ -32,9 +32,8 @@ Box = dict[Name, Message]
 class Moving:
     """A stack whose rows all move on at a tick."""
 
-    def __init__(self, stack: Stack, kind: Kind) -> None:
-        self.stack, self.kind = stack, kind
-        self.rings = stack.rings(kind)
+    def __init__(self, stack: Stack, rings: Rings) -> None:
+        self.stack, self.rings, self.kind = stack, rings, rings.kind
         self.source = self  # whose rows give these their inputs and gradients: itself, or the stages between
         other = stack.partner
         self.enters = other is None or stack.first < other.first  # the first row is given its input from outside
@@ -93,6 +92,11 @@ class Moving:
             return
         y, gx = self.source.y.unbind(), self.source.gx.unbind()
         box.update({name: (y if name[0] == "F" else gx)[row] for name, row in self._names(f, b)})
+
+    def leave(self) -> None:
+        """After a run of ticks: nothing waits here."""
+        self.y = self.gx = torch.empty(0)
+        self.stash, self.drift = None, []
 
     def _names(self, f: Sequence[int], b: Sequence[int]) -> Iterator[tuple[Name, int]]:
         """The messages that its rows get from the source, and that one's rows."""

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent / "pipeback"
 
 # a module imports only from lower floors, or from those named before it on its own
 FLOORS = [
-    ["events", "schedules", "order", "timeline", "recording", "ledger", "plugins", "sizes"],
+    ["events", "schedules", "order", "timeline", "recording", "ledger", "plugins", "sizes", "recent"],
     [
         "private", "bundle", "fused", "method", "momentum", "lazy", "link", "partition", "norms",
         "accelerators", "provenance", "meta", "form", "flat", "packed", "skipping", "slot", "structures", "caches",

@@ -3,13 +3,16 @@
 They do so as one or as they are, whatever forms of micro-batches come.
 """
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
 import pipeback
-from pipeback.stack import KINDS
+from pipeback.stack import KINDS, Stack
 from tests.choice import mostly_rare
 from tests.laws.cases import CASES, weights
 
@@ -204,7 +207,9 @@ def test_a_last_stage_that_changes_its_input():
 
 
 def test_memory_of_many_forms_is_bounded():
-    """Those that came last have memory; one that comes back gets it anew, with the numbers of the event loop."""
+    """Those that came last have memory; one that comes back gets it anew, with the numbers of the event loop. All that
+    there is is told.
+    """
     make, shape, found = *STAGES["nothing behind"], []
     sizes = [size for size in (*range(1, 9), 2, 8, 1) for _ in range(9)]
     for on in (True, False):
@@ -214,6 +219,65 @@ def test_memory_of_many_forms_is_bounded():
             (stack,) = pipe._setting.stacks
             each = [rings.nbytes for rings in stack._rings.values()]
             assert len(each) == 8 and 1 <= sum(map(bool, each)) <= KINDS + 1
-            assert stack.held == sum(each) // 4
+            assert 4 * stack.held + pipe.memory().beside == sum(each)
     for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+@pytest.fixture
+def learnt(monkeypatch):
+    """Of every stack, the sizes of micro-batches that graphs were made for, and the rings that there were."""
+    found, learn = {}, Stack.learn
+
+    def learning(stack, x, kind):
+        learn(stack, x, kind)
+        found.setdefault(stack.name, []).append((len(x), weakref.ref(stack._rings[kind])))
+
+    monkeypatch.setattr(Stack, "learn", learning)
+    return found
+
+
+MANY = [size for size in (1, 2, 3, 4, 5, 6, 2, 1, 1, 3) for _ in range(16)]
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("method", ["pb", "pipedream"])
+def test_graphs_of_many_forms_are_bounded(method, compile, learnt, monkeypatch):
+    """Those of the forms that were used last, and of those in flight: the others go with all that was made of them,
+    and one that comes back is learnt anew and gives the same bits.
+    """
+    make, shape = STAGES["nothing behind"]
+    if compile:  # whole ticks are made, but by nobody who takes a minute
+        monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    _, wanted = trained(True, make, shape, MANY, method, compile=compile)
+    assert all(len(sizes) == 6 for sizes in learnt.values())
+    learnt.clear()
+    monkeypatch.setattr("pipeback.recent.FORMS", 2)
+    pipe, found = trained(True, make, shape, MANY, method, compile=compile)
+    assert all(map(torch.equal, found, wanted))
+    (steady,) = (loop.worker._steady for loop in pipe._loops())
+    known = [steady._moving, *(stack._rings for stack in pipe._setting.stacks)]
+    assert {len(some) for some in known} == {2}
+    assert max(map(len, (steady._judges, steady._examples, steady._fused))) <= 2
+    gc.collect()
+    for sizes in learnt.values():
+        assert [size for size, _ in sizes] == [1, 2, 3, 4, 5, 6, 2, 1, 3]
+        assert [rings() is None for _, rings in sizes][:-3] == [True] * 6
+
+
+@pytest.mark.parametrize("times", [1, 5, 16])
+@pytest.mark.parametrize("forms", [2, 3])
+def test_forms_that_take_turns_are_learnt_once(forms, times, learnt):
+    make, shape = STAGES["nothing behind"]
+    sizes = [size for _ in range(4) for size in range(1, forms + 1) for _ in range(times)]
+    trained(True, make, shape, sizes)
+    assert [[size for size, _ in sizes] for sizes in learnt.values()] == [[*range(1, forms + 1)]]
+
+
+def test_memory_is_there_again_after_a_form_that_does_not_fit(never_slower, monkeypatch):
+    monkeypatch.setattr("pipeback.stack.KINDS", 1)
+    make, shape = STAGES["torn when large"]
+    sizes = [size for size in (1, 2, 1, 2, 1) for _ in range(12)]
+    found, wanted = (trained(on, make, shape, sizes)[1] for on in ("auto", False))
+    for a, b in zip(found, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
