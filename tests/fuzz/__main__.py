@@ -2,26 +2,45 @@
 
 python -m tests.fuzz "Program(...)"
 python -m tests.fuzz --seconds 1200
+python -m tests.fuzz --revert "a velocity that was cleared"     # until the search finds it
 """
 
 import argparse
+import sys
 import traceback
 
-from .check import check
-from .program import Program
-from .search import fresh, search
+import pytest
 
-if __name__ == "__main__":
+from .reverts import REVERTS, take_back
+
+
+def main() -> int:
+    """1 where a search with a revert has found nothing."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("program", nargs="?", help="a program to replay")
     parser.add_argument("--seconds", type=float, default=60.0, help="how long new seeds are searched")
+    parser.add_argument("--revert", choices=list(REVERTS), help="a mending to take back in the library")
     given = parser.parse_args()
+    if given.revert:
+        take_back(given.revert)
+    from .check import check  # which imports the library
+    from .program import Program
+    from .search import fresh, search
+
     if given.program:
         check(eval(given.program, {"Program": Program}))
         print("as it should be")
-    else:
-        for number in fresh(given.seconds):
-            try:
-                search(number, 100)
-            except Exception:
-                traceback.print_exc()
+        return 0
+    where = REVERTS[given.revert].where if given.revert else {}
+    for number in fresh(given.seconds, 20 if given.revert else 100):
+        try:
+            search(number, 20 if given.revert else 100, **where)
+        except (Exception, pytest.fail.Exception):
+            traceback.print_exc()
+            if given.revert:
+                return 0
+    return int(bool(given.revert))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

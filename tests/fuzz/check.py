@@ -15,7 +15,8 @@ TOLERANCE = 1e-9  # of what float64 rounds differently in another order of sums,
 
 def check(program: Program) -> None:
     """Raise AssertionError, naming the call, where a program shows other numbers than it should."""
-    plain, numbers = replace(program, runtime={}), program.model not in RANDOM
+    plain = replace(program, runtime={})
+    numbers = program.model not in RANDOM and all(name != "fill" for name, *_ in program.calls)
     if numbers:
         _close(program.train(), program.expected(), TOLERANCE, "the equations")
     if program.runtime.get("vectorize"):
@@ -23,6 +24,8 @@ def check(program: Program) -> None:
             _close(program.train(), plain.train(), TOLERANCE, "the event loop")
     elif program.runtime:
         _close(program.train(torch.float32), plain.train(torch.float32), 0.0, "the bits of the event loop")
+    elif not numbers:
+        program.train()
 
 
 def _close(found: Seen, wanted: Seen, tolerance: float, what: str) -> None:

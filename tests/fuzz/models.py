@@ -28,6 +28,34 @@ class Residual(nn.Module):
         return y
 
 
+class Named(nn.Sequential):
+    """Its layers one after the other, called by keyword."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self:
+            x = layer(input=x)
+        return x
+
+
+class Weighed(nn.Linear):
+    """Computes with a function of its weights, for more than three samples."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight.tanh() if len(x) > 3 else self.weight, self.bias)
+
+
+class Spare(nn.Linear):
+    """Has a weight that it does not use, and an expanded buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.spare = nn.Parameter(torch.ones(3))
+        self.register_buffer("mask", torch.tensor([[0.5]]).expand(1, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.mask)
+
+
 class Followed(nn.Module):
     """A model with a forward of its own, which is followed."""
 
@@ -77,8 +105,36 @@ def _alike(s: int, S: int) -> list[nn.Module]:
     return [nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh()]
 
 
+def _named(s: int, S: int) -> list[nn.Module]:
+    return [Named(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)), nn.Tanh()]
+
+
+def _weighed(s: int, S: int) -> list[nn.Module]:
+    return [Weighed(WIDTH, WIDTH), nn.Tanh()]
+
+
+def _spare(s: int, S: int) -> list[nn.Module]:
+    return [Spare(), nn.Tanh()]
+
+
+def _frozen(s: int, S: int) -> list[nn.Module]:
+    layer = nn.Linear(WIDTH, WIDTH)
+    layer.bias.requires_grad_(False)
+    return [layer, nn.Tanh()]
+
+
+def _in_place(s: int, S: int) -> list[nn.Module]:
+    return [nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)]
+
+
+def _narrow(s: int, S: int) -> list[nn.Module]:
+    width = 2 if S > 2 else WIDTH
+    layer = nn.Linear(WIDTH if s == 0 else width, WIDTH if s == S - 1 else width)
+    return [layer, nn.ReLU()]
+
+
 def _dropping(s: int, S: int) -> list[nn.Module]:
-    return [nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2), nn.Tanh()]
+    return [nn.Linear(WIDTH, WIDTH), nn.Dropout(0.0 if S % 2 else 0.2), nn.Tanh()]
 
 
 def _batch(s: int, S: int) -> list[nn.Module]:
@@ -87,10 +143,16 @@ def _batch(s: int, S: int) -> list[nn.Module]:
 
 MODELS: dict[str, Callable[[int, int], list[nn.Module]]] = {
     "linear": _linear, "alike": _alike, "mixed": _mixed, "residual": _residual, "convolutional": _convolutional,
-    "depthwise": _depthwise, "dropping": _dropping, "batch": _batch,
+    "depthwise": _depthwise, "named": _named, "weighed": _weighed, "spare": _spare, "frozen": _frozen,
+    "in place": _in_place, "narrow": _narrow, "dropping": _dropping, "batch": _batch,
 }  # fmt: skip
 RANDOM = ("dropping", "batch")
-ALIKE = ("linear", "alike", "residual", "convolutional", "depthwise")  # whose stages may run as one
+ALIKE = ("linear", "alike", "residual", "convolutional", "depthwise", "in place")  # whose stages may run as one
+
+
+def trained(module: nn.Module) -> list[str]:
+    """The names of its weights that are trained: those that are neither frozen nor unused."""
+    return [n for n, p in module.named_parameters() if p.requires_grad and not n.endswith("spare")]
 
 
 def stages(name: str, count: int, seed: int, dtype: torch.dtype = torch.float64) -> list[nn.Sequential]:
@@ -111,3 +173,13 @@ def build(
         names = [f"blocks.{s}" for s in range(1, count)]
         return Followed(list(made)), {"stages": names or 1, "example": torch.randn(2, WIDTH, dtype=dtype)}
     return (nn.Sequential(*made) if form == "sequence" else made), {}
+
+
+def sloping(output: Tensor, target: Tensor) -> Tensor:
+    """A loss that differentiates something itself."""
+    loss = nn.functional.mse_loss(output, target)
+    (slope,) = torch.autograd.grad(loss, output, create_graph=True)
+    return loss + slope.square().sum()
+
+
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"mse": nn.functional.mse_loss, "sloping": sloping}

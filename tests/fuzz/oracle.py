@@ -17,21 +17,22 @@ from torch.func import functional_call
 
 from tests.laws.reference import Array, Tensors
 
-from .models import Residual
+from .models import Residual, trained
 
 
 class Network:
     """Stages of layers, and a mean squared error; shaped like `tests.laws.reference.Layers`."""
 
-    def __init__(self, stages: Sequence[nn.Sequential]) -> None:
-        self.stages = stages
+    def __init__(self, stages: Sequence[nn.Sequential], slope: bool = False) -> None:
+        """slope: the loss has the square of its own gradient besides, see `models.sloping`."""
+        self.stages, self.slope = stages, slope
         for stage in stages:
             for module in stage.modules():
                 if isinstance(module, nn.ReLU):
                     module.inplace = False
 
     def initial(self) -> list[Tensors]:
-        return [tuple(p.detach().numpy().copy() for p in stage.parameters()) for stage in self.stages]
+        return [tuple(stage.get_parameter(n).detach().numpy().copy() for n in trained(stage)) for stage in self.stages]
 
     def forward(self, s: int, w: Tensors, x: Array) -> tuple[Array, Any]:
         y, kept = _forward(self.stages[s], [torch.from_numpy(p) for p in w], torch.from_numpy(x))
@@ -43,7 +44,10 @@ class Network:
 
     def loss(self, output: Array, target: Array) -> tuple[float, Array]:
         error = output - target
-        return float((error * error).mean()), 2 * error / error.size
+        g = 2 * error / error.size
+        if not self.slope:
+            return float((error * error).mean()), g
+        return float((error * error).mean() + (g * g).sum()), g + 4 * g / error.size
 
     def output(self, weights: Sequence[Tensors], x: Array) -> Array:
         for s, w in enumerate(weights):
@@ -54,7 +58,7 @@ class Network:
 def _parts(module: nn.Module) -> list[nn.Module] | None:
     if isinstance(module, Residual):
         return list(module.inner)
-    return list(module) if isinstance(module, nn.Sequential) else None
+    return list(module) if isinstance(module, nn.Sequential) else None  # `Named`, too
 
 
 def _forward(module: nn.Module, w: list[Tensor], x: Tensor) -> tuple[Tensor, Any]:
@@ -64,7 +68,7 @@ def _forward(module: nn.Module, w: list[Tensor], x: Tensor) -> tuple[Tensor, Any
         with torch.no_grad():
             return functional_call(module, _named(module, w), (x,)), x
     for part in parts:
-        count = len(list(part.parameters()))
+        count = len(trained(part))
         y, needed = _forward(part, w[first : first + count], y)
         kept.append(needed)
         first += count
@@ -81,11 +85,11 @@ def _backward(module: nn.Module, w: list[Tensor], kept: Any, g: Tensor) -> tuple
         return found, g_in
     own, g_out, last = [], g, len(w)
     for part, needed in zip(reversed(parts), reversed(kept)):
-        count = len(list(part.parameters()))
+        count = len(trained(part))
         found, g = _backward(part, w[last - count : last], needed, g)
         own, last = [*found, *own], last - count
     return own, (g + g_out if isinstance(module, Residual) else g)
 
 
 def _named(module: nn.Module, w: list[Tensor]) -> dict[str, Tensor]:
-    return dict(zip((name for name, _ in module.named_parameters()), w, strict=True))
+    return dict(zip(trained(module), w, strict=True))

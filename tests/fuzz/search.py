@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Iterator
+from typing import Any
 
 from hypothesis import HealthCheck, Phase, given, note, seed, settings
 
@@ -13,8 +14,11 @@ from .program import Program
 from .strategies import programs
 
 
-def search(number: int, count: int) -> None:
-    """Check `count` programs that the seed stands for; of those that fail, the smallest raises, with its command."""
+def search(number: int, count: int, **where: Any) -> None:
+    """Check `count` programs that the seed stands for; of those that fail, the smallest raises, with its command.
+
+    where: see `programs`.
+    """
 
     @seed(number)
     @settings(
@@ -25,7 +29,7 @@ def search(number: int, count: int) -> None:
         suppress_health_check=list(HealthCheck),
         print_blob=False,
     )
-    @given(programs())
+    @given(programs(**where))
     def run(program: Program) -> None:
         note(program.command)
         check(program)

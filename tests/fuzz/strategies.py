@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from .cases import METHODS, OPTIMIZERS, optimizers
-from .models import ALIKE, MODELS
+from .models import ALIKE, MODELS, RANDOM
 from .pending import PENDING
 from .program import Program
 
@@ -53,7 +53,7 @@ def _runtime(draw: st.DrawFn, model: str, stages: int, options: dict[str, Any]) 
 
 
 @st.composite
-def _calls(draw: st.DrawFn, program: dict[str, Any]) -> tuple[tuple[Any, ...], ...]:
+def _calls(draw: st.DrawFn, program: dict[str, Any], wanted: str) -> tuple[tuple[Any, ...], ...]:
     even = program["options"].get("replicas", 1)
     samples = st.integers(1, 7).map(lambda n: n * even)
     if program["model"] == "batch":
@@ -74,29 +74,46 @@ def _calls(draw: st.DrawFn, program: dict[str, Any]) -> tuple[tuple[Any, ...], .
     if not program["runtime"].get("vectorize"):
         views.append("record")
     other.append(st.tuples(st.just("inspect"), st.sampled_from(views)))
+    stage = st.integers(0, program["stages"] - 1)
+    alone = not program["options"].get("replicas") and not program["outside"]
+    other.append(st.tuples(st.just("dropout"), st.sampled_from([0.0, 0.3])))
+    if not program["outside"]:
+        other.append(st.tuples(st.just("replace"), stage))
+        other += [st.tuples(st.just("foreign"))] if program["stages"] > 1 else []  # else none would be trained
+        if program["model"] not in RANDOM:
+            other.append(st.tuples(st.just("listen"), st.sampled_from(["module", "weight"]), stage))
     if "store" not in program["runtime"]:
         other.append(st.tuples(st.just("own_backward")))
-    calls = draw(st.lists(st.one_of(push, push, st.one_of(other)), min_size=1, max_size=18))
+        other += [st.tuples(st.just("clear")), st.tuples(st.just("fill"))] if alone else []
+    some = [call for name, call in ((str(call), call) for call in other) if wanted and f"'{wanted}'" in name]
+    calls = draw(st.lists(st.one_of(push, push, st.one_of(other), *some), min_size=8 if wanted else 1, max_size=18))
     if any(name == "eval" for name, *_ in calls):  # a state in flight is loaded in the mode that its forward was in
         calls = [call for call in calls if call[0] not in ("reload", "load")]
     return tuple(calls)
 
 
-def programs() -> st.SearchStrategy[Program]:
-    """Any program that the library claims to train, but those that meet a fault which is known and not yet mended."""
-    return _programs().filter(lambda program: not any(meets(program) for meets in PENDING.values()))
+def _methods(optimizer: str | None) -> list[str]:
+    return [method for method in METHODS if optimizer is None or optimizer in optimizers(method)]
+
+
+def programs(call: str = "", **fixed: Any) -> st.SearchStrategy[Program]:
+    """Any program that the library claims to train, but those that meet a fault which is known and not yet mended.
+
+    fixed: attributes that all of them have. call: one that is made often.
+    """
+    return _programs(fixed, call).filter(lambda program: not any(meets(program) for meets in PENDING.values()))
 
 
 @st.composite
-def _programs(draw: st.DrawFn) -> Program:
-    method = draw(st.sampled_from(list(METHODS)))
+def _programs(draw: st.DrawFn, fixed: dict[str, Any], call: str) -> Program:
+    method = fixed.get("method") or draw(st.sampled_from(_methods(fixed.get("optimizer"))))
     found: dict[str, Any] = {
-        "model": draw(st.sampled_from(list(MODELS))),
-        "stages": draw(st.integers(1, 6)),
+        "model": fixed.get("model") or draw(st.sampled_from(list(MODELS))),
+        "stages": draw(st.integers(4 if fixed.get("runtime") else 1, 6)),
         "seed": draw(st.integers(0, 99)),
         "form": draw(st.sampled_from(["sequence", "list", "followed"])),
         "method": method,
-        "optimizer": draw(st.sampled_from(optimizers(method))),
+        "optimizer": fixed.get("optimizer") or draw(st.sampled_from(optimizers(method))),
         "decay": draw(st.sampled_from([0.0, 0.05])),
         "options": draw(_options()),
     }
@@ -104,8 +121,21 @@ def _programs(draw: st.DrawFn) -> Program:
         found["options"]["micro_batch_size"] = 2
     if found["model"] == "mixed" and found["form"] == "followed":
         found["form"] = "list"  # a followed model has no stage without weights: it would be cut elsewhere
-    plain = set(found["options"]) <= {"micro_batch_size", "clip_norm", "clip_value", "activations"}
+    if fixed.get("runtime"):
+        found["options"].pop("replicas", None)
+    plain = not fixed.get("runtime") and set(found["options"]) <= {
+        "micro_batch_size",
+        "clip_norm",
+        "clip_value",
+        "activations",
+    }
     found["outside"] = plain and draw(st.sampled_from([False] * 6 + [True]))
     found["runtime"] = {} if found["outside"] else draw(_runtime(found["model"], found["stages"], found["options"]))
-    found["calls"] = draw(_calls(found))
+    found |= {name: value for name, value in fixed.items() if name == "runtime"}
+    if not found["outside"] and not found["options"].get("replicas"):  # else it is no mean over the samples
+        found["loss"] = fixed.get("loss") or draw(often("mse", st.just("sloping"), 5))
+    if found["model"] == "weighed":  # what is in host memory is not made anew
+        for options in (found["options"], found["runtime"]):
+            options.pop("activations", None)
+    found["calls"] = draw(_calls(found, call))
     return Program(**found)

@@ -1,11 +1,17 @@
 """Law: whatever is combined and called in between, training is its equations, and every runtime the event loop."""
 
+import subprocess
+import sys
+
 import pytest
+
+from tests.mutation import LIBRARY
 
 from .check import check
 from .faults import FAULTS
 from .pending import PENDING
 from .program import Program
+from .reverts import REVERTS, stale
 from .search import fresh, search
 
 SEEDS = (11, 23, 37, 41)
@@ -36,6 +42,20 @@ def _shown():
 def test_faults_that_were_found(name):
     shown = FAULTS[name]
     check(shown) if isinstance(shown, Program) else shown()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", REVERTS)
+def test_the_search_finds_what_is_reverted(name):
+    command = [sys.executable, "-m", "tests.fuzz", "--revert", name, "--seconds", "300"]
+    done = subprocess.run(command, cwd=LIBRARY.parent, capture_output=True, text=True, timeout=800)
+    assert not done.returncode, f"{name}: nothing was found\n{done.stdout}{done.stderr}"
+    assert "python -m tests.fuzz" in done.stderr  # a program that shows it
+
+
+def test_reverts_fit_the_library():
+    assert not stale()
 
 
 def test_what_is_pending_is_a_fault():

@@ -1,0 +1,242 @@
+"""A program in the library: what users call, one after the other, and what it shows."""
+
+from __future__ import annotations
+
+import io
+import tempfile
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pipeback
+
+from .cases import METHODS, OPTIMIZERS
+from .models import LOSSES, build
+from .program import CLEARED, Program, Seen
+
+
+class Run:
+    """A program in the library."""
+
+    def __init__(self, program: Program, dtype: torch.dtype, runtime: dict[str, Any]) -> None:
+        self.program, self.dtype, self.runtime = program, dtype, runtime
+        self.seen: Seen = []
+        self.folders: list[tempfile.TemporaryDirectory[str]] = []
+        self.saved: Any = None
+        self.pushes = 0
+        self.pipe = self.made()
+
+    def made(self, runtime: dict[str, Any] | None = None, freeze: bool = False) -> pipeback.Pipeline:
+        program, kind = self.program, OPTIMIZERS[self.program.optimizer]
+        model, form = build(program.model, program.stages, program.seed, program.form, self.dtype)
+        if "example" in form:
+            form["example"] = form["example"].to(self.dtype)
+        if freeze:
+            first = model.blocks[0] if program.form == "followed" else model[0]
+            next(p for p in first.parameters() if p.requires_grad).requires_grad_(False)
+        runtime = dict(self.runtime if runtime is None else runtime)
+        if runtime.get("store") == "disk":
+            self.folders.append(tempfile.TemporaryDirectory())
+            runtime["store"] = f"disk:{self.folders[-1].name}"
+        options = dict(program.options)
+        if program.outside:
+            options.pop("micro_batch_size", None)
+        torch.manual_seed(program.seed)  # the streams of the stages come from it
+        pipe = pipeback.Pipeline(
+            model,
+            loss=None if program.outside else LOSSES[program.loss],
+            optimizer=lambda ps: kind[0](ps, **{**kind[2], "weight_decay": program.decay}),
+            method=METHODS[program.method].library(program.stages),
+            **form, **options, **runtime,
+        )  # fmt: skip
+        assert pipe.stages == program.stages, f"{pipe.stages} stages, not {program.stages}: {pipe.split}"
+        self.random = torch.get_rng_state()
+        return pipe
+
+    def check_random(self) -> None:
+        """Nobody has drawn from the caller's generator."""
+        assert torch.equal(torch.get_rng_state(), self.random), "training drew from the caller's generator"
+
+    def close(self) -> None:
+        with suppress(Exception):
+            self.pipe.close()
+        for folder in self.folders:
+            folder.cleanup()
+
+    # -- calls ---------------------------------------------------------------------------------------------------
+
+    def push(self, at: str, samples: int) -> None:
+        x, y = (v.to(self.dtype) for v in self.program.batches(samples, self.pushes))
+        self.pushes += 1
+        if not self.program.outside:
+            self.seen.append((at, self.pipe.push(x, y)))
+            return
+        cuts, losses = self.program.cuts(samples), []
+        for (part,) in cuts:
+            output = self.pipe.forward(x[part], expected=len(cuts))
+            loss = nn.functional.mse_loss(output, y[part])
+            self.pipe.backward(*torch.autograd.grad(loss, output))
+            losses.append(loss.detach())
+        self.pipe.step()
+        self.seen.append((at, torch.stack(losses).mean()))
+
+    def read(self, at: str) -> None:
+        for n, (when, value) in enumerate(self.seen):
+            self.seen[n] = (when, value.detach().clone() if isinstance(value, Tensor) else value)
+
+    def look(self, at: str) -> None:
+        for name, value in self.pipe.model.state_dict().items():
+            self.seen.append((f"{at} {name}", value.detach().clone()))
+
+    def evaluate(self, at: str, samples: int) -> None:
+        x, _ = self.program.batches(samples, 1000)
+        self.seen.append((at, self.pipe.evaluate(x.to(self.dtype))))
+
+    def wait(self, at: str) -> None:
+        self.pipe.wait()
+
+    def drain(self, at: str) -> None:
+        self.pipe.drain()
+
+    def rate(self, at: str, factor: float, only: int | None = None) -> None:
+        for s, optimizer in enumerate(self.pipe.optimizers):
+            for group in optimizer.param_groups if only in (None, s) else ():
+                group["lr"] *= factor
+
+    def decay(self, at: str, value: float) -> None:
+        for optimizer in self.pipe.optimizers:
+            for group in optimizer.param_groups:
+                group["weight_decay"] = value
+
+    def inspect(self, at: str, what: str) -> None:
+        """Look at something, which changes nothing."""
+        x, y = (v.to(self.dtype) for v in self.program.batches(4, 3000))
+        if what in ("plan", "breakdown"):
+            getattr(self.pipe, what)(x, y)
+        elif what == "record":
+            self.pipe.record(len(self.seen) % 2 == 0)
+        else:
+            found = getattr(self.pipe, what)
+            found() if callable(found) else found
+
+    def bad(self, at: str) -> None:
+        """A batch that no stage can take: it is refused, and leaves everything as it was."""
+        x, y = (v.to(self.dtype) for v in self.program.batches(4, 4000))
+        with pytest.raises((ValueError, TypeError, RuntimeError)):
+            self.pipe.push(x[:, :5], y)
+            self.pipe.wait()
+
+    def zero_grad(self, at: str) -> None:
+        (self.pipe.model if self.runtime.get("store") is None else self.pipe._model).zero_grad()
+
+    def own_backward(self, at: str) -> None:
+        """The user's own gradients of the weights, which training is not to see."""
+        model, (x, y) = self.pipe.model, self.program.batches(2, 2000)
+        kept = {name: value.clone() for name, value in model.named_buffers()}
+        with torch.random.fork_rng():
+            nn.functional.mse_loss(model(x.to(self.dtype)), y.to(self.dtype)).backward()
+        with torch.no_grad():
+            for name, value in model.named_buffers():
+                if not torch.equal(value, kept[name]):
+                    value.copy_(kept[name])
+
+    def eval(self, at: str) -> None:
+        self.pipe._model.eval()
+
+    def train(self, at: str) -> None:
+        self.pipe._model.train()
+
+    def reload(self, at: str) -> None:
+        """Everything into a new pipeline of a new model, by way of bytes."""
+        buffer = io.BytesIO()
+        torch.save(self.pipe.state_dict(), buffer)
+        self.read(at)
+        training = [module.training for module in self.pipe._model.modules()]
+        self.pipe.close()
+        self.pipe = self.made()
+        for module, mode in zip(self.pipe._model.modules(), training, strict=True):
+            module.training = mode
+        buffer.seek(0)
+        self.pipe.load_state_dict(torch.load(buffer, weights_only=True))
+
+    def save(self, at: str) -> None:
+        self.saved = (self.pipe.state_dict(), self.pushes)
+
+    def load(self, at: str) -> None:
+        """Back to what was saved, in the same pipeline."""
+        if self.saved is not None:
+            self.read(at)
+            self.pipe.load_state_dict(self.saved[0])
+            self.pushes = self.saved[1]
+
+    # -- what users do to models and optimizers -------------------------------------------------------------------
+
+    def block(self, s: int) -> nn.Module:
+        """The module of a stage, as the user has it."""
+        return self.pipe._model.get_submodule(f"blocks.{s}" if self.program.form == "followed" else str(s))
+
+    def replace(self, at: str, s: int) -> None:
+        """A weight that was replaced is named before the next micro-batch, and another one puts it back."""
+        owner, key, p = next(
+            (m, key, p) for m in self.block(s).modules() for key, p in m._parameters.items() if p is not None
+        )
+        owner._parameters[key] = nn.Parameter(p.detach().clone(), p.requires_grad)
+        x, y = (v.to(self.dtype) for v in self.program.batches(4, 5000))
+        with pytest.raises(RuntimeError, match=f"{key} was moved, cast or replaced"):
+            self.pipe.push(x, y)
+        owner._parameters[key] = p
+
+    def listen(self, at: str, what: str, s: int) -> None:
+        """A hook that is added hears of the next micro-batch, or is refused."""
+        self.push(at, 2)  # hooks that are there before the first one have stages run as they are
+        heard: list[int] = []
+        block = self.block(s)
+        p = next((p for p in block.parameters() if p.requires_grad), None)
+        self.pipe.wait()
+        if what == "weight" and p is not None:
+            handle = p.register_post_accumulate_grad_hook(lambda p: heard.append(1))
+        else:
+            leaf = next(m for m in block.modules() if not list(m.children()))  # a followed model calls these alone
+            handle = leaf.register_forward_hook(lambda *given: heard.append(1))
+        try:
+            self.push(at, 2)
+        except RuntimeError as error:
+            assert "hook" in str(error)
+            handle.remove()
+            self.pushes -= 1
+            self.push(at, 2)
+            heard.append(1)
+        self.drain(at)
+        handle.remove()
+        assert heard, f"a hook of a {what} at stage {s} heard nothing"
+
+    def foreign(self, at: str) -> None:
+        """A state of a model in which other weights are frozen is refused before anything changes."""
+        other = self.made({}, freeze=True)
+        state = other.state_dict()
+        other.close()
+        with pytest.raises(ValueError, match="stage 0"):
+            self.pipe.load_state_dict(state)
+
+    def fill(self, at: str) -> None:
+        """The user's model is given other weights, in flight."""
+        self.pipe.wait()
+        model, _ = build(self.program.model, self.program.stages, self.program.seed + 1, "sequence", self.dtype)
+        for s, stage in enumerate(model):
+            values = {n: v for n, v in stage.state_dict().items() if not n.endswith("mask")}  # expanded
+            self.block(s).load_state_dict(values, strict=False)
+
+    def clear(self, at: str) -> None:
+        """Velocities are zero from here on."""
+        self.pipe.drain()
+        for optimizer in self.pipe.optimizers if self.program.optimizer in CLEARED else ():
+            optimizer.state.clear()
+
+    def dropout(self, at: str, p: float) -> None:
+        self.pipe.wait()
+        for module in self.pipe._model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = p
