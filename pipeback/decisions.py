@@ -98,12 +98,14 @@ def _traced(asks: Call, before: Sequence[Call], constants: Mapping[str, Tensor],
     return Decision([*(call for call in before if id(call) in needed), asks], constants, number)
 
 
-def mark(taken: Sequence[Decision], others: Sequence[Tensor]) -> Tensor:
+def mark(taken: Sequence[Decision], others: Sequence[Tensor], constants: Sequence[Any] = ()) -> Tensor:
     """What travels beside the values: its shape is of the way that was taken, whichever way came first.
 
-    others: marks of other ways. Where the shape is one of theirs, which is rare, it is another.
+    others: marks of other ways. Where the shape is one of theirs, which is rare, it is another. constants: of what
+    was pushed, where other ones have come before with the same tensors.
     """
-    number = zlib.crc32(repr([(_name(d.calls[-1]), d.calls[-1].check) for d in taken]).encode())
+    told = repr([(_name(d.calls[-1]), d.calls[-1].check) for d in taken])
+    number = zlib.crc32((told + repr([*constants]) if constants else told).encode())
     while True:
         found = torch.zeros(1 + number % SIDE, 1 + number // SIDE % SIDE, dtype=torch.bool)
         if all(found.shape != other.shape for other in others):

@@ -32,7 +32,8 @@ def check_equal(
         if not _equal(a, b):
             raise ValueError(
                 f"the stages of {type(model).__name__} do not give what its forward does: something in it changes from "
-                "call to call, or in place under another name; give the path of the module that does so in leaves="
+                "call to call, or in place under another name; give the path of the module that does so in leaves=, or "
+                "keep the whole model one stage: leaves=['']"
             )
 
 
@@ -45,7 +46,7 @@ def _chain(stages: Sequence[nn.Module], x: Any) -> Any:
                 raise ValueError(
                     f"stage {s} cannot do what the forward does there: {error}; if the forward differentiates its own "
                     "layers (torch.autograd.grad), have one module do it, under torch.enable_grad(), and give the path "
-                    "of that module in leaves="
+                    "of that module in leaves=, or keep the whole model one stage: leaves=['']"
                 ) from error
             x = stage(_given(x, True, cloned=True))
     return x

@@ -207,8 +207,10 @@ Home = tuple[dict[str, Tensor | None], str, Tensor, Tensor]  # of a buffer: wher
 def untouched(module: nn.Module, rewritten: Iterable[str] | None = None) -> Iterator[list[Home]]:
     """The buffers of a module afterwards as before: the same tensors with the same values. Gives where they are.
 
-    rewritten: parameters that its forward writes into, likewise; a segment knows which.
+    So are numbers and tensors in attributes. rewritten: parameters that its forward writes into, likewise; a segment
+    knows which.
     """
+    attributes = [(vars(m), dict(vars(m))) for m in module.modules() if not hasattr(m, "rewritten")]
     names = getattr(module, "rewritten", ()) if rewritten is None else rewritten
     parameters = [(p, p.data, p.detach().clone()) for p in map(module.get_parameter, names)]
     homes = [
@@ -225,6 +227,15 @@ def untouched(module: nn.Module, rewritten: Iterable[str] | None = None) -> Iter
             put(buffer.data, value)  # not seen by graphs that saved the buffer
         for p, memory, value in parameters:
             laid_back(p, memory, value)
+        for now, before in attributes:
+            for key, value in before.items():
+                if now.get(key) is not value and _counts(value) and _counts(now.get(key)):
+                    now[key] = value
+
+
+def _counts(value: Any) -> bool:
+    """Whether it is what a forward may count or keep: a number, a tensor, or nothing yet. Marks stay set."""
+    return not isinstance(value, bool) and isinstance(value, (int, float, Tensor, type(None)))
 
 
 def rerun(stage: Any, x: Any, target: Any) -> tuple[tuple[Tensor, ...], Any, hidden.Handles | None]:

@@ -19,6 +19,7 @@ from pipeback.granularity import Cuts, chosen, family
 from pipeback.inflight import replica, untouched
 from pipeback.partition import Part, declared, join, plain, split
 from pipeback.program import Program
+from pipeback.whole import PATH, Whole, check_one
 
 
 @dataclass
@@ -63,6 +64,11 @@ def climb(
             "example=, what one push brings; or give its modules as a list, or it a method pipeline_stages() that "
             "returns them, in the order in which they run"
         )
+    if "" in leaves:
+        check_one(cuts)
+        program = Program(Whole(model), example, "layer", [PATH], balance)
+        reasons["c"] = "leaves= has the whole model"
+        return Split("d: its forward, as one stage", program.parts, model, program, reasons)
     known = family(model)
     if plain(model) and cuts == "auto":
         children = [name for name, _ in model.named_children()]

@@ -130,7 +130,8 @@ def check_unchanged(model: nn.Module, before: Attributes, harmless: Collection[N
     name = f"{kind} {path!r}" if path else kind
     paths = list(dict.fromkeys(each for each, _, _ in found))
     whole = f"keep the module{'s' * (len(paths) > 1)} whole: leaves={paths!r}"
-    cure = "set it in a module whose path you give in leaves=" if "" in paths else whole
+    root = "set it in a module whose path you give in leaves=, or keep the whole model one stage: leaves=['']"
+    cure = root if "" in paths else whole
     message = (
         f"{name} changes self.{key} in its forward, which stages would not do again for each micro-batch; "
         f"make it a buffer that is changed in place, or {cure}"

@@ -32,6 +32,7 @@ from pipeback.ownership import Ownership
 from pipeback.partition import Part
 from pipeback.private import FakeTensorMode, pytree
 from pipeback.record import Call, Record
+from pipeback.refusals import kept_whole
 from pipeback.routes import routes
 from pipeback.segment import Key, Segment, key_of
 from pipeback.structures import Form, Ref, opened
@@ -130,18 +131,10 @@ class Program:
         return form.fill(_parts(output))
 
     def known(self, x: Any, form: Form, training: bool) -> Any | None:
-        """The tensors x with the mark of their variant, None if the model was not followed for such.
-
-        Raises ValueError where their structure was another.
-        """
+        """The tensors x with the mark of their variant, None if the model was not followed for such."""
         parts = _parts(x)
         for known in self._variants.get(key_of(parts, training), ()):
-            if known.inputs != form:
-                raise ValueError(
-                    f"a micro-batch has another structure than the one before with tensors of the same shapes: "
-                    f"{_shown(form)} instead of {_shown(known.inputs)}"
-                )
-            if all(decision.holds(parts) for decision in known.decisions):
+            if known.inputs == form and all(decision.holds(parts) for decision in known.decisions):
                 return known.marked(x)
         return None
 
@@ -287,7 +280,13 @@ class Program:
 
     def _segment(self, s: int, saved: Collection[str]) -> Segment:
         label, owned = f"stage {s} ({self._label(self.units[s])})", self.ownership.owned[s]
-        return Segment(label, owned, self._describe, self.ownership.copied[s] | (set(owned) - set(saved)))
+        return Segment(
+            label,
+            owned,
+            self._describe,
+            self._kept,
+            self.ownership.copied[s] | (set(owned) - set(saved)),
+        )
 
     def _label(self, unit: Unit) -> str:
         """Its layer; of several, the longest path that holds all their weights, or from where to where they lie."""
@@ -304,6 +303,9 @@ class Program:
     def _describe(self, path: str) -> str:
         module = self.model.get_submodule(path)
         return f"{type(module).__name__} {path!r}" if path else type(module).__name__
+
+    def _kept(self, path: str) -> str:
+        return kept_whole(self.model, path)
 
     def _staged(self, record: Record) -> Iterator[tuple[int, Call]]:
         """Every call with its stage."""
@@ -331,8 +333,10 @@ class Program:
                 f"another one: {_asked(known)}; keep decisions by values within one layer: give the path of the "
                 "deciding module in leaves="
             )
-        if known.decisions and known.mark is None:
-            known = known._replace(mark=mark(known.decisions, [o.mark for o in others if o.mark is not None]))
+        differs = any(o.inputs != known.inputs for o in others)
+        if known.mark is None and (known.decisions or differs):
+            taken = [o.mark for o in others if o.mark is not None]
+            known = known._replace(mark=mark(known.decisions, taken, known.inputs.constants if differs else ()))
         marked = known.marked(x)
         key = key_of(_parts(marked), training)
         try:
@@ -365,7 +369,9 @@ def _parts(value: Any) -> tuple[Tensor, ...]:
 def _asked(known: Known) -> str:
     """What it decided by last."""
     call = known.decisions[-1].calls[-1] if known.decisions else None
-    return "it changes from call to call" if call is None else f"{call.target.__name__} gave {call.check[0]}"
+    if call is None:
+        return f"what is pushed besides tensors is another each time, {_shown(known.inputs)}; push tensors instead"
+    return f"{call.target.__name__} gave {call.check[0]}"
 
 
 def _plain(value: Any) -> Any:

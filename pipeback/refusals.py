@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def unmade(who: str, where: str, what: str, value: Tensor) -> ValueError:
@@ -39,7 +39,25 @@ def set_anew(who: str, name: str) -> ValueError:
     )
 
 
+def decided_anew(who: str, whole: str, name: str, found: Any, expected: Any) -> ValueError:
+    """A forward goes another way. whole: what to type, see `kept_whole`."""
+    return ValueError(
+        f"{who}.forward goes another way for this micro-batch: {name} gave {found}, but {expected} when the model was "
+        f"followed; keep decisions by values within one layer: {whole}"
+    )
+
+
+def kept_whole(model: nn.Module, path: str) -> str:
+    """What to type to have a module be one call, and those of its class: the others decide likewise."""
+    kind = type(model.get_submodule(path))
+    paths = [name for name, module in model.named_modules() if type(module) is kind]
+    return f"leaves={paths!r}" + (" (the whole model is one stage then)" if not path else "")
+
+
 def _whole(where: str) -> str:
     if where:
         return f"keep it whole: leaves=[{where!r}]"
-    return "put that into a module of its own, which is not looked into, and whose path you give in leaves="
+    return (
+        "put that into a module of its own, which is not looked into, and whose path you give in leaves=, or keep the "
+        "whole model one stage: leaves=['']"
+    )

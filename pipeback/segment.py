@@ -19,6 +19,7 @@ from pipeback import accelerators
 from pipeback.callables import argument, in_a_row, without_gradient
 from pipeback.private import pytree
 from pipeback.record import Attribute, Call
+from pipeback.refusals import decided_anew
 from pipeback.script import Name, Script
 from pipeback.structures import Form, Ref, opened
 from pipeback.surroundings import Entered
@@ -65,8 +66,8 @@ class Opened:
 
     __name__, __module__ = "opened", "pipeback"
 
-    def __init__(self, form: Form, who: str) -> None:
-        self.form, self.who = form, who
+    def __init__(self, form: Form, who: str, whole: str) -> None:
+        self.form, self.who, self.whole = form, who, whole
         self.expects: Any = form
         self._open = opener(form)
 
@@ -78,7 +79,8 @@ class Opened:
         if form.spec != self.form.spec or _constants(form) != _constants(self.form):
             raise ValueError(
                 f"{self.who} gave another structure than when the model was followed: {_told(form)} instead of "
-                f"{_told(self.form)}; give the same one for every micro-batch of a shape, and tensors for what changes"
+                f"{_told(self.form)}; give the same one for every micro-batch of a shape, tensors for what changes, or "
+                f"keep what calls it whole: {self.whole}"
             )
         return tensors
 
@@ -133,18 +135,14 @@ class Decided:
 
     __name__, __module__ = "decided", "pipeback"
 
-    def __init__(self, function: Callable[..., Any], expected: Any, who: str) -> None:
-        self.function, self.expects, self.who = function, expected, who
+    def __init__(self, function: Callable[..., Any], expected: Any, who: str, whole: str) -> None:
+        self.function, self.expects, self.who, self.whole = function, expected, who, whole
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         found = self.function(*args, **kwargs)
         if found != self.expects:
             name = getattr(self.function, "__name__", "a function")
-            raise ValueError(
-                f"{self.who}.forward goes another way for this micro-batch: {name} gave {found}, but {self.expects} "
-                "when the model was followed; keep decisions by values within one layer: give the path of the "
-                "deciding module in leaves="
-            )
+            raise decided_anew(self.who, self.whole, name, found, self.expects)
 
 
 class Carried:
@@ -194,10 +192,15 @@ class Segment(nn.Module):
     """One stage. owned: modules, parameters, buffers of the model by their names; unsaved: buffers in no state_dict."""
 
     def __init__(
-        self, label: str, owned: Mapping[str, Any], describe: Callable[[str], str], unsaved: Collection[str] = ()
+        self,
+        label: str,
+        owned: Mapping[str, Any],
+        describe: Callable[[str], str],
+        kept: Callable[[str], str],
+        unsaved: Collection[str] = (),
     ) -> None:
         super().__init__()
-        self.label, self._describe = label, describe
+        self.label, self._describe, self._kept = label, describe, kept
         for name, part in sorted(owned.items(), key=lambda item: isinstance(item[1], Tensor)):  # modules first
             if not _has(self, name):
                 _register(self, name, part, persistent=name not in unsaved)
@@ -254,7 +257,8 @@ class Segment(nn.Module):
         known = "; ".join(_written(key) for key in self._scripts)
         return (
             f"a micro-batch of {_written(key_of(parts, self.training))} came, but the model was followed with {known}; "
-            "where shapes depend on values (x[mask]), have them do so within one stage: give its path in leaves="
+            "where shapes depend on values (x[mask]), have them do so within one module: give its path in leaves=, or "
+            "keep the whole model one stage: leaves=['']"
         )
 
     def _built(self, portion: Portion) -> Script:
@@ -302,7 +306,7 @@ class Segment(nn.Module):
                     args.insert(0, [known[portion.borrows[f"{call.target}.{name}"]] for name in module.names])
                 function = script.part(call.target, module)
             elif call.check is not None:
-                function = Decided(function, call.check[0], self._describe(call.where))
+                function = Decided(function, call.check[0], self._describe(call.where), self._kept(call.where))
             if not call.grad and call.check is None:
                 function, args = without_gradient, [function, *args]
             found = script.call(function, args, kwargs)
@@ -311,7 +315,8 @@ class Segment(nn.Module):
                 known.update(dict.fromkeys(call.out, found))
                 continue
             who = self._describe(call.target) if call.module else getattr(call.target, "__name__", "a function")
-            known.update(zip(call.out, script.unpack(Opened(call.form, who), (found,), len(call.out)), strict=True))
+            opens = Opened(call.form, who, self._kept(call.where))
+            known.update(zip(call.out, script.unpack(opens, (found,), len(call.out)), strict=True))
         if entered is not None:
             script.call(entered, ())
         carry(written=True)

@@ -17,7 +17,7 @@ FLOORS = [
         "accelerators", "provenance", "meta", "form", "flat", "packed", "skipping", "slot", "structures", "caches",
         "script", "callables", "data_sizes", "in_place", "left_behind", "handed", "escapes", "refusals", "surroundings",
         "record", "mapped", "heard", "work", "follow", "decisions", "segment", "hidden", "inflight", "granularity",
-        "ownership", "routes", "faithful", "program", "ladder", "drawing", "compiled", "gradients", "stage",
+        "ownership", "routes", "faithful", "program", "whole", "ladder", "drawing", "compiled", "gradients", "stage",
         "afresh", "strip", "repeat", "offload", "activations", "counted", "joint",
         "team", "watch", "replicas", "shelf", "densities", "masks", "sparsity", "shards", "sparse", "store",
         "forked", "pages", "disk", "residence", "rounded", "traffic", "streams", "streaming", "reread", "written",

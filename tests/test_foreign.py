@@ -97,6 +97,75 @@ class GradientHooks(Model):
         return x
 
 
+class ByTask(Model):
+    """What is pushed beside the tensors says what is computed."""
+
+    def forward(self, x, task, scale=1.0):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x * scale) if task == "one" else self.head(x.relu() * scale) ** 2
+
+
+class Counts(Model):
+    """What stages would not do again: a number in an attribute decides."""
+
+    def __init__(self):
+        super().__init__()
+        self.step, self.memory = 0, None
+
+    def forward(self, x):
+        self.step += 1
+        x = x * min(self.step / 4, 1.0)
+        if self.memory is not None:
+            x = x + self.memory
+        self.memory = x.detach()
+        return super().forward(x)
+
+
+class Decides(Model):
+    """Layers are left out by values of layers."""
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+            if x.sum() > 0:
+                x = x * 2
+        return self.head(x)
+
+
+class Router(nn.Module):
+    """Gives a list of numbers with its tensors, as JetMoe's does."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 2)
+
+    def forward(self, x):
+        scores = self.linear(x)
+        return scores, scores.argmax(-1).bincount(minlength=2).tolist()
+
+
+class Routed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.router, self.block = Router(), Block()
+
+    def forward(self, x):
+        scores, sizes = self.router(x)
+        return self.block(x) * scores.softmax(-1)[:, :1] * max(sizes)
+
+
+class Experts(Model):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Routed() for _ in range(3))
+
+
+def tasks(generator):
+    task, scale = torch.randint(2, (2,), generator=generator).tolist()
+    return {"x": rows(generator), "task": ["one", "two"][task], "scale": 0.5 + scale}
+
+
 def rows(generator, count=4):
     return torch.randn(count, 8, generator=generator)
 
@@ -107,6 +176,7 @@ def texts(generator):
 
 # a model, and what a push brings
 CASES = {
+    "by_task": (ByTask, tasks),
     "teacher": (Teacher, rows),
     "teacher_anew": (TeacherAnew, rows),
     "gradient_hooks": (GradientHooks, rows),
@@ -146,6 +216,39 @@ def piped(model, data, method="sgd", **options):
         pipe.push(x, y)
     pipe.drain()
     return pipe
+
+
+# models that are refused, when they are built or at a push, the cut, and the option that the message types
+CURED = {
+    "counts": (Counts, "block", [""]),
+    "decides": (Decides, "block", [""]),
+    "experts": (Experts, "layer", ["blocks.0", "blocks.1", "blocks.2"]),
+}
+
+
+@pytest.mark.parametrize("name", CURED)
+def test_the_cure_that_is_typed(name):
+    kind, stages, leaves = CURED[name]
+    torch.manual_seed(0)
+    model, data = kind(), batches(rows, 8)
+    with pytest.raises((ValueError, pipeback.StageError)) as refused:
+        piped(copy.deepcopy(model), data, stages=stages, leaves=[f"{n}.router" for n in leaves if stages == "layer"])
+    assert f"leaves={leaves!r}" in str(refused.value)
+    expected = plain(copy.deepcopy(model), data)
+    pipe = piped(copy.deepcopy(model), data, stages=stages, leaves=leaves)
+    assert (pipe.stages == 1) == (leaves == [""])
+    for key, value in pipe.model.state_dict().items():
+        assert torch.equal(value, expected[key]), key
+    pipe.model.eval()
+    x = data[0][0]
+    if name != "counts":
+        assert torch.equal(pipe.evaluate(x), pipe.model(x))
+
+
+def test_the_whole_model_is_one_stage():
+    x = batches(rows, 1)[0][0]
+    with pytest.raises(ValueError, match=r"leaves=\[''\] keeps the whole model one stage, but stages=2; give stages=1"):
+        pipeback.Pipeline(Model(), loss=cross_entropy, optimizer=sgd, example=x, stages=2, leaves=[""])
 
 
 @pytest.mark.parametrize("name", CASES)
