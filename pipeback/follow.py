@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -139,11 +140,8 @@ class _Recorder(TorchFunctionMode):
         self.told: Escape | None = None
         self.sets = Sets(self.paths, left)
         self.around = autocasts()
-        self.kept = (
-            None
-            if values is not None
-            else Kept(model.named_parameters(), lambda name: set_anew(self.name(self.where), name))
-        )
+        tell = partial(set_anew, type(model).__name__)
+        self.kept = None if values is not None else Kept(model.named_parameters(), tell)
 
     @property
     def where(self) -> str:
