@@ -51,7 +51,8 @@ class Hooked:
         self.expects = function
 
     def __call__(self, tensor: Tensor) -> None:
-        tensor.register_hook(self.expects)
+        if tensor.requires_grad:  # not in evaluation, though it was followed with gradients
+            tensor.register_hook(self.expects)
 
 
 def stays(function: Any) -> bool:

@@ -260,4 +260,5 @@ def test_as_plain_torch(name):
     pipe = piped(copy.deepcopy(model), data)
     for key, value in pipe.model.state_dict().items():
         assert torch.equal(value, expected[key]), key
+    pipe.evaluate(data[0][0])
     piped(model, data, "pb")
