@@ -230,7 +230,8 @@ def clipped(
         return grads, None
     found = None
     if norm is not None:
-        total = torch.nn.utils.get_total_norm(there) if total is None else total
+        if total is None:  # torch knows the norm of a sparse gradient from 2.13 on
+            total = torch.nn.utils.get_total_norm([g.coalesce().values() if g.is_sparse else g for g in there])
         # not clip_grad_norm_, which would change a gradient that was just sent upstream
         scale = torch.clamp(norm / (total + 1e-6), max=1.0)
         grads = [None if g is None else g * scale.to(g.dtype) for g in grads]

@@ -18,11 +18,12 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.util import Finalize
 from typing import Any
+from weakref import WeakSet
 
 import torch.distributed as dist
 
@@ -78,6 +79,7 @@ class Health:
         self._wake, self._lock = threading.Event(), threading.Lock()
         # `atexit` would do but for forked processes of multiprocessing, which leave it out
         self._at_exit = Finalize(None, self._exit, exitpriority=10)
+        _OPEN.add(self)
         self._talker = threading.Thread(target=self._talk, daemon=True, name="pipeback talker")
         self._lookout = threading.Thread(target=self._look, daemon=True, name="pipeback lookout")
         self._talker.start()
@@ -138,11 +140,16 @@ class Health:
             self._leaving = True
             self._wake.set()
 
+    def ended_by(self, error: BaseException) -> None:
+        """An error ends the script of this rank, and is the fault, unless one is known."""
+        if not (self._leaving or self.failed.is_set()):
+            self.fail(self.rank, f"its script ended with {type(error).__name__}: {error}")
+
     def _exit(self) -> None:
         """At the end of the script. An error that ended it is the fault, unless it is known."""
         error = script_error()
-        if error and not (self._leaving or self.failed.is_set()):
-            self.fail(self.rank, f"its script ended with {type(error).__name__}: {error}")
+        if error:
+            self.ended_by(error)
         self.leave()
         # a thread that wakes up while Python ends could end the process with a signal; the talker may hang, though
         self._talker.join(self.timeout + 1)
@@ -307,8 +314,25 @@ class Health:
         return blame(self.rank, on, what, seconds, statuses, self.timeout)
 
 
+_OPEN: WeakSet[Health] = WeakSet()  # of this process
+
+
+@contextmanager
+def script() -> Iterator[None]:
+    """What a child of multiprocessing was started for: an error that ends it is told to all ranks."""
+    try:
+        yield
+    except Exception as error:
+        for health in list(_OPEN):
+            health.ended_by(error)
+        raise
+
+
 def script_error() -> BaseException | None:
-    """At the end of a script, the error that ended it."""
+    """At the end of a script, the error that ended it.
+
+    From Python 3.13 on, a child of multiprocessing has forgotten it by then: see `script`.
+    """
     if hasattr(sys, "ps1"):
         return None
     error = sys.exc_info()[1] or getattr(sys, "last_value", None)  # multiprocessing's children; main scripts

@@ -25,6 +25,7 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
+from pipeback.health import script
 from pipeback.lightning import private
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ class Family(private.Launcher):
         try:
             return self._children.launch(_Like(function), *args, trainer=trainer, **named)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
-            if "pickle" not in str(error):
+            if "pickle" not in str(error) and "local object" not in str(error):  # Python 3.13 names the object alone
                 raise
             raise TypeError(
                 f"{str(error).splitlines()[0]}: launcher='spawn' sends the LightningModule, its data and the callbacks "
@@ -104,7 +105,8 @@ class _Like:
         for name, level in self.levels.items():
             logging.getLogger(name).setLevel(level)
         torch.set_num_threads(min(self.threads, torch.get_num_threads()))  # bits depend on them
-        return self.function(*args, **named)
+        with script():
+            return self.function(*args, **named)
 
 
 class _Children(private.MultiProcessingLauncher):
