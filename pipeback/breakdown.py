@@ -74,7 +74,7 @@ def _layers(module: nn.Module) -> str:
 def _named(module: nn.Module) -> Iterator[str]:
     """Kinds of the layers with weights, in order; of weights that stand beside layers, their names."""
     if isinstance(module, Lent):
-        yield f"{module.kind} (lent)"
+        yield f"{module.__kind__} (lent)"
         return
     own = [key for key, p in module._parameters.items() if isinstance(p, Tensor)]
     whole = isinstance(module, nn.MultiheadAttention) or not module._modules

@@ -210,8 +210,8 @@ def untouched(module: nn.Module, rewritten: Iterable[str] | None = None) -> Iter
     So are numbers and tensors in attributes. rewritten: parameters that its forward writes into, likewise; a segment
     knows which.
     """
-    attributes = [(vars(m), dict(vars(m))) for m in module.modules() if not hasattr(m, "rewritten")]
-    names = getattr(module, "rewritten", ()) if rewritten is None else rewritten
+    attributes = [(vars(m), dict(vars(m))) for m in module.modules() if not hasattr(m, "__rewritten__")]
+    names = getattr(module, "__rewritten__", ()) if rewritten is None else rewritten
     parameters = [(p, p.data, p.detach().clone()) for p in map(module.get_parameter, names)]
     homes = [
         (m._buffers, key, b, b.detach().clone())

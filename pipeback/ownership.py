@@ -112,7 +112,7 @@ class Ownership:
         found = self.owned[s].get(call.target) if call.module else None
         if isinstance(found, Lent):
             module = self.model.get_submodule(call.target)
-            for name in found.names:
+            for name in found.__names__:
                 yield f"{call.target}.{name}", module.get_parameter(name)
         for name in given(self._parameters, call):
             p = self._parameters[name]

@@ -95,7 +95,7 @@ class Program:
         self.segments = [self._segment(s, saved) for s in range(len(self.units))]
         self.rewritten = record.changed.intersection(dict(model.named_parameters()))
         for s, segment in enumerate(self.segments):
-            segment.rewritten = self.ownership.names_of(s, self.rewritten)
+            segment.__rewritten__ = self.ownership.names_of(s, self.rewritten)
         self._copies: list[Sequence[nn.Module]] = [self.segments]
         x = self._take(record, self.enter(arguments)[0], model.training, known)
         if complete:
@@ -346,11 +346,11 @@ class Program:
                 raise
             staged = able
         asked = {decision.number for decision in known.decisions}
-        labels = [segment.label for segment in self.segments]
+        labels = [segment.__label__ for segment in self.segments]
         found = routes(record, staged, self.ownership, labels, known.mark, asked)
         for s, (portion, forms) in enumerate(found):
             for copy in self._copies:
-                copy[s].learn(key if s == 0 else (key[0], *forms), portion)  # type: ignore[operator]
+                copy[s].__learn__(key if s == 0 else (key[0], *forms), portion)  # type: ignore[operator]
         self._known[key] = known
         others.append(known)
         return marked

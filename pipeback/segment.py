@@ -37,7 +37,10 @@ class Lent(nn.Module):
 
     def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
         super().__init__()
-        self._module, self.names = (module,), tuple(names)  # in a tuple: not a child, whose weights would be counted
+        self.__module, self.__names__ = (
+            (module,),
+            tuple(names),
+        )  # in a tuple: not a child, whose weights would be counted
         for name, parameter in module.named_parameters():
             if name not in names:
                 _register(self, name, parameter)
@@ -45,17 +48,17 @@ class Lent(nn.Module):
             _register(self, name, buffer, persistent=name in module.state_dict())
 
     @property
-    def kind(self) -> str:
+    def __kind__(self) -> str:
         """The class of the module."""
-        return type(self._module[0]).__name__
+        return type(self.__module[0]).__name__
 
     def forward(self, weights: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
-        (module,) = self._module
+        (module,) = self.__module
         modes = [] if self.training else [(m, m.training) for m in module.modules()]
         try:
             for m, _ in modes:
                 m.training = False
-            return functional_call(module, dict(zip(self.names, weights, strict=True)), args, kwargs)
+            return functional_call(module, dict(zip(self.__names__, weights, strict=True)), args, kwargs)
         finally:
             for m, mode in modes:
                 m.training = mode
@@ -200,68 +203,68 @@ class Segment(nn.Module):
         unsaved: Collection[str] = (),
     ) -> None:
         super().__init__()
-        self.label, self._describe, self._kept = label, describe, kept
+        self.__label__, self.__describe, self.__kept = label, describe, kept
         for name, part in sorted(owned.items(), key=lambda item: isinstance(item[1], Tensor)):  # modules first
             if not _has(self, name):
                 _register(self, name, part, persistent=name not in unsaved)
-        self.rewritten: set[str] = set()  # parameters that it writes into
-        self._entered: list[Entered] = []  # of all scripts
-        self._carried: dict[str, Carried] = {}
-        self._scripts: dict[Key, tuple[Script, Form | None]] = {}
+        self.__rewritten__: set[str] = set()  # parameters that it writes into
+        self.__entered: list[Entered] = []  # of all scripts
+        self.__carried: dict[str, Carried] = {}
+        self.__scripts: dict[Key, tuple[Script, Form | None]] = {}
 
     def forward(self, given: Any) -> Any:
         parts = given if type(given) is tuple else (given,)
-        found = self._scripts.get(key_of(parts, self.training))
+        found = self.__scripts.get(key_of(parts, self.training))
         if found is None:
-            raise RuntimeError(f"{self.label}: {self._unknown(parts)}")
-        if self._entered or accelerators.autocast():  # which keeps its copies of leaves, while the model has none here
+            raise RuntimeError(f"{self.__label__}: {self.__unknown(parts)}")
+        if self.__entered or accelerators.autocast():  # which keeps its copies of leaves, while the model has none here
             parts = tuple(x.view_as(x) if x.requires_grad and x.is_leaf else x for x in parts)
         try:
             out = found[0].function(*parts)
         except BaseException:
-            self._left()
+            self.__left()
             raise
         return out[0] if len(out) == 1 else out
 
-    def structured(self, given: Any, out: Any) -> Any:
+    def __structured__(self, given: Any, out: Any) -> Any:
         """The model's output from the tensors `out` that the last segment gave for `given`."""
         parts = given if type(given) is tuple else (given,)
-        form = self._scripts[key_of(parts, self.training)][1]
+        form = self.__scripts[key_of(parts, self.training)][1]
         assert form is not None
         return form.fill(out if type(out) is tuple else (out,))
 
-    def learn(self, key: Key, portion: Portion) -> None:
+    def __learn__(self, key: Key, portion: Portion) -> None:
         """Know what to do for a form. Raises ValueError where that cannot be told from another form."""
-        script = self._built(portion)
-        if key in self._scripts:
-            known, form = self._scripts[key]
+        script = self.__built(portion)
+        if key in self.__scripts:
+            known, form = self.__scripts[key]
             if not known.does(script) or form != portion.form:
                 raise ValueError(
-                    f"{self.label}: micro-batches of two forms look alike here, but need other operations; pad them "
-                    "to one form"
+                    f"{self.__label__}: micro-batches of two forms look alike here, but need other operations; pad "
+                    "them to one form"
                 )
             return
-        same = (known for known, form in self._scripts.values() if form == portion.form and known.does(script))
-        self._scripts[key] = next(same, script), portion.form  # most forms differ in few stages
+        same = (known for known, form in self.__scripts.values() if form == portion.form and known.does(script))
+        self.__scripts[key] = next(same, script), portion.form  # most forms differ in few stages
 
-    def code(self) -> str:
+    def __script__(self) -> str:
         """What it does, as Python, for every form that it knows."""
-        return "\n".join(f"# {_written(key)}\n{script.code()}\n" for key, (script, _) in self._scripts.items())
+        return "\n".join(f"# {_written(key)}\n{script.code()}\n" for key, (script, _) in self.__scripts.items())
 
-    def _left(self) -> None:
+    def __left(self) -> None:
         """No run of calls is under autocast any more."""
-        for entered in self._entered:
+        for entered in self.__entered:
             entered.close()
 
-    def _unknown(self, parts: Sequence[Any]) -> str:
-        known = "; ".join(_written(key) for key in self._scripts)
+    def __unknown(self, parts: Sequence[Any]) -> str:
+        known = "; ".join(_written(key) for key in self.__scripts)
         return (
             f"a micro-batch of {_written(key_of(parts, self.training))} came, but the model was followed with {known}; "
             "where shapes depend on values (x[mask]), have them do so within one module: give its path in leaves=, or "
             "keep the whole model one stage: leaves=['']"
         )
 
-    def _built(self, portion: Portion) -> Script:
+    def __built(self, portion: Portion) -> Script:
         script, known = Script(), dict[int, Name]()
         for number in portion.takes:
             known[number] = script.take()
@@ -284,8 +287,8 @@ class Segment(nn.Module):
 
         def carry(written: bool) -> None:
             for name, number in portion.lends.items():
-                if (name in self.rewritten) == written:
-                    carried = self._carried.setdefault(name, Carried())
+                if (name in self.__rewritten__) == written:
+                    carried = self.__carried.setdefault(name, Carried())
                     known[number] = script.call(carried, (attribute(name),))
 
         carry(written=False)
@@ -295,7 +298,7 @@ class Segment(nn.Module):
                 for turn in (entered, entered := Entered(call.autocast) if call.autocast else None):
                     if turn is not None:
                         script.call(turn, ())
-                        self._entered.append(turn)
+                        self.__entered.append(turn)
             args = [argument(script, filled, arg, n in call.left) for n, arg in enumerate(call.args)]
             kwargs = {k: argument(script, filled, arg, k in call.left) for k, arg in call.kwargs.items()}
             left = [args[k] if isinstance(k, int) else kwargs[k] for k in call.left]
@@ -303,10 +306,10 @@ class Segment(nn.Module):
             if call.module:
                 module = self.get_submodule(call.target)
                 if isinstance(module, Lent):
-                    args.insert(0, [known[portion.borrows[f"{call.target}.{name}"]] for name in module.names])
+                    args.insert(0, [known[portion.borrows[f"{call.target}.{name}"]] for name in module.__names__])
                 function = script.part(call.target, module)
             elif call.check is not None:
-                function = Decided(function, call.check[0], self._describe(call.where), self._kept(call.where))
+                function = Decided(function, call.check[0], self.__describe(call.where), self.__kept(call.where))
             if not call.grad and call.check is None:
                 function, args = without_gradient, [function, *args]
             found = script.call(function, args, kwargs)
@@ -314,8 +317,8 @@ class Segment(nn.Module):
             if call.form is None:
                 known.update(dict.fromkeys(call.out, found))
                 continue
-            who = self._describe(call.target) if call.module else getattr(call.target, "__name__", "a function")
-            opens = Opened(call.form, who, self._kept(call.where))
+            who = self.__describe(call.target) if call.module else getattr(call.target, "__name__", "a function")
+            opens = Opened(call.form, who, self.__kept(call.where))
             known.update(zip(call.out, script.unpack(opens, (found,), len(call.out)), strict=True))
         if entered is not None:
             script.call(entered, ())

@@ -105,7 +105,7 @@ class Stage:
         self.label = f"stage {index} ({name})"
         self.names = {key: f"{name}.{key}" for key in module.state_dict()}  # of its weights, in the user's model
         # gives the model's output, where boundaries carry only its tensors
-        self.shape = module.structured if isinstance(module, Segment) else None
+        self.shape = module.__structured__ if isinstance(module, Segment) else None
         self.seed = self.replica = 0  # of the random stream, should the stage draw
         self.params = [p for p in module.parameters() if p.requires_grad]
         self.keeps_masters = masters and any(p.dtype in HALF for p in self.params)

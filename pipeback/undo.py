@@ -83,7 +83,7 @@ def able(worker: Worker, order: Order) -> bool:
         and worker.watch is None
         and order.policy == "grouped"
         and isinstance(worker.residence, Resident)
-        and not any(getattr(stage.module, "rewritten", ()) for stage in _in(worker))
+        and not any(getattr(stage.module, "__rewritten__", ()) for stage in _in(worker))
     )
 
 

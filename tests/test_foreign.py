@@ -161,6 +161,23 @@ class Experts(Model):
         self.blocks = nn.ModuleList(Routed() for _ in range(3))
 
 
+class NamedAsOurs(Model):
+    """Modules, weights and buffers of the names that stages had attributes of."""
+
+    def __init__(self):
+        super().__init__()
+        self.code, self.label, self.learn = nn.Linear(8, 8), nn.BatchNorm1d(8), Block()
+        self.names = nn.ModuleDict({"structured": Block(), "kind": Block(), "label": Block()})
+        self.rewritten = nn.Parameter(torch.zeros(8))
+        self.register_buffer("_scripts", torch.ones(8))
+
+    def forward(self, x):
+        x = self.learn(self.label(self.code(x))) + self.rewritten * self._scripts
+        for block in self.names.values():
+            x = block(x)
+        return super().forward(x) + self.learn(x)[:, :5]
+
+
 def tasks(generator):
     task, scale = torch.randint(2, (2,), generator=generator).tolist()
     return {"x": rows(generator), "task": ["one", "two"][task], "scale": 0.5 + scale}
@@ -177,6 +194,7 @@ def texts(generator):
 # a model, and what a push brings
 CASES = {
     "by_task": (ByTask, tasks),
+    "named_as_ours": (NamedAsOurs, rows),
     "teacher": (Teacher, rows),
     "teacher_anew": (TeacherAnew, rows),
     "gradient_hooks": (GradientHooks, rows),

@@ -210,7 +210,7 @@ def test_hooks_and_modes_of_layers_stay_alive():
     heard.clear()
     found.push(X, X)
     assert heard.count("head") >= 1
-    assert "self.head" in found.split.program.segments[-1].code()
+    assert "self.head" in found.split.program.segments[-1].__script__()
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
