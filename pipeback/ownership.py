@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
 
 from pipeback.granularity import given
 from pipeback.record import Call
+from pipeback.refusals import one_call
 from pipeback.segment import Lent
 
 
@@ -30,19 +31,24 @@ class Ownership:
         buffers = dict(model.named_buffers())
         self._parameters = dict(model.named_parameters())
         self._known = {*buffers, *self._parameters}
+        calls: list[Call] = []
+        first: dict[str, int] = {}  # of modules and buffers: the call that they are first of
         for s, call in staged:
+            calls.append(call)
             for name in call.attributes():
                 if name in buffers and name not in self.owned[s]:
                     self.owned[s][name] = buffers[name]
                     if name in where:
                         if name in changed:
+                            whole = one_call(model, (c.where for c in calls[first[name] :]))
                             raise ValueError(
                                 f"buffer {name!r} is changed by the forward, and stages {where[name]} and {s} read it; "
-                                "cut so that one stage alone does, or keep their module whole: give its path in leaves="
+                                f"cut so that one stage alone does, or {whole}"
                             )
                         self.copied[s].add(name)
                         self.owned[s][name] = buffers[name].detach().clone()
                     where.setdefault(name, s)
+                    first.setdefault(name, len(calls) - 1)
             for name in given(self._parameters, call):
                 p = self._parameters[name]
                 if id(p) not in self.owner:
@@ -53,10 +59,11 @@ class Ownership:
             module = model.get_submodule(call.target)
             if call.target in where:
                 if where[call.target] != s and any(True for _ in module.parameters()):
-                    self._again(call.target, where[call.target], s)
+                    self._again(call.target, where[call.target], s, calls[first[call.target] :])
                 if where[call.target] == s:
                     continue
             where.setdefault(call.target, s)
+            first.setdefault(call.target, len(calls) - 1)
             tied = []
             for name, p in module.named_parameters():
                 self.names.setdefault(id(p), f"{call.target}.{name}")
@@ -67,20 +74,26 @@ class Ownership:
             else:
                 self.owned[s][call.target] = module
 
-    def _again(self, path: str, first: int, second: int) -> None:
-        """A module with weights is called in two stages, which tie them; what else it keeps cannot travel."""
+    def _again(self, path: str, first: int, second: int, calls: Sequence[Call]) -> None:
+        """A module with weights is called in two stages, which tie them; what else it keeps cannot travel. calls: from
+        the first to the second of it."""
         module = self.model.get_submodule(path)
         if kept := next((name for name, _ in module.named_buffers()), None):
+            whole = one_call(self.model, (call.where for call in calls))
             raise ValueError(
                 f"{type(module).__name__} {path!r} is called in stages {first} and {second}, and its buffer {kept!r} "
-                "belongs to one stage alone, while weights may travel; cut so that both calls lie in one stage, or use "
-                "two modules (which may share their weights)"
+                "belongs to one stage alone, while weights may travel; cut so that both calls lie in one stage, use "
+                f"two modules (which may share their weights), or {whole}"
             )
 
     def names_of(self, s: int, parameters: Iterable[str]) -> set[str]:
         """Those of these parameters that a stage owns, by their names there."""
         found = [self._parameters[name] for name in parameters]
         return {self.names[id(p)] for p in found if self.owner.get(id(p)) == s}
+
+    def unknown(self, calls: Iterable[Call]) -> Call | None:
+        """The first call of a module that no stage has: the example did not come to it."""
+        return next((c for c in calls if c.module and not any(c.target in own for own in self.owned)), None)
 
     def staged(self, calls: Iterable[Call]) -> list[tuple[int, Call]] | None:
         """Every call with the first stage that can do it after the calls before; None where no stage can.
@@ -89,14 +102,14 @@ class Ownership:
         """
         s, found = 0, []
         for call in calls:
-            able = (t for t in range(s, len(self.owned)) if self._able(t, call))
+            able = (t for t in range(s, len(self.owned)) if self.able(t, call))
             s = next(able, -1)
             if s < 0:
                 return None
             found.append((s, call))
         return found
 
-    def _able(self, s: int, call: Call) -> bool:
+    def able(self, s: int, call: Call) -> bool:
         """Whether a stage has what a call computes with, or is lent it."""
         if call.module and call.target not in self.owned[s]:
             return False

@@ -32,7 +32,7 @@ from pipeback.ownership import Ownership
 from pipeback.partition import Part
 from pipeback.private import FakeTensorMode, pytree
 from pipeback.record import Call, Record
-from pipeback.refusals import kept_whole
+from pipeback.refusals import kept_whole, left_out
 from pipeback.routes import routes
 from pipeback.segment import Key, Segment, key_of
 from pipeback.structures import Form, Ref, opened
@@ -319,7 +319,8 @@ class Program:
         if s != last:
             raise ValueError(
                 f"{type(self.model).__name__} does not come to {self.units[s + 1].start!r} for every micro-batch, or "
-                "in another order, so that stages cannot follow one another"
+                "in another order, so that stages cannot follow one another; keep the whole model one stage: "
+                "leaves=['']"
             )
 
     # -- from a record to what each segment does -----------------------------------------------------------------
@@ -341,8 +342,15 @@ class Program:
         key = key_of(_parts(marked), training)
         try:
             staged = list(self._staged(record))
+            if not all(self.ownership.able(s, call) for s, call in staged):
+                raise ValueError(
+                    f"{type(self.model).__name__}.forward comes to its layers in another order than for the example, "
+                    "so that stages cannot follow one another; keep the whole model one stage: leaves=['']"
+                )
         except ValueError:
             if (able := self.ownership.staged(record.calls)) is None:
+                if (call := self.ownership.unknown(record.calls)) is not None:
+                    raise left_out(self.model, call.where, call.target) from None
                 raise
             staged = able
         asked = {decision.number for decision in known.decisions}

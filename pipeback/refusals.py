@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import takewhile
 from typing import Any
 
 from torch import Tensor, nn
@@ -52,6 +54,29 @@ def kept_whole(model: nn.Module, path: str) -> str:
     kind = type(model.get_submodule(path))
     paths = [name for name, module in model.named_modules() if type(module) is kind]
     return f"leaves={paths!r}" + (" (the whole model is one stage then)" if not path else "")
+
+
+def one_call(model: nn.Module, callers: Iterable[str]) -> str:
+    """What to type to have calls in a row be within one that is not looked into, or calls of one module in a row.
+    callers: the paths of the modules that make them."""
+    steps = zip(*(path.split(".") for path in callers), strict=False)
+    path = ".".join(step[0] for step in takewhile(lambda step: len(set(step)) == 1, steps))
+    while path and isinstance(model.get_submodule(path), (nn.ModuleList, nn.ModuleDict)):  # which nobody calls
+        path = path.rpartition(".")[0]
+    return "keep all between whole: " + (
+        f"leaves={[path]!r}" + ("" if path else " (the whole model is one stage then)")
+    )
+
+
+def left_out(model: nn.Module, where: str, target: str) -> ValueError:
+    """A call of a module that the example does not come to."""
+    kind, caller = type(model.get_submodule(target)).__name__, model.get_submodule(where)
+    who = f"{type(caller).__name__} {where!r}" if where else type(caller).__name__
+    return ValueError(
+        f"{who}.forward calls {kind} {target!r} for this micro-batch, which the example does not come to, so that "
+        f"no stage has it; give an example= that comes to it, or keep what calls it whole: "
+        f"{kept_whole(model, where)}"
+    )
 
 
 def _whole(where: str) -> str:

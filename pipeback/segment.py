@@ -54,6 +54,9 @@ class Lent(nn.Module):
 
     def forward(self, weights: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
         (module,) = self.__module
+        if not torch.is_grad_enabled():  # products of matrices choose their way by it, without a graph, too
+            own = (module.get_parameter(name) for name in self.__names__)
+            weights = [w.detach().requires_grad_(p.requires_grad) for w, p in zip(weights, own, strict=True)]
         modes = [] if self.training else [(m, m.training) for m in module.modules()]
         try:
             for m, _ in modes:

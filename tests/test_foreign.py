@@ -161,6 +161,63 @@ class Experts(Model):
         self.blocks = nn.ModuleList(Routed() for _ in range(3))
 
 
+class SharedAttention(Model):
+    """Cross-attention of one module for all blocks, whose query is expanded."""
+
+    def __init__(self):
+        super().__init__()
+        self.latent = nn.Parameter(torch.randn(3, 8))
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True, kdim=4, vdim=4)
+
+    def forward(self, x):
+        pairs = x.unflatten(1, (2, 4))
+        latent = self.latent.expand(len(x), -1, -1)
+        for block in self.blocks:
+            latent = block(latent + self.attention(latent, pairs, pairs, need_weights=False)[0])
+        return self.head(latent.mean(1))
+
+
+class Siamese(Model):
+    """Two views go through one network, whose statistics are taken of both."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def between(self, x, *more):
+        return self.norm(x)
+
+    def forward(self, x):
+        return super().forward(x) * super().forward(x.flip(1))
+
+
+class Discriminated(Model):
+    """What is real and what is made go through one discriminator."""
+
+    def __init__(self):
+        super().__init__()
+        self.discriminator = Siamese()
+
+    def forward(self, x):
+        made = self.blocks[1](self.blocks[0](x))
+        return self.discriminator(x) - self.discriminator(made)
+
+
+class Heads(Model):
+    """A layer of its own for each task, and one that comes before the others for some micro-batches."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.heads = nn.ModuleDict({"one": nn.Linear(8, 5), "two": nn.Linear(8, 5)})
+
+    def forward(self, x, task, scale=1.0):
+        x = self.first(x) if task == "one" else x
+        for block in self.blocks:
+            x = block(x)
+        return self.heads[task](x)
+
+
 class NamedAsOurs(Model):
     """Modules, weights and buffers of the names that stages had attributes of."""
 
@@ -241,14 +298,17 @@ CURED = {
     "counts": (Counts, "block", [""]),
     "decides": (Decides, "block", [""]),
     "experts": (Experts, "layer", ["blocks.0", "blocks.1", "blocks.2"]),
+    "siamese": (Siamese, "block", [""]),
+    "discriminated": (Discriminated, "block", ["discriminator"]),
+    "heads": (Heads, "block", [""], tasks),
 }
 
 
 @pytest.mark.parametrize("name", CURED)
 def test_the_cure_that_is_typed(name):
-    kind, stages, leaves = CURED[name]
+    kind, stages, leaves, *brings = CURED[name]
     torch.manual_seed(0)
-    model, data = kind(), batches(rows, 8)
+    model, data = kind(), batches(*brings or [rows], 8)
     with pytest.raises((ValueError, pipeback.StageError)) as refused:
         piped(copy.deepcopy(model), data, stages=stages, leaves=[f"{n}.router" for n in leaves if stages == "layer"])
     assert f"leaves={leaves!r}" in str(refused.value)
@@ -260,6 +320,14 @@ def test_the_cure_that_is_typed(name):
     pipe.model.eval()
     x = data[0][0]
     if name != "counts":
+        assert torch.equal(pipe.evaluate(x), called(pipe.model, x))
+
+
+def test_evaluation_takes_the_kernels_that_the_model_does():
+    model, x = SharedAttention(), rows(torch.Generator().manual_seed(0))
+    pipe = pipeback.Pipeline(model, loss=cross_entropy, optimizer=sgd, method="sgd", example=x, stages="block")
+    model.eval()
+    with torch.no_grad():
         assert torch.equal(pipe.evaluate(x), pipe.model(x))
 
 
