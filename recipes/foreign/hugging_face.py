@@ -159,7 +159,7 @@ MODELS: dict[str, tuple[Batch, dict[str, Any]]] = {
     "ConvNextV2ForImageClassification": (_pictures(64), CONVNEXT),
     "SiglipForImageClassification": (_pictures(32), {"vision_config": {**TOWER, **PATCHES}}),
     "CLIPForImageClassification": (_pictures(32), {"vision_config": {**TOWER, **PATCHES}}),
-    "LevitForImageClassification": (_pictures(64), {"image_size": 64, "patch_size": 16}),
+    "LevitForImageClassification": (_pictures(96), {"image_size": 96, "patch_size": 16}),
 }  # fmt: skip
 
 
