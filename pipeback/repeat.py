@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from pipeback import accelerators
 from pipeback.inflight import held_bytes, tensors_in
+from pipeback.settings import Settings
 from pipeback.stage import Flight, Stage, Value, cut, grown
 
 Autocast = tuple[tuple[str, torch.dtype], ...]  # the devices that it is on for, and to which type it casts
@@ -30,6 +31,7 @@ class Again(NamedTuple):
     stream: Tensor | None  # the state of the stage's random stream
     buffers: dict[str, Tensor]  # by name: those that F changed, as they were
     modes: tuple[bool, ...]  # whether each module was training
+    numbers: Settings  # of the modules, as a dropout's probability
     autocast: Autocast
     versions: tuple[int, ...]  # of the input and target, as autograd counts changes in place
 
@@ -41,7 +43,10 @@ class Again(NamedTuple):
         given = leaves if flight.tuple_input else leaves[0]
         stream, stage.stream = stage.stream, self.stream
         try:
-            with torch.enable_grad(), _swapped(stage.module, self.buffers), self._set(stage.module):
+            with (
+                torch.enable_grad(), _swapped(stage.module, self.buffers), self._set(stage.module),
+                self.numbers.restored(),
+            ):  # fmt: skip
                 return stage.compute(given, flight.target)
         finally:
             stage.stream = stream
@@ -77,6 +82,7 @@ class Recompute:
 
     def __init__(self) -> None:
         self.changes: Sequence[str] | None = None  # names of buffers; None: it is not known, they may all be
+        self.numbers: Settings | None = None  # of the module's modules, as they were at the last forward
         self.graphless = False  # whether the forward gives the same bits without a graph; some kernels do not
 
     def forward(self, stage: Stage, flight: Flight, given: Value) -> Value:
@@ -85,7 +91,9 @@ class Recompute:
         names = [name for name, _ in module.named_buffers()] if self.changes is None else self.changes
         buffers = {name: module.get_buffer(name).detach().clone() for name in names}
         modes = tuple([m.training for m in module.modules()])
-        flight.again = Again(stage.stream, buffers, modes, casting(), versions(flight))
+        if self.numbers is None or self.numbers.changed():
+            self.numbers = Settings(module.modules())
+        flight.again = Again(stage.stream, buffers, modes, self.numbers, casting(), versions(flight))
         with torch.set_grad_enabled(not self.graphless):
             output = cut(stage.compute(given, flight.target))
         if stage.judges:

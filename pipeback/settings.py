@@ -5,7 +5,9 @@ A dropout probability is one. Nobody tells a pipeline when it is set, so it is l
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from operator import getitem
 from typing import Any, Literal
 
@@ -35,6 +37,30 @@ class Settings:
         except KeyError:
             return True
         return other or any("forward" in home for home in self._own)
+
+    @property
+    def values(self) -> list[Any]:
+        """What they were, in the order of the modules."""
+        return list(self._values)
+
+    def with_values(self, values: Sequence[Any]) -> Settings:
+        """The same attributes, of which these are the values."""
+        other = copy.copy(self)
+        other._values = list(values)
+        return other
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """The time in which they are as they were."""
+        every = zip(self._homes, self._keys, self._values, strict=True)
+        odd = [(home, key, value, home[key]) for home, key, value in every if home.get(key, value) != value]
+        for home, key, value, _ in odd:
+            home[key] = value
+        try:
+            yield
+        finally:
+            for home, key, _, now in odd:
+                home[key] = now
 
     def odd(self) -> Iterator[tuple[dict[str, Any], str]]:
         """Those that are another one: the attributes of a module, and the name."""
@@ -75,6 +101,6 @@ class Mirror:
         """Set in the copies what was set in the original; nobody may compute with them meanwhile."""
         for settings in self._settings:
             for home, key in settings.odd():
-                for copy in self._copies[id(home)]:
-                    copy[key] = home[key]
+                for other in self._copies[id(home)]:
+                    other[key] = home[key]
         self._look()

@@ -22,6 +22,7 @@ from pipeback.counted import restore, saved
 from pipeback.digest import digest
 from pipeback.form import put
 from pipeback.repeat import Again, versions
+from pipeback.settings import Settings
 from pipeback.stage import HALF, Flight, Stage, grown
 
 Tensors = dict[str, Tensor]
@@ -256,6 +257,7 @@ def _save_again(tensors: Tensors, prefix: str, flight: Flight) -> Plain:
         "random": _save_value(tensors, f"{prefix}/random", again.stream),
         "buffers": list(again.buffers),
         "modes": [int(mode) for mode in again.modes],
+        "numbers": again.numbers.values,
         "autocast": [[device, str(dtype)[6:]] for device, dtype in again.autocast],
     }
 
@@ -266,11 +268,15 @@ def _load_again(stage: Stage, tensors: Mapping[str, Tensor], prefix: str, plain:
             f"{stage.label}: a micro-batch that was saved with activations='recompute' is to be done once more, but "
             f"the stage had {len(plain['modes'])} modules then; build the same model"
         )
+    numbers = Settings(stage.module.modules())
+    if len(plain.get("numbers", ())) == len(numbers.values):  # earlier states have none
+        numbers = numbers.with_values(plain["numbers"])
     flight.output = _load_value(stage, tensors, f"{prefix}/loss", plain["loss"])
     flight.again = Again(
         None if plain["random"] != "tensor" else tensors[f"{prefix}/random/0"].to("cpu", copy=True),
         {name: _to(stage, tensors[f"{prefix}/buffer/{name}"]) for name in plain["buffers"]},
         tuple(map(bool, plain["modes"])),
+        numbers,
         tuple((device, getattr(torch, dtype)) for device, dtype in plain["autocast"]),
         versions(flight),
     )

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -530,3 +531,30 @@ def test_a_pipeline_dropped_in_flight_is_freed(options):
     del pipe
     gc.collect()
     assert [stage for stage in stages if stage() is not None] == []
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_what_is_done_again_has_the_numbers_of_its_forward(saved):
+    """A dropout's probability, a slope: they may be set while micro-batches are in flight."""
+
+    def trained(activations, saved=False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.LeakyReLU(0.1), nn.Dropout(0.0), nn.Linear(8, 6), nn.LeakyReLU(0.1))
+        build = lambda: pipeback.Pipeline(  # noqa: E731
+            model, loss=nn.functional.mse_loss, optimizer=partial(torch.optim.SGD, lr=0.1), method="pb",
+            micro_batch_size=2, activations=activations,
+        )  # fmt: skip
+        pipe, losses = build(), []
+        for n, slope in enumerate((0.1, 0.1, 0.7, 0.7, 0.2)):
+            model[1].negative_slope = model[4].negative_slope = slope
+            model[2].p = 0.5 if n > 2 else 0.0
+            if saved and n == 3:
+                state = pipe.state_dict()
+                pipe = build()
+                pipe.load_state_dict(state)
+            losses.append(pipe.push(torch.randn(4, 6), torch.randn(4, 6)))
+        pipe.drain()
+        return torch.stack([loss.detach() for loss in losses]), torch.nn.utils.parameters_to_vector(model.parameters())
+
+    for found, wanted in zip(trained("recompute", saved), trained("device"), strict=True):
+        assert torch.equal(found, wanted)
