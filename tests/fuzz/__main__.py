@@ -34,7 +34,7 @@ def main() -> int:
     where = REVERTS[given.revert].where if given.revert else {}
     for number in fresh(given.seconds, 20 if given.revert else 100):
         try:
-            search(number, 20 if given.revert else 100, **where)
+            search(number, 20 if given.revert else 100, not given.revert, **where)
         except (Exception, pytest.fail.Exception):
             traceback.print_exc()
             if given.revert:

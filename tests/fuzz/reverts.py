@@ -1,36 +1,36 @@
 """Mendings, each taken back: what the library did before. The search must find every one.
 
-A revert is a module of the library, and pieces of its text with what stands there instead. `python -m tests.fuzz
+A revert is pieces of the library's text, by module, with what stands there instead. `python -m tests.fuzz
 --revert NAME` searches with it.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 from tests.mutation import LIBRARY, change
 
 
 class Revert(NamedTuple):
-    """module: of the library. pieces: (text, what stands there instead). where: which programs are searched, as
+    """pieces: of each module of the library, (text, what stands there instead). where: which programs are searched, as
     `strategies.programs` takes it: those of one optimizer, model or runtime, or with a call more often.
     """
 
-    module: str
-    pieces: tuple[tuple[str, str], ...]
+    pieces: dict[str, tuple[tuple[str, str], ...]]
     where: dict[str, Any]
 
-    def text(self, text: str) -> str:
+    def text(self, module: str, text: str) -> str:
         """The module's text with it. Raises ValueError where a piece is not there once: the mending looks otherwise."""
-        for piece, instead in self.pieces:
+        for piece, instead in self.pieces[module]:
             if text.count(piece) != 1:
-                raise ValueError(f"pipeback/{self.module}.py has {piece!r} {text.count(piece)} times; write it anew")
+                raise ValueError(f"pipeback/{module}.py has {piece!r} {text.count(piece)} times; write it anew")
             text = text.replace(piece, instead)
         return text
 
 
 def revert(module: str, *pieces: tuple[str, str], **where: Any) -> Revert:
-    return Revert(module, pieces, where)
+    return Revert({module: pieces}, where)
 
 
 REVERTS: dict[str, Revert] = {
@@ -92,11 +92,15 @@ REVERTS: dict[str, Revert] = {
         ('if different := sorted(set(trains) ^ set(plain.get("trained", trains))):', "if different := []:"),
         call="foreign",
     ),
-    "vectorize: outputs that are not contiguous": revert(
-        "capture",
-        ("y.contiguous() if isinstance(y, Tensor) else y", "y"),
-        runtime={"vectorize": True},
-        model="depthwise",
+    "vectorize: outputs that are not contiguous": Revert(
+        {
+            "capture": (("y.contiguous() if isinstance(y, Tensor) else y", "y"),),
+            "graphs": (
+                ('{aten.view.default: "reshape"', '{aten.view.default: "view"'),
+                ("node.target = aten.reshape.default", "pass"),
+            ),
+        },
+        {"runtime": {"vectorize": True}, "model": "depthwise"},
     ),
     "vectorize: a change in place first": revert(
         "capture",
@@ -112,7 +116,13 @@ REVERTS: dict[str, Revert] = {
         ),
         loss="sloping",
     ),
-    "a bad batch is let in": revert("rehearsals", ("or _kind(batches[0]) not in self._kinds", ""), call="bad"),
+    "a bad batch is let in": revert(
+        "rehearsals",
+        ("or _kind(batches[0]) not in self._kinds", ""),
+        call="bad",
+        method="sgd",  # others have each form rehearsed
+        runtime={"workers": 2},  # one thread takes back what fails
+    ),
     "a velocity that was cleared": revert(
         "reread",
         ("            if not _same(_kept(stage), known):", "            if False:"),
@@ -138,7 +148,8 @@ REVERTS: dict[str, Revert] = {
 def take_back(name: str) -> None:
     """In this process, which has not imported the library yet."""
     found = REVERTS[name]
-    change(found.module, found.text)
+    for module in found.pieces:
+        change(module, partial(found.text, module))
 
 
 def stale() -> dict[str, str]:
@@ -146,7 +157,8 @@ def stale() -> dict[str, str]:
     told = {}
     for name, found in REVERTS.items():
         try:
-            found.text((LIBRARY / f"{found.module}.py").read_text(encoding="utf-8"))
+            for module in found.pieces:
+                found.text(module, (LIBRARY / f"{module}.py").read_text(encoding="utf-8"))
         except ValueError as error:
             told[name] = str(error)
     return told

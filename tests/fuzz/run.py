@@ -180,9 +180,10 @@ class Run:
 
     def replace(self, at: str, s: int) -> None:
         """A weight that was replaced is named before the next micro-batch, and another one puts it back."""
-        owner, key, p = next(
-            (m, key, p) for m in self.block(s).modules() for key, p in m._parameters.items() if p is not None
-        )
+        every = [(m, key, p) for m in self.block(s).modules() for key, p in m._parameters.items() if p is not None]
+        if not every:
+            return
+        owner, key, p = every[0]
         owner._parameters[key] = nn.Parameter(p.detach().clone(), p.requires_grad)
         x, y = (v.to(self.dtype) for v in self.program.batches(4, 5000))
         with pytest.raises(RuntimeError, match=f"{key} was moved, cast or replaced"):

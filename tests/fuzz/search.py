@@ -14,10 +14,10 @@ from .program import Program
 from .strategies import programs
 
 
-def search(number: int, count: int, **where: Any) -> None:
+def search(number: int, count: int, shrink: bool = True, **where: Any) -> None:
     """Check `count` programs that the seed stands for; of those that fail, the smallest raises, with its command.
 
-    where: see `programs`.
+    shrink: False: it may be larger, and comes sooner. where: see `programs`.
     """
 
     @seed(number)
@@ -25,7 +25,7 @@ def search(number: int, count: int, **where: Any) -> None:
         max_examples=count,
         database=None,
         deadline=None,
-        phases=[Phase.generate, Phase.shrink],
+        phases=[Phase.generate, *([Phase.shrink] if shrink else [])],
         suppress_health_check=list(HealthCheck),
         print_blob=False,
     )

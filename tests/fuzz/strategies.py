@@ -86,7 +86,9 @@ def _calls(draw: st.DrawFn, program: dict[str, Any], wanted: str) -> tuple[tuple
         other.append(st.tuples(st.just("own_backward")))
         other += [st.tuples(st.just("clear")), st.tuples(st.just("fill"))] if alone else []
     some = [call for name, call in ((str(call), call) for call in other) if wanted and f"'{wanted}'" in name]
-    calls = draw(st.lists(st.one_of(push, push, st.one_of(other), *some), min_size=8 if wanted else 1, max_size=18))
+    # drawn, and not `one_of`, which would take each of `other` for as likely as a push
+    kinds = st.sampled_from([push, push, st.one_of(other), *some]).flatmap(lambda kind: kind)
+    calls = draw(st.lists(kinds, min_size=8 if wanted else 1, max_size=18))
     if any(name == "eval" for name, *_ in calls):  # a state in flight is loaded in the mode that its forward was in
         calls = [call for call in calls if call[0] not in ("reload", "load")]
     return tuple(calls)
@@ -134,7 +136,9 @@ def _programs(draw: st.DrawFn, fixed: dict[str, Any], call: str) -> Program:
     found |= {name: value for name, value in fixed.items() if name == "runtime"}
     if not found["outside"] and not found["options"].get("replicas"):  # else it is no mean over the samples
         found["loss"] = fixed.get("loss") or draw(often("mse", st.just("sloping"), 5))
-    if found["model"] == "weighed":  # what is in host memory is not made anew
+    if found["model"] == "weighed":
+        found["options"].pop("replicas", None)  # it computes by the number of samples, and each has a part of them
+        # what is in host memory is not made anew
         for options in (found["options"], found["runtime"]):
             options.pop("activations", None)
     found["calls"] = draw(_calls(found, call))
