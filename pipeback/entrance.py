@@ -23,6 +23,7 @@ class Entrance:
 
     def __init__(self, program: Program | None, everywhere: Sequence[Sequence[Stage]]) -> None:
         self._program, self._everywhere = program, everywhere
+        self._setting = 0  # of the stages, when micro-batches were let in last
 
     def batches(self, x: Any, y: Any, size: int | None, wait: Wait) -> list[Batch]:
         """Micro-batches to train on of (x, y), cut along the first dimension: those of one replica after the other."""
@@ -40,7 +41,12 @@ class Entrance:
         """The model's output, as its forward gives it, for x of `enter`."""
         if self._program is None or output is None:
             return output
-        return self._program.leave(output, x, self._mode(training))
+        return self._program.leave(output, x, training)
+
+    def evaluated(self) -> None:
+        """Stages go on as they were set when micro-batches were let in."""
+        if self._program is not None:
+            self._program.set(self._setting)
 
     def _opened(self, x: Any) -> tuple[Value, Form | None]:
         return (x, None) if self._program is None else self._program.enter(x)
@@ -49,19 +55,21 @@ class Entrance:
         """Have the stages know what to do for these; returns them as the first one takes them."""
         if self._program is None or form is None:
             return list(xs)
-        found, mode = [], self._mode(training)
+        found, mode = [], self._program.model.training
         for x in xs:
-            known = self._program.known(x, form, mode)
+            known = self._program.known(x, form, training)
             if known is None:
                 wait()
-                known = self._program.prepare(x, form, mode)
+                known = self._program.prepare(x, form, training)
             found.append(known)
+        if self._program.segments[0].__setting__ != self._program.held.number(training):
+            wait()
+            self._program.set(self._program.held.number(training))
+        if training is None:
+            self._setting = self._program.segments[0].__setting__
         if training is None and self._everywhere[0][0].module.training != mode:
             wait()
             for stages in self._everywhere:
                 for stage in stages:
                     stage.module.training = mode
         return found
-
-    def _mode(self, training: bool | None) -> bool:
-        return self._program is not None and self._program.model.training if training is None else training

@@ -78,7 +78,7 @@ def follow(
             work or nullcontext(),
             recorder,
             calls_heard(recorder.call, recorder.applied, recorder.mapped),
-            recorder.sets.heard(recorder.set_from_outside),
+            recorder.sets.heard(recorder.set_from_outside, recorder.apart),
         ):
             stack.enter_context(context)
         output = model(*args, **kwargs) if values is None else functional_call(model, dict(values), args, dict(kwargs))
@@ -93,7 +93,9 @@ def follow(
     changed |= set() if recorder.kept is None else recorder.kept.names
     # a tensor without a gradient has one where something with one was written into it
     grads = [before or tensor.requires_grad for before, tensor in zip(r.grads, r.numbered, strict=True)]
-    return Record(r.calls, len(given), out, form, r.constants, r.forms, grads, changed, r.costs, device), output
+    return Record(
+        r.calls, len(given), out, form, r.constants, r.forms, grads, changed, r.costs, device, r.sets.decided
+    ), output
 
 
 class _Recorder(TorchFunctionMode):
@@ -295,6 +297,10 @@ class _Recorder(TorchFunctionMode):
                 f"{self.name(self.where)}.forward sets {key} of {self.name(path)}, which stages would not do again for "
                 "each micro-batch; give it as an argument, or leave its path out of leaves=",
             )
+
+    def apart(self) -> bool:
+        """Whether what happens is of no concern: within a leaf, or in another thread."""
+        return bool(self.inside) or threading.get_ident() != self.thread
 
     def unheard(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A call that is not written down, nor what it calls."""

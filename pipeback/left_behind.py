@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import wraps
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, ParamSpec, TypeVar
 
 from torch import nn
@@ -12,6 +13,8 @@ from torch import nn
 Name = tuple[str, str]  # of an attribute: the path of its module, and its own
 Attributes = Mapping[str, tuple[nn.Module, Mapping[str, Any] | None]]  # every module by its path; None of leaves
 NOWHERE = object()
+MACHINERY = set(vars(nn.Module())) - {"training"} | set(vars(nn.Module)) | {"__class__"}  # what torch reads
+PLAIN = bool, int, float, complex, str, type(None), tuple, list, dict, FunctionType, BuiltinFunctionType
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -58,6 +61,7 @@ class Sets:
         self._paths, self._left = paths, left
         self._set: set[Name] = set()
         self._read: set[Name] = set()
+        self.decided: set[Name] = set()  # plain ones that were read as they were before, outside of leaves
 
     @property
     def harmless(self) -> set[Name]:
@@ -65,9 +69,10 @@ class Sets:
         return set(self._left) - self._read
 
     @contextmanager
-    def heard(self, told: Callable[[nn.Module, str], None]) -> Iterator[None]:
-        """Meanwhile it is told of everything that is set."""
+    def heard(self, told: Callable[[nn.Module, str], None], inside: Callable[[], bool]) -> Iterator[None]:
+        """Meanwhile it is told of everything that is set. inside: whether a leaf is running, or another thread."""
         original = nn.Module.__setattr__
+        paths, own = self._paths, object.__getattribute__
 
         def setting(module: nn.Module, key: str, value: Any) -> None:
             if (path := self._paths.get(id(module))) is not None:
@@ -76,18 +81,30 @@ class Sets:
             original(module, key, value)
 
         def getting(module: nn.Module, key: str) -> Any:
-            name = self._paths.get(id(module)), key
-            if name in self._left and name not in self._set:
-                self._read.add(name)  # type: ignore[arg-type]
-            return object.__getattribute__(module, key)
+            value = own(module, key)
+            if key in MACHINERY or (path := paths.get(id(module))) is None or (path, key) in self._set:
+                return value
+            if (path, key) in self._left:
+                self._read.add((path, key))
+            plain = isinstance(value, PLAIN)
+            if plain and (path, key) not in self.decided and not inside() and _held_as_it_is(module, key):
+                self.decided.add((path, key))
+            return value
 
         with ExitStack() as stack:
             stack.callback(setattr, nn.Module, "__setattr__", original)
             nn.Module.__setattr__ = setting  # type: ignore[method-assign, assignment]
-            if self._left:
-                stack.callback(delattr, nn.Module, "__getattribute__")
-                nn.Module.__getattribute__ = getting  # type: ignore[method-assign, assignment]
+            stack.callback(delattr, nn.Module, "__getattribute__")
+            nn.Module.__getattribute__ = getting  # type: ignore[method-assign, assignment]
             yield
+
+
+def _held_as_it_is(module: nn.Module, key: str) -> bool:
+    """Whether it is an attribute, of the module or of its class; what a property gives is none."""
+    return key in object.__getattribute__(module, "__dict__") or not isinstance(
+        next((vars(kind)[key] for kind in type(module).__mro__ if key in vars(kind)), None),
+        (property, FunctionType, staticmethod, classmethod),
+    )
 
 
 def attributes(model: nn.Module, leaves: Callable[[str, nn.Module], bool]) -> Attributes:

@@ -493,12 +493,15 @@ class Pipeline:
         """
         with self._lock, torch.no_grad():
             self.wait()
-            x = self._entrance.enter(x, self.wait, training=False)
-            if isinstance(self._runtime, Processes):
-                found = self._do(partial(self._runtime.relay, x, self._through_each, back=True))
-            else:
-                found = self._through_each(self._stages, x)
-            return self._entrance.leave(found, x, training=False)
+            try:
+                x = self._entrance.enter(x, self.wait, training=False)
+                if isinstance(self._runtime, Processes):
+                    found = self._do(partial(self._runtime.relay, x, self._through_each, back=True))
+                else:
+                    found = self._through_each(self._stages, x)
+                return self._entrance.leave(found, x, training=False)
+            finally:
+                self._entrance.evaluated()
 
     def run(self, x: Value) -> Any:
         """The model's output for x (N, …), without gradients, as its modules are set to train or to evaluate.

@@ -25,6 +25,7 @@ from pipeback.escapes import looked_into
 from pipeback.faithful import check_equal
 from pipeback.follow import follow
 from pipeback.granularity import Cuts, Unit, blocks_of, chosen, family, joined, leaves, units
+from pipeback.held import Held, modes
 from pipeback.inflight import replica, untouched
 from pipeback.left_behind import Name, again
 from pipeback.meta import shaped
@@ -86,6 +87,7 @@ class Program:
                 f'stages="block": {type(model).__name__} repeats no block in a list of modules; use stages="layer"'
             )
         self.kind: Cuts = ("block" if self.blocks else "layer") if self.cuts == "auto" else self.cuts
+        self.held = Held(model)
         self._known: dict[Key, Known] = {}
         self._variants: dict[Key, list[Known]] = {}  # of every form, the ways that the model goes
         arguments, complete = self.arguments(example), self.complete
@@ -97,7 +99,7 @@ class Program:
         for s, segment in enumerate(self.segments):
             segment.__rewritten__ = self.ownership.names_of(s, self.rewritten)
         self._copies: list[Sequence[nn.Module]] = [self.segments]
-        x = self._take(record, self.enter(arguments)[0], model.training, known)
+        x = self._take(record, self.enter(arguments)[0], None, known)
         if complete:
             self._prove(arguments, x)
         if caching(model):
@@ -125,30 +127,36 @@ class Program:
             raise TypeError(f"push takes tensors, or structures with tensors in them, but got {type(x).__name__}")
         return tensors[0] if len(tensors) == 1 else tuple(tensors), form
 
-    def leave(self, output: Any, x: Any, training: bool) -> Any:
+    def leave(self, output: Any, x: Any, training: bool | None) -> Any:
         """The model's output from the tensors that the last stage gave for the tensors x."""
-        form = self._known[key_of(_parts(x), training)].output
+        form = self._known[self._key(x, training)].output
         return form.fill(_parts(output))
 
-    def known(self, x: Any, form: Form, training: bool) -> Any | None:
+    def known(self, x: Any, form: Form, training: bool | None) -> Any | None:
         """The tensors x with the mark of their variant, None if the model was not followed for such."""
         parts = _parts(x)
-        for known in self._variants.get(key_of(parts, training), ()):
+        for known in self._variants.get(self._key(parts, training), ()):
             if known.inputs == form and all(decision.holds(parts) for decision in known.decisions):
                 return known.marked(x)
         return None
 
-    def prepare(self, x: Any, form: Form, training: bool) -> Any:
-        """Know what to do for tensors as x: follow the model once more. Returns them with the mark of their variant."""
+    def prepare(self, x: Any, form: Form, training: bool | None) -> Any:
+        """Know what to do for tensors as x: follow the model once more. Returns them with the mark of their variant.
+
+        training: the mode of every module; None: as they are set.
+        """
         args, kwargs = form.fill(_parts(x))
-        with self._modes(training):
+        with modes(self.model, training):
             record, known = self._follow(Arguments(args, kwargs), real=self.complete)
         return self._take(record, x, training, known)
 
     def forms(self) -> list[dict[str, Any]]:
         """The forms of micro-batches that are known, as plain values: a saved state has micro-batches of these."""
         found = []
-        for (training, *tensors), ways in self._variants.items():
+        settings = {self.segments[0].__setting__, *map(self.held.number, (None, False, True))}
+        for (training, setting, *tensors), ways in self._variants.items():
+            if setting not in settings:
+                continue
             for known in ways:
                 found.append({
                     "training": training,
@@ -164,21 +172,30 @@ class Program:
     def know(self, forms: Sequence[Mapping[str, Any]]) -> None:
         """Follow the model on these forms, by shapes alone."""
         for form in forms:
+            training = None if form["training"] == self.model.training else form["training"]
             x = tuple(torch.empty(shape, dtype=getattr(torch, kind)) for shape, kind in form["tensors"])
             constants = tuple(Ref(c["tensor"]) if isinstance(c, dict) else c for c in form["constants"])
             structure = Form(pytree.treespec_loads(form["structure"]), constants)
-            ways = self._variants.get(key_of(x, form["training"]), ())
+            ways = self._variants.get(self._key(x, training), ())
             if any(way.inputs == structure and way.answers == form["answers"] for way in ways):
                 continue
             arguments = Arguments(*structure.fill(x))
-            with self._modes(form["training"]):
+            with modes(self.model, training):
                 record, known = self._follow(arguments, real=False, answers=form["answers"])
             shape = form.get("mark")
             known = known._replace(
                 decisions=[decision for decision in known.decisions if decision.number in form.get("decisions", ())],
                 mark=None if shape is None else torch.zeros(shape, dtype=torch.bool),
             )
-            self._take(record, x, form["training"], known)
+            self._take(record, x, training, known)
+
+        self.set(self.held.number())
+
+    def set(self, number: int) -> None:
+        """Have the stages know what the model is set to: a number of `held`."""
+        for copy in self._copies:
+            for segment in copy:
+                segment.__setting__ = number  # type: ignore[assignment]
 
     def follow_too(self, segments: Sequence[nn.Module]) -> None:
         """Copies of the segments are to know what these do."""
@@ -250,20 +267,9 @@ class Program:
                     self.model, args, kwargs, self._leaves, values,
                     partial(told, tensors) if saved is None else lambda *asked: next(saved), work, left,
                 )  # fmt: skip
+        self.held.add(record.decided)
         found = [each for each in decisions(record) if answers is not None or each.holds(tensors)]
         return record, Known(form, record.form, record.answers, found)
-
-    @contextmanager
-    def _modes(self, training: bool) -> Iterator[None]:
-        """Evaluation mode of every module, if they train."""
-        modes = [(m, m.training) for m in self.model.modules()]
-        try:
-            if training != self.model.training:
-                self.model.train(training)
-            yield
-        finally:
-            for m, mode in modes:
-                m.training = mode
 
     def _prove(self, arguments: Arguments, x: Any) -> None:
         args, kwargs = _apart(arguments)
@@ -325,9 +331,13 @@ class Program:
 
     # -- from a record to what each segment does -----------------------------------------------------------------
 
-    def _take(self, record: Record, x: Any, training: bool, known: Known) -> Any:
+    def _key(self, x: Any, training: bool | None) -> Key:
+        """Of tensors x; training: None: as the model is set."""
+        return key_of(_parts(x), self.model.training if training is None else training, self.held.number(training))
+
+    def _take(self, record: Record, x: Any, training: bool | None, known: Known) -> Any:
         """Have the stages know what to do for micro-batches as x; returns x with its mark."""
-        others = self._variants.setdefault(key_of(_parts(x), training), [])
+        others = self._variants.setdefault(self._key(x, training), [])
         if len(others) == MOST:
             raise ValueError(
                 f"{type(self.model).__name__}.forward has gone {MOST} ways for micro-batches of one form, and goes yet "
@@ -339,7 +349,7 @@ class Program:
             taken = [o.mark for o in others if o.mark is not None]
             known = known._replace(mark=mark(known.decisions, taken, known.inputs.constants if differs else ()))
         marked = known.marked(x)
-        key = key_of(_parts(marked), training)
+        key = self._key(marked, training)
         try:
             staged = list(self._staged(record))
             if not all(self.ownership.able(s, call) for s, call in staged):
@@ -358,7 +368,7 @@ class Program:
         found = routes(record, staged, self.ownership, labels, known.mark, asked)
         for s, (portion, forms) in enumerate(found):
             for copy in self._copies:
-                copy[s].__learn__(key if s == 0 else (key[0], *forms), portion)  # type: ignore[operator]
+                copy[s].__learn__(key if s == 0 else (*key[:2], *forms), portion)  # type: ignore[operator]
         self._known[key] = known
         others.append(known)
         return marked

@@ -72,6 +72,7 @@ class Record:
     changed: set[str]  # buffers and parameters that were changed in place
     costs: list[float]  # of every call, where work is counted
     device: torch.device  # of the input
+    decided: set[tuple[str, str]] = field(default_factory=set)  # plain attributes that it has read: module, name
 
     @property
     def answers(self) -> list[Any]:

@@ -27,9 +27,9 @@ from pipeback.surroundings import Entered
 Key = tuple[Any, ...]  # the form of what comes in
 
 
-def key_of(parts: Sequence[Tensor], training: bool) -> Key:
-    """What tells micro-batches apart that need another script."""
-    return (training, *[(part.shape, part.dtype) for part in parts])
+def key_of(parts: Sequence[Tensor], training: bool, setting: int) -> Key:
+    """What tells micro-batches apart that need another script. setting: a number of `held`."""
+    return (training, setting, *[(part.shape, part.dtype) for part in parts])
 
 
 class Lent(nn.Module):
@@ -210,6 +210,7 @@ class Segment(nn.Module):
         for name, part in sorted(owned.items(), key=lambda item: isinstance(item[1], Tensor)):  # modules first
             if not _has(self, name):
                 _register(self, name, part, persistent=name not in unsaved)
+        self.__setting__ = 0  # of the model: a number of `held`
         self.__rewritten__: set[str] = set()  # parameters that it writes into
         self.__entered: list[Entered] = []  # of all scripts
         self.__carried: dict[str, Carried] = {}
@@ -217,7 +218,7 @@ class Segment(nn.Module):
 
     def forward(self, given: Any) -> Any:
         parts = given if type(given) is tuple else (given,)
-        found = self.__scripts.get(key_of(parts, self.training))
+        found = self.__scripts.get(key_of(parts, self.training, self.__setting__))
         if found is None:
             raise RuntimeError(f"{self.__label__}: {self.__unknown(parts)}")
         if self.__entered or accelerators.autocast():  # which keeps its copies of leaves, while the model has none here
@@ -232,7 +233,7 @@ class Segment(nn.Module):
     def __structured__(self, given: Any, out: Any) -> Any:
         """The model's output from the tensors `out` that the last segment gave for `given`."""
         parts = given if type(given) is tuple else (given,)
-        form = self.__scripts[key_of(parts, self.training)][1]
+        form = self.__scripts[key_of(parts, self.training, self.__setting__)][1]
         assert form is not None
         return form.fill(out if type(out) is tuple else (out,))
 
@@ -262,9 +263,9 @@ class Segment(nn.Module):
     def __unknown(self, parts: Sequence[Any]) -> str:
         known = "; ".join(_written(key) for key in self.__scripts)
         return (
-            f"a micro-batch of {_written(key_of(parts, self.training))} came, but the model was followed with {known}; "
-            "where shapes depend on values (x[mask]), have them do so within one module: give its path in leaves=, or "
-            "keep the whole model one stage: leaves=['']"
+            f"a micro-batch of {_written(key_of(parts, self.training, self.__setting__))} came, but the model was "
+            f"followed with {known}; where shapes depend on values (x[mask]), have them do so within one module: "
+            "give its path in leaves=, or keep the whole model one stage: leaves=['']"
         )
 
     def __built(self, portion: Portion) -> Script:
@@ -359,7 +360,7 @@ def _register(root: nn.Module, name: str, part: Any, persistent: bool = True) ->
 
 
 def _written(key: Key) -> str:
-    training, *parts = key
+    training, _, *parts = key
     shapes = ", ".join(f"{tuple(shape)} {str(dtype).removeprefix('torch.')}" for shape, dtype in parts)
     return f"{shapes} in {'training' if training else 'evaluation'}"
 

@@ -17,7 +17,8 @@ _PLAIN = int, float, str, type(None)  # bool is an int
 
 
 class Settings:
-    """Attributes of modules, as they are now. which: "modes", whether each is set to train; "numbers", other ones, of
+    """Attributes of modules, as they are now. which: "modes", whether each is set to train, and what the
+    model of a segment is set to; "numbers", other ones, of
     whole ones 0 and 1 (the rest are widths and counts); "all", numbers, words and functions, which is what graphs of
     these modules have taken down.
     """
@@ -70,10 +71,10 @@ class Settings:
 
 
 def _is(which: str, key: str, value: Any) -> bool:
-    if (key == "training") != (which == "modes"):
-        return False
+    if which == "modes" or key == "training":
+        return which == "modes" and key in ("training", "__setting__")
     if which == "all":
-        return not key.startswith("_") and (isinstance(value, _PLAIN) or callable(value))
+        return key == "__setting__" or (not key.startswith("_") and (isinstance(value, _PLAIN) or callable(value)))
     return type(value) is float or (isinstance(value, int) and value in (0, 1))
 
 
