@@ -94,7 +94,7 @@ def follow(
     # a tensor without a gradient has one where something with one was written into it
     grads = [before or tensor.requires_grad for before, tensor in zip(r.grads, r.numbered, strict=True)]
     return Record(
-        r.calls, len(given), out, form, r.constants, r.forms, grads, changed, r.costs, device, r.sets.decided
+        r.calls, len(given), out, form, r.constants, r.forms, grads, changed, r.costs, device, r.sets.held
     ), output
 
 

@@ -20,6 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from pipeback import hidden
 from pipeback.form import LINE, form_of, put
 from pipeback.in_place import laid_back
+from pipeback.left_behind import Changed, FirstCall
 from pipeback.private import Raw, identity, numbers_of, shown
 
 
@@ -221,6 +222,9 @@ def untouched(module: nn.Module, rewritten: Iterable[str] | None = None) -> Iter
     ]
     try:
         yield homes
+    except (Changed, FirstCall):  # it is followed once more, now that this is set
+        attributes = []
+        raise
     finally:
         for owner, key, buffer, value in homes:
             owner[key] = buffer

@@ -64,6 +64,11 @@ class Sets:
         self.decided: set[Name] = set()  # plain ones that were read as they were before, outside of leaves
 
     @property
+    def held(self) -> set[Name]:
+        """Plain attributes that a forward has gone by and not set itself."""
+        return self.decided - self._set
+
+    @property
     def harmless(self) -> set[Name]:
         """Those that nobody reads before they are set: a forward does the same whatever they were."""
         return set(self._left) - self._read
