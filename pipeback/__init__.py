@@ -10,34 +10,35 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pipeback import checkpoint, draw, methods, norms, plan, schedules, sparsities, timeline, weights
-    from pipeback.disk import DiskStore
-    from pipeback.events import Op, Schedule, until
-    from pipeback.health import RankError
-    from pipeback.joining import join
-    from pipeback.ledger import Record
-    from pipeback.memory import Memory
-    from pipeback.method import Method, Past, Shift, State, Weights, When, chain
-    from pipeback.momentum import scale_hyperparameters
-    from pipeback.pages import StoreError
-    from pipeback.pipeline import Pipeline
-    from pipeback.plan import Plan
-    from pipeback.sparsity import Sparsity
-    from pipeback.store import HostStore, Store
-    from pipeback.traffic import Traffic
-    from pipeback.watch import Watch
-    from pipeback.worker import StageError
+    from pipeback import checkpoint, draw, methods, norms, plan, schedules, sparsities, weights
+    from pipeback.distributed.join import join
+    from pipeback.errors import RankError, StageError, StoreError
+    from pipeback.methods.base import Method, Past, Shift, State, Weights, When, chain
+    from pipeback.methods.momentum import scale_hyperparameters
+    from pipeback.pipeline.memory_use import Memory
+    from pipeback.pipeline.pipeline import Pipeline
+    from pipeback.plan.training_plan import Plan
+    from pipeback.runtime.ledger import Record
+    from pipeback.runtime.staleness import Watch
+    from pipeback.schedules import timeline
+    from pipeback.schedules.ops import Op, Schedule, until
+    from pipeback.sparsities.base import Sparsity
+    from pipeback.streaming.disk_store import DiskStore
+    from pipeback.streaming.store import HostStore, Store
+    from pipeback.streaming.traffic import Traffic
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "join": "joining",
-    "Op": "events", "Schedule": "events", "until": "events", "Record": "ledger",
-    "Method": "method", "Past": "method", "Shift": "method", "State": "method", "Weights": "method", "When": "method",
-    "chain": "method", "scale_hyperparameters": "momentum", "Memory": "memory", "Pipeline": "pipeline",
-    "Plan": "plan", "RankError": "health", "Sparsity": "sparsity", "StageError": "worker",
-    "Watch": "watch", "DiskStore": "disk", "HostStore": "store", "Store": "store", "StoreError": "pages",
-    "Traffic": "traffic",
+    "join": "distributed.join", "timeline": "schedules.timeline",
+    "Op": "schedules.ops", "Schedule": "schedules.ops", "until": "schedules.ops", "Record": "runtime.ledger",
+    "Method": "methods.base", "Past": "methods.base", "Shift": "methods.base", "State": "methods.base",
+    "Weights": "methods.base", "When": "methods.base", "chain": "methods.base",
+    "scale_hyperparameters": "methods.momentum", "Memory": "pipeline.memory_use", "Pipeline": "pipeline.pipeline",
+    "Plan": "plan.training_plan", "Sparsity": "sparsities.base", "Watch": "runtime.staleness",
+    "RankError": "errors", "StageError": "errors", "StoreError": "errors",
+    "DiskStore": "streaming.disk_store", "HostStore": "streaming.store", "Store": "streaming.store",
+    "Traffic": "streaming.traffic",
 }  # fmt: skip
 
 __all__ = [
@@ -79,6 +80,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "timeline":
+        return import_module(f"pipeback.{_HOME[name]}")
     if name in _HOME:
         return getattr(import_module(f"pipeback.{_HOME[name]}"), name)
     if name in __all__:

@@ -15,9 +15,9 @@ from omegaconf import OmegaConf
 from torch import nn
 
 import pipeback
-from pipeback.method import Method
+from pipeback.methods.base import Method
 from pipeback.recipes.schemas import named
-from pipeback.sparsity import Sparsity
+from pipeback.sparsities.base import Sparsity
 
 Entry = Mapping[str, Any]
 Optimizers = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]

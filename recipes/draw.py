@@ -33,11 +33,12 @@ from typing import Any
 
 import pipeback
 from pipeback import draw
-from pipeback import trace as traces
-from pipeback.lanes import lanes
+from pipeback.draw import perfetto as traces
+from pipeback.draw.streaming_lanes import lanes
+from pipeback.draw.worker_bands import beside
 from pipeback.recipes.measure import run
-from pipeback.recording import Recording
-from pipeback.timeline import bubble, timeline
+from pipeback.schedules.recording import Recording
+from pipeback.schedules.timeline import bubble, timeline
 
 OPTIONS = {
     "method": "pb",
@@ -187,7 +188,7 @@ def tell(recordings: list[Recording], out: str | None) -> None:
 
         matplotlib.use("Agg")
         streamed = [recording for recording in recordings if any(track.moves for track in recording.tracks)]
-        (lanes(streamed[0]) if streamed else draw.beside(recordings)).savefig(out, dpi=130)
+        (lanes(streamed[0]) if streamed else beside(recordings)).savefig(out, dpi=130)
         print(f"written: {out}")
 
 

@@ -15,10 +15,10 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 
 import pipeback
 from pipeback.lightning import PipelineStrategy
-from pipeback.lightning.body import find
-from pipeback.method import Method
+from pipeback.lightning.find_stages import find
+from pipeback.methods.base import Method
 from pipeback.recipes import build
-from pipeback.timeline import bubble, timeline
+from pipeback.schedules.timeline import bubble, timeline
 
 MOST = 2000  # micro-batches whose schedule is laid out to measure the bubble
 

@@ -32,11 +32,11 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import pipeback
-from pipeback.budget import check
-from pipeback.disk import DiskStore
-from pipeback.foreseen import fills
-from pipeback.plan import Row, beside, rows, title
-from pipeback.store import HostStore, Store
+from pipeback.plan.budget import check
+from pipeback.plan.forecast import fills
+from pipeback.plan.training_plan import Row, beside, rows, title
+from pipeback.streaming.disk_store import DiskStore
+from pipeback.streaming.store import HostStore, Store
 
 TEXTS = {"method": "pb", "store": "host", "optimizer": "SGD", "device_memory": None, "host_memory": None}
 NUMBERS = {"stages": 8, "width": 512, "samples": 4, "micro_batches": 16, "prefetch": 1, "run": 0}

@@ -17,11 +17,11 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import pipeback
-from pipeback.bands import COLOURS, INK
-from pipeback.breakdown import Row
+from pipeback.draw.worker_bands import COLOURS, INK
+from pipeback.pipeline.breakdown import StageRow
 from pipeback.recipes.foreign import WHERE, build
 from pipeback.recipes.foreign.case import Case
-from pipeback.sizes import written
+from pipeback.streaming.byte_sizes import written
 
 TEXTS = (".txt", ".md")
 BAR = 8  # characters of the largest bar
@@ -93,7 +93,7 @@ def show(name: str, stages: Any, method: pipeback.Method, out: str | None) -> No
         console.print(f"written: {out}")
 
 
-def save(rows: Sequence[Row], title: str, path: Path) -> None:
+def save(rows: Sequence[StageRow], title: str, path: Path) -> None:
     if path.suffix.lower() == ".md":
         path.write_text(f"{title}\n\n{markdown(rows)}\n", encoding="utf-8")
     elif path.suffix.lower() in TEXTS:
@@ -108,7 +108,7 @@ def save(rows: Sequence[Row], title: str, path: Path) -> None:
 HEADS = ("stage", "name", "layers", "parameters", "FLOPs F", "FLOPs B", "ms F+B", "", "activations", "D")
 
 
-def cells(row: Row, most: float) -> list[str]:
+def cells(row: StageRow, most: float) -> list[str]:
     return [
         str(row.stage), row.name, row.layers, f"{row.parameters:,}", flops(row.forward_flops),
         flops(row.backward_flops), f"{row.seconds * 1e3:.2f}", "▇" * round(BAR * row.seconds / most),
@@ -116,7 +116,7 @@ def cells(row: Row, most: float) -> list[str]:
     ]  # fmt: skip
 
 
-def total(rows: Sequence[Row]) -> list[str]:
+def total(rows: Sequence[StageRow]) -> list[str]:
     return [
         "", "all", "", f"{sum(r.parameters for r in rows):,}", flops(sum(r.forward_flops for r in rows)),
         flops(sum(r.backward_flops for r in rows)), f"{sum(r.seconds for r in rows) * 1e3:.2f}", "",
@@ -134,7 +134,7 @@ def flops(number: int) -> str:
     return str(number)
 
 
-def table(rows: Sequence[Row]) -> Table:
+def table(rows: Sequence[StageRow]) -> Table:
     shown, most = Table(box=box.SIMPLE_HEAD, pad_edge=False), max(row.seconds for row in rows)
     for head in HEADS:
         shown.add_column(head, justify="left" if head in ("name", "layers", "") else "right", no_wrap=head != "layers")
@@ -144,14 +144,14 @@ def table(rows: Sequence[Row]) -> Table:
     return shown
 
 
-def markdown(rows: Sequence[Row]) -> str:
+def markdown(rows: Sequence[StageRow]) -> str:
     most, kept = max(row.seconds for row in rows), [n for n, head in enumerate(HEADS) if head]
     rule = ["---" if head in ("name", "layers") else "---:" for head in HEADS]
     lines = (HEADS, rule, *(cells(row, most) for row in rows), total(rows))
     return "\n".join(f"| {' | '.join(line[n] for n in kept)} |" for line in lines)
 
 
-def picture(rows: Sequence[Row], title: str, path: Path) -> None:
+def picture(rows: Sequence[StageRow], title: str, path: Path) -> None:
     """A bar a stage in every panel; the first stage is on top."""
     import matplotlib
 

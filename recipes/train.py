@@ -32,8 +32,7 @@ from rich.console import Console
 
 import pipeback
 from pipeback.lightning import PipelineMonitor, PipelineStrategy
-from pipeback.lightning.body import find
-from pipeback.meta import absent
+from pipeback.lightning.find_stages import find
 from pipeback.recipes import build
 from pipeback.recipes.callbacks import Measure, StopWhenNotFinite, written
 from pipeback.recipes.command import mistakes, start
@@ -42,6 +41,7 @@ from pipeback.recipes.logs import begin, end
 from pipeback.recipes.resident import resident
 from pipeback.recipes.schemas import check
 from pipeback.recipes.sweep import folder_for_each
+from pipeback.tensors.meta import absent
 
 # true, but no news to whom the recipes serve: the data are in memory, and a folder is written anew on purpose
 QUIET = (

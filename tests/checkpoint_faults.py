@@ -19,7 +19,7 @@ from torch import nn
 
 import pipeback
 from pipeback import checkpoint, methods
-from pipeback.shelf import CheckpointError
+from pipeback.errors import CheckpointError
 from tests.laws.cases import OPTIMIZERS, data, everything, network, pipeline
 
 METHODS = {

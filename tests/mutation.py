@@ -28,7 +28,7 @@ class _Finder(MetaPathFinder):
         self.name, self.change = name, change
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if fullname != f"pipeback.{self.name}":
+        if fullname != "pipeback." + self.name.replace("/", "."):
             return None
         file = str(LIBRARY / f"{self.name}.py")
         loader = _Loader(fullname, file)
@@ -37,5 +37,5 @@ class _Finder(MetaPathFinder):
 
 
 def change(name: str, how: Change) -> None:
-    """Have the text of `pipeback.<name>` be what `how` makes of it."""
+    """Have the text of the module `pipeback/<name>` be what `how` makes of it."""
     sys.meta_path.insert(0, _Finder(name, how))

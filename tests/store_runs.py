@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 import pipeback
-from pipeback import disk, methods
-from pipeback.disk import DiskStore
+from pipeback import methods
+from pipeback.streaming import disk_store
+from pipeback.streaming.disk_store import DiskStore
 from tests.laws.cases import everything
 
 WIDTH, SAMPLES = 32, 4
@@ -39,7 +40,7 @@ def momentum(params):
 
 
 def build(folder: Path | None, method: str, **options) -> pipeback.Pipeline:
-    disk.SMALL = 1  # this model is small
+    disk_store.SMALL = 1  # this model is small
     torch.manual_seed(5)
     return pipeback.Pipeline(
         model(), loss=nn.functional.mse_loss, method=methods.create(method), micro_batch_size=SAMPLES,

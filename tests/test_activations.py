@@ -12,9 +12,11 @@ from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
 import pipeback
-from pipeback import offload, worker
-from pipeback.inflight import saved
-from pipeback.stage import Stage, grown
+from pipeback import errors
+from pipeback.runtime import worker
+from pipeback.stages import offload
+from pipeback.stages.saved_graph import saved
+from pipeback.stages.stage import Stage, grown
 from tests.collecting import frozen
 from tests.laws.cases import CASES, OPTIMIZERS, STAGES, data, everything, network, pipeline
 from tests.processes.cases import drawing
@@ -255,7 +257,7 @@ def test_a_repeat_that_fails_names_stage_and_micro_batch():
     pipe = pipeline(nn.Sequential(nn.Linear(6, 6), module, nn.Linear(6, 6)), "pb", activations="recompute")
     pipe.push(*data(1)[0])
     module.after = module.calls + 2
-    with pytest.raises(worker.StageError, match=r"stage 1 \(1\), micro-batch \d+: the backward failed: once too often"):
+    with pytest.raises(errors.StageError, match=r"stage 1 \(1\), micro-batch \d+: the backward failed: once too often"):
         for x, y in data(9):
             pipe.push(x, y)
     assert pipe.closed
@@ -279,7 +281,7 @@ def test_a_loss_that_is_not_finite_names_the_stage(activations):
     pipe.push(*batches[0])
     with torch.no_grad():
         pipe.model[2][0].weight.fill_(float("nan"))
-    with pytest.raises(worker.StageError, match="stage 2 .*the output is not finite"):
+    with pytest.raises(errors.StageError, match="stage 2 .*the output is not finite"):
         pipe.push(*batches[1])
 
 
@@ -451,7 +453,7 @@ class Shares(nn.Module):
 def test_what_is_copied(copies):
     """Never a weight; a tensor once; and its memory on the device is given back."""
     stage = Stage(0, 2, Shares(), "0", pipeback.methods.create("sgd"), OPTIMIZERS["sgd"])
-    stage.keeping = offload.Host()
+    stage.keeping = offload.HostActivations()
     freed = []
     stage.module.register_forward_hook(lambda module, given, output: freed.append(StorageWeakRef(module.y)))
     x = torch.randn(8, 64)

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from pipeback.activations import kinds
-from pipeback.offload import Host
-from pipeback.repeat import Recompute
+from pipeback.stages.activations import kinds
+from pipeback.stages.offload import HostActivations
+from pipeback.stages.recompute import Recompute
 from tests.laws.cases import CASES, STAGES, data, everything, network, pipeline
 
 MIXED = {0: "recompute", "2": "host"}
@@ -24,7 +24,7 @@ def trained(case, activations, **options):
 def test_each_stage_has_its_own(asked):
     pipe = pipeline(network(), "gpipe", activations=asked)
     found = [type(stage.keeping) for stage in pipe._stages]
-    assert found == [Recompute, type(None), Host, type(None), type(None)]
+    assert found == [Recompute, type(None), HostActivations, type(None), type(None)]
 
 
 @pytest.mark.parametrize("case", ["gpipe-4", "one_f_one_b-3", "pipedream", "pipedream_2bw", "spectrain-v2", "sgd"])

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from pipeback import adaptive
-from pipeback.adaptive import Adaptive, Settings
+from pipeback.vectorized import adam_rows
+from pipeback.vectorized.adam_rows import AdamStep, Settings
 
 ROWS, SHAPES, BETAS, EPS = 3, [(4, 5), (6,)], (0.8, 0.95), 1e-3
 
 
-@pytest.mark.parametrize("large", [0, adaptive.LARGE])
+@pytest.mark.parametrize("large", [0, adam_rows.LARGE])
 @pytest.mark.parametrize("decoupled", [False, True])
 @pytest.mark.parametrize("decays", [(0.0, 0.0), (0.3, 0.0), (0.3, 0.1)])
 @pytest.mark.parametrize("same", [False, True])
@@ -17,7 +17,7 @@ ROWS, SHAPES, BETAS, EPS = 3, [(4, 5), (6,)], (0.8, 0.95), 1e-3
 def test_every_row_is_stepped_as_torch_steps_it(large, decoupled, decays, same, compiler, monkeypatch):
     """Rows and weights that have seen different numbers of updates, at rates of their own, or all at one; compiler: in
     the form that is written for one."""
-    monkeypatch.setattr(adaptive, "LARGE", large)
+    monkeypatch.setattr(adam_rows, "LARGE", large)
     torch.manual_seed(0)
     weights = [torch.randn(ROWS, *shape, dtype=torch.float64) for shape in SHAPES]
     rates = [[0.01 * (1 + (not same) * r + 3 * n) for r in range(ROWS)] for n in range(len(SHAPES))]
@@ -42,11 +42,11 @@ def test_every_row_is_stepped_as_torch_steps_it(large, decoupled, decays, same, 
         [torch.stack([entry[name] for entry in some]) for some in kept] for name in ("exp_avg", "exp_avg_sq")
     )
     steps = torch.tensor([[float(entry["step"]) for entry in some] for some in kept])
-    moving = Adaptive(Settings(BETAS, EPS, decoupled, decays), rates, weights)
+    moving = AdamStep(Settings(BETAS, EPS, decoupled, decays), rates, weights)
     for _ in range(5):
         grads = [torch.randn_like(w.transpose(1, -1).contiguous()).transpose(1, -1) for w in weights]
         if compiler:
-            adaptive.adapted(moving.settings, weights, (first, second, steps), grads, (moving.columns,))
+            adam_rows.adapted(moving.settings, weights, (first, second, steps), grads, (moving.columns,))
         else:
             moving.move(weights, first, second, steps, grads)
         for n, whole in enumerate(grads):

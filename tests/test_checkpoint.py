@@ -16,10 +16,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pipeback import checkpoint, shelf, state
-from pipeback.checkpoint import CheckpointError
-from pipeback.form import form_of
-from pipeback.health import RankError
+from pipeback import checkpoint
+from pipeback.checkpoint import folders, pipeline_state, save_and_load
+from pipeback.checkpoint.save_and_load import CheckpointError
+from pipeback.errors import RankError
+from pipeback.streaming import sealed_file
+from pipeback.tensors.layout import form_of
 from tests.checkpoint_faults import LAYERS, METHODS, layered
 from tests.laws.cases import data, everything, network, pipeline
 
@@ -124,7 +126,7 @@ class Held:
     def share(self, take):
         for s, _ in self.held:
             take(SimpleNamespace(index=s, replica=0), self.stages[s])
-        return state.Share([state.Part(s, 0, {}, {"seed": s}) for s, _ in self.held], {}, {})
+        return pipeline_state.Share([pipeline_state.StageShare(s, 0, {}, {"seed": s}) for s, _ in self.held], {}, {})
 
     def plain(self):
         return {"arrived": 5, "groups": {}, "rate": math.nan, "bound": -math.inf}
@@ -240,10 +242,10 @@ def test_an_edited_state(two, tmp_path):
 
 
 def resealed(folder, change):
-    """Edit state.json, its own checksum included."""
-    document = shelf.unsealed(folder / "state.json")
+    """Edit pipeline_state.json, its own checksum included."""
+    document = sealed_file.unsealed(folder / "state.json")
     change(document)
-    (folder / "state.json").write_bytes(shelf.sealed(document))
+    (folder / "state.json").write_bytes(sealed_file.sealed(document))
 
 
 @pytest.mark.parametrize("outside", ["../{name}", "{folder}/{name}", "inner/../../{name}", ".."])
@@ -309,7 +311,7 @@ def test_nothing_to_load(two, tmp_path):
 
 
 def test_another_format(two, tmp_path, monkeypatch):
-    monkeypatch.setattr(shelf, "FORMAT", 2)
+    monkeypatch.setattr(folders, "FORMAT", 2)
     checkpoint.save(trained(2), tmp_path)
     monkeypatch.undo()
     with pytest.raises(CheckpointError, match="has format 2, this pipeback reads 1; update pipeback"):
@@ -379,7 +381,7 @@ def test_killed_between_two_renames(two, tmp_path):
 
 
 def test_what_killed_runs_left_is_removed_but_not_what_a_live_one_writes(tmp_path):
-    alive = shelf.Draft(tmp_path, 3)
+    alive = folders.Draft(tmp_path, 3)
     alive.open()
     for name in (".step-00000002.partial", ".step-00000004.partial", ".step-00000001.removed", "notes"):
         (tmp_path / name).mkdir()
@@ -498,8 +500,8 @@ def on_ranks(count, call):
 
 def test_each_rank_writes_its_own_stages(tmp_path, monkeypatch):
     stages = [{"a": torch.randn(3, 4)[:, 1:], "b": torch.randn(2)} for _ in range(5)]
-    held, written, write = [[0, 1], [2], [3, 4]], [], checkpoint._write
-    monkeypatch.setattr(checkpoint, "_write", lambda folder, part: written.append(part.stage) or write(folder, part))
+    held, written, write = [[0, 1], [2], [3, 4]], [], save_and_load._write
+    monkeypatch.setattr(save_and_load, "_write", lambda folder, part: written.append(part.stage) or write(folder, part))
     pipes = {}
 
     def both(ranks):
@@ -520,12 +522,12 @@ def test_each_rank_writes_its_own_stages(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("bad", [0, 1, 2])
 def test_a_fault_of_one_rank_is_raised_by_all(bad, tmp_path, monkeypatch):
-    stages, write = [{"a": torch.randn(3)} for _ in range(3)], checkpoint._write
+    stages, write = [{"a": torch.randn(3)} for _ in range(3)], save_and_load._write
     on_ranks(3, lambda ranks: checkpoint.save(Held(*stages, ranks=ranks, mine=[ranks.index]), tmp_path))
 
     def fail(folder, part):
         if part.stage == bad:
-            with shelf.naming(folder / f"stage-{bad:03d}.safetensors"):
+            with sealed_file.naming(folder / f"stage-{bad:03d}.safetensors"):
                 raise OSError(errno.ENOSPC, "No space left on device")
         return write(folder, part)
 
@@ -536,7 +538,7 @@ def test_a_fault_of_one_rank_is_raised_by_all(bad, tmp_path, monkeypatch):
             assert names(tmp_path) == ["step-00000005"]
             raise
 
-    monkeypatch.setattr(checkpoint, "_write", fail)
+    monkeypatch.setattr(save_and_load, "_write", fail)
     found = on_ranks(3, save)
     assert [type(error) for error in found] == [CheckpointError] * 3 and len({str(error) for error in found}) == 1
     assert f"rank {bad} (" in str(found[0]) and f"stage-{bad:03d}.safetensors: OSError: [Errno 28]" in str(found[0])
@@ -545,8 +547,10 @@ def test_a_fault_of_one_rank_is_raised_by_all(bad, tmp_path, monkeypatch):
 
 def test_a_slow_disk_is_no_dead_rank(tmp_path, monkeypatch):
     """Writing may last longer than ranks wait for each other; they go on talking."""
-    stages, write, calls = [{"a": torch.randn(3)} for _ in range(2)], checkpoint._write, []
-    monkeypatch.setattr(checkpoint, "_write", lambda folder, part: time.sleep(1.5 * part.stage) or write(folder, part))
+    stages, write, calls = [{"a": torch.randn(3)} for _ in range(2)], save_and_load._write, []
+    monkeypatch.setattr(
+        save_and_load, "_write", lambda folder, part: time.sleep(1.5 * part.stage) or write(folder, part)
+    )
     gather = Table.gather
     monkeypatch.setattr(Table, "gather", lambda *given: calls.append(time.monotonic()) or gather(*given))
     on_ranks(2, lambda ranks: checkpoint.save(Held(*stages, ranks=ranks, mine=[ranks.index]), tmp_path))
@@ -572,7 +576,7 @@ def test_a_rank_that_ends_in_the_middle(tmp_path, monkeypatch):
             dead.set()
         return gather(self, value, what)
 
-    monkeypatch.setattr(checkpoint, "_write", die)
+    monkeypatch.setattr(save_and_load, "_write", die)
     monkeypatch.setattr(Table, "gather", broken)
     found = on_ranks(2, lambda ranks: checkpoint.save(Held(*stages, ranks=ranks, mine=[ranks.index]), tmp_path))
     assert [type(error) for error in found] == [RankError] * 2

@@ -10,9 +10,10 @@ import time
 import pytest
 import torch
 
-from pipeback import shelf
-from pipeback.disk import DiskStore
-from pipeback.pages import Pages, StoreError
+from pipeback.errors import StoreError
+from pipeback.streaming import sealed_file
+from pipeback.streaming.disk_store import DiskStore
+from pipeback.streaming.pages import Pages
 from tests.choice import rare
 from tests.laws.cases import CASES, STAGES, data, network, pipeline
 from tests.store_runs import batch, build, digest, train
@@ -132,9 +133,9 @@ def test_another_model_method_or_optimizer(folder):
 def rewritten(folder, change):
     """Change the JSON of the committed version, its own checksum included."""
     (file,) = folder.glob("version-*.json")
-    document = shelf.unsealed(file)
+    document = sealed_file.unsealed(file)
     change(document)
-    file.write_bytes(shelf.sealed(document))
+    file.write_bytes(sealed_file.sealed(document))
 
 
 def test_a_newer_format(folder):
@@ -177,7 +178,7 @@ def test_truncated_pages(folder):
 
 def test_a_flipped_bit(folder):
     (version,) = folder.glob("version-*.json")
-    at, size, _ = shelf.unsealed(version)["stages"]["2/0"]["regions"]["home"]
+    at, size, _ = sealed_file.unsealed(version)["stages"]["2/0"]["regions"]["home"]
     with open(folder / "stage-002.pages", "r+b") as file:
         file.seek(at + size // 2)
         byte = file.read(1)[0]
@@ -233,7 +234,7 @@ def test_a_failed_commit_leaves_the_one_before(tmp_path, monkeypatch):
     at = pipe.arrived
     pipe.push(*batch(3))
     with monkeypatch.context() as patch:
-        patch.setattr(shelf, "sync", lambda path: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+        patch.setattr(sealed_file, "sync", lambda path: (_ for _ in ()).throw(OSError(5, "Input/output error")))
         with pytest.raises(StoreError, match="Input/output error"):
             pipe.commit()
     pipe.close()

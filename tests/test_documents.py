@@ -20,7 +20,9 @@ def blocks(document, language="python"):
     return re.findall(rf"```{language}\n(.*?)```", (ROOT / document).read_text(encoding="utf-8"), re.DOTALL)
 
 
-@pytest.mark.parametrize("name", ["events", "momentum", "method", "draw", "densities", "norms"])
+@pytest.mark.parametrize(
+    "name", ["schedules.ops", "methods.momentum", "methods.base", "draw.figures", "sparsities.densities", "norms"]
+)
 def test_examples_in_docstrings(name):
     found = doctest.testmod(importlib.import_module(f"pipeback.{name}"))
     assert found.attempted and not found.failed

@@ -9,11 +9,12 @@ import matplotlib
 import pytest
 
 from pipeback import draw
-from pipeback import trace as traces
-from pipeback.events import Op
-from pipeback.recording import Recording, Track
-from pipeback.schedules import fill_drain, flowing, one_f_one_b
-from pipeback.timeline import UNIT, bubble, timeline
+from pipeback.draw import perfetto as traces
+from pipeback.draw.worker_bands import beside
+from pipeback.schedules.ops import Op
+from pipeback.schedules.programs import fill_drain, flowing, one_f_one_b
+from pipeback.schedules.recording import Recording, Track
+from pipeback.schedules.timeline import UNIT, bubble, timeline
 from tests.laws.cases import CASES, STAGES, data, network, pipeline, weights
 from tests.tracing import check_events
 
@@ -145,7 +146,7 @@ def test_what_was_measured_as_text_and_picture(tmp_path):
     assert first.startswith("gpipe: 8 stages on 2 workers, 16 micro-batches, 144000.0 ms; the clocks agree within 0 µs")
     assert head.split()[-4:] == ["rank", "0", "rank", "1"]
     assert [row.split()[-4:] for row in rows] == [["11.1", "8.8", "11.1", "11.1"]] * 4
-    figure = draw.beside([recording, recording])
+    figure = beside([recording, recording])
     titles = [ax.get_title(loc="left") for ax in figure.axes]
     assert titles[:2] == ["gpipe: measured", "gpipe: predicted by the schedule at these costs"] and len(titles) == 4
     assert figure.axes[0].get_title(loc="right") == "idle 11.1%, between fill and drain 8.8%"
@@ -153,7 +154,7 @@ def test_what_was_measured_as_text_and_picture(tmp_path):
     figure.savefig(tmp_path / "run.png")
     plt.close("all")
     with pytest.raises(ValueError, match="nothing was recorded"):
-        draw.beside([Recording([Track("worker 0", 0, 0, [])], [0])])
+        beside([Recording([Track("worker 0", 0, 0, [])], [0])])
 
 
 @pytest.mark.parametrize(

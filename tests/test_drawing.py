@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from pipeback.drawing import Drawing
+from pipeback.stages.random_stream import OwnRandomStream
 from tests.laws.cases import data, everything, pipeline
 
 ATTENTION = nn.MultiheadAttention(8, 2, dropout=0.3, batch_first=True)
@@ -42,7 +42,7 @@ def test_numbers_of_a_default_generator(name):
     torch.manual_seed(99)
     before = torch.get_rng_state()
     own = torch.Generator().manual_seed(5)
-    with Drawing(own):
+    with OwnRandomStream(own):
         found = [DRAWS[name](x) for _ in range(3)]
     assert torch.equal(torch.get_rng_state(), before), "the default generator has moved"
     assert torch.equal(own.get_state(), after)

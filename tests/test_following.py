@@ -12,7 +12,7 @@ from torch import nn
 
 import pipeback
 from pipeback import weights
-from pipeback.momentum import spike
+from pipeback.methods.momentum import spike
 
 
 class Model(nn.Module):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import pipeback
-from pipeback.gradients import Gradients, differentiate
+from pipeback.stages.gradients import Gradients, differentiate
 from tests.laws.cases import data, network, pipeline, weights
 
 GROUPS = {

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeback.beats import Status, host_store, join_store, my_facts, one_host
-from pipeback.blame import blame
-from pipeback.health import Health, RankError, script
+from pipeback.distributed.health.blame import blame
+from pipeback.distributed.health.health import Health, script
+from pipeback.distributed.health.heartbeat import Heartbeat, host_store, join_store, my_facts, one_host
+from pipeback.errors import RankError
 
 RANKS = [4, 5, 6]  # global numbers: a pipeline may be one of several
 TIMEOUT = 2.0
@@ -411,17 +412,17 @@ def test_an_error_survives_pickling():
 
 
 def test_a_rank_is_at_fault_only_as_long_as_it_is_waited_for():
-    own = Status(doing="in its own code", seconds=100.0)
-    assert blame(0, [1], "x", 25.0, {0: Status(), 1: own}, 30.0).seconds == 25.0
-    busy = Status(doing="in the forward of stage 1, micro-batch 2", seconds=0.1)
-    assert blame(0, [1], "x", 25.0, {0: Status(), 1: busy}, 30.0).seconds == 0.1
+    own = Heartbeat(doing="in its own code", seconds=100.0)
+    assert blame(0, [1], "x", 25.0, {0: Heartbeat(), 1: own}, 30.0).seconds == 25.0
+    busy = Heartbeat(doing="in the forward of stage 1, micro-batch 2", seconds=0.1)
+    assert blame(0, [1], "x", 25.0, {0: Heartbeat(), 1: busy}, 30.0).seconds == 0.1
 
 
 def test_a_wait_through_a_rank_leads_on():
     statuses = {
-        0: Status(waits=[([1], "x", 29.0)]),
-        1: Status(waits=[([2], "y", 28.0), ([0, 2], "state_dict()", 3.0)]),
-        2: Status(doing="in its own code", seconds=40.0, pushed=7),
+        0: Heartbeat(waits=[([1], "x", 29.0)]),
+        1: Heartbeat(waits=[([2], "y", 28.0), ([0, 2], "state_dict()", 3.0)]),
+        2: Heartbeat(doing="in its own code", seconds=40.0, pushed=7),
     }
     verdict = blame(0, [1], "x", 29.0, statuses, 30.0)
     assert (verdict.rank, verdict.seconds) == (2, 28.0)

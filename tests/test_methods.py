@@ -56,7 +56,7 @@ def test_2bw_refuses_groups_that_two_versions_cannot_serve():
 
 PLUGIN = '''
 import pipeback
-from pipeback.schedules import flowing
+from pipeback.schedules.programs import flowing
 
 class Halved(pipeback.Method):
     """Predicts half as far as lwp."""

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeback.events import Op, until
-from pipeback.order import POLICIES, Order
-from pipeback.schedules import fill_drain, flowing, one_f_one_b
+from pipeback.schedules.ops import Op, until
+from pipeback.schedules.order import POLICIES, Order
+from pipeback.schedules.programs import fill_drain, flowing, one_f_one_b
 
 
 def flat(waves):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipeback import accelerators
+from pipeback.tensors import accelerators
 from tests.laws.cases import data, pipeline
 
 

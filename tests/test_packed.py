@@ -5,7 +5,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pipeback.packed import (
+from pipeback.streaming.sparse_index import (
     ALL,
     BITMAP,
     BYTES,

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from pipeback.partition import balance, split
+from pipeback.splitting.partition import balance, split
 from tests.laws.cases import data, pipeline
 
 

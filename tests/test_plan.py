@@ -8,17 +8,19 @@ import torch
 from torch import nn
 
 import pipeback
-from pipeback import bandwidth, disk, methods, sizes
-from pipeback.budget import check
-from pipeback.disk import DiskStore
-from pipeback.dry import Dry, Load, Room, drive
-from pipeback.foreseen import fills, foresee
-from pipeback.loop import Loop
-from pipeback.order import Order
-from pipeback.pages import PAGE
-from pipeback.plan import beside, plan, rows, table
-from pipeback.store import HostStore
-from pipeback.survey import survey
+from pipeback import methods
+from pipeback.plan import bandwidth
+from pipeback.plan.budget import check
+from pipeback.plan.dry_run import DryWorker, Load, Room, drive
+from pipeback.plan.forecast import fills, foresee
+from pipeback.plan.survey import survey
+from pipeback.plan.training_plan import beside, plan, rows, table
+from pipeback.runtime.loop import Loop
+from pipeback.schedules.order import Order
+from pipeback.streaming import byte_sizes, disk_store
+from pipeback.streaming.disk_store import DiskStore
+from pipeback.streaming.pages import PAGE
+from pipeback.streaming.store import HostStore
 from tests.choice import mostly_rare
 from tests.laws.cases import CASES, STAGES, allowed, data, network, pipeline, weights
 
@@ -28,7 +30,7 @@ SAMPLES = 3
 @pytest.fixture(autouse=True)
 def a_short_search(monkeypatch):
     """For a window: it takes most of the time of a plan."""
-    monkeypatch.setattr("pipeback.plan.WORK", 2000)
+    monkeypatch.setattr("pipeback.plan.training_plan.WORK", 2000)
 
 
 @pytest.fixture(autouse=True)
@@ -142,7 +144,7 @@ def survey_of(pipe, x, y=None):
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam"])
 def test_bytes_written_to_files(optimizer, tmp_path, monkeypatch):
     """Of an update: the stage's weights and optimizer state. Of the files: two versions, in whole pages."""
-    monkeypatch.setattr(disk, "SMALL", 1)
+    monkeypatch.setattr(disk_store, "SMALL", 1)
     pipe = pipeline(network(), "gpipe", optimizer, micro_batch_size=SAMPLES, store=DiskStore(tmp_path))
     found, before, after = planned(pipe, 4, 3)
     assert 3 * found.push.written == after.written - before.written
@@ -229,7 +231,7 @@ def test_passes():
 
 def run_dry(prefetch, pushes, count=1, method=None, rest=True, **load):
     method = method or methods.create("gpipe")
-    dry = Dry({0: Load(10, 4, 1, **load), 1: Load(10, 4, 1, **load)}, 2, prefetch)
+    dry = DryWorker({0: Load(10, 4, 1, **load), 1: Load(10, 4, 1, **load)}, 2, prefetch)
     order = Order(method.schedule, 2, policy="streaming", near=max(1, prefetch))
     loop = Loop(dry, order, method, at_once=True)
     for _ in range(pushes):
@@ -279,7 +281,7 @@ def test_activations_that_do_not_stream_in_time():
 
 
 def test_a_large_batch_hides_streaming(monkeypatch):
-    monkeypatch.setattr("pipeback.plan.WORK", 40_000)
+    monkeypatch.setattr("pipeback.plan.training_plan.WORK", 40_000)
     facts = survey_of(pipeline(network(), "gpipe", micro_batch_size=SAMPLES, store="host"), *pushed(2))
     costs = {"forward": 1.0, "backward": 1.0, "fetch": 20.0, "update": 1.0, "leave": 0.0, "ask": 0.0, "add": 0.0}
     slow = {s: p._replace(load=p.load._replace(**costs)) for s, p in facts.stages.items()}
@@ -385,7 +387,7 @@ def test_memory_of_the_host():
     ("10 B", 10), ("0.5 TB", 500_000_000_000), (2.5e9, 2_500_000_000),
 ])  # fmt: skip
 def test_budgets_as_people_write_them(text, size):
-    assert sizes.parsed("host_memory", text) == size
+    assert byte_sizes.parsed("host_memory", text) == size
     assert HostStore(host_memory=text).budgets == (None, size)
 
 

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeback.draw import grid
-from pipeback.events import Op, until
-from pipeback.schedules import fill_drain, flowing, one_f_one_b
-from pipeback.timeline import Horizon, bubble, delays, horizons, in_flight, timeline
+from pipeback.draw.figures import grid
+from pipeback.schedules.ops import Op, until
+from pipeback.schedules.programs import fill_drain, flowing, one_f_one_b
+from pipeback.schedules.timeline import Horizon, bubble, delays, horizons, in_flight, timeline
 
 GRIDS = {
     "fill_drain(4)": (

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeback import script as scripts
-from pipeback.callables import without_gradient
-from pipeback.script import Script
+from pipeback.splitting import script as scripts
+from pipeback.splitting.callables import without_gradient
+from pipeback.splitting.script import Script
 
 
 def times(factor, module=None):

@@ -6,8 +6,8 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from pipeback import Pipeline
-from pipeback.follow import opened
-from pipeback.segment import opener
+from pipeback.splitting.segment import opener
+from pipeback.splitting.tracer import opened
 
 A, B, C = torch.zeros(1), torch.ones(2), torch.ones(3)
 

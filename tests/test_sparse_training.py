@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 import pipeback
-from pipeback import disk, sparse, sparsities
-from pipeback.sparsity import At
+from pipeback import sparsities
+from pipeback.sparsities.base import At
+from pipeback.streaming import disk_store, sparse_weights
 from tests.choice import mostly_rare
 from tests.laws.cases import CASES, OPTIMIZERS, STAGES, data, everything, network, pipeline
 
@@ -47,7 +48,7 @@ def in_turn(cases):
 
 @pytest.mark.parametrize(("case", "policy"), in_turn(STREAMED))
 def test_streamed_equals_resident(case, policy, tmp_path, monkeypatch):
-    monkeypatch.setattr(disk, "SMALL", 1)
+    monkeypatch.setattr(disk_store, "SMALL", 1)
     expected = run(case, policy)
     for options in ({"store": "host"}, {"store": f"disk:{tmp_path}"}, {"store": "host", "workers": 2}):
         for found, wanted in zip(run(case, policy, **options), expected, strict=True):
@@ -82,7 +83,7 @@ def test_auto_skips_where_it_was_measured_to_pay(monkeypatch):
         asked.append((tuple(shape), density))
         return 2.0 if len(asked) % 2 else 1.0
 
-    monkeypatch.setattr(sparse, "gain", gain)
+    monkeypatch.setattr(sparse_weights, "gain", gain)
     pipe = pipeline(network(width=WIDTH), "pb", sparsity=POLICIES["magnitude"](), skip_zeros="auto")
     assert [len(stage.slot.skipping) for stage in pipe._stages] == [1, 0, 1, 0, 1]
     assert asked == [((WIDTH, WIDTH), 0.3)] * STAGES
@@ -106,7 +107,7 @@ def test_only_survivors_travel():
 
 @pytest.mark.parametrize("store", ["host", "disk"])
 def test_a_state_goes_on_in_any_store(store, tmp_path, monkeypatch):
-    monkeypatch.setattr(disk, "SMALL", 1)
+    monkeypatch.setattr(disk_store, "SMALL", 1)
 
     def build(**options):
         return pipeline(network(width=WIDTH), "pipedream", "adam", sparsity=POLICIES["rigl"](), **options)

@@ -13,9 +13,9 @@ from torch import nn
 
 import pipeback
 from pipeback import sparsities
-from pipeback.densities import erk
-from pipeback.masks import anywhere, largest, survivors
-from pipeback.sparsity import At, Sparsity
+from pipeback.sparsities.base import At, Sparsity
+from pipeback.sparsities.densities import erk
+from pipeback.sparsities.masks import anywhere, largest, survivors
 
 OPTIONS = {"magnitude": {}, "gradual": {"steps": 5, "every": 10}, "set": {}, "rigl": {"until": 1000}}
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]

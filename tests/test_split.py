@@ -9,11 +9,11 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import pipeback
-from pipeback import meta
-from pipeback.granularity import blocks_of, family
-from pipeback.ladder import climb
-from pipeback.program import Program
-from pipeback.work import Work
+from pipeback.splitting.cut_points import blocks_of, family
+from pipeback.splitting.split import split_model
+from pipeback.splitting.traced_model import TracedModel
+from pipeback.splitting.work import Work
+from pipeback.tensors import meta
 
 X = torch.randn(3, 4)
 
@@ -65,7 +65,7 @@ def pipe(model, x=X, loss=mse_loss, **options):
 
 
 def names(model, stages, x=X, **options):
-    return [part.name for part in climb(model, stages, x, **options).parts]
+    return [part.name for part in split_model(model, stages, x, **options).parts]
 
 
 # -- the ladder --------------------------------------------------------------------------------------------------------
@@ -79,7 +79,7 @@ def test_rungs():
             return [self.stem, *self.blocks, nn.Sequential(self.norm, self.head)]
 
     def rung(model, stages="auto", x=X):
-        found = climb(model, stages, x)
+        found = split_model(model, stages, x)
         return found.rung[0], list(found.reasons)
 
     tied = nn.Sequential(linear(), nn.Tanh(), linear())
@@ -92,7 +92,7 @@ def test_rungs():
     assert rung(Hooked(), "layer") == ("d", ["a", "b", "c"])
     assert rung(torchvision.models.resnet18(), x=torch.randn(2, 3, 32, 32)) == ("c", ["a", "b"])
     assert rung(Deep()) == ("d", ["a", "b", "c"])
-    told = str(climb(tied, "auto", X))
+    told = str(split_model(tied, "auto", X))
     assert "2 stages by d: its forward, followed" in told
     assert "not a: stages 0 and 2 share a parameter (0.weight is 2.weight)" in told
 
@@ -116,7 +116,7 @@ def test_a_sequence_whose_modules_hand_on_structures():
             return self.inner(given["x"]) * given["more"][0]
 
     model = nn.Sequential(Give(), Take(), linear())
-    found = climb(model, "auto", X)
+    found = split_model(model, "auto", X)
     assert found.rung[0] == "d" and "a dict goes into '1'" in found.reasons["a"]
     assert [part.name for part in found.parts] == ["0", "1", "2"]
     plain = torch.nn.Sequential(*model)
@@ -150,7 +150,7 @@ def test_balance_by_memory():
                 x = part(x)
             return x
 
-    found = climb(Uneven(), 3, X, balance="memory")
+    found = split_model(Uneven(), 3, X, balance="memory")
     sizes = [sum(p.numel() for p in part.module.parameters()) for part in found.parts]
     assert sizes == [2000, 1604, 60]
 
@@ -195,7 +195,7 @@ def test_a_tied_weight_is_copied_once_while_it_stays_the_same():
 
     x = torch.arange(5)
     model = Tied()
-    first = climb(model, "layer", x).parts[0].module
+    first = split_model(model, "layer", x).parts[0].module
     one, two = first(x)[1], first(x)[1]
     assert one.data_ptr() == two.data_ptr() != model.embed.weight.data_ptr()
     with torch.no_grad():
@@ -415,7 +415,7 @@ class Made(nn.Module):
 def test_a_stage_computes_where_its_input_is():
     """In a store the weights are followed in host memory, and compute elsewhere; here on the meta device."""
     model = Made()
-    program = Program(model, X, "layer")
+    program = TracedModel(model, X, "layer")
     value = X.to("meta")
     meta.let_go(model)
     for segment in program.segments:
@@ -475,6 +475,6 @@ def test_a_number_of_stages_goes_by_work_that_is_counted(monkeypatch):
     clock = iter(range(10**9))
     monkeypatch.setattr("time.perf_counter", lambda: next(clock) ** 3 % 1009)
     for count in (2, 3):
-        found = [climb(Uneven(), count, torch.randn(3, 6)).parts for _ in range(3)]
+        found = [split_model(Uneven(), count, torch.randn(3, 6)).parts for _ in range(3)]
         layers = [[sum(isinstance(m, nn.Linear) for m in part.module.modules()) for part in parts] for parts in found]
         assert len(layers[0]) == count and layers[0][0] == 1 and layers == layers[:1] * 3

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from pipeback.methods import create
-from pipeback.stage import Stage
+from pipeback.stages.stage import Stage
 
 
 def test_two_stages_by_hand_are_plain_training():

@@ -6,8 +6,8 @@ from torch import nn
 
 import pipeback
 from pipeback import methods
-from pipeback.afresh import Afresh
-from pipeback.stage import Stage
+from pipeback.stages.afresh import Afresh
+from pipeback.stages.stage import Stage
 from tests.laws.cases import everything
 
 REFUSED = r"stage {0} \({0}\): its graph saves a function of the weights"

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import pipeback
-from pipeback import disk
-from pipeback.store import HostStore
+from pipeback.streaming import disk_store
+from pipeback.streaming.store import HostStore
 from tests.laws.cases import CASES, STAGES, data, everything, network, pipeline, weights
 
 
@@ -176,7 +176,7 @@ def test_an_error_of_an_update_is_raised_and_closes_the_pipeline(monkeypatch):
     def fail(*given, **named):
         raise RuntimeError("no room")
 
-    monkeypatch.setattr("pipeback.joint.sgd_step", fail)
+    monkeypatch.setattr("pipeback.stages.joint_optimizer.sgd_step", fail)
     with pytest.raises(pipeback.StageError, match=r"stage \d \(\d\), micro-batch \d+: the update failed: no room"):
         pushed(pipe)
         pipe.wait()
@@ -187,14 +187,14 @@ def test_an_error_of_an_update_is_raised_and_closes_the_pipeline(monkeypatch):
 @pytest.mark.parametrize("kind", ["host", "disk"])
 def test_a_state_reopens_what_an_error_has_closed(kind, tmp_path, monkeypatch):
     """Nothing of what lay on the device, or was half done, is taken for the loaded weights."""
-    monkeypatch.setattr(disk, "SMALL", 1)
+    monkeypatch.setattr(disk_store, "SMALL", 1)
     store = "host" if kind == "host" else f"disk:{tmp_path}"
     pipe, wanted = streamed(store, "pb"), streamed(None, "pb", network(seed=9))
     for each in (pipe, wanted):
         pushed(each)
     state = wanted.state_dict()  # other weights, of versions that are on the device when the error comes
     with monkeypatch.context() as patch:
-        patch.setattr("pipeback.joint.sgd_step", lambda joint: 1 / 0)
+        patch.setattr("pipeback.stages.joint_optimizer.sgd_step", lambda joint: 1 / 0)
         with pytest.raises(pipeback.StageError, match="the update failed: division by zero"):
             pushed(pipe, 1)
             pipe.wait()
@@ -223,7 +223,7 @@ def test_a_closed_disk_store_is_not_opened_again(tmp_path):
 
 
 def test_frozen_weights_travel_and_stay(tmp_path, monkeypatch):
-    monkeypatch.setattr(disk, "SMALL", 1)
+    monkeypatch.setattr(disk_store, "SMALL", 1)
 
     def model():
         found = network()

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import pipeback
-from pipeback.structures import opened
+from pipeback.tensors.structures import opened
 
 
 @dataclass

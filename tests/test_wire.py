@@ -8,8 +8,8 @@ import sys
 import pytest
 import torch
 
-from pipeback.form import Outline, form_of, outline_of
-from pipeback.ring import SharedWire, Unavailable
+from pipeback.distributed.transport.shared_memory import SharedWire, Unavailable
+from pipeback.tensors.layout import MessageLayout, form_of, outline_of
 from tests.wire_ends import Remote, both, messages, seen, wire
 
 KINDS = ["shared", "gloo", "direct"]
@@ -193,7 +193,7 @@ def test_what_cannot_travel():
 @pytest.mark.parametrize("name", messages())
 def test_an_outline_survives_bytes_and_packing(name):
     message = messages()[name]
-    outline = Outline.from_bytes(outline_of(message).to_bytes())
+    outline = MessageLayout.from_bytes(outline_of(message).to_bytes())
     assert outline == outline_of(message)
     buffer = torch.zeros(outline.nbytes + 64, dtype=torch.uint8)
     outline.pack(message, buffer, 64)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipeback.bundle import copy
+from pipeback.tensors.weight_list import copy
 from tests.laws.cases import data, everything, network, pipeline
 
 

@@ -10,9 +10,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from pipeback.form import outline_of
-from pipeback.ring import SharedWire
-from pipeback.wire import DirectWire, GlooWire
+from pipeback.distributed.transport.process_group import DirectWire, GlooWire
+from pipeback.distributed.transport.shared_memory import SharedWire
+from pipeback.tensors.layout import outline_of
 
 DTYPES = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,

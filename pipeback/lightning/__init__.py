@@ -15,7 +15,7 @@ except ModuleNotFoundError as error:
 
 from pipeback.lightning.monitor import PipelineMonitor
 from pipeback.lightning.registry import register
-from pipeback.lightning.saving import SaveWeights
+from pipeback.lightning.save_weights import SaveWeights
 from pipeback.lightning.strategy import PipelineStrategy
 
 __all__ = ["PipelineMonitor", "PipelineStrategy", "SaveWeights"]

@@ -14,19 +14,19 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from pipeback.ahead import nothing
-from pipeback.ladder import Split
-from pipeback.lightning import body, slices, steps
-from pipeback.lightning.body import Body
-from pipeback.lightning.instead import instead
-from pipeback.lightning.interval import Interval
-from pipeback.lightning.suspended import Suspended
-from pipeback.lightning.twins import Twins
-from pipeback.lightning.visits import Visits
-from pipeback.method import Method
-from pipeback.pipeline import Pipeline
-from pipeback.schedules import flush
-from pipeback.store import Store
+from pipeback.lightning import find_stages, micro_batches, step_checks
+from pipeback.lightning.call_override import call_instead
+from pipeback.lightning.find_stages import TrainedModule
+from pipeback.lightning.stage_optimizers import StageOptimizers
+from pipeback.lightning.streamed_model import StreamedModel
+from pipeback.lightning.suspended_step import Suspended
+from pipeback.lightning.update_interval import UpdateInterval
+from pipeback.methods.base import Method
+from pipeback.pipeline.outside_loss import nothing
+from pipeback.pipeline.pipeline import Pipeline
+from pipeback.schedules.programs import flush
+from pipeback.splitting.split import Split
+from pipeback.streaming.store import Store
 
 
 class Asked(NamedTuple):
@@ -44,13 +44,13 @@ class Fit:
     def __init__(
         self,
         module: LightningModule,
-        found: Body,
+        found: TrainedModule,
         optimizer: torch.optim.Optimizer,
-        interval: Interval,
+        interval: UpdateInterval,
         micro_batch_size: int | None,
         check: Callable[[Method], None],
         store: Store | None = None,
-        visits: Visits | None = None,
+        visits: StreamedModel | None = None,
         more: Mapping[str, Any] = MappingProxyType({}),
         tell: Callable[[str], None] | None = None,
     ) -> None:
@@ -59,7 +59,7 @@ class Fit:
         self.store, self.visits, self.more = store, visits, more  # options of the pipeline
         self._tell = tell  # the plan, before the first micro-batch
         self.pipe: Pipeline | None = None
-        self.twins: Twins
+        self.twins: StageOptimizers
         self.update = (1, 1)  # batches an update, and micro-batches a batch, that the pipeline was built for
         self.busy = 0.0  # seconds in F, B and U
         self.loss: Tensor | None = None  # what training_step returned
@@ -88,9 +88,9 @@ class Fit:
         self.check(method)
         trainer = self.module.trainer
         norm, value = norm_and_value(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
-        with instead(self.found.module, self._own) if self.found.followed else nullcontext():
+        with call_instead(self.found.module, self._own) if self.found.followed else nullcontext():
             split = self._split(example)
-        self.twins = Twins(self.optimizer, self._trained(split))
+        self.twins = StageOptimizers(self.optimizer, self._trained(split))
         streamed = {} if self.store is None else {"store": self.store, "device": trainer.strategy.root_device}
         inside = torch.get_default_dtype()
         torch.set_default_dtype(self._dtype)
@@ -138,7 +138,7 @@ class Fit:
         """`training_step` on a batch, once a micro-batch; B and U of the last are left to `backward` and `step`."""
         trainer = self.module.trainer
         self._fall()  # a micro-batch whose backward Lightning has skipped
-        cut = [(batch, 0)] if self.size is None else slices.cut(batch, self.size)
+        cut = [(batch, 0)] if self.size is None else micro_batches.cut(batch, self.size)
         batches = trainer.accumulate_grad_batches
         if self.pipe is None and not self.found.followed:
             self.build(batches, len(cut))
@@ -157,7 +157,7 @@ class Fit:
             output = self._together(cut, lambda part: step(part, *rest, **named), expected)
         else:
             output = self._many(cut, one)
-        self.loss = steps.loss_of(output)
+        self.loss = step_checks.loss_of(output)
         return output
 
     def _one(self, step: Callable[[], Any], expected: int) -> Any:
@@ -170,24 +170,24 @@ class Fit:
                 return original(*inputs, **named)
             return self._forward(inputs, named, expected)
 
-        with instead(model, forward):
+        with call_instead(model, forward):
             output = step()
         self._check_output(output)
         return output
 
     def _many(self, cut: list[tuple[Any, int]], one: Callable[[Any], Any]) -> Any:
         """`training_step` on every slice, B of all but the last within; logs and the loss are the batch's means."""
-        log = slices.Log()
+        log = micro_batches.Log()
         losses: list[Tensor] = []
         with log.listening(self.module):
             for n, (batch, samples) in enumerate(cut):
                 log.samples = samples
                 output = one(batch)
-                losses.append(steps.loss_of(output).detach())
+                losses.append(step_checks.loss_of(output).detach())
                 if n + 1 < len(cut):
-                    steps.loss_of(output).backward()
+                    step_checks.loss_of(output).backward()
                     self.backward()
-        return steps.passed(output, losses, [samples for _, samples in cut])
+        return step_checks.passed(output, losses, [samples for _, samples in cut])
 
     def _together(self, cut: list[tuple[Any, int]], step: Callable[[Any], Any], expected: int) -> Any:
         """`training_step` on every slice as far as its call of the model, F of all, the rest of each; B is left.
@@ -198,13 +198,13 @@ class Fit:
         model = self.found.module
         original = model.forward
         calls = [Suspended(partial(step, batch)) for batch, _ in cut]
-        log, losses, entered = slices.Log(), list[Tensor](), set[Suspended]()
+        log, losses, entered = micro_batches.Log(), list[Tensor](), set[Suspended]()
         running = calls[0]
 
         def forward(*inputs: Any, **named: Any) -> Any:
             if not torch.is_grad_enabled():
                 return running.ask(partial(original, *inputs, **named))  # in the caller's thread
-            steps.check_call(self.found, inputs, named, again=running in entered)
+            step_checks.check_call(self.found, inputs, named, again=running in entered)
             entered.add(running)
             return running.ask(Asked(self.found.given(inputs, named)))
 
@@ -215,7 +215,7 @@ class Fit:
             return running.go_on_to(Asked, answer)
 
         try:
-            with instead(model, forward), log.listening(self.module):
+            with call_instead(model, forward), log.listening(self.module):
                 for n, call in enumerate(calls):
                     if not run(n):
                         self._output = None
@@ -224,32 +224,32 @@ class Fit:
                     outputs = self._forward_all([call.question.x for call in calls], expected)
                 if outputs is None:
                     return self._handed_over(len(calls))
-                self._outputs = [steps.held(output) for output in outputs]
+                self._outputs = [step_checks.held(output) for output in outputs]
                 for n, call in enumerate(calls):
                     self._output = self._outputs[n]
                     run(n, outputs[n])
                     output = call.result
                     self._check_output(output)
-                    losses.append(steps.loss_of(output).detach())
+                    losses.append(step_checks.loss_of(output).detach())
                     if n + 1 < len(calls):
-                        steps.loss_of(output).backward()
+                        step_checks.loss_of(output).backward()
         finally:
             self._output = None
             for call in calls:
                 call.end()
-        return steps.passed(output, losses, [samples for _, samples in cut])
+        return step_checks.passed(output, losses, [samples for _, samples in cut])
 
     def _forward(self, inputs: tuple[Any, ...], named: dict[str, Any], expected: int) -> Any:
-        steps.check_call(self.found, inputs, named, again=self._output is not None)
+        step_checks.check_call(self.found, inputs, named, again=self._output is not None)
         outputs = self._forward_all([self.found.given(inputs, named)], expected)
         assert outputs is not None
-        self._output = steps.held(outputs[0])
+        self._output = step_checks.held(outputs[0])
         return outputs[0]
 
     def _forward_all(self, xs: list[Any], expected: int) -> list[Any] | None:
         """F of these micro-batches; None where the loss is another rank's."""
         if self._compare:
-            body.check_chain(self.found, xs[0], None if self.visits is None else self.visits.bring)
+            find_stages.check_chain(self.found, xs[0], None if self.visits is None else self.visits.bring)
             self._compare = False
         if self.pipe is None:
             self._begin(xs[0])
@@ -274,9 +274,9 @@ class Fit:
         raise NotImplementedError
 
     def _check_output(self, output: Any) -> None:
-        steps.check_output(self.found, output, self._output)
+        step_checks.check_output(self.found, output, self._output)
         if self._follow_loss:
-            steps.check_loss(self.found, steps.loss_of(output), self._output)
+            step_checks.check_loss(self.found, step_checks.loss_of(output), self._output)
             self._follow_loss = False
 
     # -- B and U -------------------------------------------------------------------------------------------------
@@ -327,7 +327,7 @@ class Fit:
         """The stages have the word; a module that is followed once more, for another form of input, is itself."""
         begin = time.perf_counter()
         try:
-            with instead(self.found.module, self._own) if self.found.followed else nullcontext():
+            with call_instead(self.found.module, self._own) if self.found.followed else nullcontext():
                 yield
         finally:
             self.busy += time.perf_counter() - begin

@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import Tensor
 
-from pipeback import meta
-from pipeback.disk import DiskStore
-from pipeback.lightning import private, randomness
+from pipeback.lightning import lightning_internals, random_state
 from pipeback.lightning.fit import Fit
+from pipeback.streaming.disk_store import DiskStore
+from pipeback.tensors import meta
 
 KEY = "pipeback"  # of a checkpoint
 KEPT = ("weight/", "buffer/", "optimizer/")  # what a checkpoint holds anyway: the model's state and the optimizer's
@@ -117,7 +117,7 @@ class Lasting(Fit):
 
     def section(self) -> dict[str, Any]:
         """What a checkpoint lacks: micro-batches in flight, the method's state, random state; on rank 0."""
-        now = {"mid_epoch": private.mid_epoch(self.module.trainer), "random": randomness.save()}
+        now = {"mid_epoch": lightning_internals.mid_epoch(self.module.trainer), "random": random_state.save()}
         if self._kept is not None:
             return {**self._kept, **now}
         with self.quiet():
@@ -173,7 +173,7 @@ class Lasting(Fit):
         A module that is followed takes it up when it is called first.
         """
         if section is not None:
-            randomness.load(section["random"])
+            random_state.load(section["random"])
         if self.pipe is None and self.found.followed:
             self._loaded, self._kept = True, section
             return

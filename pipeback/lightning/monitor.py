@@ -11,10 +11,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from pipeback.lightning.strategy import PipelineStrategy
-from pipeback.pipeline import Memory
+from pipeback.pipeline.pipeline import Memory
 from pipeback.private import pytree
-from pipeback.traffic import Traffic
-from pipeback.watch import Watch
+from pipeback.runtime.staleness import Watch
+from pipeback.streaming.traffic import Traffic
 
 
 class PipelineMonitor(Callback):

@@ -4,7 +4,8 @@
     backward                        B, wherever it may be done now
     optimizer_step                  U
 
-so that every hook, log and closure of Lightning keeps its meaning. Public Lightning API only, but for `private`.
+so that every hook, log and closure of Lightning keeps its meaning. It uses the public API of Lightning
+only, but for `lightning_internals`.
 """
 
 from __future__ import annotations
@@ -24,21 +25,23 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
-from pipeback import disk, meta, sparsities
-from pipeback.granularity import Cuts
-from pipeback.lightning import body, checks, private, randomness
+from pipeback import sparsities
+from pipeback.lightning import find_stages, lightning_internals, option_checks, random_state
+from pipeback.lightning.call_override import stepping
 from pipeback.lightning.fit import norm_and_value
-from pipeback.lightning.instead import stepping
-from pipeback.lightning.interval import Interval
 from pipeback.lightning.lasting import KEY, Lasting
-from pipeback.lightning.place import Place
-from pipeback.lightning.shared import Shared
-from pipeback.lightning.together import Together
-from pipeback.lightning.visits import Visits, staying
-from pipeback.method import Method
-from pipeback.pipeline import Pipeline
-from pipeback.sparsity import Sparsity
-from pipeback.store import DeviceStore, Store
+from pipeback.lightning.ranks.place import Place
+from pipeback.lightning.ranks.rank_sync import RankSync
+from pipeback.lightning.ranks.shared_fit import SharedFit
+from pipeback.lightning.streamed_model import StreamedModel, staying
+from pipeback.lightning.update_interval import UpdateInterval
+from pipeback.methods.base import Method
+from pipeback.pipeline.pipeline import Pipeline
+from pipeback.sparsities.base import Sparsity
+from pipeback.splitting.cut_points import Cuts
+from pipeback.streaming import disk_store
+from pipeback.streaming.store import DeviceStore, Store
+from pipeback.tensors import meta
 
 
 class PipelineStrategy(Place):
@@ -57,7 +60,7 @@ class PipelineStrategy(Place):
                       every validation, and the pipeline fills anew after it
     store             where weights, gradients and the optimizer's state live: None: on the device; "host": in host
                       memory, and a stage's weights come to the device when they are needed; "disk:FOLDER": in files
-                      (of rank r in FOLDER/rank-r); or a `pipeback.store.Store` with its options
+                      (of rank r in FOLDER/rank-r); or a `pipeback.streaming.store.Store` with its options
     sparsity          most weights are zero: a name of `pipeback.sparsities.available()` or a `pipeback.Sparsity`
     skip_zeros        with sparsity: linear layers do not compute the zeros either; "auto": where that is faster
     masters           with precision="bf16-true": weights are stepped as float32 copies; F and B run on these, rounded.
@@ -71,7 +74,7 @@ class PipelineStrategy(Place):
                       safetensors; None: `reset_parameters` of their layers
     plan              with a store, log what training will hold, move and wait for, before the first micro-batch
     launcher          with several devices, who starts their processes, unless torchrun or SLURM has: "auto", "spawn",
-                      "fork" or "script" (see `pipeback.lightning.launch`)
+                      "fork" or "script" (see `pipeback.lightning.ranks.launchers`)
     timeout           seconds after which a rank that does not answer is given up, and every other one raises a
                       `RankError`; a rank in code of its own between two batches has as long
     leaves            names of modules that are not looked into when the forward is followed
@@ -126,12 +129,12 @@ class PipelineStrategy(Place):
         precision_plugin: Precision | None = None,
         **unknown: Any,
     ) -> None:
-        checks.no_unknown(unknown)
+        option_checks.no_unknown(unknown)
         super().__init__(launcher, timeout, accelerator, checkpoint_io, precision_plugin)
-        checks.options(method, micro_batch_size, drain)
+        option_checks.options(method, micro_batch_size, drain)
         self.method, self.micro_batch_size, self.module = method, micro_batch_size, module
         self.stages, self.leaves = stages, tuple(leaves)
-        checks.store(store)
+        option_checks.store(store)
         self.drain_at, self.store = drain, None if store == "device" else store
         if sparsity is not None and self.store is None:
             self.store = DeviceStore()
@@ -143,11 +146,11 @@ class PipelineStrategy(Place):
             "activations": activations,
             "init": init,
         }
-        checks.masters(masters, disk.create(self.store))
+        option_checks.masters(masters, disk_store.create(self.store))
         self.plan, self.tell = plan, cast(Callable[[str], None], rank_zero_info)
-        self._visits: Visits | None = None
+        self._visits: StreamedModel | None = None
         self._fit: Lasting | None = None
-        self._together: Together | None = None
+        self._together: RankSync | None = None
         self._draws: dict[str, Any] | None = None  # random state to restore when the interrupted epoch has begun
         self._loader_states: list[Any] = []  # of the training loaders, when fit begins between epochs
 
@@ -180,38 +183,38 @@ class PipelineStrategy(Place):
         self._fit, self._draws, self._loader_states = None, None, []
         fitting, module = trainer.state.fn == TrainerFn.FITTING, self.lightning_module
         assert module is not None
-        store = checks.store(self.store, self.global_rank, self.ranks) if fitting else None
+        store = option_checks.store(self.store, self.global_rank, self.ranks) if fitting else None
         if fitting:
             found = self._checked(trainer, module)
         super().setup(trainer)
         if self._keeps_home and (fitting or self.root_device.type != "cpu"):
-            self._visits = Visits(self._find(module), self.root_device)
+            self._visits = StreamedModel(self._find(module), self.root_device)
         if fitting:
             (optimizer,) = self.optimizers
-            body.check_outside(module, found, optimizer)
+            find_stages.check_outside(module, found, optimizer)
             self.precision_plugin.clip_gradients = self._clip_gradients  # type: ignore[method-assign]
-            check = partial(checks.precision, self.precision_plugin)
-            size, interval = self.micro_batch_size, Interval(self.method)
+            check = partial(option_checks.precision, self.precision_plugin)
+            size, interval = self.micro_batch_size, UpdateInterval(self.method)
             tell = self.tell if self.plan and not isinstance(store, DeviceStore | None) else None
             given = module, found, optimizer, interval, size, check, store, self._visits, self.more, tell
             if self.meeting is None:
                 self._fit = Lasting(*given)
             else:
                 self.same_random_numbers()
-                self._fit = Shared(self.meeting, self.timeout, self._facts(), *given)
-                self._together = Together(self._fit, self.same_random_numbers)
+                self._fit = SharedFit(self.meeting, self.timeout, self._facts(), *given)
+                self._together = RankSync(self._fit.meeting, self.same_random_numbers)
                 self._together.begin(trainer)
 
-    def _find(self, module: LightningModule) -> body.Body:
-        found = body.find(module, self.module, self.stages, self.leaves)
+    def _find(self, module: LightningModule) -> find_stages.TrainedModule:
+        found = find_stages.find(module, self.module, self.stages, self.leaves)
         if self.several and not found.followed and len(found.stages) < self.ranks:
-            raise ValueError(body.few(found.name, len(found.stages), self.ranks))
+            raise ValueError(find_stages.few(found.name, len(found.stages), self.ranks))
         return found
 
-    def _checked(self, trainer: Trainer, module: LightningModule) -> body.Body:
-        checks.trainer(trainer, module, self.precision_plugin, self.several, self.store is not None)
+    def _checked(self, trainer: Trainer, module: LightningModule) -> find_stages.TrainedModule:
+        option_checks.trainer(trainer, module, self.precision_plugin, self.several, self.store is not None)
         found = self._find(module)
-        checks.absent(trainer, found, self.more["init"], disk.create(self.store), self.several)
+        option_checks.absent(trainer, found, self.more["init"], disk_store.create(self.store), self.several)
         return found
 
     def check_before_launch(self, trainer: Trainer) -> None:
@@ -238,7 +241,7 @@ class PipelineStrategy(Place):
         """What all ranks must have been given alike, and the pipeline does not know."""
         names = ("method", "micro_batch_size", "module", "drain_at", "timeout")
         facts = {name.removesuffix("_at"): getattr(self, name) for name in names}
-        store = disk.create(self.store)
+        store = disk_store.create(self.store)
         where = None if store is None else (type(store).__name__, store.prefetch, store.fused)
         return {**facts, "method": repr(self.method), "store": where, "precision": self.precision_plugin.precision}
 
@@ -246,15 +249,15 @@ class PipelineStrategy(Place):
         try:
             super().setup_optimizers(trainer)
         except RuntimeError as error:
-            raise ValueError(f"configure_optimizers: {error} {checks.ONE}") from error
-        checks.optimizers(self.optimizers)
+            raise ValueError(f"configure_optimizers: {error} {option_checks.ONE}") from error
+        option_checks.optimizers(self.optimizers)
 
     # -- a training step -----------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         fit, module = self._fit, self.lightning_module
         assert fit is not None and module is not None
-        if private.forward_only(module.trainer):
+        if lightning_internals.forward_only(module.trainer):
             fit.averaged = True
             return super().training_step(*args, **kwargs)
         return fit.training_step(super().training_step, args[0], args[1:], kwargs)
@@ -292,7 +295,7 @@ class PipelineStrategy(Place):
     def on_train_start(self) -> None:
         super().on_train_start()
         if self._draws is not None:  # making the loader's iterator has drawn from it since
-            randomness.load(self._draws)
+            random_state.load(self._draws)
             self._draws = None
 
     def on_validation_start(self) -> None:
@@ -316,8 +319,8 @@ class PipelineStrategy(Place):
 
     def fail(self, error: BaseException) -> None:
         """Have the other ranks know that this one cannot go on; from now on it is alone."""
-        if isinstance(self._fit, Shared) and not self._fit.failed:
-            checks.explain(error)
+        if isinstance(self._fit, SharedFit) and not self._fit.failed:
+            option_checks.explain(error)
             self._fit.fail(error)
         self.meeting = None
 
@@ -351,7 +354,7 @@ class PipelineStrategy(Place):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         fit = self._fit
-        if fit is not None and fit.lost and isinstance(fit, Shared):
+        if fit is not None and fit.lost and isinstance(fit, SharedFit):
             warnings.warn(f"{filepath} is not written: the weights of other ranks are lost", stacklevel=2)
             return
         if fit is not None:
@@ -380,7 +383,7 @@ class PipelineStrategy(Place):
         elif section["mid_epoch"]:
             self._draws = section["random"]
         else:
-            self._loader_states = private.take_loader_states(module.trainer)
+            self._loader_states = lightning_internals.take_loader_states(module.trainer)
 
     def process_dataloader(self, dataloader: Any) -> Any:
         # Between epochs Lightning gives a loader no state, or one that stands at the end of its epoch. A sampler with a
@@ -389,8 +392,8 @@ class PipelineStrategy(Place):
         if self._loader_states and self.lightning_module.trainer.training:
             state = self._loader_states.pop(0)
             if state and hasattr(dataloader, "load_state_dict"):
-                draws = randomness.save()
+                draws = random_state.save()
                 dataloader.load_state_dict(state)
                 iter(dataloader)
-                randomness.load(draws)
+                random_state.load(draws)
         return super().process_dataloader(dataloader)

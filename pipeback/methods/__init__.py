@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from pipeback.method import Method
+from pipeback.methods.base import Method
 from pipeback.plugins import Plugins
 
 GROUP = "pipeback.methods"

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 import torch
 
-from pipeback.method import Chosen, Correction, Method, OptimizerLike, Shift, State, Weights, When
-from pipeback.momentum import require_momentum_sgd, sgd_step, velocity
-from pipeback.schedules import flowing
+from pipeback.methods.base import Chosen, Correction, Method, OptimizerLike, Shift, State, Weights, When
+from pipeback.methods.momentum import require_momentum_sgd, sgd_step, velocity
+from pipeback.schedules.programs import flowing
 
 
 @dataclass(repr=False)

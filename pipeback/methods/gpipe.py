@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeback.events import Schedule
-from pipeback.method import Method
-from pipeback.schedules import fill_drain
+from pipeback.methods.base import Method
+from pipeback.schedules.ops import Schedule
+from pipeback.schedules.programs import fill_drain
 
 
 @dataclass(repr=False)

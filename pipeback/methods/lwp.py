@@ -18,9 +18,9 @@ from typing import Literal
 
 import torch
 
-from pipeback.method import Chosen, Correction, Method, OptimizerLike, Shift, State, Weights, When
-from pipeback.momentum import check_horizon, require_momentum_sgd, velocity
-from pipeback.schedules import flowing
+from pipeback.methods.base import Chosen, Correction, Method, OptimizerLike, Shift, State, Weights, When
+from pipeback.methods.momentum import check_horizon, require_momentum_sgd, velocity
+from pipeback.schedules.programs import flowing
 
 
 @dataclass(repr=False)

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeback.events import Schedule
-from pipeback.method import Method
-from pipeback.schedules import one_f_one_b
+from pipeback.methods.base import Method
+from pipeback.schedules.ops import Schedule
+from pipeback.schedules.programs import one_f_one_b
 
 
 @dataclass(repr=False)

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeback.method import Method
-from pipeback.schedules import flowing
+from pipeback.methods.base import Method
+from pipeback.schedules.programs import flowing
 
 
 @dataclass(repr=False)

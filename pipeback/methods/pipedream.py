@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeback.method import Chosen, Correction, Method, Past, State, Weights, When
-from pipeback.schedules import flowing
-from pipeback.timeline import delays
+from pipeback.methods.base import Chosen, Correction, Method, Past, State, Weights, When
+from pipeback.schedules.programs import flowing
+from pipeback.schedules.timeline import delays
 
 
 @dataclass(repr=False)

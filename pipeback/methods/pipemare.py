@@ -21,10 +21,10 @@ from functools import cache
 
 import torch
 
-from pipeback.events import Op, Schedule, until
-from pipeback.method import Chosen, Correction, Method, OptimizerLike, Shift, State, Weights, When
-from pipeback.schedules import fill_drain, flowing
-from pipeback.timeline import in_flight
+from pipeback.methods.base import Chosen, Correction, Method, OptimizerLike, Shift, State, Weights, When
+from pipeback.schedules.ops import Op, Schedule, until
+from pipeback.schedules.programs import fill_drain, flowing
+from pipeback.schedules.timeline import in_flight
 
 
 @dataclass(repr=False)

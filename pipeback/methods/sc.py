@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 import torch
 
-from pipeback.method import Correction, Method, OptimizerLike, State, Weights, When
-from pipeback.momentum import check_horizon, require_momentum_sgd, sgd_step
-from pipeback.schedules import flowing
+from pipeback.methods.base import Correction, Method, OptimizerLike, State, Weights, When
+from pipeback.methods.momentum import check_horizon, require_momentum_sgd, sgd_step
+from pipeback.schedules.programs import flowing
 
 
 @dataclass(repr=False)

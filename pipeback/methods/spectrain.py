@@ -19,10 +19,10 @@ from typing import Literal
 
 import torch
 
-from pipeback.method import Chosen, Correction, Method, OptimizerLike, Shift, State, Weights, When
-from pipeback.momentum import require_momentum_sgd, velocity
-from pipeback.schedules import flowing
-from pipeback.timeline import Horizon, horizons, in_flight
+from pipeback.methods.base import Chosen, Correction, Method, OptimizerLike, Shift, State, Weights, When
+from pipeback.methods.momentum import require_momentum_sgd, velocity
+from pipeback.schedules.programs import flowing
+from pipeback.schedules.timeline import Horizon, horizons, in_flight
 
 
 @dataclass(repr=False)

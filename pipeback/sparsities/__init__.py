@@ -6,7 +6,7 @@ import inspect
 from typing import Any
 
 from pipeback.plugins import Plugins
-from pipeback.sparsity import Sparsity
+from pipeback.sparsities.base import Sparsity
 
 GROUP = "pipeback.sparsities"
 

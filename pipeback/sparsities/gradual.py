@@ -21,8 +21,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from pipeback.masks import largest, survivors
-from pipeback.sparsity import At, Sparsity, check_count, check_share, magnitude
+from pipeback.sparsities.base import At, Sparsity, check_count, check_share, magnitude
+from pipeback.sparsities.masks import largest, survivors
 
 
 @dataclass(repr=False, kw_only=True)

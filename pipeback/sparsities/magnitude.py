@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeback.sparsity import Sparsity
+from pipeback.sparsities.base import Sparsity
 
 
 @dataclass(repr=False, kw_only=True)

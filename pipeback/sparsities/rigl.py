@@ -28,8 +28,8 @@ from typing import Literal
 
 from torch import Tensor
 
-from pipeback.masks import largest
-from pipeback.sparsity import At, Sparsity, check_choice, check_count, check_share, magnitude, scattered
+from pipeback.sparsities.base import At, Sparsity, check_choice, check_count, check_share, magnitude, scattered
+from pipeback.sparsities.masks import largest
 
 
 @dataclass(repr=False, kw_only=True)

@@ -25,8 +25,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pipeback.masks import anywhere, largest
-from pipeback.sparsity import At, Sparsity, check_choice, check_count, check_share, magnitude, scattered
+from pipeback.sparsities.base import At, Sparsity, check_choice, check_count, check_share, magnitude, scattered
+from pipeback.sparsities.masks import anywhere, largest
 
 
 @dataclass(repr=False, kw_only=True)

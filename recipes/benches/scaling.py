@@ -28,11 +28,11 @@ import torch
 
 import pipeback
 from pipeback import methods
-from pipeback.plan import Plan
+from pipeback.plan.training_plan import Plan
 from pipeback.recipes.benches.network import create, pipeline
 from pipeback.recipes.benches.peaks import peak
 from pipeback.recipes.benches.turns import interleaved, on_ranks
-from pipeback.timeline import in_flight
+from pipeback.schedules.timeline import in_flight
 
 SIZES, METHODS, SLACKS = (10, 50, 100), ("pb", "cerebras", "pipedream", "pipemare"), (1, 2)
 WIDTH, TURN = 8, 4  # micro-batches a turn

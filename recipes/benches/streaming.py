@@ -12,10 +12,10 @@ from torch import nn
 
 import pipeback
 from pipeback import schedules, sparsities
-from pipeback.disk import DiskStore
-from pipeback.order import Order
-from pipeback.skipping import ROWS, gain
-from pipeback.store import HostStore
+from pipeback.schedules.order import Order
+from pipeback.streaming.disk_store import DiskStore
+from pipeback.streaming.sparse_linear import ROWS, gain
+from pipeback.streaming.store import HostStore
 
 WIDTH, STAGES, SAMPLES, MICRO_BATCHES = 1024, 8, 256, 4  # stages of 20 ms and more, 4.2 MB each
 METHODS = ("gpipe", "pb", "cerebras")

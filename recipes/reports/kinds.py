@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from matplotlib import pyplot as plt
 
-from pipeback.draw import grid, picture
-from pipeback.events import Schedule
+from pipeback.draw.figures import grid, picture
 from pipeback.recipes.reports.style import NARROW, WIDE
-from pipeback.schedules import fill_drain, flowing, one_f_one_b
-from pipeback.timeline import bubble, timeline
+from pipeback.schedules.ops import Schedule
+from pipeback.schedules.programs import fill_drain, flowing, one_f_one_b
+from pipeback.schedules.timeline import bubble, timeline
 
 STAGES, MICRO_BATCHES = 4, 8
 # name, what it is, its schedule; flushes of as many micro-batches as there are stages

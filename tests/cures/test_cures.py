@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipeback.order import POLICIES
+from pipeback.schedules.order import POLICIES
 from tests.laws.cases import data, network
 
 from . import building, calls, of_methods

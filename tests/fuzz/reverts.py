@@ -35,19 +35,19 @@ def revert(module: str, *pieces: tuple[str, str], **where: Any) -> Revert:
 
 REVERTS: dict[str, Revert] = {
     "joined twins of an optimizer that counts": revert(
-        "joint",
+        "stages/joint_optimizer",
         ("return kind in _SEPARABLE and all(", "return all("),
         ("not separable(first)  #", "False  #"),
         optimizer="counting",
     ),
     "a state without the counter of an optimizer": revert(
-        "counted",
+        "stages/counted",
         ("options = sorted(mine.options)", "options: list[tuple[int, str]] = []"),
         optimizer="counting",
         call="reload",
     ),
     "sums of gradients in .grad, where zero_grad and a backward of the user's reach them": revert(
-        "gradients",
+        "stages/gradients",
         ("            p.grad = g  # whatever others may have left there", "            pass"),
         (
             "            self._shown = True\n        else:\n            for p",
@@ -61,7 +61,7 @@ REVERTS: dict[str, Revert] = {
         call="zero_grad",
     ),
     "a replaced weight is looked for at one weight a push": revert(
-        "intact",
+        "pipeline/intact",
         (
             "            n = places.changed()\n            if n is None",
             "            n = None\n            if n is None",
@@ -69,33 +69,33 @@ REVERTS: dict[str, Revert] = {
         call="replace",
     ),
     "hooks on stages that run as one": revert(
-        "intact",
+        "pipeline/intact",
         ("        self._check_hooks()\n", ""),
         call="listen",
         runtime={"vectorize": True},
         model="linear",
     ),
     "a function of the weights that another shape has": revert(
-        "rehearsals",
+        "pipeline/rehearsals",
         ("tuple((part.shape, part.dtype) for part in parts)", "tuple(part.dtype for part in parts)"),
         model="weighed",
         method="pb-2",
     ),
     "a stage that begins to draw later on": revert(
-        "rehearsals",
+        "pipeline/rehearsals",
         ("                    begin_stream(stage)", "                    pass"),
         model="dropping",
         call="dropout",
     ),
     "a state of other frozen weights": revert(
-        "snapshot",
+        "stages/stage_state",
         ('if different := sorted(set(trains) ^ set(plain.get("trained", trains))):', "if different := []:"),
         call="foreign",
     ),
     "vectorize: outputs that are not contiguous": Revert(
         {
-            "capture": (("y.contiguous() if isinstance(y, Tensor) else y", "y"),),
-            "graphs": (
+            "vectorized/capture": (("y.contiguous() if isinstance(y, Tensor) else y", "y"),),
+            "vectorized/graph_rewrites": (
                 ('{aten.view.default: "reshape"', '{aten.view.default: "view"'),
                 ("node.target = aten.reshape.default", "pass"),
             ),
@@ -103,13 +103,13 @@ REVERTS: dict[str, Revert] = {
         {"runtime": {"vectorize": True}, "model": "depthwise"},
     ),
     "vectorize: a change in place first": revert(
-        "capture",
+        "vectorized/capture",
         ("(x.clone() if clones else x,))\n\n    def all_of", "(x,))\n\n    def all_of"),
         runtime={"vectorize": True},
         model="in place",
     ),
     "a loss that differentiates": revert(
-        "rehearsal",
+        "stages/rehearsal",
         (
             "    except Exception:  # a loss may differentiate something itself",
             "    except ZeroDivisionError:  #",
@@ -117,30 +117,32 @@ REVERTS: dict[str, Revert] = {
         loss="sloping",
     ),
     "a bad batch is let in": revert(
-        "rehearsals",
+        "pipeline/rehearsals",
         ("or _kind(batches[0]) not in self._kinds", ""),
         call="bad",
         method="sgd",  # others have each form rehearsed
         runtime={"workers": 2},  # one thread takes back what fails
     ),
     "a velocity that was cleared": revert(
-        "reread",
+        "runtime/reread",
         ("            if not _same(_kept(stage), known):", "            if False:"),
         call="clear",
         method="cerebras",
         optimizer="momentum",
     ),
     "weights that were written in flight": revert(
-        "written", ("        if [t._version for t in self._tensors] != self._seen:", "        if False:"), call="fill"
+        "runtime/written",
+        ("        if [t._version for t in self._tensors] != self._seen:", "        if False:"),
+        call="fill",
     ),
     "fused steps of joined stages": revert(
-        "joint",
+        "stages/joint_optimizer",
         ("        lay_state(self._twin.state, self._twin.param_groups)\n", ""),
         ("with fitting(self._twin) if self._fused else nullcontext():", "with nullcontext():"),
         optimizer="fused-momentum",
     ),
     "modules that are called by keyword": revert(
-        "rehearsal", ('args[0] if args else kwargs.get("input")', "args[0]"), model="named"
+        "stages/rehearsal", ('args[0] if args else kwargs.get("input")', "args[0]"), model="named"
     ),
 }
 

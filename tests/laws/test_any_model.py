@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import pipeback
-from pipeback import checkpoint, disk
+from pipeback import checkpoint
+from pipeback.streaming import disk_store
 from tests.laws.branching import STAGES, Branching, batches, build, by_hand, loss
 from tests.laws.cases import CASES, OPTIMIZERS, everything
 
@@ -66,7 +67,7 @@ def trained(case, drop=0.3, **options):
 
 @pytest.mark.parametrize("case", ["gpipe-4", "pb", "pipedream", "pipedream_2bw", "cerebras", "spectrain", "pipemare"])
 def test_runtimes(case, tmp_path, monkeypatch):
-    monkeypatch.setattr(disk, "SMALL", 1)
+    monkeypatch.setattr(disk_store, "SMALL", 1)
     wanted = trained(case)
     every = [
         {"workers": 2}, {"order": "random"}, {"store": "host"}, {"store": f"disk:{tmp_path / 'a'}"},

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import pipeback
-from pipeback import compiled, inflight
+from pipeback.stages import compiled, saved_graph
+from pipeback.tensors import copies
 from tests.choice import rare
 from tests.laws.cases import CASES, OPTIMIZERS, everything, pipeline
 
@@ -95,16 +96,16 @@ def test_every_stage_is_compiled_and_compiled_in_the_rehearsal():
     assert (counts["aot_autograd"]["total"], counts["inductor"]["fxgraph_cache_hit"]) == before
     for stage in with_delay._stages:
         _, given = stage.enter(torch.randn(8, 6, dtype=torch.float64).requires_grad_())
-        kinds = {type(node).__name__ for node in inflight.nodes([stage.call(given)])}
+        kinds = {type(node).__name__ for node in saved_graph.nodes([stage.call(given)])}
         assert kinds == {"CompiledFunctionBackward", "AccumulateGrad"} - ({"AccumulateGrad"} - kinds)
 
 
 def pairs(model, call, x):
     """Gradients of F on some weights and B on others, and the saved tensors that are no weight's memory."""
-    weights = inflight.storages(list(model.parameters()))
+    weights = copies.storages(list(model.parameters()))
     old = [p.detach().clone() for p in model.parameters()]
     y = call(x)
-    extra = [t for _, t, _ in inflight.saved([y]) if t.untyped_storage()._cdata not in weights]
+    extra = [t for _, t, _ in saved_graph.saved([y]) if t.untyped_storage()._cdata not in weights]
     for n, p in enumerate(model.parameters()):
         p.data.add_(0.3 + 0.1 * n)
     found = torch.autograd.grad(y, list(model.parameters()), torch.cos(torch.arange(y.numel()).double()).view_as(y))

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 import pipeback
-from pipeback import schedules, timeline
+from pipeback import schedules
+from pipeback.schedules import timeline
 from tests.choice import mostly_rare
 
 from .reference import (

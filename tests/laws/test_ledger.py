@@ -3,7 +3,7 @@
 import pytest
 
 import pipeback
-from pipeback.events import until
+from pipeback.schedules.ops import until
 from tests.laws.cases import CASES, STAGES, data, network, pipeline
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipeback.structures import UNSEEN
+from pipeback.tensors.structures import UNSEEN
 from tests.collecting import frozen
 from tests.laws.cases import CASES, STAGES, data, network, pipeline
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import pipeback
-from pipeback import inflight
+from pipeback.tensors import copies
 from tests.choice import mostly_rare, rare
 from tests.laws.cases import CASES, OPTIMIZERS, STAGES, allowed, data, everything, network, pipeline
 
@@ -258,7 +258,7 @@ def test_slices_of_a_batch_in_flight(case):
 )  # fmt: skip
 def test_replicas_lie_where_the_original_does(make):
     original = make(torch.randn(9, 9))
-    copy = inflight.replica(original)
+    copy = copies.replica(original)
     assert torch.equal(original, copy) and original.stride() == copy.stride()
     assert original.data_ptr() % 64 == copy.data_ptr() % 64
     assert original.untyped_storage().data_ptr() != copy.untyped_storage().data_ptr()

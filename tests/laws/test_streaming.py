@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from pipeback import disk
-from pipeback.disk import DiskStore
-from pipeback.store import HostStore, Store
+from pipeback.streaming import disk_store
+from pipeback.streaming.disk_store import DiskStore
+from pipeback.streaming.store import HostStore, Store
 from tests.laws.cases import CASES, OPTIMIZERS, STAGES, allowed, data, everything, network, pipeline
 from tests.laws.test_runtimes import drawing
 
@@ -55,7 +55,7 @@ def compare(case, optimizer, pushed, stores, folder):
 @pytest.mark.parametrize("case", CASES)
 def test_streamed_equals_resident(case, tmp_path, monkeypatch):
     """Optimizers, pushes and stores in turn."""
-    monkeypatch.setattr(disk, "SMALL", 1)  # these networks are small
+    monkeypatch.setattr(disk_store, "SMALL", 1)  # these networks are small
     n = list(CASES).index(case)
     optimizers = [name for name in OPTIMIZERS if allowed(case, name)]
     stores = ("host", "host-0", "host-3")[n % 3], ("disk", "disk-3")[n % 2]
@@ -69,7 +69,7 @@ def test_streamed_equals_resident(case, tmp_path, monkeypatch):
 def test_streamed_equals_resident_in_every_way(case, optimizer, pushed, tmp_path, monkeypatch):
     if not allowed(case, optimizer):
         pytest.skip("refused by the equations")
-    monkeypatch.setattr(disk, "SMALL", 1)
+    monkeypatch.setattr(disk_store, "SMALL", 1)
     compare(case, optimizer, pushed, STORES, tmp_path)
 
 
@@ -83,7 +83,7 @@ def test_in_threads_and_other_orders(case):
 @pytest.mark.parametrize("activations", ["recompute", "host"])
 @pytest.mark.parametrize("case", ["gpipe-4", "pb", "pipedream", "cerebras"])
 def test_with_activations_elsewhere(case, activations, tmp_path, monkeypatch):
-    monkeypatch.setattr(disk, "SMALL", 1)
+    monkeypatch.setattr(disk_store, "SMALL", 1)
     expected = run(network(), case, data(19), 5, activations=activations)
     for store in ("host", DiskStore(tmp_path, commit_every=5)):
         same(run(network(), case, data(19), 5, store=store, activations=activations), expected, store)

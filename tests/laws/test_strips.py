@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import pipeback
-from pipeback import strip
 from pipeback.methods.pb import PipelinedBackpropagation
+from pipeback.stages import contiguous
 from tests.choice import mostly_rare
 from tests.laws.cases import CASES, FEW, OPTIMIZERS, allowed, data, everything, pipeline
 
@@ -25,7 +25,7 @@ def odd():
 
 
 def apart(monkeypatch):
-    monkeypatch.setattr(strip, "_pays", lambda weights: False)
+    monkeypatch.setattr(contiguous, "_pays", lambda weights: False)
 
 
 def strips(pipe):

@@ -12,12 +12,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import pipeback
 from pipeback import methods
-from pipeback.capture import judged
-from pipeback.graphed import Graphed
-from pipeback.method import described
+from pipeback.methods.base import described
 from pipeback.methods.cerebras import Cerebras
-from pipeback.stack import Stack
-from pipeback.steady import Steady
+from pipeback.vectorized.capture import capture_loss_stage
+from pipeback.vectorized.cuda_graph import CudaGraphed
+from pipeback.vectorized.stack import Stack
+from pipeback.vectorized.steady import Steady
 from tests.choice import mostly_rare
 from tests.laws.cases import CASES, OPTIMIZERS, allowed, data, everything, network, pipeline, weights
 
@@ -374,7 +374,7 @@ def test_stashed_versions_are_counted():
 
 @pytest.mark.parametrize("compile", [False, True])
 def test_weights_with_one_gradient(compile, leapt, monkeypatch):
-    monkeypatch.setattr("pipeback.stack.LARGE", 0)
+    monkeypatch.setattr("pipeback.vectorized.stack.LARGE", 0)
     one, _ = pipelines("pb", build=partial(model, make=Twice))
     other = pipeline(model(make=Twice), "pb", micro_batch_size=3, vectorize=True, compile=compile)
     same(pushed(other), pushed(one))
@@ -390,7 +390,7 @@ def test_weights_with_one_gradient(compile, leapt, monkeypatch):
 )  # fmt: skip
 def test_many_micro_batches_a_push_compiled(case, large, leapt, monkeypatch):
     """large: bytes beyond which weights are stepped outside of what is compiled."""
-    monkeypatch.setattr("pipeback.stack.LARGE", large)
+    monkeypatch.setattr("pipeback.vectorized.stack.LARGE", large)
     one, _ = pipelines(case)
     other = pipeline(model(), CASES[case](S), micro_batch_size=3, vectorize=True, compile=True)
     same(pushed(other), pushed(one))
@@ -428,7 +428,7 @@ def test_what_a_compiled_tick_takes_for_granted_may_change(leapt):
 def test_the_graph_of_the_last_stage_does_nothing_twice():
     """A linear layer and its loss: two transpositions, three products, the loss and its gradient, a bias."""
     head, (x, y) = nn.Linear(6, 6, dtype=torch.float64), (v[:1] for v in doubles(1)[0])
-    graph = judged(head, mse_loss, x, y)
+    graph = capture_loss_stage(head, mse_loss, x, y)
     operations = [node for node in graph.__self__.graph.nodes if node.op.startswith("call")]
     assert len(operations) == 8, graph.__self__.code
     wanted = mse_loss(head(x), y)
@@ -622,7 +622,7 @@ def test_resumed_between_such_ticks(case, optimizer, leapt):
     assert torch.equal(everything(one), everything(other)) and sum(leapt) > 40
 
 
-class Again(Graphed):
+class Again(CudaGraphed):
     """A graph as the CPU can play it: the call once more, on what lies where it read, to where it wrote."""
 
     def captured(self, call):

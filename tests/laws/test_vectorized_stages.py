@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import pipeback
-from pipeback.stack import KINDS, Stack
+from pipeback.vectorized.stack import KINDS, Stack
 from tests.choice import mostly_rare
 from tests.laws.cases import CASES, weights
 
@@ -141,7 +141,7 @@ def trained(vectorize, make, shape, sizes, method="pb", dtype=torch.float64, hea
 @pytest.fixture
 def never_slower(monkeypatch):
     """Have "auto" choose whatever can run as one."""
-    monkeypatch.setattr("pipeback.stack.Stack.gain", lambda stack: 100.0)
+    monkeypatch.setattr("pipeback.vectorized.stack.Stack.gain", lambda stack: 100.0)
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ def test_graphs_of_many_forms_are_bounded(method, compile, learnt, monkeypatch):
     _, wanted = trained(True, make, shape, MANY, method, compile=compile)
     assert all(len(sizes) == 6 for sizes in learnt.values())
     learnt.clear()
-    monkeypatch.setattr("pipeback.recent.FORMS", 2)
+    monkeypatch.setattr("pipeback.vectorized.recent.FORMS", 2)
     pipe, found = trained(True, make, shape, MANY, method, compile=compile)
     assert all(map(torch.equal, found, wanted))
     (steady,) = (loop.worker._steady for loop in pipe._loops())
@@ -275,7 +275,7 @@ def test_forms_that_take_turns_are_learnt_once(forms, times, learnt):
 
 
 def test_memory_is_there_again_after_a_form_that_does_not_fit(never_slower, monkeypatch):
-    monkeypatch.setattr("pipeback.stack.KINDS", 1)
+    monkeypatch.setattr("pipeback.vectorized.stack.KINDS", 1)
     make, shape = STAGES["torn when large"]
     sizes = [size for size in (1, 2, 1, 2, 1) for _ in range(12)]
     found, wanted = (trained(on, make, shape, sizes)[1] for on in ("auto", False))

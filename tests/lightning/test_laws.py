@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
 import pipeback
 from pipeback import methods
-from pipeback.lightning import slices
+from pipeback.lightning import micro_batches
 from tests.choice import mostly_rare
 from tests.laws.cases import CASES, FEW, OPTIMIZERS, STAGES, allowed, network
 from tests.lightning.cases import Regression, loader, strategy, trainer, weights
@@ -253,7 +253,9 @@ def test_batches_of_tokenizers_are_cut():
         def x(self):
             return self.data["x"]
 
-    (one, samples), (two, rest) = slices.cut(Encoding(x=torch.arange(5), names=["a", "b", "c", "d", "e"], kind="k"), 3)
+    (one, samples), (two, rest) = micro_batches.cut(
+        Encoding(x=torch.arange(5), names=["a", "b", "c", "d", "e"], kind="k"), 3
+    )
     assert (samples, rest) == (3, 2) and isinstance(one, Encoding)
     assert one.x.tolist() == [0, 1, 2] and two.x.tolist() == [3, 4]
     assert two["names"] == ["d", "e"] and two["kind"] == "k"

@@ -10,9 +10,9 @@ from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.data import DataLoader
 
 import pipeback
-from pipeback.lightning.body import find
-from pipeback.lightning.visits import Visits
-from pipeback.program import Arguments
+from pipeback.lightning.find_stages import find
+from pipeback.lightning.streamed_model import StreamedModel
+from pipeback.splitting.traced_model import Arguments
 from tests.choice import mostly_rare
 from tests.laws.cases import OPTIMIZERS
 from tests.lightning import ranks
@@ -374,7 +374,7 @@ def test_layers_visit_the_device_before_there_is_a_pipeline():
     x, _ = next(iter(data("recurrent")))
     with torch.no_grad():
         wanted = module.model(x)
-        visits = Visits(find(module, "model"), torch.device("cpu"))
+        visits = StreamedModel(find(module, "model"), torch.device("cpu"))
         with visits._visiting():
             assert torch.equal(wanted, Recurrent.forward(module.model, x))
         visits.end()

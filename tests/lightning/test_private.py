@@ -10,14 +10,14 @@ from torch import nn
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchmetrics import MeanSquaredError
 
-from pipeback.lightning import private
+from pipeback.lightning import lightning_internals
 from tests.lightning.cases import Regression, dataset, loader, strategy, trainer
 
 
 def test_weight_averaging_goes_forward_only():
     class Look(Callback):
         def on_train_batch_start(self, trainer, *rest):
-            seen.append((trainer.current_epoch, private.forward_only(trainer)))
+            seen.append((trainer.current_epoch, lightning_internals.forward_only(trainer)))
 
     seen = []
     averaging = StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1, device=None)
@@ -29,13 +29,13 @@ def test_weight_averaging_goes_forward_only():
 def test_mid_epoch():
     class Look(Callback):
         def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-            seen.append(("batch", batch_idx, private.mid_epoch(trainer)))
+            seen.append(("batch", batch_idx, lightning_internals.mid_epoch(trainer)))
 
         def on_validation_end(self, trainer, *rest):
-            seen.append(("validation", None, private.mid_epoch(trainer)))
+            seen.append(("validation", None, lightning_internals.mid_epoch(trainer)))
 
         def on_train_epoch_end(self, trainer, *rest):
-            seen.append(("epoch", None, private.mid_epoch(trainer)))
+            seen.append(("epoch", None, lightning_internals.mid_epoch(trainer)))
 
     seen = []
     trainer(max_epochs=1, callbacks=[Look()]).fit(Regression(), loader(3), loader(1))
@@ -47,11 +47,11 @@ def test_mid_epoch():
 def test_loader_states(tmp_path):
     class Look(Callback):
         def on_train_start(self, trainer, *rest):
-            seen.append(private.take_loader_states(trainer))
+            seen.append(lightning_internals.take_loader_states(trainer))
 
         def setup(self, trainer, *rest, **named):
             trainer.strategy.load_optimizer_state_dict, original = (
-                lambda checkpoint: (seen.append(private.take_loader_states(trainer)), original(checkpoint)),
+                lambda checkpoint: (seen.append(lightning_internals.take_loader_states(trainer)), original(checkpoint)),
                 trainer.strategy.load_optimizer_state_dict,
             )
 
@@ -68,19 +68,19 @@ def test_loader_states(tmp_path):
 def test_step_value():
     metric = MeanSquaredError()
     metric(torch.zeros(2), torch.ones(2))
-    assert private.step_value(metric) == 1
-    private.set_step_value(metric, torch.tensor(5.0))
-    assert private.step_value(metric) == 5 and metric.compute() == 1
+    assert lightning_internals.step_value(metric) == 1
+    lightning_internals.set_step_value(metric, torch.tensor(5.0))
+    assert lightning_internals.step_value(metric) == 5 and metric.compute() == 1
 
 
 def test_the_launchers():
     """Lightning's own start the processes; what is brought back goes through two methods of one."""
     launcher = trainer(strategy(), devices=2).strategy.launcher
-    assert isinstance(launcher, private.Launcher) and launcher.is_interactive_compatible is False
-    assert callable(private.MultiProcessingLauncher.get_extra_results)
-    assert callable(private.MultiProcessingLauncher.update_main_process_results)
+    assert isinstance(launcher, lightning_internals.Launcher) and launcher.is_interactive_compatible is False
+    assert callable(lightning_internals.MultiProcessingLauncher.get_extra_results)
+    assert callable(lightning_internals.MultiProcessingLauncher.update_main_process_results)
     script = trainer(strategy(launcher="script"), devices=2).strategy.launcher
-    assert isinstance(script, private.ScriptLauncher) and script.num_processes == 2
+    assert isinstance(script, lightning_internals.ScriptLauncher) and script.num_processes == 2
     fork = trainer(strategy(launcher="fork"), devices=2).strategy.launcher
     assert fork.is_interactive_compatible
     assert trainer(strategy(launcher="fork")).strategy.launcher is None
@@ -88,17 +88,17 @@ def test_the_launchers():
 
 def test_when_checkpoints_look_at_their_metric():
     every = ModelCheckpoint(monitor="x", every_n_train_steps=3)
-    assert [step for step in range(1, 10) if private.looks(every, step)] == [3, 6, 9]
-    assert not private.looks(ModelCheckpoint(every_n_train_steps=3), 3)
-    assert not private.looks(ModelCheckpoint(monitor="x"), 3)
-    assert private.looks(ModelCheckpoint(monitor="x", train_time_interval=timedelta(hours=1)), 4)
+    assert [step for step in range(1, 10) if lightning_internals.looks(every, step)] == [3, 6, 9]
+    assert not lightning_internals.looks(ModelCheckpoint(every_n_train_steps=3), 3)
+    assert not lightning_internals.looks(ModelCheckpoint(monitor="x"), 3)
+    assert lightning_internals.looks(ModelCheckpoint(monitor="x", train_time_interval=timedelta(hours=1)), 4)
 
 
 def test_a_logger_goes_on_from_what_another_process_has_written(tmp_path):
     theirs, here = CSVLogger(tmp_path), CSVLogger(tmp_path)
     theirs.log_metrics({"a": 1.0}, 0)
     theirs.save()
-    vars(here).update(pickle.loads(pickle.dumps(private.written(theirs))))
+    vars(here).update(pickle.loads(pickle.dumps(lightning_internals.written(theirs))))
     here.log_metrics({"b": 2.0}, 1)
     here.save()
     (file,) = tmp_path.rglob("metrics.csv")
@@ -106,5 +106,5 @@ def test_a_logger_goes_on_from_what_another_process_has_written(tmp_path):
 
 
 def test_validation_by_the_clock():
-    assert private.validates_by_the_clock(trainer(val_check_interval="00:00:10:00"))
-    assert not private.validates_by_the_clock(trainer(val_check_interval=0.5))
+    assert lightning_internals.validates_by_the_clock(trainer(val_check_interval="00:00:10:00"))
+    assert not lightning_internals.validates_by_the_clock(trainer(val_check_interval=0.5))

@@ -12,9 +12,9 @@ import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch.nn.functional import mse_loss
 
-from pipeback.health import RankError
+from pipeback.errors import RankError
 from pipeback.lightning import PipelineStrategy
-from pipeback.lightning.meeting import Meeting, _unfinished
+from pipeback.lightning.ranks.meeting import Meeting, _unfinished
 from tests.laws.cases import network
 from tests.lightning import ranks, script
 from tests.lightning.cases import Regression, loader, strategy, trainer

@@ -5,8 +5,9 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from pipeback import disk, sparsities
+from pipeback import sparsities
 from pipeback.lightning import PipelineStrategy
+from pipeback.streaming import disk_store
 from tests.lightning.cases import Regression, loader, strategy, trainer, weights
 
 POLICY = {"density": 0.5, "every": 5}
@@ -14,7 +15,7 @@ POLICY = {"density": 0.5, "every": 5}
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    monkeypatch.setattr(disk, "SMALL", 1)
+    monkeypatch.setattr(disk_store, "SMALL", 1)
 
 
 def fit(store, path=None, epochs=2, method="cerebras", callbacks=(), **options):

@@ -13,11 +13,12 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from pipeback import Pipeline, disk
-from pipeback.disk import DiskStore
+from pipeback import Pipeline
+from pipeback.errors import StoreError
 from pipeback.lightning import PipelineMonitor, PipelineStrategy, SaveWeights
-from pipeback.pages import StoreError
-from pipeback.store import HostStore
+from pipeback.streaming import disk_store
+from pipeback.streaming.disk_store import DiskStore
+from pipeback.streaming.store import HostStore
 from tests.choice import mostly_rare, rare
 from tests.laws.cases import CASES, STAGES, network
 from tests.lightning import ranks
@@ -33,7 +34,7 @@ STORES = {
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    monkeypatch.setattr(disk, "SMALL", 1)  # these networks are small
+    monkeypatch.setattr(disk_store, "SMALL", 1)  # these networks are small
 
 
 def fitted(store=None, method="gpipe", size=None, module=Regression, data=loader, val=None, seed=7, **options):

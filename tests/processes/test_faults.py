@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import pipeback
-from pipeback import joining
+from pipeback.distributed import join
 from tests.choice import mostly_rare, rare
 from tests.laws.cases import data, pipeline
 from tests.processes.crew import Failed, free_port
@@ -334,7 +334,7 @@ def test_under_srun(tmp_path):
 
 def test_the_first_host_of_a_job():
     for listed, first in [("lab3", "lab3"), ("a[01-04,7],b2", "a01"), ("n[3,5]-x", "n3-x"), ("h1,h2", "h1")]:
-        found = joining._slurm({"SLURM_PROCID": "1", "SLURM_STEP_NODELIST": listed, "SLURM_JOB_ID": "123456"})
+        found = join._slurm({"SLURM_PROCID": "1", "SLURM_STEP_NODELIST": listed, "SLURM_JOB_ID": "123456"})
         assert found["MASTER_ADDR"] == first
         assert found["MASTER_PORT"] == "23456"
 

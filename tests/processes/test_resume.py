@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from pipeback import checkpoint
+from pipeback.checkpoint import save_and_load
 from tests.choice import rare
 from tests.laws.cases import CASES, STAGES, data, pipeline
 from tests.processes.cases import differences, drawing, settled
@@ -71,12 +72,12 @@ def test_on_another_number_of_ranks(crew, tmp_path, save, load, cases):
 
 def read_by(folder):
     """The stages that a rank reads of a checkpoint, and those that it then holds."""
-    pipe, read, keep = begin("pb"), [], checkpoint._tensors
-    checkpoint._tensors = lambda file, facts: read.append(facts["stage"]) or keep(file, facts)
+    pipe, read, keep = begin("pb"), [], save_and_load._tensors
+    save_and_load._tensors = lambda file, facts: read.append(facts["stage"]) or keep(file, facts)
     try:
         checkpoint.load(pipe, folder)
     finally:
-        checkpoint._tensors = keep
+        save_and_load._tensors = keep
     held = [s for s, worker in enumerate(pipe.owner) if worker == pipe.ranks.index]
     pipe.close()
     return sorted(read), held

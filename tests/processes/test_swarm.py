@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch import nn
 
 import pipeback
-from pipeback import checkpoint, disk
-from pipeback.disk import DiskStore
-from pipeback.shards import Shard
-from pipeback.store import HostStore
+from pipeback import checkpoint
+from pipeback.streaming import disk_store
+from pipeback.streaming.disk_store import DiskStore
+from pipeback.streaming.shards import Shard
+from pipeback.streaming.store import HostStore
 from tests.choice import rare
 from tests.laws.cases import CASES, OPTIMIZERS, STAGES, allowed, data, pipeline
 from tests.processes.cases import differences, drawing, settled, train
@@ -31,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*takes its statistics")
 def of_a_rank(model, case, replicas, store, **options):
     workers = dist.get_world_size() // replicas
     replica = dist.get_rank() // workers
-    disk.SMALL = 1  # these networks are small
+    disk_store.SMALL = 1  # these networks are small
     found = train(model, case, replica=replica, replicas=replicas, store=store, **options)
     return {key: found[key] for key in KEPT}
 
@@ -246,7 +247,7 @@ def test_states_go_from_and_to_other_stores(crew, tmp_path):
 
 def resumed(case, folder, until):
     """Train until some batch with weights on disk, from wherever the folder stands."""
-    disk.SMALL = 1
+    disk_store.SMALL = 1
     pipe = begin(case, replicas=2, store=f"disk:{folder}")
     for x, y in part(pipe, data(BATCHES[0], samples=8))[pipe.arrived : until]:
         pipe.push(x, y)

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from pipeback import draw
-from pipeback import trace as traces
+from pipeback.draw import perfetto as traces
 from tests.laws.cases import CASES, STAGES, data, network, pipeline, weights
 from tests.tracing import check_events
 

@@ -15,7 +15,7 @@ SMALL = ["stages=4", "width=16", "micro_batches=4", "samples=2"]
 
 @pytest.fixture(autouse=True)
 def a_short_search(monkeypatch):
-    monkeypatch.setattr("pipeback.plan.WORK", 1000)
+    monkeypatch.setattr("pipeback.plan.training_plan.WORK", 1000)
 
 
 @pytest.mark.parametrize("store", ["device", "host", "disk", "disk:here"])

@@ -19,10 +19,12 @@ import torch
 from torch import Tensor, nn
 
 import pipeback
-from pipeback import accelerators, disk, sparsities
-from pipeback.accelerators import on
-from pipeback.disk import DiskStore
-from pipeback.store import HostStore
+from pipeback import sparsities
+from pipeback.streaming import disk_store
+from pipeback.streaming.disk_store import DiskStore
+from pipeback.streaming.store import HostStore
+from pipeback.tensors import accelerators
+from pipeback.tensors.accelerators import on
 from tests.laws.cases import CASES, OPTIMIZERS
 from tests.simulated import device as sim
 
@@ -191,7 +193,7 @@ def main(folder: Path) -> None:
     sim.register(folder)
     if "RANK" in os.environ:
         pipeback.join()
-    disk.SMALL = 1  # these networks are small
+    disk_store.SMALL = 1  # these networks are small
     for line in sys.stdin:
         try:
             answer = compared(json.loads(line))

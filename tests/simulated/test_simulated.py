@@ -230,4 +230,6 @@ def test_one_module_knows_accelerators():
         for path in (ROOT / "pipeback").rglob("*.py")
         if any(word in path.read_text(encoding="utf-8") for word in ("torch.cuda", ".is_cuda"))
     }
-    assert named - {"pipeback/graphed.py", "pipeback/tick.py"} == {"pipeback/accelerators.py"}
+    assert named - {"pipeback/vectorized/cuda_graph.py", "pipeback/vectorized/tick.py"} == {
+        "pipeback/tensors/accelerators.py"
+    }

@@ -8,7 +8,7 @@ from functools import partial
 from tests.mutation import LIBRARY, change
 
 WAITS = re.compile(r"wait_event|wait_stream|record_stream|_streams\.(given|arrived)\(|with (left|.*\bon)\(")
-FILES = "streams", "streaming", "offload", "store"
+FILES = "streaming/cuda_copies", "streaming/streamed_weights", "stages/offload", "streaming/store"
 
 
 def waits() -> list[tuple[str, int]]:
@@ -34,5 +34,5 @@ def left_out(text: str, number: int) -> str:
 
 
 def leave_out(name: str, number: int) -> None:
-    """Have `pipeback.<name>` lack a line in this process, which has not imported it yet."""
+    """Have the module `pipeback/<name>` lack a line in this process, which has not imported it yet."""
     change(name, partial(left_out, number=number))

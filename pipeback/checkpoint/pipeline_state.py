@@ -1,0 +1,230 @@
+"""The state of a whole pipeline: one layout for every runtime, number of workers and store.
+
+    {"format": 2, "stages": [tensors by name, a stage each], "plain": JSON values}
+
+Further replicas stand beside the first: tensors under replica/R/…, plain values in "replicas". They have its weights,
+so only what differs is kept: buffers, gradient sums, random streams, micro-batches in flight and messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from pipeback.methods.base import Method
+from pipeback.runtime.loop import Loop, Messages, check_progress, merge_progress
+from pipeback.stages import stage_state
+from pipeback.stages.joint_optimizer import Options, plain_groups, restored
+from pipeback.stages.stage import Stage
+
+FORMAT = 2
+COMMON = ("weight/", "optimizer/", "counted/", "method/", "version/")  # the same in every replica
+
+Plain = dict[str, Any]
+Opened = Callable[[Stage], AbstractContextManager[None]]
+
+
+class StageShare(NamedTuple):
+    """One stage of one replica."""
+
+    stage: int
+    replica: int
+    tensors: stage_state.Tensors
+    plain: Plain
+
+
+class Share(NamedTuple):
+    """What one process holds of a state: its stages, where its loops are, and options by `Options.since`."""
+
+    parts: list[StageShare]
+    loops: dict[int, Plain]  # by replica
+    groups: dict[int, Any]
+
+
+def share(
+    stages: Sequence[Stage],
+    loops: Sequence[Loop],
+    opened: Opened = lambda stage: nullcontext(),
+    take: Callable[[Stage, stage_state.Tensors], None] | None = None,
+    copy: bool = True,
+) -> Share:
+    """Copies of what these stages and loops hold; the pipeline must be quiet.
+
+    opened: a stage in host memory. take: is given the tensors of each stage in turn, and the share has none. copy: else
+    weights and state are those in use, and need not be in memory; where they are split over ranks, the own pieces.
+    """
+    groups: dict[int, Any] = {}
+
+    def number(options: Options) -> int:
+        if options.since not in groups:
+            groups[options.since] = [plain_groups(g) for g in options.groups]
+        return options.since
+
+    waiting: dict[int, Messages] = {}
+    progress: dict[int, list[Plain]] = {}
+    for loop in loops:
+        waiting.setdefault(loop.replica, {}).update(loop.waiting())
+        progress.setdefault(loop.replica, []).append(loop.progress(number))
+    parts = []
+    for stage in stages:
+        mine = {name: m for name, m in waiting.get(stage.replica, {}).items() if name[1] == stage.index}
+        with opened(stage):
+            tensors, plain = stage_state.save(stage, mine, number, copy=copy)
+        own = partial(_own, stage)
+        if stage.shard is None or stage.home is None:
+            tensors = {k: v for k, v in tensors.items() if own(k)}
+        elif copy:  # else this rank's store keeps its pieces
+            tensors = stage.shard.whole(tensors, own)
+        if take is not None:
+            take(stage, tensors)
+            tensors = {}
+        parts.append(StageShare(stage.index, stage.replica, tensors, plain))
+    return Share(parts, {r: merge_progress(some) for r, some in progress.items()}, groups)
+
+
+def _own(stage: Stage, name: str) -> bool:
+    """Whether this replica's part of the state has the tensor."""
+    return not (stage.replica and name.startswith(COMMON))
+
+
+def merge(shares: Sequence[Share], plain: Plain) -> dict[str, Any]:
+    """The state from the shares of all processes. plain: what belongs to no stage."""
+    parts = sorted((part for each in shares for part in each.parts), key=lambda part: (part.stage, part.replica))
+    count = 1 + max(part.stage for part in parts)
+    tensors: list[stage_state.Tensors] = [{} for _ in range(count)]
+    plains: list[Plain] = [{} for _ in range(count)]
+    for part in parts:
+        if part.replica:
+            tensors[part.stage].update({f"replica/{part.replica}/{k}": v for k, v in part.tensors.items()})
+            plains[part.stage].setdefault("replicas", []).append(part.plain)
+        else:
+            tensors[part.stage].update(part.tensors)
+            plains[part.stage].update(part.plain)
+    loops: dict[int, list[Plain]] = {}
+    for each in shares:
+        for replica, progress in each.loops.items():
+            loops.setdefault(replica, []).append(progress)
+    groups = {str(since): g for each in shares for since, g in sorted(each.groups.items())}
+    whole = {
+        **plain,
+        "loops": [merge_progress(loops[replica]) for replica in sorted(loops)],
+        "stages": plains,
+        "groups": {**groups, **plain["groups"]},
+    }
+    return {"format": FORMAT, "stages": tensors, "plain": whole}
+
+
+def load(stage: Stage, state: dict[str, Any], options: dict[int, Options], opened: Opened, present: Opened) -> Messages:
+    """Put a stage's part into it; returns the messages that wait for it.
+
+    opened: a stage in host memory, to be changed. present: a stage on its device.
+    """
+    tensors, plain = state["stages"][stage.index], state["plain"]["stages"][stage.index]
+    tensors = _part(stage, tensors)
+    if stage.replica:
+        plain = plain["replicas"][stage.replica - 1]
+    if stage.shard is not None and stage.home is not None:
+        tensors = stage.shard.pieces(tensors)
+    with opened(stage):
+        stage_state.load(stage, tensors, plain, options)
+    with present(stage) if plain["flights"] else nullcontext():
+        return stage_state.load_flights(stage, tensors, plain, options)
+
+
+def _part(stage: Stage, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """What a stage's own replica takes of the tensors of all."""
+    if not stage.replica:
+        return tensors
+    prefix = f"replica/{stage.replica}/"
+    mine = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+    return {**{k: v for k, v in tensors.items() if k.startswith(COMMON)}, **mine}
+
+
+def options_of(plain: Plain, optimizers: Sequence[Any]) -> dict[int, Options]:
+    """The options that the state's micro-batches were pushed under, by `Options.since`."""
+    return {
+        int(since): Options(
+            optimizers,
+            int(since),
+            [
+                [restored(saved, group) for saved, group in zip(some, opt.param_groups, strict=True)]
+                for some, opt in zip(groups, optimizers, strict=True)
+            ],
+        )
+        for since, groups in plain["groups"].items()
+    }
+
+
+def put_options(plain: Plain, optimizers: Sequence[Any]) -> None:
+    """Give the optimizers the options that they had when the state was taken."""
+    for opt, groups in zip(optimizers, plain["groups"][str(plain["current"])], strict=True):
+        for group, saved in zip(opt.param_groups, groups, strict=True):
+            group.update(restored(saved, group))
+
+
+def fits(
+    state: Any,
+    stages: Sequence[Stage],
+    method: Method,
+    optimizers: Sequence[Any],
+    *,
+    weights: str,
+    replicas: int,
+    sparsity: str,
+) -> Plain:
+    """The plain values of a state that belongs to such a pipeline. Raises ValueError saying what differs."""
+    if not isinstance(state, dict) or "format" not in state or "plain" not in state:
+        raise ValueError("this is not a state of Pipeline.state_dict(); load a model's own state into pipe.model")
+    if state["format"] != FORMAT:
+        raise ValueError(
+            f"the state has format {state['format']}, this version of pipeback reads {FORMAT}; "
+            "load it with the version of pipeback that wrote it"
+        )
+    plain = state["plain"]
+    name, options = type(method).__name__, method.options()
+    if (plain["method"], plain["method_options"]) != (name, options):
+        raise ValueError(
+            f"the state belongs to method {plain['method']} {plain['method_options']}, here runs {name} {options}; "
+            "build the pipeline with the method of the state"
+        )
+    if len(state["stages"]) != len(stages):
+        raise ValueError(
+            f"the state has {len(state['stages'])} stages, here are {len(stages)}; build the model of the state"
+        )
+    if plain["weights"] != weights:
+        raise ValueError(
+            f"the state was trained with weights={plain['weights']!r}, here is {weights!r}; build the pipeline with "
+            f"weights={plain['weights']!r}"
+        )
+    if plain["replicas"] != replicas:
+        raise ValueError(
+            f"the state was trained with replicas={plain['replicas']}, here is {replicas}; each has micro-batches of "
+            "its own in flight, so resume with as many"
+        )
+    if plain.get("sparsity", "None") != sparsity:
+        raise ValueError(
+            f"the state was trained with sparsity={plain['sparsity']}, here is {sparsity}; build the pipeline with "
+            "that of the state"
+        )
+    counts = [len(groups) for groups in plain["groups"][str(plain["current"])]]
+    if counts != [len(opt.param_groups) for opt in optimizers]:
+        raise ValueError(
+            "the optimizers of the state have other parameter groups than those here; build the pipeline with the "
+            "optimizer function that was given then"
+        )
+    mine = [type(opt).__name__ for opt in optimizers]
+    if plain["optimizer"] != mine:
+        raise ValueError(
+            f"the state belongs to optimizers {sorted(set(plain['optimizer']))}, here are {sorted(set(mine))}; build "
+            "the pipeline with those of the state"
+        )
+    for place in plain["loops"]:
+        check_progress(place, plain["arrived"], len(stages))
+    for stage, tensors, mine in zip(stages, state["stages"], plain["stages"], strict=True):
+        if tensors:  # a checkpoint of which only the own stages were read has no others
+            stage_state.check(stage, _part(stage, tensors), mine)
+    return plain

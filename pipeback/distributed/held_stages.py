@@ -1,0 +1,218 @@
+"""Held stages: which stages this process has, and how their weights come and go."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from pipeback import weights
+from pipeback.distributed.ranks import Ranks, SingleProcess
+from pipeback.methods.base import Method
+from pipeback.sparsities.base import Sparsity
+from pipeback.splitting.partition import balance
+from pipeback.stages.afresh import Afresh
+from pipeback.stages.contiguous import lay_contiguously
+from pipeback.stages.stage import Stage
+from pipeback.streaming.shards import ReplicaGroup
+from pipeback.streaming.sparse_weights import SparseWeights, choose
+from pipeback.streaming.store import Store
+from pipeback.tensors import meta
+
+
+class HeldStages:
+    """The stages of a pipeline, of every replica in this process: here, or on the meta device.
+
+    init: gives a module from the meta device its values, None: its layers do. device: where such a stage goes. shards:
+    every replica's store keeps a slice of each stage.
+    """
+
+    def __init__(
+        self,
+        everywhere: list[list[Stage]],
+        method: Method,
+        ranks: Ranks | SingleProcess,
+        workers: int | None,
+        init: Callable[[nn.Module], object] | str | Path | None,
+        device: torch.device | str,
+        store: Store | None,
+        sparsity: Sparsity | None = None,
+        skip_zeros: bool | str = False,
+        shards: bool = False,
+    ) -> None:
+        self.everywhere, self.method, self.ranks, self.init, self.device = everywhere, method, ranks, init, device
+        self.store, self.sparsity, self.skip_zeros, self.shards = store, sparsity, skip_zeros, shards
+        self.workers = ranks.count if ranks.several else workers or 1
+        self.stages = everywhere[0]
+        self.compute: torch.device | None = None  # where stages of a store compute; None: where their module is
+        self.seconds = [1.0] * len(self.stages)  # of F and B of each stage, once measured
+        self.owner: list[int] | None = None  # over processes, once each holds its own stages only
+
+    def balance(self) -> list[int]:
+        """The worker of each stage."""
+        return balance(self.seconds, self.workers)
+
+    def would_hold(self, seconds: list[float]) -> list[int] | None:
+        """The stages that this process is to hold, once so many seconds have been measured; None: all."""
+        if not self.ranks.several or len(seconds) != len(self.stages):
+            return None
+        return [s for s, worker in enumerate(balance(seconds, self.workers)) if worker == self.ranks.index]
+
+    @property
+    def mine(self) -> list[Stage]:
+        """The stages that this process holds, of all its replicas."""
+        if self.owner is not None:
+            return [stage for stage in self.stages if self.owner[stage.index] == self.ranks.index]
+        return [stage for stages in self.everywhere for stage in stages]
+
+    def hide(self) -> None:
+        """Gradients that were shown to who computes the loss outside are there no more."""
+        for stage in self.mine:
+            stage.gradients.hide()
+
+    def initialise(self, stage: Stage) -> None:
+        """Values for a stage from the meta device; of a further replica in this process those of the first."""
+        first = self.stages[stage.index]
+        if stage is not first and not self.ranks.several:
+            with self.present(first), torch.no_grad():
+                values = [t.detach().clone() for t in (*first.module.parameters(), *first.module.buffers())]
+            stage.take_up(self.method, partial(_filled, values=values, device=self.device))
+            return
+        # not the stream that the stage's random layers will draw from
+        seed = (stage.seed * 1_000_003 + stage.index + 0x5EED) % 2**63
+        init = self.init
+        if isinstance(init, (str, Path)):
+            init = partial(weights.fill, path=Path(init), names=stage.names, label=stage.label)
+        stage.take_up(self.method, lambda module: meta.initialise(module, stage.label, seed, self.device, init))
+
+    @contextmanager
+    def present(self, stage: Stage) -> Iterator[None]:
+        """The time in which a stage that nobody holds yet has its weights."""
+        if stage.slot is not None and self.store is not None and not stage.slot.flat.here:
+            stage.slot.arrive()
+            try:
+                self.store.read(stage, stage.slot)
+                yield
+            finally:
+                stage.slot.leave()
+            return
+        if stage.here:
+            yield
+            return
+        self.initialise(stage)
+        try:
+            yield
+        finally:
+            stage.let_go()
+
+    def opened(self, stage: Stage, *, changes: bool = False) -> AbstractContextManager[None]:
+        """The time in which all that is kept of a stage is in memory; afterwards the store keeps `changes`."""
+        if self.store is None or stage.slot is None:
+            return nullcontext()
+        return self.store.opened(stage, changes=changes, whole=True)
+
+    @contextmanager
+    def saving(self, stage: Stage, *, opened: bool = True) -> Iterator[None]:
+        """The time in which what is in flight can be saved: it may be a function of the weights, made of these."""
+        with ExitStack() as stack:
+            if isinstance(stage.call, Afresh) and stage.flights:
+                stack.enter_context(self.present(stage))
+            if opened:
+                stack.enter_context(self.opened(stage))
+            yield
+
+    def values(self, stage: Stage) -> dict[str, Tensor]:
+        """Copies of a stage's newest weights and buffers, dense and on the CPU, by name."""
+        with self.present(stage):
+            return {name: value.detach().to("cpu", copy=True) for name, value in stage.module.state_dict().items()}
+
+    def whole(self, model: nn.Module) -> nn.Module:
+        """A copy of the user's model with the newest weights of all stages; every rank asks for it."""
+        # buffers (batch statistics) differ between replicas: the first one's count
+        own = {s.index: self.values(s) for s in self.mine if self.shards or not s.replica}
+        parts = self.ranks.gather({} if self.ranks.replica else own, "model")
+        whole = copy.deepcopy(model)
+        meta.move([t for t in (*whole.parameters(), *whole.buffers()) if t.is_meta], "cpu")
+        for buffer in whole.buffers():
+            buffer.data = buffer.data.contiguous()  # one that was expanded cannot be written into
+        values = [(self.stages[s].names, found) for part in parts for s, found in part.items()]
+        named = {names[key]: value for names, found in values for key, value in found.items()}
+        whole.load_state_dict(named, strict=False)  # what no stage computes with is as it was
+        return whole
+
+    @contextmanager
+    def shown(self, *, changes: bool = False) -> Iterator[None]:
+        """The time in which the parameters of stages in a store show what is there; nothing is on the device."""
+        with ExitStack() as stack:
+            for stage in self.mine:
+                if stage.slot is not None and stage.home is not None:
+                    stack.enter_context(self.opened(stage, changes=changes))
+                    dense = stage.home.views if stage.sparse is None else stage.sparse.dense(stage)
+                    stack.enter_context(stage.slot.showing(dense))
+                    if changes and stage.sparse is not None:
+                        stack.callback(stage.sparse.gather_into, stage, dense)
+            yield
+
+    def lay(self) -> None:
+        """Have small weights of each worker lie in a strip. Graphs in flight would still refer to where they were."""
+        if self.store is not None:
+            return
+        owner = self.balance()
+        for stages in self.everywhere:
+            for worker in set(owner):
+                mine = [stage for stage in stages if owner[stage.index] == worker and stage.here]
+                lay_contiguously([stage for stage in mine if stage.stack is None and not stage.flights])
+
+    def share_out(self, *, values: bool) -> None:
+        """Over processes: keep the own stages only. values: those of a meta model that come anew get theirs."""
+        if not self.ranks.several:
+            return
+        self.owner = self.balance()
+        for stage, worker in zip(self.stages, self.owner, strict=True):
+            if worker != self.ranks.index:
+                if stage.here:
+                    stage.let_go()
+            elif not stage.here:
+                if values:
+                    self.initialise(stage)
+                else:
+                    stage.take_up(self.method, partial(meta.take_up, device=stage.device or self.device))
+        self.take_up()
+
+    def column(self) -> ReplicaGroup | None:
+        """The ranks over whose stores the own stages are split."""
+        if not self.shards or not isinstance(self.ranks, Ranks):
+            return None
+        return self.ranks.column(self.mine[0].device or torch.device(self.device))
+
+    def take_up(self) -> None:
+        """Stages that are to be here for good get their values, and the store, if there is one, takes them in.
+
+        One after the other: a model from the meta device that lives in a store is never in memory as a whole.
+        """
+        sparse: list[list[SparseWeights | None]] = []
+        if self.store is not None and self.sparsity is not None:
+            sparse = [choose(self.sparsity, stages, self.skip_zeros) for stages in self.everywhere]
+        column = self.column()
+        for stage in self.mine:
+            if stage.shard is not None:
+                stage.shard.column = column
+            if not stage.here:
+                self.initialise(stage)
+            if self.store is not None and stage.slot is None:
+                device = self.compute or stage.device or torch.device(self.device)
+                which = sparse[stage.replica][stage.index] if sparse else None
+                self.store.hold(stage, self.method, device, which)
+
+
+def _filled(module: nn.Module, values: Iterable[Tensor], device: torch.device | str) -> None:
+    """Give a module from the meta device these values of its weights and buffers."""
+    meta.take_up(module, device)
+    with torch.no_grad():
+        for tensor, value in zip((*module.parameters(), *module.buffers()), values, strict=True):
+            tensor.copy_(value)

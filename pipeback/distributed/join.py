@@ -1,0 +1,93 @@
+"""Join: how the processes of torch.distributed come together, and which of them makes up which pipeline."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from pipeback.tensors import accelerators
+
+
+def wanted(mesh: DeviceMesh | None) -> bool:
+    """Whether a pipeline is to run over processes: a group of several ranks is there, or torchrun has started some."""
+    if mesh is not None:
+        return mesh.size() > 1
+    if dist.is_available() and not dist.is_initialized() and dist.is_torchelastic_launched():
+        return int(os.environ["WORLD_SIZE"]) > 1
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def join(timeout: float = 30.0) -> None:
+    """Initialise torch.distributed as torchrun's environment says, or that of `srun`, if nobody has yet.
+
+    Under torchrun `Pipeline` does it by itself. timeout: seconds. Raises RuntimeError saying where the master was
+    looked for, when it does not answer.
+    """
+    if dist.is_initialized():
+        return
+    if "RANK" not in os.environ and "SLURM_PROCID" in os.environ:
+        os.environ.update(_slurm(os.environ))
+    where = ", ".join(f"{key}={os.environ.get(key)}" for key in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"))
+    backend = accelerators.take_local(int(os.environ.get("LOCAL_RANK", 0)))
+    limit = timedelta(seconds=timeout)
+    store: dict[str, Any] = {}
+    try:
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            # torchrun's store outlives a restart, and the ranks would look for each other at their old addresses
+            address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            tcp = dist.TCPStore(address, port, is_master=False, timeout=limit)
+            store["store"] = dist.PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", tcp)
+            store["rank"], store["world_size"] = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        dist.init_process_group(backend, timeout=limit, **store)
+    except (RuntimeError, ValueError) as error:
+        raise RuntimeError(
+            f"the ranks did not find each other within {timeout:g} s ({where}): {_first_line(error)}; "
+            "check that MASTER_ADDR and MASTER_PORT reach rank 0 from every host and that all ranks were started"
+        ) from error
+
+
+def _slurm(environment: Mapping[str, str]) -> dict[str, str]:
+    """What torch.distributed reads, from what `srun` has set: rank 0 is on the first host of the job's list."""
+    first = re.sub(r"\[(\w+)[^\]]*\]", r"\1", environment.get("SLURM_STEP_NODELIST", "127.0.0.1"), count=1)
+    return {
+        "RANK": environment["SLURM_PROCID"],
+        "LOCAL_RANK": environment.get("SLURM_LOCALID", "0"),
+        "WORLD_SIZE": environment.get("SLURM_NTASKS", "1"),
+        "MASTER_ADDR": environment.get("MASTER_ADDR", first.split(",")[0]),
+        "MASTER_PORT": environment.get("MASTER_PORT", str(20000 + int(environment.get("SLURM_JOB_ID", "0")) % 20000)),
+    }
+
+
+def default_device() -> torch.device:
+    """Where a stage goes that nobody has placed: this rank's accelerator if the ranks have such, else the CPU."""
+    if dist.is_available() and dist.is_initialized() and "nccl" in str(dist.get_backend_config()):
+        return accelerators.mine()
+    return torch.device("cpu")
+
+
+def layout(mesh: DeviceMesh | None, replicas: int | None) -> list[list[int]]:
+    """Global ranks by replica and worker."""
+    if mesh is None:
+        replicas = 1 if replicas is None else replicas
+        world = dist.get_world_size()
+        if replicas < 1 or world % replicas:
+            raise ValueError(f"replicas={replicas} does not divide the {world} ranks; start a multiple of it")
+        return torch.arange(world).view(replicas, -1).tolist()
+    table = mesh.mesh
+    if table.dim() > 2:
+        raise ValueError(f"mesh has {table.dim()} dimensions; use (replicas, workers), or (workers,)")
+    names = mesh.mesh_dim_names or ()
+    if table.dim() == 2 and names and names[0] in ("pp", "pipeline", "stage", "workers"):
+        table = table.T
+    return table.view(-1, table.shape[-1]).tolist() if table.dim() == 1 else table.tolist()
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

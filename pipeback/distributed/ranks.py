@@ -1,0 +1,244 @@
+"""Ranks: the processes of a pipeline, its replicas included; how they find each other and what they agree on.
+
+The processes are torch.distributed's, started by torchrun, SLURM or Lightning. Every rank runs the same script; rank r
+of a pipeline is its worker r: the first ranks hold the first stages, the last one has the loss.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeback.distributed.health.health import Health
+from pipeback.distributed.health.heartbeat import RankIdentity, host_store, join_store, my_facts, one_host
+from pipeback.distributed.transport.process_group import Broken
+from pipeback.errors import RankError, StageError
+from pipeback.runtime.link import OtherBatch
+from pipeback.runtime.replicas import RankReplicas
+from pipeback.streaming.shards import Collective, ReplicaGroup
+from pipeback.tensors import accelerators
+
+# pipelines built in a process group, by its weak reference: every rank builds them in the same order
+_built: list[Any] = [lambda: None, 0]
+
+PATIENT = 7 * 24 * 3600.0  # seconds of a group whose waits the health of the ranks ends
+SLOW = 15.0  # seconds more for first connections: the store asks for the caller's name, and a name service may be slow
+
+
+class SingleProcess:
+    """One process: everybody is here."""
+
+    several = False
+    index, count, replica, replicas = 0, 1, 0, 1
+    place = None  # among several
+
+    def gather(self, value: Any, what: str) -> list[Any]:
+        return [value]
+
+    def agree(self, facts: dict[str, Any]) -> None:
+        pass
+
+    def failed(self, error: BaseException) -> None:
+        pass
+
+    def leave(self) -> None:
+        pass
+
+
+class Ranks:
+    """The ranks of one pipeline.
+
+    table    global ranks by replica and worker; the own rank is among them
+    timeout  seconds after which a rank that does not answer is given up, and every other one raises a `RankError`
+    """
+
+    several = True
+
+    def __init__(self, table: list[list[int]], timeout: float) -> None:
+        self.timeout = timeout
+        self.rank = dist.get_rank()
+        self.everyone = [rank for row in table for rank in row]
+        self.replica, self.index = next((r, row.index(self.rank)) for r, row in enumerate(table) if self.rank in row)
+        self.table, self.line = table, table[self.replica]  # line: the ranks of the own replica, first stages first
+        self.count, self.replicas = len(self.line), len(table)
+        self.place = self.replica * self.count + self.index
+        self.others = [rank for rank in self.everyone if rank != self.rank]
+        store, self.facts = self._meet(_board())
+        self.health = Health(store, self.rank, self.everyone, self.facts, timeout)
+        self.control = self.group(self.everyone, "gloo")
+        self._sums: RankReplicas | None = None
+        self._column: ReplicaGroup | None = None
+
+    def _meet(self, board: dist.Store) -> tuple[dist.Store, dict[int, RankIdentity]]:
+        """The pipeline's store and the facts of all ranks; raises RuntimeError naming those that have not come."""
+        first = self.everyone[0]
+        facts = {
+            rank: RankIdentity(*json.loads(text))
+            for rank, text in self._all(board, "hello", json.dumps(my_facts()), self.timeout).items()
+        }
+        if self.rank == first:
+            store, address = host_store(self.timeout + SLOW, near=one_host(facts.values()))
+            board.set("address", address)
+        else:
+            near = one_host([facts[first], facts[self.rank]])
+            store = join_store(board.get("address").decode(), self.timeout + SLOW, near)
+        self._all(board, "ready", "", self.timeout + SLOW)
+        return store, facts
+
+    def _all(self, board: dist.Store, what: str, mine: str, seconds: float) -> dict[int, bytes]:
+        """What every rank has written on the board; raises RuntimeError naming those that have not."""
+        board.set(f"{what} {self.rank}", mine)
+        names = {rank: f"{what} {rank}" for rank in self.everyone}
+        with suppress(RuntimeError):
+            board.wait(list(names.values()), timedelta(seconds=seconds))
+        missing = [rank for rank, name in names.items() if not board.check([name])]
+        if missing:
+            raise RuntimeError(
+                f"{_ranks(missing)} did not come to build the pipeline within {seconds:g} s; every rank must call "
+                "Pipeline(...), as often as the others (timeout= is the time they have)"
+            )
+        return {rank: board.get(name) for rank, name in names.items()}
+
+    def group(self, ranks: Sequence[int], backend: str, seconds: float | None = None) -> dist.ProcessGroup:
+        """A process group of these ranks, all of which call this. seconds: what its operations may last."""
+        with self.health.calling("Pipeline(...)"), self.health.waiting(self.others, "a process group"):
+            try:
+                made = dist.new_group(
+                    list(ranks),
+                    timeout=timedelta(seconds=seconds or self.timeout),
+                    backend=backend,
+                    use_local_synchronization=True,
+                )
+                assert isinstance(made, dist.ProcessGroup)  # this rank is one of them
+                return made
+            except RuntimeError as error:
+                raise self.lost(self.others, "a process group") from error
+
+    def sums(self, device: torch.device | None) -> RankReplicas | None:
+        """The sum over the replicas, which hold the same stages, for gradients on this device."""
+        if self.replicas > 1 and self._sums is None:
+            column = [row[self.index] for row in self.table]
+            backend = "nccl" if accelerators.direct(device) else "gloo"
+            self._sums = RankReplicas(self.group(column, backend), self._awaited)
+        return self._sums
+
+    def column(self, device: torch.device) -> ReplicaGroup:
+        """The replicas, which hold the same stages, each a slice of them in its store; they compute on this device."""
+        if self._column is None:
+            ranks = [row[self.index] for row in self.table]
+            nccl = accelerators.direct(device) and "nccl" in str(dist.get_backend_config())
+            fetching, updating = (self.group(ranks, "nccl" if nccl else "gloo") for _ in range(2))
+            self._column = ReplicaGroup(
+                Collective(fetching, partial(self._awaited, what="the replicas' weights"), nccl),
+                Collective(updating, self._awaited, nccl),
+                Collective(self.group(ranks, "gloo", PATIENT), self._polled),
+                partial(self.health.waiting, ranks),
+            )
+        return self._column
+
+    def _awaited(self, work: dist.Work | None, what: str = "the replicas' gradients") -> None:
+        column = [row[self.index] for row in self.table]
+        with self.health.waiting(column, what):
+            try:
+                assert work is not None  # it was started as asynchronous
+                work.wait()
+            except RuntimeError as error:
+                raise self.lost(column, what) from error
+
+    def _polled(self, work: dist.Work | None) -> None:
+        """Wait as long as nothing is at fault: who writes a checkpoint may need long from stage to stage."""
+        column, pause = [row[self.index] for row in self.table], 1e-5
+        with self.health.waiting(column, "the replicas' state"):
+            assert work is not None
+            while not work.is_completed():
+                self.health.check()
+                time.sleep(pause)
+                pause = min(2 * pause, 0.02)
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise self.lost(column, "the replicas' state") from error
+
+    def leave(self) -> None:
+        """This rank has done its part."""
+        self.health.leave()
+
+    def lost(self, on: Sequence[int], what: str) -> BaseException:
+        """The error for a wait that torch.distributed has given up."""
+        return self.health.blame(on, what, self.timeout)
+
+    def failed(self, error: BaseException) -> None:
+        """Tell the others that this rank cannot go on."""
+        if not isinstance(error, RankError):
+            self.health.own = error
+            known = isinstance(error, (StageError, OtherBatch, ValueError, TypeError)) and str(error)
+            self.health.fail(self.rank, str(error) if known else f"{type(error).__name__}: {error}")
+
+    def told(self, error: BaseException) -> BaseException:
+        """What this rank raises for an error in its loop, after the others have been told."""
+        if isinstance(error, Broken):
+            return self.health.blame(error.peer, "its messages", 0.0)
+        self.failed(error)
+        return error
+
+    def gather(self, value: Any, what: str) -> list[Any]:
+        """What every rank gives, by replica and worker. Every rank calls it; what: the public call that this is."""
+        found: list[Any] = [None] * len(self.everyone)
+        self.health.check()
+        with self.health.calling(what), self.health.waiting(self.others, what):
+            try:
+                dist.all_gather_object(found, value, group=self.control)
+            except RuntimeError as error:
+                raise self.lost(self.others, what) from error
+        by_rank = dict(zip(sorted(self.everyone), found, strict=True))
+        return [by_rank[rank] for rank in self.everyone]
+
+    def agree(self, facts: dict[str, Any]) -> None:
+        """Raise ValueError, on every rank, where a rank has other facts than the first: option, model or version."""
+        with self.health.calling("Pipeline(...)"), self.health.waiting(self.others, "Pipeline(...)"):
+            self.health.meet("built")
+        every = self.gather(facts, "Pipeline(...)")
+        for rank, theirs in zip(self.everyone, every, strict=True):
+            for key, value in every[0].items():
+                if theirs.get(key) != value:
+                    raise ValueError(
+                        f"rank {rank} has {key} {theirs.get(key)}, rank {self.everyone[0]} has {value}; "
+                        "start the same script with the same options and versions on every rank"
+                    )
+
+    def share(self, tensors: Sequence[Tensor]) -> None:
+        """Give every rank the first one's values."""
+        for tensor in tensors:
+            with self.health.calling("Pipeline(...)"), self.health.waiting(self.others, "the first rank's weights"):
+                value = tensor.detach().cpu().contiguous()
+                try:
+                    dist.broadcast(value, self.everyone[0], group=self.control)
+                except RuntimeError as error:
+                    raise self.lost(self.others, "the first rank's weights") from error
+            with torch.no_grad():
+                tensor.copy_(value)
+
+
+def _board() -> dist.Store:
+    """A part of the default group's store, which every rank reaches. torch has no public name for it."""
+    group, number = dist.group.WORLD, 0
+    if _built[0]() is group:
+        number = _built[1] + 1
+    _built[:] = weakref.ref(group), number
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"pipeback/{attempt}/{number}", dist.distributed_c10d._get_default_store())
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))

@@ -1,0 +1,197 @@
+"""Schedules to look at: a text grid, a picture, and a trace of a real run for Perfetto or chrome://tracing.
+
+    print(grid(flowing(2), stages=4, micro_batches=8))
+    picture(timeline(flowing(2), 4, 8)).figure.savefig("pb.svg")
+    pipe.record(); ...; trace(pipe, "run.json"); print(summary(measured(pipe)))
+
+matplotlib is needed for pictures alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from os import PathLike
+from typing import TYPE_CHECKING, Any, Protocol
+
+from pipeback.draw import perfetto as traces
+from pipeback.draw.worker_bands import COLOURS as _COLOURS
+from pipeback.draw.worker_bands import INK as _INK
+from pipeback.draw.worker_bands import beside
+from pipeback.schedules.ops import Schedule
+from pipeback.schedules.recording import Recording
+from pipeback.schedules.timeline import UNIT, Slot, Time, bubble, timeline
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+__all__ = ["beside", "compare", "grid", "measured", "picture", "summary", "trace"]
+
+
+def grid(schedule: Schedule, stages: int, micro_batches: int, width: int | None = None) -> str:
+    """One line a stage, one column a unit of time; `.` is idle. F and B take one unit, updates none.
+
+    width: columns shown, the rest is cut and marked; None shows all.
+
+    >>> from pipeback.schedules.programs import fill_drain
+    >>> print(grid(fill_drain(2), stages=2, micro_batches=2))
+    0 │ F0 F1 .  .  B0 B1
+    1 │ .  F0 F1 B0 B1 .
+    """
+    slots = [slot for slot in timeline(schedule, stages, micro_batches) if slot.op.kind != "U"]
+    span = int(max(slot.end for slot in slots))
+    rows = [["."] * span for _ in range(stages)]
+    for slot in slots:
+        rows[slot.stage][int(slot.start)] = str(slot.op)
+    cell = max(len(text) for row in rows for text in row)
+    number = len(str(stages - 1))
+    shown, more = (span, "") if width is None or width >= span else (width, " …")
+    return "\n".join(
+        f"{s:>{number}} │ " + (" ".join(text.ljust(cell) for text in row[:shown]) + more).rstrip()
+        for s, row in enumerate(rows)
+    )
+
+
+def picture(
+    slots: Iterable[Slot], ax: Axes | None = None, *, title: str | None = None, until: Time | None = None
+) -> Axes:
+    """Draw a timeline: a row a stage, a box an operation, with its micro-batch where it fits.
+
+    slots: of `timeline` (units of time) or of `measured` (seconds). until: where the time axis ends.
+    Returns the axes; save with `picture(...).figure.savefig("name.png")` or `.svg`.
+    """
+    import matplotlib.pyplot as plt
+    from matplotlib.patches import Patch
+
+    slots = list(slots)
+    if not slots:
+        raise ValueError("there is nothing to draw: the timeline has no slots; give it micro_batches of at least 1")
+    stages = 1 + max(slot.stage for slot in slots)
+    begin = float(min(slot.start for slot in slots))
+    end = float(until if until is not None else max(slot.end for slot in slots))
+    if ax is None:
+        _, ax = plt.subplots(
+            figsize=(min(16.0, max(6.0, 0.34 * (end - begin) + 1.2)), 0.42 * stages + 1.3), layout="constrained"
+        )
+    shown = [slot for slot in slots if slot.op.kind != "U" and slot.start < end]
+    for kind in "FB":
+        some = [slot for slot in shown if slot.op.kind == kind]
+        ax.barh(
+            [slot.stage for slot in some],
+            [float(min(slot.end, end) - slot.start) for slot in some],
+            left=[float(slot.start) - begin for slot in some],
+            height=0.86, color=_COLOURS[kind], edgecolor="white", linewidth=0.8,
+        )  # fmt: skip
+    # a number in every box, as long as the boxes are wide enough to hold it
+    figure = ax.get_figure(root=True)
+    assert figure is not None
+    inches = figure.get_size_inches()[0] * ax.get_position().width
+    width = min((float(slot.end - slot.start) for slot in shown), default=0.0) / ((end - begin) or 1.0) * inches
+    if width > 0.17:
+        for slot in shown:
+            middle = float(slot.start + min(slot.end, end)) / 2 - begin
+            ax.text(
+                middle, slot.stage, str(slot.op.mb), ha="center", va="center", fontsize=min(9.0, 30 * width), color=_INK
+            )
+    ax.set_ylim(stages - 0.5, -0.5)
+    ax.set_xlim(0, end - begin)
+    ax.set_yticks(range(stages) if stages <= 24 else range(0, stages, 5))
+    ax.set_ylabel("stage")
+    ax.set_xlabel("time")
+    ax.tick_params(length=0)
+    for side in ("top", "right", "left", "bottom"):
+        ax.spines[side].set_visible(False)
+    if title is not None:
+        ax.set_title(title, loc="left", fontsize=11, color=_INK)
+    handles = [Patch(color=_COLOURS["F"], label="forward"), Patch(color=_COLOURS["B"], label="backward")]
+    ax.legend(
+        handles=handles, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False, borderaxespad=0.2, fontsize=9
+    )
+    return ax
+
+
+class Recorded(Protocol):
+    """A pipeline that was recorded."""
+
+    @property
+    def ranks(self) -> Any: ...
+
+    @property
+    def recorded(self) -> Recording: ...
+
+
+def measured(pipe: Recorded) -> Recording:
+    """The timeline of a real run: what `pipe.record()` measured, in seconds from the first operation.
+
+    Over processes every rank calls it and gets the timeline of all ranks.
+    """
+    recording = pipe.recorded
+    if not len(recording):
+        raise ValueError("nothing was recorded: call pipe.record() before the pushes that are to be seen")
+    return recording
+
+
+def trace(pipe: Recorded, path: str | PathLike[str], name: str | None = None) -> dict[str, Any]:
+    """Write what `pipe.record()` measured as a Chrome trace, for ui.perfetto.dev or chrome://tracing.
+
+    A process a rank (or worker thread), a row a stage. Over processes every rank calls it, the clocks are brought
+    together, and the first rank writes. name: of the run; None: the method's.
+    Returns what was written. `otherData` holds the bubble: the share of the workers' time, between the first and the
+    last operation of all, in which a worker did nothing; and beside it what the schedule predicts.
+    Times are the host's: what is only queued on an accelerator counts where the host waits for it.
+    """
+    recording = measured(pipe)
+    recording.name = recording.name if name is None else name
+    ranks = pipe.ranks
+    if ranks.several and ranks.rank != ranks.everyone[0]:
+        return traces.as_json(recording)
+    return traces.write(recording, path)
+
+
+def summary(recording: Recording) -> str:
+    """How much the workers idled, measured and predicted, as a table of shares in percent.
+
+    The rows below the first one are `Recording.in_order` and `predicted` at the measured mean costs of every stage, and
+    `predicted` at unit costs. Only the columns of the first eight workers are shown.
+    """
+    rows = {
+        "measured": recording,
+        "predicted, each worker in this order": recording.in_order(),
+        "predicted by the schedule": recording.predicted(),
+        "predicted, all F and B alike": recording.unit(),
+    }
+    names = [track.name.partition(" (")[0] for track in recording.tracks[:8]]
+    widths = [max(8, len(name)) for name in names]
+    cells = "  ".join(name.rjust(width) for name, width in zip(names, widths, strict=True))
+    lines = [
+        f"{recording.name or 'the run'}: {recording.stages} stages on {len(recording.tracks)} workers, "
+        f"{recording.micro_batches()} micro-batches, {1e3 * recording.idle().span:.1f} ms; "
+        f"the clocks agree within {1e6 * recording.uncertainty:.0f} µs",
+        f"{'idle %':<37}     all  between fill and drain  {cells}",
+    ]
+    for title, row in rows.items():
+        idle = row.idle()
+        each = "  ".join(f"{100 * share:{width}.1f}" for share, width in zip(idle.each, widths, strict=False))
+        lines.append(f"{title:<37}{100 * idle.share:8.1f}{100 * idle.steady:24.1f}  {each}")
+    return "\n".join(lines)
+
+
+def compare(schedules: Mapping[str, Schedule], stages: int, micro_batches: int, until: int | None = None) -> Any:
+    """A figure with one timeline a schedule, on one time axis: how the bubbles differ. Returns the figure."""
+    import matplotlib.pyplot as plt
+
+    runs = {name: list(timeline(schedule, stages, micro_batches, UNIT)) for name, schedule in schedules.items()}
+    end = until or int(max(slot.end for slots in runs.values() for slot in slots))
+    height = 0.3 * stages + 0.85
+    figure, axes = plt.subplots(
+        len(runs), 1, figsize=(min(16.0, 0.27 * end + 1.0), height * len(runs)), layout="constrained", squeeze=False
+    )
+    for n, (ax, (name, slots)) in enumerate(zip(axes[:, 0], runs.items(), strict=True)):
+        idle = bubble([Slot(s.start, min(s.end, end), s.stage, s.op) for s in slots if s.start < end])
+        picture(slots, ax, title=f"{name}   (idle in what is shown: {idle:.0%})", until=end)
+        if n:
+            ax.get_legend().remove()
+        if n < len(runs) - 1:
+            ax.set_xlabel("")
+            ax.set_xticklabels([])
+    return figure

@@ -1,0 +1,173 @@
+"""The stages of a LightningModule: which of its modules is the pipeline, and what each stage is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from pipeback.splitting.cut_points import Cuts, chosen
+from pipeback.splitting.partition import plain
+from pipeback.splitting.split import Split, at_once, split_model
+from pipeback.splitting.traced_model import Arguments
+from pipeback.tensors.structures import opened
+
+
+class TrainedModule(NamedTuple):
+    """Where the pipeline is."""
+
+    name: str  # in the LightningModule
+    module: nn.Module  # its forward is what the stages compute one after the other
+    cuts: Cuts
+    leaves: tuple[str, ...]
+    split: Split | None  # None: its forward is followed, when it is called first
+
+    @property
+    def followed(self) -> bool:
+        """Whether stages are cut from the module's own forward, which takes and gives whatever it likes."""
+        return self.split is None
+
+    @property
+    def stages(self) -> list[nn.Module]:
+        """Those of a sequence."""
+        return [] if self.split is None else [part.module for part in self.split.parts]
+
+    def given(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """What the pipeline is given for a call of the module."""
+        return Arguments(inputs, named) if self.followed else inputs[0]
+
+    def cut(self, module: nn.Module, example: Any) -> Split:
+        """The stages of the module, or of a copy. example: what the pipeline is given for its first call."""
+        # by their weights: measured times would differ from rank to rank, and from one run to the one that resumes it
+        return split_model(module, self.cuts, _on_device_of(module, example), self.leaves, "memory")
+
+
+def find(module: nn.Module, nominated: str, cuts: Cuts = "auto", leaves: Sequence[str] = ()) -> TrainedModule:
+    """The nominated module of `module`, or the one inside it that is a sequence of stages; else itself, to be followed.
+
+    A sequence is an `nn.Sequential`, has `pipeline_stages()`, or holds all its trainable weights in one child that is
+    such. cuts, leaves: see `cut_points`. Raises ValueError or TypeError that names what was found and the cure.
+    """
+    chosen(cuts)
+    top = _nominated(module, nominated)
+    if isinstance(top, (nn.ModuleList, nn.ModuleDict)):
+        raise TypeError(
+            f"{nominated!r} ({type(top).__name__}) has no forward, so training_step cannot call it; write it as an "
+            "nn.Sequential, or nominate the module that runs it with PipelineStrategy(module=...)"
+        )
+    name, body = nominated, top
+    while (found := at_once(body, cuts, leaves)) is None:
+        holders = [(n, child) for n, child in body.named_children() if _trainable(child)]
+        own = any(p.requires_grad for p in body.parameters(recurse=False))
+        if len(holders) != 1 or own or plain(body):
+            return TrainedModule(nominated, top, cuts, tuple(leaves), None)
+        name, body = f"{name}.{holders[0][0]}", holders[0][1]
+    return TrainedModule(name, body, cuts, tuple(leaves), found)
+
+
+def check_outside(module: nn.Module, body: TrainedModule, optimizer: torch.optim.Optimizer) -> None:
+    """Raise unless the optimizer trains the weights of the body, all of them and no others."""
+    named = {id(p): name for name, p in module.named_parameters()}
+    inside = {id(p): name for name, p in body.module.named_parameters() if p.requires_grad}
+    given = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+    if not given & set(inside):
+        raise ValueError(
+            f"the optimizer holds no weight of {body.name!r}; return one over self.parameters() from "
+            "configure_optimizers"
+        )
+    for identity in given - set(inside):
+        name = named.get(identity, "a parameter that is not in the module")
+        raise ValueError(
+            f"{name} is trained by the optimizer, but lies outside {body.name!r}, where no stage would train it; "
+            f"move it into a stage of {body.name!r}, or leave it out of the optimizer"
+        )
+    for identity, name in inside.items():
+        if identity not in given:
+            raise ValueError(
+                f"{body.name}.{name} requires a gradient, but is in no group of the optimizer; add it, or set its "
+                "requires_grad to False before training"
+            )
+
+
+@torch.no_grad()
+def check_chain(
+    body: TrainedModule, x: Any, present: Callable[[int], AbstractContextManager[Any]] | None = None
+) -> None:
+    """Raise unless the stages, one after the other, compute what the module's own forward does.
+
+    present: the time in which a stage has its weights.
+    """
+    modes = [(m, m.training) for m in body.module.modules()]
+    hooks: list[Any] = []
+    for s, stage in enumerate(body.stages):
+        if present is not None:
+            time = ExitStack()
+            hooks.append(stage.register_forward_pre_hook(partial(_enter, time, present, s)))
+            hooks.append(stage.register_forward_hook(partial(_leave, time), always_call=True))
+    try:
+        for m, _ in modes:
+            m.training = False
+        wanted, value = type(body.module).forward(body.module, x), x
+        for stage in body.stages:
+            value = stage(value)
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for m, mode in modes:
+            m.training = mode
+    pairs = zip(*(v if isinstance(v, tuple) else (v,) for v in (wanted, value)), strict=False)
+    if type(wanted) is not type(value) or not all(a.shape == b.shape and torch.allclose(a, b) for a, b in pairs):
+        raise ValueError(
+            f"{body.name}.pipeline_stages() does not compute what {type(body.module).__name__}.forward does; return "
+            "the modules in the order in which they run, and put what happens between them into modules, too"
+        )
+
+
+def _enter(time: ExitStack, present: Callable[[int], AbstractContextManager[Any]], s: int, *_: Any) -> None:
+    time.enter_context(present(s))
+
+
+def _leave(time: ExitStack, *_: Any) -> None:
+    time.close()
+
+
+def _nominated(module: nn.Module, name: str) -> nn.Module:
+    found: Any = module
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if isinstance(found, nn.Module):
+        return found
+    near = [n for n, child in module.named_children() if _trainable(child)]
+    cure = (
+        f"nominate another with PipelineStrategy(module={near[0]!r})"
+        if len(near) == 1
+        else f"put the layers into one nn.Sequential and call it self.{name}"
+    )
+    has = f"its modules with trainable weights are {', '.join(near)}" if near else "it has no trainable weights"
+    what = "is no module" if found is not None else "does not exist"
+    raise ValueError(f"{type(module).__name__}.{name} {what}, but the pipeline runs through it; {has}: {cure}")
+
+
+def _trainable(module: nn.Module) -> bool:
+    return any(p.requires_grad for p in module.parameters())
+
+
+def _on_device_of(module: nn.Module, example: Any) -> Any:
+    """The example where the weights are: in host memory, if a store will take them in."""
+    device = next((p.device for p in module.parameters()), None)
+    if device is None or device.type == "meta" or not isinstance(example, Arguments):
+        return example
+    tensors, form = opened(tuple(example))
+    return Arguments(*form.fill([t.to(device) for t in tensors]))
+
+
+def few(name: str, stages: int, ranks: int) -> str:
+    """What is wrong where there are fewer stages than devices."""
+    return (
+        f"several devices: self.{name} has {stages} stages for {ranks} devices; use as many devices or less, or "
+        'split it finer (stages="layer")'
+    )

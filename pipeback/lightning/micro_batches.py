@@ -1,0 +1,110 @@
+"""A batch cut into micro-batches, and what `training_step` logs on them put together again."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torchmetrics import Metric, MetricCollection
+
+from pipeback.lightning import lightning_internals
+from pipeback.private import pytree
+
+
+def cut(batch: Any, size: int) -> list[tuple[Any, int]]:
+    """Slices of `size` samples along the first dimension of every tensor of a batch, and their lengths.
+
+    batch: tensors in tuples, lists, dictionaries, named tuples or dataclasses known to torch, or a UserDict (what
+    tokenizers of transformers give); a list that has one entry a sample (strings, say) is cut too, everything else is
+    handed to every slice.
+    """
+    if isinstance(batch, UserDict):
+        return [(type(batch)(part), samples) for part, samples in cut(dict(batch), size)]
+    leaves, shape = pytree.tree_flatten(batch, is_leaf=_plain_list)
+    lengths = {len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()}
+    if len(lengths) != 1:
+        found = f"tensors of lengths {sorted(lengths)}" if lengths else "no tensors"
+        raise ValueError(
+            f"micro_batch_size={size}: the batch has {found}, but it is cut along the first dimension of its tensors, "
+            "which must count samples; use micro_batch_size=None, or another collate_fn"
+        )
+    (length,) = lengths
+    slices = []
+    for begin in range(0, length, size):
+        parts = [
+            leaf[begin : begin + size]
+            if (isinstance(leaf, Tensor) and leaf.dim()) or (isinstance(leaf, list) and len(leaf) == length)
+            else leaf
+            for leaf in leaves
+        ]
+        slices.append((pytree.tree_unflatten(parts, shape), min(size, length - begin)))
+    return slices
+
+
+def _plain_list(node: Any) -> bool:
+    """A list without tensors or containers: one entry a sample, or something of the user's."""
+    return isinstance(node, list) and not any(isinstance(x, (Tensor, list, tuple, dict)) for x in node)
+
+
+class Passed(torch.autograd.Function):
+    """The mean loss of a batch by value, the last micro-batch's by gradient: the others have gone backward already."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, mean: Tensor) -> Tensor:
+        return mean.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], None
+
+
+class Log:
+    """What `self.log` was told on the slices of a batch, to be logged once as the mean over its samples."""
+
+    def __init__(self) -> None:
+        self._said: dict[str, tuple[list[Any], list[int], dict[str, Any]]] = {}
+        self.samples = 0  # of the slice at hand
+
+    @contextmanager
+    def listening(self, module: LightningModule) -> Iterator[None]:
+        """Meanwhile `module.log` is heard here; in the end it is told the means."""
+        log = module.log
+        module.log = self._hear  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            del module.log
+        for name, (values, sizes, options) in self._said.items():
+            value = values[0]
+            if isinstance(value, Metric):
+                # its state has seen every slice; what it shows on the step should have, too
+                steps = [step for *_, step in zip(sizes, options.pop("_steps"), strict=True)]
+                if all(isinstance(step, Tensor) for step in steps):
+                    lightning_internals.set_step_value(value, mean(steps, sizes))
+            elif not isinstance(value, (MetricCollection, dict)):
+                value = mean(values, sizes)
+            log(name, value, **options)
+
+    def _hear(self, name: str, value: Any, *args: Any, **options: Any) -> None:
+        options.update(zip(("prog_bar", "logger", "on_step", "on_epoch"), args))
+        values, sizes, kept = self._said.setdefault(name, ([], [], options))
+        values.append(value.detach() if isinstance(value, Tensor) else value)
+        sizes.append(self.samples)
+        if isinstance(value, Metric):
+            kept.setdefault("_steps", []).append(lightning_internals.step_value(value))
+        if kept.get("batch_size") is not None and kept is not options:
+            kept["batch_size"] += options["batch_size"]
+
+
+def mean(values: list[Any], sizes: list[int]) -> Any:
+    """Weighted by samples."""
+    if len(values) == 1:
+        return values[0]
+    tensors = [value if isinstance(value, Tensor) else torch.tensor(float(value)) for value in values]
+    weights = [size / sum(sizes) for size in sizes]
+    return sum(weight * tensor.float() for weight, tensor in zip(weights, tensors, strict=True))

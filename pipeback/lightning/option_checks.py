@@ -1,0 +1,185 @@
+"""What a PipelineStrategy cannot do, said before anything is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.plugins import MixedPrecision, Precision
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision
+
+from pipeback import methods
+from pipeback.lightning import lightning_internals
+from pipeback.lightning.find_stages import TrainedModule
+from pipeback.methods.base import Method
+from pipeback.pipeline.option_checks import check_masters
+from pipeback.streaming import disk_store
+from pipeback.streaming.disk_store import DiskStore
+from pipeback.streaming.store import DeviceStore, Store
+from pipeback.tensors import meta
+
+OPTIONS = (
+    "method",
+    "micro_batch_size",
+    "stages",
+    "module",
+    "drain",
+    "store",
+    "sparsity",
+    "skip_zeros",
+    "masters",
+    "compile",
+    "activations",
+    "init",
+    "plan",
+    "launcher",
+    "timeout",
+    "leaves",
+)
+NEVER = 2**62  # micro-batches between commits
+DRAIN = ("end", "validation")
+ONE = "pipeback trains with one optimizer: return one, with several parameter groups where rates differ"
+
+
+def no_unknown(unknown: Mapping[str, Any]) -> None:
+    for name in unknown:
+        near = get_close_matches(name, OPTIONS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise TypeError(f"PipelineStrategy has no option {name!r}{hint}; it takes {', '.join(OPTIONS)}")
+
+
+def options(method: str | Method, size: int | None, drain: str) -> None:
+    if isinstance(method, str) and method not in methods.available():
+        near = get_close_matches(method, methods.available(), n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"unknown method {method!r}{hint}; there are {', '.join(methods.available())}")
+    if not isinstance(method, (str, Method)):
+        raise TypeError(f"method must be a name or a pipeback.Method, but is {type(method).__name__}")
+    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+        raise ValueError(f"micro_batch_size must be a whole number of at least 1 or None, but is {size!r}")
+    if drain not in DRAIN:
+        raise ValueError(f"drain must be one of {', '.join(DRAIN)}, but is {drain!r}")
+
+
+def masters(given: Any, store: Store | None) -> None:
+    try:
+        check_masters(given, store)
+    except ValueError as error:
+        raise ValueError(f'{error} (precision="32-true")') from None
+
+
+def store(given: str | Store | None, rank: int = 0, ranks: int = 1) -> Store | None:
+    """The store of this rank. A checkpoint of Lightning says where to go on, so no version in a folder is taken up."""
+    if not isinstance(given, (str, Store, type(None))):
+        raise TypeError(
+            f"store must be None, 'host', 'disk:FOLDER', a HostStore or a DiskStore, but is {type(given).__name__}"
+        )
+    found = disk_store.create(given)
+    if not isinstance(found, DiskStore):
+        return found
+    every = NEVER if isinstance(given, str) else found.commit_every
+    folder = found.folder / f"rank-{rank}" if ranks > 1 else found.folder
+    if isinstance(given, str) or ranks > 1:
+        found = DiskStore(folder, found.prefetch, found.fused, every)
+    if found.versions:
+        raise ValueError(
+            f"store: {found.folder} holds a committed version of a pipeline, which a Trainer does not go on from: give "
+            "fit a checkpoint (ckpt_path=...) and the store an empty folder"
+        )
+    return found
+
+
+def absent(trainer: Trainer, found: TrainedModule, init: Any, store: Store | None, several: bool) -> None:
+    """Raise where stages on the meta device cannot get values, or nobody could keep them."""
+    if not meta.absent(found.module):
+        if init is not None:
+            raise ValueError(
+                f"init gives values to stages from the meta device, but self.{found.name} has its values; build it in "
+                'torch.device("meta"), or leave init out'
+            )
+        return
+    where = f"self.{found.name} is on the meta device"
+    if several or store is None or isinstance(store, DeviceStore):
+        raise ValueError(
+            f'{where}, without values, which stages get on one device with store="host" or "disk:FOLDER"; '
+            f"build it with its values, or use {'devices=1' if several else 'a store'}"
+        )
+    for callback in trainer.callbacks if isinstance(store, DiskStore) else ():  # type: ignore[attr-defined]
+        if isinstance(callback, Checkpoint):
+            raise ValueError(
+                f"{where} and its weights in files, since memory may be too small, but {type(callback).__name__} "
+                "collects all of them in memory: use enable_checkpointing=False, and pipeback.lightning.SaveWeights"
+            )
+
+
+def trainer(
+    trainer: Trainer, module: LightningModule, plugin: Precision, several: bool, streamed: bool = False
+) -> None:
+    if not module.automatic_optimization:
+        raise ValueError(
+            f"{type(module).__name__} uses manual optimization, but the pipeline decides when a stage steps; "
+            "use automatic optimization: return the loss from training_step"
+        )
+    name = plugin.precision
+    if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
+        raise ValueError(
+            f'precision="{name}": loss scaling needs one step for all stages; use "bf16-true" or "32-true"'
+        )
+    if type(plugin) not in (Precision, HalfPrecision, DoublePrecision, MixedPrecision):
+        raise ValueError(f'precision="{name}" is not supported by pipeback; use "32-true", "bf16-true" or "64-true"')
+    for callback in trainer.callbacks if streamed else ():  # type: ignore[attr-defined]
+        if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
+            raise ValueError(
+                f"{type(callback).__name__} reads and writes all weights of the model at once, which live in a store; "
+                "leave it out, or use store=None"
+            )
+    if not several:
+        return
+    if isinstance(plugin, MixedPrecision):
+        raise ValueError(
+            f'precision="{name}": with several devices a stage runs in a thread of its own, which autocast does not '
+            'reach; use "bf16-true" or "32-true"'
+        )
+    if lightning_internals.validates_by_the_clock(trainer):
+        raise ValueError(
+            "val_check_interval by the clock: with several devices each rank has a clock of its own; give a number of "
+            "batches or a fraction of an epoch"
+        )
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
+            raise ValueError(
+                f"{type(callback).__name__} needs the whole model in one process; leave it out, or use devices=1"
+            )
+
+
+def precision(plugin: Precision, method: Method) -> None:
+    if isinstance(plugin, MixedPrecision) and method.copies != "stash" and any(method.delays(8)):
+        raise ValueError(
+            f'precision="{plugin.precision}": under autocast the graph keeps casts of the old weights, which '
+            f'turns {method!r} into weight stashing silently; use precision="bf16-true" or "32-true", or '
+            'method="pipedream"'
+        )
+
+
+def optimizers(found: Sequence[Any]) -> None:
+    if len(found) != 1:
+        raise ValueError(f"configure_optimizers returned {len(found)} optimizers. {ONE}")
+    if isinstance(found[0], torch.optim.LBFGS):
+        raise ValueError(
+            "configure_optimizers returned LBFGS, which evaluates the loss several times a step; a pipeline "
+            "cannot; use SGD or Adam"
+        )
+
+
+def explain(error: BaseException) -> None:
+    """Add to an error of the pipeline what it means under Lightning."""
+    if "is not the one that worker" in str(error):  # link.OtherBatch, which other ranks hear of in a RankError
+        error.add_note(
+            "Every rank of Trainer(devices=N) must see the same batches, as one device would: no DistributedSampler, "
+            "no rank in the choice of data; and what training_step draws after it has called the model, the other "
+            "ranks do not draw"
+        )

@@ -1,0 +1,59 @@
+"""Dtype turns: what two threads of a process cannot do at once, the user's code and the stages at work.
+
+`precision="bf16-true"` sets the type of new tensors during `training_step`, for the whole process: stages that work in
+a thread of their own need it when they do, and everybody else needs the old one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+DTYPES = {"16-true": torch.float16, "bf16-true": torch.bfloat16, "64-true": torch.float64}
+
+
+class DtypeTurns:
+    """It is the caller's turn from `mine` on, but for `rest`; without such a precision nobody waits for anybody."""
+
+    def __init__(self, precision: Any) -> None:
+        self.dtype = DTYPES.get(str(precision))
+        self._lock = threading.RLock()
+        self._held = False
+
+    def mine(self, held: bool = True) -> None:
+        if self.dtype is not None and held != self._held:
+            if held:
+                self._lock.acquire()
+            else:
+                self._lock.release()
+            self._held = held
+
+    @contextmanager
+    def rest(self) -> Iterator[None]:
+        """The stages may work."""
+        held = self._held
+        self.mine(False)
+        try:
+            yield
+        finally:
+            self.mine(held)
+
+    def guard(self, stage: nn.Module) -> None:
+        """Have the stage run in turn, and with the type that it needs."""
+        if self.dtype is not None:
+            stage.forward = partial(self._run, self.dtype, stage.forward)
+
+    def _run(self, dtype: torch.dtype, forward: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        with self._lock:
+            outside = torch.get_default_dtype()
+            torch.set_default_dtype(dtype)
+            try:
+                return forward(*given, **named)
+            finally:
+                torch.set_default_dtype(outside)

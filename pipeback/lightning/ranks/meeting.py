@@ -1,0 +1,152 @@
+"""Meeting: how the ranks of one Trainer come together outside the pipeline.
+
+The pipeline gives a rank up that is in its own code for longer than the timeout. Here such a rank is waited for: rank 0
+writes checkpoints and draws pictures while the others have nothing to do. Whoever dies or fails still ends every wait.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import pickle
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
+from torch.distributed.device_mesh import DeviceMesh
+
+from pipeback.distributed.health.health import Health
+from pipeback.tensors import accelerators
+
+NAME = 64  # bytes of the name of a call that go before its content
+
+
+def join(environment: ClusterEnvironment, device: torch.device, timeout: float) -> None:
+    """Initialise torch.distributed for this rank, unless that is done.
+
+    timeout: seconds. Raises RuntimeError saying where rank 0 was looked for, when the ranks do not find each other.
+    """
+    world = environment.world_size()
+    if dist.is_initialized():
+        if dist.get_world_size() != world:
+            raise RuntimeError(
+                f"torch.distributed runs with {dist.get_world_size()} ranks, but the Trainer asks for {world}; "
+                "start as many, or let the Trainer start them"
+            )
+        return
+    address, port, rank = environment.main_address, environment.main_port, environment.global_rank()
+    os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port))
+    backend = "nccl" if accelerators.direct(device) else "gloo"
+    try:
+        dist.init_process_group(backend, rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
+    except (RuntimeError, ValueError) as error:
+        raise RuntimeError(
+            f"rank {rank} of {world} did not meet the others within {timeout:g} s at MASTER_ADDR={address}, "
+            f"MASTER_PORT={port}: {str(error).strip().splitlines()[0]}; check that they reach rank 0 from every host "
+            "and that all ranks were started"
+        ) from error
+    if backend == "nccl":
+        atexit.register(_end)
+
+
+# Groups with work that a rank has given up: one that is freed waits for its work, and would for ever.
+_unfinished: list[Any] = []
+
+
+class Meeting:
+    """All ranks of the Trainer. Every one makes the same calls in the same order."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.device = device
+        self.health: Health | None = None  # of the pipeline, while there is one
+        self.rest: Callable[[], AbstractContextManager[Any]] = nullcontext  # around every wait
+        self._group: Any = dist.new_group(backend="gloo", timeout=timedelta(days=1000))
+        self._mesh: DeviceMesh | None = None
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The ranks in the order of the pipeline: rank 0 is the last, for loggers and progress bars want the loss."""
+        if self._mesh is None:
+            self._mesh = DeviceMesh(self.device.type, list(reversed(range(self.world))))
+        return self._mesh
+
+    def gather(self, what: str, value: Any = None, to: int | None = None) -> list[Any]:
+        """What every rank gives, by rank; with `to`, on that rank, and an empty list on the others.
+
+        what: the name of the call. Raises RuntimeError where ranks make different ones.
+        """
+        content, lengths = self._announce(what, value)
+        receives, most = to in (None, self.rank), max(lengths)
+        parts = [torch.empty(most, dtype=torch.uint8) for _ in lengths] if receives else []
+        if most and to is None:
+            self._wait(dist.all_gather(parts, _bytes(content, most), group=self._group, async_op=True), what)
+        elif most:
+            mine = _bytes(content, most)
+            self._wait(dist.gather(mine, parts or None, dst=to, group=self._group, async_op=True), what)
+        return [_value(part, n) for part, n in zip(parts, lengths, strict=receives)]
+
+    def broadcast(self, what: str, value: Any, source: int = 0) -> Any:
+        """What the rank `source` gives."""
+        content, lengths = self._announce(what, value if self.rank == source else None)
+        part = _bytes(content, lengths[source])
+        if lengths[source]:
+            self._wait(dist.broadcast(part, source, group=self._group, async_op=True), what)
+        return value if self.rank == source else _value(part, lengths[source])
+
+    def _announce(self, what: str, value: Any) -> tuple[bytes, list[int]]:
+        """Make sure that all ranks are in this call; the bytes to send, and how many every rank has."""
+        content = b"" if value is None else pickle.dumps(value)
+        name = what.encode()[:NAME].ljust(NAME)
+        heads = [torch.empty(NAME + 8, dtype=torch.uint8) for _ in range(self.world)]
+        head = _bytes(name + len(content).to_bytes(8, "little"), NAME + 8)
+        self._wait(dist.all_gather(heads, head, group=self._group, async_op=True), what)
+        told = [h.numpy().tobytes() for h in heads]
+        self._check([h[:NAME].decode(errors="replace").strip() for h in told])
+        return content, [int.from_bytes(h[NAME:], "little") for h in told]
+
+    def _check(self, names: list[str]) -> None:
+        if len(set(names)) > 1:
+            told = "; ".join(f"rank {rank} is in {name}" for rank, name in enumerate(names))
+            raise RuntimeError(
+                f"the ranks do not make the same calls in the same order: {told}. What a hook does on one rank alone "
+                "(saving, evaluating) it must do on all: leave out `if trainer.is_global_zero`"
+            )
+
+    def _wait(self, work: Any, what: str) -> None:
+        """Return when all have come; look after the pipeline's health meanwhile."""
+        pause = 0.0
+        _unfinished.append((self._group, work))
+        with self.rest(), nullcontext() if self.health is None else self.health.calling(what):
+            while not work.is_completed():
+                if self.health is not None:
+                    self.health.check()
+                time.sleep(pause)
+                pause = min(pause + 0.0001, 0.01)
+        _unfinished.pop()  # not where the pipeline's health raised: this work will never end
+        try:
+            work.wait()
+        except RuntimeError as error:
+            if self.health is not None:
+                raise self.health.blame([r for r in range(self.world) if r != self.rank], what, 0.0) from error
+            raise RuntimeError(
+                f"rank {self.rank} waited for the others in {what}, and one of them has ended; its own error says why"
+            ) from error
+
+
+def _end() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _bytes(content: bytes, length: int) -> torch.Tensor:
+    return torch.frombuffer(bytearray(content.ljust(length)), dtype=torch.uint8) if length else torch.empty(0)
+
+
+def _value(part: torch.Tensor, length: int) -> Any:
+    return pickle.loads(part[:length].numpy().tobytes()) if length else None

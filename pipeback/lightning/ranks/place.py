@@ -1,0 +1,159 @@
+"""Place: where a strategy runs. On one device, or on one a process, where rank 0 has the last stages and the loss.
+
+To Lightning there is one replica of the data: `world_size` is 1 and nothing is summed over the ranks. Every rank sees
+the same batches, and has rank 0's word in all that could be decided differently.
+"""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.environments import TorchElasticEnvironment
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch import Trainer
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins import CheckpointIO, Precision
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+from pipeback.lightning import random_state
+from pipeback.lightning.ranks.launchers import LAUNCHERS, launcher
+from pipeback.lightning.ranks.meeting import Meeting, join
+
+
+class Place(SingleDeviceStrategy):
+    """A strategy that runs on Trainer(devices=N), and has the ranks meet."""
+
+    def __init__(
+        self,
+        start: str,
+        timeout: float,
+        accelerator: Accelerator | None,
+        checkpoint_io: CheckpointIO | None,
+        precision_plugin: Precision | None,
+    ) -> None:
+        super().__init__("cpu", accelerator, checkpoint_io, precision_plugin)
+        if start not in LAUNCHERS:
+            raise ValueError(f"launcher must be one of {', '.join(LAUNCHERS)}, but is {start!r}")
+        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
+            raise ValueError(f"timeout must be a positive number of seconds, but is {timeout!r}")
+        self.start, self.timeout = start, float(timeout)
+        self.cluster_environment: ClusterEnvironment | None = None
+        self.num_nodes = 1
+        self.alone = False  # a process that starts the others validates by itself
+        self.meeting: Meeting | None = None
+        self.lost = False  # weights of the module are elsewhere: on ranks that have failed, in files
+        self._devices: list[torch.device] = []
+
+    # -- ranks ---------------------------------------------------------------------------------------------------
+
+    @property
+    def several(self) -> bool:
+        """Whether the Trainer has several devices, each with a process of its own."""
+        return self.ranks > 1
+
+    @property
+    def ranks(self) -> int:
+        """Devices of all hosts."""
+        return self.num_processes * self.num_nodes
+
+    @property
+    def num_processes(self) -> int:
+        return len(self._devices)
+
+    @property
+    def node_rank(self) -> int:
+        return 0 if self.cluster_environment is None else self.cluster_environment.node_rank()
+
+    @property
+    def is_global_zero(self) -> bool:
+        return self.global_rank == 0
+
+    @property
+    def root_device(self) -> torch.device:
+        return self._devices[self.local_rank] if self._devices else torch.device("cpu")
+
+    @property
+    def parallel_devices(self) -> list[torch.device]:
+        """Set by the Trainer from its options accelerator and devices."""
+        return self._devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device]) -> None:
+        self._devices = list(devices)
+
+    def set_world_ranks(self) -> None:
+        environment = self.cluster_environment
+        if environment is None:
+            return
+        if not self.several:
+            if isinstance(environment, TorchElasticEnvironment):
+                environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+            return
+        self.local_rank = environment.local_rank()
+        environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+        environment.set_world_size(self.ranks)
+        self.global_rank = environment.global_rank()
+        vars(rank_zero_only)["rank"] = self.global_rank  # what its documentation asks for
+
+    def _configure_launcher(self) -> None:
+        self._launcher = launcher(self)
+
+    def check_before_launch(self, trainer: Trainer) -> None:
+        """Raise what can be known to be wrong without the processes."""
+
+    def setup_environment(self) -> None:
+        if self.several and not self.alone:
+            self.set_world_ranks()
+        super().setup_environment()
+        if self.several and not self.alone and self.meeting is None:
+            assert self.cluster_environment is not None
+            # processes that were started here may take a while to import what they need; those elsewhere may not exist
+            seconds = self.timeout if self.launcher is None else max(self.timeout, 300.0)
+            join(self.cluster_environment, self.root_device, seconds)
+            self.meeting = Meeting(self.root_device)
+            # all ranks see the same data, so that there is nothing to accumulate
+            warnings.filterwarnings("ignore", ".*sync_dist=True.* when logging on epoch level")
+
+    # -- meeting -------------------------------------------------------------------------------------------------
+
+    def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
+        if self.meeting is not None:
+            self.meeting.gather(f"barrier {name or ''}".strip())
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return obj if self.meeting is None else self.meeting.broadcast("broadcast", obj, src)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        return bool(decision) if self.meeting is None else self.meeting.broadcast("a decision", bool(decision))
+
+    # -- data ----------------------------------------------------------------------------------------------------
+
+    def same_random_numbers(self) -> None:
+        """From now on every rank draws what rank 0 draws: the same order of the data, the same augmentations."""
+        if self.meeting is not None:
+            random_state.load(self.meeting.broadcast("random numbers", random_state.save()))
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        if self.meeting is not None:
+            self.same_random_numbers()
+            init = getattr(dataloader, "worker_init_fn", None)
+            if isinstance(init, partial) and init.func is pl_worker_init_function:
+                dataloader.worker_init_fn = partial(pl_worker_init_function, rank=0)
+        return super().process_dataloader(dataloader)
+
+    def teardown(self) -> None:
+        if self.several and not self.alone and self.cluster_environment is not None:
+            self.cluster_environment.teardown()
+        if not self.lost:
+            super().teardown()
+            return
+        # there is nothing to move
+        self.precision_plugin.teardown()
+        if self.accelerator is not None:
+            self.accelerator.teardown()
+        self.checkpoint_io.teardown()

@@ -1,0 +1,135 @@
+"""The optimizer of the LightningModule, shared out: one optimizer a stage with the same options and the same state.
+
+The user's optimizer stays what schedulers, monitors and checkpoints see. Its state dictionaries are those of the
+stages' optimizers, the very same objects; its options are copied to them when they change.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeback.private import without_step_hooks
+from pipeback.stages.counted import counted
+
+IMPLEMENTATION = ("foreach", "fused")  # options of the twins' own: a store may have chosen otherwise
+
+
+class StageOptimizers:
+    """The optimizers of the stages: call it with the weights of a stage, in the order of the stages.
+
+    trained: the user's parameters that each stage trains, in the order in which its module has them.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, trained: Sequence[Sequence[nn.Parameter]]) -> None:
+        self.optimizer, self.trained = optimizer, trained
+        self._groups = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        self._made: list[tuple[Any, list[tuple[Tensor, nn.Parameter]], list[int]]] = []
+        self._options = self._current()
+
+    def __call__(self, weights: list[Tensor]) -> torch.optim.Optimizer:
+        """A twin over `weights`."""
+        original = self.optimizer
+        twin: Any = object.__new__(type(original))
+        twin.__dict__.update(original.__dict__)
+        twin.__dict__.pop("step", None)  # a scheduler's wrapper is bound to the original
+        without_step_hooks(twin)  # the user's hooks hear of the original's steps
+        # the pipeline's weights are other parameters, in the order of the user's
+        mine = self.trained[len(self._made)]
+        pairs = list(zip(weights, mine, strict=True)) if mine else []
+        groups: dict[int, list[Tensor]] = {} if mine else {0: weights}
+        for w, p in pairs:
+            groups.setdefault(self._groups[id(p)], []).append(w)
+        numbers = sorted(groups)
+        twin.param_groups = [{"params": groups[g], **self._options[g]} for g in numbers]
+        self._made.append((twin, pairs, numbers))
+        self._share(twin, pairs)
+        return twin
+
+    def follow(self) -> None:
+        """Hand options that have changed since, a scheduler's rate for example, to every stage."""
+        now = self._current()
+        if now != self._options:
+            self._options = now
+            for twin, _, numbers in self._made:
+                for n, (group, g) in enumerate(zip(twin.param_groups, numbers, strict=True)):
+                    counts = {k for k in now[g] if (n, k) in counted(twin).options}  # its own steps'
+                    group.update({k: v for k, v in now[g].items() if k not in IMPLEMENTATION and k not in counts})
+
+    def give(self, *, stored: bool = False) -> None:
+        """After a state was loaded into the original: the twins' state is that. stored: the weights are in a store."""
+        for twin, pairs, _ in self._made:
+            self._share(twin, pairs)
+            for w, p in pairs:
+                if w.dtype != p.dtype:  # a master: torch has cast what it has loaded to the type of the user's weight
+                    state = twin.state[w]
+                    state.update({k: v.to(w.dtype) for k, v in state.items() if _like(v, p)})
+            for w, _ in pairs if stored else ():
+                state = twin.state[w]
+                state.update({k: _owned(v, w.device) for k, v in state.items() if isinstance(v, Tensor) and v.dim()})
+        self.follow()
+
+    def take(self) -> None:
+        """After a state was loaded into the twins: the original's state is that."""
+        self.collect()
+        self._options = []  # theirs are those of the last micro-batch; a scheduler may have moved on since
+        self.follow()
+
+    def collect(self) -> None:
+        """The original's state is the twins'; of stages that are elsewhere it is empty."""
+        for twin, pairs, _ in self._made:
+            for w, p in pairs:
+                self.optimizer.state[p] = twin.state[w]
+
+    def detach(self) -> None:
+        """The original's state is a copy: the twins' is about to go."""
+        for twin, pairs, _ in self._made:
+            for w, p in pairs:
+                self.optimizer.state[p] = copy.deepcopy(twin.state[w])
+
+    def state_dict(self) -> dict[str, Any]:
+        """The original's, as if it had made the steps."""
+        found = self.optimizer.state_dict()
+        # a parameter that was never stepped has no state in plain training, here an empty one
+        return {**found, "state": {n: state for n, state in found["state"].items() if state}}
+
+    def dense_state_dict(self, expanded: Callable[[Tensor, Tensor], Tensor]) -> dict[str, Any]:
+        """The same, where the twins step the survivors of sparse weights. expanded: (weight, its state) -> dense."""
+        self.collect()
+        kept: dict[Tensor, Any] = {p: self.optimizer.state[p] for _, pairs, _ in self._made for _, p in pairs}
+        for _, pairs, _ in self._made:
+            for w, p in pairs:
+                self.optimizer.state[p] = {
+                    key: expanded(w, v) if isinstance(v, Tensor) and v.shape == w.shape else v
+                    for key, v in kept[p].items()
+                }
+        found = copy.deepcopy(self.state_dict())
+        self.optimizer.state.update(kept)
+        return found
+
+    def _share(self, twin: Any, pairs: list[tuple[Tensor, nn.Parameter]]) -> None:
+        twin.state = defaultdict(dict)
+        for w, p in pairs:
+            twin.state[w] = self.optimizer.state[p]
+
+    def _current(self) -> list[dict[str, Any]]:
+        return [
+            {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
+            for group in self.optimizer.param_groups
+        ]
+
+
+def _like(value: Any, p: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.dtype == p.dtype
+
+
+def _owned(value: Tensor, device: torch.device) -> Tensor:
+    """Where the weights live, in memory that can be given away: what was read from a file lies in a buffer of its."""
+    if value.device == device and value.untyped_storage().resizable():
+        return value
+    return value.to(device, copy=True)

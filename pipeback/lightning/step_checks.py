@@ -1,0 +1,77 @@
+"""Step checks: what a `training_step` is to do with the model, and what it gives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from pipeback.lightning import micro_batches
+from pipeback.lightning.find_stages import TrainedModule
+from pipeback.stages.saved_graph import nodes
+from pipeback.tensors.structures import opened
+
+
+def check_call(body: TrainedModule, inputs: tuple[Any, ...], named: dict[str, Any], again: bool) -> None:
+    """Raise where the pipeline cannot take what the model was called with."""
+    name = body.name
+    if again:
+        raise ValueError(
+            f"training_step called self.{name} twice; a micro-batch goes through the stages once: concatenate the "
+            "inputs and call it once, or wrap a call that needs no gradient in torch.no_grad()"
+        )
+    if not body.followed and (len(inputs) != 1 or named):
+        raise TypeError(
+            f"training_step called self.{name} with {len(inputs)} positional and {len(named)} named arguments; the "
+            "first stage takes one tensor or a tuple of tensors: put them into one tuple"
+        )
+    if any(part.requires_grad for part in opened((inputs, named))[0]):
+        raise ValueError(
+            f"the input of self.{name} requires a gradient, but what comes before it would get none; move the "
+            f"layers before it into the first stage of {name!r}, or detach the input"
+        )
+
+
+def check_output(body: TrainedModule, output: Any, given: Any) -> None:
+    """Raise unless it called the model and returned a loss. given: what the model gave it, None: it was not called."""
+    loss, name = loss_of(output), body.name
+    if given is None:
+        raise ValueError(
+            f"training_step did not call self.{name}, so there is nothing for the stages to learn from; call it "
+            "once and compute the loss from its output (if a module around it does not call it as a whole, but its "
+            'parts, have that one followed: PipelineStrategy(stages="layer"))'
+        )
+    if not isinstance(loss, Tensor):
+        raise ValueError(
+            f"training_step returned {'no loss' if loss is None else f'a {type(loss).__name__}'}, but the "
+            "micro-batch has gone forward; return the loss, a 0-d tensor or a dictionary with it under 'loss' (to "
+            "leave a batch out, return -1 from on_train_batch_start or take it out of the data)"
+        )
+
+
+def check_loss(body: TrainedModule, loss: Tensor, output: Any) -> None:
+    """Raise unless the loss has been computed from the output of the pipeline."""
+    leaves = {id(part) for part in (output if isinstance(output, tuple) else (output,))}
+    if id(loss) not in leaves and not any(id(getattr(node, "variable", None)) in leaves for node in nodes([loss])):
+        raise ValueError(
+            f"the loss that training_step returned does not depend on the output of self.{body.name}; compute it from "
+            "the output with differentiable operations"
+        )
+
+
+def loss_of(output: Any) -> Any:
+    """The loss that it returned, alone or in a dictionary."""
+    return output.get("loss") if isinstance(output, Mapping) else output
+
+
+def passed(output: Any, losses: list[Tensor], sizes: list[int]) -> Any:
+    """What `training_step` gave for the last slice, with the mean of all losses."""
+    loss = micro_batches.Passed.apply(loss_of(output), micro_batches.mean(losses, sizes))
+    return {**output, "loss": loss} if isinstance(output, Mapping) else loss
+
+
+def held(output: Any) -> Any:
+    """The tensors of the model's output, which get its gradients; the structure itself is the user's."""
+    tensors, _ = opened(output)
+    return tensors[0] if len(tensors) == 1 else tuple(tensors)

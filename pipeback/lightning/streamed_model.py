@@ -1,0 +1,130 @@
+"""Streamed model: the model outside of F, while the weights of its stages live elsewhere and come in turn.
+
+In fit the pipeline brings it from its store. Before, and to validate, test or predict without fit, it is copied from
+host memory to the device, and given away after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipeback.lightning.find_stages import TrainedModule
+from pipeback.splitting.cut_points import layer
+
+
+class StreamedModel:
+    """Serves calls of the model without gradients. bring: given a stage's number, the time in which it is there."""
+
+    def __init__(self, found: TrainedModule, device: torch.device) -> None:
+        self.found, self.device = found, device
+        self.bring: Callable[[int], AbstractContextManager[Any]] = self._carried
+        self.stored = False  # the pipeline brings it
+        self._through: Callable[[Any], Any] | None = None  # the stages of a module that was followed
+        self.own = found.module.__dict__.pop("forward", None)
+        found.module.forward = self._forward
+
+    def end(self) -> None:
+        """The model's own forward again."""
+        self.found.module.__dict__.pop("forward", None)
+        if self.own is not None:
+            self.found.module.forward = self.own
+
+    def _forward(self, *inputs: Any, **named: Any) -> Any:
+        found = self.found
+        forward = self.own or partial(type(found.module).forward, found.module)
+        if not self.stored and self.device.type == "cpu":
+            return forward(*inputs, **named)
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"self.{found.name} was called with gradients outside of training_step; its stages live in a store "
+                "and come to the device one by one, which gives gradients there only: call it in torch.no_grad()"
+            )
+        if found.followed:
+            if self._through is not None:
+                return self._through(found.given(inputs, named))
+            with self._visiting():
+                return forward(*inputs, **named)
+        if len(inputs) != 1 or named:
+            raise TypeError(
+                f"self.{found.name} was called with {len(inputs)} positional and {len(named)} named arguments; the "
+                "first stage takes one tensor or a tuple of tensors"
+            )
+        value = inputs[0]
+        for s, stage in enumerate(found.stages):
+            with self.bring(s):
+                value = stage(value)
+        return value
+
+    def stream(self, bring: Callable[[int], AbstractContextManager[Any]], through: Callable[[Any], Any]) -> None:
+        """From now on the weights are where `bring` gets them from, and `through` takes a call through all stages."""
+        self.bring, self._through, self.stored = bring, through, True
+
+    def _carried(self, s: int) -> AbstractContextManager[None]:
+        stage = self.found.stages[s]
+        return _carried([*stage.parameters()], [*stage.buffers()], self.device)
+
+    @contextmanager
+    def _visiting(self) -> Iterator[None]:
+        """Every layer comes for the time of its call, and what a module has of its own for the time of its."""
+        module, hooks = self.found.module, list[Any]()
+        paths = dict(module.named_modules())
+        whole = [path for path, m in paths.items() if path in self.found.leaves or (path and layer(m))]
+        with ExitStack() as stack:
+            for path, m in paths.items():
+                if any(path.startswith(f"{other}.") for other in whole):
+                    continue
+                deep, times = path in whole, list[ExitStack]()
+                weights, buffers = [*m.parameters(recurse=deep)], [*m.buffers(recurse=deep)]
+                if not weights and not buffers:
+                    continue
+                if m is module:
+                    stack.enter_context(_carried(weights, buffers, self.device))
+                    continue
+                hooks.append(m.register_forward_pre_hook(partial(_come, times, weights, buffers, self.device)))
+                hooks.append(m.register_forward_hook(partial(_go, times), always_call=True))
+            try:
+                yield
+            finally:
+                for hook in hooks:
+                    hook.remove()
+
+
+def _come(times: list[ExitStack], weights: list[Any], buffers: list[Any], device: torch.device, *_: Any) -> None:
+    times.append(ExitStack())
+    times[-1].enter_context(_carried(weights, buffers, device))
+
+
+def _go(times: list[ExitStack], *_: Any) -> None:
+    if times:
+        times.pop().close()
+
+
+@contextmanager
+def _carried(weights: list[Any], buffers: list[Any], device: torch.device) -> Iterator[None]:
+    """The time in which these are on the device; what they were comes back, but for buffers that have changed."""
+    kept = [t.data for t in (*weights, *buffers)]
+    for t, value in zip((*weights, *buffers), kept, strict=True):
+        t.data = value.to(device)
+    try:
+        yield
+    finally:
+        for t, value in zip(buffers, kept[len(weights) :], strict=True):
+            value.copy_(t.data)  # statistics, in training mode
+        for t, value in zip((*weights, *buffers), kept, strict=True):
+            t.data = value
+
+
+@contextmanager
+def staying(module: nn.Module) -> Iterator[None]:
+    """Meanwhile what moves or casts the modules around this one leaves it where it is."""
+    module._apply = lambda fn, recurse=True: module  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del module._apply

@@ -1,0 +1,152 @@
+"""Suspended step: a call that stops where it asks for something, and goes on when it has got it.
+
+    caller      ── go_on ┐           ┌ go_on(answer) ┐          ┌─
+    the call             └── ask(x) ─┘               └── ... end ┘
+
+It runs in a thread of its own, but never while its caller runs. What torch keeps by thread (grad mode, autocast,
+devices), the context variables and the default dtype are the caller's when it begins, and the call's own after.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from pipeback.tensors import accelerators
+
+
+class Modes(NamedTuple):
+    """What decides how torch computes in this thread."""
+
+    grad: bool
+    inference: bool
+    casts: tuple[tuple[str, bool, torch.dtype], ...]  # autocast, by type of device
+    cache: bool  # of casts
+    dtype: torch.dtype  # by default
+    device: torch.device  # by default
+    stream: torch.Stream | None
+
+    @classmethod
+    def now(cls) -> Modes:
+        kinds = accelerators.kinds()
+        casts = tuple((k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds)
+        stream = accelerators.in_use()
+        return cls(
+            torch.is_grad_enabled(), torch.is_inference_mode_enabled(), casts, torch.is_autocast_cache_enabled(),
+            torch.get_default_dtype(), torch.get_default_device(), stream,
+        )  # fmt: skip
+
+    def set(self) -> None:
+        """Have them in this thread, but for inference mode."""
+        torch.set_grad_enabled(self.grad)
+        for kind, enabled, dtype in self.casts:
+            torch.set_autocast_enabled(kind, enabled)
+            torch.set_autocast_dtype(kind, dtype)
+        torch.set_autocast_cache_enabled(self.cache)
+        torch.set_default_dtype(self.dtype)
+        if torch.get_default_device() != self.device:
+            torch.set_default_device(self.device)
+        if self.stream is not None:
+            torch.accelerator.set_stream(self.stream)  # and its device
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        outside = Modes.now()
+        self.set()
+        try:
+            yield
+        finally:
+            torch.clear_autocast_cache()  # as the end of `torch.autocast` does
+            outside.set()
+
+
+class _Ended(BaseException):
+    """Nobody wants the call any more. Not for `except Exception`."""
+
+
+class Suspended:
+    """`function()`, which gets no further than its next `ask` until it is told to go on."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self.function = function
+        self.question: Any = None
+        self.result: Any = None
+        self.modes = Modes.now()  # of the call, when it last asked
+        self._answer: Any = None
+        self._failure: BaseException | None = None
+        self._thrown: BaseException | None = None  # raised where it asks
+        self._asks = self._over = False
+        self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
+        context = contextvars.copy_context()
+        self._thread = threading.Thread(target=context.run, args=(self._run,), daemon=True, name="pipeback call")
+
+    def go_on(self, answer: Any = None, error: BaseException | None = None) -> bool:
+        """Run it until it asks (True) or has its `result` (False); raises what it raises.
+
+        answer, error: what the `ask` at which it stands returns or raises.
+        """
+        outside = torch.get_default_dtype()
+        self._answer, self._thrown = answer, error
+        if self._thread.ident is None:
+            self._thread.start()
+        self._go.release()
+        self._back.acquire()
+        torch.set_default_dtype(outside)
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+        return self._asks
+
+    def go_on_to(self, kind: type, answer: Any = None) -> bool:
+        """`go_on` to a question of this kind, or to the end. Others are functions, which are called in this thread."""
+        asks = self.go_on(answer)
+        while asks and not isinstance(self.question, kind):
+            try:
+                with self.modes.applied():
+                    answer = self.question()
+            except BaseException as error:
+                asks = self.go_on(error=error)
+            else:
+                asks = self.go_on(answer)
+        return asks
+
+    def ask(self, question: Any) -> Any:
+        """For the function: have the caller see the question, and wait for the answer."""
+        if self._over:
+            raise _Ended
+        self.question, self._asks, self.modes = question, True, Modes.now()
+        self._back.release()
+        self._go.acquire()
+        self._asks = False
+        torch.set_default_dtype(self.modes.dtype)
+        if self._over:
+            raise _Ended
+        if self._thrown is not None:
+            raise self._thrown
+        return self._answer
+
+    def end(self) -> None:
+        """It goes no further: where it asks, an exception ends it, and it cleans up."""
+        self._over = True
+        if self._thread.is_alive():
+            outside = torch.get_default_dtype()
+            self._go.release()
+            self._thread.join()
+            torch.set_default_dtype(outside)
+        self._failure = None
+
+    def _run(self) -> None:
+        self._go.acquire()
+        try:
+            with torch.inference_mode(self.modes.inference):
+                self.modes.set()
+                self.result = self.function()
+        except BaseException as error:
+            self._failure = error
+        self._asks = False
+        self._back.release()

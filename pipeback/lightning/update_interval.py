@@ -1,0 +1,63 @@
+"""The update interval: `accumulate_grad_batches` in the micro-batches of a method."""
+
+from __future__ import annotations
+
+from pipeback import methods
+from pipeback.methods.base import Method
+
+
+class UpdateInterval:
+    """How often a method updates.
+
+    Methods that flush once a push (gpipe, one_f_one_b) flush with Lightning's optimizer step, whenever that comes.
+    Those that count (pipedream_2bw, pipemare) count accumulate_grad_batches times the micro-batches of a batch, unless
+    they were built with a number. The others update after every micro-batch.
+    """
+
+    def __init__(self, method: str | Method) -> None:
+        self._given = method
+        self._batches: int | None = None  # accumulate_grad_batches, where it must not change
+
+    @property
+    def known(self) -> bool:
+        """Whether the method can be built before the first batch shows how many micro-batches make an update."""
+        return not self._counts()
+
+    def method(self, batches: int, per_batch: int) -> Method:
+        """The method for `accumulate_grad_batches=batches` and `per_batch` micro-batches a batch."""
+        wanted = batches * per_batch
+        given = self._given
+        if isinstance(given, str) and self._counts():
+            made = methods.create(given, micro_batches=wanted)
+        else:
+            made = methods.create(given) if isinstance(given, str) else given
+        if made.flush_each_push:
+            return made
+        self._batches = batches
+        found = getattr(made, "micro_batches", None)
+        if batches > 1 and found is None:
+            raise ValueError(
+                f"accumulate_grad_batches={batches}: {made!r} updates after every micro-batch; use 1, or a method with "
+                "an update interval: gpipe, one_f_one_b, pipedream_2bw, pipemare"
+            )
+        if batches > 1 and found != wanted:
+            raise ValueError(
+                f"accumulate_grad_batches={batches} asks for an update every {wanted} micro-batches, but the method "
+                f"was built with micro_batches={found}; leave one of them out"
+            )
+        return made
+
+    def check(self, batches: int) -> None:
+        """Raise if accumulate_grad_batches has changed on the way for a method that cannot follow."""
+        if self._batches is not None and batches != self._batches:
+            raise ValueError(
+                f"accumulate_grad_batches changed from {self._batches} to {batches} on the way, but the update "
+                "interval of a pipeline that does not flush is fixed; leave it, or use gpipe or one_f_one_b"
+            )
+
+    def _counts(self) -> bool:
+        """Whether the method is named, not built, and counts micro-batches."""
+        if not isinstance(self._given, str):
+            return False
+        option = methods.options(self._given).get("micro_batches")
+        return option is not None and option.default is not None

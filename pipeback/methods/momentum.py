@@ -1,0 +1,206 @@
+"""Momentum SGD opened up: its velocity, a spiked step, and the scaling of its hyper-parameters.
+
+g ← ±∇f + λ·w        v ← m·v + g        w ← w − η·(a·v + b·g)        (torch.optim.SGD: a = 1, b = 0)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from operator import is_
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from pipeback.methods.base import OptimizerLike
+from pipeback.tensors.fused_steps import fused_sgd_step
+from pipeback.tensors.weight_list import DECAYED, GRADIENTS, VELOCITIES, WeightList, Weights, add_scaled, chosen, whole
+
+
+def scale_hyperparameters(rate: float, momentum: float, reference: int, size: int) -> tuple[float, float]:
+    """Rate and momentum for another update size: keeps the decay time and the total step a sample.
+
+        m = m_r^(N/N_r)          η = η_r · (N/N_r) · (1 − m)/(1 − m_r)
+
+    rate, momentum: η_r and m_r, tuned at `reference` = N_r samples an update; size: N, the new update size.
+    Returns (η, m). Kosson et al., arXiv 2003.11666; Chiley et al., arXiv 1905.05894.
+
+    >>> "%.5g %.8f" % scale_hyperparameters(0.1, 0.9, reference=256, size=32)
+    '0.0016355 0.98691628'
+    """
+    if reference < 1 or size < 1:
+        raise ValueError(f"update sizes are samples an update, at least 1: reference={reference}, size={size}")
+    if not 0 <= momentum < 1:
+        raise ValueError(f"momentum must lie in [0, 1), but is {momentum}")
+    ratio = size / reference
+    scaled = momentum**ratio
+    return rate * ratio * (1 - scaled) / (1 - momentum), scaled
+
+
+def require_momentum_sgd(optimizer: Any, method: str, alternative: str, *, positive: bool = True) -> None:
+    """Raise a ValueError unless the optimizer is torch's SGD with plain momentum (`positive`: above 0)."""
+    found = type(optimizer).__name__
+    if not isinstance(optimizer, torch.optim.SGD):
+        raise ValueError(f"{method} is written for momentum SGD, but the optimizer is {found}; use {alternative}")
+    for group in optimizer.param_groups:
+        if group["nesterov"] or group["dampening"]:
+            name = "nesterov" if group["nesterov"] else "dampening"
+            raise ValueError(
+                f"{method} needs SGD's plain momentum, but {name}={group[name]}; set it to 0 or use {alternative}"
+            )
+        if positive and not group["momentum"]:
+            raise ValueError(f"{method} predicts from the velocity, but momentum=0; set momentum or use {alternative}")
+
+
+def check_horizon(method: str, horizon: Any) -> None:
+    """Raise a ValueError unless the horizon is None or a number of updates."""
+    if horizon is not None and not (isinstance(horizon, (int, float)) and 0 <= horizon < float("inf")):
+        raise ValueError(f"{method}: horizon is a number of updates, 0 or more, or None for D; not {horizon!r}")
+
+
+def velocity(optimizer: OptimizerLike, weights: Weights) -> list[Tensor | None]:
+    """v of each weight: torch's own momentum buffers, None before the first step (v = 0).
+
+    The same list every time, once all weights have stepped.
+    """
+    state = optimizer.state
+    if isinstance(weights, WeightList) and weights.velocities is not None:
+        return weights.velocities  # type: ignore[return-value]
+    found = [state[w].get("momentum_buffer") for w in weights]
+    if isinstance(weights, WeightList) and all(v is not None for v in found):
+        beside = [] if weights.strip is None else weights.room(VELOCITIES)
+        laid = all(v is place for v, place in zip(found, beside, strict=False)) and len(beside)
+        weights.velocities = beside if laid else found
+        return weights.velocities  # type: ignore[return-value]
+    return found
+
+
+def lay_velocities(optimizer: torch.optim.Optimizer, weights: WeightList) -> None:
+    """Have torch's momentum buffers lie beside weights in a strip, whatever others have put there instead."""
+    buffers = [optimizer.state.get(w, {}).get("momentum_buffer") for w in weights]
+    if weights.strip is None or any(v is None or v.layout is not torch.strided for v in buffers):
+        return
+    for w, v, place in zip(weights, buffers, weights.room(VELOCITIES), strict=True):
+        if v is not place:
+            optimizer.state[w]["momentum_buffer"] = place.copy_(v)
+
+
+def spike(momentum: float, horizon: float) -> tuple[float, float]:
+    """Spike compensation's (a, b) for a gradient that comes `horizon` updates late.
+
+    >>> spike(0.9, 0), spike(0.9, 1)
+    ((1.0, 0.0), (0.9, 1.0))
+    >>> spike(1.0, 3)
+    (1.0, 3)
+    """
+    a = momentum**horizon
+    return a, horizon if momentum == 1 else (1 - a) / (1 - momentum)  # its limit
+
+
+def plain_sgd(group: dict[str, Any]) -> bool:
+    """Whether `sgd_step` makes this group's step: SGD without variants that it does not know."""
+    odd = ("nesterov", "dampening", "differentiable", "fused")
+    return not any(group.get(name) for name in odd) and group["foreach"] is not False
+
+
+def sgd_step(optimizer: OptimizerLike, weights: Weights | None = None, horizons: Sequence[float] = ()) -> None:
+    """One step of momentum SGD over all groups, with torch.optim.SGD's bits.
+
+    horizons: one a weight, T of spike compensation, w ← w − η·(a·v + b·g); where T = 0 the bits are still torch's, of
+    a fused step if that is asked for.
+    """
+    late = (
+        dict(zip(weights, horizons, strict=True)) if weights is not None and len(optimizer.param_groups) > 1 else None
+    )
+    for group in optimizer.param_groups:
+        params = group["params"]
+        grads: Any = [w.grad for w in params]
+        mine = horizons if late is None else tuple(late[w] for w in params)
+        if [n for n, g in enumerate(grads) if g is None]:
+            there = [n for n, g in enumerate(grads) if g is not None]
+            params, grads = WeightList(params[n] for n in there), [grads[n] for n in there]
+            mine = tuple(mine[n] for n in there) if weights is not None else ()
+        if group.get("fused"):
+            spiked = [n for n, T in enumerate(mine) if T]
+            fused_sgd_step(optimizer.state, [w for n, w in enumerate(params) if n not in spiked], group)
+            if not spiked:
+                continue
+            params, grads, mine = chosen(params, spiked), chosen(grads, spiked), tuple(T for T in mine if T)
+        if not params:
+            continue
+        rate, momentum = float(group["lr"]), group["momentum"]
+        with torch.no_grad():
+            grads = _gradients(params, grads, group)
+            steps: Any = _velocities(optimizer, params, grads, momentum) if momentum else grads
+            if not any(mine):
+                torch._foreach_add_(*whole(params, steps), alpha=-rate)
+            else:
+                bundle = params if isinstance(params, WeightList) else WeightList(params)
+                _spiked(bundle, steps, grads, rate, momentum, tuple(mine))
+
+
+def _gradients(params: Weights, grads: Any, group: dict[str, Any]) -> Any:
+    """g of every weight; beside the weights if these lie in a strip, and their gradients with them."""
+    beside = params.room(GRADIENTS) if isinstance(params, WeightList) and params.strip is not None else WeightList()
+    laid = len(beside) > 0 and all(map(is_, grads, beside))
+    grads = beside if laid else grads
+    negated, decay = group["maximize"], group["weight_decay"]
+    if not laid:
+        grads = torch._foreach_neg(grads) if negated else grads
+        return torch._foreach_add(grads, params, alpha=decay) if decay else grads
+    if not negated and not decay:
+        return grads
+    made = params.room(DECAYED)  # type: ignore[attr-defined]
+    (out,), (g,), (w,) = whole(made, grads, params)
+    if negated:
+        g = torch.neg(g, out=out)
+    if decay:
+        torch.add(g, w, alpha=decay, out=out)
+    return made
+
+
+def _spiked(
+    params: WeightList,
+    steps: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    rate: float,
+    momentum: float,
+    horizons: tuple[float, ...],
+) -> None:
+    prompt, late, by_velocity, by_gradient = _spikes(rate, momentum, horizons)
+    for n in prompt:
+        params[n].add_(steps[n], alpha=-rate)
+    if prompt:
+        params, steps, grads = params.only(late), chosen(steps, late), chosen(grads, late)
+    add_scaled(params, by_velocity, steps)
+    add_scaled(params, by_gradient, grads)
+
+
+@lru_cache(maxsize=256)
+def _spikes(
+    rate: float, momentum: float, horizons: tuple[float, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...], list[float], list[float]]:
+    """Weights whose step is torch's own, the others, and the others' coefficients −η·a of v and −η·b of g."""
+    prompt = tuple(n for n, T in enumerate(horizons) if not T)
+    late = tuple(n for n, T in enumerate(horizons) if T)
+    pairs = [spike(momentum, horizons[n]) for n in late]
+    return prompt, late, [-rate * a for a, _ in pairs], [-rate * b for _, b in pairs]
+
+
+def _velocities(optimizer: OptimizerLike, params: Weights, grads: Sequence[Any], momentum: float) -> list[Tensor]:
+    """v ← m·v + g in torch's own momentum buffers; the first v is g."""
+    found: Any = velocity(optimizer, params)
+    fresh = [n for n, v in enumerate(found) if v is None]
+    if not fresh:
+        v, g = whole(found, grads)
+        torch._foreach_mul_(v, cast(Any, params.factor(momentum) if isinstance(params, WeightList) else momentum))
+        torch._foreach_add_(v, list(g), alpha=1)
+        return found
+    old = [n for n, v in enumerate(found) if v is not None]
+    if old:
+        torch._foreach_mul_([found[n] for n in old], momentum)
+        torch._foreach_add_([found[n] for n in old], [grads[n] for n in old], alpha=1)
+    for n in fresh:
+        found[n] = optimizer.state[params[n]]["momentum_buffer"] = torch.clone(grads[n]).detach()
+    return found

@@ -1,0 +1,86 @@
+"""Breakdown: what each stage is and what a micro-batch costs there, as plain rows.
+
+FLOPs are those of products, convolutions and attention, as torch.utils.flop_counter counts them; other operations are
+not counted. Seconds and bytes come from the rehearsal.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from pipeback.splitting.segment import Lent
+from pipeback.stages.compile_check import untouched
+from pipeback.stages.stage import Stage, Value, cut, grown
+
+
+class StageRow(NamedTuple):
+    """A stage, and one micro-batch there."""
+
+    stage: int
+    name: str
+    layers: str  # those with weights: "2 Conv2d, 2 GroupNorm"
+    parameters: int  # that it owns, frozen ones included
+    forward_flops: int
+    backward_flops: int
+    seconds: float  # of F and B
+    activations: int  # bytes that F leaves to B
+    delay: int  # D, in updates
+
+
+def breakdown(
+    stages: Sequence[Stage],
+    seconds: Sequence[float],
+    delays: Sequence[int],
+    x: Value,
+    target: Any,
+    present: Callable[[Stage], AbstractContextManager[None]],
+) -> list[StageRow]:
+    """A row a stage, for the micro-batch (x, target) that was rehearsed; nothing is trained and nothing changes."""
+    from torch.utils.flop_counter import FlopCounterMode  # imports triton
+
+    rows, value = [], cut(x)
+    for stage in stages:
+        with present(stage), untouched(stage):
+            with FlopCounterMode(display=False) as forward:
+                leaves, given = stage.enter(value)
+                output = stage.run(given, target)
+            roots, inputs = grown(output), [t for t in (*leaves, *stage.params) if t.requires_grad]
+            with FlopCounterMode(display=False) as backward:
+                if roots and inputs:
+                    torch.autograd.grad(roots, inputs, [torch.ones_like(y) for y in roots], allow_unused=True)
+        s = stage.index
+        rows.append(
+            StageRow(
+                s, stage.name, _layers(stage.module), sum(p.numel() for p in stage.module.parameters()),
+                forward.get_total_flops(), backward.get_total_flops(), seconds[s],
+                stage.activation_bytes + stage.host_bytes, delays[s],
+            )
+        )  # fmt: skip
+        value = cut(output)
+    return rows
+
+
+def _layers(module: nn.Module) -> str:
+    counts = Counter(_named(module))
+    return ", ".join(f"{number} {name}" if number > 1 else name for name, number in counts.items())
+
+
+def _named(module: nn.Module) -> Iterator[str]:
+    """Kinds of the layers with weights, in order; of weights that stand beside layers, their names."""
+    if isinstance(module, Lent):
+        yield f"{module.__kind__} (lent)"
+        return
+    own = [key for key, p in module._parameters.items() if isinstance(p, Tensor)]
+    whole = isinstance(module, nn.MultiheadAttention) or not module._modules
+    if own and whole and type(module) is not nn.Module:
+        yield type(module).__name__
+        return
+    yield from own
+    for child in module.children():
+        yield from _named(child)

@@ -1,0 +1,49 @@
+"""Memory use: what training holds, counted while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from pipeback.stages.stage import Stage
+
+
+class Memory(NamedTuple):
+    """What training holds, measured."""
+
+    weights: int  # bytes of one copy of the trainable weights, as the optimizer steps them
+    copies: float  # copies of the weights at the peak, weighted by stage size; 1.0 = the live ones alone
+    state: float  # the method's own state, in copies of the weights
+    activations: int  # bytes kept for backwards on the device at the peak: one micro-batch's, times those in flight
+    host: int = 0  # the same in host memory, with activations="host"; of "recompute", states of random streams
+    rounded: int = 0  # with masters: bytes of the weights of a half type, which `weights` has as float32
+    # bytes beside small weights that lie in one run of memory: gradients, and these decayed; of stages that run as one,
+    # places for more stashed versions than there are, for weights that are about to be stepped, and for micro-batches
+    # of the form that came before
+    beside: int = 0
+
+
+def counted(stages: Sequence[Stage], owner: Sequence[int]) -> Memory:
+    """Of these stages; owner: the worker of each stage of the model."""
+    one = sum(stage.bytes() for stage in stages)
+    held = sum(max(stage.peak_copies, stage.copies()) * stage.bytes() for stage in stages)
+    state = 0
+    for stage in stages:
+        owned = {id(v) for w in stage.weights for v in stage.optimizer.state.get(w, {}).values()}
+        tensors = [t for v in stage.state.values() if isinstance(v, list) for t in v if t is not None]
+        state += sum(t.numel() * t.element_size() for t in tensors if id(t) not in owned)
+    activations = sum(
+        stage.activation_bytes * stage.peak_flights if stage.stack is None else stage.stack.held for stage in stages
+    )
+    repeats: dict[tuple[int, int], int] = {}  # a worker does one at a time
+    for stage in stages:
+        worker = stage.replica, owner[stage.index]
+        repeats[worker] = max(repeats.get(worker, 0), stage.repeat_bytes)
+    host = sum(stage.host_bytes * stage.peak_flights for stage in stages)
+    rounded = sum(half.nbytes for stage in stages for half in stage.halves)
+    strips = {id(strip): strip for stage in stages if (strip := stage.weights.strip) is not None}
+    beside = sum(strip.beside for strip in strips.values())
+    for stack in {id(stage.stack): stage.stack for stage in stages if stage.stack is not None}.values():
+        beside += stack.beside
+    copies, kept = (held / one, state / one) if one else (1.0, 0.0)
+    return Memory(one, copies, kept, activations + sum(repeats.values()), host, rounded, beside)

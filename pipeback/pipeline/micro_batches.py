@@ -1,0 +1,75 @@
+"""Micro batches: what was pushed becomes micro-batches as the first stage takes them, and outputs what the model gives.
+
+For a sequence that is all there is to it: tensors go in and come out. A model whose forward was followed takes any
+structure, and is followed once more for a micro-batch of a form, or a way, that its stages do not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pipeback.pipeline.option_checks import micro_batches, shares
+from pipeback.runtime.loop import Batch
+from pipeback.splitting.traced_model import TracedModel
+from pipeback.splitting.tracer import Form
+from pipeback.stages.stage import Stage, Value
+
+Wait = Callable[[], object]  # quiesces: buffers are borrowed and put back
+
+
+class MicroBatcher:
+    """Of the stages of all replicas in this process, `everywhere`."""
+
+    def __init__(self, program: TracedModel | None, everywhere: Sequence[Sequence[Stage]]) -> None:
+        self._program, self._everywhere = program, everywhere
+        self._setting = 0  # of the stages, when micro-batches were let in last
+
+    def batches(self, x: Any, y: Any, size: int | None, wait: Wait) -> list[Batch]:
+        """Micro-batches to train on of (x, y), cut along the first dimension: those of one replica after the other."""
+        x, form = self._opened(x)
+        found = [batch for part in shares(x, y, len(self._everywhere)) for batch in micro_batches(*part, size)]
+        known = self._known([x for x, _, _ in found], form, wait, None)
+        return [(x, y, size) for x, (_, y, size) in zip(known, found, strict=True)]
+
+    def enter(self, x: Any, wait: Wait, training: bool | None = None) -> Value:
+        """One micro-batch. training: whether it is to be trained on; None: what the model is set to."""
+        x, form = self._opened(x)
+        return self._known([x], form, wait, training)[0]
+
+    def leave(self, output: Value, x: Value, training: bool | None = None) -> Any:
+        """The model's output, as its forward gives it, for x of `enter`."""
+        if self._program is None or output is None:
+            return output
+        return self._program.leave(output, x, training)
+
+    def evaluated(self) -> None:
+        """Stages go on as they were set when micro-batches were let in."""
+        if self._program is not None:
+            self._program.set(self._setting)
+
+    def _opened(self, x: Any) -> tuple[Value, Form | None]:
+        return (x, None) if self._program is None else self._program.enter(x)
+
+    def _known(self, xs: Sequence[Value], form: Form | None, wait: Wait, training: bool | None) -> list[Value]:
+        """Have the stages know what to do for these; returns them as the first one takes them."""
+        if self._program is None or form is None:
+            return list(xs)
+        found, mode = [], self._program.model.training
+        for x in xs:
+            known = self._program.known(x, form, training)
+            if known is None:
+                wait()
+                known = self._program.prepare(x, form, training)
+            found.append(known)
+        if self._program.segments[0].__setting__ != self._program.held.number(training):
+            wait()
+            self._program.set(self._program.held.number(training))
+        if training is None:
+            self._setting = self._program.segments[0].__setting__
+        if training is None and self._everywhere[0][0].module.training != mode:
+            wait()
+            for stages in self._everywhere:
+                for stage in stages:
+                    stage.module.training = mode
+        return found

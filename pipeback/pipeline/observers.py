@@ -1,0 +1,52 @@
+"""Observers: what the loops of a pipeline measure and whom they tell, those that are started later included."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pipeback.distributed import clocks
+from pipeback.distributed.ranks import Ranks, SingleProcess
+from pipeback.runtime.loop import Loop
+from pipeback.runtime.staleness import Watch
+from pipeback.schedules.recording import Track
+
+
+class Observers:
+    """Of the loops of this process; the clocks are those of all ranks."""
+
+    def __init__(self) -> None:
+        self._clock = clocks.Reading(0.0)
+        self._recording = False
+        self._watch: Watch | None = None
+
+    def record(self, loops: Sequence[Loop], ranks: Ranks | SingleProcess, on: bool) -> None:
+        """Measure every operation from now on, or no more. Every rank calls it."""
+        if on:
+            self._clock = clocks.read(ranks)
+        self._recording = on
+        for loop in loops:
+            loop.worker.record(on)
+
+    def tracks(self, loops: Sequence[Loop], ranks: Ranks | SingleProcess, owner: Sequence[int]) -> list[Track]:
+        """What was measured, of all ranks. owner: the worker of each stage."""
+        return clocks.tracks(ranks, loops, owner, self._clock)
+
+    def watch(self, loops: Sequence[Loop], stages: int, on: bool) -> Watch:
+        """Have micro-batches followed from now on, or no more; returns what they are told to."""
+        watch = self._watch or Watch(stages)
+        self._watch = watch if on else None
+        self._tell(loops)
+        return watch
+
+    def started(self, loops: Sequence[Loop]) -> None:
+        """New loops do as those before them."""
+        self._tell(loops)
+        for loop in loops:
+            loop.worker.record(self._recording)
+
+    def _tell(self, loops: Sequence[Loop]) -> None:
+        for loop in loops:
+            loop.worker.watch = self._watch
+            if self._watch is not None:
+                self._watch.first = min(loop.worker.stages)
+                self._watch.newest = loop.worker.residence.newest

@@ -1,0 +1,183 @@
+"""Rehearsals: which micro-batches are rehearsed before they are let in, by the stages of every replica and rank.
+
+What would fail in a forward fails here, where nothing has been trained on it, so that the pipeline goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from pipeback.distributed.held_stages import HeldStages
+from pipeback.runtime.loop import Batch
+from pipeback.stages.recompute import casting
+from pipeback.stages.rehearsal import begin_stream, rehearse, rehearse_form, rehearse_shape
+from pipeback.stages.settings import Mirror, Settings
+from pipeback.stages.stage import Stage, Value
+
+Form = tuple[Any, ...]
+Relay = Callable[[Value, Callable[[Sequence[Stage], Value], Value]], object]  # over processes: each rank does its part
+
+
+class Rehearsals:
+    """What is rehearsed, and when:
+
+    everything            before the first micro-batch, and when modules were set to train or to evaluate
+    what the stages give  for a micro-batch that is smaller than all before, or of another kind: types, and all sizes
+                          but the number of samples
+    what graphs save      for a micro-batch of another form than all before: shapes, types, autocast
+
+    Where the numbers that modules hold have changed (a dropout probability), a stage may draw from then on, and graphs
+    of stages that run as one are made anew.
+
+    delays: of every stage. warn: functions of the weights in a graph are warned of, not refused.
+    """
+
+    def __init__(self, holding: HeldStages, delays: Sequence[int], warn: bool) -> None:
+        self._holding, self._delays, self._warn = holding, delays, warn
+        self._smallest: int | None = None  # samples of the smallest micro-batch so far
+        self._kinds: set[Any] = set()
+        self._forms: set[Form] = set()  # of the micro-batches so far
+        self._modes = Settings([], "modes")  # of all modules
+        self._settings: list[tuple[Stage, Settings]] = []  # of stages that do not draw, as far as is known
+        every = [[m for stage in stages for m in stage.module.modules()] for stages in holding.everywhere]
+        self._mirror = Mirror(every) if len(every) > 1 else None  # the user sets those of the first replica
+
+    @property
+    def _anew(self) -> bool:
+        return self._smallest is None or self._modes.changed()
+
+    @property
+    def _set_anew(self) -> bool:
+        if self._mirror is not None and self._mirror.changed():
+            return True
+        return any(settings.changed() for _, settings in self._settings)
+
+    @property
+    def set_otherwise(self) -> bool:
+        """Whether modules hold other modes or numbers than when they were last looked at."""
+        return self._modes.changed() or self._set_anew
+
+    def due(self, batches: Sequence[Batch]) -> bool:
+        """Whether one of these has to be rehearsed."""
+        if self._smallest is None or self._anew or self._set_anew:
+            return True
+        # with shards, replicas would have to gather weights for it all at once, whatever they push
+        other = smallest(batches)[2] < self._smallest or _kind(batches[0]) not in self._kinds
+        return (other or bool(self._new(batches))) and not self._holding.shards
+
+    def run(self, batches: Sequence[Batch], relay: Relay | None = None) -> bool:
+        """Rehearse what has to be; the pipeline must be quiet. relay: None: all stages are in this process.
+
+        Returns whether it was done anew, or for fewer samples.
+        """
+        if self._mirror is not None:
+            self._mirror.follow()
+        anew, fewer = self._anew, self._smallest is None or smallest(batches)[2] < self._smallest
+        other = not anew and _kind(batches[0]) not in self._kinds
+        if anew:
+            self.whole(batches[0], relay)
+        elif other:
+            self._through(batches[0], self._shape, relay)
+        for stage, settings in self._settings:
+            if settings.changed():
+                if not anew:  # else it is known whether it draws
+                    begin_stream(stage)
+                if stage.stack is not None:
+                    stage.stack.renew()
+        if anew or self._set_anew:
+            self._look()
+        if ((anew or other) and smallest(batches)[2] < batches[0][2]) or (fewer and not anew and not other):
+            self._through(smallest(batches), self._shape, relay)
+        for form, batch in self._new(batches).items():
+            if not anew or form != form_of(batches[0]):
+                self._through(batch, self._form, relay)
+        return anew or fewer
+
+    def _look(self) -> None:
+        every = [stage for stages in self._holding.everywhere for stage in stages]
+        self._modes = Settings((m for stage in every for m in stage.module.modules()), "modes")
+        self._settings = [
+            (stage, Settings(stage.module.modules(), "numbers" if stage.stack is None else "all"))
+            for stage in every
+            if stage.stream is None or stage.stack is not None
+        ]
+
+    def _new(self, batches: Sequence[Batch]) -> dict[Form, Batch]:
+        """One of each form that has not been there, where B runs on other weights than F."""
+        method = self._holding.method
+        if method.copies == "stash" or not any(self._delays):
+            return {}
+        return {form: batch for batch in reversed(batches) if (form := form_of(batch)) not in self._forms}
+
+    def whole(self, batch: Batch, relay: Relay | None = None) -> None:
+        """Rehearse one in full, and measure the seconds of F and B of each stage."""
+        seconds = self._through(batch, self._full, relay)
+        self._holding.seconds = seconds or self._holding.seconds
+
+    def done(self, batches: Sequence[Batch]) -> None:
+        """They will be let in."""
+        self._forms.update(self._new(batches))
+        least = smallest(batches)[2]
+        self._kinds.add(_kind(batches[0]))
+        self._smallest = least if self._smallest is None else min(least, self._smallest)
+
+    def forget(self) -> None:
+        """Other weights and buffers are there: all anew."""
+        self._smallest = None
+        self._forms, self._kinds = set(), set()
+
+    def _through(
+        self, batch: Batch, rehearsal: Callable[..., tuple[list[float], Value]], relay: Relay | None
+    ) -> list[float]:
+        x, y, _ = batch
+        if relay is not None:
+            relay(x, lambda stages, value: rehearsal(stages, value, y)[1])
+            return []
+        seconds = [rehearsal(stages, x, y)[0] for stages in self._holding.everywhere]
+        return seconds[0]
+
+    def _full(self, stages: Sequence[Stage], x: Value, y: Any) -> tuple[list[float], Value]:
+        holding = self._holding
+        return rehearse(stages, holding.method, self._delays, x, y, warn=self._warn, present=holding.present)
+
+    def _shape(self, stages: Sequence[Stage], x: Value, y: Any) -> tuple[list[float], Value]:
+        value = x
+        for stage in stages:
+            with self._holding.present(stage):
+                value = rehearse_shape([stage], value, y)
+        return [], value
+
+    def _form(self, stages: Sequence[Stage], x: Value, y: Any) -> tuple[list[float], Value]:
+        value = x
+        for stage in stages:
+            with self._holding.present(stage):
+                value = rehearse_form([stage], self._holding.method, self._delays, value, y, warn=self._warn)
+        return [], value
+
+
+def form_of(batch: Batch) -> Form:
+    """Shapes and types of what a micro-batch gives the model, and the autocast that it is given under."""
+    parts = batch[0] if isinstance(batch[0], tuple) else (batch[0],)
+    return tuple((part.shape, part.dtype) for part in parts), casting()
+
+
+def smallest(batches: Sequence[Batch]) -> Batch:
+    """The first of those with the fewest samples."""
+    return min(batches, key=lambda batch: batch[2])
+
+
+def _kind(batch: Batch) -> Any:
+    """What all micro-batches of a push have in common: they are cut from one."""
+    x, y, length = batch
+
+    def kind(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(kind, value))
+        if not isinstance(value, torch.Tensor):
+            return type(value)
+        return value.dtype, value.shape[:1] == (length,) or value.shape[:1], value.shape[1:]
+
+    return kind(x), kind(y)

@@ -1,0 +1,104 @@
+"""Start: the loops of a pipeline and the runtime that they run in. One loop here, or one a thread, or one a rank."""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from pipeback.distributed.connect import connect
+from pipeback.distributed.held_stages import HeldStages
+from pipeback.distributed.rank_runner import RankRunner
+from pipeback.distributed.ranks import Ranks
+from pipeback.runtime.link import Link, LocalLink, ThreadWire, links
+from pipeback.runtime.loop import Loop
+from pipeback.runtime.replicas import OneReplica, Replicas, ThreadReplicas
+from pipeback.runtime.rounded_weights import RoundedWeights
+from pipeback.runtime.runners import EventLoop, Runner, Threads, TickLoop
+from pipeback.runtime.setting import Setting
+from pipeback.runtime.weight_provider import WeightProvider
+from pipeback.runtime.worker import Worker
+from pipeback.schedules.order import Order
+from pipeback.schedules.timeline import in_flight
+from pipeback.stages.stage import Stage
+from pipeback.streaming.store import DeviceStore
+from pipeback.streaming.streamed_weights import StreamedWeights
+from pipeback.vectorized.worker import VectorizedWorker
+
+
+def start(holding: HeldStages, setting: Setting) -> Runner:
+    """Build the runtime; over processes every rank does."""
+    owner, closed, ranks = holding.balance(), threading.Event(), holding.ranks
+    bound = 2 * max(in_flight(holding.method.schedule, len(holding.stages))) + 2
+    if isinstance(ranks, Ranks):
+        mine = holding.mine
+        mine[0].mixed = mine[-1].mixed = True  # messages arrive on the CPU
+        devices = {stage.device.type for stage in mine if stage.device}
+        link, results = connect(ranks, owner, bound, closed, setting.link, devices)
+        sums = None if holding.shards else ranks.sums(mine[0].device)
+        loop = _loop(holding, setting, mine, link, sums, ranks.replica)
+        return RankRunner(loop, owner, ranks, results, closed)
+    if setting.threads is None and len(holding.everywhere) == 1:
+        inline = TickLoop if setting.stacks or setting.order == "skewed" else EventLoop
+        return inline(_loop(holding, setting, holding.stages, LocalLink(), None, 0))
+    return Threads(_loops(holding, setting, owner, bound, closed), owner, closed)
+
+
+def _loops(holding: HeldStages, setting: Setting, owner: list[int], bound: int, closed: threading.Event) -> list[Loop]:
+    """A loop a thread: for every worker of every replica."""
+    replicas = len(holding.everywhere)
+    workers = holding.workers * replicas
+    threads, cores = torch.get_num_threads(), os.cpu_count() or 1
+    if workers * threads > max(cores, workers):
+        warnings.warn(
+            f"{workers} workers with {threads} threads each share {cores} cores; "
+            "call torch.set_num_threads(1) before training",
+            stacklevel=7,
+        )
+    sums = ThreadReplicas(replicas, closed) if replicas > 1 else None
+    loops = []
+    for replica, stages in enumerate(holding.everywhere):
+        part = OneReplica(sums, replica) if sums else None
+        for worker, link in enumerate(links(owner, lambda: ThreadWire(bound, closed))):
+            mine = [stage for stage in stages if owner[stage.index] == worker]
+            loops.append(_loop(holding, setting, mine, link, part, replica))
+    return loops
+
+
+def _loop(
+    holding: HeldStages, setting: Setting, mine: Sequence[Stage], link: Link, sums: Replicas | None, replica: int
+) -> Loop:
+    alone = len(mine) == len(holding.stages)
+    for stage in mine:
+        stage.threaded = setting.threads is not None or sums is not None or holding.shards or not alone
+        stage.gradients.threaded = stage.threaded
+    policy, shared = setting.order, None
+    if policy == "grouped" and not alone and not any(setting.delays) and holding.stages[-1].loss is not None:
+        # in a flush, the gradient that another worker waits for leaves before the next one is begun; where the loss is
+        # computed outside, a loop expects the forwards of a micro-batch first
+        policy = "upstream"
+        shared = holding.balance() if holding.method.by_worker else None
+    store, near = holding.store, 1
+    residence: WeightProvider | None = None
+    if store is not None:
+        residence, near = (
+            StreamedWeights({stage.index: stage for stage in mine}, holding.method, store, holding.column()),
+            max(1, store.prefetch),
+        )
+        policy = "streaming" if setting.order == "grouped" else setting.order
+    elif any(stage.masters for stage in mine):
+        residence = RoundedWeights({stage.index: stage for stage in mine}, holding.method)
+    kind: Any = partial(VectorizedWorker, stacks=setting.stacks) if setting.stacks else Worker
+    worker = kind(mine, holding.method, setting.delays, link, replicas=sums, residence=residence, **setting.worker)
+    if setting.stacks:
+        policy = "skewed"
+    order = Order(holding.method.schedule, len(holding.stages), policy=policy, seed=setting.seed, near=near)
+    if isinstance(worker, VectorizedWorker):
+        order.leap = partial(worker.leap, order)
+    moves = store is not None and not isinstance(store, DeviceStore)
+    return Loop(worker, order, holding.method, replica, shared, at_once=moves)

@@ -1,0 +1,142 @@
+"""Forecast: what pushes will move, hold and wait for, counted by a dry run of the real loop and order."""
+
+from __future__ import annotations
+
+from math import ceil, gcd
+from typing import NamedTuple
+
+from pipeback.plan.dry_run import Room, drive
+from pipeback.plan.survey import PlanInputs, loops, period
+from pipeback.schedules.timeline import in_flight
+from pipeback.streaming.disk_store import due
+
+# what a `HostBytes` is made of
+HOST = ("weights", "optimizer state", "method state", "older weights", "gradients", "activations")
+
+
+class Forecast(NamedTuple):
+    """What a dry run has counted; moved bytes and seconds are those of one push, on average."""
+
+    weights_in: float
+    fetches: float
+    gradients_out: float
+    sums_in: float
+    written: float  # to files
+    seconds: float
+    stall: float
+    device: Room  # when it was fullest, buffers among the weights
+    peak_weights: int  # of weights alone
+    peak_stages: int
+    peak_flights: dict[int, int]  # micro-batches between F and B, of each stage
+    host_gradients: int
+
+    @property
+    def share(self) -> float:
+        """Of the time, that is waiting."""
+        return self.stall / self.seconds if self.seconds else 0.0
+
+
+class HostBytes(NamedTuple):
+    """Bytes in host memory, by what they are of."""
+
+    weights: int = 0
+    optimizer: int = 0
+    method: int = 0
+    older: int = 0
+    gradients: int = 0
+    activations: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+
+def foresee(facts: PlanInputs, micro_batches: int, pushes: int | None = None, prefetch: int | None = None) -> Forecast:
+    """Run so many pushes dry, after others that fill the pipeline. prefetch: another one than that of the store."""
+    ahead = facts.prefetch if prefetch is None else prefetch
+    cycle, fill = period(facts.method), fills(facts, micro_batches)
+    quiet = pushes is not None
+    pushes = pushes or min(64, max(2, cycle // gcd(cycle, micro_batches)))
+    counts, dries = [], []
+    commits = 0
+    for loop, dry in loops(facts, ahead):
+        arrived = 0
+
+        def one(loop=loop, dry=dry) -> None:
+            nonlocal arrived, commits
+            drive(loop, micro_batches)
+            arrived += micro_batches
+            flushed = loop.fresh or loop.order.empty
+            if facts.kind == "disk" and due(facts.method, facts.commit_every, arrived, flushed):
+                dry.rest()
+                arrived, commits = 0, commits + 1
+
+        for _ in range(fill):
+            one()
+        if quiet:
+            dry.rest()
+        before, commits = dry.number.copy(), 0
+        for _ in range(pushes):
+            one()
+        if quiet:
+            dry.rest()
+        counts.append(dry.number.since(before))
+        dries.append(dry)
+    many = facts.replicas
+    rooms = [dry.most for dry in dries]
+    buffers = sum(p.buffers for p in facts.stages.values())
+    files = commits * sum(p.small for p in facts.stages.values()) + sum(
+        count.updates[s] * p.newly + count.spills[s] * (p.load.gradients if p.load.left is None else p.load.left)
+        for count in counts
+        for s, p in facts.stages.items()
+    )
+    mean = lambda name: many * sum(getattr(count, name) for count in counts) / pushes  # noqa: E731
+    slowest = max(counts, key=lambda count: count.seconds)
+    return Forecast(
+        mean("weights_in"), mean("fetches"), mean("gradients_out"), mean("sums_in"),
+        many * files / pushes if facts.kind == "disk" else 0.0,
+        slowest.seconds / pushes, slowest.stall / pushes,
+        Room(
+            many * (sum(room.weights for room in rooms) + buffers),
+            many * sum(room.gradients for room in rooms),
+            many * sum(room.activations for room in rooms),
+        ),
+        many * sum(dry.peak_weights for dry in dries),
+        max(dry.peak_stages for dry in dries),
+        {s: place.peak_flights for dry in dries for s, place in dry.stages.items()},
+        many * sum(dry.host_gradients for dry in dries),
+    )  # fmt: skip
+
+
+def fills(facts: PlanInputs, micro_batches: int) -> int:
+    """Pushes after which every one is like the one before."""
+    if facts.method.flush_each_push:
+        return 1
+    return ceil((max(in_flight(facts.method.schedule, facts.depth)) + period(facts.method)) / micro_batches)
+
+
+def host_room(facts: PlanInputs, push: Forecast) -> HostBytes:
+    """In host memory: all of a host store; of a disk store what is open for an update, and for a method that shifts."""
+    waiting = facts.replicas * sum(p.waiting * push.peak_flights[s] for s, p in facts.stages.items())
+    if facts.kind == "device":
+        return HostBytes(activations=waiting)
+    kept = [HostBytes(p.home, p.optimizer, p.method, p.older) for p in facts.stages.values()]
+    if facts.kind == "host":
+        whole = HostBytes(*(facts.replicas * sum(column) for column in zip(*kept, strict=True)))
+        return whole._replace(gradients=push.host_gradients, activations=waiting)
+    largest = max(kept, key=sum)
+    most = (facts.prefetch or 0) + 1
+    queued = sorted((p.load.gradients for p in facts.stages.values()), reverse=True)[:most]
+    open_at_once = facts.replicas * len(facts.workers) * (2 if facts.method.copies != "live" else 1)
+    gradients = min(push.host_gradients, sum(queued) * facts.replicas)
+    return HostBytes(*(open_at_once * part for part in largest))._replace(gradients=gradients, activations=waiting)
+
+
+def disk_room(facts: PlanInputs, push: Forecast) -> int:
+    """The version that was committed last, and the one that is written beside it; what is in flight comes and goes."""
+    if facts.kind != "disk":
+        return 0
+    flying = 0
+    if any(facts.delays):
+        flying = sum(p.load.activations * push.peak_flights[s] for s, p in facts.stages.items())
+    return facts.replicas * (2 * sum(p.pages for p in facts.stages.values()) + 2 * flying)

@@ -1,0 +1,258 @@
+"""Training plan: what training will take, before it begins: bytes, weight passes, waiting, and the batches that fit.
+
+    plan = pipe.plan(x, y)                # rehearses, trains nothing
+    print(plan)
+    ...
+    print(beside(plan, before, pipe.traffic(), pushes))
+
+Bytes are counted by a dry run of the real loop and order, seconds by three clocks at measured bandwidths (`dry_run`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from pipeback.plan.dry_run import Room
+from pipeback.plan.forecast import HOST, Forecast, HostBytes, disk_room, foresee, host_room
+from pipeback.plan.survey import PlanInputs
+from pipeback.streaming.byte_sizes import written
+from pipeback.streaming.traffic import Traffic
+
+HIDDEN = 0.05  # streaming counts as hidden where no more than this share of the time is waiting
+FAR = 256  # micro-batches a push that are counted; beyond, bytes grow as they did
+WORK = 40_000  # operations of a dry run at most, in the search for a window
+DAY = 86_400  # seconds
+
+
+class Plan(NamedTuple):
+    """What training will take. Bytes and seconds; over processes, those of this one."""
+
+    facts: PlanInputs
+    micro_batches: int  # of a push
+    push: Forecast
+    device: Room
+    host: HostBytes
+    disk: int  # bytes of the files, of two versions
+    passes: float  # times that all weights come to the device in a push
+    gradient_passes: float
+    hides: tuple[int | None, int | None]  # micro-batches a push, from which on and up to which streaming is hidden
+    fits: int | None  # micro-batches a push that fit on the device; None: any number
+    day: float  # bytes written to files in a day of training
+
+    @property
+    def window(self) -> tuple[int, int | None]:
+        """Micro-batches a push, at least and at most, that hide streaming and fit; or fit, where none hides it."""
+        ends = [end for end in (self.hides[1], self.fits) if end is not None]
+        return self.hides[0] or 1, min(ends, default=None)
+
+    def __str__(self) -> str:
+        return "\n".join([title(self), *_aligned(rows(self))])
+
+
+# -- counting ----------------------------------------------------------------------------------------------------------
+
+
+def plan(facts: PlanInputs, micro_batches: int, pushes: int | None = None) -> Plan:
+    """pushes: averages are of so many, from a quiet pipeline to a quiet one again; None: of the steady state."""
+    push = foresee(facts, micro_batches, pushes)
+    weights = sum(p.load.weights for p in facts.stages.values()) * facts.replicas
+    gradients = sum(p.load.gradients for p in facts.stages.values()) * facts.replicas
+    return Plan(
+        facts, micro_batches, push, push.device, host_room(facts, push), disk_room(facts, push),
+        push.weights_in / weights if weights else 0.0, push.gradients_out / gradients if gradients else 0.0,
+        hidden(facts, push, micro_batches), most(facts),
+        push.written * DAY / push.seconds if push.seconds else 0.0,
+    )  # fmt: skip
+
+
+# -- how large a push may and should be --------------------------------------------------------------------------------
+
+
+def hidden(facts: PlanInputs, push: Forecast, micro_batches: int) -> tuple[int | None, int | None]:
+    """The fewest and the most micro-batches a push with which waiting is at most HIDDEN.
+
+    (None, None): with no number. The second is None where no number is too many. What was counted is exact to a
+    sixteenth; larger pushes may hide less, when a stage does so much in a row that it waits for its own updates.
+    """
+    if facts.kind == "device":
+        return 1, None
+
+    def waits(m: int) -> bool:
+        return (push if m == micro_batches else foresee(facts, m)).share > HIDDEN
+
+    def edge(inside: int, outside: int) -> int:
+        """The last one inside."""
+        while abs(outside - inside) > max(1, max(inside, outside) // 16):
+            middle = (inside + outside) // 2
+            inside, outside = (inside, middle) if waits(middle) else (middle, outside)
+        return inside
+
+    far = max(1, min(1024, WORK // (9 * facts.depth)))
+    tried = [2**n for n in range(far.bit_length())]
+    hides = [not waits(m) for m in tried]
+    if not any(hides):
+        return None, None
+    first = hides.index(True)
+    low = edge(tried[first], tried[first - 1]) if first else 1
+    after = hides.index(False, first) if False in hides[first:] else None
+    return low, None if after is None else edge(tried[after - 1], tried[after])
+
+
+def most(facts: PlanInputs) -> int | None:
+    """Micro-batches a push that fit on the device; 0: not even one. None: any number."""
+    limit = facts.device_memory or facts.device_room
+    if limit is None:
+        return None
+
+    def need(m: int) -> int:
+        return foresee(facts, m, 1).device.total
+
+    low, high = 0, 1
+    while need(high) <= limit:
+        low, high = high, 2 * high
+        if low >= FAR:
+            grows = need(FAR) - need(FAR // 2)
+            return None if grows <= 0 else FAR + (limit - need(FAR)) * (FAR // 2) // grows
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if need(middle) <= limit else (low, middle)
+    return low
+
+
+# -- to be read --------------------------------------------------------------------------------------------------------
+
+WHERE = {"device": "on the device", "host": "in host memory", "disk": "in files"}
+Row = tuple[str, str, str]  # what, how much, of what
+
+
+def title(plan: Plan) -> str:
+    facts = plan.facts
+    ahead = "" if facts.prefetch is None else f", {facts.prefetch} {plural('stage', facts.prefetch)} fetched ahead"
+    return (
+        f"{facts.method!r}: {len(facts.stages)} of {facts.depth} stages, weights {WHERE[facts.kind]}{ahead}; "
+        f"pushes of {plan.micro_batches} × {facts.samples} {plural('sample', facts.samples)}"
+    ).replace(f"{facts.depth} of {facts.depth} stages", f"{facts.depth} stages")
+
+
+def rows(plan: Plan) -> list[Row]:
+    """What the plan says, one line a number."""
+    facts, push, device = plan.facts, plan.push, plan.device
+    at_once = "" if facts.kind == "device" else f" ({push.peak_stages} of {len(facts.stages)} stages)"
+    found = [
+        ("on the device", written(device.total),
+         f"weights {written(device.weights)}{at_once}, gradients {written(device.gradients)}, "
+         f"activations {written(device.activations)}{_allowed(facts.device_memory, facts.written[0])}")
+    ]  # fmt: skip
+    if plan.host.total:
+        parts = ", ".join(f"{name} {written(size)}" for name, size in zip(HOST, plan.host, strict=True) if size)
+        found.append(
+            ("in host memory", written(plan.host.total), parts + _allowed(facts.host_memory, facts.written[1]))
+        )
+    if facts.kind == "disk":
+        found.append(("in files", written(plan.disk), "at most: the last committed version, and the one being written"))
+    if facts.kind != "device":
+        speed, back = facts.bandwidth.to_device, facts.bandwidth.from_device
+        to_device, away = f"at {written(speed)}/s", "" if back == float("inf") else f", at {written(back)}/s"
+        found += [
+            (
+                "weights in, a push",
+                written(push.weights_in),
+                f"{plan.passes:.3g} {plural('pass', plan.passes)} over all weights, {to_device}",
+            ),
+            (
+                "gradients out, a push",
+                written(push.gradients_out),
+                f"{plan.gradient_passes:.3g} {plural('pass', plan.gradient_passes)}{away}",
+            ),
+            ("waiting", f"{push.share:.0%}", f"{_time(push.stall)} of the {_time(push.seconds)} of a push"),
+            ("batch window", *_window(plan)),
+        ]
+    else:
+        found.append(("a push takes", _time(push.seconds), "of computing"))
+    if facts.kind == "disk":
+        read, write = facts.bandwidth.disk_read, facts.bandwidth.disk_write
+        found.append(
+            ("written a day", written(plan.day),
+             f"{written(push.written)} a push, at {written(write)}/s; read at {written(read)}/s")
+        )  # fmt: skip
+    return found
+
+
+def _window(plan: Plan) -> tuple[str, str]:
+    """Both ends, and what lies beyond them."""
+    facts, (low, high) = plan.facts, plan.window
+    room = facts.written[0] if facts.device_memory else written(facts.device_room or 0)
+    if plan.fits == 0:
+        return "none", f"not even one micro-batch a push fits into {room}"
+    beyond = []
+    if plan.hides[0] is None:
+        beyond.append(f"waiting stays above {HIDDEN:.0%} whatever is pushed")
+    else:
+        ends = (["fewer"] if low > 1 else []) + (
+            ["more"] if plan.hides[1] is not None and plan.hides[1] == high else []
+        )
+        if ends:
+            beyond.append(f"with {' or '.join(ends)}, waiting exceeds {HIDDEN:.0%}")
+    if plan.fits is not None and plan.fits == high:
+        beyond.append(f"more do not fit into {room}")
+    if high is not None and low > high:
+        text = f"none: {low} > {high}"
+    elif plan.hides[0] is None:
+        text = "any" if high is None else f"up to {high}"
+    else:
+        text = f"{low}+" if high is None else f"{low} to {high}"
+    return text, f"micro-batches a push{'; ' if beyond else ''}{', '.join(beyond)}"
+
+
+def beside(plan: Plan, before: Traffic, after: Traffic, pushes: int) -> list[Row]:
+    """(what, predicted, measured) of the pushes between two calls of `Pipeline.traffic`; bytes and seconds of one push.
+
+    Exact in bytes for a plan of so many `pushes`.
+    """
+    facts, push = plan.facts, plan.push
+
+    def mean(name: str) -> float:
+        return (getattr(after, name) - getattr(before, name)) / pushes
+
+    moved = mean("seconds")
+    found = [
+        ("weights in, a push", written(push.weights_in), written(mean("weights_in"))),
+        ("stages fetched, a push", f"{push.fetches:.4g}", f"{mean('fetches'):.4g}"),
+        ("gradients out, a push", written(push.gradients_out), written(mean("gradients_out"))),
+        ("stages on the device", str(push.peak_stages), str(after.peak_stages)),
+        ("weights on the device", written(push.peak_weights), written(after.peak_bytes)),
+    ]
+    if facts.kind == "disk":
+        found.append(("written, a push", written(push.written), written(mean("written"))))
+    return [
+        *found,
+        ("waiting", f"{push.share:.0%}", f"{mean('stall') / moved if moved else 0.0:.0%}"),
+        ("a push takes", _time(push.seconds), _time(moved)),
+    ]
+
+
+def table(plan: Plan, before: Traffic, after: Traffic, pushes: int) -> str:
+    """`beside` as text."""
+    return "\n".join(_aligned([("", "predicted", "measured"), *beside(plan, before, after, pushes)]))
+
+
+def _aligned(lines: Iterable[Row]) -> list[str]:
+    lines = list(lines)
+    first, second = (max(len(line[n]) for line in lines) for n in (0, 1))
+    return [f"{a:<{first}}  {b:>{second}}  {c}".rstrip() for a, b, c in lines]
+
+
+def _allowed(budget: int | None, said: str) -> str:
+    return "" if budget is None else f"; the budget is {said}"
+
+
+def plural(word: str, count: float) -> str:
+    return word if count == 1 else f"{word}es" if word.endswith("s") else f"{word}s"
+
+
+def _time(seconds: float) -> str:
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 1e-6:.3g} µs"

@@ -1,0 +1,210 @@
+"""How stages exchange tensors. Messages are named (kind, stage, micro-batch), `stage` being the receiver.
+
+kind "F" carries the activation into a stage, "B" the gradient of its output, "Y" the target into the last stage and
+"E" an activation of an evaluation.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
+from itertools import pairwise
+from typing import Any, Protocol
+
+from pipeback.tensors.layout import Message
+
+Name = tuple[str, int, int]
+
+
+class Link(Protocol):
+    def enter(self, mb: int, x: Message, target: Message, start: int = 0, options: Any = None) -> None:
+        """A micro-batch comes to the pipeline, and with it to this worker."""
+        ...
+
+    def send(self, kind: str, stage: int, mb: int, tensor: Message) -> None: ...
+
+    def recv(self, kind: str, stage: int, mb: int) -> Message: ...
+
+    def wait(self, kind: str, stage: int, mb: int) -> None:
+        """Return when `recv` would."""
+        ...
+
+    @property
+    def box(self) -> dict[Name, Message]:
+        """Messages that are here and not yet received, by name."""
+        ...
+
+
+class LocalLink:
+    """Sender and receiver are one worker: a dictionary."""
+
+    def __init__(self) -> None:
+        self.box: dict[Name, Message] = {}
+
+    def enter(self, mb: int, x: Message, target: Message, start: int = 0, options: Any = None) -> None:
+        pass
+
+    def send(self, kind: str, stage: int, mb: int, tensor: Message) -> None:
+        self.box[kind, stage, mb] = tensor
+
+    def recv(self, kind: str, stage: int, mb: int) -> Message:
+        return self.box.pop((kind, stage, mb))
+
+    def wait(self, kind: str, stage: int, mb: int) -> None:
+        pass
+
+
+class Wire(Protocol):
+    """One direction between two workers: messages arrive in the order in which they were sent."""
+
+    def send(self, name: Name, message: Message, mark: int = 0) -> None:
+        """Return as soon as the message may be changed; waits only while too many have not been received."""
+        ...
+
+    def recv(self) -> tuple[Name, Message, int]:
+        """The next message and its mark; waits for it."""
+        ...
+
+    def close(self) -> None: ...
+
+
+# a mark: bits of the data, of when the pipeline was last empty, of the optimizers' options
+_START, _OPTIONS, _RATES = 28, 36, (1 << 15) - 1
+
+
+class OtherBatch(RuntimeError):
+    """A neighbour's micro-batch is not the one that came here."""
+
+
+class WireLink:
+    """The link of one worker of several: its own stages through a dictionary, its neighbours' through wires.
+
+    owner: the worker of each stage. out, into: the wires to and from the neighbouring workers. watched: given the
+    worker that is waited for and the name of the message, what surrounds the wait. mark: of a micro-batch, so that
+    workers which get their data on their own notice when it differs.
+    """
+
+    def __init__(
+        self,
+        worker: int,
+        owner: list[int],
+        out: Mapping[int, Wire],
+        into: Mapping[int, Wire],
+        *,
+        watched: Callable[[int, Name], AbstractContextManager[Any]] = lambda worker, name: nullcontext(),
+        mark: Callable[[int, Message, Message], int] | None = None,
+    ) -> None:
+        self.box: dict[Name, Message] = {}
+        self.worker, self.owner, self.out, self.into, self.watched, self.mark = worker, owner, out, into, watched, mark
+        self.marks: dict[int, int] = {}  # of the micro-batches that have not gone forward here
+        self.last = max(s for s, w in enumerate(owner) if w == worker)
+        self.blocked: Callable[[], None] = lambda: None  # called when this worker has to wait for another
+
+    def enter(self, mb: int, x: Message, target: Message, start: int = 0, options: Any = None) -> None:
+        if self.mark is not None:
+            data = self.mark(mb, x, target) & ((1 << _START) - 1)
+            told = 0 if options is None else options.mark
+            self.marks[mb] = data | (start % 251) << _START | told << _OPTIONS
+
+    def send(self, kind: str, stage: int, mb: int, tensor: Message) -> None:
+        receiver = self.owner[stage]
+        if receiver == self.worker:
+            self.box[kind, stage, mb] = tensor
+        else:
+            mark = self.marks.pop(mb, 0) if kind == "F" else 0
+            # a neighbour that has ended its part needs no more; if it should not have, whoever waits for it says so
+            with self.watched(receiver, (kind, stage, mb)), suppress(ConnectionError):
+                self.out[receiver].send((kind, stage, mb), tensor, mark)
+
+    def recv(self, kind: str, stage: int, mb: int) -> Message:
+        self.wait(kind, stage, mb)
+        return self.box.pop((kind, stage, mb))
+
+    def wait(self, kind: str, stage: int, mb: int) -> None:
+        name = (kind, stage, mb)
+        if name in self.box:
+            return
+        worker = self.owner[stage + 1 if kind == "B" else stage - 1]
+        with self.watched(worker, name):
+            while name not in self.box:
+                key, tensor, mark = self.into[worker].recv()
+                self.box[key] = tensor
+                if key[0] == "F" and self.mark is not None:
+                    self._check(key[2], self._mark(key[2]) ^ mark, worker)
+
+    def _check(self, mb: int, differs: int, worker: int) -> None:
+        """Raise `OtherBatch` where a micro-batch has another mark than at the worker that it comes from."""
+        if not differs:
+            return
+        if differs % (1 << _START):
+            raise OtherBatch(
+                f"micro-batch {mb} is not the one that worker {worker} was given; every rank must push the same data, "
+                "in the same order"
+            )
+        both = f"worker {self.worker} and worker {worker}"
+        if differs % (1 << _OPTIONS):
+            raise OtherBatch(
+                f"the pipeline was drained before micro-batch {mb} by one of {both}, and not by the other; every "
+                "rank must call drain() at the same micro-batch"
+            )
+        what = "rates (lr)" if differs >> _OPTIONS & _RATES else "options, such as momentum or weight_decay"
+        raise OtherBatch(
+            f"micro-batch {mb} was pushed when the optimizers of {both} had different {what}; set them in "
+            "pipe.optimizers, or step schedulers, alike on every rank"
+        )
+
+    def _mark(self, mb: int) -> int:
+        """The mark goes on with the activation; after the last worker nobody asks."""
+        return self.marks.pop(mb, 0) if self.last == len(self.owner) - 1 else self.marks.get(mb, 0)
+
+
+class Closed(Exception):
+    """The pipeline was closed while a worker waited."""
+
+
+class ThreadWire:
+    """A bounded queue between two threads of one process; tensors are handed over, not copied.
+
+    bound: messages it holds before its sender waits; it must cover what the schedule lets run ahead, or a sender
+    would wait for a receiver that waits for it. closed: once set, whoever waits gets `Closed`.
+    """
+
+    def __init__(self, bound: int, closed: threading.Event) -> None:
+        self.queue: queue.Queue[tuple[Name, Message, int]] = queue.Queue(bound)
+        self.closed = closed
+
+    def send(self, name: Name, message: Message, mark: int = 0) -> None:
+        while not self.closed.is_set():
+            try:
+                return self.queue.put((name, message, mark), timeout=0.2)
+            except queue.Full:
+                continue
+        raise Closed
+
+    def recv(self) -> tuple[Name, Message, int]:
+        while not self.closed.is_set():
+            try:
+                return self.queue.get(timeout=0.2)
+            except queue.Empty:
+                continue
+        raise Closed
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+def links(owner: list[int], wire: Callable[[], Wire]) -> list[WireLink]:
+    """A link for every worker of one process, neighbours joined by a wire in each direction."""
+    pairs = {(a, b) for a, b in pairwise(owner) if a != b}
+    wires = {pair: wire() for a, b in pairs for pair in ((a, b), (b, a))}
+    return [
+        WireLink(
+            worker,
+            owner,
+            {b: w for (a, b), w in wires.items() if a == worker},
+            {a: w for (a, b), w in wires.items() if b == worker},
+        )
+        for worker in range(max(owner) + 1)
+    ]

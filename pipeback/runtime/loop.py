@@ -1,0 +1,322 @@
+"""Loop: one worker's loop. The order says what may run, the worker does its own part; where it stands is plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+from pipeback.errors import StageError
+from pipeback.methods.base import Method
+from pipeback.runtime import undo
+from pipeback.runtime.link import Name
+from pipeback.runtime.undo import Dropped, Mark
+from pipeback.runtime.worker import Worker
+from pipeback.schedules.ops import Schedule
+from pipeback.schedules.order import Order, Wave
+from pipeback.schedules.programs import by_worker, fill_drain, flush
+from pipeback.stages.joint_optimizer import Options
+from pipeback.stages.stage import Value
+from pipeback.tensors.layout import Message
+
+Batch = tuple[Value, Any, int]  # inputs, target, samples
+Messages = dict[Name, Message]
+
+
+class Loop:
+    """One worker's loop: an order, the same on every worker, and the worker that does its own part."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        order: Order,
+        method: Method,
+        replica: int = 0,
+        owner: Sequence[int] | None = None,
+        at_once: bool = False,
+    ) -> None:
+        """owner: the worker of each stage, where flushes that come in one push run `Method.by_worker`.
+        at_once: a push lets all its micro-batches in before anything is done, so that an order has more to choose from.
+        """
+        self.worker, self.order, self.method, self.replica, self.owner = worker, order, method, replica, owner
+        self.at_once = at_once
+        self._marks = Mark(), Mark()  # before a push, and before a later micro-batch of it
+        self.fresh = True  # the next micro-batch begins the schedule anew
+        self.pushed = 1  # micro-batches that it was begun for
+        self._rested = True  # nothing goes on elsewhere
+        self._waves: Iterator[Wave] = iter(())  # what may still be done, from the updates that are due on
+
+    def push(self, batches: Sequence[Batch], options: Options) -> None:
+        """Let micro-batches in one by one, and do all that may then be done."""
+        order, worker, link = self.order, self.worker, self.worker.link
+        self._look()
+        able = undo.able(worker, order) and not self.at_once and self.owner is None
+        first = mark = self._mark(0) if able else None
+        if self.fresh:
+            self._begin(len(batches), at_once=self.at_once)
+        elif (self.owner is not None or self.at_once) and order.empty:
+            order.restart(
+                self._schedule(len(batches), at_once=self.at_once)
+            )  # the last push may have been part of a flush, or this one is
+        last = worker.count - 1
+        merge_progress = self.at_once or order.policy == "skewed"  # where the order of what is done does not change
+        for n, (x, target, size) in enumerate(batches):
+            i = order.arrived + (n if merge_progress else 0)
+            if n and able:
+                mark = self._mark(1)
+            worker.options[i] = options
+            if worker.samples:
+                worker.sizes[i] = size
+            link.enter(i, x, target, worker.start, options)
+            if 0 in worker.stages:
+                link.send("F", 0, i, x)
+            if last in worker.stages:
+                link.send("Y", last, i, target)
+            if not merge_progress:
+                try:
+                    worker.run(order.advance(i + 1))
+                except StageError as error:
+                    if first is None or mark is None:
+                        raise
+                    raise self._dropped(error, first, mark, len(batches) - n) from error.__cause__
+        if merge_progress:
+            worker.run(order.advance(order.arrived + len(batches)))
+        self._remember()
+        if self.method.flush_each_push:
+            self.drain()
+
+    def _mark(self, n: int) -> Mark:
+        return self._marks[n].put(self.worker, self.order, (self.fresh, self.pushed))
+
+    def _dropped(self, error: StageError, first: Mark, mark: Mark, behind: int) -> StageError:
+        """Take back the micro-batch that `error` is of, where that can be done, with the `behind` - 1 after it; or the
+        whole push, where that is a flush. Returns what is to be raised.
+        """
+        whole = self.method.flush_each_push and first.empty and first.within_reach(self.worker)
+        if not whole and not mark.within_reach(self.worker):
+            return error
+        mark = first if whole else mark
+        mark.restore(self.worker)
+        self.fresh, self.pushed = mark.more
+        self.order.resume(self.method.schedule_at(mark.order["start"], self.pushed), mark.order)
+        self._remember()
+        if self.method.flush_each_push and not whole:
+            self.drain()
+        before = self.order.arrived - first.order["arrived"]
+        rest = f", nor on the {behind - 1} behind it, but on the {before} before it" if before or behind > 1 else ""
+        rest = ", nor on the others of this push" if whole else rest
+        return Dropped(f"{error}; nothing was trained on it{rest}, and others may be pushed")
+
+    def drain(self) -> None:
+        """Finish what is in flight; the schedule begins anew with the next micro-batch."""
+        self.settle()
+        if not self.fresh:
+            self.worker.run(self.order.close(self.order.arrived))
+            self.worker.settle()
+            self.fresh = True
+            self._remember()
+
+    # -- micro-batches in three parts, for a loss that is computed outside -----------------------------------------
+
+    def forward(self, xs: Sequence[Value], options: Options, expected: int) -> None:
+        """F of the next micro-batches at every stage; of several, all at one stage before any at the next.
+
+        The order hears of them with the backward, so that they may be forgotten. Nothing can come before these
+        forwards: all that was allowed before has been done, and a stage downstream waits for them.
+        """
+        self.settle()
+        if self.fresh:
+            self._begin(expected)
+        worker, count = self.worker, self.worker.count
+        mbs = range(self.order.arrived, self.order.arrived + len(xs))
+        for i, x in zip(mbs, xs, strict=True):
+            worker.options[i] = options
+            worker.link.enter(i, x, None)
+            if 0 in worker.stages:
+                worker.link.send("F", 0, i, x)
+        if len(xs) == 1:
+            worker.run([Wave("F", [(s, mbs[0]) for s in range(count)])])
+        else:
+            worker.run([Wave("F", [(s, i)]) for s in range(count) for i in mbs])
+
+    def forget(self, which: Collection[int], of: int) -> None:
+        """Some of the `of` micro-batches that have just gone forward get no backward; those after them move up."""
+        first = self.order.arrived
+        for stage in self.worker.stages.values():
+            flights = [stage.flights.pop(first + n) for n in range(of)]
+            kept = [flight for n, flight in enumerate(flights) if n not in which]
+            stage.flights.update(enumerate(kept, first))
+
+    def backward(self, gradients: Sequence[Value]) -> None:
+        """The backwards that may be done now; the updates that follow are left to `settle`."""
+        worker, first = self.worker, self.order.arrived
+        last = worker.count - 1
+        for i, gradient in enumerate(gradients, first):
+            if last in worker.stages:
+                worker.link.send("B", last, i, gradient)
+        waves = self.order.advance(first + len(gradients))
+        then = self._without_forwards(waves, first, len(gradients))
+        if len(gradients) > 1:
+            # all forwards have been done: a stage can do all its backwards at once
+            then = sorted((Wave(kind, [op]) for kind, ops in chain(then, waves) for op in ops), key=_downstream_first)
+        rest = chain(then, waves)
+
+        def up_to_an_update() -> Iterator[Wave]:
+            for wave in rest:
+                if wave.kind == "U":
+                    self._waves = chain([wave], rest)
+                    return
+                yield wave
+
+        worker.run(up_to_an_update())
+
+    def _without_forwards(self, waves: Iterator[Wave], first: int, count: int) -> list[Wave]:
+        """Take the forwards of these micro-batches, which have been done, from the waves; returns what was between."""
+        undone = {(s, i) for s in range(self.worker.count) for i in range(first, first + count)}
+        between = []
+        while undone:
+            kind, ops = next(waves, Wave("U", []))
+            others = [op for op in ops if kind != "F" or op not in undone]
+            if kind == "F":
+                undone.difference_update(ops)
+            early = kind == "U" and {s for s, _ in others} & {s for s, _ in undone}
+            if not ops or early:
+                i = min(i for _, i in undone)
+                raise RuntimeError(
+                    f"the schedule holds micro-batch {i} back; a forward must not wait for later arrivals"
+                )
+            if others:
+                between.append(Wave(kind, others))
+        return between
+
+    def settle(self) -> None:
+        """Do all that may be done; the program of a schedule that is over has more to come, which never will."""
+        self._look()
+        waves, self._waves = self._waves, iter(())
+        self.worker.run(waves if self.fresh else chain(waves, self.order.rest()))
+        self.worker.settle()
+        self._remember()
+
+    def rest(self) -> None:
+        """Do all that may be done, and wait for what is done elsewhere."""
+        self.settle()
+        self.worker.residence.rest()
+        self._rested = True
+        self._remember()
+
+    def _look(self) -> None:
+        """What the user has put into weights and optimizers counts from here on; while others work, nobody may."""
+        if self._rested or self.worker.residence.joins:
+            for changes in self.worker.outside:
+                changes.look()
+        self._rested = False
+
+    def _remember(self) -> None:
+        if self._rested or self.worker.residence.joins:
+            for changes in self.worker.outside:
+                changes.remember()
+
+    def _begin(self, pushed: int, *, at_once: bool = False) -> None:
+        order, worker = self.order, self.worker
+        self.pushed = pushed
+        order.restart(self._schedule(pushed, at_once=at_once))
+        worker.start, worker.base = order.arrived, next(iter(worker.stages.values())).version
+        worker.entered = worker.base
+        self.fresh = False
+
+    def _schedule(self, pushed: int, *, at_once: bool = False) -> Schedule:
+        """Another one with the same weights only for what is over with the push: what lies between is as ever.
+
+        at_once: weights that come to the device come once forward and once backward, if all is forward first.
+        """
+        schedule = self.method.schedule_at(self.order.arrived, pushed)
+        if pushed % flush(schedule):
+            return schedule
+        if at_once and self.method.by_worker:
+            return fill_drain(flush(schedule))
+        return schedule if self.owner is None else by_worker(schedule, self.owner)
+
+    # -- where it stands -----------------------------------------------------------------------------------------
+
+    def waiting(self) -> Messages:
+        """Messages sent to the own stages and not received, by name; the pipeline must be quiet."""
+        link, order = self.worker.link, self.order
+        for s in self.worker.stages:
+            if s:
+                for mb in range(order.forwards[s], order.forwards[s - 1]):
+                    link.wait("F", s, order.start + mb)
+            if s < self.worker.count - 1:
+                for mb in range(order.backwards[s], order.backwards[s + 1]):
+                    link.wait("B", s, order.start + mb)
+        return {**link.box, **self.worker.between(order)}
+
+    def progress(self, number: Callable[[Options], int]) -> dict[str, Any]:
+        """As plain values; `entries`, `options` and `sizes` are what this worker still remembers of micro-batches."""
+        worker = self.worker
+        return {
+            "order": self.order.state(),
+            "fresh": self.fresh,
+            "pushed": self.pushed,
+            "start": worker.start,
+            "base": worker.base,
+            "entered": worker.entered,
+            "entries": {str(i): v for i, v in worker.entries.items()},
+            "options": {str(i): number(o) for i, o in worker.options.items()},
+            "sizes": {str(i): n for i, n in worker.sizes.items()},
+        }
+
+    def resume(self, saved: dict[str, Any], messages: Messages, options: dict[int, Options]) -> None:
+        """Stand where `progress` was taken, with what all workers remembered."""
+        worker = self.worker
+        self.pushed = saved.get("pushed", 1)
+        self.order.resume(self.method.schedule_at(saved["order"]["start"], self.pushed), saved["order"])
+        self.fresh, worker.start, worker.base = saved["fresh"], saved["start"], saved["base"]
+        worker.entered = saved["entered"]
+        worker.entries = {int(i): v for i, v in saved["entries"].items()}
+        worker.options = {int(i): options[n] for i, n in saved["options"].items()}
+        worker.sizes = {int(i): n for i, n in saved["sizes"].items()}
+        worker.link.box.update({name: m for name, m in messages.items() if name[1] in worker.stages})
+        worker.take_up()
+
+
+def _downstream_first(wave: Wave) -> int:
+    return -wave.ops[0][0]
+
+
+def merge_progress(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The progress of several workers of one pipeline: they are at one place and remember different things."""
+    whole = dict(parts[0])
+    for n, part in enumerate(parts):
+        if (part["fresh"], part["start"]) != (whole["fresh"], whole["start"]):
+            raise RuntimeError(
+                f"the pipeline was drained on worker 0 or on worker {n}, and not on the other; every rank must call "
+                "drain() at the same micro-batch"
+            )
+    for key in ("entries", "options", "sizes"):
+        whole[key] = {i: v for part in parts for i, v in part[key].items()}
+    return whole
+
+
+def check_progress(saved: dict[str, Any], arrived: int, stages: int) -> None:
+    """Raise ValueError unless a loop of so many stages may stand there after `arrived` micro-batches."""
+    order = saved["order"]
+    begun = order["arrived"] - order["start"]
+    for name in ("fetched", "forwards", "backwards", "updated"):
+        if len(order[name]) != stages or not all(type(n) is int for n in order[name]):
+            raise ValueError(f"the state does not say of {stages} stages how far they are ({name}); {_EDITED}")
+    counts = zip(order["fetched"], order["forwards"], order["backwards"], order["updated"], strict=True)
+    for s, (fetched, forwards, backwards, updated) in enumerate(counts):
+        least = 1 + forwards + backwards  # operations taken from the program, the next one included
+        if order["arrived"] != arrived or not 0 <= updated <= backwards <= forwards <= begun <= arrived:
+            raise ValueError(
+                f"the state says of stage {s} that of {begun} micro-batches {forwards} have gone forward, {backwards} "
+                f"backward and {updated} into the weights, after {arrived} in all; {_EDITED}"
+            )
+        if not least <= fetched <= least + updated:
+            raise ValueError(
+                f"the state says of stage {s} that {fetched} operations were taken from its schedule, where {forwards} "
+                f"forwards and {backwards} backwards make {least} to {least + updated}; {_EDITED}"
+            )
+
+
+_EDITED = "it was edited or damaged, load another one"

@@ -1,0 +1,280 @@
+"""Runtimes: where the loops of a pipeline run. The event loop in the caller's thread, or one thread a worker.
+
+A runtime is told what was pushed and gives losses back; what a loop does is the same in all of them.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from pipeback.runtime.lazy_loss import LazyLoss
+from pipeback.runtime.link import Closed
+from pipeback.runtime.loop import Batch, Loop
+from pipeback.runtime.undo import Dropped
+from pipeback.stages.joint_optimizer import Options
+from pipeback.stages.stage import Value
+
+Read = Callable[[list[int] | None], Tensor]  # sizes, if they weigh, -> the mean loss of a push
+Command = Callable[[Loop], Any]
+
+
+class Runner(Protocol):
+    """What a pipeline asks of the place where it runs."""
+
+    owner: list[int]  # the worker of each stage
+    loops: list[Loop]  # those of this process
+
+    def push(self, first: int, batches: Sequence[Batch], options: Options) -> Read: ...
+    def tell(self, command: Command) -> None: ...
+    def wait(self) -> None: ...
+    def drain(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class EventLoop:
+    """The event loop: everything in the caller's thread."""
+
+    def __init__(self, loop: Loop) -> None:
+        self.loop, self.loops = loop, [loop]
+        self.owner = [0] * loop.worker.count
+        self.losses: dict[int, Any] = {}  # where the loss is computed outside: outputs
+        loop.worker.report = self.losses.__setitem__
+
+    def push(self, first: int, batches: Sequence[Batch], options: Options) -> Read:
+        try:
+            self.loop.push(batches, options)
+        except Dropped:
+            self.losses.clear()
+            raise
+        wanted = range(first, first + len(batches))
+        missing = [i for i in wanted if i not in self.losses]
+        if missing:
+            raise RuntimeError(
+                f"the schedule holds micro-batch {missing[0]} back; a forward must not wait for later arrivals"
+            )
+        losses = [self.losses.pop(i) for i in wanted]
+        return lambda sizes: mean(losses, sizes)
+
+    def forward(self, mb: int, xs: Sequence[Value], options: Options, expected: int) -> list[Value]:
+        self.loop.forward(xs, options, expected)
+        return [self.losses.pop(i) for i in range(mb, mb + len(xs))]
+
+    def backward(self, gradients: Sequence[Value]) -> None:
+        self.loop.backward(gradients)
+
+    def step(self, flush: bool) -> None:
+        self.loop.drain() if flush else self.loop.settle()
+
+    def tell(self, command: Command) -> None:
+        command(self.loop)
+
+    def wait(self) -> None:
+        self.loop.rest()
+
+    def drain(self) -> None:
+        self.loop.drain()
+        self.loop.rest()
+
+    def close(self) -> None:
+        self.loop.worker.residence.close()
+
+
+class TickLoop(EventLoop):
+    """The event loop in the order "skewed": what was pushed is not all done, and its loss is there when it is read.
+
+    settle: does what is left, as a call of `Pipeline.wait` would.
+    """
+
+    def __init__(self, loop: Loop) -> None:
+        super().__init__(loop)
+        self.settle: Callable[[], None] = self.wait
+        self.due: dict[int, dict[int, Tensor]] = {}  # where the loss of a micro-batch goes to: one place a push
+        self.closed = False
+        loop.worker.report = self._arrived
+
+    def push(self, first: int, batches: Sequence[Batch], options: Options) -> Read:
+        mbs = range(first, first + len(batches))
+        losses: dict[int, Tensor] = {}
+        self.due.update(dict.fromkeys(mbs, losses))
+        self.loop.push(batches, options)
+
+        def read(sizes: list[int] | None) -> Tensor:
+            if len(losses) < len(mbs) and not self.closed:
+                self.settle()
+            if len(losses) < len(mbs):
+                raise RuntimeError("the pipeline was closed before this loss was there")
+            return mean([losses[i] for i in mbs], sizes)
+
+        return lambda sizes: LazyLoss(partial(read, sizes))
+
+    def _arrived(self, mb: int, loss: Tensor) -> None:
+        self.due.pop(mb)[mb] = loss
+
+    def close(self) -> None:
+        super().close()
+        self.closed = True
+
+
+class Commands(queue.Queue[Any]):
+    """At most `depth` commands that have not been taken. Who waits for room is woken when there is some for most of
+    them: to change places costs two threads more than to hand over a command.
+    """
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.room, self.most, self.taken = threading.Semaphore(depth), max(1, depth - 2), 0
+
+    def offer(self, command: Command, seconds: float) -> bool:
+        """Put it, if there is room within this time."""
+        there = self.room.acquire(timeout=seconds)
+        if there:
+            self.put(command)
+        return there
+
+    def take(self) -> Any:
+        command = self.get()
+        self.taken += 1
+        if self.taken % self.most == 0:
+            self.room.release(self.most)
+        return command
+
+
+class Threads:
+    """One thread a worker, each with its own loop; commands go through bounded queues.
+
+    closed: set by whatever ends the pipeline, so that links stop waiting. check: raises what others have found.
+    """
+
+    def __init__(
+        self,
+        loops: list[Loop],
+        owner: list[int],
+        closed: threading.Event,
+        *,
+        depth: int = 8,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.loops, self.owner, self.closed, self.check = loops, owner, closed, check
+        self.commands = [Commands(depth) for _ in loops]
+        self.futures: dict[int, Future[Tensor]] = {}
+        self.failure: list[BaseException] = []
+        judges = [loop for loop in loops if loop.worker.count - 1 in loop.worker.stages]
+        self.replicas = max(1, len(judges))
+        for n, loop in enumerate(judges):
+            loop.worker.report = deliver(self.futures, n, self.replicas)
+        self.threads = [
+            threading.Thread(
+                target=_serve, args=(loop, commands, closed, self.failure, self.futures), daemon=True, name="pipeback"
+            )
+            for loop, commands in zip(loops, self.commands, strict=True)
+        ]
+        for thread in self.threads:
+            thread.start()
+
+    def tell(self, command: Command) -> None:
+        """Have every worker do it after all that was said before; waits while too much has not been done."""
+        for commands in self.commands:
+            self.raise_failure()
+            while not commands.offer(command, 0.2):
+                self.raise_failure()
+
+    def raise_failure(self) -> None:
+        if self.failure:
+            raise self.failure[0]
+        self.check()
+
+    def push(self, first: int, batches: Sequence[Batch], options: Options) -> Read:
+        each = len(batches) // self.replicas  # replica r has the r-th share
+        futures: list[Future[Tensor]] = [Future() for _ in batches]
+        for n, future in enumerate(futures):
+            replica, i = divmod(n, each)
+            self.futures[(first + i) * self.replicas + replica] = future
+        self.tell(lambda loop: loop.push(batches[loop.replica * each : (loop.replica + 1) * each], options))
+        return lambda sizes: LazyLoss(lambda: mean([future.result() for future in futures], sizes))
+
+    def wait(self) -> None:
+        self.tell(Loop.rest)
+        self.join()
+
+    def drain(self) -> None:
+        self.tell(Loop.drain)
+        self.wait()
+
+    def join(self) -> None:
+        """Wait until all that was told is done."""
+        for commands in self.commands:
+            commands.join()
+        self.raise_failure()
+
+    def close(self) -> None:
+        """Stop the threads and wait until they have; losses that will never come say so when read."""
+        self.closed.set()
+        for commands, thread in zip(self.commands, self.threads, strict=True):
+            while thread.is_alive() and thread is not threading.current_thread():
+                commands.put(None)
+                thread.join(timeout=0.05)
+        for loop in self.loops:
+            loop.worker.residence.close()
+        fail(self.futures, RuntimeError("the pipeline was closed before this loss was there"))
+
+
+def deliver(futures: dict[int, Future[Tensor]], replica: int = 0, replicas: int = 1) -> Callable[[int, Tensor], None]:
+    def arrived(mb: int, loss: Tensor) -> None:
+        future = futures.pop(mb * replicas + replica, None)
+        if future is not None:  # else the pipeline is being closed
+            future.set_result(loss)
+
+    return arrived
+
+
+def fail(futures: dict[int, Future[Tensor]], error: BaseException) -> None:
+    """Whoever waits for one of these losses, or reads it later, gets the error."""
+    for mb in list(futures):
+        future = futures.pop(mb, None)
+        if future is not None and not future.done():
+            future.set_exception(error)
+
+
+def _serve(
+    loop: Loop,
+    commands: Commands,
+    closed: threading.Event,
+    failure: list[BaseException],
+    futures: dict[int, Future[Tensor]],
+) -> None:
+    """A worker thread: obey until told to stop; the first error of any worker closes all."""
+    while True:
+        command = commands.take()
+        try:
+            if command is None:
+                return
+            if not closed.is_set():
+                command(loop)
+        except Closed:
+            pass
+        except BaseException as error:
+            failure.append(error)
+            closed.set()
+        finally:
+            if failure:
+                fail(futures, failure[0])
+            commands.task_done()
+
+
+def mean(losses: Sequence[Tensor], sizes: list[int] | None) -> Tensor:
+    """The mean loss of a push; with sizes, weighted by samples."""
+    if len(losses) == 1:
+        return losses[0]
+    stacked = torch.stack(list(losses))
+    if sizes is None:
+        return stacked.mean()
+    weights = torch.tensor(sizes, dtype=stacked.dtype, device=stacked.device)
+    return (stacked * weights).sum() / weights.sum()

@@ -1,0 +1,99 @@
+"""Staleness: staleness in numbers. Now and then one micro-batch is followed through every stage.
+
+    gap_s = ‖w_now − w_used‖    w_used what F(i) ran on, predictions included; w_now the newest weights when B(i) comes
+
+It keeps a copy of w_used from F to B, so a watched pipeline holds one copy of the weights more, in host
+memory where they live in a store. It changes no bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from pipeback.stages.stage import Stage
+from pipeback.tensors.weight_list import Weights
+
+
+class Watch:
+    """What was last seen of every stage; NaN where nothing has been yet, or where another process holds the stage.
+
+    gap, update  Euclidean norms: of w_now − w_used of the followed micro-batch, and of one update since `mark`
+    delay        own updates between F and B of the followed micro-batch, as it happened
+    clip_share   share of the updates since `mark` whose gradient was clipped
+    """
+
+    def __init__(self, stages: int) -> None:
+        nan = math.nan
+        self.first = 0  # of the stages that are seen here: a micro-batch is followed from there on
+        self.gap, self.update, self.delay = [nan] * stages, [nan] * stages, [nan] * stages
+        self._clips: list[list[Tensor]] = [[] for _ in range(stages)]
+        self._updates = [0] * stages
+        # the time in which a stage's newest weights can be read
+        self.newest: Callable[[Stage], AbstractContextManager[None]] = lambda stage: nullcontext()
+        self._follow = False
+        self._mb = -1
+        self._used: dict[int, tuple[int, Weights]] = {}  # version and weights of F, by stage
+        self._measure: set[int] = set()  # stages whose next update is measured
+        self._before: dict[int, Weights] = {}
+
+    def follow(self) -> None:
+        """Follow the next micro-batch to enter, unless one is still on its way."""
+        self._follow = not self._used
+
+    def mark(self) -> None:
+        """Count the clipped updates anew from here on, and measure the next update of every stage."""
+        self._measure = set(range(len(self.gap)))
+        self._clips = [[] for _ in self.gap]
+        self._updates = [0] * len(self.gap)
+
+    @property
+    def clip_share(self) -> list[float]:
+        """Of every stage."""
+        return [
+            float(torch.stack(clips).float().sum()) / updates if clips else 0.0 if updates else math.nan
+            for clips, updates in zip(self._clips, self._updates, strict=True)
+        ]
+
+    # -- told by the worker: F while its weights are in place, B while the newest still are ------------------------
+
+    def forward(self, ops: Sequence[tuple[Stage, int]]) -> None:
+        for stage, mb in ops:
+            if self._follow and stage.index == self.first:
+                self._follow, self._mb = False, mb
+            if mb == self._mb:
+                used = [w.detach() for w in stage.live()]
+                copies = [w.clone() for w in used] if stage.slot is None else [w.to("cpu", copy=True) for w in used]
+                self._used[stage.index] = stage.version, copies
+
+    def backward(self, ops: Sequence[tuple[Stage, int]]) -> None:
+        for stage, mb in ops:
+            if mb == self._mb and stage.index in self._used:
+                version, used = self._used.pop(stage.index)
+                self.delay[stage.index] = stage.version - version
+                with self.newest(stage):
+                    self.gap[stage.index] = _distance(stage.newest(), used)
+
+    def before_update(self, stage: Stage, clipped: Tensor | None) -> None:
+        self._updates[stage.index] += 1
+        if clipped is not None:
+            self._clips[stage.index].append(clipped)
+        if stage.index in self._measure:
+            self._measure.discard(stage.index)
+            self._before[stage.index] = [w.detach().clone() for w in stage.weights]
+
+    def after_update(self, stage: Stage) -> None:
+        before = self._before.pop(stage.index, None)
+        if before is not None:
+            self.update[stage.index] = _distance(stage.weights, before)
+
+
+def _distance(a: Weights, b: Weights) -> float:
+    if not a:
+        return math.nan
+    with torch.no_grad():
+        return math.sqrt(sum(float((x - y).double().square().sum()) for x, y in zip(a, b, strict=True)))

@@ -1,0 +1,207 @@
+"""Weight provider: how the weights that F and B run on come into place. `ResidentWeights` stay on their device.
+
+The graphs refer to the storage of the live weights, so other weights are put there for the time of the operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from pipeback.methods.base import Method, Past, Shift, When, overrides
+from pipeback.schedules.ops import Kind
+from pipeback.schedules.order import Ops, Wave
+from pipeback.stages.gradients import GradientSums
+from pipeback.stages.stage import Stage
+from pipeback.stages.team import StageGroup
+from pipeback.tensors import accelerators
+from pipeback.tensors.weight_list import Weights, add_scaled, copy
+
+
+class HookCall(NamedTuple):
+    """A question to the method: what stages run an operation on."""
+
+    team: StageGroup
+    mb: int  # of the first stage
+    when: When
+
+
+Ask = Callable[[Kind, Ops], list[HookCall]]
+
+
+class WeightProvider(Protocol):
+    """What a worker asks for; `held` is whatever `forward` or `backward` gave, empty when there is nothing to undo."""
+
+    ask: Ask  # set by the worker
+    joins: bool  # whether one call of a hook or an optimizer may serve several stages
+    moves: list[tuple[float, float, str, int]]  # what was recorded: (start, end, "fetch" or "store", stage), seconds
+
+    def ahead(self, waves: Iterable[Wave]) -> Iterable[Wave]: ...
+    def forward(self, ops: Ops) -> Sequence[Any]: ...
+    def after_forward(self, held: Sequence[Any], ops: Ops) -> None: ...
+    def backward(self, ops: Ops) -> tuple[Sequence[Any], dict[int, int]]: ...
+    def after_backward(self, held: Sequence[Any]) -> None: ...
+    def collect(self, stage: Stage) -> None: ...
+    def update(self, stages: Sequence[Stage], make: Callable[[Sequence[GradientSums]], None]) -> None: ...
+    def ready(self, kind: Kind, stage: int, mb: int) -> None: ...
+    def record(self, on: bool) -> None: ...
+    def newest(self, stage: Stage) -> AbstractContextManager[None]: ...
+    def rest(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class ResidentWeights:
+    """Weights on the device for good; shifted and older ones take their place for an operation."""
+
+    joins = True
+
+    def __init__(self, stages: Mapping[int, Stage], method: Method) -> None:
+        self.stages, self.method = stages, method
+        self.ask: Ask = lambda kind, ops: []
+        self.moves: list[tuple[float, float, str, int]] = []
+        self._stash = method.copies == "stash"
+        self._forward_hook = overrides(method, "forward_weights")
+        self._backward_hook = overrides(method, "backward_weights") or self._stash
+
+    def ahead(self, waves: Iterable[Wave]) -> Iterable[Wave]:
+        return waves
+
+    def forward(self, ops: Ops) -> list[Held]:
+        """Put what these forwards run on into place."""
+        if not self._forward_hook:
+            return []
+        held: list[Held] = []
+        with torch.no_grad():
+            for team, _, when in self.ask("F", ops):
+                chosen = self.method.forward_weights(team.weights, team.state, when)
+                if chosen is team.weights:
+                    continue
+                if isinstance(chosen, Past):
+                    if chosen.version != team.first.version:
+                        held.append(_exchange(team, team.first.past(chosen.version), version=chosen.version))
+                else:
+                    held.append(_place(team, chosen))
+        forget_casts()
+        return held
+
+    def after_forward(self, held: Sequence[Held], ops: Ops) -> None:
+        """The newest weights again; the flights remember what they ran on."""
+        mbs = dict(ops)
+        with torch.no_grad():
+            for h in held:
+                h.undo()
+        for h in held:
+            if h.version is None and not self._stash:
+                continue
+            for stage in h.team.stages:
+                flight = stage.flights.get(mbs[stage.index])
+                if flight is None:  # its forward failed
+                    continue
+                if h.version is not None:
+                    flight.version = h.version
+                else:
+                    flight.owned, stage.owns = h.buffer, True
+        forget_casts()
+
+    def backward(self, ops: Ops) -> tuple[list[Held], dict[int, int]]:
+        """Put what these backwards run on into place; returns also the versions of those that run on an older one."""
+        if not self._backward_hook:
+            return [], {}
+        held: list[Held] = []
+        versions: dict[int, int] = {}
+        with torch.no_grad():
+            for team, mb, when in self.ask("B", ops):
+                stage = team.first
+                used = stage.used(mb) if self._stash else None  # one stage a team
+                chosen = self.method.backward_weights(team.weights, used, team.state, when)
+                if chosen is used:
+                    versions[stage.index] = stage.flights[mb].version
+                    if used is not team.weights:
+                        held.append(_exchange(team, used))
+                elif isinstance(chosen, Past):
+                    versions[stage.index] = chosen.version
+                    if chosen.version != stage.version:
+                        held.append(_exchange(team, stage.past(chosen.version)))
+                elif chosen is not team.weights:
+                    held.append(_place(team, chosen))
+        return held, versions
+
+    def after_backward(self, held: Sequence[Held]) -> None:
+        """The newest weights again."""
+        with torch.no_grad():
+            for h in held:
+                h.undo()
+
+    def update(self, stages: Sequence[Stage], make: Callable[[Sequence[GradientSums]], None]) -> None:
+        """Make the update of these stages, here and now."""
+        make([stage.sums() for stage in stages])
+
+    def ready(self, kind: Kind, stage: int, mb: int) -> None:
+        """What an operation runs on is always there."""
+
+    def record(self, on: bool) -> None:
+        """There is nothing to measure."""
+
+    def newest(self, stage: Stage) -> AbstractContextManager[None]:
+        """The time in which `stage.weights` are the newest, and can be read: always."""
+        return nullcontext()
+
+    def collect(self, stage: Stage) -> None:
+        """The sums of gradients are where backward left them."""
+
+    def rest(self) -> None:
+        """Nothing is ever under way."""
+
+    def close(self) -> None:
+        """Nothing to let go."""
+
+
+class Held:
+    """The live weights hold something else; `buffer` holds the current ones, or swaps with them."""
+
+    __slots__ = ("buffer", "swap", "team", "version")
+
+    def __init__(self, team: StageGroup, buffer: Weights, *, swap: bool, version: int | None = None) -> None:
+        self.team, self.buffer, self.swap, self.version = team, buffer, swap, version
+
+    def undo(self) -> None:
+        if self.swap:
+            _swap(self.team.weights, self.buffer)
+        else:
+            copy(self.team.weights, self.buffer)
+
+
+def _exchange(team: StageGroup, buffer: Weights, version: int | None = None) -> Held:
+    _swap(team.weights, buffer)
+    return Held(team, buffer, swap=True, version=version)
+
+
+def _place(team: StageGroup, chosen: Weights | Shift) -> Held:
+    """Put shifted weights into the live storage."""
+    weights, stash = team.weights, team.first.stash
+    if stash:
+        buffer = [w.detach().clone() for w in weights]
+    else:
+        buffer = team.scratch
+        copy(buffer, weights)
+    if isinstance(chosen, Shift):
+        add_scaled(weights, chosen.coefficients, chosen.directions)
+    else:
+        torch._foreach_copy_(weights, chosen)
+    return Held(team, buffer, swap=stash)
+
+
+def _swap(a: Weights, b: Weights) -> None:
+    """Exchange contents, never storage: graphs in flight refer to it."""
+    kept = [w.detach().clone() for w in a]
+    torch._foreach_copy_(a, b)
+    torch._foreach_copy_(b, kept)
+
+
+def forget_casts() -> None:
+    """Under autocast, torch keeps copies of weights by identity; ours change in place."""
+    if accelerators.autocast():
+        torch.clear_autocast_cache()

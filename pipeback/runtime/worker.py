@@ -1,0 +1,397 @@
+"""Worker: some stages, run wave by wave. Where the hooks of a method meet the stages.
+
+The operations of a wave touch different stages, so they may be joined: one autograd call, one foreach call, one
+optimizer step. Joining changes no bit; it only pays Python's price once instead of once a stage.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeback.errors import StageError
+from pipeback.methods.base import Method, When, overrides
+from pipeback.private import hooked
+from pipeback.runtime.ledger import Ledger
+from pipeback.runtime.link import Link, Name
+from pipeback.runtime.replicas import Replicas
+from pipeback.runtime.reread import Reread
+from pipeback.runtime.staleness import Watch
+from pipeback.runtime.weight_provider import HookCall, ResidentWeights, WeightProvider, forget_casts
+from pipeback.runtime.written import Written
+from pipeback.schedules.order import Kind, Ops, Order, Wave
+from pipeback.stages.gradients import GradientSums, differentiate
+from pipeback.stages.joint_optimizer import Options, joinable
+from pipeback.stages.stage import Flight, Stage
+from pipeback.stages.team import StageGroup
+from pipeback.tensors.layout import Message
+from pipeback.tensors.weight_list import Weights
+
+_Step = tuple[StageGroup, int, Sequence[Options], When | None]  # who steps, and at which micro-batch's numbers
+
+
+class Worker:
+    """The stages `stages` (all of a pipeline, or one worker's) under `method`, exchanging tensors through `link`."""
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        method: Method,
+        delays: Sequence[int],
+        link: Link,
+        *,
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+        samples: bool = False,
+        check_finite: bool = False,
+        replicas: Replicas | None = None,
+        residence: WeightProvider | None = None,
+    ) -> None:
+        self.stages = {stage.index: stage for stage in stages}
+        self.count = stages[0].stages
+        self.method, self.delays, self.link = method, delays, link
+        self.clip_norm, self.clip_value, self.samples, self.check_finite = clip_norm, clip_value, samples, check_finite
+        self.replicas = replicas
+        self._due: dict[int, tuple[int, Callable[[], Tensor]]] = {}  # updates whose sums are on their way, by stage
+        self.watch: Watch | None = None
+        self.options: dict[int, Options] = {}  # by micro-batch, until the last own stage has gone forward
+        self.entries: dict[int, int] = {}  # the version of stage 0 at which a micro-batch entered
+        self.entered = 0  # updates of stage 0, seen in the order
+        self.start = self.base = 0
+        self.report: Callable[[int, Tensor], None] = lambda mb, loss: None  # called by the last stage
+        self.sizes: dict[int, int] = {}  # samples of a micro-batch, where they weigh
+        self.ledger = Ledger()
+        self.began: Callable[[tuple[str, int, int]], None] | None = None  # told of every operation (kind, stage, mb)
+        self.tracing = False
+        self.trace: list[tuple[float, float, int, str, int]] = []  # (start, end, stage, kind, micro-batch), seconds
+        self.stash = method.copies == "stash"
+        self.residence = residence or ResidentWeights(self.stages, method)
+        self.residence.ask = self._asked
+        self._update_hook = overrides(method, "update")
+        self._steps: dict[tuple[bool, tuple[int, ...]], list[StageGroup]] = {}  # who is updated together
+        self._alone = {s.index: StageGroup([s], delays) for s in stages}  # in all waves one: it may count its steps
+        self._hooks: dict[tuple[int, ...], list[StageGroup]] = {}  # whose F or B one call of a hook serves
+        self._first, self._last = min(self.stages), max(self.stages)
+        self._apart = any(stage.keeping is not None and stage.keeping.apart for stage in stages)
+        self.outside = Reread(stages, method), Written(stages)  # what the user may change between operations
+
+    def record(self, on: bool) -> None:
+        """Measure every operation from now on."""
+        if on:
+            self.trace = []
+        self.tracing = on
+        self.residence.record(on)
+
+    # -- the loop ------------------------------------------------------------------------------------------------
+
+    def run(self, waves: Iterable[Wave]) -> None:
+        """Do the own part of every wave, in order."""
+        mine, alone = self.stages, len(self.stages) == self.count
+        entry = self.method.needs_entry
+        for kind, ops in self.residence.ahead(waves):
+            if entry:
+                self._follow(kind, ops)
+            if not alone:
+                ops = [op for op in ops if op[0] in mine]
+                if not ops:
+                    continue
+            do = self.forward if kind == "F" else self.backward if kind == "B" else self._update
+            if not self.tracing and self.replicas is None:
+                if self._apart and kind == "B":
+                    for op in ops:
+                        do([op])
+                else:
+                    do(ops)
+            else:
+                for s, i in ops:
+                    if kind == "F" or (kind == "B" and not mine[s].judges):
+                        self.link.wait(kind, s, i)  # waiting is not working
+                    self.settle(s)
+                    self.residence.ready(kind, s, i)
+                    if kind == "U" and self.replicas is not None:
+                        do([(s, i)])  # only begun; `settle` does it
+                    else:
+                        self._measured(do, s, kind, i)
+
+    def _measured(self, do: Callable[[Ops], None], s: int, kind: str, i: int) -> None:
+        begin = time.perf_counter()
+        do([(s, i)])
+        if self.tracing:
+            self.trace.append((begin, time.perf_counter(), s, kind, i))
+
+    def _follow(self, kind: str, ops: Ops) -> None:
+        for s, i in ops:
+            if s == 0 and kind == "U":
+                self.entered += 1
+            elif s == 0 and kind == "F":
+                self.entries[i] = self.entered
+
+    def forward(self, ops: Ops) -> None:
+        """F of each (stage, micro-batch), in the order given."""
+        stages, residence = self.stages, self.residence
+        held = residence.forward(ops)
+        try:
+            flights = self._forward(ops)
+            if self.watch is not None:
+                self.watch.forward([(stages[s], i) for s, i in ops])
+        finally:
+            if held:
+                residence.after_forward(held, ops)
+        numbers, mbs = zip(*ops, strict=True)
+        self.ledger.add("F", numbers, mbs, [flight.version for flight in flights])
+        if self.method.needs_entry:
+            for (s, i), flight in zip(ops, flights, strict=True):
+                flight.entry = self.entries.pop(i) if s == self._last else self.entries[i]
+        if self.stash:
+            for s in numbers:
+                stages[s].peak_copies = max(stages[s].peak_copies, stages[s].copies())
+
+    def _forward(self, ops: Ops) -> list[Flight]:
+        """F on what is in place; returns what went off."""
+        link, stages = self.link, self.stages
+        flights: list[Flight] = []
+        for s, i in ops:
+            stage = stages[s]
+            x = link.recv("F", s, i)
+            if self.began is not None:
+                self.began(("F", s, i))
+            try:
+                y = stage.forward(i, x, link.recv("Y", s, i) if stage.judges else None)
+            except Exception as error:
+                raise self._failed("forward", stage, i, error) from error
+            flight = stage.flights[i]
+            flight.options = self.options[i]
+            flights.append(flight)
+            if not stage.last:
+                link.send("F", s + 1, i, y)
+            elif self.check_finite and stage.judges and not torch.isfinite(y):
+                raise StageError(self._first_bad(i, y))
+            else:
+                self.report(i, y)
+            if s == self._last:
+                del self.options[i]
+        return flights
+
+    def backward(self, ops: Ops) -> None:
+        """B of each (stage, micro-batch)."""
+        stages = self.stages
+        if self.watch is not None:
+            self.watch.backward([(stages[s], i) for s, i in ops])
+        held, versions = self.residence.backward(ops)
+        if self.began is not None:
+            self.began(("B", *ops[-1]))
+        try:
+            self._backward(ops)
+        finally:
+            if held:
+                self.residence.after_backward(held)
+        numbers, mbs = zip(*ops, strict=True)
+        self.ledger.add("B", numbers, mbs, [versions.get(s, stages[s].version) for s in numbers])
+        if self.stash:
+            for s in numbers:
+                stages[s].release()
+
+    def _backward(self, ops: Ops) -> None:
+        """B on what is in place, as one autograd call."""
+        link, stages = self.link, self.stages
+        roots: list[Tensor] = []
+        seeds: list[Tensor] = []
+        flights = []
+        for s, i in ops:
+            stage = stages[s]
+            grad = None if stage.judges else link.recv("B", s, i)
+            if self.samples and stage.last:
+                grad = torch.full_like(stage.flights[i].output, self.sizes[i])
+            try:
+                flights.append(stage.begin_backward(i, grad, roots, seeds))
+            except Exception as error:
+                raise self._failed("backward", stage, i, error) from error
+        try:
+            leaves = [leaf for flight in flights for leaf in flight.leaves]
+            differentiate(roots, seeds, leaves, [stages[s].gradients for s, _ in ops])
+        except Exception as error:
+            raise StageError(self._culprit(ops, flights, error)) from error
+        for (s, i), flight in zip(ops, flights, strict=True):
+            stage = stages[s]
+            upstream = stage.end_backward(flight)
+            self._count(stage, i)
+            if s:
+                link.send("B", s - 1, i, upstream)
+
+    def _count(self, stage: Stage, i: int) -> None:
+        """Where samples weigh: a backward has counted the micro-batch as one."""
+        if self.samples:
+            stage.count += (self.sizes.pop(i) if stage.index == self._first else self.sizes[i]) - 1
+
+    # -- what lies between stages that run as one ------------------------------------------------------------------
+
+    def between(self, order: Order) -> dict[Name, Message]:
+        """Messages that wait elsewhere than in the link."""
+        return {}
+
+    def take_up(self) -> None:
+        """A state was put into the stages, and messages into the link."""
+
+    def leave(self, stacks: Sequence[Any]) -> None:
+        """These stacks of stages run as they are."""
+
+    def _update(self, ops: Ops) -> None:
+        if self.replicas is None:
+            self.update(ops)
+        else:
+            for s, i in ops:
+                self.residence.collect(self.stages[s])
+                self._due[s] = i, self.replicas.start(s, self.stages[s].gradients.packed(self.stages[s].count))
+                if not self.residence.joins:
+                    self.settle(s)  # what is fetched ahead must know of every update
+
+    def settle(self, stage: int | None = None) -> None:
+        """Do the update of a stage (of all) whose gradients the replicas were still summing.
+
+        It is put off until the stage's next operation, so that other stages work meanwhile.
+        """
+        for s in list(self._due) if stage is None else [stage] if stage in self._due else ():
+            mb, arrive = self._due.pop(s)
+            self.stages[s].count = self.stages[s].gradients.unpack(arrive())
+            self._measured(self.update, s, "U", mb)
+
+    def update(self, ops: Ops) -> None:
+        """U of each (stage, micro-batch): joined into one step where method and optimizers allow it."""
+        numbers = tuple([s for s, _ in ops])
+        stages = [self.stages[s] for s in numbers]
+        if self.began is not None:
+            self.began(("U", *ops[0]))
+        listened = bool([stage for stage in stages if hooked(stage.optimizer)])
+        teams = self._steps.get((listened, numbers))
+        if teams is None:
+            joined = joinable([s.optimizer for s in stages]) and (self.method.merges or not self._update_hook)
+            teams = self._steps[listened, numbers] = self._teams(stages, joined and self.residence.joins)
+        last = dict(ops)
+        steps = [self._planned(team, last[team.first.index]) for team in teams]
+        kept = [stage.keep() for stage in stages] if self.stash else []
+        self.residence.update(stages, partial(self._make, stages, last, steps, kept))
+        for stage in stages:
+            stage.version += 1
+
+    def _planned(self, team: StageGroup, mb: int) -> _Step:
+        options = [stage.options for stage in team.stages]
+        when = team.when(mb, options, self.start, self.base, 0) if self._update_hook else None
+        return team, mb, options, when
+
+    def _make(
+        self,
+        stages: Sequence[Stage],
+        mbs: dict[int, int],
+        steps: Sequence[_Step],
+        kept: Sequence[Weights | None],
+        sums: Sequence[GradientSums],
+    ) -> None:
+        """Make the update of these stages, whose gradients sum up to `sums`, where their weights are.
+
+        kept: where the weights before are copied to.
+        """
+        grads: dict[int, Sequence[Tensor | None]] = {}
+        with torch.no_grad():
+            for stage, summed in zip(stages, sums, strict=True):
+                try:
+                    grads[stage.index], clipped = stage.average(summed, self.clip_norm, self.clip_value)
+                    if self.watch is not None:
+                        self.watch.before_update(stage, clipped)
+                except Exception as error:
+                    raise self._failed("update", stage, mbs[stage.index], error) from error
+            for stage, copy in zip(stages, kept, strict=bool(kept)):
+                if copy is not None:
+                    torch._foreach_copy_(copy, stage.weights)
+            for step in steps:
+                team = step[0]
+                team.put([g for stage in team.stages for g in grads[stage.index]], whole=step[3] is not None)
+                try:
+                    self._step(*step)
+                finally:
+                    team.take_back()
+            forget_casts()
+            if self.watch is not None:
+                for stage in stages:
+                    self.watch.after_update(stage)
+
+    def _step(self, team: StageGroup, mb: int, options: Sequence[Options], when: When | None) -> None:
+        optimizer = team.optimizer.at(options)
+        try:
+            if when is None:
+                optimizer.step()
+                return
+            before = team.state
+            with optimizer.heard(self.method.steps_itself):
+                after = self.method.update(team.weights, optimizer, before, when)
+            if after is not before:
+                team.state = after
+        except Exception as error:
+            raise self._failed("update", team.first, mb, error) from error
+
+    def _teams(self, stages: Sequence[Stage], joined: bool) -> list[StageGroup]:
+        some = [stage for stage in stages if stage.weights]
+        if joined:
+            return [StageGroup(some, self.delays)] if some else []
+        # one for every stage, whatever wave it is in: its optimizer may count its steps
+        return [self._alone[stage.index] for stage in some]
+
+    # -- which weights F and B run on ----------------------------------------------------------------------------
+
+    def _asked(self, kind: Kind, ops: Ops) -> list[HookCall]:
+        """What the hooks are to be asked before these operations: one question for all stages that a call serves."""
+        mbs = dict(ops)
+        asked = []
+        for team in self._served(ops):
+            i, stage = mbs[team.first.index], team.first
+            if kind == "F":
+                options, entry = [self.options[mbs[s.index]] for s in team.stages], self.entries.get(i, 0)
+            else:
+                options, entry = [s.flights[mbs[s.index]].options for s in team.stages], stage.flights[i].entry
+            asked.append(HookCall(team, i, team.when(i, options, self.start, self.base, entry)))
+        return asked
+
+    def _served(self, ops: Ops) -> list[StageGroup]:
+        """The stages that one call of a hook serves: all of the wave, or one by one."""
+        numbers = tuple([s for s, _ in ops])
+        teams = self._hooks.get(numbers)
+        if teams is None:
+            joined = self.method.merges and not self.stash and self.residence.joins
+            teams = self._hooks[numbers] = self._teams([self.stages[s] for s in numbers], joined)
+        return teams
+
+    # -- naming what failed --------------------------------------------------------------------------------------
+
+    def _failed(self, what: str, stage: Stage, mb: int, error: Exception) -> StageError:
+        return StageError(f"{stage.label}, micro-batch {mb}: the {what} failed: {error}")
+
+    def _culprit(self, ops: Ops, flights: Sequence[Flight], error: Exception) -> str:
+        """Which backward of a joined call failed.
+
+        Autograd goes from the newest graph to the oldest, and a graph that is done has given its input a gradient: it
+        was the newest of those that are not done.
+        """
+        undone = [op for op, f in zip(ops, flights, strict=True) if all(x.grad is None for x in f.leaves)]
+        s, i = max(undone or ops[:1], key=lambda op: (op[1], op[0]))
+        return f"{self.stages[s].label}, micro-batch {i}: the backward failed: {error}"
+
+    def _first_bad(self, i: int, loss: Tensor) -> str:
+        for s in sorted(self.stages):
+            flight = self.stages[s].flights.get(i)
+            if flight is None or s == self._last:
+                continue
+            given = self.stages[s + 1].flights[i].leaves  # the output: not every flight keeps its own
+            if not all(bool(torch.isfinite(part).all()) for part in given):
+                where = self.stages[s].label
+                return f"{where}, micro-batch {i}: the output is not finite (the loss is {loss.item()}); {_CURE}"
+        return self._bad_loss(i, loss)
+
+    def _bad_loss(self, i: int, loss: Tensor) -> str:
+        return f"{self.stages[self._last].label}, micro-batch {i}: the loss is {loss.item()}; {_CURE}"
+
+
+_CURE = "lower the rate, set clip_norm=, or train on with check_finite=False"

@@ -1,0 +1,354 @@
+"""Which operation may run next: a deterministic order over all stages, the same on every worker.
+
+Any order that respects the programs of the stages and the flow of data gives the same weights, bit for bit.
+The default groups: forwards sweep downstream, then every backward that is ready is one wave, then every update.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from operator import add
+from typing import Any, NamedTuple
+
+from pipeback.schedules.ops import Kind, Op, Schedule, until
+from pipeback.schedules.programs import Flowing
+
+Ops = Sequence[tuple[int, int]]  # (stage, micro-batch)
+
+
+class Wave(NamedTuple):
+    """Operations of one kind, at most one a stage, upstream first.
+
+    Forwards of a wave run in the order given (one may feed the next). Backwards and updates of a wave do not
+    depend on each other, so that they can run as one.
+    """
+
+    kind: Kind
+    ops: list[tuple[int, int]]  # (stage, micro-batch)
+
+
+POLICIES = ("grouped", "upstream", "sticky", "random", "streaming", "skewed")
+FAR = 64  # operations that are looked ahead at most
+
+
+class Order:
+    """The order in which one worker after the other, or one loop alone, runs the programs of all stages.
+
+    policy: `grouped` (waves, the default), or one operation at a time: `upstream` (lowest stage first), `sticky`
+    (change stage only when blocked), `random` (seeded), or `streaming`: sticky, and when blocked one of the last `near`
+    stages that were run, else the one that has most to do. `skewed`: in ticks; at each, a stage does at most one
+    forward, one backward and one update, of what its neighbours gave it at earlier ticks: no operation feeds another.
+    `advance` then leaves undone what the first stage need not wait for, and `rest` does it.
+    """
+
+    def __init__(
+        self, schedule: Schedule, stages: int, *, policy: str = "grouped", seed: int = 0, near: int = 1
+    ) -> None:
+        if policy not in POLICIES:
+            raise ValueError(f"order {policy!r} is unknown; choose one of {', '.join(POLICIES)}")
+        self.stages, self.policy = stages, policy
+        self._near: deque[int] = deque(maxlen=near)  # the stages that were run last
+        self.arrived = 0
+        self._last = 0
+        self._random = random.Random(seed)
+        self.leap: Callable[[int], int] | None = None  # does ticks at which all stages do the same, says how many
+        self.restart(schedule)
+
+    def restart(self, schedule: Schedule) -> None:
+        """Begin `schedule` anew at the next micro-batch to arrive; the pipeline must be empty."""
+        n = self.stages
+        self.start = self.arrived  # the programs count from here
+        self._flow = schedule if isinstance(schedule, Flowing) and schedule.every == 1 else None
+        self._repeated: list[Wave] | None = None  # what the last micro-batch has brought, if the next brings the same
+        self._owed = 0  # micro-batches for which that was so, and the programs have not been moved on
+        self._programs: list[Iterator[Op]] = [schedule(s, n) for s in range(n)]
+        if self.policy == "streaming":
+            self._programs = [_Foreseen(program) for program in self._programs]
+        self._heads: list[Op | None] = [next(program) for program in self._programs]
+        self._fetched = [1] * n  # operations taken from each program, the head included
+        self.forwards, self.backwards, self.updated = [0] * n, [0] * n, [0] * n  # micro-batches since the start
+
+    @property
+    def empty(self) -> bool:
+        """Whether everything that arrived is in the weights of every stage."""
+        return min(self.updated) == self.arrived - self.start
+
+    def advance(self, arrived: int) -> Iterator[Wave]:
+        """Every operation that data flow and programs allow once `arrived` micro-batches are there."""
+        one = arrived == self.arrived + 1 and self.policy == "grouped" and self._flow is not None
+        self.arrived = arrived
+        if one and self._repeated is not None:
+            yield from self._repeat()
+            return
+        self._move_on()
+        if one:
+            yield from self._watched()
+        else:
+            yield from self._ticks(until_input=True) if self.policy == "skewed" else self._waves()
+        if not self.empty and all(h is not None and not self._awaits_input(s, h) for s, h in enumerate(self._heads)):
+            raise RuntimeError("the schedule deadlocks: " + self._where())
+
+    def rest(self) -> Iterator[Wave]:
+        """What `advance` has left undone."""
+        if self.policy == "skewed":
+            self._move_on()
+            yield from self._ticks()
+
+    def close(self, arrived: int) -> Iterator[Wave]:
+        """Finish what has arrived, the ragged end included; `restart` begins again."""
+        yield from self.advance(arrived)
+        yield from self.rest()
+        n = arrived - self.start
+        for s, program in enumerate(self._programs):
+            rest = until(self._rest(s, program), n, self.backwards[s], self.updated[s])
+            self._programs[s] = _Foreseen(rest) if self.policy == "streaming" else rest
+            self._heads[s] = next(self._programs[s], None)
+        yield from self._ticks() if self.policy == "skewed" else self._waves()
+        if not self.empty:
+            raise RuntimeError("the schedule deadlocks at its end: " + self._where())
+
+    def state(self) -> dict[str, Any]:
+        """Plain numbers from which `resume` finds this place again; only between `advance` calls."""
+        return {
+            "arrived": self.arrived,
+            "start": self.start,
+            "fetched": [fetched + 3 * self._owed for fetched in self._fetched],
+            "forwards": list(self.forwards),
+            "backwards": list(self.backwards),
+            "updated": list(self.updated),
+        }
+
+    def resume(self, schedule: Schedule, state: dict[str, Any]) -> None:
+        """Take up `schedule` where `state` was taken."""
+        self.arrived = state["start"]
+        self.restart(schedule)
+        self.arrived = state["arrived"]
+        for s, fetched in enumerate(state["fetched"]):
+            if fetched > 1:
+                self._heads[s] = next(islice(self._programs[s], fetched - 2, None))
+        self._fetched = list(state["fetched"])
+        self.forwards, self.backwards = list(state["forwards"]), list(state["backwards"])
+        self.updated = list(state["updated"])
+
+    # -- which heads are ready -----------------------------------------------------------------------------------
+
+    def _ready(self, s: int) -> bool:
+        head = self._heads[s]
+        if head is None:
+            return False
+        kind, i = head
+        if kind == "F":
+            return i < (self.forwards[s - 1] if s else self.arrived - self.start)
+        if kind == "B":
+            return s == self.stages - 1 or i < self.backwards[s + 1]
+        return True
+
+    def _awaits_input(self, s: int, head: Op) -> bool:
+        return s == 0 and head.kind == "F" and head.mb >= self.arrived - self.start
+
+    def _take(self, s: int, head: Op) -> tuple[int, int]:
+        """Run the head of stage s: count it, fetch the next."""
+        kind, i = head
+        if kind == "F":
+            done, turn = self.forwards, self.forwards[s]
+        elif kind == "B":
+            done, turn = self.backwards, self.backwards[s] if i < self.forwards[s] else -1
+        else:
+            done, turn = self.updated, self.backwards[s] - 1
+        if i != turn:
+            raise RuntimeError(
+                f"stage {s}: {head} is out of turn; a program takes micro-batches in order, forward before backward, "
+                "and an update names the last micro-batch gone backward"
+            )
+        done[s] = i + 1
+        self._heads[s] = next(self._programs[s], None)
+        self._fetched[s] += 1
+        return s, i + self.start
+
+    def _waves(self) -> Iterator[Wave]:
+        if self.policy != "grouped":
+            yield from self._singles()
+            return
+        heads, take, last = self._heads, self._take, self.stages - 1
+        forwards, backwards = self.forwards, self.backwards
+        while True:
+            ops: list[tuple[int, int]] = []
+            upstream = self.arrived - self.start  # forwards that the stage before has done
+            for s, head in enumerate(heads):
+                if head is not None and head[0] == "F" and head[1] < upstream:
+                    ops.append(take(s, head))
+                upstream = forwards[s]
+            if ops:
+                yield Wave("F", ops)
+                continue
+            # upstream first: a backward counts what its neighbour had done before this wave
+            for s, head in enumerate(heads):
+                if head is not None and head[0] == "B" and (s == last or head[1] < backwards[s + 1]):
+                    ops.append(take(s, head))
+            if ops:
+                yield Wave("B", ops)
+                continue
+            for s, head in enumerate(heads):
+                if head is not None and head[0] == "U":
+                    ops.append(take(s, head))
+            if not ops:
+                return
+            yield Wave("U", ops)
+
+    # -- in the steady state every micro-batch brings the same as the one before -------------------------------------
+
+    def _watched(self) -> Iterator[Wave]:
+        """`_waves`, noting whether the next micro-batch will bring the same."""
+        before = [*self.forwards, *self.backwards, *self.updated]
+        waves = []
+        for wave in self._waves():
+            waves.append(wave)
+            yield wave
+        after = [*self.forwards, *self.backwards, *self.updated]
+        if all(b - a == 1 for a, b in zip(before, after, strict=True)):  # every stage has done one round
+            self._repeated = waves
+
+    def _repeat(self) -> Iterator[Wave]:
+        """The waves of the last micro-batch, for the next."""
+        assert self._repeated is not None
+        for done in (self.forwards, self.backwards, self.updated):
+            done[:] = [n + 1 for n in done]
+        self._owed += 1
+        self._repeated = waves = [Wave(kind, [(s, i + 1) for s, i in ops]) for kind, ops in self._repeated]
+        yield from waves
+
+    def _move_on(self) -> None:
+        """Have the programs stand where `_repeat` has counted to."""
+        if self._owed:
+            self._begin_rounds([self._owed] * self.stages)
+        self._owed, self._repeated = 0, None
+
+    def _begin_rounds(self, done: Sequence[int]) -> None:
+        """So many rounds of each stage have been counted as done."""
+        assert self._flow is not None
+        for s, first in enumerate(self.backwards):
+            self._programs[s] = self._flow.rounds(s, self.stages, first)
+            self._heads[s] = next(self._programs[s])
+            self._fetched[s] += 3 * done[s]
+
+    def _ticks(self, *, until_input: bool = False) -> Iterator[Wave]:
+        """Ticks while anything can be done. until_input: no more once the first stage waits for an arrival."""
+        heads, take = self._heads, self._take
+        lead = None  # of the forwards, where they wait for the backwards of their rounds, so that stages take turns
+        if self._flow is not None and self._flow.turns == 2:
+            lead = range(self.stages - 1, -1, -1)
+        done = True
+        while done and not (until_input and heads[0] is not None and self._awaits_input(0, heads[0])):
+            if self.leap is not None and (ticks := self._alike()) and (leapt := self.leap(ticks)):
+                self._skip(leapt)
+                continue
+            done = False
+            came = [self.arrived - self.start, *self.forwards]
+            back = [*self.backwards[1:], self.arrived]
+            most = came if lead is None else [min(*pair) for pair in zip(came, map(add, back, lead))]
+            ops = [take(s, h) for s, h in enumerate(heads) if h is not None and h[0] == "F" and h[1] < most[s]]
+            if ops:
+                done = True
+                yield Wave("F", ops)
+            ops = [take(s, h) for s, h in enumerate(heads) if h is not None and h[0] == "B" and h[1] < back[s]]
+            if ops:
+                done = True
+                yield Wave("B", ops)
+            ops = [take(s, h) for s, h in enumerate(heads) if h is not None and h[0] == "U"]
+            if ops:
+                done = True
+                yield Wave("U", ops)
+
+    def _alike(self) -> int:
+        """Ticks that are sure to come at which every stage, or every second one, does F, B and U of one micro-batch."""
+        turns, f, b = 0 if self._flow is None else self._flow.turns, self.forwards, self.backwards
+        slack, last = 3 - turns, self.stages - 1
+        if not turns or not last or f[0] - b[0] != slack * last:  # told soon, as mostly
+            return 0
+        steady = (
+            b == [b[0] + (s * slack + self._odd) // 2 for s in range(last + 1)]
+            and b == self.updated
+            and f == [n + slack * (last - s) for s, n in enumerate(b)]
+        )
+        waiting = self.arrived - self.start - f[0]
+        return turns * waiting - self._odd if steady and waiting else 0  # then the first stage waits
+
+    @property
+    def _odd(self) -> int:
+        """Where stages take turns: 1 if stage 0 is next, else 0."""
+        return self.backwards[1] - self.backwards[0] if self._flow is not None and self._flow.turns == 2 else 0
+
+    def _skip(self, ticks: int) -> None:
+        """Count such ticks as done."""
+        turns, first = 1 if self._flow is None else self._flow.turns, 1 - self._odd
+        # of two turns, that of stage 0 comes first or second
+        rounds = [(ticks + turns - 1 - (s + first) % turns) // turns for s in range(self.stages)]
+        for done in (self.forwards, self.backwards, self.updated):
+            done[:] = [n + more for n, more in zip(done, rounds, strict=True)]
+        self._begin_rounds(rounds)
+
+    def _singles(self) -> Iterator[Wave]:
+        while ready := [s for s in range(self.stages) if self._ready(s)]:
+            if self.policy == "random":
+                s = self._random.choice(ready)
+            elif self.policy != "upstream" and self._last in ready:
+                s = self._last
+            else:
+                s = self._richest(ready) if self.policy == "streaming" else ready[0]
+            self._last = s
+            head = self._heads[s]
+            assert head is not None  # it is ready
+            yield Wave(head.kind, [self._take(s, head)])
+
+    def _richest(self, ready: list[int]) -> int:
+        """Which stage to go to: a near one, so that what was brought for it is used once more; else the longest run."""
+        near = [s for s in ready if s in self._near]
+        best = max(near or ready, key=self._run)
+        if best in self._near:
+            self._near.remove(best)
+        self._near.append(best)
+        return best
+
+    def _run(self, s: int) -> int:
+        """Operations that stage s could do in a row now."""
+        head, program = self._heads[s], self._programs[s]
+        assert head is not None and isinstance(program, _Foreseen)
+        forwards = self.forwards[s - 1] if s else self.arrived - self.start
+        backwards = self.backwards[s + 1] if s + 1 < self.stages else forwards
+        for n, op in enumerate((head, *program.look(FAR))):
+            if (op.kind == "F" and op.mb >= forwards) or (op.kind == "B" and op.mb >= backwards):
+                return n
+        return FAR
+
+    def _rest(self, s: int, program: Iterator[Op]) -> Iterator[Op]:
+        head = self._heads[s]
+        if head is not None:
+            yield head
+        yield from program
+
+    def _where(self) -> str:
+        return ", ".join(f"stage {s} waits for {h}" for s, h in enumerate(self._heads) if h is not None)
+
+
+class _Foreseen(Iterator[Op]):
+    """A program whose next operations can be looked at."""
+
+    def __init__(self, program: Iterator[Op]) -> None:
+        self._program = program
+        self._seen: deque[Op] = deque()
+
+    def __next__(self) -> Op:
+        return self._seen.popleft() if self._seen else next(self._program)
+
+    def look(self, most: int) -> Iterator[Op]:
+        """The next operations, which stay."""
+        for n in range(most):
+            if n == len(self._seen):
+                op = next(self._program, None)
+                if op is None:
+                    return
+                self._seen.append(op)
+            yield self._seen[n]

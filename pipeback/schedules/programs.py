@@ -1,0 +1,119 @@
+"""Programs: how many forwards run ahead, how often a stage updates, and whether it flushes.
+
+Each factory returns a `Schedule`: (stage, stages) -> the endless program of that stage. The grids show three
+stages, forward and backward one unit of time each; `.` is idle, updates take no time and are not shown. A schedule can
+be pickled, so that a method can be sent to other processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+
+from pipeback.schedules.ops import Op, Schedule
+
+
+def _positive(name: str, value: int, least: int = 1) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} must be a whole number of at least {least}, but is {value!r}")
+    return value
+
+
+def fill_drain(micro_batches: int) -> Schedule:
+    """GPipe: all forwards of a flush, all its backwards, one update (Huang et al., arXiv 1811.06965).
+
+    micro_batches: micro-batches a flush, M. Bubble share (S − 1)/(M + S − 1) of a full pipeline, delay 0.
+    """
+    # fill_drain(4):  0 │ F0 F1 F2 F3 .  .  .  .  B0 B1 B2 B3
+    #                 1 │ .  F0 F1 F2 F3 .  .  B0 B1 B2 B3 .
+    #                 2 │ .  .  F0 F1 F2 F3 B0 B1 B2 B3 .  .
+    return partial(_fill_drain, _positive("micro_batches", micro_batches))
+
+
+def _fill_drain(m: int, stage: int, stages: int) -> Iterator[Op]:
+    for first in count(0, m):
+        yield from (Op("F", i) for i in range(first, first + m))
+        yield from (Op("B", i) for i in range(first, first + m))
+        yield Op("U", first + m - 1)
+
+
+def one_f_one_b(micro_batches: int) -> Schedule:
+    """1F1B with a flush: stage s runs min(M, S − 1 − s) forwards ahead, then alternates (Narayanan et al., SC 2021).
+
+    micro_batches: micro-batches a flush, M. The same bubble as `fill_drain`, at most min(M, S − s) in flight, delay 0.
+    """
+    # one_f_one_b(4): 0 │ F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3
+    #                 1 │ .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .
+    #                 2 │ .  .  F0 B0 F1 B1 F2 B2 F3 B3 .  .
+    return partial(_one_f_one_b, _positive("micro_batches", micro_batches))
+
+
+def _one_f_one_b(m: int, stage: int, stages: int) -> Iterator[Op]:
+    ahead = min(m, stages - 1 - stage)
+    for first in count(0, m):
+        yield from (Op("F", i) for i in range(first, first + ahead))
+        for i in range(first, first + m - ahead):
+            yield Op("F", i + ahead)
+            yield Op("B", i)
+        yield from (Op("B", i) for i in range(first + m - ahead, first + m))
+        yield Op("U", first + m - 1)
+
+
+def by_worker(schedule: Schedule, owner: Sequence[int]) -> Schedule:
+    """Each stage runs the program that its worker would run if its stages were one. owner: the worker of each stage."""
+    return partial(_by_worker, schedule, tuple(owner))
+
+
+def _by_worker(schedule: Schedule, owner: Sequence[int], stage: int, stages: int) -> Iterator[Op]:
+    return schedule(owner[stage], owner[-1] + 1)
+
+
+def flush(schedule: Schedule) -> int:
+    """Micro-batches up to the first update of a pipeline of one stage."""
+    return next(op.mb for op in schedule(0, 1) if op.kind == "U") + 1
+
+
+def flowing(slack: int = 2, every: int = 1) -> Schedule:
+    """No flush: stage s runs slack · (S − 1 − s) forwards ahead and updates after every `every`-th backward.
+
+    slack 2 is pipelined backpropagation (full duplex, as if a forward and a backward fitted into one step),
+    slack 1 asynchronous 1F1B, slack 0 plain sequential training. With every = 1 the delay is what runs ahead.
+    """
+    # flowing(2):     0 │ F0 F1 F2 F3 F4 B0 F5 B1 F6 B2 ...
+    #                 1 │ .  F0 F1 F2 B0 F3 B1 F4 B2 F5 ...
+    #                 2 │ .  .  F0 B0 F1 B1 F2 B2 F3 B3 ...
+    #
+    # flowing(1):     0 │ F0 F1 F2 .  .  B0 F3 B1 F4 B2 ...
+    #                 1 │ .  F0 F1 .  B0 F2 B1 F3 B2 F4 ...
+    #                 2 │ .  .  F0 B0 F1 B1 F2 B2 F3 B3 ...
+    return Flowing(_positive("slack", slack, least=0), _positive("every", every))
+
+
+@dataclass(frozen=True)
+class Flowing:
+    """The schedule that `flowing` describes."""
+
+    slack: int
+    every: int
+
+    def __call__(self, stage: int, stages: int) -> Iterator[Op]:
+        yield from (Op("F", i) for i in range(self.slack * (stages - 1 - stage)))
+        yield from self.rounds(stage, stages)
+
+    def rounds(self, stage: int, stages: int, first: int = 0) -> Iterator[Op]:
+        """The program from the round on in which micro-batch `first` goes backward: F, B and every so often U."""
+        ahead = self.slack * (stages - 1 - stage)
+        for i in count(first):
+            yield Op("F", i + ahead)
+            yield Op("B", i)
+            if (i + 1) % self.every == 0:
+                yield Op("U", i)
+
+    @property
+    def turns(self) -> int:
+        """Ticks of the order "skewed" in which, in the end, every stage does F, B and U of one micro-batch: 1, or 2
+        where stages of even and of odd number take turns; 0 where ticks are not so.
+        """
+        return {2: 1, 1: 2}.get(self.slack, 0) if self.every == 1 else 0

@@ -1,0 +1,156 @@
+"""Recording: what the workers of a run did and when, and what the same work would have taken as the schedule has it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from heapq import merge
+from itertools import chain, pairwise
+from typing import Literal, NamedTuple, overload
+
+from pipeback.schedules.ops import Op
+from pipeback.schedules.timeline import UNIT, Place, Slot, Time, needs, play
+
+
+class Move(NamedTuple):
+    """What streaming did beside the operations, in a thread of its own; seconds."""
+
+    start: float
+    end: float
+    kind: Literal["fetch", "store"]  # weights to the device; an update where they are stored
+    stage: int
+
+
+class Track(NamedTuple):
+    """What one worker did: a rank, a thread, or the event loop of a single process."""
+
+    name: str
+    worker: int
+    replica: int
+    slots: list[Slot]  # in the order in which it did them; seconds
+    uncertainty: float = 0.0  # seconds by which its clock may be off that of the first rank
+    moves: Sequence[Move] = ()  # of a worker whose weights are streamed
+
+
+class Idle(NamedTuple):
+    """How much of the workers' time nothing was done in, as shares from 0 to 1."""
+
+    share: float  # the bubble: of all workers' time between the first and the last operation of all
+    each: list[float]  # the same of every worker
+    steady: float  # between the last worker's first and the first worker's last operation: no fill and no drain in it
+    span: float  # seconds from the first operation's start to the last one's end
+
+
+class Recording(Sequence[Slot]):
+    """The operations of all workers, in order of their start, in seconds from the first.
+
+    tracks: a worker each, by replica and worker. owner: the worker of each stage. name: what was run.
+    """
+
+    def __init__(self, tracks: Sequence[Track], owner: Sequence[int], name: str = "") -> None:
+        zero = min((slot.start for track in tracks for slot in track.slots), default=0)
+        self.tracks = [
+            track._replace(
+                slots=[Slot(s.start - zero, s.end - zero, s.stage, s.op) for s in track.slots],
+                moves=[Move(m.start - zero, m.end - zero, m.kind, m.stage) for m in track.moves],
+            )
+            for track in sorted(tracks, key=lambda track: (track.replica, track.worker))
+        ]
+        self.owner, self.name = list(owner), name
+
+    @cached_property
+    def slots(self) -> list[Slot]:
+        return list(merge(*(track.slots for track in self.tracks), key=lambda slot: slot.start))
+
+    def __len__(self) -> int:
+        return sum(len(track.slots) for track in self.tracks)
+
+    @overload
+    def __getitem__(self, n: int) -> Slot: ...
+    @overload
+    def __getitem__(self, n: slice) -> list[Slot]: ...
+    def __getitem__(self, n: int | slice) -> Slot | list[Slot]:
+        return self.slots[n]
+
+    @property
+    def stages(self) -> int:
+        return len(self.owner)
+
+    @property
+    def uncertainty(self) -> float:
+        """Seconds by which two workers' times may be off each other: what the two least certain clocks may be off."""
+        return sum(sorted(track.uncertainty for track in self.tracks)[-2:])
+
+    def micro_batches(self) -> int:
+        return len({slot.op.mb for slot in self if slot.op.kind == "F"})
+
+    def gaps(self) -> list[list[tuple[float, float]]]:
+        """When each worker did nothing, between the first and the last operation of all."""
+        end = max((slot.end for slot in self), default=0)
+        found = []
+        for track in self.tracks:
+            mine = [(0, 0), *((slot.start, slot.end) for slot in track.slots), (end, end)]
+            found.append([(float(a[1]), float(b[0])) for a, b in pairwise(mine) if a[1] < b[0]])
+        return found
+
+    def idle(self) -> Idle:
+        """Sending counts as work: it is a part of the operation whose result is sent."""
+        gaps, end = self.gaps(), float(max((slot.end for slot in self), default=0))
+        begun = max((float(track.slots[0].start) if track.slots else end for track in self.tracks), default=0.0)
+        over = min((float(track.slots[-1].end) if track.slots else 0.0 for track in self.tracks), default=0.0)
+        each = [sum(b - a for a, b in mine) / end if end else 0.0 for mine in gaps]
+        between = sum(max(0.0, min(b, over) - max(a, begun)) for a, b in chain.from_iterable(gaps))
+        steady = between / ((over - begun) * len(gaps)) if over > begun else 0.0
+        return Idle(sum(each) / len(each) if each else 0.0, each, steady, end)
+
+    def costs(self) -> list[dict[str, Time]]:
+        """Mean seconds of F, B and U of every stage."""
+        sums = [{kind: [0.0, 0] for kind in "FBU"} for _ in self.owner]
+        for start, end, stage, op in self:
+            entry = sums[stage][op.kind]
+            entry[0] += float(end - start)
+            entry[1] += 1
+        return [{kind: total / count if count else 0.0 for kind, (total, count) in s.items()} for s in sums]
+
+    def predicted(self, costs: Mapping[str, Time] | Sequence[Mapping[str, Time]] | None = None) -> Recording:
+        """The same operations as the schedule has them: every stage in its order, as early as data and workers allow.
+
+        costs: of F, B and U; None: the mean that was measured, stage by stage. Messages take no time.
+        """
+        return self._played(costs, by_stage=True)
+
+    def in_order(self, costs: Mapping[str, Time] | Sequence[Mapping[str, Time]] | None = None) -> Recording:
+        """The same, but every worker does its operations in the order in which it did them.
+
+        How this differs from `predicted` is that order's doing. What was measured beyond it is due to messages, to what
+        comes between operations, and to operations that do not always take the same time.
+        """
+        return self._played(costs, by_stage=False)
+
+    def _played(self, costs: Mapping[str, Time] | Sequence[Mapping[str, Time]] | None, by_stage: bool) -> Recording:
+        costs = self.costs() if costs is None else costs
+        tracks = []
+        for replica in sorted({track.replica for track in self.tracks}):
+            mine = [track for track in self.tracks if track.replica == replica]
+            workers = {track.worker: n for n, track in enumerate(mine)}
+            did = [[(slot.stage, slot.op) for slot in track.slots] for track in mine]
+            if by_stage:
+                programs = [[(s, op) for some in did for t, op in some if t == s] for s in range(self.stages)]
+                who = [workers[w] for w in self.owner]
+            else:
+                programs, who = did, list(range(len(mine)))
+            slots: list[list[Slot]] = [[] for _ in mine]
+            for slot in play(programs, who, self.stages, costs, _before(chain.from_iterable(did), self.stages)):
+                slots[workers[self.owner[slot.stage]]].append(slot)
+            tracks += [track._replace(slots=s, uncertainty=0.0, moves=()) for track, s in zip(mine, slots, strict=True)]
+        return Recording(tracks, self.owner, self.name)
+
+    def unit(self) -> Recording:
+        """`predicted` at one unit of time for F and B, and none for updates."""
+        return self.predicted(UNIT)
+
+
+def _before(did: Iterable[tuple[int, Op]], stages: int) -> set[Place]:
+    """What was done before the recording began, and is needed in it."""
+    did = list(did)
+    return {p for s, op in did if (p := needs(op, s, stages))} - {(op.kind, s, op.mb) for s, op in did}

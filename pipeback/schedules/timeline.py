@@ -1,0 +1,199 @@
+"""When operations run under given costs; delays and horizons, counted on the programs themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fractions import Fraction
+from functools import lru_cache
+from itertools import islice, repeat
+from typing import NamedTuple
+
+from pipeback.schedules.ops import Op, Schedule, until
+
+Time = int | float | Fraction
+
+
+class Slot(NamedTuple):
+    """One operation on the clock: it occupies its stage's worker from `start` to `end`."""
+
+    start: Time
+    end: Time
+    stage: int
+    op: Op
+
+
+class Horizon(NamedTuple):
+    """How many own updates lie ahead when an operation starts (SpecTrain's h)."""
+
+    forward: int
+    backward: int
+
+
+UNIT: Mapping[str, Time] = {"F": 1, "B": 1, "U": 0}
+
+
+def timeline(
+    schedule: Schedule,
+    stages: int,
+    micro_batches: int,
+    costs: Mapping[str, Time] | Sequence[Mapping[str, Time]] = UNIT,
+    workers: Sequence[int] | None = None,
+) -> Iterator[Slot]:
+    """Run `micro_batches` through the schedule, everything as early as programs, data and workers allow.
+
+    costs: time of F, B and U, one mapping for all stages or one a stage.
+    workers: the worker that owns each stage (default: one worker a stage); a worker runs one operation at a time, of
+    those ready the one that can start first, a backward before a forward, then the oldest micro-batch.
+    Yields slots in order of their start. Sending takes no time.
+    """
+    owner = list(range(stages)) if workers is None else list(workers)
+    if len(owner) != stages:
+        raise ValueError(f"workers needs one entry a stage: {stages}, not {len(owner)}; give the worker of each")
+    programs = [zip(repeat(s), until(schedule(s, stages), micro_batches)) for s in range(stages)]
+    return play(programs, owner, stages, costs)
+
+
+Place = tuple[str, int, int]  # (kind, stage, micro-batch)
+
+
+def play(
+    programs: Sequence[Iterable[tuple[int, Op]]],
+    workers: Sequence[int],
+    stages: int,
+    costs: Mapping[str, Time] | Sequence[Mapping[str, Time]] = UNIT,
+    done: Iterable[Place] = (),
+) -> Iterator[Slot]:
+    """Do each program in its own order, everything as early as data and workers allow.
+
+    programs: of (stage, operation), one a stage as schedules have it, or one a worker. workers: who does each program.
+    done: operations that were over before the first one, so that their outputs are there.
+    Yields slots in order of their start. Sending takes no time. Raises RuntimeError when all wait for each other.
+    """
+    per_stage = [costs] * stages if isinstance(costs, Mapping) else list(costs)
+    if len(per_stage) != stages:
+        raise ValueError(
+            f"costs needs one entry a stage: {stages}, not {len(per_stage)}; give the units of time of each"
+        )
+    rest = [iter(program) for program in programs]
+    heads = [next(program, None) for program in rest]
+    ended: dict[Place, Time] = dict.fromkeys(done, 0)
+    free: dict[int, Time] = dict.fromkeys(workers, 0)
+    while any(head is not None for head in heads):
+        best: tuple[Time, int, int, int] | None = None
+        for n, head in enumerate(heads):
+            if head is None:
+                continue
+            s, op = head
+            begin = _input_at(op, s, stages, ended)
+            if begin is not None:
+                # the oldest micro-batch first: what a neighbour waits for leaves early
+                rank = (max(begin, free[workers[n]]), "UBF".index(op.kind), op.mb, n)
+                best = rank if best is None else min(best, rank)
+        if best is None:
+            waiting = ", ".join(f"stage {head[0]} for {head[1]}" for head in heads if head is not None)
+            raise RuntimeError(f"the schedule deadlocks, waiting: {waiting}")
+        start, _, _, n = best
+        head = heads[n]
+        assert head is not None
+        s, op = head
+        end = start + per_stage[s][op.kind]
+        ended[op.kind, s, op.mb] = free[workers[n]] = end
+        heads[n] = next(rest[n], None)
+        yield Slot(start, end, s, op)
+
+
+def _input_at(op: Op, s: int, stages: int, ended: Mapping[Place, Time]) -> Time | None:
+    """When the input of `op` is there; None while that is not known."""
+    before = needs(op, s, stages)
+    return 0 if before is None else ended.get(before)
+
+
+def needs(op: Op, s: int, stages: int) -> Place | None:
+    """The operation of another stage whose output `op` at stage s takes; None if there is none."""
+    if op.kind == "F" and s > 0:
+        return "F", s - 1, op.mb
+    if op.kind == "B" and s < stages - 1:
+        return "B", s + 1, op.mb
+    return None
+
+
+def bubble(slots: Iterable[Slot], workers: Sequence[int] | None = None) -> float:
+    """The share of the workers' time between the first and the last operation of all in which a worker does nothing.
+
+    1 − Σ (end − start) / (workers · (last end − first start)), as a worker does one operation at a time.
+    workers: the worker of each stage; None: one a stage that has slots. 0 where nothing was done.
+    """
+    slots = list(slots)
+    if not slots:
+        return 0.0
+    count = len(set(workers) if workers else {slot.stage for slot in slots})
+    span = max(slot.end for slot in slots) - min(slot.start for slot in slots)
+    busy = sum(slot.end - slot.start for slot in slots)
+    return float(1 - busy / (span * count)) if span else 0.0
+
+
+def delays(schedule: Schedule, stages: int) -> list[int]:
+    """Own updates of each stage between F(i) and B(i) in the steady state; within a group, the largest."""
+    return [counted.delay for counted in _all_steady(schedule, stages)]
+
+
+def in_flight(schedule: Schedule, stages: int) -> list[int]:
+    """The most micro-batches between their forward and their backward, at each stage, in the steady state."""
+    return [counted.in_flight for counted in _all_steady(schedule, stages)]
+
+
+def horizons(schedule: Schedule, stages: int, costs: Mapping[str, Time] = UNIT) -> list[Horizon]:
+    """Own updates that end after an operation on i starts and before B(i) starts on stage 0, in the steady state.
+
+    With `flowing(1)` and unit costs these are SpecTrain's ⌊k/2⌋ + N − k − 1 (forward) and ⌊k/2⌋ (backward).
+    """
+    i, until_mb = 6 * stages + 12, 8 * stages + 24  # a micro-batch well inside the steady state
+    start: dict[tuple[str, int], Time] = {}
+    updates: list[list[Time]] = [[] for _ in range(stages)]
+    for slot in timeline(schedule, stages, until_mb, costs):
+        if slot.op.kind == "U":
+            updates[slot.stage].append(slot.end)
+        elif slot.op.mb == i:
+            start[slot.op.kind, slot.stage] = slot.start
+    target = start["B", 0]
+
+    def ahead(kind: str, s: int) -> int:
+        return sum(start[kind, s] < end < target for end in updates[s])
+
+    return [Horizon(ahead("F", s), ahead("B", s)) for s in range(stages)]
+
+
+class _Steady(NamedTuple):
+    delay: int
+    in_flight: int
+
+
+@lru_cache(maxsize=64)
+def _all_steady(schedule: Schedule, stages: int) -> tuple[_Steady, ...]:
+    """Of every stage; methods ask again for each of them."""
+    return tuple(_steady(schedule, s, stages) for s in range(stages))
+
+
+def _steady(schedule: Schedule, stage: int, stages: int) -> _Steady:
+    """Count on the program: the largest over a window of the same length as everything before it."""
+    window = updates = 0
+    found: list[_Steady] = []
+    # double the window until the count no longer changes and groups have passed: the fill is then behind
+    while len(found) < 3 or found[-1] != found[-2] or found[-2] != found[-3] or updates < 8:
+        window = 2 * window or 8 * (stages + 1)
+        updates = delay = running = most = 0
+        seen: dict[int, int] = {}
+        for n, (kind, i) in enumerate(islice(schedule(stage, stages), window)):
+            if kind == "F":
+                seen[i] = updates
+                running += 1
+                most = max(most, running) if n >= window // 2 else most
+            elif kind == "B":
+                delay = max(delay, updates - seen.pop(i)) if n >= window // 2 else delay
+                running -= 1
+            else:
+                updates += 1
+        found.append(_Steady(delay, most))
+        if len(found) > 16:
+            raise RuntimeError(f"stage {stage}: the delay of this schedule does not settle; is the program endless?")
+    return found[-1]

@@ -1,0 +1,4 @@
+"""The splitting: how any model becomes stages, by its sequence, by declaration, as a known family, or followed.
+
+Floor 2. It may import tensors.
+"""

@@ -1,0 +1,122 @@
+"""Branches: what a forward decides by numbers of its input (`if mask.all()`), found out before a micro-batch goes in.
+
+A model that was followed does what it did then. Where it would go another way for the numbers of a later micro-batch,
+and these follow from the input by torch functions alone, it is followed that way too: a variant of the micro-batch's
+form. Stages tell variants by a mark that travels beside the values: its shape says which.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipeback.private import pytree, unset_fake_temporarily
+from pipeback.splitting.in_place import changes, set_property
+from pipeback.splitting.record import Attribute, Call, CallTrace
+from pipeback.tensors.structures import Ref, opened
+
+SIDE = 32  # the longest side of a mark
+MOST = 64  # ways for micro-batches of one form
+
+
+class Branch(NamedTuple):
+    """calls: in their order, the last one asks. constants: tensors that they take by name. number: among all."""
+
+    calls: list[Call]
+    constants: Mapping[str, Tensor]
+    number: int
+    device: torch.device | None = None  # where it was followed
+
+    def falls(self, inputs: Sequence[Tensor]) -> Any:
+        """What it gives for these."""
+        known: dict[int, Tensor] = dict(enumerate(inputs))
+
+        def filled(value: Any) -> Any:
+            if isinstance(value, Ref):
+                return known[value.number]
+            if isinstance(value, torch.device) and value == self.device:
+                return inputs[0].device
+            return self.constants[value.name] if isinstance(value, Attribute) else value
+
+        found = None
+        with torch.no_grad():
+            for call in self.calls:
+                args, kwargs = pytree.tree_map(filled, (call.args, call.kwargs))
+                found = call.target(*args, **kwargs)
+                if call is not self.calls[-1]:
+                    values = [found] if call.form is None else opened(found)[0]
+                    known.update(zip(call.out, values, strict=True))
+        return found
+
+    def holds(self, inputs: Sequence[Tensor]) -> bool:
+        """Whether it falls as it did when the model was followed."""
+        return bool(self.falls(inputs) == self.calls[-1].check[0])
+
+
+def decisions(record: CallTrace) -> list[Branch]:
+    """Those that follow from the input alone: no layer, no weight, nothing that is changed in place."""
+    asking = [(n, call) for n, call in enumerate(record.calls) if call.check is not None]
+    found = [_traced(call, record.calls[:n], record.constants, number) for number, (n, call) in enumerate(asking)]
+    return [decision._replace(device=record.device) for decision in found if decision is not None]
+
+
+def told(inputs: Sequence[Tensor], call: Call, before: Sequence[Call], constants: Mapping[str, Tensor]) -> Any:
+    """What a call asks for, of a model that is followed by shapes alone. Raises ValueError where weights decide."""
+    decision = _traced(call, before, constants, 0)
+    if decision is None:
+        raise ValueError(
+            f"{_name(call)} asks for a number that depends on weights, which are not here; have such a micro-batch "
+            "followed while the model is whole, by pipe.plan(x, y) before the first push, or keep the decision within "
+            "one layer: give the path of the deciding module in leaves="
+        )
+    with unset_fake_temporarily():
+        return decision.falls(inputs)
+
+
+def _traced(asks: Call, before: Sequence[Call], constants: Mapping[str, Tensor], number: int) -> Branch | None:
+    """The calls before that lead from the input to this one; None if others do, too."""
+    makers: dict[int, Call] = {}
+    changed: set[int] = set()
+    for call in before:
+        makers.update(dict.fromkeys(call.out, call))
+        if _changes(call):
+            changed |= {ref.number for ref in call.refs()}
+    needed: set[int] = set()
+    wanted = [asks]
+    while wanted:
+        call = wanted.pop()
+        refs = [ref.number for ref in call.refs()]
+        if call.module or _changes(call) or changed.intersection(refs) or not set(call.attributes()) <= set(constants):
+            return None
+        more = [makers[ref] for ref in refs if ref in makers and id(makers[ref]) not in needed]
+        needed |= {id(call) for call in more}
+        wanted += more
+    return Branch([*(call for call in before if id(call) in needed), asks], constants, number)
+
+
+def mark(taken: Sequence[Branch], others: Sequence[Tensor], constants: Sequence[Any] = ()) -> Tensor:
+    """What travels beside the values: its shape is of the way that was taken, whichever way came first.
+
+    others: marks of other ways. Where the shape is one of theirs, which is rare, it is another. constants: of what
+    was pushed, where other ones have come before with the same tensors.
+    """
+    told = repr([(_name(d.calls[-1]), d.calls[-1].check) for d in taken])
+    number = zlib.crc32((told + repr([*constants]) if constants else told).encode())
+    while True:
+        found = torch.zeros(1 + number % SIDE, 1 + number // SIDE % SIDE, dtype=torch.bool)
+        if all(found.shape != other.shape for other in others):
+            return found
+        number += 1
+
+
+def _name(call: Call) -> str:
+    return getattr(call.target, "__name__", "")
+
+
+def _changes(call: Call) -> bool:
+    """Whether a function may change what it is given."""
+    return call.target is set_property or changes(_name(call), call.kwargs)

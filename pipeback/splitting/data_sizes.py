@@ -1,0 +1,61 @@
+"""Sizes that depend on values: which calls make them, and where a forward reads them.
+
+`kept = h[mask]` has another size for every micro-batch, and `len(kept)` would be taken down as the number that it was
+for the first. So whatever comes of such a call is marked, and a size that is read of it becomes a check: a later
+micro-batch with another size goes another way, or is refused; it never gets the first one's number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeback.tensors.structures import parts
+
+# torch functions whose output has a size that depends on values
+MAKERS = {
+    "nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount", "repeat_interleave", "one_hot",
+    "nms", "batched_nms", "pack_padded_sequence", "pad_packed_sequence", "compressed_view",
+}  # fmt: skip
+FACTORIES = {"arange", "zeros", "ones", "empty", "full", "linspace", "eye", "rand", "randn", "new_zeros", "new_ones"}
+READERS = {"size", "stride", "__len__", "numel", "nelement"}
+PROPERTIES = {"shape", "nbytes"}  # which tell a size, too
+
+
+def makes(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call gives a tensor whose size depends on values."""
+    if name in MAKERS:
+        return True
+    if name == "__getitem__":
+        return any(isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8) for x in parts(args[1]))
+    if name == "where":
+        return len(args) + len(kwargs) == 1
+    sizes = args[1:] if name.startswith("new_") else args
+    return name in FACTORIES and any(isinstance(x, Tensor) for x in sizes)
+
+
+def reads(name: str, args: Sequence[Any]) -> bool:
+    """Whether a call tells Python a size of its first argument; a property is read as (tensor, its name)."""
+    return name in READERS or (name == "__get__" and args[1] in PROPERTIES)
+
+
+def bounded(index: Any, number: Callable[[Tensor], int]) -> Any:
+    """An index with numbers for the tensors that its slices end at: Python asks for these, as int() does."""
+    if isinstance(index, tuple):
+        return tuple(bounded(part, number) for part in index)
+    if not ends_at_tensors(index):
+        return index
+    return slice(*[number(end) if isinstance(end, Tensor) else end for end in (index.start, index.stop, index.step)])
+
+
+def ends_at_tensors(value: Any) -> bool:
+    """Whether it is a slice that begins, ends or steps at tensors."""
+    return type(value) is slice and any(isinstance(end, Tensor) for end in (value.start, value.stop, value.step))
+
+
+def sizes(tensor: Tensor) -> list[int]:
+    """The size of a tensor, as a state holds it."""
+    return list(tensor.shape)

@@ -1,0 +1,109 @@
+"""In place: calls that are done for what they change, and parameters that a forward writes into.
+
+A teacher that follows its student (`p.mul_(m).add_(q, alpha=1 - m)`) is written into by every forward. When a model is
+followed or rehearsed nothing is to be left behind, so such parameters are kept, and put back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeback.private import identity, pytree
+from pipeback.tensors.structures import PLAIN, fixed
+
+OPERATORS = "add sub mul truediv floordiv mod pow and or xor lshift rshift matmul"
+CHANGING = {"__setitem__", "__delitem__", "__set__", *[f"__i{name}__" for name in OPERATORS.split(" ")]}
+PROPERTIES = {"data", "requires_grad"}  # that are set
+
+
+def changes(name: str, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a torch function of that name may change what it is given."""
+    in_place = name.endswith("_") and not name.endswith("__")
+    return in_place or name in CHANGING or "out" in kwargs or bool(kwargs.get("inplace"))
+
+
+def acts(func: Any, name: str) -> bool:
+    """Whether a call matters that gives nothing."""
+    if name == "__set__":
+        return func.__self__.__name__ in PROPERTIES
+    return name in CHANGING or (name.endswith("_") and not name.endswith("__"))
+
+
+def set_property(tensor: Tensor, name: str, value: Any) -> None:
+    """As `tensor.name = value`; a parameter's data goes where the parameter lies, which others look at, too."""
+    if name == "data" and isinstance(tensor, nn.Parameter) and tensor.shape == value.shape:
+        tensor.data.copy_(value)
+    else:
+        setattr(tensor, name, value)
+
+
+class Hooked:
+    """Has a function hear the gradient of a tensor."""
+
+    __name__, __module__ = "hooked", "pipeback"
+
+    def __init__(self, function: Any) -> None:
+        self.expects = function
+
+    def __call__(self, tensor: Tensor) -> None:
+        if tensor.requires_grad:  # not in evaluation, though it was followed with gradients
+            tensor.register_hook(self.expects)
+
+
+def stays(function: Any) -> bool:
+    """Whether a function does the same for every micro-batch, as far as can be seen: it holds numbers and modules."""
+    if isinstance(function, MethodType):
+        return isinstance(function.__self__, nn.Module)
+    if not isinstance(function, FunctionType):
+        return False
+    held = [cell.cell_contents for cell in function.__closure__ or ()]
+    return all(isinstance(x, (nn.Module, *PLAIN)) or fixed(x) or stays(x) for x in held)
+
+
+class Kept:
+    """Parameters that are written into, as they were. tell: makes an error of the name of one that trains."""
+
+    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], tell: Callable[[str], ValueError]) -> None:
+        self._named, self._tell = list(parameters), tell
+        self._by_memory: dict[int, list[tuple[str, nn.Parameter]]] | None = None
+        self._kept: dict[str, tuple[nn.Parameter, Tensor, Tensor]] = {}
+
+    @property
+    def names(self) -> set[str]:
+        """Of those that were written into."""
+        return set(self._kept)
+
+    def look(self, func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """A torch function is about to run."""
+        if not changes(name, kwargs) or (name == "__set__" and func.__self__.__name__ != "data"):
+            return
+        if self._by_memory is None:
+            self._by_memory = {}
+            for key, p in self._named:
+                if p.layout is torch.strided:
+                    self._by_memory.setdefault(identity(p), []).append((key, p))
+        for x in pytree.tree_leaves((args[:1], kwargs.get("out"))):
+            if isinstance(x, Tensor) and x.layout is torch.strided:
+                for key, p in self._by_memory.get(identity(x), ()):
+                    if name == "__set__" and p.requires_grad:
+                        raise self._tell(key)
+                    if key not in self._kept:
+                        self._kept[key] = p, p.data, p.detach().clone()
+
+    def put_back(self) -> None:
+        """They are what they were."""
+        for p, memory, value in self._kept.values():
+            laid_back(p, memory, value)
+
+
+@torch.no_grad()
+def laid_back(p: nn.Parameter, memory: Tensor, value: Tensor) -> None:
+    """A parameter lies where it lay, with its value."""
+    if p.data_ptr() != memory.data_ptr():
+        p.data = memory
+    memory.copy_(value)

@@ -1,0 +1,133 @@
+"""Ownership: the stage of every module, parameter and buffer of a model that is followed: the first that uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+from pipeback.splitting.cut_points import given
+from pipeback.splitting.record import Call
+from pipeback.splitting.refusals import one_call
+from pipeback.splitting.segment import Lent
+
+
+class Ownership:
+    """Of `count` stages. staged: every call with its stage. changed: names of buffers that the forward changes.
+
+    Raises ValueError, naming layer and cure, where one stage alone can have what several use.
+    """
+
+    def __init__(
+        self, model: nn.Module, staged: Iterable[tuple[int, Call]], count: int, changed: Container[str]
+    ) -> None:
+        self.model = model
+        self.owner: dict[int, int] = {}  # of parameters, by identity
+        self.names: dict[int, str] = {}  # of parameters: what they are called in the stage that owns them
+        self.owned: list[dict[str, Any]] = [{} for _ in range(count)]
+        self.copied: list[set[str]] = [set() for _ in range(count)]  # buffers of another stage, read here too
+        where: dict[str, int] = {}
+        buffers = dict(model.named_buffers())
+        self._parameters = dict(model.named_parameters())
+        self._known = {*buffers, *self._parameters}
+        calls: list[Call] = []
+        first: dict[str, int] = {}  # of modules and buffers: the call that they are first of
+        for s, call in staged:
+            calls.append(call)
+            for name in call.attributes():
+                if name in buffers and name not in self.owned[s]:
+                    self.owned[s][name] = buffers[name]
+                    if name in where:
+                        if name in changed:
+                            whole = one_call(model, (c.where for c in calls[first[name] :]))
+                            raise ValueError(
+                                f"buffer {name!r} is changed by the forward, and stages {where[name]} and {s} read it; "
+                                f"cut so that one stage alone does, or {whole}"
+                            )
+                        self.copied[s].add(name)
+                        self.owned[s][name] = buffers[name].detach().clone()
+                    where.setdefault(name, s)
+                    first.setdefault(name, len(calls) - 1)
+            for name in given(self._parameters, call):
+                p = self._parameters[name]
+                if id(p) not in self.owner:
+                    self.owner[id(p)], self.names[id(p)] = s, name
+                    self.owned[s][name] = p
+            if not call.module:
+                continue
+            module = model.get_submodule(call.target)
+            if call.target in where:
+                if where[call.target] != s and any(True for _ in module.parameters()):
+                    self._again(call.target, where[call.target], s, calls[first[call.target] :])
+                if where[call.target] == s:
+                    continue
+            where.setdefault(call.target, s)
+            first.setdefault(call.target, len(calls) - 1)
+            tied = []
+            for name, p in module.named_parameters():
+                self.names.setdefault(id(p), f"{call.target}.{name}")
+                if self.owner.setdefault(id(p), s) != s:
+                    tied.append(name)
+            if tied:
+                self.owned[s][call.target] = Lent(module, tied)
+            else:
+                self.owned[s][call.target] = module
+
+    def _again(self, path: str, first: int, second: int, calls: Sequence[Call]) -> None:
+        """A module with weights is called in two stages, which tie them; what else it keeps cannot travel. calls: from
+        the first to the second of it."""
+        module = self.model.get_submodule(path)
+        if kept := next((name for name, _ in module.named_buffers()), None):
+            whole = one_call(self.model, (call.where for call in calls))
+            raise ValueError(
+                f"{type(module).__name__} {path!r} is called in stages {first} and {second}, and its buffer {kept!r} "
+                "belongs to one stage alone, while weights may travel; cut so that both calls lie in one stage, use "
+                f"two modules (which may share their weights), or {whole}"
+            )
+
+    def names_of(self, s: int, parameters: Iterable[str]) -> set[str]:
+        """Those of these parameters that a stage owns, by their names there."""
+        found = [self._parameters[name] for name in parameters]
+        return {self.names[id(p)] for p in found if self.owner.get(id(p)) == s}
+
+    def unknown(self, calls: Iterable[Call]) -> Call | None:
+        """The first call of a module that no stage has: the example did not come to it."""
+        return next((c for c in calls if c.module and not any(c.target in own for own in self.owned)), None)
+
+    def staged(self, calls: Iterable[Call]) -> list[tuple[int, Call]] | None:
+        """Every call with the first stage that can do it after the calls before; None where no stage can.
+
+        So a micro-batch may leave out what a stage begins with: heads that a model calls in training only.
+        """
+        s, found = 0, []
+        for call in calls:
+            able = (t for t in range(s, len(self.owned)) if self.able(t, call))
+            s = next(able, -1)
+            if s < 0:
+                return None
+            found.append((s, call))
+        return found
+
+    def able(self, s: int, call: Call) -> bool:
+        """Whether a stage has what a call computes with, or is lent it."""
+        if call.module and call.target not in self.owned[s]:
+            return False
+        own = self.owned[s]
+        return all(
+            name in own or self.owner.get(id(self._parameters.get(name)), len(self.owned)) <= s
+            for name in call.attributes()
+            if name in self._known
+        )
+
+    def borrowed(self, s: int, call: Call) -> Iterator[tuple[str, nn.Parameter]]:
+        """Weights of earlier stages that a call computes with, by the name that the segment looks them up by."""
+        found = self.owned[s].get(call.target) if call.module else None
+        if isinstance(found, Lent):
+            module = self.model.get_submodule(call.target)
+            for name in found.__names__:
+                yield f"{call.target}.{name}", module.get_parameter(name)
+        for name in given(self._parameters, call):
+            p = self._parameters[name]
+            if self.owner.get(id(p), s) != s:
+                yield name, p

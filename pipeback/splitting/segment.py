@@ -1,0 +1,369 @@
+"""Segment: one stage of a model whose own forward was followed. It takes and gives the tensors that cross boundaries.
+
+Its modules and parameters are the user's, under the names they have there. What it does with them is one `Script` for
+every form of a micro-batch (shapes, types, training or evaluation): `print(segment.code())` shows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from pipeback.private import pytree
+from pipeback.splitting.callables import argument, in_a_row, without_gradient
+from pipeback.splitting.record import Attribute, Call
+from pipeback.splitting.refusals import decided_anew
+from pipeback.splitting.script import Name, Script
+from pipeback.splitting.surroundings import Entered
+from pipeback.tensors import accelerators
+from pipeback.tensors.structures import Form, Ref, opened
+
+Key = tuple[Any, ...]  # the form of what comes in
+
+
+def key_of(parts: Sequence[Tensor], training: bool, setting: int) -> Key:
+    """What tells micro-batches apart that need another script. setting: a number of `held`."""
+    return (training, setting, *[(part.shape, part.dtype) for part in parts])
+
+
+class Lent(nn.Module):
+    """A module that computes with weights of another stage, which come as tensors; its other weights are its own."""
+
+    def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
+        super().__init__()
+        self.__module, self.__names__ = (
+            (module,),
+            tuple(names),
+        )  # in a tuple: not a child, whose weights would be counted
+        for name, parameter in module.named_parameters():
+            if name not in names:
+                _register(self, name, parameter)
+        for name, buffer in module.named_buffers():
+            _register(self, name, buffer, persistent=name in module.state_dict())
+
+    @property
+    def __kind__(self) -> str:
+        """The class of the module."""
+        return type(self.__module[0]).__name__
+
+    def forward(self, weights: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
+        (module,) = self.__module
+        if not torch.is_grad_enabled():  # products of matrices choose their way by it, without a graph, too
+            own = (module.get_parameter(name) for name in self.__names__)
+            weights = [w.detach().requires_grad_(p.requires_grad) for w, p in zip(weights, own, strict=True)]
+        modes = [] if self.training else [(m, m.training) for m in module.modules()]
+        try:
+            for m, _ in modes:
+                m.training = False
+            return functional_call(module, dict(zip(self.__names__, weights, strict=True)), args, kwargs)
+        finally:
+            for m, mode in modes:
+                m.training = mode
+
+
+class Opened:
+    """What a call gave, taken apart; refused if it is not what it was when the model was followed."""
+
+    __name__, __module__ = "opened", "pipeback"
+
+    def __init__(self, form: Form, who: str, whole: str) -> None:
+        self.form, self.who, self.whole = form, who, whole
+        self.expects: Any = form
+        self._open = opener(form)
+
+    def __call__(self, value: Any) -> list[Tensor]:
+        found: list[Tensor] = []
+        if self._open is not None and self._open(value, found):
+            return found
+        tensors, form = opened(value)
+        if form.spec != self.form.spec or _constants(form) != _constants(self.form):
+            raise ValueError(
+                f"{self.who} gave another structure than when the model was followed: {_told(form)} instead of "
+                f"{_told(self.form)}; give the same one for every micro-batch of a shape, tensors for what changes, or "
+                f"keep what calls it whole: {self.whole}"
+            )
+        return tensors
+
+
+def _constants(form: Form) -> list[Any]:
+    """Without devices: a stage may be on another one than where it was followed."""
+    return [c for c in form.constants if not isinstance(c, torch.device)]
+
+
+_Open = Callable[[Any, list[Tensor]], bool]
+
+
+def opener(form: Form) -> _Open | None:
+    """A function that appends the tensors of a structure and says whether it has this form: what `opened` finds, in a
+    fraction of its time. None for structures of other things than tuples, lists and dictionaries."""
+    constants = iter(form.constants)
+
+    def build(spec: pytree.TreeSpec) -> _Open | None:
+        kind = spec.type
+        if kind is None:
+            constant = next(constants)
+            return _a_tensor if isinstance(constant, Ref) else partial(_constant, constant)
+        if kind not in (tuple, list, dict):
+            return None
+        inner = [build(child) for child in spec.children()]
+        parts = [part for part in inner if part is not None]
+        if len(parts) < len(inner):
+            return None
+        keys = spec.context if kind is dict else None
+
+        def open_it(value: Any, found: list[Tensor]) -> bool:
+            if type(value) is not kind or len(value) != len(parts) or (keys is not None and list(value) != keys):
+                return False
+            return all(part(child, found) for part, child in zip(parts, value.values() if keys is not None else value))
+
+        return open_it
+
+    return build(form.spec)
+
+
+def _a_tensor(value: Any, found: list[Tensor]) -> bool:
+    found.append(value)
+    return isinstance(value, Tensor)
+
+
+def _constant(constant: Any, value: Any, found: list[Tensor]) -> bool:
+    return not isinstance(value, Tensor) and bool(value == constant)
+
+
+class Decided:
+    """A number that Python has decided by; refused if it is another one."""
+
+    __name__, __module__ = "decided", "pipeback"
+
+    def __init__(self, function: Callable[..., Any], expected: Any, who: str, whole: str) -> None:
+        self.function, self.expects, self.who, self.whole = function, expected, who, whole
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        found = self.function(*args, **kwargs)
+        if found != self.expects:
+            name = getattr(self.function, "__name__", "a function")
+            raise decided_anew(self.who, self.whole, name, found, self.expects)
+
+
+class Carried:
+    """A weight that later stages compute with, too, as a micro-batch finds it: a copy, kept while it stays the same."""
+
+    __name__, __module__ = "carried", "pipeback"
+
+    def __init__(self) -> None:
+        self.copy: Tensor | None = None
+
+    def __call__(self, weight: Tensor) -> Tensor:
+        if self.copy is None or self.copy.shape != weight.shape or not torch.equal(self.copy, weight):
+            self.copy = weight.detach().clone()
+        found: Tensor = _Handed.apply(weight, self)
+        return found
+
+
+class _Handed(torch.autograd.Function):
+    """The copy, with the weight's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, carried: Carried) -> Tensor:
+        assert carried.copy is not None
+        return carried.copy.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], None
+
+
+@dataclass
+class SegmentWork:
+    """What a segment does for one form of a micro-batch: `calls`, from numbers `takes` to numbers `gives`."""
+
+    calls: list[Call]
+    takes: list[int]
+    gives: list[int]
+    fixed: set[int]  # of what it takes, what needs no gradient: a mask that does may get slower kernels
+    lends: dict[str, int]  # own weights that go on to later stages, and the numbers they get
+    borrows: dict[str, int]  # weights of earlier stages, and the numbers that they came under
+    constants: Mapping[str, Tensor]
+    form: Form | None = None  # of the model's output, in the last segment
+    device: torch.device | None = None  # where it was followed; it computes where its input is
+
+
+class Segment(nn.Module):
+    """One stage. owned: modules, parameters, buffers of the model by their names; unsaved: buffers in no state_dict."""
+
+    def __init__(
+        self,
+        label: str,
+        owned: Mapping[str, Any],
+        describe: Callable[[str], str],
+        kept: Callable[[str], str],
+        unsaved: Collection[str] = (),
+    ) -> None:
+        super().__init__()
+        self.__label__, self.__describe, self.__kept = label, describe, kept
+        for name, part in sorted(owned.items(), key=lambda item: isinstance(item[1], Tensor)):  # modules first
+            if not _has(self, name):
+                _register(self, name, part, persistent=name not in unsaved)
+        self.__setting__ = 0  # of the model: a number of `held`
+        self.__rewritten__: set[str] = set()  # parameters that it writes into
+        self.__entered: list[Entered] = []  # of all scripts
+        self.__carried: dict[str, Carried] = {}
+        self.__scripts: dict[Key, tuple[Script, Form | None]] = {}
+
+    def forward(self, given: Any) -> Any:
+        parts = given if type(given) is tuple else (given,)
+        found = self.__scripts.get(key_of(parts, self.training, self.__setting__))
+        if found is None:
+            raise RuntimeError(f"{self.__label__}: {self.__unknown(parts)}")
+        if self.__entered or accelerators.autocast():  # which keeps its copies of leaves, while the model has none here
+            parts = tuple(x.view_as(x) if x.requires_grad and x.is_leaf else x for x in parts)
+        try:
+            out = found[0].function(*parts)
+        except BaseException:
+            self.__left()
+            raise
+        return out[0] if len(out) == 1 else out
+
+    def __structured__(self, given: Any, out: Any) -> Any:
+        """The model's output from the tensors `out` that the last segment gave for `given`."""
+        parts = given if type(given) is tuple else (given,)
+        form = self.__scripts[key_of(parts, self.training, self.__setting__)][1]
+        assert form is not None
+        return form.fill(out if type(out) is tuple else (out,))
+
+    def __learn__(self, key: Key, portion: SegmentWork) -> None:
+        """Know what to do for a form. Raises ValueError where that cannot be told from another form."""
+        script = self.__built(portion)
+        if key in self.__scripts:
+            known, form = self.__scripts[key]
+            if not known.does(script) or form != portion.form:
+                raise ValueError(
+                    f"{self.__label__}: micro-batches of two forms look alike here, but need other operations; pad "
+                    "them to one form"
+                )
+            return
+        same = (known for known, form in self.__scripts.values() if form == portion.form and known.does(script))
+        self.__scripts[key] = next(same, script), portion.form  # most forms differ in few stages
+
+    def __script__(self) -> str:
+        """What it does, as Python, for every form that it knows."""
+        return "\n".join(f"# {_written(key)}\n{script.code()}\n" for key, (script, _) in self.__scripts.items())
+
+    def __left(self) -> None:
+        """No run of calls is under autocast any more."""
+        for entered in self.__entered:
+            entered.close()
+
+    def __unknown(self, parts: Sequence[Any]) -> str:
+        known = "; ".join(_written(key) for key in self.__scripts)
+        return (
+            f"a micro-batch of {_written(key_of(parts, self.training, self.__setting__))} came, but the model was "
+            f"followed with {known}; where shapes depend on values (x[mask]), have them do so within one module: "
+            "give its path in leaves=, or keep the whole model one stage: leaves=['']"
+        )
+
+    def __built(self, portion: SegmentWork) -> Script:
+        script, known = Script(), dict[int, Name]()
+        for number in portion.takes:
+            known[number] = script.take()
+        for number in portion.takes:
+            if number in portion.fixed:
+                known[number] = script.call(Tensor.detach, (known[number],))
+
+        def attribute(name: str) -> Name:
+            if name in portion.borrows:
+                return known[portion.borrows[name]]
+            constant = portion.constants.get(name)
+            return script.part(name, _looked_up(self, name) if constant is None else constant)
+
+        def filled(value: Any) -> Any:
+            if isinstance(value, Ref):
+                return known[value.number]
+            if isinstance(value, torch.device) and value == portion.device:
+                return script.call(getattr, (known[portion.takes[0]], "device"))
+            return attribute(value.name) if isinstance(value, Attribute) else value
+
+        def carry(written: bool) -> None:
+            for name, number in portion.lends.items():
+                if (name in self.__rewritten__) == written:
+                    carried = self.__carried.setdefault(name, Carried())
+                    known[number] = script.call(carried, (attribute(name),))
+
+        carry(written=False)
+        entered: Entered | None = None
+        for call in portion.calls:
+            if call.autocast != (entered.expects if entered is not None else ()):
+                for turn in (entered, entered := Entered(call.autocast) if call.autocast else None):
+                    if turn is not None:
+                        script.call(turn, ())
+                        self.__entered.append(turn)
+            args = [argument(script, filled, arg, n in call.left) for n, arg in enumerate(call.args)]
+            kwargs = {k: argument(script, filled, arg, k in call.left) for k, arg in call.kwargs.items()}
+            left = [args[k] if isinstance(k, int) else kwargs[k] for k in call.left]
+            function = call.target
+            if call.module:
+                module = self.get_submodule(call.target)
+                if isinstance(module, Lent):
+                    args.insert(0, [known[portion.borrows[f"{call.target}.{name}"]] for name in module.__names__])
+                function = script.part(call.target, module)
+            elif call.check is not None:
+                function = Decided(function, call.check[0], self.__describe(call.where), self.__kept(call.where))
+            if not call.grad and call.check is None:
+                function, args = without_gradient, [function, *args]
+            found = script.call(function, args, kwargs)
+            found = script.call(in_a_row, (found, *left)) if left else found
+            if call.form is None:
+                known.update(dict.fromkeys(call.out, found))
+                continue
+            who = self.__describe(call.target) if call.module else getattr(call.target, "__name__", "a function")
+            opens = Opened(call.form, who, self.__kept(call.where))
+            known.update(zip(call.out, script.unpack(opens, (found,), len(call.out)), strict=True))
+        if entered is not None:
+            script.call(entered, ())
+        carry(written=True)
+        return script.end([known[number] for number in portion.gives])
+
+
+def _looked_up(root: nn.Module, name: str) -> Tensor:
+    path, _, key = name.rpartition(".")
+    found = getattr(root.get_submodule(path), key)
+    assert isinstance(found, Tensor)
+    return found
+
+
+def _has(root: nn.Module, name: str) -> bool:
+    """Whether there is such an attribute, in a module of that path."""
+    for step in name.split("."):
+        root = getattr(root, step, None)  # type: ignore[assignment]
+    return root is not None
+
+
+def _register(root: nn.Module, name: str, part: Any, persistent: bool = True) -> None:
+    """Put a module, parameter or buffer under the root, with empty modules on the way."""
+    *path, key = name.split(".")
+    for step in path:
+        if step not in root._modules:
+            root.add_module(step, nn.Module())
+        root = root._modules[step]  # type: ignore[assignment]
+    if isinstance(part, nn.Parameter):
+        root.register_parameter(key, part)
+    elif isinstance(part, Tensor):
+        root.register_buffer(key, part, persistent)
+    else:
+        root.add_module(key, part)
+
+
+def _written(key: Key) -> str:
+    training, _, *parts = key
+    shapes = ", ".join(f"{tuple(shape)} {str(dtype).removeprefix('torch.')}" for shape, dtype in parts)
+    return f"{shapes} in {'training' if training else 'evaluation'}"
+
+
+def _told(form: Form) -> str:
+    return str(form.fill([f"tensor {n}" for n in range(len(form.constants))]))

@@ -1,0 +1,156 @@
+"""Split: how a model becomes stages; the first rung that holds.
+
+a  an nn.Sequential or a list: a stage a module
+b  a method pipeline_stages() of the module, which returns its stages
+c  a known family (torchvision, torch.nn.Transformer, transformers): its own forward followed, cut at its blocks
+d  any other module: its own forward followed, cut at blocks or layers
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeback.splitting.as_before import untouched
+from pipeback.splitting.cut_points import Cuts, chosen, family
+from pipeback.splitting.partition import StagePart, declared, join, plain, split
+from pipeback.splitting.traced_model import TracedModel
+from pipeback.splitting.whole import PATH, Whole, check_one
+from pipeback.tensors.copies import replica
+
+
+@dataclass
+class Split:
+    """A model's stages. `print` it: which rung, why not those before, and the names of the stages."""
+
+    rung: str
+    parts: list[StagePart]
+    model: nn.Module  # whose they are
+    program: TracedModel | None = None  # of a model whose forward was followed
+    reasons: dict[str, str] = field(default_factory=dict)  # why a rung was left, by its letter
+
+    def __str__(self) -> str:
+        reasons = "".join(f"\n  not {letter}: {reason}" for letter, reason in self.reasons.items())
+        names = ", ".join(part.name for part in self.parts)
+        return f"{len(self.parts)} stages by {self.rung}{reasons}\n  {names}"
+
+
+def split_model(
+    model: nn.Module | Sequence[nn.Module],
+    stages: Cuts = "auto",
+    example: Any = None,
+    leaves: Sequence[str] = (),
+    balance: str = "time",
+) -> Split:
+    """Split a model. stages: see `cut_points`; example: what a push brings, for models whose forward is followed.
+
+    Raises TypeError or ValueError naming the layer, what was found and the cure; nothing is changed.
+    """
+    cuts, reasons = chosen(stages), dict[str, str]()
+    if not isinstance(model, nn.Module) or isinstance(model, nn.ModuleList):
+        if not _whole(cuts):
+            raise ValueError(f'stages={cuts!r}: a list has its modules for stages; give "auto", a number or one module')
+        parts = join(split(model), _count(cuts))
+        return Split("a: a list of modules", parts, model if isinstance(model, nn.Module) else nn.Sequential(*model))
+    found = at_once(model, cuts, leaves, reasons, example, strict=example is None)
+    if found is not None:
+        return found
+    if example is None:
+        raise TypeError(
+            f"{type(model).__name__}: {reasons['a']}, so stages are cut from its forward, which needs an input: give "
+            "example=, what one push brings; or give its modules as a list, or it a method pipeline_stages() that "
+            "returns them, in the order in which they run"
+        )
+    if "" in leaves:
+        check_one(cuts)
+        program = TracedModel(Whole(model), example, "layer", [PATH], balance)
+        reasons["c"] = "leaves= has the whole model"
+        return Split("d: its forward, as one stage", program.parts, model, program, reasons)
+    known = family(model)
+    if plain(model) and cuts == "auto":
+        children = [name for name, _ in model.named_children()]
+        program = TracedModel(model, example, children, [*children, *leaves], balance)
+    else:
+        program = TracedModel(model, example, cuts, leaves, balance)
+    if known is None:
+        reasons["c"] = "it is of no family that is known"
+        rung = "d: its forward, followed"
+    else:
+        rung = f"c: {known.name}, its forward followed"
+    return Split(rung, program.parts, model, program, reasons)
+
+
+def at_once(
+    model: nn.Module,
+    cuts: Cuts,
+    leaves: Sequence[str] = (),
+    reasons: dict[str, str] | None = None,
+    example: Any = None,
+    strict: bool = False,
+) -> Split | None:
+    """The rungs that need no input, a and b; None where neither holds, and `reasons` say why.
+
+    example: has a sequence tried whether tensors alone cross its boundaries. strict: stages of a sequence that share
+    weights are an error, and no reason to follow it.
+    """
+    reasons = {} if reasons is None else reasons
+    if plain(model) and _whole(cuts) and not leaves:
+        try:
+            parts = split(model)
+        except ValueError as error:
+            if strict or "share a parameter" not in str(error):
+                raise
+            reasons["a"] = str(error).partition(";")[0]
+        else:
+            odd = None if example is None else _odd(parts, example)
+            if odd is None:
+                return Split("a: the children of an nn.Sequential", join(parts, _count(cuts)), model)
+            reasons["a"] = odd
+    elif plain(model):
+        reasons["a"] = f"stages={cuts!r} looks into its children" if not leaves else "leaves= is given"
+    else:
+        reasons["a"] = f"{type(model).__name__} has a forward of its own"
+    if not callable(getattr(model, "pipeline_stages", None)):
+        reasons["b"] = "it has no pipeline_stages()"
+    elif _whole(cuts):
+        parts = split(declared(type(model).__name__, model))
+        return Split("b: its pipeline_stages()", join(parts, _count(cuts)), model, None, reasons)
+    else:
+        reasons["b"] = f"stages={cuts!r} asks for other stages"
+    return None
+
+
+def _whole(cuts: Cuts) -> bool:
+    """Whether modules of a list stay as they are."""
+    return cuts == "auto" or isinstance(cuts, int)
+
+
+def _count(cuts: Cuts) -> int | None:
+    return cuts if isinstance(cuts, int) else None
+
+
+def _odd(parts: Sequence[StagePart], example: Any) -> str | None:
+    """What crosses a boundary and is neither a tensor nor a tuple of tensors; None if nothing is."""
+    value = example
+    if any(t.is_meta for part in parts for t in part.module.parameters()):
+        return None if _simple(value) else "its input is a structure"
+    for part in parts:
+        if not _simple(value):
+            return f"a {type(value).__name__} goes into {part.name!r}"
+        with untouched(part.module), torch.random.fork_rng([]), torch.no_grad():
+            value = part.module(_apart(value))
+    return None
+
+
+def _apart(value: Any) -> Any:
+    """With tensors of its own: a module may change what it is given."""
+    return tuple(replica(part) for part in value) if isinstance(value, tuple) else replica(value)
+
+
+def _simple(value: Any) -> bool:
+    parts = value if isinstance(value, tuple) else (value,)
+    return bool(parts) and all(isinstance(part, Tensor) for part in parts)

@@ -1,0 +1,397 @@
+"""Tracer: a module's own forward, run once and written down call by call.
+
+The module runs as it is, on a real micro-batch (or on shapes alone, where its weights are elsewhere). Modules that are
+not looked into (`leaves`) are one call each, and so is every torch function between them; Python decides as it always
+does. What it decides by numbers of tensors (`if mask.all()`) is written down as a check: a later micro-batch that would
+go another way is not led astray (`branches` finds those that can be foreseen).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
+
+from pipeback.private import function_modes, pytree
+from pipeback.splitting.caches import without_caches
+from pipeback.splitting.callables import Applied, operator_of
+from pipeback.splitting.data_sizes import bounded, ends_at_tensors, makes, reads, sizes
+from pipeback.splitting.escapes import Escape, Inside
+from pipeback.splitting.handed import Handed
+from pipeback.splitting.heard import calls_heard
+from pipeback.splitting.in_place import Hooked, Kept, acts, set_property, stays
+from pipeback.splitting.left_behind import Name, Sets, attributes, check_unchanged
+from pipeback.splitting.mapped import Mapped
+from pipeback.splitting.record import Attribute, Call, CallTrace
+from pipeback.splitting.refusals import away, set_anew, shared, unmade
+from pipeback.splitting.surroundings import autocasts, other
+from pipeback.splitting.work import Work
+from pipeback.tensors.structures import PLAIN, SINGLE, Form, Ref, fixed, opened, parts
+
+# what asks a tensor for its numbers
+NUMBERS = {
+    "item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__complex__", "__contains__", "equal",
+    "allclose", "is_nonzero",
+}  # fmt: skip
+NO_TENSORS = {dict, set, type(None), bool, int, float, str}  # what most attributes are
+AWAY = {"numpy", "__array__", "data_ptr", "__dlpack__", "storage", "untyped_storage"}  # where nobody can follow
+
+
+@torch.enable_grad()  # what is evaluated first may be trained on later: where a forward forbids gradients, it does so
+def trace_forward(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    leaves: Callable[[str, nn.Module], bool],
+    values: Mapping[str, Tensor] | None = None,
+    answers: Callable[..., Any] | None = None,
+    work: Work | None = None,
+    left: Collection[Name] = (),
+) -> tuple[CallTrace, Any]:
+    """Run `model(*args, **kwargs)` and write it down; returns its output, too. leaves: says of a path and module
+    whether its call is one. values: parameters and buffers to run on in place of its own. answers: says what Python
+    is to decide by, where there are shapes only, given the call that asks, those before and the constants. work:
+    counts what calls cost. left: attributes that may be left behind, if the forward sets them before it reads them.
+    Tensors of args and kwargs, in pytree order, are numbers 0, 1, …
+
+    Raises ValueError naming the module where something cannot be followed: objects that calls would share, state that
+    a forward leaves in a module, values from outside of torch.
+    """
+    recorder = _Recorder(model, leaves, values, answers, work, left)
+    watched = [(name, buffer, buffer._version) for name, buffer in model.named_buffers()]
+    given, _ = opened((tuple(args), dict(kwargs)))
+    for tensor in given:
+        recorder.new(tensor)
+    device = given[0].device if given else torch.device("cpu")
+    before = attributes(model, leaves)
+    with ExitStack() as stack:
+        stack.callback(recorder.kept.put_back if recorder.kept is not None else dict)
+        for context in (
+            work or nullcontext(),
+            recorder,
+            calls_heard(recorder.call, recorder.applied, recorder.mapped),
+            recorder.sets.heard(recorder.set_from_outside, recorder.apart),
+        ):
+            stack.enter_context(context)
+        output = model(*args, **kwargs) if values is None else functional_call(model, dict(values), args, dict(kwargs))
+    check_unchanged(model, before, recorder.sets.harmless)
+    if recorder.told is not None:
+        raise recorder.told
+    output = without_caches(output)
+    out, form = recorder.opened(output, recorder.known, "")
+    if not out:
+        raise ValueError(f"{type(model).__name__} returned no tensor, but {type(output).__name__}")
+    r, changed = recorder, {name for name, buffer, version in watched if buffer._version != version}
+    changed |= set() if recorder.kept is None else recorder.kept.names
+    # a tensor without a gradient has one where something with one was written into it
+    grads = [before or tensor.requires_grad for before, tensor in zip(r.grads, r.numbered, strict=True)]
+    return CallTrace(
+        r.calls, len(given), out, form, r.constants, r.forms, grads, changed, r.costs, device, r.sets.held
+    ), output
+
+
+class _Recorder(TorchFunctionMode):
+    def __init__(
+        self,
+        model: nn.Module,
+        leaves: Callable[[str, nn.Module], bool],
+        values: Mapping[str, Tensor] | None = None,
+        answers: Callable[..., Any] | None = None,
+        work: Work | None = None,
+        left: Collection[Name] = (),
+    ) -> None:
+        super().__init__()
+        self.model, self.calls = model, list[Call]()
+        self.numbers: dict[int, int] = {}
+        self.alive: list[Any] = []  # ids stay theirs
+        self.numbered: list[Tensor] = []
+        modules = list(model.named_modules())
+        self.paths = {id(module): path for path, module in modules}
+        self.leaf = {id(m): leaves(path, m) for path, m in modules}
+        own = [*model.named_buffers(), *model.named_parameters()] if values is None else values.items()
+        self.names = {id(t): name for name, t in own}
+        self.held = {
+            id(value): f"{path}.{key}".lstrip(".")
+            for path, module in modules
+            for key, value in vars(module).items()
+            if type(value) not in NO_TENSORS and isinstance(value, Tensor)
+        }
+        self.constants: dict[str, Tensor] = {}
+        self.forms: list[tuple[torch.Size, torch.dtype]] = []
+        self.grads: list[bool] = []
+        self.costs: list[float] = []
+        self.work = work
+        self.answers = answers
+        self.inside = 0  # of a leaf
+        self.leaf_path = ""  # of that leaf
+        self.handed = Handed((), {})  # what it was called with
+        self.made = Inside()  # what it has made
+        self.shaped = False  # whether the call that runs has made a size that depends on values
+        self.by_values: set[int] = set()  # numbers of the tensors that come of such calls
+        self.checked: set[int] = set()  # those whose size is checked
+        self.stack: list[str] = []
+        self.thread = threading.get_ident()
+        self.told: Escape | None = None
+        self.sets = Sets(self.paths, left)
+        self.around = autocasts()
+        tell = partial(set_anew, type(model).__name__)
+        self.kept = None if values is not None else Kept(model.named_parameters(), tell)
+
+    @property
+    def where(self) -> str:
+        return self.stack[-1] if self.stack else ""
+
+    def name(self, path: str) -> str:
+        """A module, as it is told of."""
+        module = self.model.get_submodule(path)
+        return f"{type(module).__name__} {path!r}" if path else type(module).__name__
+
+    # -- values --------------------------------------------------------------------------------------------------
+
+    def new(self, tensor: Tensor, known: bool = True) -> int:
+        """A number for it, by which it is known from now on."""
+        number = len(self.forms)
+        if known:
+            self.numbers[id(tensor)] = number
+        self.numbered.append(tensor)
+        self.forms.append((tensor.shape, tensor.dtype))
+        self.grads.append(tensor.requires_grad)
+        return number
+
+    @property
+    def done(self) -> float:
+        """The work that has been done so far."""
+        return 0.0 if self.work is None else self.work.done
+
+    def write(self, call: Call, cost: float = 0.0) -> None:
+        call.autocast = other(self.around)
+        self.calls.append(call)
+        self.costs.append(cost)
+
+    def known(self, tensor: Tensor) -> int:
+        """The number of a tensor of the output; one that is not a call's gets a call that gives it."""
+        if id(tensor) not in self.numbers:
+            placed = self.placed(tensor, "its caller")
+            call = Call(_same, (placed,), {}, self.where, True)
+            self.write(call)
+            call.out = [self.new(tensor)]
+        return self.numbers[id(tensor)]
+
+    def placed(self, value: Any, what: str) -> Any:
+        """A value as it stands in a call."""
+        if not isinstance(value, Tensor):
+            return self.plain(value, self.where, what)
+        if id(value) in self.numbers:
+            return Ref(self.numbers[id(value)])
+        if id(value) in self.names:
+            return Attribute(self.names[id(value)])
+        if id(value) in self.held and not value.requires_grad:
+            self.alive.append(value)
+            self.constants[self.held[id(value)]] = value
+            return Attribute(self.held[id(value)])
+        if path := self.made.where(value):
+            raise Escape(
+                path,
+                f"{self.name(self.where)}.forward gives {what} a tensor {tuple(value.shape)} that was made within "
+                f"{self.name(path)}, which does not return it; return it there, or leave that path out of leaves=",
+            )
+        raise unmade(self.name(self.where), self.where, what, value)
+
+    def plain(self, value: Any, where: str, what: str) -> Any:
+        if type(value).__module__ == "numpy" and not getattr(value, "ndim", 1):
+            return value.item()  # a number, as Python has it
+        if (isinstance(value, PLAIN) or fixed(value)) and not ends_at_tensors(value):
+            return value
+        raise shared(self.name(where), where, what, value)
+
+    def place(self, values: Any, what: str) -> Any:
+        kind = type(values)
+        if kind in SINGLE:
+            return self.placed(values, what)
+        if kind is tuple or kind is list:
+            return kind([self.place(value, what) for value in values])
+        if kind is dict:
+            return {key: self.place(value, what) for key, value in values.items()}
+        return pytree.tree_map(lambda value: self.placed(value, what), values)
+
+    def give(self, call: Call, output: Any, passed: Container[int] = ()) -> None:
+        """Number the tensors of what a call has given. passed: ids of tensors that it has not looked at."""
+        if isinstance(output, Tensor):
+            call.out = [self.new(output)]
+        else:
+            where = call.target if call.module else call.where
+            number = lambda tensor: self.new(tensor, id(tensor) not in passed)  # noqa: E731
+            call.out, call.form = self.opened(output, number, where)
+        if self.shaped or any(ref.number in self.by_values for ref in call.refs()):
+            self.by_values.update(call.out)
+        self.shaped = False
+
+    def opened(self, value: Any, number: Callable[[Tensor], int], where: str) -> tuple[list[int], Form]:
+        """The numbers of the tensors in what a call, or all of it, has given, and where they stand."""
+        tensors, form = opened(value)
+        for constant in form.constants:
+            if not isinstance(constant, Ref):
+                self.plain(constant, where, "its caller")
+        return [number(tensor) for tensor in tensors], form
+
+    # -- calls ---------------------------------------------------------------------------------------------------
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if threading.get_ident() != self.thread:
+            return func(*args, **kwargs)
+        self.shaped = self.shaped or makes(name, args, kwargs)
+        if self.kept is not None:
+            self.kept.look(func, name, args, kwargs)
+        if self.inside:
+            self.handed.look(args, kwargs)
+            output = func(*args, **kwargs)
+            self.made.note(output, self.leaf_path)
+            return output
+        if getattr(func, "__module__", "") == "torch.nn.init" and not self.asks(args, kwargs):
+            return self.unheard(func, args, kwargs)  # of a module that is made in this forward
+        if name == "__iter__":
+            return iter(self.__torch_function__(Tensor.unbind, types, args, kwargs))
+        if name in ("__getitem__", "__setitem__"):
+            asked = lambda x: self.__torch_function__(Tensor.__index__, types, (x,))  # noqa: E731
+            args = (args[0], bounded(args[1], asked), *args[2:])
+        target = operator_of(func)
+        if name == "__get__":  # of a property
+            target, args = getattr, (args[0], func.__self__.__name__)
+        elif name == "__set__":
+            target, args = set_property, (args[0], func.__self__.__name__, args[1])
+        elif name == "register_hook" and stays(args[1]):
+            target, args = Hooked(args[1]), args[:1]
+        if name in AWAY and args and isinstance(args[0], Tensor):
+            raise away(self.name(self.where), self.where, name)
+        if reads(name, args):
+            self.check_size(args[0])
+        begin = self.done
+        asks = name in NUMBERS and self.asks(args, kwargs)
+        output = self.answered(target, args, kwargs) if asks and self.answers else target(*args, **kwargs)
+        cost = self.done - begin
+        if asks or name == "register_hook" or acts(func, name) or _tensors(output):
+            what = f"torch function {name}"
+            call = Call(target, self.place(args, what), self.place(kwargs, what), self.where, torch.is_grad_enabled())
+            self.write(call, cost)
+            if asks:
+                call.check = (output,)
+            elif _tensors(output):
+                self.give(call, output)
+        return output
+
+    def set_from_outside(self, module: nn.Module, key: str) -> None:
+        """An attribute is set, perhaps of a leaf, which its stage would not do again."""
+        if not self.inside and self.leaf[id(module)] and threading.get_ident() == self.thread:
+            path = self.paths[id(module)]
+            self.told = self.told or Escape(
+                path,
+                f"{self.name(self.where)}.forward sets {key} of {self.name(path)}, which stages would not do again for "
+                "each micro-batch; give it as an argument, or leave its path out of leaves=",
+            )
+
+    def apart(self) -> bool:
+        """Whether what happens is of no concern: within a leaf, or in another thread."""
+        return bool(self.inside) or threading.get_ident() != self.thread
+
+    def unheard(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A call that is not written down, nor what it calls."""
+        self.inside += 1
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self.inside -= 1
+
+    def answered(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """What others say that Python is to decide by, where there are shapes only."""
+        assert self.answers is not None
+        call = Call(target, self.place(args, "a decision"), self.place(kwargs, "a decision"), self.where, False)
+        return self.answers(call, self.calls, self.constants)
+
+    def check_size(self, tensor: Any) -> None:
+        """Write down that Python has gone by the size of this tensor, where that depends on values."""
+        number = self.numbers.get(id(tensor))
+        if number in self.by_values and number not in self.checked:
+            self.checked.add(number)
+            call = Call(sizes, (Ref(number),), {}, self.where, False)
+            call.check = (sizes(tensor),)
+            self.write(call)
+
+    def asks(self, args: Any, kwargs: Any) -> bool:
+        """Whether what is asked for its numbers belongs to the micro-batch, not to the model."""
+        return any(isinstance(x, Tensor) and id(x) in self.numbers for x in parts((args, kwargs)))
+
+    def applied(self, original: Callable[..., Any], function: Any, args: Any, kwargs: Any) -> Any:
+        """A custom autograd function, with its own backward."""
+        if threading.get_ident() != self.thread:
+            return original(*args, **kwargs)
+        if self.inside:
+            self.handed.look(args, kwargs)
+            output = original(*args, **kwargs)
+            self.made.note(output, self.leaf_path)
+            return output
+        if function is torch.utils.checkpoint.CheckpointFunction:
+            return args[0](*args[2:])  # followed within; stages have activations= for this
+        return self.whole(Applied(function), lambda: original(*args, **kwargs), *args, **kwargs)
+
+    def whole(self, target: Any, does: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        """What is one call, and not looked into."""
+        what = f"function {target.__name__}"
+        placed = self.place(args, what), self.place(kwargs, what)
+        call = Call(target, *placed, self.where, torch.is_grad_enabled())
+        begin = self.done
+        output = self.unheard(does, (), {})
+        self.write(call, self.done - begin)
+        self.give(call, output)
+        return output
+
+    def mapped(self, original: Callable[..., Any], function: Any, options: Any, args: Any, kwargs: Any) -> Any:
+        """A function under torch.vmap."""
+        if self.inside or threading.get_ident() != self.thread:
+            return original(function, *options, *args, **kwargs)
+        modes = function_modes()
+        target = Mapped(function, options, modes[modes.index(self) + 1 :])
+        return self.whole(target, lambda: original(function, *options, *args, **kwargs), target.holds, args, kwargs)
+
+    def call(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self.inside or id(module) not in self.paths or threading.get_ident() != self.thread:
+            return original(module, *args, **kwargs)
+        path = self.paths[id(module)]
+        if not self.leaf[id(module)]:
+            self.stack.append(path)
+            try:
+                return original(module, *args, **kwargs)
+            finally:
+                self.stack.pop()
+        if any(isinstance(x, nn.Module) for x in parts((args, kwargs))):
+            who = f"{self.name(self.where)}.forward gives {self.name(path)}"
+            raise Escape(path, f"{who} a module, whose weights it would compute with; leave its path out of leaves=")
+        handed = self.handed = Handed(args, kwargs)
+        self.leaf_path = path
+        self.inside += 1
+        begin = self.done
+        try:
+            output = original(module, *args, **kwargs)
+        finally:
+            self.inside -= 1
+        placed = handed.placed(lambda value: self.placed(value, self.name(path)))
+        call = Call(path, *placed, self.where, torch.is_grad_enabled(), left=handed.changed())
+        self.write(call, self.done - begin)
+        self.give(call, (output, *[handed.args[key] for key in call.left]) if call.left else output, handed.passed)
+        return output
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _tensors(value: Any) -> bool:
+    return isinstance(value, Tensor) or any(isinstance(x, Tensor) for x in parts(value))

@@ -1,0 +1,46 @@
+"""Contiguous: weights of stages, and what goes with them, each in one run of memory, so that a step over many small
+tensors is a few operations on one long vector.
+
+Elementwise operations round an element alike wherever it lies, so bits stay what they are (a law of the tests).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pipeback.stages.stage import Stage
+from pipeback.tensors.flat_buffer import dense
+from pipeback.tensors.weight_list import SCRATCH, WEIGHTS, Arena, Weights, joined
+
+SMALL = 1 << 16  # bytes of a weight, on average, up to which calls cost more than their arithmetic
+
+
+@torch.no_grad()
+def lay_contiguously(stages: Sequence[Stage]) -> None:
+    """Have the weights of these stages, and their scratch, lie in a strip, if that pays."""
+    some = [stage for stage in stages if stage.weights and not stage.keeps_masters and stage.slot is None]
+    weights: Weights = [w for stage in some for w in stage.weights]
+    if len(weights) < 2 or not _pays(weights) or joined(stage.weights for stage in some).strip is not None:
+        return
+    strip, at = Arena([w.detach() for w in weights]), 0
+    for stage in some:
+        n = len(stage.weights)
+        for p, place in zip(stage.params, strip.room(WEIGHTS, at, n), strict=True):
+            place.copy_(p)
+            p.data = place
+        stage.moved()
+        stage.weights.lie(strip, WEIGHTS, at)
+        if stage.scratch is not None:
+            stage.scratch = strip.room(SCRATCH, at, n)
+        at += n
+    strip.likes = [w.detach() for w in strip.room(WEIGHTS, 0, at)]  # the old ones may go
+
+
+def _pays(weights: Sequence[Tensor]) -> bool:
+    kinds = {(w.dtype, w.device.type) for w in weights}
+    plain = kinds in ({(torch.float32, "cpu")}, {(torch.float64, "cpu")})  # elsewhere foreach is one call, too
+    small = sum(w.nbytes for w in weights) <= SMALL * len(weights)
+    return plain and small and all(w.stride() == dense(w) and not w.is_shared() for w in weights)

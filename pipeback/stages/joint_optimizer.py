@@ -1,0 +1,254 @@
+"""One optimizer over several stages, which steps them in one call.
+
+The user's optimizers, one a stage, are what schedulers and readers see; their rates are copied when a micro-batch
+is pushed and never written. The step is made by a twin on the same parameters and the same state.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import cached_property
+from inspect import unwrap
+from operator import is_
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from pipeback.methods.momentum import lay_velocities, plain_sgd, sgd_step
+from pipeback.private import hooked, step_hooks
+from pipeback.stages.counted import Counted, counted_by, stepped
+from pipeback.tensors.fused_steps import fitting, lay_state
+from pipeback.tensors.weight_list import WeightList
+
+Group = dict[str, Any]
+# Optimizers that treat every entry of every parameter on its own: joining stages changes no bit.
+_SEPARABLE = {
+    getattr(torch.optim, name)
+    for name in ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad", "Adadelta", "ASGD", "Rprop")
+}
+# Those whose foreach implementation has the bits of their loop on the CPU, in 32 or 64 bits (a test compares them all).
+_FOREACH = {getattr(torch.optim, name) for name in ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad")}
+
+
+class Options:
+    """The options of every stage's parameter groups at one moment.
+
+    since: micro-batches that had arrived then, the same on every worker: a saved state tells options apart by it.
+    """
+
+    def __init__(
+        self, optimizers: Sequence[torch.optim.Optimizer], since: int, groups: list[list[Group]] | None = None
+    ) -> None:
+        self.since = since
+        self._told = all(map(separable, optimizers))
+        self.groups = groups or [[{k: _value(v) for k, v in g.items()} for g in opt.param_groups] for opt in optimizers]
+
+    @cached_property
+    def mark(self) -> int:
+        """Bits that tell these options from others: 15 of the rates, 12 of the rest. They are 0 where an optimizer may
+        change its options itself, which then differ from rank to rank.
+        """
+        every = [group for groups in self.groups for group in groups] if self._told else []
+        rates = [float(group["lr"]) for group in every]
+        apart = "params", "lr", "foreach", "fused"
+        others = [[str(v) for k, v in sorted(group.items()) if k not in apart] for group in every]
+        return zlib.crc32(repr(rates).encode()) % 32749 | zlib.crc32(repr(others).encode()) % 4093 << 15
+
+    def current(self, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
+        """Whether the optimizers still have these options, but for what their steps count."""
+        return all(
+            opt.param_groups == groups or (opt in counted_by and _same(counted_by[opt], opt.param_groups, groups))
+            for opt, groups in zip(optimizers, self.groups, strict=True)
+        )
+
+
+def _same(counted: Counted, mine: list[Group], others: list[Group]) -> bool:
+    return bool(counted) and counted.without(mine) == counted.without(others)
+
+
+def groups_of(stage: Any, options: Options) -> list[Group | None]:
+    """The options of every weight of a stage, or of a replica of it; None of those that its optimizer does not step."""
+    pairs = zip(stage.optimizer.param_groups, options.groups[stage.index], strict=True)
+    places = {id(w): mine for group, mine in pairs for w in group["params"]}
+    return [places.get(id(w)) for w in stage.weights]
+
+
+def rates_of(stage: Any, options: Options) -> list[float]:
+    """η of every weight of a stage, or of a replica of it; 0 for those that its optimizer does not step."""
+    return [float(group.get("lr", 0.0)) if group else 0.0 for group in groups_of(stage, options)]
+
+
+def plain_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{k: v.item() if isinstance(v, Tensor) else v for k, v in g.items() if k != "params"} for g in groups]
+
+
+def restored(saved: dict[str, Any], mine: dict[str, Any]) -> dict[str, Any]:
+    """Options as they were, in the types that this optimizer uses."""
+    fixed = {"params": mine["params"]}
+    for key, value in saved.items():
+        if isinstance(mine.get(key), Tensor):
+            value = torch.as_tensor(value, dtype=mine[key].dtype, device=mine[key].device)
+        elif isinstance(mine.get(key), tuple):
+            value = tuple(value)
+        fixed[key] = value
+    return fixed
+
+
+def _value(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def torchs_step(optimizer: torch.optim.SGD) -> bool:
+    """Whether its step is that of torch's SGD, and not a subclass' own."""
+    return unwrap(type(optimizer).step) is unwrap(torch.optim.SGD.step)
+
+
+def own_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its step is that of its class, but for what a scheduler has put around it."""
+    return unwrap(vars(optimizer).get("step", type(optimizer).step)) is unwrap(type(optimizer).step)
+
+
+def joinable(optimizers: Sequence[torch.optim.Optimizer]) -> bool:
+    """Whether one step over all of these equals a step of each: one separable class of torch's, no step hooks."""
+    kind = type(optimizers[0])
+    return kind in _SEPARABLE and all(type(opt) is kind and not hooked(opt) for opt in optimizers)
+
+
+def separable(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it treats every entry of a parameter on its own: torch's own classes that do."""
+    return type(optimizer) in _SEPARABLE
+
+
+def _apart(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    """The same class, whose objects may share all attributes of another one but its parameter groups."""
+    groups: WeakKeyDictionary[Any, list[Group]] = WeakKeyDictionary()
+    mine = property(groups.__getitem__, groups.__setitem__)
+    return type(kind.__name__, (kind,), {"param_groups": mine, "__module__": kind.__module__, "__doc__": kind.__doc__})
+
+
+class JointOptimizer:
+    """The twin of the optimizers of `stages`: has `.step()`, `.param_groups` and `.state` like any optimizer."""
+
+    def __init__(self, stages: Sequence[Any], weights: WeightList) -> None:
+        self._stages, self._weights = stages, weights
+        first = stages[0].optimizer
+        self._own = not separable(first)  # of a class that may keep more than the state of its weights
+        self._twin: Any
+        if self._own:
+            self._twin = object.__new__(_apart(type(first)))
+            self._twin.__dict__ = first.__dict__
+        else:
+            self._twin = object.__new__(type(first))  # not copy.copy, which keeps hooks back
+            self._twin.__dict__.update(first.__dict__)
+            self._twin.__dict__.pop("step", None)  # a scheduler's wrapper is bound to the original
+        self._twin.param_groups = []
+        self._known: list[Any] = []
+        self._chosen: list[Options] = []
+
+    @property
+    def param_groups(self) -> list[Group]:
+        return self._twin.param_groups
+
+    @property
+    def state(self) -> Any:
+        return self._twin.state
+
+    def step(self) -> None:
+        if self._plain_sgd and not hooked(self._twin):
+            sgd_step(self)
+        elif self._own:
+            stepped(self._stages[0].optimizer, self._twin.param_groups, self._torchs_step)
+        else:
+            self._torchs_step()
+
+    def _torchs_step(self) -> None:
+        with fitting(self._twin) if self._fused else nullcontext():
+            type(self._twin).step(self._twin)  # not what a scheduler has put around the original's
+
+    @contextmanager
+    def heard(self, itself: bool) -> Iterator[None]:
+        """A step that a method makes `itself`, of which hooks on the optimizer's steps hear as torch tells them."""
+        twin = self._twin
+        before, after = step_hooks(twin) if itself else ((), ())
+        for hook in before:
+            hook(twin, (twin,), {})
+        yield
+        for hook in after:
+            hook(twin, (twin,), {})
+
+    def at(self, options: Sequence[Options]) -> JointOptimizer:
+        """Set the options that each stage's update uses, and follow a state that was loaded into an optimizer."""
+        if len(options) != len(self._chosen) or not all(map(is_, options, self._chosen)):
+            self._chosen = list(options)
+            self._twin.param_groups = self._groups(options)
+            self._fused = any(group.get("fused") for group in self._twin.param_groups)
+            self._plain_sgd = type(self._twin) is torch.optim.SGD and all(
+                plain_sgd(group) and not _half(group["params"]) for group in self._twin.param_groups
+            )
+        seen = self._seen()
+        if len(self._known) != len(seen) or not all(map(is_, seen, self._known)):
+            self._follow()
+        return self
+
+    def _seen(self) -> list[Any]:
+        """What is another object when somebody has put other values into an optimizer's state."""
+        found = []
+        for stage in self._stages:
+            state = stage.optimizer.state
+            first = state.get(stage.weights[0])
+            found += [state, first, first and first.get("momentum_buffer")]
+        return found
+
+    def _follow(self) -> None:
+        """Share the state of every weight with its stage's own optimizer."""
+        for stage in self._stages:
+            lay_velocities(stage.optimizer, stage.weights)
+            stage.weights.velocities = None
+        if len(self._stages) == 1:
+            self._twin.state = self._stages[0].optimizer.state
+        else:
+            shared: defaultdict[Tensor, Any] = defaultdict(dict)
+            for stage in self._stages:
+                shared.update({w: stage.optimizer.state[w] for w in stage.weights})
+            self._twin.state = shared
+        lay_state(self._twin.state, self._twin.param_groups)
+        self._known = self._seen()
+        for bundle in (self._weights, *(group["params"] for group in self._twin.param_groups)):
+            bundle.velocities = None
+
+    def _groups(self, options: Sequence[Options]) -> list[Group]:
+        pairs = [
+            ({k: v for k, v in mine.items() if k != "params"}, group["params"])
+            for stage, chosen in zip(self._stages, options, strict=True)
+            for group, mine in zip(stage.optimizer.param_groups, chosen.groups[stage.index], strict=True)
+            if stage.weights
+        ]
+        if self._own:  # groups of its own, as many as it has
+            return [{**mine, "params": self._bundle(params)} for mine, params in pairs]
+        pairs = [(mine, params) for mine, params in pairs if params]
+        for mine, params in pairs:
+            if type(self._twin) in _FOREACH and params[0].is_cpu and not _half(params) and _looped(mine):
+                mine["foreach"] = True
+        if pairs and all(mine == pairs[0][0] for mine, _ in pairs):
+            return [{**pairs[0][0], "params": self._bundle([w for _, params in pairs for w in params])}]
+        return [{**mine, "params": self._bundle(params)} for mine, params in pairs]
+
+    def _bundle(self, params: list[Tensor]) -> WeightList:
+        same = len(params) == len(self._weights) and all(a is b for a, b in zip(params, self._weights, strict=True))
+        return self._weights if same else WeightList(params)
+
+
+def _half(params: Sequence[Tensor]) -> bool:
+    """Whether foreach rounds these otherwise than a loop: in 16 bits it does."""
+    return any(p.element_size() < 4 for p in params)
+
+
+def _looped(group: Group) -> bool:
+    """Whether torch would step this group in a loop where foreach has the same bits; fused is never switched on."""
+    odd = any(group.get(name) for name in ("fused", "differentiable", "capturable")) or isinstance(group["lr"], Tensor)
+    return group["foreach"] is None and not odd

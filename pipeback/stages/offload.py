@@ -1,0 +1,206 @@
+"""Offload: what autograd saves for the backward waits in host memory. activations="host".
+
+    F   every saved tensor is copied out as it is saved, and its memory on the device is free once F needs it no more
+    B   comes back node by node, as it is asked for, lying in memory as it did: the same bits as without
+
+On a device with streams the copies go through pinned memory on streams of their own, and the next tensor is on its way
+while a node works. Elsewhere they are plain copies. What the stage holds anyway is not copied: weights, buffers, and
+the input and target that the flight keeps. Nor is what a custom Function puts on its ctx otherwise than by
+`save_for_backward`.
+"""
+
+from __future__ import annotations
+
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from pipeback.private import identity, in_backward
+from pipeback.stages.saved_graph import held_bytes
+from pipeback.stages.stage import Flight, Stage, Value
+from pipeback.tensors import accelerators
+from pipeback.tensors.copies import tensors_in
+from pipeback.tensors.layout import Layout, form_of
+
+
+class HostActivations:
+    """How one stage does it."""
+
+    stashes = True  # the copies are what F computed
+    apart = False
+    away = True
+
+    def __init__(self) -> None:
+        self.copied = 0  # bytes, by the last forward
+
+    def forward(self, stage: Stage, flight: Flight, given: Value) -> Value:
+        """F: the output; the flight keeps the root of its graph, not its memory."""
+        packing = _Packing(stage, flight)
+        with saved_tensors_hooks(packing, _back):
+            output = stage.compute(given, flight.target)
+        self.copied = packing.copied
+        packing.end()
+        flight.output = _hollow(output)
+        return output
+
+    def adopt(self, flight: Flight) -> None:
+        """A flight from a state has what its graph saved in host memory; it need not keep its output either."""
+        if flight.again is None:
+            flight.output = _hollow(flight.output)
+
+    def learn(self, stage: Stage, x: Value, target: Any) -> None:
+        """Nothing need be known of the module."""
+
+    def measure(self, stage: Stage, flight: Flight, output: Value) -> None:
+        """What a micro-batch holds, here and there."""
+        stage.host_bytes = self.copied
+        kept = [*flight.leaves, *tensors_in(flight.target)]
+        stage.activation_bytes = held_bytes([], kept, list(stage.module.parameters()))
+
+
+class _Packing:
+    """What to do with a tensor that autograd saves, during one forward.
+
+    The graph keeps it, in C++, where Python's collector does not look: it must not lead back to the graph, as the stage
+    with its flights does.
+    """
+
+    def __init__(self, stage: Stage, flight: Flight) -> None:
+        self.label, self.device = stage.label, stage.device
+        # by storage, not by address: the memory under a weight may be given back and come anew
+        kept = [*(p for _, _, p, _ in stage.homes), *stage.module.buffers(), *flight.leaves]
+        self.kept = {identity(t) for t in (*kept, *tensors_in(flight.target))}
+        self.seen: dict[tuple[Any, ...], _Away] = {}
+        self.alive: list[StorageWeakRef] = []  # while these are there, no other storage gets the same name
+        self.last: _Away | None = None
+        self.copied = 0
+
+    def __call__(self, tensor: Tensor) -> _Away | _Stays:
+        if tensor.layout is not torch.strided or tensor.device != self.device:
+            return _Stays(tensor, self.label)
+        storage = tensor.untyped_storage()
+        if identity(storage) in self.kept:
+            return _Stays(tensor, self.label)
+        version = tensor._version
+        name = identity(storage), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, version
+        away = self.seen.get(name)
+        if away is None:
+            self.alive.append(StorageWeakRef(storage))
+            self.last = away = self.seen[name] = _Away(tensor, self.last)
+            self.copied += away.elements.nbytes
+        return away
+
+    def end(self) -> None:
+        """The forward is over: what was copied goes with the nodes that ask for it."""
+        self.kept, self.seen, self.alive, self.last = set(), {}, [], None
+
+
+class _Stays:
+    """A saved tensor that is not copied. Autograd leaves it to hooks to notice that one is changed."""
+
+    __slots__ = ("label", "tensor", "version")
+
+    def __init__(self, tensor: Tensor, label: str) -> None:
+        self.tensor, self.version, self.label = tensor.detach(), tensor._version, label
+
+    def back(self) -> Tensor:
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                f"{self.label}: a tensor of shape {tuple(self.tensor.shape)} that the backward needs was changed in "
+                "place after the forward; change a clone"
+            )
+        return self.tensor
+
+
+class _Away:
+    """A saved tensor in host memory: its elements without gaps, and the form to give them again."""
+
+    __slots__ = ("before", "coming", "device", "done", "elements", "form")
+
+    def __init__(self, tensor: Tensor, before: _Away | None) -> None:
+        self.form, self.device = form_of(tensor), tensor.device
+        elements = self.form.elements(tensor)
+        if not accelerators.has_streams(self.device):
+            self.elements = elements.clone(memory_format=torch.contiguous_format).cpu()
+            return
+        self.before = before  # what was saved before is asked for next
+        self.coming: tuple[Tensor, torch.Event] | None = None
+        out = _streams(self.device)[0]
+        out.wait_stream(accelerators.current(self.device))
+        with accelerators.on(out):
+            self.elements = torch.empty(elements.shape, dtype=elements.dtype, pin_memory=True)
+            self.elements.copy_(elements, non_blocking=True)
+            self.done = out.record_event()
+        tensor.record_stream(out)
+
+    def back(self) -> Tensor:
+        if not accelerators.has_streams(self.device):
+            plain = not accelerators.away(self.device) and _dense(self.form)
+            return self.elements.as_strided(*self.form[1:3]) if plain else self._formed()
+        current = accelerators.current(self.device)
+        if self.coming is None:
+            self._bring()
+        assert self.coming is not None
+        (tensor, arrived), self.coming = self.coming, None
+        current.wait_event(arrived)
+        tensor.record_stream(current)
+        if in_backward():  # a backward, not somebody who looks in
+            before, self.before = self.before, None
+            if before is not None and before.coming is None:
+                before._bring()
+        return tensor
+
+    def _bring(self) -> None:
+        into = _streams(self.device)[1]
+        into.wait_event(self.done)
+        with accelerators.on(into):
+            self.coming = self._formed(), into.record_event()
+
+    def _formed(self) -> Tensor:
+        tensor = self.form.empty(self.device)
+        self.form.elements(tensor).copy_(self.elements, non_blocking=True)
+        return tensor
+
+
+def _back(packed: _Away | _Stays) -> Tensor:
+    return packed.back()
+
+
+@lru_cache(1024)
+def _dense(form: Layout) -> bool:
+    """Whether new memory that holds its elements, one after the other, is of this form."""
+    expected = 1
+    for stride, size in sorted((t, n) for n, t in zip(form.shape, form.stride, strict=True) if n != 1 and t):
+        if stride != expected:
+            return False
+        expected *= size
+    return not form.shift
+
+
+@cache
+def _streams(device: torch.device) -> tuple[torch.Stream, torch.Stream]:
+    """Out and in: one does not wait for the other."""
+    return torch.Stream(device), torch.Stream(device)
+
+
+def _hollow(output: Value) -> Value:
+    """The output as the root of its graph, without its memory."""
+    if isinstance(output, tuple):
+        return tuple(_hollow(part) for part in output)
+    return _Root.apply(output) if output.requires_grad else output.new_empty(()).expand(output.shape)
+
+
+class _Root(torch.autograd.Function):
+    """Shaped like the output, and hands it the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor) -> Tensor:
+        return output.new_empty(()).expand(output.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0]

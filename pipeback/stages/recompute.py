@@ -1,0 +1,169 @@
+"""Recompute: a stage keeps its input from F to B, and B does the forward once more. activations="recompute".
+
+    F   y = f(x, w_F)    without a graph: x is kept, and what is needed to do just this again
+    B   y' = f(x, w_B)   differentiated as it comes, on the weights in force at B
+
+Where B runs on F's weights (flushes, stashing) y' is y, bit for bit. Elsewhere B's activations belong to newer weights,
+as its weights do; the loss is what F reported. Buffers change once, at F, and random layers draw once: the repeat is
+given what F found. Whatever else the module does by the way, hooks on it included, happens twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from pipeback.stages.saved_graph import held_bytes
+from pipeback.stages.settings import Settings
+from pipeback.stages.stage import Flight, Stage, Value, cut, grown
+from pipeback.tensors import accelerators
+from pipeback.tensors.copies import tensors_in
+
+Autocast = tuple[tuple[str, torch.dtype], ...]  # the devices that it is on for, and to which type it casts
+
+
+class Recomputation(NamedTuple):
+    """What F found, so that it can be done once more just so."""
+
+    stream: Tensor | None  # the state of the stage's random stream
+    buffers: dict[str, Tensor]  # by name: those that F changed, as they were
+    modes: tuple[bool, ...]  # whether each module was training
+    numbers: Settings  # of the modules, as a dropout's probability
+    autocast: Autocast
+    versions: tuple[int, ...]  # of the input and target, as autograd counts changes in place
+
+    def __call__(self, stage: Stage, flight: Flight) -> Value:
+        """The output with its graph; the stage is left as it was."""
+        if self.versions != versions(flight):
+            raise RuntimeError("its input or target was changed in place after the forward; change a clone")
+        leaves = tuple(leaf.clone() for leaf in flight.leaves) if stage.clones_input else flight.leaves
+        given = leaves if flight.tuple_input else leaves[0]
+        stream, stage.stream = stage.stream, self.stream
+        try:
+            with (
+                torch.enable_grad(), _swapped(stage.module, self.buffers), self._set(stage.module),
+                self.numbers.restored(),
+            ):  # fmt: skip
+                return stage.compute(given, flight.target)
+        finally:
+            stage.stream = stream
+
+    @contextmanager
+    def _set(self, module: nn.Module) -> Iterator[None]:
+        """Training mode of every module, and autocast, as they were."""
+        modules = list(module.modules())
+        found = [m.training for m in modules]
+        with ExitStack() as stack:
+            if self.autocast or casting():
+                # torch keeps copies of weights by identity: F's have no graph, and B's weights may be others
+                stack.callback(torch.clear_autocast_cache)
+                torch.clear_autocast_cache()
+                for device in {*dict(self.autocast), *dict(casting())}:
+                    dtype = dict(self.autocast).get(device)
+                    stack.enter_context(torch.autocast(device, dtype=dtype, enabled=dtype is not None))
+            try:
+                for m, mode in zip(modules, self.modes, strict=True):
+                    m.training = mode
+                yield
+            finally:
+                for m, mode in zip(modules, found, strict=True):
+                    m.training = mode
+
+
+class Recompute:
+    """How one stage does it; the rehearsal says which buffers its forward changes."""
+
+    stashes = False  # no graph waits for its backward, so none refers to functions of older weights
+    apart = True  # the graph of one backward is gone before that of the next is built
+    away = False
+
+    def __init__(self) -> None:
+        self.changes: Sequence[str] | None = None  # names of buffers; None: it is not known, they may all be
+        self.numbers: Settings | None = None  # of the module's modules, as they were at the last forward
+        self.graphless = False  # whether the forward gives the same bits without a graph; some kernels do not
+
+    def forward(self, stage: Stage, flight: Flight, given: Value) -> Value:
+        """F: the output, without a graph."""
+        module = stage.module
+        names = [name for name, _ in module.named_buffers()] if self.changes is None else self.changes
+        buffers = {name: module.get_buffer(name).detach().clone() for name in names}
+        modes = tuple([m.training for m in module.modules()])
+        if self.numbers is None or self.numbers.changed():
+            self.numbers = Settings(module.modules())
+        flight.again = Recomputation(stage.stream, buffers, modes, self.numbers, casting(), versions(flight))
+        with torch.set_grad_enabled(not self.graphless):
+            output = cut(stage.compute(given, flight.target))
+        if stage.judges:
+            flight.output = output.clone()  # the loss; torch's may be the corner of a whole batch's memory
+        return output
+
+    def adopt(self, flight: Flight) -> None:
+        """A flight from a state that was saved with its graph keeps it."""
+
+    def learn(self, stage: Stage, x: Value, target: Any) -> None:
+        """Which buffers the forward changes, and whether it gives the same bits without a graph."""
+        self.changes, self.graphless = _learn(stage, x, target)
+
+    def measure(self, stage: Stage, flight: Flight, output: Value) -> None:
+        """What a micro-batch holds, and the repeat of one beyond that."""
+        assert flight.again is not None
+        kept = [*flight.leaves, *tensors_in(flight.target), *flight.again.buffers.values()]
+        weights = list(stage.module.parameters())
+        stage.activation_bytes = held_bytes([], kept, weights)
+        stage.repeat_bytes = held_bytes(grown(output), kept, weights) - stage.activation_bytes
+        stage.host_bytes = 0 if flight.again.stream is None else flight.again.stream.nbytes
+
+
+def _learn(stage: Stage, x: Value, target: Any) -> tuple[list[str], bool]:
+    state = stage.generator.get_state()
+    outputs, changed, graphless = [], set(), True
+    for graph in (False, True):
+        before = {name: b.detach().clone() for name, b in stage.module.named_buffers()}
+        others = {name: b.clone() for name, b in before.items()}
+        stage.generator.set_state(state)
+        with torch.set_grad_enabled(graph), _swapped(stage.module, others):
+            try:
+                outputs.append(cut(stage.run(stage.enter(x)[1], target)))
+            except Exception:
+                if graph:
+                    raise
+                graphless = False  # it differentiates something itself
+                continue
+            for name, b in before.items():
+                after = stage.module.get_buffer(name)
+                if after is not others[name] or after._version or not torch.equal(after, b):
+                    changed.add(name.rpartition(".")[0])
+    # a module of whose buffers one changes may change them all: batch statistics need not move at every batch
+    names = [name for name, _ in stage.module.named_buffers() if name.rpartition(".")[0] in changed]
+    return names, graphless and all(torch.equal(a, b) for a, b in zip(*map(tensors_in, outputs), strict=True))
+
+
+@contextmanager
+def _swapped(module: nn.Module, buffers: dict[str, Tensor]) -> Iterator[None]:
+    """The module with other tensors for its buffers, which it may change; its own come back untouched."""
+    homes = []
+    for name in buffers:
+        path, _, key = name.rpartition(".")
+        owner = module.get_submodule(path)._buffers
+        homes.append((owner, key, owner[key]))
+    try:
+        for (owner, key, _), other in zip(homes, buffers.values(), strict=True):
+            owner[key] = other
+        yield
+    finally:
+        for owner, key, own in homes:
+            owner[key] = own
+
+
+def versions(flight: Flight) -> tuple[int, ...]:
+    """Of the input and target of a flight."""
+    return tuple([t._version for t in (*flight.leaves, *tensors_in(flight.target))])
+
+
+def casting() -> Autocast:
+    """The autocast that is on now."""
+    return tuple((d, torch.get_autocast_dtype(d)) for d in accelerators.kinds() if torch.is_autocast_enabled(d))

@@ -1,0 +1,395 @@
+"""The state of a stage as tensors by name and plain values, and back: one layout for every runtime and store.
+
+Tensor names: weight/NAME, buffer/NAME, mask/V/N (the packed index of survivors), optimizer/N/KEY, counted/N,
+method/KEY/N, grad/N, version/V/N, random, flight/I/{x,target,saved,used,loss,random}/N, flight/I/buffer/NAME and
+message/KIND/I/N, with N counting the weights or the parts of a value, V versions and I micro-batches. Everything else
+is JSON: numbers, strings, lists and dictionaries.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from itertools import count, takewhile
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeback.stages import saved_graph
+from pipeback.stages.afresh import Afresh, as_it_was
+from pipeback.stages.counted import restore, saved
+from pipeback.stages.recompute import Recomputation, versions
+from pipeback.stages.settings import Settings
+from pipeback.stages.stage import HALF, Flight, Stage, grown
+from pipeback.tensors import copies
+from pipeback.tensors.checksum import checksum
+from pipeback.tensors.layout import put
+
+Tensors = dict[str, Tensor]
+_MASTERED = [{half, torch.float32} for half in HALF]
+Plain = dict[str, Any]
+
+
+class Corrupt(ValueError):
+    """A state that does not fit this pipeline; the message says where and what to do."""
+
+
+def save(
+    stage: Stage, messages: dict[tuple[str, int, int], Any], number: Callable[[Any], int], *, copy: bool = True
+) -> tuple[Tensors, Plain]:
+    """Everything a stage holds.
+
+    messages: what was sent to this stage and not yet received. number: gives the options of a flight a number. copy:
+    of weights and state, which else are those in use and need not be in memory.
+    """
+    mine: Callable[[Tensor], Tensor] = copies.replica if copy else Tensor.detach
+    tensors: Tensors = {}
+    plain: Plain = {"version": stage.version, "count": stage.count, "optimizer": {}, "method": {}, "flights": {}}
+    _put(tensors, "weight", stage.named(), mine)
+    _put(tensors, "buffer", dict(stage.module.named_buffers()))
+    if stage.sparse is not None:
+        plain["masks"] = [since for since, _ in stage.sparse.changes]
+        for since, packed in stage.sparse.changes:
+            _put(tensors, f"mask/{since}", {str(n): index for n, index in enumerate(packed) if index is not None})
+    aliases: dict[int, str] = {}
+    for n, w in enumerate(stage.weights):
+        for key, value in stage.optimizer.state.get(w, {}).items():
+            if isinstance(value, Tensor):
+                tensors[f"optimizer/{n}/{key}"] = mine(value)
+                aliases[id(value)] = f"optimizer/{n}/{key}"
+            else:
+                plain["optimizer"].setdefault(str(n), {})[key] = value
+    plain["counted"], found = saved(stage.optimizer, stage.label)
+    _put(tensors, "counted", found)
+    for key, value in stage.state.items():
+        if isinstance(value, list):
+            # what the method only reads of the optimizer (a velocity) is stored once, and found again by name
+            plain["method"][key] = [
+                None if x is None else aliases.get(id(x), f"method/{key}/{n}") for n, x in enumerate(value)
+            ]
+            for n, x in enumerate(value):
+                if x is not None and id(x) not in aliases:
+                    tensors[f"method/{key}/{n}"] = mine(x)
+        else:
+            plain["method"][key] = value
+    sums = {str(n): g for n, g in enumerate(stage.grads()) if g is not None and stage.count}
+    plain["grads"] = list(sums)
+    _put(tensors, "grad", sums, mine)
+    plain["options"] = None if stage.options is None else number(stage.options)
+    for version, weights in stage.versions.items():
+        _put(tensors, f"version/{version}", {str(n): w for n, w in enumerate(weights)}, mine)
+    plain["versions"] = sorted(stage.versions)
+    plain["seed"] = stage.seed
+    plain["trained"] = _trained(stage)
+    plain["afresh"] = isinstance(stage.call, Afresh)
+    plain["device"] = None if stage.device is None else stage.device.type
+    plain["clones_input"] = stage.clones_input  # a graph can only be built anew when this is known
+    if stage.stream is not None:
+        tensors["random"] = stage.stream.clone()
+    for mb, flight in stage.flights.items():
+        plain["flights"][str(mb)] = _save_flight(stage, mb, flight, tensors, number)
+        if flight.owned is not None:
+            _put(tensors, f"flight/{mb}/used", {str(n): w for n, w in enumerate(flight.owned)}, mine)
+    plain["messages"] = [
+        [kind, mb, _save_value(tensors, f"message/{kind}/{mb}", value)] for (kind, _, mb), value in messages.items()
+    ]
+    return tensors, plain
+
+
+def _save_flight(stage: Stage, mb: int, flight: Flight, tensors: Tensors, number: Callable[[Any], int]) -> Plain:
+    names: list[str] = []
+    again = row = x = None
+    if flight.row is not None:
+        shape, dtype, training = flight.row.kind
+        row = [list(shape), str(dtype).removeprefix("torch."), training]
+        _put(
+            tensors,
+            f"flight/{mb}/row",
+            {str(n): value for n, value in enumerate(flight.row.tensors(mb))},
+            Tensor.detach,
+        )
+    elif flight.again is None:
+        where = f"{stage.label}, micro-batch {mb}"
+        values, names = saved_graph.keep(grown(flight.output), _known(stage, flight.leaves, flight.target), where)
+        _put(tensors, f"flight/{mb}/saved", {str(n): value for n, value in enumerate(values)})
+    else:
+        again = _save_again(tensors, f"flight/{mb}", flight)
+    if flight.row is None:
+        x = flight.leaves if flight.tuple_input else flight.leaves[0]
+    return {
+        "row": row,
+        "x": _save_value(tensors, f"flight/{mb}/x", x),
+        "target": _save_value(tensors, f"flight/{mb}/target", flight.target),
+        "saved": names,
+        "again": again,
+        "version": flight.version,
+        "owned": flight.owned is not None,
+        "entry": flight.entry,
+        "options": number(flight.options),
+    }
+
+
+def load(stage: Stage, tensors: Mapping[str, Tensor], plain: Plain, options: dict[int, Any]) -> None:
+    """Put a saved state into the stage, all but its micro-batches in flight. `check` must have passed."""
+    with torch.no_grad():
+        if stage.sparse is not None:
+            there = [[tensors.get(f"mask/{since}/{n}") for n in range(len(stage.weights))] for since in plain["masks"]]
+            stage.sparse.restore(stage, [(since, tuple(p)) for since, p in zip(plain["masks"], there, strict=True)])
+        for kind, mine in _named(stage).items():
+            for name, value in mine.items():
+                put(value.data, tensors[f"{kind}/{name}"])
+        stage.round()
+        stage.version, stage.count = plain["version"], plain["count"]
+        state = stage.optimizer.state
+        state.clear()
+        for n, w in enumerate(stage.weights):
+            prefix = f"optimizer/{n}/"
+            entries = {k[len(prefix) :]: v for k, v in tensors.items() if k.startswith(prefix)}
+            # a step counter stays where the optimizer keeps it, on the CPU; the rest goes to the weight
+            state_of = {k: v.clone() if v.dim() == 0 else v.to(w.device, copy=True) for k, v in entries.items()}
+            state_of.update(plain["optimizer"].get(str(n), {}))
+            if state_of:
+                state[w] = state_of
+        if "counted" in plain:
+            found = {k.removeprefix("counted/"): v for k, v in tensors.items() if k.startswith("counted/")}
+            restore(stage.optimizer, plain["counted"], found, stage.weights[0].device if stage.weights else None)
+        stage.state = {
+            key: [_method_tensor(stage, name, tensors) for name in value] if isinstance(value, list) else value
+            for key, value in plain["method"].items()
+        }
+        names = [f"grad/{n}" if str(n) in plain["grads"] else None for n in range(len(stage.params))]
+        sums = [None if name is None else _home(stage, tensors[name]) for name in names]
+        stage.put_sums(sums)
+        stage.versions = {
+            v: [_home(stage, tensors[f"version/{v}/{n}"]) for n in range(len(stage.weights))] for v in plain["versions"]
+        }
+        stage.stream = _stream(stage, tensors["random"]) if "random" in tensors else None
+    stage.seed = plain["seed"]
+    stage.clones_input = plain["clones_input"]
+    stage.call = as_it_was(stage, plain.get("afresh", False))  # graphs in flight are built anew as they were
+    stage.alike = None  # the rehearsal will find out
+    stage.options = None if plain["options"] is None else options[plain["options"]]
+
+
+def _stream(stage: Stage, saved: Tensor) -> Tensor:
+    """The random stream as it was; one of another kind of generator gives the seed of a new one."""
+    generator = stage.generator
+    if len(saved) == len(generator.get_state()):
+        return saved.clone()
+    warnings.warn(
+        f"{stage.label}: its random numbers cannot go on as in the state, which was saved on another kind of device; "
+        f"from here on others are drawn on {generator.device.type}",
+        stacklevel=2,
+    )
+    return torch.Generator(generator.device).manual_seed(checksum([saved])).get_state()
+
+
+def load_flights(
+    stage: Stage, tensors: Mapping[str, Tensor], plain: Plain, options: dict[int, Any]
+) -> dict[tuple[str, int, int], Any]:
+    """Put what is in flight into a stage that has its weights on its device; returns the waiting messages."""
+    if stage.stack is not None:
+        stage.stack.restart(stage)
+    flights = sorted(((int(mb), p) for mb, p in plain["flights"].items()), key=lambda pair: pair[0])
+    stage.flights = {mb: _load_flight(stage, mb, p, tensors, options) for mb, p in flights}
+    return {
+        (kind, stage.index, mb): _load_value(stage, tensors, f"message/{kind}/{mb}", shape)
+        for kind, mb, shape in plain["messages"]
+    }
+
+
+def _load_flight(stage: Stage, mb: int, plain: Plain, tensors: Mapping[str, Tensor], options: dict[int, Any]) -> Flight:
+    if plain.get("row") is not None:
+        return _load_row(stage, mb, plain, tensors, options)
+    x = _load_value(stage, tensors, f"flight/{mb}/x", plain["x"])
+    target = _load_value(stage, tensors, f"flight/{mb}/target", plain["target"])
+    # what is in flight goes on as it began, whatever this pipeline does with those that come
+    if plain.get("again") is None:
+        leaves, output, handles = saved_graph.rerun(stage, x, target)
+        prefix, away = f"flight/{mb}/saved/", stage.keeping is not None and stage.keeping.away
+        where, device = f"{stage.label}, micro-batch {mb}", torch.device("cpu") if away else stage.device
+        values = [copies.replica(value, device) for value in _numbered(tensors, prefix)]
+        known = _known(stage, leaves, target)
+        saved_graph.put_back(grown(output), known, values, plain["saved"], where, stage.device, handles)
+        flight = Flight(leaves, output, target, plain["version"], isinstance(x, tuple))
+    else:
+        flight = Flight(stage.enter(x)[0], None, target, plain["version"], isinstance(x, tuple))
+        _load_again(stage, tensors, f"flight/{mb}", plain["again"], flight)
+    if stage.keeping is not None:
+        stage.keeping.adopt(flight)
+    if plain["owned"]:
+        stage.owns = True
+        flight.owned = [_home(stage, tensors[f"flight/{mb}/used/{n}"]) for n in range(len(stage.weights))]
+    stage.listen(flight)
+    flight.entry, flight.options = plain["entry"], options[plain["options"]]
+    return flight
+
+
+def _numbered(tensors: Mapping[str, Tensor], prefix: str) -> list[Tensor]:
+    """Those of a list. A look at all names would cost the square of what is in flight."""
+    return [tensors[name] for name in takewhile(tensors.__contains__, (f"{prefix}{n}" for n in count()))]
+
+
+def _load_row(stage: Stage, mb: int, plain: Plain, tensors: Mapping[str, Tensor], options: dict[int, Any]) -> Flight:
+    if stage.stack is None:
+        raise Corrupt(
+            f"{stage.label}: micro-batch {mb} was saved in flight with vectorize=, and needs what a stack keeps; "
+            "build the pipeline with vectorize=True, or save it drained"
+        )
+    flight = Flight((), None, None, plain["version"], False)
+    shape, dtype, training = plain["row"]
+    prefix = f"flight/{mb}/row/"
+    values = _numbered(tensors, prefix)
+    flight.row = stage.stack.restore(stage, mb, (tuple(shape), getattr(torch, dtype), training), values)
+    if plain["owned"]:
+        stage.owns = True
+        flight.owned = [_home(stage, tensors[f"flight/{mb}/used/{n}"]) for n in range(len(stage.weights))]
+    flight.entry, flight.options = plain["entry"], options[plain["options"]]
+    return flight
+
+
+def _save_again(tensors: Tensors, prefix: str, flight: Flight) -> Plain:
+    again = flight.again
+    assert again is not None
+    _put(tensors, f"{prefix}/buffer", again.buffers)
+    return {
+        "loss": _save_value(tensors, f"{prefix}/loss", flight.output),
+        "random": _save_value(tensors, f"{prefix}/random", again.stream),
+        "buffers": list(again.buffers),
+        "modes": [int(mode) for mode in again.modes],
+        "numbers": again.numbers.values,
+        "autocast": [[device, str(dtype)[6:]] for device, dtype in again.autocast],
+    }
+
+
+def _load_again(stage: Stage, tensors: Mapping[str, Tensor], prefix: str, plain: Plain, flight: Flight) -> None:
+    if len(plain["modes"]) != sum(1 for _ in stage.module.modules()):
+        raise Corrupt(
+            f"{stage.label}: a micro-batch that was saved with activations='recompute' is to be done once more, but "
+            f"the stage had {len(plain['modes'])} modules then; build the same model"
+        )
+    numbers = Settings(stage.module.modules())
+    if len(plain.get("numbers", ())) == len(numbers.values):  # earlier states have none
+        numbers = numbers.with_values(plain["numbers"])
+    flight.output = _load_value(stage, tensors, f"{prefix}/loss", plain["loss"])
+    flight.again = Recomputation(
+        None if plain["random"] != "tensor" else tensors[f"{prefix}/random/0"].to("cpu", copy=True),
+        {name: _to(stage, tensors[f"{prefix}/buffer/{name}"]) for name in plain["buffers"]},
+        tuple(map(bool, plain["modes"])),
+        numbers,
+        tuple((device, getattr(torch, dtype)) for device, dtype in plain["autocast"]),
+        versions(flight),
+    )
+
+
+def check(stage: Stage, tensors: Mapping[str, Tensor], plain: Plain) -> None:
+    """Raise `Corrupt` unless the weights and buffers of the state are this stage's, by name and shape, and the same
+    weights train. Values that belong to a weight are stored by its number among those that do.
+    """
+    whole = _named(stage)
+    if not stage.keeps_masters:
+        whole["weight"] = dict(stage.module.named_parameters())  # in a store there may be other shapes
+    for kind, mine in whole.items():
+        theirs = {k.removeprefix(f"{kind}/"): v for k, v in tensors.items() if k.startswith(f"{kind}/")}
+        where = stage.label
+        if different := sorted(set(mine) ^ set(theirs)):
+            has = "the state lacks" if different[0] in mine else "the model lacks"
+            raise Corrupt(
+                f"{where}: {has} {kind} {different[0]!r}; this state belongs to another model; build that one"
+            )
+        for name, value in mine.items():
+            if kind == "weight" and name in stage.sparse_names() and value.dtype == theirs[name].dtype:
+                continue  # there may be more survivors there, or fewer
+            piece = kind == "weight" and stage.shard is not None and stage.shard.fits(name, theirs[name])
+            if piece and value.dtype == theirs[name].dtype:
+                continue  # of a store's own folder, which has what this rank keeps
+            if value.shape == theirs[name].shape and {value.dtype, theirs[name].dtype} in _MASTERED:
+                raise Corrupt(
+                    f"{where}: {kind} {name!r} is {value.dtype} here, but {theirs[name].dtype} in the state: one of "
+                    "them keeps float32 masters of weights of a half type; build both with the same masters="
+                )
+            if value.shape != theirs[name].shape or value.dtype != theirs[name].dtype:
+                raise Corrupt(
+                    f"{where}: {kind} {name!r} is {tuple(value.shape)} {value.dtype} here, but "
+                    f"{tuple(theirs[name].shape)} {theirs[name].dtype} in the state, which belongs to another model"
+                )
+    there, now = plain.get("device"), None if stage.device is None else stage.device.type
+    if plain["flights"] and "random" in tensors and there and now and there != now:
+        raise Corrupt(
+            f"{stage.label}: it draws random numbers (dropout and the like), and micro-batches in flight that have "
+            f"drawn on {there} cannot continue on {now}; drain() before state_dict() there, or load where it was saved"
+        )
+    trains = _trained(stage)
+    if different := sorted(set(trains) ^ set(plain.get("trained", trains))):
+        here, there = ("trains", "frozen") if different[0] in trains else ("is frozen", "trained")
+        raise Corrupt(
+            f"{stage.label}: weight {different[0]!r} {here} here, but was {there} in the state; set requires_grad as "
+            "it was, and build a new Pipeline"
+        )
+
+
+def _trained(stage: Stage) -> list[str]:
+    """The names of the weights that train, in the order of their numbers."""
+    mine = {id(p) for p in stage.params}
+    return [name for name, p in stage.module.named_parameters() if id(p) in mine]
+
+
+def _named(stage: Stage) -> dict[str, dict[str, Tensor]]:
+    return {"weight": stage.named(), "buffer": dict(stage.module.named_buffers())}
+
+
+def _put(
+    tensors: Tensors, prefix: str, values: dict[str, Tensor], taken: Callable[[Tensor], Tensor] = copies.replica
+) -> None:
+    tensors.update({f"{prefix}/{name}": taken(value) for name, value in values.items()})
+
+
+def _to(stage: Stage, tensor: Tensor) -> Tensor:
+    return copies.replica(tensor, stage.device)
+
+
+def _home(stage: Stage, tensor: Tensor) -> Tensor:
+    """A copy where the stage's weights live."""
+    return copies.replica(tensor, stage.weights[0].device)
+
+
+def _method_tensor(stage: Stage, name: str | None, tensors: Mapping[str, Tensor]) -> Tensor | None:
+    if name is None:
+        return None
+    if name.startswith("optimizer/"):
+        _, n, key = name.split("/", 2)
+        return stage.optimizer.state[stage.weights[int(n)]][key]
+    return _home(stage, tensors[name])
+
+
+def _known(stage: Stage, leaves: tuple[Tensor, ...], target: Any) -> set[int]:
+    """Memory that a graph may refer to without it being stored: weights, inputs and targets."""
+    known = copies.storages([*stage.memory(), *leaves, *copies.tensors_in(target)])
+    return stage.call.look(known) if isinstance(stage.call, Afresh) else known
+
+
+def _save_value(tensors: Tensors, prefix: str, value: Any) -> Any:
+    """Store a tensor or a tuple of tensors and Nones; returns its shape as JSON."""
+    if isinstance(value, Tensor):
+        tensors[f"{prefix}/0"] = copies.replica(value)
+        return "tensor"
+    if isinstance(value, tuple):
+        for n, part in enumerate(value):
+            if isinstance(part, Tensor):
+                tensors[f"{prefix}/{n}"] = copies.replica(part)
+        return ["tensor" if isinstance(part, Tensor) else _json(part, prefix) for part in value]
+    return _json(value, prefix)
+
+
+def _json(value: Any, where: str) -> Any:
+    if value is None or isinstance(value, (bool, int, float)):
+        return {"value": value}
+    raise TypeError(f"{where}: a {type(value).__name__} cannot be saved; targets in flight must be tensors or numbers")
+
+
+def _load_value(stage: Stage, tensors: Mapping[str, Tensor], prefix: str, shape: Any) -> Any:
+    def part(n: int, kind: Any) -> Any:
+        return _to(stage, tensors[f"{prefix}/{n}"]) if kind == "tensor" else kind["value"]
+
+    return tuple(part(n, kind) for n, kind in enumerate(shape)) if isinstance(shape, list) else part(0, shape)

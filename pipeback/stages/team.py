@@ -1,0 +1,105 @@
+"""Team: the stages that one call of a method's hook, or one step of an optimizer, serves.
+
+One stage, or several whose weights, states and numbers stand one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import is_
+
+import torch
+from torch import Tensor
+
+from pipeback.methods.base import State, When
+from pipeback.stages.gradients import dense
+from pipeback.stages.joint_optimizer import JointOptimizer, Options, rates_of
+from pipeback.stages.stage import Stage
+from pipeback.tensors.weight_list import GRADIENTS, Weights, chosen, joined
+
+
+class StageGroup:
+    """Stages with weights, in order; remembers what does not change from call to call."""
+
+    def __init__(self, stages: Sequence[Stage], delays: Sequence[int]) -> None:
+        self.stages = list(stages)
+        self.first = self.stages[0]
+        alone = len(self.stages) == 1
+        self.weights = self.first.weights if alone else joined(s.weights for s in self.stages)
+        self.optimizer = JointOptimizer(self.stages, self.weights)
+        self._delay = delays[self.first.index]
+        self._delays = tuple(delays[s.index] for s in self.stages for _ in s.weights)
+        self._options: list[Options] = []
+        self._rates: tuple[float, ...] = ()
+        self._states: list[State] = []
+        self._state: State = {}
+        self._scratch: Weights | None = None
+        self._stays = False  # the gradients that the optimizer sees lie beside the weights
+
+    def put(self, grads: Sequence[Tensor | None], whole: bool) -> None:
+        """Have these be the gradients that the optimizer sees. In a strip it sees what lies beside the weights, into
+        which they are copied.
+
+        whole: the method computes with velocities, which are to have all entries where some gradients are sparse.
+        """
+        if whole and isinstance(self.first.optimizer, torch.optim.SGD):
+            grads = [None if g is None else dense(g) for g in grads]
+        beside = [] if self.weights.strip is None else self.weights.room(GRADIENTS)
+        self._stays = len(beside) > 0 and all(g is not None and g.layout is torch.strided for g in grads)
+        if self._stays:
+            torch._foreach_copy_(beside, grads)  # type: ignore[arg-type]
+            grads = beside
+        if not all(map(is_, [w.grad for w in self.weights], grads)):
+            for w, g in zip(self.weights, grads, strict=True):
+                w.grad = g
+
+    def take_back(self) -> None:
+        """The gradients may go; what lies beside the weights stays."""
+        if not self._stays:
+            for w in self.weights:
+                w.grad = None
+
+    @property
+    def scratch(self) -> Weights:
+        """The buffers beside the weights; raises where the method has declared none."""
+        if self._scratch is None:
+            if self.first.scratch is None:
+                raise RuntimeError('the method shifts weights, but its copies are "live"; declare copies = "scratch"')
+            self._scratch = joined(s.scratch or () for s in self.stages)
+        return self._scratch
+
+    @property
+    def state(self) -> State:
+        """The method's state over the team: lists one after the other, numbers of the first."""
+        states = [s.state for s in self.stages]
+        if len(states) == 1:
+            return states[0]
+        if len(self._states) != len(states) or not all(map(is_, self._states, states)):
+            self._states = states
+            self._state = {
+                name: joined(state[name] for state in states) if isinstance(value, list) else value
+                for name, value in states[0].items()
+            }
+        return self._state
+
+    @state.setter
+    def state(self, state: State) -> None:
+        if len(self.stages) == 1:
+            self.first.state = state
+            return
+        at = 0
+        for s in self.stages:
+            n = len(s.weights)
+            s.state = {k: chosen(v, range(at, at + n)) if isinstance(v, list) else v for k, v in state.items()}
+            at += n
+        self._states, self._state = [s.state for s in self.stages], state
+
+    def when(self, mb: int, options: Sequence[Options], start: int, base: int, entry: int) -> When:
+        """`When` for the first stage at micro-batch `mb`, with the rate and the delay of every weight."""
+        if len(options) != len(self._options) or not all(map(is_, self._options, options)):
+            self._options = list(options)
+            self._rates = tuple(r for s, o in zip(self.stages, options, strict=True) for r in rates_of(s, o))
+        first = self.first
+        return When(
+            first.index, first.stages, mb, first.version, self._delay, self._rates, self._delays, start, base, entry
+        )

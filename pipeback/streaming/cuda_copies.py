@@ -1,0 +1,122 @@
+"""CUDA copies: bytes that come to an accelerator and leave it while it computes. Elsewhere they are there at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch import Tensor
+
+from pipeback.stages.device_slot import DeviceSlot
+from pipeback.stages.stage import Stage
+from pipeback.tensors import accelerators
+from pipeback.tensors.accelerators import on
+
+Scattered = tuple[list[Tensor | None], float, int]  # see `Shard.scatter`
+Left = Callable[[], AbstractContextManager[None]]  # entered by whoever reads what has left
+
+
+class CudaCopies:
+    """Of every device one stream brings weights, one takes gradients away, and events order them with computing.
+
+    Weights that live on the device where they compute come and go in the stream that computes.
+    """
+
+    def __init__(self, stages: Iterable[Stage]) -> None:
+        self._beside: dict[torch.device, tuple[torch.Stream, torch.Stream]] = {}  # in, out
+        self._stay: set[torch.device] = set()  # whose weights live there
+        self._here: dict[torch.device, torch.Stream] = {}  # that compute
+        for stage in stages:
+            if stage.slot is None or stage.home is None:
+                continue
+            device = _device(stage.slot)
+            if stage.home.memory.device == device:
+                self._stay.add(device)
+            elif device not in self._beside and accelerators.has_streams(device):
+                self._beside[device] = torch.Stream(device), torch.Stream(device)
+        self._ready: dict[DeviceSlot, torch.Event] = {}
+        self._free: dict[DeviceSlot, torch.Event] = {}
+
+    def given(self, slot: DeviceSlot) -> None:
+        """Something is to be copied to the slot, whose memory may still be read by what was computed before."""
+        device = _device(slot)
+        if device in self._beside:
+            self._free[slot] = accelerators.current(device).record_event()
+        elif accelerators.has_streams(device):
+            self._here[device] = accelerators.current(device)
+
+    @contextmanager
+    def fetching(self, slot: DeviceSlot) -> Iterator[None]:
+        """What is copied to the slot goes beside what is computed, once its memory is free."""
+        device = _device(slot)
+        if device not in self._beside:
+            with on(self._here[device]) if device in self._here else nullcontext():
+                yield
+            return
+        into, _ = self._beside[device]
+        with on(into):
+            into.wait_event(self._free.pop(slot))
+            yield
+            self._ready[slot] = into.record_event()
+
+    def arrived(self, slot: DeviceSlot) -> None:
+        """What is computed from now on waits for the copy."""
+        if slot in self._ready:
+            accelerators.current(_device(slot)).wait_event(self._ready.pop(slot))
+
+    def leave(self, grads: Sequence[Tensor | None]) -> tuple[list[Tensor | None], Left]:
+        """The gradients where their weights live, for whoever has entered the second thing returned."""
+        device = next((g.device for g in grads if g is not None), None)
+        if not accelerators.away(device):
+            return list(grads), nullcontext
+        assert device is not None
+        if device in self._stay:
+            here = accelerators.current(device) if accelerators.has_streams(device) else None
+            return list(grads), nullcontext if here is None else lambda: on(here)
+        if device not in self._beside:
+            return [None if g is None else g.cpu() for g in grads], nullcontext
+        _, out = self._beside[device]
+        out.wait_stream(accelerators.current(device))
+        with on(out):
+            host: list[Tensor | None] = []
+            for g in grads:
+                if g is None:
+                    host.append(None)
+                    continue
+                copy = torch.empty_like(g, device="cpu", pin_memory=True)
+                copy.copy_(g, non_blocking=True)
+                g.record_stream(out)
+                host.append(copy)
+            event = out.record_event()
+        return host, lambda: _after(event)
+
+    def handed(self, grads: Sequence[Tensor | None]) -> Callable[[Callable[[], Scattered]], Scattered]:
+        """Another thread calls what is returned: to exchange gradients on the device, and have them in host memory."""
+        device = next((g.device for g in grads if g is not None), accelerators.mine())
+        _, out = self._beside[device]
+        ready = accelerators.current(device).record_event()
+        for g in grads:
+            if g is not None:
+                g.record_stream(out)
+
+        def leave(exchange: Callable[[], Scattered]) -> Scattered:
+            with on(out):
+                out.wait_event(ready)
+                mine, total, sent = exchange()
+                host, left = self.leave(mine)
+            with left():
+                return host, total, sent
+
+        return leave
+
+
+@contextmanager
+def _after(event: torch.Event) -> Iterator[None]:
+    event.synchronize()
+    yield
+
+
+def _device(slot: DeviceSlot) -> torch.device:
+    """With its number, which the user may have left out."""
+    return slot.flat.memory.device

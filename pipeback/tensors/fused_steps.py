@@ -1,0 +1,77 @@
+"""Fused steps: torch's fused steps (`fused=True`), given what they take for granted.
+
+A call of fused momentum SGD expects that either all of its weights have a momentum buffer, or none; but stages that
+step together may have made their first updates at different times. And fused kernels go through memory in order,
+whatever the strides say, so gradients and state are laid out in memory as the weights are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.sgd import sgd
+
+Group = dict[str, Any]
+
+
+@contextmanager
+def fitting(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Meanwhile the fused groups of an optimizer are as torch's steps expect them; other groups stay as they are."""
+    groups = optimizer.param_groups
+    parts = [_parts(optimizer.state, group) if group.get("fused") else [] for group in groups]
+    split = [
+        [{**group, "params": part} for part in some] if len(some) > 1 else [group]
+        for group, some in zip(groups, parts, strict=True)
+    ]
+    optimizer.param_groups = [part for some in split for part in some]
+    try:
+        yield
+    finally:
+        optimizer.param_groups = groups
+        for group, (first, *_) in zip(groups, split, strict=True):
+            group.update(first, params=group["params"])  # a subclass may count there
+
+
+def fused_sgd_step(state: Any, weights: Sequence[Tensor], group: Group) -> None:
+    """The fused step of SGD for some weights of a group, all of which have gradients."""
+    for part in _parts(state, {**group, "params": weights}):
+        entries = [state[w] for w in part] if group["momentum"] else []
+        buffers: list[Tensor | None] = [entry.get("momentum_buffer") for entry in entries]
+        grads: list[Any] = [w.grad for w in part]
+        options = {
+            name: group[name] for name in ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize")
+        }
+        sgd(part, grads, buffers, has_sparse_grad=any(g.is_sparse for g in grads), foreach=False, fused=True, **options)
+        for entry, buffer in zip(entries, buffers, strict=True):
+            entry["momentum_buffer"] = buffer
+
+
+def _parts(state: Any, group: Group) -> list[list[Tensor]]:
+    """The weights of a fused group that have gradients; those with and those without a momentum buffer, if any."""
+    weights = [w for w in group["params"] if w.grad is not None]
+    for w in weights:
+        w.grad = _laid(w.grad, w)
+    if not group.get("momentum"):
+        return [weights]
+    begun = [state.get(w, {}).get("momentum_buffer") is not None for w in weights]
+    halves = ([w for w, known in zip(weights, begun, strict=True) if known == old] for old in (True, False))
+    return [half for half in halves if half]
+
+
+def lay_state(state: Any, groups: Sequence[Group]) -> None:
+    """Have what is kept beside the weights of fused groups lie in memory as these do."""
+    for group in groups:
+        for w in group["params"] if group.get("fused") else ():
+            entry = state.get(w, {})
+            for key, value in entry.items():
+                entry[key] = _laid(value, w)
+
+
+def _laid(value: Any, w: Tensor) -> Any:
+    """The same values, as a weight lies in memory."""
+    like = isinstance(value, Tensor) and value.layout is torch.strided and value.shape == w.shape
+    return torch.empty_like(w, dtype=value.dtype).copy_(value) if like and value.stride() != w.stride() else value

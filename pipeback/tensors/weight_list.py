@@ -1,0 +1,189 @@
+"""Lists of weights, and the arithmetic over them that is done in one call: one operation, where they lie in a strip.
+
+add_scaled   w ← w + c·x        copy   w ← x        exchange   w ↔ x
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeback.tensors.flat_buffer import FlatBuffer, places
+
+# rooms of a strip
+WEIGHTS, SCRATCH, VELOCITIES, GRADIENTS, DECAYED = "weights", "scratch", "velocities", "gradients", "decayed"
+Weights = list[Tensor]  # the trainable parameters of a stage, in the order of module.parameters()
+
+
+class WeightList(list[Tensor]):
+    """The weights of one stage or of several, or what goes with them; remembers what joint calls over them need."""
+
+    velocities: list[Tensor] | None = None  # their momentum buffers, once all have one
+    strip: Arena | None = None  # they lie there, in its room of this name, from this number on
+    name, first = "", 0
+    _ones: list[Tensor] | None = None
+    _factor: tuple[float, Tensor] | None = None
+    _chosen: tuple[tuple[int, ...], WeightList] | None = None
+    _flat: Tensor | None = None
+    _runs: tuple[tuple[int, ...], WeightList] | None = None
+    _rooms: dict[str, WeightList]
+
+    @property
+    def ones(self) -> list[Tensor]:
+        """A 1 beside each weight, of its dtype and on its device."""
+        if self._ones is None:
+            kinds = {(w.dtype, w.device) for w in self}
+            units = {kind: torch.ones((), dtype=kind[0], device=kind[1]) for kind in kinds}
+            self._ones = [units[w.dtype, w.device] for w in self]
+        return self._ones
+
+    def factor(self, value: float) -> float | Tensor:
+        """The factor as foreach multiplies by it fastest: a 0-d tensor on the CPU, with the bits of the number."""
+        unit = self.ones[0]
+        plain = unit.device.type == "cpu" and unit.dtype in (torch.float32, torch.float64)
+        if not plain or any(one is not unit for one in self.ones):
+            return value
+        if self._factor is None or self._factor[0] != value:
+            self._factor = (value, torch.full_like(unit, value))
+        return self._factor[1]
+
+    def forget(self) -> None:
+        """The weights lie elsewhere now."""
+        self.velocities = self._ones = self._factor = self._chosen = self.strip = self._flat = self._runs = None
+        self._rooms = {}
+
+    def only(self, numbers: Sequence[int]) -> WeightList:
+        """Some of them; the same bundle when asked again."""
+        if self._chosen is None or self._chosen[0] != tuple(numbers):
+            found = WeightList(self[n] for n in numbers)
+            if self.strip is not None and list(numbers) == list(range(numbers[0], numbers[0] + len(numbers))):
+                found.lie(self.strip, self.name, self.first + numbers[0])
+            self._chosen = (tuple(numbers), found)
+        return self._chosen[1]
+
+    # -- in a strip ----------------------------------------------------------------------------------------------
+
+    def lie(self, strip: Arena, name: str, first: int) -> None:
+        self.strip, self.name, self.first = strip, name, first
+        self._flat, self._runs, self._rooms = None, None, {}
+
+    def runs(self, begins: tuple[int, ...]) -> WeightList:
+        """Vectors, each of the weights from one of these numbers up to the next; the same ones when asked again."""
+        if self._runs is None or self._runs[0] != begins:
+            assert self.strip is not None
+            ends = (*begins[1:], len(self))
+            parts = (self.strip.flat(self.name, self.first + a, b - a) for a, b in zip(begins, ends, strict=True))
+            self._runs = begins, WeightList(parts)
+        return self._runs[1]
+
+    @property
+    def flat(self) -> Tensor | None:
+        """All of them, and the gaps between, as one vector; None where they do not lie one after the other."""
+        if self._flat is None and self.strip is not None and self:
+            self._flat = self.strip.flat(self.name, self.first, len(self))
+        return self._flat
+
+    def room(self, name: str) -> WeightList:
+        """What lies beside them in another room of their strip, zeros to begin with; the same when asked again."""
+        assert self.strip is not None
+        found = self._rooms.get(name)
+        if found is None:
+            found = self._rooms[name] = self.strip.room(name, self.first, len(self))
+        return found
+
+
+def joined(bundles: Iterable[Sequence[Tensor]]) -> WeightList:
+    """One after the other, in a strip if they follow each other there."""
+    some = [bundle for bundle in bundles if len(bundle)]
+    found = WeightList(w for bundle in some for w in bundle)
+    first = some[0] if some else None
+    if isinstance(first, WeightList) and first.strip is not None:
+        at = first.first
+        for bundle in some:
+            if not isinstance(bundle, WeightList) or (bundle.strip, bundle.name, bundle.first) != (
+                first.strip, first.name, at,
+            ):  # fmt: skip
+                return found
+            at += len(bundle)
+        found.lie(first.strip, first.name, first.first)
+    return found
+
+
+def chosen(values: Sequence[Any], numbers: Sequence[int]) -> Any:
+    """Some of them, still in a strip if they are neighbours there."""
+    return values.only(numbers) if isinstance(values, WeightList) else [values[n] for n in numbers]
+
+
+def alike(*lists: Sequence[Any]) -> bool:
+    """Whether all of them lie in strips, and alike."""
+    first = len(lists[0]), getattr(lists[0], "flat", None)
+    return first[1] is not None and all(
+        isinstance(some, WeightList)
+        and some.flat is not None
+        and (len(some), some.flat.shape) == (first[0], first[1].shape)
+        for some in lists
+    )
+
+
+def whole(*lists: Sequence[Any]) -> list[Any]:
+    """The same lists; where all lie alike in strips, of one vector each."""
+    return [[some.flat] for some in lists] if alike(*lists) else list(lists)  # type: ignore[attr-defined]
+
+
+def add_scaled(weights: Weights, coefficients: Sequence[float], directions: Sequence[Tensor | None]) -> None:
+    """w ← w + c·x in place for every weight that has a direction: one call, one rounding for any number of weights."""
+    # c·x is rounded, then the sum: not x·c with a factor of one, which some kernels fuse for long tensors only
+    if alike(weights, directions):
+        # neighbours with one coefficient are one vector
+        begins = (0, *(n for n in range(1, len(weights)) if coefficients[n] != coefficients[n - 1]))
+        coefficients = [coefficients[n] for n in begins]
+        weights, directions = (some.runs(begins) for some in (weights, directions))  # type: ignore[attr-defined]
+    given = [x for x in directions if x is not None]
+    if len(given) < len(directions):
+        there = [n for n, x in enumerate(directions) if x is not None]
+        if not there:
+            return
+        weights, coefficients = [weights[n] for n in there], [coefficients[n] for n in there]
+    ones = weights.ones if isinstance(weights, WeightList) else WeightList(weights).ones
+    torch._foreach_addcmul_(weights, given, ones, list(coefficients))
+
+
+def copy(weights: Weights, values: Sequence[Tensor]) -> None:
+    """w ← x in place."""
+    torch._foreach_copy_(*whole(weights, values))
+
+
+class Arena:
+    """`likes`: tensors of one dtype on one device. Each of its rooms has a place for something beside each of them."""
+
+    def __init__(self, likes: Sequence[Tensor]) -> None:
+        self.likes = list(likes)
+        begins, end = places(self.likes)
+        size = self.likes[0].element_size()
+        self._cuts = [at // size for at in (*begins, end)]
+        self._rooms: dict[str, FlatBuffer] = {}
+
+    def room(self, name: str, first: int, count: int) -> WeightList:
+        """What lies in the room beside `count` weights from that number on."""
+        found = WeightList(self._flat(name).views[first : first + count])
+        found.lie(self, name, first)
+        return found
+
+    def flat(self, name: str, first: int, count: int) -> Tensor:
+        """The same as one vector, with the gaps."""
+        whole = self._flat(name).memory.view(self.likes[0].dtype)
+        return whole[self._cuts[first] : self._cuts[first + count]]
+
+    @property
+    def beside(self) -> int:
+        """Bytes that no stage counts for its own."""
+        return sum(self._rooms[name].nbytes for name in (GRADIENTS, DECAYED) if name in self._rooms)
+
+    def _flat(self, name: str) -> FlatBuffer:
+        if name not in self._rooms:
+            self._rooms[name] = flat = FlatBuffer(self.likes, self.likes[0].device)
+            flat.memory.zero_()  # the gaps, too: whatever is done to a zero leaves a number
+        return self._rooms[name]

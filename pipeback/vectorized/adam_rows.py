@@ -1,0 +1,142 @@
+"""Adam rows: the step of Adam and AdamW over rows of weights, each row at a number of updates of its own.
+
+g ← ∇f + λ·w (AdamW: w ← w − η·λ·w)        p ← β₁·p + (1 − β₁)·g        q ← β₂·q + (1 − β₂)·g²
+w ← w − η/(1 − β₁ᵗ) · p / (√(q/(1 − β₂ᵗ)) + ε)        η, t: a number a row
+
+Kingma and Ba, arXiv 1412.6980; Loshchilov and Hutter, arXiv 1711.05101. To rounding it is torch.optim's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipeback.private import fused_adam
+from pipeback.stages.joint_optimizer import Options, groups_of
+from pipeback.stages.stage import Stage
+
+LARGE = 1 << 20  # bytes of the rows of a weight that no cache keeps from one operation to the next
+PLAIN = ("amsgrad", "maximize", "capturable", "differentiable", "fused")  # options that must be off
+FIRST, SECOND, STEP = "exp_avg", "exp_avg_sq", "step"  # what torch keeps of a weight
+
+
+class Settings(NamedTuple):
+    """What all rows have in common. decays: λ of every weight."""
+
+    betas: tuple[float, float]
+    eps: float
+    decoupled: bool
+    decays: tuple[float, ...]
+
+
+@dataclass
+class AdamStep:
+    """What all rows are stepped with, as `Step` says it of momentum SGD. rates: η of every row, of every weight."""
+
+    settings: Settings
+    rates: list[list[float]]
+    like: Sequence[Tensor]
+    back: Sequence[Tensor] = ()
+    drift: Sequence[Tensor] = ()
+    varies: bool = False
+    ahead = ()
+
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """What a compiled function takes for granted of a step."""
+        return *self.settings, bool(self.back)
+
+    def move(
+        self,
+        weights: Sequence[Tensor],
+        first: Sequence[Tensor],
+        second: Sequence[Tensor],
+        steps: Tensor,
+        grads: Sequence[Tensor],
+    ) -> None:
+        """Step weights (n, …). first, second: p and q. steps: updates done, (weights, n)."""
+        (b1, b2), eps, decoupled, decays = self.settings
+        steps += 1
+        fused = fused_adam(decoupled=decoupled)
+        apart, rest, others = self._apart
+        for m in apart:
+            whole = weights[m], grads[m].contiguous(), first[m], second[m]  # torch's does not look at strides
+            fused(
+                *([*some.unbind()] for some in whole), [], [*steps[m].unbind()],
+                lr=self.rates[m][0], beta1=b1, beta2=b2, weight_decay=decays[m], eps=eps, amsgrad=False, maximize=False,
+            )  # fmt: skip
+        if rest:
+            every = (weights, first, second, grads, self.columns)
+            _moved(others, steps[rest], *([some[m] for m in rest] for some in every))
+
+    @cached_property
+    def _apart(self) -> tuple[list[int], list[int], Settings]:
+        """Large weights, whose rows torch's fused step goes over once, at one rate; the others, and their settings."""
+        apart = [
+            m for m, (w, rates) in enumerate(zip(self.like, self.rates, strict=True))
+            if w.nbytes > LARGE and w.is_cpu and len(set(rates)) == 1
+        ]  # fmt: skip
+        rest = [m for m in range(len(self.like)) if m not in apart]
+        return apart, rest, self.settings._replace(decays=tuple(self.settings.decays[m] for m in rest))
+
+    @cached_property
+    def columns(self) -> list[Tensor]:
+        """η of every row, (n, 1, …)."""
+        return columns(self.rates, self.like)
+
+
+def columns(numbers: Sequence[Sequence[float]], like: Sequence[Tensor]) -> list[Tensor]:
+    """A number for every row of every weight, (n, 1, …)."""
+    return [
+        torch.tensor(some, dtype=w.dtype, device=w.device).view(-1, *[1] * (w.dim() - 1))
+        for some, w in zip(numbers, like, strict=True)
+    ]
+
+
+def adapted(
+    settings: Settings,
+    weights: Sequence[Tensor],
+    kept: tuple[Sequence[Tensor], Sequence[Tensor], Tensor],
+    grads: Sequence[Tensor],
+    numbers: tuple[Sequence[Tensor]],
+) -> None:
+    """`Adaptive.move` for a compiler. kept: p and q, and the updates done. numbers: η as columns."""
+    first, second, steps = kept
+    _moved(settings, steps.add_(1), weights, first, second, grads, *numbers)
+
+
+def _moved(settings: Settings, steps: Tensor, *given: Sequence[Tensor]) -> None:
+    """Step weights, of which an operation goes over all rows. given: w, p, q, g and η as columns, of each."""
+    (b1, b2), eps, decoupled, decays = settings
+    t = steps.double()
+    roots, sizes = 1 / torch.sqrt(1 - b2**t), -1 / (1 - b1**t)
+    for w, p, q, g, rates, decay, root, size in zip(*given, decays, roots, sizes, strict=True):
+        if decay and decoupled:
+            w.mul_(1 - rates * decay)
+        elif decay:
+            g = torch.add(g, w, alpha=decay)
+        p.lerp_(g, 1 - b1)
+        q.mul_(b2).addcmul_(g, g, value=1 - b2)
+        below = torch.sqrt(q).mul_(root.to(q).view_as(rates)).add_(eps)
+        w.addcmul_(p / below, rates * size.to(q).view_as(rates))
+
+
+def settings(stage: Stage, options: Options) -> Settings | None:
+    """What these options of a stage say, if its optimizer is plain Adam or AdamW."""
+    if type(stage.optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+        return None
+    decoupled = type(stage.optimizer) is torch.optim.AdamW
+    common, decays = set(), []
+    for group in groups_of(stage, options):
+        if group is None or any(group.get(name) for name in PLAIN):
+            return None
+        if any(isinstance(v, Tensor) for v in (group["lr"], group["eps"], group["weight_decay"], *group["betas"])):
+            return None
+        common.add((tuple(group["betas"]), group["eps"], bool(group.get("decoupled_weight_decay", decoupled))))
+        decays.append(group["weight_decay"])
+    return Settings(*common.pop(), tuple(decays)) if len(common) == 1 else None

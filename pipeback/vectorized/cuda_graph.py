@@ -1,0 +1,81 @@
+"""CUDA graph: a function of tensors as a CUDA graph, captured once and replayed: one launch instead of hundreds.
+
+What changes from call to call is copied to where the graph reads it; what the graph gives is copied from where it
+writes. CUDA has to be told neither the sizes nor the addresses again, so all else stays where it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeback.private import pytree
+from pipeback.vectorized.recent import Recent
+
+PLACES = 4  # graphs of one function: where memory was given away and got anew, they are of no use any more
+WARM = 3  # calls before the capture, in which libraries set themselves up
+
+
+class CudaGraphed:
+    """function(fixed, changing) -> tensors. fixed: what lies at one place, such as weights, and may be changed there.
+
+    One graph for each place and form of what is given; numbers that are no tensors are part of the form.
+    """
+
+    def __init__(self, function: Callable[[Any, Any], Any]) -> None:
+        self.function = function
+        self._known: Recent[Any, tuple[list[Tensor], Callable[[], None], Any]] = Recent()
+
+    def __call__(self, fixed: Any, changing: Any) -> Any:
+        places, _ = pytree.tree_flatten(fixed)
+        given, form = pytree.tree_flatten(changing)
+        tensors = [v for v in given if isinstance(v, Tensor)]
+        shapes = tuple((v.shape, v.dtype) if isinstance(v, Tensor) else v for v in given)
+        key = tuple(t.data_ptr() for t in places), shapes, form
+        if key not in self._known:
+            copies = [v.clone() if isinstance(v, Tensor) else v for v in given]
+            inside = [v for v in copies if isinstance(v, Tensor)]
+            call = partial(self.function, fixed, pytree.tree_unflatten(copies, form))
+            before = [t.clone() for t in places]
+            self._warm(call, cuda=places[0].is_cuda)
+            self._known[key] = (inside, *self.captured(call))
+            torch._foreach_copy_(places, before)  # nothing was to happen yet
+        inside, replay, found = self._known.used(key, most=PLACES)
+        torch._foreach_copy_(inside, tensors)
+        replay()
+        return pytree.tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, found)
+
+    def _warm(self, call: Callable[[], Any], *, cuda: bool) -> None:
+        stream = torch.cuda.Stream() if cuda else None
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARM):
+                call()
+        if stream is not None:
+            torch.cuda.current_stream().wait_stream(stream)
+
+    def captured(self, call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        """What replays the call, and the tensors that it writes its results to."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = call()
+        return graph.replay, found
+
+
+def side_by_side(calls: Sequence[Callable[[], Any]], cuda: bool) -> list[Any]:
+    """The results of calls that do not need each other; on a GPU each has a stream of its own, also in a graph."""
+    if not cuda or len(calls) < 2:
+        return [call() for call in calls]
+    here, streams, found = torch.cuda.current_stream(), [torch.cuda.Stream() for _ in calls], []
+    for stream, call in zip(streams, calls, strict=True):
+        stream.wait_stream(here)
+        with torch.cuda.stream(stream):
+            found.append(call())
+    for stream in streams:
+        here.wait_stream(stream)
+    return found

@@ -1,0 +1,342 @@
+"""Graph rewrites: the forward and the backward of n equal modules, rewritten for speed, joined with the momentum of the
+weights, or with the forward done once more.
+
+Every function returns new graphs and leaves those that it is given.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, fx
+
+Graph = Callable[..., Any]  # the forward of a GraphModule, whose own call costs as much as an operation
+aten = torch.ops.aten
+
+
+# what does the same at half of the price of a call: torch's own bindings, which do not look an operator's schema up
+BINDINGS: dict[Any, Callable[..., Any]] = {
+    aten.mul.Tensor: torch.mul, aten.add.Tensor: torch.add, aten.sub.Tensor: torch.sub, aten.div.Tensor: torch.div,
+    aten.mm.default: torch.mm, aten.bmm.default: torch.bmm, aten.addmm.default: torch.addmm,
+    aten.baddbmm.default: torch.baddbmm, aten.t.default: torch.t, aten.transpose.int: torch.transpose,
+    aten.permute.default: torch.permute, aten.unsqueeze.default: torch.unsqueeze, aten.squeeze.dim: torch.squeeze,
+    aten.select.int: torch.select, aten.relu.default: torch.relu, aten.tanh.default: torch.tanh,
+    aten.sigmoid.default: torch.sigmoid, aten.exp.default: torch.exp, aten.clone.default: torch.clone,
+    aten.sum.dim_IntList: torch.sum, aten.native_layer_norm.default: torch.native_layer_norm,
+}  # fmt: skip
+# "reshape": what F has left comes back contiguous, whatever it was when the graph was written
+VIEWS = {aten.view.default: "reshape", aten.reshape.default: "reshape", aten.expand.default: "expand"}
+
+
+class Graphs(NamedTuple):
+    """forward: (*weights, X) -> (Y, *saved). backward: (*saved, *made, G) -> (*gradients of the weights, None where
+    frozen; gradient of X). made: (*weights) -> what the backward needs of these alone. Rows come first in all of them,
+    but of a saved tensor, where they may be folded into any dimension.
+    """
+
+    forward: Graph
+    backward: Graph
+    made: Graph
+
+
+def split(forward: fx.GraphModule, backward: fx.GraphModule, weights: int) -> Graphs:
+    """Graphs of AOTAutograd's. weights: how many the first inputs of the forward are."""
+    inputs = [node for node in forward.graph.nodes if node.op == "placeholder"]
+    (output,) = (node for node in forward.graph.nodes if node.op == "output")
+    y, *saved = output.args[0]
+    of_weights = _following(forward, set(inputs[:weights]))
+    made = [node for node in saved if node in of_weights]
+    kept = [node for node in saved if node not in of_weights]
+    order = [saved.index(node) for node in kept + made]
+    *given, g = (node for node in backward.graph.nodes if node.op == "placeholder")
+    found = (
+        _between(forward, inputs, [y, *kept]),
+        _between(backward, [*(given[n] for n in order), g]),
+        _between(forward, inputs[:weights], made),
+    )
+    return Graphs(*(simplified(graph).forward for graph in found))
+
+
+def _following(graph: fx.GraphModule, known: set[fx.Node]) -> set[fx.Node]:
+    """The nodes that follow from these and constants alone."""
+    found = set(known)
+    for node in graph.graph.nodes:
+        before = node.all_input_nodes
+        if node.op == "call_function" and all(b in found or b.op == "get_attr" for b in before):
+            found.add(node)
+    return found
+
+
+def _between(
+    graph: fx.GraphModule, inputs: Sequence[fx.Node], wanted: Sequence[fx.Node] | None = None
+) -> fx.GraphModule:
+    """The part of a graph from these inputs, in this order, to these nodes; None: to its outputs."""
+    part, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    others = [node for node in graph.graph.nodes if node.op == "placeholder" and node not in inputs]
+    for node in [*inputs, *others]:
+        copies[node] = part.placeholder(node.name)
+        copies[node].meta = node.meta
+    given = _copied(part, graph, copies)
+    part.output(given if wanted is None else tuple(copies[node] for node in wanted))
+    part.eliminate_dead_code()
+    for node in others:
+        part.erase_node(copies[node])
+    return fx.GraphModule(graph, part)
+
+
+def _copied(part: fx.Graph, graph: fx.GraphModule, copies: dict[fx.Node, fx.Node]) -> Any:
+    """Put the operations of a graph into another one, where `copies` has its inputs, and then all; returns its outputs
+    there."""
+    for node in graph.graph.nodes:
+        if node.op == "output":
+            return fx.map_arg(node.args[0], lambda n: copies[n])
+        if node not in copies:
+            copies[node] = part.node_copy(node, lambda n: copies[n])
+    raise AssertionError("a graph ends with its outputs")
+
+
+def simplified(graph: fx.GraphModule) -> fx.GraphModule:
+    """Without operations that change nothing, and with biases added by the products: an operation costs as much as the
+    arithmetic of a small layer. Gradients of weights come as contiguous as these are."""
+    part: Any = graph.graph
+    for node in list(part.nodes):
+        same = _undone(node) if node.op == "call_function" else None
+        if same is not None:
+            node.replace_all_uses_with(same)
+            part.erase_node(node)
+    for node in list(part.nodes):
+        if node.op != "call_function" or node.target is not aten.add.Tensor or node.kwargs:
+            continue
+        for product, bias in (node.args, node.args[::-1]):
+            if _joins(node, product, bias):
+                with part.inserting_before(node):
+                    one = part.call_function(aten.baddbmm.default, (bias, *product.args))
+                one.meta = node.meta
+                node.replace_all_uses_with(one)
+                part.erase_node(node)
+                part.erase_node(product)
+                break
+    for node in list(part.nodes):
+        if node.op == "call_function" and _turned(node):
+            first, second = (_transposed(part, node, matrix) for matrix in node.args[0].args[::-1])
+            with part.inserting_before(node):
+                one = part.call_function(aten.bmm.default, (first, second))
+            one.meta = node.meta
+            node.replace_all_uses_with(one)
+    part.eliminate_dead_code()
+    for node in part.nodes:
+        if _outer(node):  # faster so, and a compiler joins it with what uses it
+            node.target = aten.mul.Tensor
+        elif node.op == "call_function" and node.target is aten.view.default:
+            node.target = aten.reshape.default  # for a compiler, too, which does not go through `direct`
+    graph.recompile()
+    return graph
+
+
+def constant(graph: fx.GraphModule) -> fx.GraphModule:
+    """With the ones that a loss begins its backward with made once."""
+    for node in list(graph.graph.nodes):
+        if node.op == "call_function" and node.target is aten.ones_like.default and _shape(node) == ():
+            graph.register_buffer("one", torch.ones((), dtype=node.meta["val"].dtype, device=node.meta["val"].device))
+            with graph.graph.inserting_before(node):
+                one = graph.graph.get_attr("one")
+            one.meta = node.meta
+            node.replace_all_uses_with(one)
+            graph.graph.erase_node(node)
+    graph.recompile()
+    return graph
+
+
+def _turned(node: Any) -> bool:
+    """Whether it is (a b)ᵀ, which as bᵀ aᵀ lies in memory as the weight does whose gradient it is."""
+    product = node.args[0] if node.target is aten.transpose.int and tuple(node.args[1:]) == (1, 2) else None
+    return isinstance(product, fx.Node) and product.target is aten.bmm.default and len(product.users) == 1
+
+
+def _outer(node: Any) -> bool:
+    """Whether it is a product of columns with rows."""
+    inner = _shape(node.args[0]) if node.op == "call_function" and node.target is aten.bmm.default else None
+    return inner is not None and inner[-1] == 1
+
+
+def _transposed(part: Any, before: Any, matrix: Any) -> Any:
+    if matrix.target is aten.transpose.int and tuple(matrix.args[1:]) == (1, 2):
+        return matrix.args[0]
+    with part.inserting_before(before):
+        return part.call_function(aten.transpose.int, (matrix, 1, 2))
+
+
+def _undone(node: Any) -> fx.Node | None:
+    """What it gives back, where it changes nothing, or only what was changed before."""
+    given = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
+    if given is None:
+        return None
+    if node.target in (aten.detach.default, aten.alias.default):
+        return given
+    if node.target in (aten.t.default, aten.transpose.int):
+        twice = given.target is node.target and given.args[1:] == node.args[1:]
+        return given.args[0] if twice else None  # type: ignore[return-value]
+    if _shape(node) is None or _shape(node) != _shape(given):
+        return None
+    if node.target is aten.mul.Scalar:
+        return given if node.args[1] == 1 and node.meta["val"].dtype == given.meta["val"].dtype else None
+    if node.target is aten.sum.dim_IntList and node.args[2:] == (True,) and not node.kwargs:
+        alone = node.args[1] and all(_shape(given)[dim] == 1 for dim in node.args[1])  # type: ignore[index]
+        return given if alone else None
+    shaping = (aten.view.default, aten.expand.default, aten._unsafe_view.default)
+    return given if node.target in shaping else None
+
+
+def _joins(node: Any, product: Any, bias: Any) -> bool:
+    """Whether the sum is baddbmm(bias, product): of matrices, of one type, with a bias that is not larger."""
+    if not isinstance(product, fx.Node) or not isinstance(bias, fx.Node) or product.target is not aten.bmm.default:
+        return False
+    shapes = _shape(node), _shape(product), _shape(bias)
+    if len(product.users) > 1 or None in shapes or shapes[0] != shapes[1] or bias.meta["val"].dim() != 3:
+        return False
+    return bool(bias.meta["val"].dtype == product.meta["val"].dtype)
+
+
+def _shape(node: Any) -> tuple[int, ...] | None:
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return tuple(value.shape) if isinstance(value, Tensor) else None
+
+
+def recomputing(graphs: Graphs) -> Graphs:
+    """The same, keeping the inputs alone: the backward does the forward once more, on the weights that are in force
+    then. forward: (*weights, X) -> (Y, X). backward: (X, *weights, G) -> as ever. made: the weights.
+    """
+    forward, backward, made = (graph.__self__ for graph in graphs)  # type: ignore[attr-defined]
+    *names, _ = [node for node in forward.graph.nodes if node.op == "placeholder"]
+    part = fx.Graph()
+    x, weights = part.placeholder("x"), [part.placeholder(node.name) for node in names]
+    g = part.placeholder("g")
+    _, *saved = _inlined(part, forward, [*weights, x])
+    kept = _inlined(part, made, weights)
+    part.output(tuple(_inlined(part, backward, [*saved, *kept, g])))
+    part.eliminate_dead_code()
+    again = fx.GraphModule(backward, part)
+
+    def once(*given: Tensor) -> tuple[Tensor, Tensor]:
+        return graphs.forward(*given)[0], given[-1]
+
+    return Graphs(once, again.forward, lambda *given: given)
+
+
+def _inlined(part: Any, graph: fx.GraphModule, given: Sequence[fx.Node]) -> list[Any]:
+    """Put a graph into another one; returns its outputs there."""
+    inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    for node, mine in zip(inputs, given, strict=True):
+        mine.meta = node.meta
+    return list(_copied(part, graph, dict(zip(inputs, given, strict=True))))
+
+
+def accumulating(graphs: Graphs, trained: Sequence[int]) -> Graph:
+    """The backward with momentum: (*saved, *made, G, m, m as a tensor, *v) -> gradient of X, and v ← m·v + g in place,
+    of the weights of the numbers `trained`. A gradient that is one product is added by it, and never written apart.
+    """
+    graph: Any = graphs.backward.__self__  # type: ignore[attr-defined]  # the module that it is the forward of
+    part, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in graph.graph.nodes:
+        if node.op == "placeholder":
+            copies[node] = part.placeholder(node.name)
+    momentum, factor = part.placeholder("momentum"), part.placeholder("factor")
+    velocities = [part.placeholder(f"velocity_{n}") for n in trained]
+    (output,) = (node for node in graph.graph.nodes if node.op == "output")
+    *grads, gx = output.args[0]
+    there = [(grads[n], v) for n, v in zip(trained, velocities, strict=True)]
+    products = {grad: v for grad, v in there if _product(grad, grads)}
+    whole = [v for node, v in products.items() if node.target is aten.bmm.default]
+    part.call_function(torch._foreach_mul_, ([v for v in velocities if v not in whole], factor))
+    for node in graph.graph.nodes:
+        if node in products:
+            pair = tuple(copies[a] for a in node.args)
+            if node.target is aten.bmm.default:
+                part.call_method("baddbmm_", (products[node], *pair), {"beta": momentum})
+            else:
+                part.call_method("addcmul_", (products[node], *pair))
+        elif node.op not in ("placeholder", "output"):
+            copies[node] = part.node_copy(node, lambda n: copies[n])
+    apart = [(v, copies[grads[n]]) for n, v in zip(trained, velocities, strict=True) if grads[n] not in products]
+    if apart:
+        part.call_function(torch._foreach_add_, ([v for v, _ in apart], [g for _, g in apart]))
+    part.output(copies[gx])
+    return fx.GraphModule(graph, part).forward
+
+
+def direct(forward: Graph) -> Graph:
+    """The same, to be called as it is."""
+    whole = getattr(forward, "__self__", None)
+    if whole is None:  # no graph, but a function around one
+        return forward
+    graph: Any = copy.deepcopy(whole)
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and node.target in VIEWS:
+            node.op, node.target = "call_method", VIEWS[node.target]
+        elif node.op == "call_function":
+            node.target = BINDINGS.get(node.target, node.target)
+    graph.recompile()
+    return cast(Graph, graph.forward)
+
+
+def for_compiler(graphs: Graphs) -> Graphs:
+    """The same graphs with rows times matrices written so that inductor leaves them to a library: its own loop for
+    them, in one kernel with all the rest, goes through the matrix against its strides.
+    """
+    return Graphs(*map(_left_alone, graphs))
+
+
+def _left_alone(forward: Graph) -> Graph:
+    whole = getattr(forward, "__self__", None)
+    if whole is None:  # no graph, but a function around one
+        return forward
+    graph: Any = copy.deepcopy(whole)
+    part = graph.graph
+    for node in list(part.nodes):
+        shape = _shape(node) if node.op == "call_function" and node.target is aten.bmm.default else None
+        if shape is not None and shape[1] == 1 and shape[2] > 1:
+            with part.inserting_before(node):
+                any_one = part.call_function(aten.slice.Tensor, (node.args[0], 2, 0, 1))
+                one = part.call_function(aten.baddbmm.default, (any_one, *node.args), {"beta": 0})
+            one.meta = node.meta
+            node.replace_all_uses_with(one)
+            part.erase_node(node)
+    graph.recompile()
+    return cast(Graph, graph.forward)
+
+
+def factored(backward: Graph, which: Sequence[int]) -> tuple[Graph, list[int]]:
+    """A backward that gives, instead of the gradients of these weights, what they are products of: its last outputs,
+    two for each weight of the numbers that come with it. Those of other weights stay, and products of columns with
+    rows, which a compiler makes where they are used.
+    """
+    graph: Any = copy.deepcopy(backward.__self__)  # type: ignore[attr-defined]
+    (output,) = (node for node in graph.graph.nodes if node.op == "output")
+    given = list(output.args[0])
+    found = [n for n in which if _product(given[n], given) and not _of_columns(given[n])]
+    pairs = [factor for n in found for factor in given[n].args]
+    output.args = (tuple(None if n in found else node for n, node in enumerate(given)) + tuple(pairs),)
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    return cast(Graph, graph.forward), found
+
+
+def _product(grad: Any, given: Sequence[Any]) -> bool:
+    """Whether a gradient is one product, of which nothing else is made, and of one weight of those given."""
+    outer = grad.target is aten.mul.Tensor and _columns(grad)
+    return (outer or grad.target is aten.bmm.default) and len(grad.users) == 1 and given.count(grad) == 1
+
+
+def _of_columns(product: Any) -> bool:
+    """Whether it is a product (n, a, 1) · (n, 1, b), by what is known of one of them."""
+    left, right = (_shape(a) for a in product.args)
+    return (left is not None and left[2] == 1) or (right is not None and right[1] == 1)
+
+
+def _columns(node: Any) -> bool:
+    """Whether it is a product (n, a, 1) · (n, 1, b) of what is broadcast."""
+    left, right = (_shape(a) for a in node.args)
+    return left is not None and right is not None and len(left) == len(right) == 3 and left[2] == right[1] == 1

@@ -1,0 +1,368 @@
+"""Rows: the weights of stages that are alike, as rows of tensors, and the step of their optimizers over all of them.
+
+Adam's is in `adam_rows`, that of momentum SGD here:
+
+g ← ∇f + λ·w        v ← m·v + g        w ← w − η·(a·v + b·g)        F on w + c·v        η, a, b, c: a number a row
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import chain
+from operator import is_
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from pipeback.methods.base import Correction
+from pipeback.methods.momentum import plain_sgd, spike
+from pipeback.private import hooked
+from pipeback.stages.joint_optimizer import Options, groups_of, rates_of
+from pipeback.stages.stage import Stage
+from pipeback.vectorized.adam_rows import FIRST, SECOND, STEP, AdamStep, columns, settings
+
+T = TypeVar("T")
+
+
+@dataclass
+class Step:
+    """What all rows are stepped with. Lists of tensors have a number for every row, (n, 1, …), of every weight; empty
+    ones say that the method does not do that.
+    """
+
+    momentum: float
+    decays: tuple[float, ...]  # λ of every weight
+    rates: list[list[float]]  # η of every row, of every weight
+    like: Sequence[Tensor]  # the weights
+    late: list[list[float]] = field(default_factory=list)  # T of spike compensation, in the same way
+    ahead: Sequence[Tensor] = ()  # c of F on w + c·v
+    back: Sequence[Tensor] = ()  # c of B on w + c·v, or on w + c·δ
+    drift: Sequence[Tensor] = ()  # 1 − γ of δ ← γ·δ + (1 − γ)·(w' − w)
+    varies: bool = False  # its rates hold for one update
+
+    @cached_property
+    def rate(self) -> float | None:
+        """η, where it is one number and the step is torch's own."""
+        distinct = {rate for same in self.rates for rate in same}
+        return distinct.pop() if len(distinct) == 1 and not self.late else None
+
+    @cached_property
+    def along(self) -> list[Tensor]:
+        """−η·a of every weight: what v is added with."""
+        return columns([[-rate * a for rate, (a, _) in some] for some in self._spikes], self.like)
+
+    @cached_property
+    def against(self) -> list[Tensor]:
+        """−η·b: what g is added with, if it is."""
+        late = [[-rate * b for rate, (_, b) in some] for some in self._spikes] if self.late else []
+        return columns(late, self.like) if late else []
+
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """What a compiled function takes for granted of a step."""
+        return bool(self.momentum), self.decays, bool(self.late), bool(self.ahead), bool(self.back)
+
+    @property
+    def _spikes(self) -> list[list[tuple[float, tuple[float, float]]]]:
+        late = self.late or [[0.0] * len(same) for same in self.rates]
+        return [
+            [(rate, spike(self.momentum, T)) for rate, T in zip(*pair, strict=True)]
+            for pair in zip(self.rates, late, strict=True)
+        ]
+
+
+class Rows:
+    """The weights of `stages`, upstream first; each stage's own are the rows from now on."""
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self.stages = list(stages)
+        self.weights = self._whole()
+        self.scratch = self._buffers()
+        self.trained = [n for n, p in enumerate(stages[0].module.parameters()) if p.requires_grad]
+        self.stepped = [self.weights[n] for n in self.trained]
+        self.sums: list[Tensor] | None = None  # gradients of one micro-batch of every stage, where none has its own
+        self._summed: set[int] = set()  # stages whose own are sums of several
+        self._known: tuple[list[Options], Step | AdamStep | None] = ([], None)
+        self.alone = False  # nobody else can change an optimizer's state now
+        self._number: tuple[float, Tensor] | None = None
+        self._kept: list[Any] = []
+        self._state: dict[str, tuple[list[Tensor], list[list[Tensor]]]] = {}
+        self._first_rows: Sequence[Tensor | None] = [None] * len(self.stages)  # of the first weight's
+
+    @torch.no_grad()
+    def _whole(self) -> list[Tensor]:
+        if len(self.stages) == 1:
+            return [p.data[None] for p in self.stages[0].module.parameters()]
+        found = []
+        for same in zip(*(list(stage.module.parameters()) for stage in self.stages), strict=True):
+            whole = torch.stack([p.data for p in same])
+            for p, row in zip(same, whole.unbind(), strict=True):
+                p.data = row
+            found.append(whole)
+        for stage in self.stages:
+            stage.moved()
+        return found
+
+    def _buffers(self) -> list[Tensor]:
+        """The buffers for shifted weights of all stages, if the method has some; the stages' own are these rows."""
+        own = [stage.scratch or () for stage in self.stages]
+        if len(own) == 1:
+            return [w[None] for w in own[0]]
+        wholes, rows = _laid(own)
+        for stage, mine in zip(self.stages, rows, strict=False):
+            stage.scratch = mine
+        return wholes
+
+    def add(self, grads: list[Tensor], rows: Sequence[int]) -> None:
+        """Add gradients (n, …) of a micro-batch of each of these rows to the stages' sums."""
+        whole = len(rows) == len(self.stages)
+        if whole and all(not stage.count for stage in self.stages):
+            self.sums = grads
+        else:
+            self.spread()
+            self._add_apart([g.unbind() for g in grads], rows)
+        for r in rows:
+            self.stages[r].count += 1
+
+    def _add_apart(self, grads: Sequence[Sequence[Tensor]], rows: Sequence[int]) -> None:
+        """Add to each stage's own sums: in place where they are sums already, and not somebody's gradients."""
+        begun = [r for r in rows if self.stages[r].count]
+        for r in rows:
+            values = self.stages[r].gradients.values
+            if r not in begun:
+                self._summed.discard(r)
+                self.stages[r].gradients.values = [some[r] for some in grads]
+            elif any(g is None for g in values):  # of a micro-batch that the stage did on its own
+                zeros = [torch.zeros_like(some[r]) for some in grads]
+                self.stages[r].gradients.values = [z if g is None else g for z, g in zip(zeros, values, strict=True)]
+        for ours in (True, False):
+            some = [r for r in begun if (r in self._summed) == ours]
+            old: list[Any] = [g for r in some for g in self.stages[r].gradients.values]
+            new = [rows[r] for r in some for rows in grads]
+            if ours and old:
+                torch._foreach_add_(old, new)
+            elif old:
+                totals = torch._foreach_add(old, new)
+                for n, r in enumerate(some):
+                    self.stages[r].gradients.values = list(totals[n * len(grads) : (n + 1) * len(grads)])
+        self._summed.update(begun)
+
+    def apart(self, rows: Sequence[int]) -> None:
+        """Autograd is about to add to the sums of these stages, in place, which must be nobody else's then."""
+        self.spread()
+        for r in rows:
+            if self.stages[r].count and r not in self._summed:
+                own = self.stages[r].gradients
+                own.values = [None if g is None else g.clone() for g in own.values]
+            self._summed.discard(r)
+
+    def spread(self) -> None:
+        """Have every stage its own sums."""
+        sums, self.sums = self.sums, None
+        if sums is not None:
+            self._summed.clear()
+        for n, whole in enumerate(sums or ()):
+            for stage, row in zip(self.stages, whole.unbind(), strict=True):
+                stage.gradients.values[n] = row
+
+    def step(self) -> bool:
+        """U of all stages at once, where that is a step of Adam for each, or of momentum SGD. False: nothing was done.
+
+        That of momentum SGD has the bits of a step of each.
+        """
+        sums, count = self.sums, self.stages[0].count
+        if sums is None or any(stage.count != count for stage in self.stages):
+            return False
+        step = self.plain([stage.options for stage in self.stages])
+        if step is None:
+            return False
+        with torch.no_grad():
+            self.move(step, sums if count == 1 else torch._foreach_div(sums, float(count)))
+        self.sums = None
+        for stage in self.stages:
+            stage.count = 0.0
+        return True
+
+    def shifted(self, by: Sequence[Tensor], along: Sequence[Tensor] | None = None) -> list[Tensor]:
+        """w + c·v, what F runs on, or B, until another is asked for; the weights where `by` has no c.
+
+        along: what is added instead of v.
+        """
+        if not by:
+            return self.weights
+        found = list(self.weights)
+        if along is None:
+            along = self.velocities()
+        for n, w, x, c, out in zip(self.trained, self.stepped, along, by, self.scratch, strict=True):
+            found[n] = torch.addcmul(w, x, c, out=out)
+        return found
+
+    def follow(self, step: Step, some: Sequence[int] | None = None) -> None:
+        """The step where the velocities have taken up the gradients, but not the decay. some: numbers among those that
+        train; None: all."""
+        velocities, weights = self._chosen(some, self.velocities()), self._chosen(some, self.stepped)
+        for v, w, decay in zip(velocities, weights, self._chosen(some, step.decays), strict=True):
+            if decay:
+                v.add_(w, alpha=decay)
+        self._along(step, velocities, some)
+
+    def _along(self, step: Step, directions: Sequence[Tensor], some: Sequence[int] | None) -> None:
+        weights = list(self._chosen(some, self.stepped))
+        if step.rate is None:
+            torch._foreach_addcmul_(weights, list(directions), list(self._chosen(some, step.along)))
+        else:
+            torch._foreach_add_(weights, list(directions), alpha=-step.rate)
+
+    @staticmethod
+    def _chosen(some: Sequence[int] | None, values: Sequence[T]) -> Sequence[T]:
+        return values if some is None else [values[n] for n in some]
+
+    def number(self, value: float) -> Tensor:
+        """As a tensor beside the weights; the same one when asked again."""
+        if self._number is None or self._number[0] != value:
+            self._number = value, torch.tensor(value, dtype=self.weights[0].dtype, device=self.weights[0].device)
+        return self._number[1]
+
+    def move(self, step: Step | AdamStep, grads: Sequence[Tensor], some: Sequence[int] | None = None) -> None:
+        """The step with these gradients. some: see `follow`."""
+        if isinstance(step, AdamStep):
+            first, second, steps = self.kept(step)
+            step.move(self.stepped, first, second, steps, grads)
+            return
+        if any(step.decays):
+            both = zip(self._chosen(some, self.stepped), self._chosen(some, step.decays), strict=True)
+            grads = [torch.add(g, w, alpha=decay) if decay else g for g, (w, decay) in zip(grads, both, strict=True)]
+        if not step.momentum:
+            self._along(step, grads, some)
+            return
+        velocities = list(self._chosen(some, self.velocities()))
+        torch._foreach_mul_(velocities, self.number(step.momentum))
+        torch._foreach_add_(velocities, list(grads))
+        self._along(step, velocities, some)
+        if step.against:
+            weights, against = self._chosen(some, self.stepped), self._chosen(some, step.against)
+            torch._foreach_addcmul_(list(weights), list(grads), list(against))
+
+    def plain(
+        self, options: Sequence[Options], corrected: Callable[[], Correction] | None = None, *others: Options
+    ) -> Step | AdamStep | None:
+        """What these options of each stage say, where they ask for momentum SGD, or Adam, that differs in rates alone.
+
+        corrected: what a method makes of them and of `others`; it is asked when one of all these is new.
+        """
+        if any(hooked(stage.optimizer) for stage in self.stages):
+            return None
+        known, step = self._known
+        asked = [*options, *others]
+        if len(known) != len(asked) or any(a is not b for a, b in zip(known, asked, strict=True)):
+            step = self._uncorrected(options)
+            if step is not None and corrected is not None:
+                step = self._corrected(step, corrected())
+            self._known = asked, step
+        elif step is not None and step.varies and corrected is not None:
+            correction = corrected()
+            step = replace(step, rates=self._by_weight(correction.rates), varies=correction.varies)
+            self._known = asked, step
+        return step
+
+    def _uncorrected(self, options: Sequence[Options]) -> Step | AdamStep | None:
+        of_stages = [rates_of(stage, some) for stage, some in zip(self.stages, options, strict=True)]
+        rates = [[of_stage[n] for of_stage in of_stages] for n in range(len(self.stepped))]
+        same = self._common(settings, options)
+        if same is not None:
+            return AdamStep(same, rates, self.stepped)
+        groups = self._common(_groups, options)
+        if groups is None or len({momentum for momentum, _ in groups}) != 1:
+            return None
+        return Step(groups[0][0], tuple(decay for _, decay in groups), rates, self.stepped)
+
+    def _corrected(self, step: Step | AdamStep, correction: Correction) -> Step | AdamStep | None:
+        ahead, late, back, drift = map(self._by_weight, correction[:4])
+        drifts, moved = any(rho != 1 for some in drift for rho in some), any(map(any, back))
+        mine: dict[str, Any] = {
+            "rates": self._by_weight(correction.rates) or step.rates,
+            "back": columns(back, self.stepped) if moved else (),
+            "drift": columns([[1 - rho for rho in some] for some in drift], self.stepped) if drifts else (),
+            "varies": correction.varies,
+        }
+        if isinstance(step, AdamStep):
+            by_velocity = any(map(any, [*late, *ahead])) or (moved and not drifts)
+            return None if by_velocity else replace(step, **mine)
+        spiked = step.momentum and any(map(any, late))
+        return replace(
+            step, late=late if spiked else [], ahead=columns(ahead, self.stepped) if any(map(any, ahead)) else (),
+            **mine,
+        )  # fmt: skip
+
+    def _by_weight(self, numbers: Sequence[float]) -> list[list[float]]:
+        """Numbers that come stage by stage, of every weight; none: none of any."""
+        count = len(self.stepped)
+        return [list(numbers[n::count]) for n in range(count)] if numbers else []
+
+    def _common(self, ask: Callable[[Stage, Options], T | None], options: Sequence[Options]) -> T | None:
+        """What is asked of each stage, if all say the same."""
+        first, *others = (ask(stage, some) for stage, some in zip(self.stages, options, strict=True))
+        return first if all(one == first for one in others) else None
+
+    def velocities(self) -> list[Tensor]:
+        """The momentum buffers of all stages, as rows."""
+        return self._beside("momentum_buffer")[0]
+
+    def kept(self, step: Step | AdamStep) -> list[Any]:
+        """What the optimizers keep beside the weights, as rows: velocities, or p, q and the updates done."""
+        if isinstance(step, AdamStep):
+            return self._beside(FIRST, SECOND, STEP)
+        return self.velocities() if step.momentum else []
+
+    def state(self, name: str) -> list[Tensor]:
+        """What the method keeps beside the weights of every stage by this name, as rows; it is these from now on."""
+        own = [stage.state[name] for stage in self.stages]
+        found = self._state.get(name)
+        if found is None or not all(map(is_, chain(*own), chain(*found[1]))):
+            found = self._state[name] = _laid(own)
+            for stage, mine in zip(self.stages, found[1], strict=True):
+                stage.state = {**stage.state, name: mine}
+        return found[0]
+
+    def _beside(self, *names: str) -> list[Any]:
+        """What the optimizers of all stages keep beside the weights; whatever one has now, it has from now on as rows
+        of these. Of `STEP` one matrix (weights, n), else a list of tensors (n, …)."""
+        if not self.alone and any(
+            row is None or stage.optimizer.state.get(stage.weights[0], {}).get(names[0]) is not row
+            for stage, row in zip(self.stages, self._first_rows, strict=True)
+        ):
+            steps = torch.zeros(len(self.stepped), len(self.stages))
+            kept: list[Any] = [steps if name == STEP else list(map(torch.zeros_like, self.stepped)) for name in names]
+            for m in range(len(self.stepped)):
+                rows = [whole[m].unbind() for whole in kept]
+                for stage, *mine in zip(self.stages, *rows, strict=True):
+                    entry = stage.optimizer.state.get(stage.weights[m], {})
+                    for name, row in zip(names, mine, strict=True):
+                        if entry.get(name) is not None:
+                            row.copy_(entry[name])
+                    # another dictionary: who has looked at the old one shall look again
+                    stage.optimizer.state[stage.weights[m]] = {**entry, **dict(zip(names, mine, strict=True))}
+                self._first_rows = rows[0] if not m else self._first_rows
+            self._kept = kept
+            for stage in self.stages:
+                stage.weights.velocities = None
+        return self._kept
+
+
+def _laid(lists: Sequence[Sequence[Tensor]]) -> tuple[list[Tensor], list[list[Tensor]]]:
+    """Lists of tensors alike, one a stage, as tensors (n, …); and the same lists, of rows of these."""
+    wholes = [torch.stack(list(same)) for same in zip(*lists, strict=True)]
+    return wholes, [list(rows) for rows in zip(*(whole.unbind() for whole in wholes), strict=True)]
+
+
+def _groups(stage: Stage, options: Options) -> list[tuple[float, float]] | None:
+    """Momentum and weight decay of every weight, if its optimizer is plain momentum SGD that descends."""
+    groups = groups_of(stage, options)
+    if type(stage.optimizer) is not torch.optim.SGD or not all(
+        group and plain_sgd(group) and not group["maximize"] and not isinstance(group["lr"], Tensor) for group in groups
+    ):
+        return None
+    return [(group["momentum"], group["weight_decay"]) for group in groups if group]

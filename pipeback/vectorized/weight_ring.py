@@ -1,0 +1,95 @@
+"""Weight ring: the weights that micro-batches in flight have gone forward on, of stages that run as one.
+
+Those of row r for micro-batch i lie in slot r − i, so that what the backwards of a tick need, each of another
+micro-batch, is one slot, and what the forwards leave goes to two runs of places at equal distances.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from pipeback.stages.stage import Stage
+from pipeback.tensors.weight_list import Weights
+from pipeback.vectorized.rows import Rows
+
+
+class WeightRing:
+    """`length` slots, in each a place for every row's weights that train: a ring (length, n, …) of each."""
+
+    def __init__(self, rows: Rows, length: int) -> None:
+        self.rows, self.length = rows, length
+        self.rings = [w.new_zeros(length, *w.shape) for w in rows.stepped]
+        self._slots = list(zip(*self.rings, strict=True))
+        self._places: list[list[Weights]] = [
+            [list(row) for row in zip(*(w.unbind() for w in slot), strict=True)] for slot in self._slots
+        ]
+        self._numbers = torch.arange(length, device=rows.weights[0].device).split(1)
+        self._ways: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(ring.nbytes for ring in self.rings)
+
+    # -- at a tick at which row r does F of micro-batch f − r and B of b + r ---------------------------------------
+
+    def keep(self, f: int) -> None:
+        """What F is going to run on."""
+        slot = -f % self.length
+        if slot not in self._ways:
+            self._ways[slot] = self._way(slot)
+        torch._foreach_copy_(*self._ways[slot])
+
+    def used(self, b: int) -> list[Tensor]:
+        """All weights as F used them, for B."""
+        found = list(self.rows.weights)
+        for n, w in zip(self.rows.trained, self.slots(b), strict=True):
+            found[n] = w
+        return found
+
+    def slots(self, b: int) -> Sequence[Tensor]:
+        """Those that train."""
+        return self._slots[-b % self.length]
+
+    def slot(self, b: int) -> Tensor:
+        """The number of the slot that B reads, as a tensor of its own: to a compiler one that comes twice is one."""
+        return self._numbers[-b % self.length]
+
+    def _way(self, slot: int) -> tuple[list[Tensor], list[Tensor]]:
+        """To which places the rows go: one run up to the last slot, and one from the first."""
+        n = len(self.rows.stages)
+        turn = min(n, (self.length - slot + 1) // 2)  # rows of the first run
+        runs = [(slot, 0, turn), (slot + 2 * turn - self.length, turn, n)]
+        to, of = list[Tensor](), list[Tensor]()
+        for ring, w in zip(self.rings, self.rows.stepped, strict=True):
+            every = ring.view(self.length * n, -1)
+            for at, begin, end in runs:
+                if begin < end:
+                    to.append(every[at * n + begin :: 2 * n + 1][: end - begin])
+                    of.append(w.view(n, -1)[begin:end])
+        return to, of
+
+    # -- between runs of ticks, when the stages have them ------------------------------------------------------------
+
+    def take(self) -> None:
+        """Have what the stages keep."""
+        for stage, i, place in self._flying():
+            kept = stage.past(stage.flights[i].version)
+            if kept is not place:
+                torch._foreach_copy_(place, kept)
+
+    def give(self) -> None:
+        """Have the stages keep what is here, and nothing else."""
+        for stage in self.rows.stages:
+            stage.versions = {}
+            stage.peak_copies = max(stage.peak_copies, 1.0 + len(stage.flights))
+        for stage, i, place in self._flying():
+            stage.versions[stage.flights[i].version] = place
+
+    def _flying(self) -> Iterator[tuple[Stage, int, Weights]]:
+        """Every micro-batch in flight at a stage, and the place for its weights."""
+        for r, stage in enumerate(self.rows.stages):
+            for i in stage.flights:
+                yield stage, i, self._places[(r - i) % self.length][r]

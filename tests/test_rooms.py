@@ -1,0 +1,120 @@
+"""Imports point down: from room to room, and from file to file, typing imports included."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent / "pipeback"
+FLOORS = [
+    {"errors", "norms", "plugins", "private", "weights", "schedules", "tensors"},
+    {"methods", "sparsities", "splitting", "draw"},
+    {"stages"},
+    {"runtime"},
+    {"streaming", "vectorized"},
+    {"distributed"},
+    {"checkpoint", "plan"},
+    {"pipeline"},
+    {"lightning"},
+]
+FLOOR = {room: n for n, floor in enumerate(FLOORS) for room in floor}
+ALONE = {  # what a room may import of pipeback, where that is less than all that lies below
+    "errors": set(),
+    "schedules": set(),
+    "tensors": {"private"},
+    "splitting": {"tensors", "private"},
+    "methods": {"schedules", "tensors", "plugins", "private"},
+    "sparsities": {"plugins"},
+    "draw": {"schedules"},
+}
+FILES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in ROOT.rglob("*.py")
+    if (path.relative_to(ROOT).parts[0] if path.parent != ROOT else path.stem) in FLOOR
+}
+
+
+def imports(path):
+    """The modules of pipeback that a file names anywhere, for type checkers or not."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name[9:] for alias in node.names if alias.name.startswith("pipeback."))
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "pipeback":
+            inside = node.module[9:]
+            for name in ((inside + "." + alias.name).strip(".") for alias in node.names):
+                yield name if name in FILES else inside
+
+
+BELOW = {name: set(imports(path)) for name, path in FILES.items()}
+
+
+@pytest.mark.parametrize("room", sorted(FLOOR))
+def test_rooms_import_downwards(room):
+    named = {(name, other) for name in FILES if name.partition(".")[0] == room for other in BELOW[name]}
+    for name, other in sorted(named):
+        there = other.partition(".")[0]
+        allowed = there in ALONE.get(room, FLOOR) and (FLOOR[there] < FLOOR[room] or there == "private")
+        assert there == room or allowed, f"{name} imports {other}, which is not in a room below {room}"
+
+
+def test_no_file_stands_in_a_circle():
+    left = {name: {other for other in below if other in FILES and other != name} for name, below in BELOW.items()}
+    while ends := [name for name, below in left.items() if not below]:
+        for name in ends:
+            del left[name]
+        left = {name: below.difference(ends) for name, below in left.items()}
+    assert not left, f"these files import each other: {left}"
+
+
+def test_every_room_says_what_it_is():
+    for name, path in FILES.items():
+        if path.stem == "__init__":
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+            assert len((ast.get_docstring(tree) or "").splitlines()) >= 1, name
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "methods").glob("[a-z]*.py")), ids=lambda path: path.stem)
+def test_a_method_knows_no_other(path):
+    kin = {"base", "momentum"} if path.stem not in ("base", "momentum") else {"base"}
+    inside = {name for name in imports(path) if name.startswith("methods")}
+    assert inside <= {f"methods.{name}" for name in kin}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "sparsities").glob("[a-z]*.py")), ids=lambda path: path.stem)
+def test_a_policy_knows_masks_and_numbers_alone(path):
+    assert set(imports(path)) <= {f"sparsities.{name}" for name in ("base", "densities", "masks")}
+
+
+def test_schedules_run_without_torch():
+    names = sorted(name for name in FILES if name.startswith("schedules"))
+    code = f"""
+import importlib, sys
+class NoTorch:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "torch":
+            raise ImportError("there is no torch here")
+sys.meta_path.insert(0, NoTorch())
+import pipeback
+for name in {names!r}:
+    importlib.import_module("pipeback." + name)
+assert pipeback.timeline.delays(pipeback.schedules.flowing(2), 3) == [4, 2, 0]
+assert "Pipeline" in dir(pipeback) and "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_core_needs_torch_alone():
+    """And of torch not what takes seconds: its compilers."""
+    others = ["matplotlib", "hydra", "omegaconf", "lightning", "wandb", "sklearn", "rich", "jinja2", "torchmetrics",
+              "torch._dynamo", "torch._inductor", "torch.fx.experimental.proxy_tensor", "sympy", "triton"]  # fmt: skip
+    code = f"""
+import sys, torch
+old = set(sys.modules)
+import pipeback
+pipeback.Pipeline, pipeback.methods.create("pb")
+print(*set({others}) & (set(sys.modules) - old))
+"""
+    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert found.stdout.strip() == ""
