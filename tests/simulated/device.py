@@ -69,7 +69,7 @@ def register(folder: Path) -> None:
 
 
 def policy(number: int, seed: int = 0) -> None:
-    """What is carried out before it must be: see `Policy` in `streams.h`."""
+    """What is carried out before it must be: see `Policy` in `device.cpp`."""
     torch.ops.sim.policy(number, seed)
 
 
