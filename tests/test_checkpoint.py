@@ -242,7 +242,7 @@ def test_an_edited_state(two, tmp_path):
 
 
 def resealed(folder, change):
-    """Edit pipeline_state.json, its own checksum included."""
+    """Edit state.json, its own checksum included."""
     document = sealed_file.unsealed(folder / "state.json")
     change(document)
     (folder / "state.json").write_bytes(sealed_file.sealed(document))

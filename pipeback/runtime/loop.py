@@ -59,9 +59,9 @@ class Loop:
                 self._schedule(len(batches), at_once=self.at_once)
             )  # the last push may have been part of a flush, or this one is
         last = worker.count - 1
-        merge_progress = self.at_once or order.policy == "skewed"  # where the order of what is done does not change
+        at_end = self.at_once or order.policy == "skewed"  # where the order of what is done does not change
         for n, (x, target, size) in enumerate(batches):
-            i = order.arrived + (n if merge_progress else 0)
+            i = order.arrived + (n if at_end else 0)
             if n and able:
                 mark = self._mark(1)
             worker.options[i] = options
@@ -72,14 +72,14 @@ class Loop:
                 link.send("F", 0, i, x)
             if last in worker.stages:
                 link.send("Y", last, i, target)
-            if not merge_progress:
+            if not at_end:
                 try:
                     worker.run(order.advance(i + 1))
                 except StageError as error:
                     if first is None or mark is None:
                         raise
                     raise self._dropped(error, first, mark, len(batches) - n) from error.__cause__
-        if merge_progress:
+        if at_end:
             worker.run(order.advance(order.arrived + len(batches)))
         self._remember()
         if self.method.flush_each_push:

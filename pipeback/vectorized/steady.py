@@ -38,10 +38,8 @@ from pipeback.vectorized.verify import check_plain, example, judged_alike, liste
 class Steady:
     """Of a worker with `stacks`. judged: told of every micro-batch's loss."""
 
-    def __init__(
-        self, worker: Worker, capture_loss_stage: Callable[[int, Tensor], None], stacks: Sequence[Stack]
-    ) -> None:
-        self.worker, self.judged, self.stacks = worker, capture_loss_stage, list(stacks)
+    def __init__(self, worker: Worker, judged: Callable[[int, Tensor], None], stacks: Sequence[Stack]) -> None:
+        self.worker, self.judged, self.stacks = worker, judged, list(stacks)
         schedule = worker.method.schedule
         self.turns = schedule.turns if leaps(worker.method) and isinstance(schedule, Flowing) else 0
         self.last = worker.stages[worker.count - 1]
@@ -193,7 +191,7 @@ class SteadyRun:
     def __init__(
         self,
         worker: Worker,
-        capture_loss_stage: Callable[[int, Tensor], None],
+        judged: Callable[[int, Tensor], None],
         moving: Sequence[StackTick],
         turns: int,
         teams: dict[int, StageGroup],
@@ -201,7 +199,7 @@ class SteadyRun:
         backwards: Sequence[int],
         options: dict[int, Options],
     ) -> None:
-        self.worker, self.judged, self.moving = worker, capture_loss_stage, moving
+        self.worker, self.judged, self.moving = worker, judged, moving
         self.f, self.b, self.options = forwards, backwards, options
         self.count, self.teams = turns, teams
         self._first = 0 if turns == 1 or backwards[1] > backwards[0] else 1  # of the first turn
