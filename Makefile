@@ -13,8 +13,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # one intra-op thread a process: small layers gain nothing from more, and parallel processes would fight for cores
 export OMP_NUM_THREADS = 1
+# or each of the many processes that the tests start would compile the package anew
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test bench lint soak
+.PHONY: setup demo test bench lint docs soak
 
 setup: $(STAMP)
 
@@ -42,3 +44,7 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# into docs/_build/index.html; INTERSPHINX=1 also links to the documentation of torch and Lightning, over the network
+docs: setup
+	$(BIN)/python -m sphinx -E -W --keep-going --quiet -b html docs docs/_build

@@ -13,8 +13,10 @@ if TYPE_CHECKING:
     from pipeback import checkpoint, draw, methods, norms, plan, schedules, sparsities, weights
     from pipeback.distributed.join import join
     from pipeback.errors import RankError, StageError, StoreError
-    from pipeback.methods.base import Method, Past, Shift, State, Weights, When, chain
+    from pipeback.methods.base import Method, Past, Shift, State, Weights, When
+    from pipeback.methods.chain import chain
     from pipeback.methods.momentum import scale_hyperparameters
+    from pipeback.pipeline.arguments import Clipping, Debug, MicroBatches, Processes, Splitting, Streaming
     from pipeback.pipeline.memory_use import Memory
     from pipeback.pipeline.pipeline import Pipeline
     from pipeback.plan.training_plan import Plan
@@ -27,14 +29,16 @@ if TYPE_CHECKING:
     from pipeback.streaming.store import HostStore, Store
     from pipeback.streaming.traffic import Traffic
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOME = {
     "join": "distributed.join", "timeline": "schedules.timeline",
     "Op": "schedules.ops", "Schedule": "schedules.ops", "until": "schedules.ops", "Record": "runtime.ledger",
     "Method": "methods.base", "Past": "methods.base", "Shift": "methods.base", "State": "methods.base",
-    "Weights": "methods.base", "When": "methods.base", "chain": "methods.base",
+    "Weights": "methods.base", "When": "methods.base", "chain": "methods.chain",
     "scale_hyperparameters": "methods.momentum", "Memory": "pipeline.memory_use", "Pipeline": "pipeline.pipeline",
+    "Clipping": "pipeline.arguments", "Debug": "pipeline.arguments", "MicroBatches": "pipeline.arguments",
+    "Processes": "pipeline.arguments", "Splitting": "pipeline.arguments", "Streaming": "pipeline.arguments",
     "Plan": "plan.training_plan", "Sparsity": "sparsities.base", "Watch": "runtime.staleness",
     "RankError": "errors", "StageError": "errors", "StoreError": "errors",
     "DiskStore": "streaming.disk_store", "HostStore": "streaming.store", "Store": "streaming.store",
@@ -42,23 +46,29 @@ _HOME = {
 }  # fmt: skip
 
 __all__ = [
+    "Clipping",
+    "Debug",
     "DiskStore",
     "HostStore",
     "Memory",
     "Method",
+    "MicroBatches",
     "Op",
     "Past",
     "Pipeline",
     "Plan",
+    "Processes",
     "RankError",
     "Record",
     "Schedule",
     "Shift",
     "Sparsity",
+    "Splitting",
     "StageError",
     "State",
     "Store",
     "StoreError",
+    "Streaming",
     "Traffic",
     "Watch",
     "Weights",

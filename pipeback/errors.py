@@ -1,4 +1,4 @@
-"""The errors that training may end with: what the caller of a pipeline catches."""
+"""The errors that can end training, for callers of a pipeline to catch."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Any
 
 
 class StageError(RuntimeError):
-    """An operation failed; the message names stage and micro-batch, the cause is chained."""
+    """An operation failed. The message names the stage and the micro-batch; the cause is chained."""
 
 
 class RankError(RuntimeError):
-    """A rank of the pipeline is at fault, the global rank `rank`; the message is the same on every rank."""
+    """A rank of the pipeline failed: `rank` is its global rank. The message is the same on every rank."""
 
     def __init__(self, message: str, rank: int) -> None:
         super().__init__(message)
@@ -21,8 +21,8 @@ class RankError(RuntimeError):
 
 
 class StoreError(RuntimeError):
-    """A store's file that could not be written or read; the message names file, cause and cure."""
+    """A file of a store could not be written or read. The message names the file, the cause and the cure."""
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that could not be written or read; the message names rank, file, cause and cure."""
+    """A checkpoint could not be written or read. The message names the rank, the file, the cause and the cure."""

@@ -25,13 +25,15 @@ class Plugins(NamedTuple):
         return [*self.ours, *sorted({point.name for point in entry_points(group=self.group)} - set(self.ours))]
 
     def find(self, name: str) -> Callable[..., Any]:
-        """What `name` builds with. Raises ValueError with the names there are."""
+        """The class or function that `name` stands for. Raises ValueError that lists the names there are."""
         if name in self.ours:
             module, _, attribute = self.ours[name].partition(":")
-            return getattr(import_module(f"{self.group}.{module}"), attribute)
+            ours: Callable[..., Any] = getattr(import_module(f"{self.group}.{module}"), attribute)
+            return ours
         for point in entry_points(group=self.group):
             if point.name == name:
-                return point.load()
+                theirs: Callable[..., Any] = point.load()
+                return theirs
         names = self.available()
         raise ValueError(f"unknown {self.kind} {name!r}{_nearest(name, names)}; available: {', '.join(names)}")
 
@@ -39,7 +41,7 @@ class Plugins(NamedTuple):
         return dict(inspect.signature(self.find(name)).parameters)
 
     def create(self, name: str, base: type, options: Mapping[str, Any]) -> Any:
-        """Build it, an instance of `base`. Raises ValueError for an unknown name or option and suggests the nearest."""
+        """Build an instance of `base`. Raises ValueError for an unknown name or option and suggests the nearest."""
         build, kind = self.find(name), self.kind
         parameters = inspect.signature(build).parameters.values()
         known = [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]

@@ -27,6 +27,7 @@ import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from operator import attrgetter
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -86,7 +87,7 @@ def function_modes() -> list[Any]:
     """The modes for torch functions that are on; the last one hears of a call first."""
     with needing("torch.overrides._get_current_function_mode_stack"):
         from torch.overrides import _get_current_function_mode_stack
-    return _get_current_function_mode_stack()
+    return list(_get_current_function_mode_stack())
 
 
 @contextmanager
@@ -113,8 +114,11 @@ Raw = Any  # torch._C._autograd.SavedTensor
 
 def identity(of: Tensor | torch.UntypedStorage) -> int:
     """The same number for all that lies in one storage, as long as that lives."""
-    with needing("UntypedStorage._cdata"):
-        return (of.untyped_storage() if isinstance(of, Tensor) else of)._cdata
+    storage = of.untyped_storage() if isinstance(of, Tensor) else of
+    try:  # not with `needing`, which costs ten times as much: this is asked for every saved tensor
+        return int(storage._cdata)
+    except AttributeError as error:
+        raise Moved("UntypedStorage._cdata") from error
 
 
 _saving: WeakKeyDictionary[type, dict[str, list[str]]] = WeakKeyDictionary()
@@ -167,6 +171,7 @@ MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "
 # hooks on the steps of every optimizer
 _for_all = [getattr(every_optimizer, f"_global_optimizer_{when}_hooks", {}) for when in ("pre", "post")]
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_both_hooks = attrgetter(*STEP_HOOKS)
 
 
 def hooks_of(module: nn.Module) -> list[Any]:
@@ -202,8 +207,10 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[list[Any], list[Any]]:
 
 def hooked(optimizer: torch.optim.Optimizer) -> bool:
     """Whether someone listens to this optimizer's steps."""
-    with needing(f"torch.optim.Optimizer.{STEP_HOOKS[0]}"):
-        return any(getattr(optimizer, name) for name in STEP_HOOKS) or any(_for_all)
+    try:  # not `needing`: this is asked per stage and update
+        return any(_both_hooks(optimizer)) or any(_for_all)
+    except AttributeError as error:
+        raise Moved(f"torch.optim.Optimizer.{STEP_HOOKS[0]}") from error
 
 
 def gradient_hooks(weight: Tensor) -> bool:
@@ -222,7 +229,8 @@ def fused_adam(*, decoupled: bool) -> Callable[..., None]:
     """One step over lists of weights, gradients and moments. decoupled: decay as AdamW has it."""
     name = "_fused_adamw_" if decoupled else "_fused_adam_"
     with needing(f"torch.{name}"):
-        return getattr(torch, name)
+        kernel: Callable[..., None] = getattr(torch, name)
+    return kernel
 
 
 def inductor() -> Any:

@@ -1,8 +1,9 @@
-"""Weights in safetensors files, one tensor after the other: for a model that is never in memory as a whole.
+"""Weights in safetensors files, read and written stage by stage, for models that are never in memory as a whole.
 
-`Pipeline(meta_model, init="model.safetensors", store=…)` reads each stage's weights when the stage gets its values;
-`weights.save(pipe, folder)` writes them stage by stage. The names are those of the model's state_dict, the layout of
-several files is Hugging Face's: model-00001-of-00005.safetensors, …, and model.safetensors.index.json.
+`Pipeline(meta_model, store=pipeback.Streaming("host", init="model.safetensors"))` reads each stage's weights when the
+stage gets its values; `weights.save(pipe, folder)` writes them stage by stage. Tensors are named as in the model's
+state_dict. Several files have Hugging Face's layout: model-00001-of-00005.safetensors, …, and
+model.safetensors.index.json.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ INDEX = "model.safetensors.index.json"
 
 
 def fill(module: nn.Module, path: Path, names: Mapping[str, str], label: str) -> None:
-    """Give a module its weights and buffers. names: of the tensors, by what they are called in the module.
+    """Load a module's weights and buffers. names: from names in the module to names in the file.
 
-    path: a file, or a folder with one or with an index. Raises ValueError naming the tensor that is missing, that has
-    another shape, or that belongs to nothing in the module.
+    path: a safetensors file, or a folder that has one or an index. Raises ValueError naming a tensor that is missing,
+    has another shape, or belongs to nothing in the module.
     """
     places, found = _places(path), 0
     persistent = module.state_dict(keep_vars=True)
@@ -49,7 +50,7 @@ def fill(module: nn.Module, path: Path, names: Mapping[str, str], label: str) ->
     kept = {name for name, _ in module.named_buffers()} - set(persistent)
     if kept:
         raise ValueError(
-            f"{label}: buffer {min(kept)!r} is not kept in files (persistent=False); give init= a function"
+            f"{label}: buffer {min(kept)!r} is not kept in files (persistent=False); give Streaming(init=) a function"
         )
     prefixes = {full.removesuffix(key) for key, full in names.items()}
     mine = set(names.values())
@@ -62,9 +63,9 @@ def fill(module: nn.Module, path: Path, names: Mapping[str, str], label: str) ->
 
 
 def save(pipe: Any, folder: str | Path) -> Path:
-    """Write the newest weights and buffers, a file a stage, and their index; returns its path. Every rank calls it.
+    """Write the newest weights and buffers, one file per stage, and an index; returns its path. Every rank calls it.
 
-    What is in flight is left alone. Tensors and index are written under other names first; the index comes last.
+    Micro-batches in flight stay in flight. Files are written under other names first, and the index last.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -93,7 +94,7 @@ def save(pipe: Any, folder: str | Path) -> Path:
 
 
 def aliases(model: nn.Module) -> dict[str, list[str]]:
-    """All names of each tensor of a model's state_dict, by each of them: tied weights have several."""
+    """For each name of a tensor in a model's state_dict, all its names: tied weights have several."""
     by_tensor: dict[int, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         by_tensor.setdefault(id(tensor), []).append(name)
@@ -102,7 +103,7 @@ def aliases(model: nn.Module) -> dict[str, list[str]]:
 
 @lru_cache(4)
 def _places(path: Path) -> dict[str, Path]:
-    """The file of every tensor."""
+    """The file that holds each tensor."""
     index = path / INDEX if path.is_dir() else path
     if index.name.endswith(".json") and index.exists():
         named = json.loads(index.read_text())["weight_map"]

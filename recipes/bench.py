@@ -4,8 +4,8 @@
     pipeback bench processes repeats=9         # some; each is a file of benches/
     pipeback bench table networks=resnet20,narrow repeats=3 out=some.json
 
-table       everything side by side: plain loops, our runtimes, torch.distributed.pipelining; README's table
-            options: networks= contenders= out=FILE read=FILE readme=true; benches/table.py says what is what
+table       everything side by side: plain loops, our runtimes, torch.distributed.pipelining (the pages show it)
+            options: networks= contenders= out=FILE read=FILE page=true; benches/table.py says what is what
 scaling     cost of a micro-batch and stage by number of stages, delay and method; memory beside the predicted
             options: stages= methods= slack=
 event_loop  one process, one thread, micro-batch 1: 20 blocks of width 64 and ResNet-20 over the plain PyTorch loop
@@ -16,7 +16,7 @@ processes   two ranks against two such copies and against torch.distributed.pipe
 streaming   stores in host memory and on disk against resident weights; bytes of sparse weights; fetches of PB
 splitting   seconds of cutting resnet50 into stages; what handing dictionaries and long skips along costs
 memory      weight copies and method state, measured and declared; memory after 100 and after 10,000 micro-batches
-lightning   the strategy, batches of 64 cut into 64 micro-batches: samples a second over Pipeline.push's
+lightning   the strategy, batches of 64 cut into 64 micro-batches: samples per second over Pipeline.push's
 imports     `import pipeback` beyond `import torch`
 """
 
@@ -36,7 +36,7 @@ SECTIONS = {
         "memory", "imports",
     )
 } | {"lightning": "under_lightning"}  # fmt: skip
-OPTIONS = {"table": ("networks", "contenders", "out", "read", "readme"), "scaling": ("stages", "methods", "slack")}
+OPTIONS = {"table": ("networks", "contenders", "out", "read", "page"), "scaling": ("stages", "methods", "slack")}
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Translating by a language model, and how good it is."""
+"""Translates with a language model, and scores the translations."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def translate(model: nn.Module, prompts: Tensor, lengths: Tensor, most: int) -> 
 
 
 def score(translations: list[str], references: list[str]) -> float:
-    """BLEU, 0 to 100, of a corpus with one reference a sentence; letter case does not count."""
+    """BLEU, 0 to 100, of a corpus with one reference per sentence; it ignores letter case."""
     from sacrebleu.metrics import BLEU
 
     # force: no warning that some translations end in " .", as they do where words and signs are tokens

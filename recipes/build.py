@@ -1,4 +1,4 @@
-"""From entries of a config to what they name: data, model, task, optimizer, method, sparsity."""
+"""Builds what the entries of a config name: data, model, task, optimizer, method, sparsity."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Optimizers = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 def make(group: str, options: Entry, **given: Any) -> Any:
-    """What the entry names, or its `_target_`, with its options and what is `given`."""
+    """Make what the entry or its `_target_` names, with its options and the arguments `given`."""
     if "_target_" in options:
         return instantiate(dict(options), **given)
     rest = {k: v for k, v in options.items() if k != "name"}
@@ -32,7 +32,7 @@ def make(group: str, options: Entry, **given: Any) -> Any:
 
 
 def data(options: Entry, batch_size: int, seed: int) -> LightningDataModule:
-    """Set up, so that its facts are known."""
+    """Make the data module and set it up, so that its facts are known."""
     given = {"batch_size": batch_size, "seed": seed}
     module = make("data", options, **{k: v for k, v in given.items() if k in parameters("data", options)})
     module.prepare_data()
@@ -41,7 +41,7 @@ def data(options: Entry, batch_size: int, seed: int) -> LightningDataModule:
 
 
 def facts(data: LightningDataModule) -> dict[str, Any]:
-    """What a model builder has to know of the data."""
+    """The facts of the data that a model builder needs."""
     return getattr(data, "facts", {})
 
 
@@ -50,18 +50,18 @@ def epoch_samples(data: LightningDataModule, batch_size: int) -> int:
 
 
 def parameters(group: str, options: Entry) -> dict[str, inspect.Parameter]:
-    """Those of what the entry names."""
+    """The parameters of what the entry names."""
     target = get_object(options["_target_"]) if "_target_" in options else named(group, options["name"])
     return dict(inspect.signature(target).parameters)
 
 
 def model(options: Entry, facts: Mapping[str, Any], seed: int) -> nn.Module:
-    """The same weights for every method. Of the facts of the data it gets those that it takes."""
+    """Make the model, with the same weights for every method. It gets those facts of the data that it takes."""
     known = parameters("model", options)
     given = {k: v for k, v in facts.items() if options.get(k) is None}
     needed = {p.name for p in known.values() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
     if needed <= {*given, *options} and not any(p.kind is p.VAR_KEYWORD for p in known.values()):
-        given = {k: v for k, v in given.items() if k in known}  # else the builder says what it misses
+        given = {k: v for k, v in given.items() if k in known}  # otherwise the builder says what is missing
     torch.manual_seed(seed)
     return make("model", {k: v for k, v in options.items() if k not in given}, **given)
 
@@ -97,7 +97,7 @@ def sparsity(options: Entry | Sparsity | str | None) -> Sparsity | None:
 
 
 def update_size(method: Method | None, batch_size: int, micro_batch_size: int | None) -> int:
-    """Samples an update. batch_size: of a step of Lightning's. None: plain training, a step an update."""
+    """Samples per update. batch_size: samples per step of Lightning. None: plain training, one update per step."""
     if method is None or method.flush_each_push:
         return batch_size
     return min(micro_batch_size or batch_size, batch_size) * (getattr(method, "micro_batches", None) or 1)
@@ -128,7 +128,7 @@ def _instantiated(entry: Entry, params: Iterable[nn.Parameter]) -> torch.optim.O
 def scheduled(build: Optimizers, options: Entry, batches: Callable[[], float]) -> Callable[..., Any]:
     """params -> what `configure_optimizers` returns: the optimizer, its rate by `optimizer.warmup` and `.decay`.
 
-    batches: of the whole training, asked for when it begins. What is returned can be sent to other processes.
+    batches: returns their number in the whole training; called when it begins. The result can be pickled.
     """
     warmup, decay = options.get("warmup") or 0, options.get("decay")
     if decay not in (None, "linear", "cosine"):

@@ -1,4 +1,4 @@
-"""What the recipes add to Lightning: samples and seconds, an end to runs that diverge, lines and files to follow."""
+"""Callbacks of the recipes: they log samples and seconds, stop runs that diverge, and report progress."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class StopWhenNotFinite(Callback):
 
 
 class Lines(Callback):
-    """Prints what was measured, a line a validation."""
+    """Prints what was measured, one line per validation."""
 
     def __init__(self) -> None:
         self._losses: list[float] = []
@@ -118,7 +118,7 @@ class Lines(Callback):
 
 
 class ProgressFile(Callback):
-    """Tells in a JSON file how far the run is, for those who watch a comparison."""
+    """Writes into a JSON file how far the run is, for the progress bars of a comparison."""
 
     def __init__(self, file: Path, every: float = 0.3) -> None:
         self.file, self.every, self._next = file, every, 0.0
@@ -133,7 +133,7 @@ class ProgressFile(Callback):
 
 
 def tell(file: Path, **values: Any) -> None:
-    """Written as a whole: who reads it sees the old or the new."""
+    """Replace the file as a whole, so that a reader sees the old or the new one."""
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_suffix(".part")
     part.write_text(json.dumps(values))
@@ -146,7 +146,7 @@ def loss_of(outputs: Any) -> float | None:
 
 
 def length(batch: Any) -> int:
-    """Samples in a batch: the length of its first tensor."""
+    """The samples in a batch: the length of its first tensor."""
     if isinstance(batch, Tensor):
         return len(batch) if batch.dim() else 1
     parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()

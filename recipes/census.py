@@ -6,7 +6,9 @@ Each model is cut into blocks and trained by method=sgd beside a plain loop, on 
     cured     it was refused, the message named options as they are typed, and with these it is ok
     failed    it was refused without a cure that works, or crashed, or another number came out
 
-Whether plain pb trains it, too, is told beside: models that compute something from weights alone may be refused there.
+The table also says whether plain pb trains the model (it may refuse one that computes something from weights alone),
+and how long cutting takes: the processor time of `split_model`, over that of one forward-and-backward pass of the model
+on the same micro-batch.
 """
 
 from __future__ import annotations
@@ -16,21 +18,29 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
+from statistics import median
 from typing import Any, NamedTuple
 
 from rich import box
 from rich.markup import escape
 from rich.table import Table
 
+from pipeback import Splitting
 from pipeback.recipes.foreign.case import Case
 from pipeback.recipes.foreign.others import package
 
-TYPED = re.compile(r"\b(leaves|stages)=(\[[^\]]*\]|\"[^\"]*\"|'[^']*'|\d+)")  # an option in a message, as it is typed
+# stages= in a message, as it is typed, in its short form or its long one
+TYPED = re.compile(
+    r"\bstages=(pipeback\.Splitting\((?:\d+, )?leaves=\[(?!\.)[^\]]*\]\)|\[[^\]]*\]|\"[^\"]*\"|'[^']*'|\d+)"
+)
 TRIES = 4  # messages that are followed, one after the other
 
 # a model, method and options of Pipeline -> its stages, the rung of its split, and the largest difference
 Trained = Callable[[Case, str, dict[str, Any]], tuple[int, str, float]]
+# a model and options -> how many of its forward-and-backward passes cutting takes
+Passes = Callable[[Case, dict[str, Any]], float]
 
 
 class Line(NamedTuple):
@@ -43,11 +53,12 @@ class Line(NamedTuple):
     difference: float = math.nan
     pb: str = ""  # "trains", "a function of weights", or the name of another error
     said: str = ""  # what it was refused with, or failed with
+    cutting: float = math.nan  # in forward-and-backward passes
 
 
-def line(name: str, build: Callable[[str], Case], train: Trained) -> Line:
-    """Train a model; where it is refused, do what the message says, and train it again."""
-    options: dict[str, Any] = {"stages": "block"}
+def line(name: str, build: Callable[[str], Case], train: Trained, passes: Passes) -> Line:
+    """Cut and train a model; if it is refused, do what the message says and try again."""
+    splitting = Splitting("block")
     said, bare = "", False
     try:
         case = build(name)
@@ -55,19 +66,20 @@ def line(name: str, build: Callable[[str], Case], train: Trained) -> Line:
         return Line(name, "failed", said=f"{type(error).__name__}: {error}")
     for _ in range(TRIES):
         try:
-            stages, rung, difference = train(case, "sgd", options)
+            cutting = passes(case, {"stages": splitting})
+            stages, rung, difference = train(case, "sgd", {"stages": splitting})
         except Exception as error:
             said = f"{type(error).__name__}: {error}"
-            cures = cure(str(error)) if isinstance(error, (ValueError, TypeError)) else {}
+            cured = cure(str(error), splitting) if isinstance(error, (ValueError, TypeError)) else splitting
             if "use_cache=False" in str(error) and not bare:
                 case, bare = case._replace(batch=partial(_bare, case.batch)), True
                 continue
-            if not cures or all(_held(options, key, value) for key, value in cures.items()):
+            if cured == splitting:
                 return Line(name, "failed", said=said)
-            options = joined(options, cures)
+            splitting = cured
             continue
         verdict = "failed" if difference != 0 else "cured" if said else "ok"
-        return Line(name, verdict, rung, stages, difference, _pb(case, options, train), said)
+        return Line(name, verdict, rung, stages, difference, _pb(case, splitting, train), said, cutting)
     return Line(name, "failed", said=said)
 
 
@@ -77,46 +89,46 @@ def _bare(batch: Callable[[Any], tuple[Any, Any]], generator: Any) -> tuple[Any,
     return {**x, "use_cache": False}, y
 
 
-def cure(message: str) -> dict[str, Any]:
-    """The options that a message names as they are typed."""
-    return {key: ast.literal_eval(value) for key, value in TYPED.findall(message)}
+def cure(message: str, splitting: Splitting) -> Splitting:
+    """The options with those that a message names as they are typed; leaves are added to earlier ones."""
+    for typed in TYPED.findall(message):
+        found = Splitting(ast.literal_eval(typed)) if not typed.startswith("pipeback") else _long(typed)
+        leaves = tuple(dict.fromkeys([*splitting.leaves, *found.leaves]))
+        splitting = replace(found if found.stages != "auto" else splitting, leaves=leaves)
+    return splitting
 
 
-def joined(options: dict[str, Any], cures: dict[str, Any]) -> dict[str, Any]:
-    """With the options of a message; leaves are added to those that are there."""
-    found = {**options, **cures}
-    if "leaves" in cures:
-        found["leaves"] = [*options.get("leaves", []), *cures["leaves"]]
-    return found
+def _long(typed: str) -> Splitting:
+    call = ast.parse(typed, mode="eval").body
+    assert isinstance(call, ast.Call)
+    named = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords if keyword.arg}
+    return Splitting(*map(ast.literal_eval, call.args), **named)
 
 
-def _held(options: dict[str, Any], key: str, value: Any) -> bool:
-    return set(value) <= set(options.get(key, ())) if key == "leaves" else options.get(key) == value
-
-
-def _pb(case: Case, options: dict[str, Any], train: Trained) -> str:
+def _pb(case: Case, splitting: Splitting, train: Trained) -> str:
     try:
-        train(case, "pb", options)
+        train(case, "pb", {"stages": splitting})
     except Exception as error:
         return "a function of weights" if "function of the weights" in str(error) else type(error).__name__
     return "trains"
 
 
 def table(lines: Iterable[Line]) -> Table:
-    """A row per model."""
+    """A table with one row per model."""
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for head, side in (("model", "left"), ("from", "left"), ("rung", "left"), ("stages", "right"),
+    for head, side in (("model", "left"), ("from", "left"), ("rung", "left"), ("stages", "right"), ("cutting", "right"),
                        ("sgd − plain", "right"), ("pb", "left"), ("verdict", "left")):  # fmt: skip
         shown.add_column(head, justify=side)  # type: ignore[arg-type]
     for n in lines:
         rung = n.rung.removesuffix(", its forward followed")
-        values = (n.model, package(n.model), rung, str(n.stages or ""), f"{n.difference:.1g}", n.pb, n.verdict)
+        stages, cutting = str(n.stages or ""), "" if math.isnan(n.cutting) else f"{n.cutting:.1f}"
+        values = (n.model, package(n.model), rung, stages, cutting, f"{n.difference:.1g}", n.pb, n.verdict)
         shown.add_row(*map(escape, values), style={"ok": None, "cured": "yellow", "failed": "red"}[n.verdict])
     return shown
 
 
 def counts(lines: Iterable[Line]) -> str:
-    """How many are what, in a sentence or two."""
+    """The number of models per verdict, in a sentence or two."""
     lines = list(lines)
     found, pb = Counter(n.verdict for n in lines), Counter(n.pb for n in lines if n.pb)
     single = sum(n.stages == 1 for n in lines)
@@ -125,5 +137,19 @@ def counts(lines: Iterable[Line]) -> str:
     return (
         f"{models}: {found['ok']} ok, {found['cured']} refused with a cure, {found['failed']} failed; "
         f"{right:.1f} % train exactly, {single} of them as one stage.\n"
-        f"pb: {', '.join(f'{count} {what}' for what, count in pb.most_common())}."
+        f"pb: {', '.join(f'{count} {what}' for what, count in pb.most_common())}.\n{cutting(lines)}"
     )
+
+
+def cutting(lines: Iterable[Line]) -> str:
+    """How long cutting takes at the median of each kind, in a sentence."""
+    found: dict[str, list[float]] = {"vision": [], "transformers": []}
+    for n in lines:
+        if not math.isnan(n.cutting):
+            found["transformers" if package(n.model) == "transformers" else "vision"].append(n.cutting)
+    told = [
+        f"{median(values):.1f} at the median of {len(values)} {kind} models (at most {max(values):.1f})"
+        for kind, values in found.items()
+        if values
+    ]
+    return f"Forward-and-backward passes that cutting takes: {', '.join(told) or 'nothing was cut'}."

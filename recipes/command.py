@@ -1,4 +1,4 @@
-"""How a command starts: Hydra composes its configuration, and a mistake in it is one line that names the cure."""
+"""Starts a command: Hydra composes its configuration, and a mistake in it gives one line that names the cure."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def start(command: str, task: Callable[[DictConfig], Any], config: str | None = 
 
 @contextmanager
 def raising() -> Iterator[None]:
-    """Hydra raises what it would print. Other processes inherit that."""
+    """Have Hydra raise errors instead of printing them, in this process and its children."""
     if os.environ.get(TRACEBACK) == "1":
         yield
         return
@@ -63,34 +63,34 @@ def mistakes(command: str) -> Iterator[None]:
 
 
 def ordered(words: list[str]) -> list[str]:
-    """Overrides first, then Hydra's flags: its parser wants each kind in one piece."""
+    """Sort overrides before the flags of Hydra, whose parser wants each kind in one piece."""
     valued = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn", "--package", "-p", "--cfg", "-c")
     flags = [word.startswith("-") or before in valued for before, word in zip(["", *words], words, strict=False)]
     return [w for w, flag in zip(words, flags) if not flag] + [w for w, flag in zip(words, flags) if flag]
 
 
 def quoted(word: str) -> str:
-    """key=value with another = in the value, which Hydra's grammar wants in quotes: ckpt_path=epoch=3.ckpt."""
+    """Quote a value that has another = in it, as the grammar of Hydra demands: ckpt_path=epoch=3.ckpt."""
     key, equals, value = word.partition("=")
     bare = re.fullmatch(r"[^'\"{}\[\](),$\\]*=[^'\"{}\[\](),$\\]*", value)
     return f"{key}='{value}'" if equals and bare and not key.startswith("-") else word
 
 
 def offer_installed_methods() -> None:
-    """method=<name> for the methods of other packages too, which have no file in conf/method."""
+    """Accept method=<name> for methods of other packages too, which have no file in conf/method."""
     for point in entry_points(group=pipeback.methods.GROUP):
         ConfigStore.instance().store(group="method", name=point.name, node={"name": point.name})
 
 
 def fail(command: str, error: BaseException | str) -> NoReturn:
-    """A mistake in the input: its message, no traceback."""
+    """End the command with the message of a mistake in the input, without a traceback."""
     text = error if isinstance(error, str) else explained(error)
     print(f"pipeback {command}: {text}", file=sys.stderr)
     sys.exit(2)
 
 
 def explained(error: BaseException) -> str:
-    """What is wrong and what was probably meant, in one line."""
+    """Say in one line what is wrong and what was probably meant."""
     text, cause = in_one_line(error), error.__cause__
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, name = error.missing_cfg_file.rpartition("/")
@@ -118,7 +118,7 @@ def in_one_line(error: BaseException) -> str:
 
 
 def unexpected(error: InstantiationException, cause: BaseException) -> str | None:
-    """An option that a `_target_` does not take, and what it takes that is near."""
+    """Name an option that a `_target_` does not take, and a similar one that it takes."""
     target = re.search(r"Error in call to target '([\w.]+)'", str(error))
     option = re.search(r"unexpected keyword argument '(\w+)'", str(cause))
     if target is None or option is None:
@@ -148,7 +148,7 @@ def suggestion(name: Any, known: Iterable[Any], prefix: str = "") -> str:
 
 
 def plain(config: DictConfig, resolve: bool = True) -> dict[str, Any]:
-    """The config as plain values, interpolations resolved."""
+    """The config as plain values, with interpolations resolved."""
     values = OmegaConf.to_container(config, resolve=resolve)
     assert isinstance(values, dict)
     return {str(k): v for k, v in values.items()}

@@ -1,11 +1,11 @@
-"""Every method on the same data, from the same weights, in the same order; then tables, pictures and one page.
+"""Trains every method on the same data, from the same weights, in the same order; then writes a report.
 
     pipeback compare experiment=digits
     python recipes/compare.py methods=[sgd,pb,{pb:{slack:1}},cerebras] seeds=3 model.depth=29
 
-The same as `pipeback train -m method=sgd,pb,... seed=0,1,2`, with everything checked before anything starts, bars to
-watch, and `pipeback report` at the end. Under `out`: a folder for each run, and report.html. A run that fails or
-diverges does not stop the others.
+This does the same as `pipeback train -m method=sgd,pb,... seed=0,1,2`, but checks everything before it starts, shows
+progress bars, and ends with `pipeback report`. Under `out` there are a folder per run and report.html. A run that fails
+or diverges does not stop the others.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Run(NamedTuple):
 
 
 def plan(config: Mapping[str, Any], words: list[str]) -> list[Run]:
-    """What is to be run. Every method is built once here, so that a mistake shows before anything starts."""
+    """List the runs. Every method is built once here, so that a mistake shows before anything starts."""
     data = build.data(config["data"], config["batch_size"], config["seed"])
     asked, labels = config["methods"], []
     for label in map(entry, asked or (FEW if config["quick"] else ALL)):
@@ -58,11 +58,11 @@ def plan(config: Mapping[str, Any], words: list[str]) -> list[Run]:
         try:
             task_of(values, data, trainer_of({**values, "logger": {}, "callbacks": {}})[0])
         except ValueError as error:
-            if asked is None and label != "sgd":  # which runs with anything: its mistake is one of the config
+            if asked is None and label != "sgd":  # sgd runs with any optimizer, so its error is one of the config
                 continue
             raise ValueError(str(error) if label in str(error) else f"{label}: {error}") from error
         labels.append(label)
-    # the longest first would fill two processes best; but a reader waits for sgd and pb, and seeds belong together
+    # the longest first would fill two processes best, but readers wait for sgd and pb, and seeds belong together
     seeds = range(config["seed"], config["seed"] + config["seeds"])
     return [Run(label, seed, Path(config["out"]) / f"{label}-seed{seed}") for seed in seeds for label in labels]
 
@@ -73,7 +73,7 @@ def composed(words: list[str], label: str, seed: int) -> dict[str, Any]:
 
 
 def done(run: Run, words: list[str]) -> bool:
-    """Whether it has been run to its end with this very configuration."""
+    """Whether the run was finished earlier with this very configuration."""
     config = run.out / "config.yaml"
     return (
         state(run.out).get("state") in ("finished", "diverged")
@@ -102,7 +102,7 @@ def train_words(words: list[str], out: Path) -> list[str]:
 
 
 def launcher(words: list[str], jobs: int, console: Console) -> list[str]:
-    """Hydra's launcher: the user's, or joblib for several processes, where it is installed."""
+    """Choose the launcher of Hydra: the user's, or joblib for several processes if it is installed."""
     if any(word.startswith("hydra/launcher=") for word in words) or jobs == 1:
         return []
     if find_spec("hydra_plugins") is None or find_spec("hydra_plugins.hydra_joblib_launcher") is None:
@@ -112,7 +112,7 @@ def launcher(words: list[str], jobs: int, console: Console) -> list[str]:
 
 
 def work(values: dict[str, Any]) -> None:
-    """One run. It tells how far it is in progress.json, and what it would print goes to log.txt."""
+    """Do one run. It writes its progress to progress.json, and its output to log.txt."""
     out = Path(values["out"])
     file = out / "progress.json"
     tell(file, state="running")

@@ -1,10 +1,10 @@
-"""The comparison of `pipeback report` as a dashboard on Weights & Biases: a workspace, or a report to share.
+"""Shows the comparison of `pipeback report` as a dashboard on Weights & Biases: a workspace, or a report to share.
 
     pipeback dashboard entity=me project=pipeback group=digits
     pipeback dashboard group=shakespeare metric=val/perplexity kind=report
     pipeback dashboard group=digits out=dashboard.json       # no login: the specification alone
 
-Needs wandb-workspaces: pip install 'pipeback[wandb]'. Runs are grouped by method; an empty panel fills as runs come
+It needs wandb-workspaces: pip install 'pipeback[wandb]'. Runs are grouped by method; an empty panel fills as runs come
 in. What W&B has no panels for (stage by step, time to target) is in `pipeback report wandb:entity/project/group`.
 """
 
@@ -35,7 +35,7 @@ FIRST_STAGE = {  # of the first stage, the stalest one: twenty stages of ten met
     "pipeback/clip_share/stage_00": "share of clipped updates, stage 0",
 }
 COST = {
-    "pipeback/throughput": "samples a second",
+    "pipeback/throughput": "samples per second",
     "pipeback/utilisation": "utilisation",
     "pipeback/weight_copies": "weight copies",
     "pipeback/state_copies": "method state, in copies of the weights",
@@ -107,7 +107,7 @@ def document(options: Mapping[str, Any]) -> Any:
             filters=expr.And(expr.Metric("Group") == options["group"]) if options["group"] else "",
             **of,
         )
-        for n, panel in enumerate(panels):  # three a row
+        for n, panel in enumerate(panels):  # three per row
             panel.layout = wr.Layout(x=8 * (n % 3), y=6 * (n // 3), w=8, h=6)
         blocks += [wr.H2(name), wr.PanelGrid(runsets=[runs], panels=panels)]
     return wr.Report(
@@ -125,7 +125,7 @@ def specification(thing: Any) -> dict[str, Any]:
 
 
 def dashboard(options: Mapping[str, Any]) -> str:
-    """Writes it to `out`, or saves it to W&B. Returns where it is."""
+    """Write the dashboard to `out`, or save it to W&B; returns where it is."""
     if options["kind"] not in KINDS:
         raise ValueError(f"kind must be {' or '.join(KINDS)}, but is {options['kind']!r}")
     make = workspace if options["kind"] == "workspace" else document

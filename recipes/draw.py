@@ -15,7 +15,7 @@ pipe.record() before the pushes, and pipeback.draw.trace(pipe, "run.json") on ev
 
 model= is a model of `pipeback zoo` or of conf/model; stages= then is auto, block, layer, sublayer or a number, and a
 micro-batch is rehearsed: seconds, activations and FLOPs (of products, convolutions and attention) are of that. out= may
-end in .txt or .md, too. For a pipeline of your own: pipe.breakdown(x, y), a row a stage.
+end in .txt or .md, too. For a pipeline of your own: pipe.breakdown(x, y), a row per stage.
 
 Traces are for ui.perfetto.dev. Options of a method go behind its name: method=pipedream:slack=2. For gpipe and
 one_f_one_b, flush= is the flush.

@@ -52,8 +52,8 @@ def facts_of(
     if not isinstance(strategy, PipelineStrategy):
         return known | {"runtime": "plain Lightning", "method_options": {}, "micro_batch_size": None, "stages": 1,
                         "delays": [0], "slack2": False}  # fmt: skip
-    method = build.method(strategy.method)
-    stages = len(find(task, strategy.module, strategy.stages).stages)
+    method = build.method(strategy.options.method)
+    stages = len(find(task, strategy.options.module, strategy.options.splitting).stages)
     method.check_stages(stages)
     delays = method.delays(stages)
     count = math.ceil(samples / (config["micro_batch_size"] or config["batch_size"]))

@@ -6,6 +6,8 @@ import importlib
 import sys
 from difflib import get_close_matches
 
+import pipeback
+
 COMMANDS = {
     "train": "train one method and watch it, or sweep:   pipeback train method=cerebras",
     "compare": "every method on the same data:             pipeback compare experiment=digits",
@@ -20,13 +22,17 @@ COMMANDS = {
 
 def usage() -> str:
     lines = "\n".join(f"  {name:<11}{line}" for name, line in COMMANDS.items())
-    return f"usage: pipeback COMMAND [OPTION=VALUE ...]\n\n{lines}\n\npipeback COMMAND --help tells its options."
+    help_ = "pipeback COMMAND --help tells its options; pipeback --version tells which version this is."
+    return f"usage: pipeback COMMAND [OPTION=VALUE ...]\n\n{lines}\n\n{help_}"
 
 
 def main(argv: list[str] | None = None) -> None:
     command, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if command in ("-h", "--help", "help"):
         print(usage())
+        return
+    if command in ("-V", "--version"):
+        print(f"pipeback {pipeback.__version__}")
         return
     if command not in COMMANDS:
         near = get_close_matches(command, COMMANDS, n=1)

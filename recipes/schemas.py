@@ -93,7 +93,31 @@ def check(config: DictConfig, options: type[Train] = Train) -> dict[str, Any]:
     result = {str(k): v for k, v in found.items()}
     for group in ("data", "model", "task", "optimizer", "method", "sparsity"):
         result[group] = entry(group, result[group])
+    check_sparsity_reaches(result["trainer"], result["sparsity"])
     return result
+
+
+def check_sparsity_reaches(trainer: Any, sparsity: Mapping[str, Any]) -> None:
+    """Raise ValueError if a sparsity was chosen that the trainer does not hand to a pipeline: it would train dense."""
+    if sparsity.get("name") == "none":
+        return
+    chosen = f"sparsity={sparsity.get('name', sparsity.get('_target_'))}"
+    strategy = trainer.get("strategy") if isinstance(trainer, Mapping) else None
+    if not isinstance(strategy, Mapping):
+        raise ValueError(f"{chosen} is of a pipeline, but trainer.strategy={strategy} has none; choose sparsity=none")
+    if not str(strategy.get("_target_", "")).endswith(".PipelineStrategy"):
+        return  # of the user's own, who may hand it on in another way
+    store = strategy.get("store")
+    if not isinstance(store, Mapping):
+        place = "null" if store is None else store
+        raise ValueError(
+            f"trainer.strategy.store={place} leaves {chosen} out, which stands in the group that it replaces; "
+            f"write trainer.strategy.store.store={place}"
+        )
+    if store.get("_target_") == "pipeback.Streaming" and store.get("sparsity") is None:
+        raise ValueError(
+            f"trainer.strategy.store has no sparsity, so that {chosen} would train dense; choose sparsity=none"
+        )
 
 
 def entry(group: str, options: Any) -> dict[str, Any]:

@@ -152,7 +152,7 @@ def markdown(rows: Sequence[StageRow]) -> str:
 
 
 def picture(rows: Sequence[StageRow], title: str, path: Path) -> None:
-    """A bar a stage in every panel; the first stage is on top."""
+    """A bar per stage in every panel; the first stage is on top."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -82,7 +82,9 @@ def run(config: Mapping[str, Any], more: Iterable[Callback] = (), say: Callable[
         told = [written(k, v) for k, v in found["measures"].items()]
         say("   ".join([*told, f"{found['samples_per_second']:,.0f} samples/s"]))
     most = resident("VmHWM")
-    if before and most and isinstance(trainer.strategy, PipelineStrategy) and trainer.strategy.store is not None:
+    strategy = trainer.strategy
+    streamed = isinstance(strategy, PipelineStrategy) and strategy.options.store is not None
+    if before and most and streamed:
         say(f"resident memory: at most {most:,.0f} MB, {before:,.0f} MB of them before the model was built")
     return found
 
@@ -125,7 +127,7 @@ def task_of(
 ) -> tuple[LightningModule, int, Record]:
     """The LightningModule, the update size and the optimizer's options for it; what does not fit is found here."""
     pipeline = trainer.strategy if isinstance(trainer.strategy, PipelineStrategy) else None
-    method = build.method(pipeline.method) if pipeline else None
+    method = build.method(pipeline.options.method) if pipeline else None
     step = config["batch_size"] * trainer.accumulate_grad_batches
     size = build.update_size(method, step, config["micro_batch_size"])
     optimizer, hyperparameters = build.optimizer(config["optimizer"], size)
@@ -134,7 +136,7 @@ def task_of(
     )
     task = build.task(config["task"], build.model(config["model"], build.facts(data), config["seed"]), configured)
     if pipeline and method and not pipeline.several and not absent(task):
-        stages = find(task, pipeline.module, pipeline.stages).stages
+        stages = find(task, pipeline.options.module, pipeline.options.splitting).stages
         pipeback.Pipeline(stages, loss=None, optimizer=optimizer, method=method)  # its checks; fit builds its own
     return task, size, hyperparameters
 

@@ -17,12 +17,15 @@ is shown with its error, and the exit status is 1.
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import sys
+import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from difflib import get_close_matches
 from functools import partial
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +39,7 @@ import pipeback
 from pipeback.recipes import census
 from pipeback.recipes.foreign import OTHERS, WHERE, build
 from pipeback.recipes.foreign.case import Case, called
+from pipeback.splitting.split import split_model
 
 METHODS = ("pb", "pipedream", "cerebras")
 QUICK = ("resnet18", "seq2seq", "unet", "gpt2")
@@ -65,7 +69,7 @@ def main() -> None:
     except ValueError as error:
         sys.exit(f"pipeback zoo: {error}")
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", ".*takes its statistics from")  # few pictures a micro-batch are meant here
+    warnings.filterwarnings("ignore", ".*takes its statistics from")  # few pictures per micro-batch are meant here
     console = Console(highlight=False, stderr=options["markdown"])
     if not console.is_terminal:
         console.width = 150
@@ -91,7 +95,7 @@ def counted(names: Sequence[str], options: dict[str, Any], console: Console) -> 
     train, lines = partial(trained, count=options["micro_batches"], lr=options["lr"]), []
     for n, name in enumerate(names, 1):
         with console.status(f"{n} of {len(names)}: {name}"):
-            lines.append(census.line(name, build, train))
+            lines.append(census.line(name, build, train, passes))
     console.print(census.table(lines))
     for line in lines:
         if line.said:
@@ -107,6 +111,30 @@ def trained(case: Case, method: str, options: dict[str, Any], count: int, lr: fl
         raise ArithmeticError(f"a loss of {method} is not finite")
     apart = difference((pipe.model, losses), plain(case, count, lr)) if method == "sgd" else math.nan
     return pipe.stages, pipe.split.rung, apart
+
+
+def passes(case: Case, options: dict[str, Any]) -> float:
+    """How many forward-and-backward passes of this model cutting it takes, in time of the processor."""
+    model = copy.deepcopy(case.model)
+    x, y = batches(case, 1)[0]
+    one = lambda: case.loss(called(model, x), y).backward()  # noqa: E731
+    one()  # what comes up at a first call is nobody's time
+    splitting: pipeback.Splitting = options["stages"]
+    cutting = _took(lambda: split_model(model, splitting.stages, x, splitting.leaves, splitting.balance))
+    return cutting / median(_took(one) for _ in range(3))
+
+
+def _took(do: Callable[[], Any]) -> float:
+    """Seconds of the processor; what Python collects meanwhile is not of this call."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        before = time.process_time()
+        do()
+        return time.process_time() - before
+    finally:
+        if collects:
+            gc.enable()
 
 
 def parsed(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:

@@ -1,87 +1,112 @@
-"""What the documents say runs: the docstrings' examples, README's and CONTRIBUTING's code."""
+"""What README.md says runs, and so do the docstrings' examples. `test_pages` is the same for docs/."""
 
 import doctest
 import importlib
-import re
-import sys
-import types
-from pathlib import Path
 
 import pytest
 import torch
 
 import pipeback
-from tests.laws.cases import data, network, pipeline
-
-ROOT = Path(__file__).parent.parent
-
-
-def blocks(document, language="python"):
-    return re.findall(rf"```{language}\n(.*?)```", (ROOT / document).read_text(encoding="utf-8"), re.DOTALL)
+from tests.helpers import pages
+from tests.laws.cases import network
 
 
 @pytest.mark.parametrize(
-    "name", ["schedules.ops", "methods.momentum", "methods.base", "draw.figures", "sparsities.densities", "norms"]
+    "name",
+    [
+        "schedules.ops",
+        "methods.momentum",
+        "methods.chain",
+        "draw.figures",
+        "sparsities.densities",
+        "streaming.byte_sizes",
+        "norms",
+    ],
 )
 def test_examples_in_docstrings(name):
     found = doctest.testmod(importlib.import_module(f"pipeback.{name}"))
     assert found.attempted and not found.failed
 
 
-def test_the_method_of_contributing_is_a_method(monkeypatch):
-    module = types.ModuleType("damped")
-    monkeypatch.setitem(sys.modules, "damped", module)  # dataclasses look their module up
-    exec(blocks("CONTRIBUTING.md")[0], module.__dict__)
-    pipe = pipeline(network(), module.Damped())
-    for x, y in data(20):
-        loss = pipe.push(x, y)
-    assert torch.isfinite(loss) and pipe.delays == [8, 6, 4, 2, 0]
+def code(word):
+    (block,) = (block for block in pages.blocks("README.md", "python") if word in block.text)
+    return block.text
 
 
 def test_the_first_lines_of_the_readme():
-    code = blocks("README.md")[0].replace("torch.nn.Sequential(...)", "network()")
+    first = code("evaluate")
     test_x, test_y = torch.randn(10, 6), torch.randint(0, 6, (10,))
     loader = [(torch.randn(4, 6), torch.randint(0, 6, (4,))) for _ in range(3)]
     scope = {"network": network, "loader": loader, "test_x": test_x, "test_y": test_y}
-    exec(code, scope)
+    exec(first.replace("torch.nn.Sequential(...)", "network()"), scope)
     assert 0 <= scope["accuracy"] <= 1 and scope["pipe"].delays == [8, 6, 4, 2, 0]
-    assert len(code.strip().splitlines()) <= 9
+    assert len(first.strip().splitlines()) <= 9
 
 
-def test_the_readme_names_every_method_and_every_option():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert [n for n in pipeback.methods.available() if f"| `{n}` |" not in text] == []
+def test_the_lines_for_a_gpu_run_without_one_too():
+    scope = {"torch": torch, "pipeback": pipeback, "model": network(), "loss": torch.nn.functional.cross_entropy}
+    scope |= {"sgd": lambda p: torch.optim.SGD(p, lr=1e-3), "x": torch.randn(8, 6), "y": torch.randint(0, 6, (8,))}
+    exec(code("current_accelerator"), scope)
+    assert torch.isfinite(scope["loss_value"])
 
 
-def test_the_lightning_examples_of_the_readme(tmp_path, monkeypatch):
+def test_the_lines_for_lightning(tmp_path, monkeypatch):
     pytest.importorskip("lightning")
     from tests.lightning.cases import Regression, loader
 
     monkeypatch.chdir(tmp_path)
-    short, long, outside = (code for code in blocks("README.md") if "Trainer(" in code or "pipe.step()" in code)
-    assert len(short.strip().splitlines()) == 3
     quiet = "accelerator='cpu', devices=1, logger=False, enable_progress_bar=False, enable_model_summary=False, "
-    scope = {"module": Regression(), "loader": loader()}
+    short, scope = code("Trainer("), {"module": Regression(), "loader": loader()}
+    assert len(short.strip().splitlines()) == 3
     exec(short.replace("Trainer(", f"Trainer({quiet}").replace("max_epochs=10", "max_epochs=1"), scope)
     assert scope["trainer"].global_step == 12
-    scope["trainer"].save_checkpoint("last.ckpt")
-    exec(
-        long.replace("Trainer(", f"Trainer({quiet}max_epochs=2, "), scope | {"module": Regression(), "pl": scope["pl"]}
+
+
+def test_no_other_code_is_in_the_readme():
+    assert len(pages.blocks("README.md", "python")) == 3
+
+
+def test_the_readme_is_short_and_names_every_method():
+    text = (pages.ROOT / "README.md").read_text("utf-8")
+    assert len(text.encode()) < 12 * 1024
+    assert [name for name in pipeback.methods.available() if f"| `{name}` |" not in text] == []
+
+
+def test_the_readme_shows_rows_of_the_page_on_digits():
+    text = (pages.ROOT / "README.md").read_text("utf-8")
+    page = (pages.ROOT / "docs" / "results" / "digits.md").read_text("utf-8")
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if "±" in line]
+    assert len(rows) == 5
+    for name, delay, *accuracies, copies, bubble in rows:
+        method, _, size = name.partition(", update size ")
+        start = f"| {method} | {size or 1} | {delay} | {' | '.join(accuracies)} | "
+        (row,) = (line for line in page.splitlines() if line.startswith(start) and line.endswith(f"| {bubble} |"))
+        assert f" | {copies} | " in row.removeprefix(start)
+
+
+def test_the_method_of_the_guide_obeys_a_law(tmp_path, monkeypatch):
+    """A method that is written as the guide says equals plain torch on one stage, bit for bit."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (text,) = (
+        block.text for block in pages.blocks("docs/how-to/add_a_method.md", "python") if "class Damped" in block.text
     )
-    pipe = pipeback.Pipeline(network(), loss=None, optimizer=torch.optim.SGD, method="pb")
-    x, y = data(1)[0]
-    exec(outside, {"pipe": pipe, "criterion": torch.nn.functional.mse_loss, "x": x, "y": y})
-
-
-def test_any_model_of_the_readme(capsys):
-    pytest.importorskip("transformers")
-    (code,) = (code for code in blocks("README.md") if "print(pipe.split)" in code)
-    (printed,) = re.findall(r"```\n(\d+ stages by .*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
-    tokens = torch.randint(2, 96, (2, 9))
-    sgd = lambda params: torch.optim.SGD(params, lr=1e-4)  # noqa: E731
-    scope = {
-        "pipeback": pipeback, "torch": torch, "sgd": sgd, "tokens": tokens[:, :-1], "y": tokens[:, 1:],
-        "mask": torch.ones(2, 8, dtype=torch.int64),
-    }  # fmt: skip
-    exec(code, scope)
-    assert capsys.readouterr().out == printed and [row.delay for row in scope["rows"]] == [10, 8, 6, 4, 2, 0]
+    (tmp_path / "damped_one.py").write_text(text, "utf-8")
+    importlib.invalidate_caches()
+    Damped = importlib.import_module("damped_one").Damped
+    x, y = torch.randn(6, 3), torch.randn(6, 2)
+    torch.manual_seed(0)
+    mine, plain = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    plain.load_state_dict(mine.state_dict())
+    pipe = pipeback.Pipeline(
+        [mine], loss=torch.nn.functional.mse_loss, method=Damped(), micro_batch_size=1,
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    )  # fmt: skip
+    pipe.push(x, y)
+    pipe.drain()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    for one, target in zip(x.split(1), y.split(1), strict=True):
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(plain(one), target).backward()
+        optimizer.step()
+    assert torch.equal(mine.weight, plain.weight)

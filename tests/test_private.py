@@ -89,6 +89,8 @@ def test_memory_has_one_identity_also_while_it_is_away():
     assert private.identity(a[2:].view(2, 2)) == before == private.identity(a.untyped_storage()) != private.identity(b)
     a.untyped_storage().resize_(0)
     assert private.identity(a) == before
+    with pytest.raises(private.Moved, match=r"has no UntypedStorage\._cdata"):
+        private.identity(object())
 
 
 def test_in_backward():

@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -47,12 +48,15 @@ def imports(path):
                 yield name if name in FILES else inside
 
 
-BELOW = {name: set(imports(path)) for name, path in FILES.items()}
+@cache
+def below():
+    """Parsed when a test asks: whoever collects tests parses nothing."""
+    return {name: set(imports(path)) for name, path in FILES.items()}
 
 
 @pytest.mark.parametrize("room", sorted(FLOOR))
 def test_rooms_import_downwards(room):
-    named = {(name, other) for name in FILES if name.partition(".")[0] == room for other in BELOW[name]}
+    named = {(name, other) for name in FILES if name.partition(".")[0] == room for other in below()[name]}
     for name, other in sorted(named):
         there = other.partition(".")[0]
         allowed = there in ALONE.get(room, FLOOR) and (FLOOR[there] < FLOOR[room] or there == "private")
@@ -60,19 +64,40 @@ def test_rooms_import_downwards(room):
 
 
 def test_no_file_stands_in_a_circle():
-    left = {name: {other for other in below if other in FILES and other != name} for name, below in BELOW.items()}
-    while ends := [name for name, below in left.items() if not below]:
+    left = {name: {other for other in named if other in FILES and other != name} for name, named in below().items()}
+    while ends := [name for name, named in left.items() if not named]:
         for name in ends:
             del left[name]
-        left = {name: below.difference(ends) for name, below in left.items()}
+        left = {name: named.difference(ends) for name, named in left.items()}
     assert not left, f"these files import each other: {left}"
+
+
+MOST = 400  # lines of a file
+FACES = {"pipeback/pipeline/pipeline.py": 350, "pipeback/lightning/strategy.py": 350}  # what a user reads
+
+
+def test_a_file_is_one_concept():
+    """And has the length of one, tests and recipes included."""
+    folder = ROOT.parent
+    lines = {
+        path.relative_to(folder).as_posix(): path.read_text(encoding="utf-8").count("\n")
+        for room in ("pipeback", "recipes", "tests")
+        for path in (folder / room).rglob("*.py")
+    }
+    assert set(FACES) <= set(lines)
+    long = {name: count for name, count in lines.items() if count > FACES.get(name, MOST)}
+    assert not long, f"cut them by what they are about: {long}"
 
 
 def test_every_room_says_what_it_is():
     for name, path in FILES.items():
         if path.stem == "__init__":
             tree = ast.parse(path.read_text(encoding="utf-8"))
-            assert len((ast.get_docstring(tree) or "").splitlines()) >= 1, name
+            assert len((ast.get_docstring(tree) or "").splitlines()) >= 3, name
+            doors = [
+                node.value for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "__all__"
+            ]
+            assert all(len(door.elts) <= 8 for door in doors), name
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "methods").glob("[a-z]*.py")), ids=lambda path: path.stem)

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+import pipeback
 from pipeback import weights
 from tests.laws.cases import data, everything, pipeline
 
@@ -37,11 +38,13 @@ def trained(network, count=9, **options):
 def test_a_meta_model_from_a_file(store, tmp_path):
     save_file(model().state_dict(), tmp_path / "model.safetensors")
     store = f"disk:{tmp_path / 'store'}" if store == "disk" else store
-    found = trained(absent(), store=store, init=tmp_path / "model.safetensors")
+    found = trained(absent(), store=pipeback.Streaming(store, init=tmp_path / "model.safetensors"))
     assert torch.equal(everything(found), everything(trained(model())))
 
 
-@pytest.mark.parametrize("options", [{}, {"store": "host"}, {"store": "host", "sparsity": "magnitude"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"store": "host"}, {"store": pipeback.Streaming("host", sparsity="magnitude")}]
+)
 def test_written_and_read_again(options, tmp_path):
     pipe = trained(model(), **options)
     before = everything(pipe)
@@ -53,7 +56,7 @@ def test_written_and_read_again(options, tmp_path):
     wanted = pipe.model.state_dict()
     assert set(written) == set(wanted) == set(json.loads(path.read_text())["weight_map"])
     assert all(torch.equal(written[name], wanted[name]) for name in wanted)
-    again = pipeline(absent(), "pb", init=str(tmp_path / "saved"), store="host")
+    again = pipeline(absent(), "pb", store=pipeback.Streaming("host", init=str(tmp_path / "saved")))
     assert all(torch.equal(value, wanted[name]) for name, value in again.model.state_dict().items())
 
 
@@ -61,16 +64,16 @@ def test_what_does_not_fit(tmp_path):
     values = model().state_dict()
     file = tmp_path / "model.safetensors"
     with pytest.raises(ValueError, match=r"init='.*': there is no safetensors file, nor a folder with model"):
-        pipeline(absent(), "pb", init=file)
+        pipeline(absent(), "pb", store=pipeback.Streaming(init=file))
     save_file({k: v for k, v in values.items() if k != "1.0.bias"}, file)
     with pytest.raises(ValueError, match=r"stage 1 \(1\): .* has no tensor '1.0.bias'; it belongs to another model"):
-        pipeline(absent(), "pb", init=file)
+        pipeline(absent(), "pb", store=pipeback.Streaming(init=file))
     save_file(values, tmp_path / "b.safetensors")
     with pytest.raises(ValueError, match=r"stage 0 \(0\): '0.0.weight' is \(6, 6\) in .*, but \(7, 7\) here"):
-        pipeline(absent(7), "pb", init=tmp_path / "b.safetensors")
+        pipeline(absent(7), "pb", store=pipeback.Streaming(init=tmp_path / "b.safetensors"))
     save_file({**values, "2.0.extra": torch.zeros(1)}, tmp_path / "c.safetensors")
     with pytest.raises(ValueError, match=r"stage 2 \(2\): .* has '2.0.extra', which the model has not"):
-        pipeline(absent(), "pb", init=tmp_path / "c.safetensors")
+        pipeline(absent(), "pb", store=pipeback.Streaming(init=tmp_path / "c.safetensors"))
 
 
 def test_every_name_of_tied_weights(tmp_path):
@@ -92,3 +95,18 @@ def test_every_name_of_tied_weights(tmp_path):
     plain = tied(False)
     plain.load_state_dict(written)  # strict
     assert torch.equal(plain.eval()(x), pipe.evaluate(x))
+
+
+@pytest.mark.parametrize("file", ["../other/model.safetensors", "/tmp/model.safetensors", "a/../../b"])
+def test_an_index_does_not_lead_out_of_its_folder(file, tmp_path):
+    (tmp_path / weights.INDEX).write_text(json.dumps({"weight_map": {"0.weight": file}}))
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="'0.weight' is in .*outside of its folder"):
+        pipeback.Pipeline(
+            model,
+            loss=nn.functional.mse_loss,
+            optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+            method="sgd",
+            store=pipeback.Streaming(init=tmp_path),
+        )

@@ -21,7 +21,10 @@ from pipeback.streaming.store import Store
 
 
 class Commits:
-    """When a version is due: at each flush of methods that flush, else every `DiskStore.commit_every` micro-batches."""
+    """Decides when a version is due.
+
+    It is due at each flush of methods that flush, and else every `DiskStore.commit_every` micro-batches.
+    """
 
     def __init__(self, method: Method, store: Store | None) -> None:
         self._method, self._store = method, store if isinstance(store, DiskStore) else None
@@ -30,27 +33,27 @@ class Commits:
         self._began = 0  # and when the schedule last began anew
 
     def due(self, arrived: int) -> bool:
-        """Once so many have arrived. Counted, not looked up: threads may be at work, and all ranks have to agree."""
+        """Whether a version is due once so many have arrived. This is counted, so that all ranks and threads agree."""
         if self._store is None:
             return False
         flushed = (arrived - self._began) % self._flush == 0
         return disk_store.due(self._method, self._store.commit_every, arrived - self._made, flushed)
 
     def made(self, arrived: int) -> None:
-        """A version has all that arrived."""
+        """A version was made that contains all micro-batches that had arrived."""
         self._made = arrived
 
     def restart(self, arrived: int) -> None:
-        """The schedule begins anew with the next one."""
+        """The schedule begins anew with the next micro-batch."""
         self._began = arrived
 
 
 def choose(store: DiskStore, ranks: Ranks | SingleProcess) -> None:
     """Go on from the newest version that the folders of all ranks hold, if they hold any."""
-    everywhere = ranks.gather((store.versions, store.begun), "Pipeline()")
+    everywhere = ranks.gather((store.versions.numbers, store.versions.begun), "Pipeline()")
     common = set.intersection(*(there for there, _ in everywhere))
     if common:
-        store.choose(max(common))
+        store.versions.choose(max(common))
     elif any(there for there, _ in everywhere):
         raise StoreError(f"{store.folder}: the ranks hold no version in common; give the store an empty folder")
     elif any(committed for _, (committed, _) in everywhere):
@@ -58,23 +61,23 @@ def choose(store: DiskStore, ranks: Ranks | SingleProcess) -> None:
             f"{store.root}: a version was committed here, but version-*.json is missing, without which nobody "
             "knows what lies where; restore the folder from a copy, or give the store an empty one to begin anew"
         )
-    elif store.begun[1]:
+    elif store.versions.begun[1]:
         warnings.warn(
             f"{store.folder}: there are pages of stages but no version: training ended before its first commit, and "
             "begins anew",
-            stacklevel=5,
+            stacklevel=4,
         )
 
 
 def found(
     store: DiskStore, ranks: Ranks | SingleProcess, mine: Sequence[int] | None, count: int
 ) -> dict[str, Any] | None:
-    """The state that was chosen, or None. mine: the stages that this rank is to hold, None: all of the `count`."""
-    saved = store.state()
+    """The state that was chosen, or None. mine: the stages that this rank will hold; None: all `count` stages."""
+    saved = store.versions.state()
     if saved is None:
         return None
     wanted = mine or range(count if ranks.several else 0)
-    if missing := store.lacks(wanted, ranks.replica):
+    if missing := store.versions.lacks(wanted, ranks.replica):
         raise StoreError(
             f"{store.folder}: does not hold stage {missing[0]}, but other ranks do; start as many ranks, workers "
             "and replicas as before, or give the store another folder"
@@ -90,9 +93,9 @@ def commit(
     plain: dict[str, Any],
     saving: pipeline_state.Opened,
 ) -> None:
-    """Keep everything as it is; the pipeline must be quiet. The version before goes when all ranks have this one.
+    """Keep everything as it is; the pipeline must be quiet. The version before is removed once all ranks have this one.
 
-    saving: the time in which what a stage has in flight can be saved.
+    saving: a context in which a stage's micro-batches in flight can be saved.
     """
     described: dict[str, Any] = {}
 

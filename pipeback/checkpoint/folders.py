@@ -104,14 +104,14 @@ def prune(folder: Path, keep: int) -> None:
 
 
 def candidates(path: Path) -> list[Path]:
-    """What a path may mean: itself when it is a checkpoint, else those in the folder, newest first."""
+    """The checkpoints that a path may mean: itself if it is a checkpoint, else those in the folder, newest first."""
     return [path] if NAME.fullmatch(path.name) or (path / STATE).exists() else newest_first(path)
 
 
 def newest_first(folder: Path) -> list[Path]:
-    """All checkpoints by the order in which they were saved, not by step: a run may have gone back to an older one.
+    """All checkpoints in the order in which they were saved, not by step: a run may have gone back to an older one.
 
-    Those that do not tell come first.
+    Checkpoints that do not record their place come first.
     """
     found = [path for path in folder.iterdir() if NAME.fullmatch(path.name)] if folder.is_dir() else []
     return sorted(found, key=lambda path: (_number(path), path.name), reverse=True)
@@ -128,7 +128,7 @@ def whole(folder: Path) -> Iterator[Path]:
 def look(path: Path) -> dict[str, Any]:
     """What state.json says; its own content and the other files' sizes are checked, else CheckpointError."""
     file = path / STATE
-    document = unsealed(file)
+    document: dict[str, Any] = unsealed(file)
     if document["format"] != FORMAT:
         raise CheckpointError(f"{file}: has format {document['format']}, this pipeback reads {FORMAT}; update pipeback")
     for name, facts in document["files"].items():
@@ -151,7 +151,7 @@ def _check_size(file: Path, written: int) -> None:
 
 
 def _number(path: Path) -> float:
-    """The how-manieth save into its folder; infinite where the checkpoint does not tell."""
+    """The place of this save among all saves into its folder; infinite if the checkpoint does not record it."""
     try:
         with open(path / STATE, "rb") as file:
             head = HEAD.match(file.read(200))

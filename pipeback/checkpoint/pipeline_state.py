@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pipeback.methods.base import Method
 from pipeback.runtime.loop import Loop, Messages, check_progress, merge_progress
-from pipeback.stages import stage_state
+from pipeback.stages import stage_state, state_check
 from pipeback.stages.joint_optimizer import Options, plain_groups, restored
 from pipeback.stages.stage import Stage
 
@@ -52,10 +52,11 @@ def share(
     take: Callable[[Stage, stage_state.Tensors], None] | None = None,
     copy: bool = True,
 ) -> Share:
-    """Copies of what these stages and loops hold; the pipeline must be quiet.
+    """Copies of the part of the state in these stages and loops; the pipeline must be quiet.
 
-    opened: a stage in host memory. take: is given the tensors of each stage in turn, and the share has none. copy: else
-    weights and state are those in use, and need not be in memory; where they are split over ranks, the own pieces.
+    opened: a context in which a stage is in host memory. take: a function that is given the tensors of each stage in
+    turn; the share then holds none. copy=False: weights and state are those in use, which need not be in memory; where
+    they are split over ranks, they are this rank's pieces.
     """
     groups: dict[int, Any] = {}
 
@@ -75,10 +76,10 @@ def share(
         with opened(stage):
             tensors, plain = stage_state.save(stage, mine, number, copy=copy)
         own = partial(_own, stage)
-        if stage.shard is None or stage.home is None:
+        if stage.home.share is None or stage.home.flat is None:
             tensors = {k: v for k, v in tensors.items() if own(k)}
         elif copy:  # else this rank's store keeps its pieces
-            tensors = stage.shard.whole(tensors, own)
+            tensors = stage.home.share.whole(tensors, own)
         if take is not None:
             take(stage, tensors)
             tensors = {}
@@ -119,16 +120,16 @@ def merge(shares: Sequence[Share], plain: Plain) -> dict[str, Any]:
 
 
 def load(stage: Stage, state: dict[str, Any], options: dict[int, Options], opened: Opened, present: Opened) -> Messages:
-    """Put a stage's part into it; returns the messages that wait for it.
+    """Put a stage's part of the state into the stage; returns the messages that wait for it.
 
-    opened: a stage in host memory, to be changed. present: a stage on its device.
+    opened: a context in which a stage is in host memory and may be changed. present: one in which it is on its device.
     """
     tensors, plain = state["stages"][stage.index], state["plain"]["stages"][stage.index]
     tensors = _part(stage, tensors)
     if stage.replica:
         plain = plain["replicas"][stage.replica - 1]
-    if stage.shard is not None and stage.home is not None:
-        tensors = stage.shard.pieces(tensors)
+    if stage.home.share is not None and stage.home.flat is not None:
+        tensors = stage.home.share.pieces(tensors)
     with opened(stage):
         stage_state.load(stage, tensors, plain, options)
     with present(stage) if plain["flights"] else nullcontext():
@@ -175,8 +176,12 @@ def fits(
     weights: str,
     replicas: int,
     sparsity: str,
+    size: int | None,
 ) -> Plain:
-    """The plain values of a state that belongs to such a pipeline. Raises ValueError saying what differs."""
+    """The plain values of a state, if it fits such a pipeline. Raises ValueError that says what differs.
+
+    size: samples per micro-batch, which may differ from the state's.
+    """
     if not isinstance(state, dict) or "format" not in state or "plain" not in state:
         raise ValueError("this is not a state of Pipeline.state_dict(); load a model's own state into pipe.model")
     if state["format"] != FORMAT:
@@ -184,31 +189,31 @@ def fits(
             f"the state has format {state['format']}, this version of pipeback reads {FORMAT}; "
             "load it with the version of pipeback that wrote it"
         )
-    plain = state["plain"]
+    plain: dict[str, Any] = state["plain"]
     name, options = type(method).__name__, method.options()
     if (plain["method"], plain["method_options"]) != (name, options):
         raise ValueError(
-            f"the state belongs to method {plain['method']} {plain['method_options']}, here runs {name} {options}; "
-            "build the pipeline with the method of the state"
+            f"the state belongs to method {plain['method']} {plain['method_options']}, the pipeline runs {name} "
+            f"{options}; build the pipeline with the method of the state"
         )
     if len(state["stages"]) != len(stages):
         raise ValueError(
-            f"the state has {len(state['stages'])} stages, here are {len(stages)}; build the model of the state"
+            f"the state has {len(state['stages'])} stages, the pipeline has {len(stages)}; build the model of the state"
         )
     if plain["weights"] != weights:
         raise ValueError(
-            f"the state was trained with weights={plain['weights']!r}, here is {weights!r}; build the pipeline with "
-            f"weights={plain['weights']!r}"
+            f"the state was trained with weights={plain['weights']!r}, the pipeline has {weights!r}; build the "
+            f"pipeline with micro_batch_size=pipeback.MicroBatches({size!r}, weights={plain['weights']!r})"
         )
     if plain["replicas"] != replicas:
         raise ValueError(
-            f"the state was trained with replicas={plain['replicas']}, here is {replicas}; each has micro-batches of "
-            "its own in flight, so resume with as many"
+            f"the state was trained with replicas={plain['replicas']}, the pipeline has {replicas}; each has "
+            "micro-batches of its own in flight, so resume with as many"
         )
     if plain.get("sparsity", "None") != sparsity:
         raise ValueError(
-            f"the state was trained with sparsity={plain['sparsity']}, here is {sparsity}; build the pipeline with "
-            "that of the state"
+            f"the state was trained with sparsity={plain['sparsity']}, the pipeline has {sparsity}; build the pipeline "
+            "with that of the state"
         )
     counts = [len(groups) for groups in plain["groups"][str(plain["current"])]]
     if counts != [len(opt.param_groups) for opt in optimizers]:
@@ -219,12 +224,12 @@ def fits(
     mine = [type(opt).__name__ for opt in optimizers]
     if plain["optimizer"] != mine:
         raise ValueError(
-            f"the state belongs to optimizers {sorted(set(plain['optimizer']))}, here are {sorted(set(mine))}; build "
-            "the pipeline with those of the state"
+            f"the state belongs to optimizers {sorted(set(plain['optimizer']))}, the pipeline has {sorted(set(mine))}; "
+            "build the pipeline with those of the state"
         )
     for place in plain["loops"]:
         check_progress(place, plain["arrived"], len(stages))
     for stage, tensors, mine in zip(stages, state["stages"], plain["stages"], strict=True):
         if tensors:  # a checkpoint of which only the own stages were read has no others
-            stage_state.check(stage, _part(stage, tensors), mine)
+            state_check.check(stage, _part(stage, tensors), mine)
     return plain

@@ -19,7 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 from threading import Semaphore
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from pipeback.checkpoint import folders
 from pipeback.checkpoint.pipeline_state import Share, StageShare, merge
 from pipeback.errors import CheckpointError, RankError
 from pipeback.streaming import sealed_file
+from pipeback.tensors import copies
 from pipeback.tensors.layout import Layout, form_of
 
 __all__ = ["CheckpointError", "latest", "load", "read", "save"]
@@ -45,11 +46,13 @@ T = TypeVar("T")
 def save(pipe: Any, folder: str | Path, *, keep: int = 2, facts: Any = None) -> Path:
     """Write FOLDER/step-… and return its path once it is whole. Every rank calls this, on one file system.
 
-    What is in flight is saved too, and stays in flight.
-    keep   whole checkpoints that remain in the folder, the new one included; older ones go after it is whole
-    facts  the caller's own JSON values (rank 0's), which `load` gives back
+    Micro-batches in flight are saved too, and stay in flight.
 
-    Raises CheckpointError on every rank when any fails; the checkpoints before stay, and training can go on.
+    keep   how many whole checkpoints remain in the folder, the new one included; older ones are removed after it is
+           whole
+    facts  any JSON values of the caller (rank 0's count); `load` returns them
+
+    Raises CheckpointError on every rank if any rank fails. Earlier checkpoints stay, and training can go on.
     """
     _safetensors()
     if keep < 1:
@@ -83,11 +86,12 @@ def save(pipe: Any, folder: str | Path, *, keep: int = 2, facts: Any = None) -> 
 
 
 def load(pipe: Any, path: str | Path) -> Any:
-    """Take up a checkpoint, or the newest whole one of a folder; returns its facts. Every rank calls this.
+    """Load a checkpoint, or the newest whole one of a folder, into `pipe`; returns its facts. Every rank calls this.
 
-    A rank reads the stages that it will hold. Contents are checked before anything changes; damaged checkpoints of a
-    folder are passed over with a warning.
-    Raises CheckpointError when the one named is damaged or the folder has none; ValueError when it does not fit `pipe`.
+    Each rank reads the stages that it will hold. Contents are checked before anything changes. In a folder, damaged
+    checkpoints are skipped with a warning.
+    Raises CheckpointError if `path` is a damaged checkpoint or a folder without a whole one; ValueError if the
+    checkpoint does not fit `pipe`.
     """
     _safetensors()
     crew, path = _Crew(pipe, "checkpoint.load()"), Path(path)
@@ -106,14 +110,14 @@ def load(pipe: Any, path: str | Path) -> Any:
 
 
 def latest(folder: str | Path) -> Path | None:
-    """The newest whole checkpoint, judged by state.json and the sizes of the files; None when there is none."""
+    """The newest whole checkpoint, judged by state.json and the sizes of the files; None if there is none."""
     return next(folders.whole(Path(folder)), None)
 
 
 def read(path: str | Path, stages: Collection[int] | None = None) -> dict[str, Any]:
-    """The state in a checkpoint, as `Pipeline.load_state_dict` takes it; tensors on the CPU, their content checked.
+    """The state in a checkpoint, for `Pipeline.load_state_dict`; tensors are on the CPU, their content checked.
 
-    stages: read the tensors of these only, the others' dictionaries are empty. Raises CheckpointError.
+    stages: read the tensors of these stages only; the dictionaries of the others are empty. Raises CheckpointError.
     """
     return _read(Path(path), lambda plain: stages)[0]
 
@@ -131,7 +135,8 @@ class _Crew:
         self._rank = getattr(self._ranks, "rank", 0)
 
     def gather(self, value: T) -> list[T]:
-        return self._ranks.gather(value, self._call)
+        values: list[T] = self._ranks.gather(value, self._call)
+        return values
 
     def together(self, what: Callable[[], T], *, only: int | None = None, patiently: bool = True) -> T:
         """This rank's result of `what()`, or None where `only` another does it; one rank's fault is raised by all.
@@ -152,7 +157,7 @@ class _Crew:
             cause, fault = error, f"rank {self._rank} ({socket.gethostname()}, process {os.getpid()}): {said}"
         if faults := [fault for fault in self.gather(fault) if fault]:
             raise CheckpointError("; ".join(faults)) from cause
-        return result
+        return cast(T, result)
 
     def _patiently(self, what: Callable[[], T]) -> T:
         with ThreadPoolExecutor(1) as pool:
@@ -173,7 +178,7 @@ def _nothing() -> Any:
 def _written(
     pipe: Any, folder: Path, taken: Collection[tuple[int, int]]
 ) -> tuple[list[tuple[str, dict[str, Any]]], Share]:
-    """Write the own stages, two at once, for one hashes while the other waits for the disk; no more are copied."""
+    """Write this rank's stages, two at once: one is hashed while the other waits for the disk."""
     files: list[Future[tuple[str, dict[str, Any]]]] = []
     room = Semaphore(2)
 
@@ -195,21 +200,34 @@ def _written(
 
 
 def _each(items: Iterable[S], what: Callable[[S], T]) -> list[T]:
-    """The results of `what(item)`; two at once, for one hashes while the other waits for the disk."""
+    """The results of `what(item)`, two at once: one is hashed while the other waits for the disk."""
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(what, items))
 
 
 def _write(folder: Path, part: StageShare) -> tuple[str, dict[str, Any]]:
     """Write the tensors of a stage to the disk; returns the file's name and what state.json says about it."""
-    name, tensors = _file(part.stage, part.replica), part.tensors
+    name, sparse = _file(part.stage, part.replica), _sparse(part.tensors)
+    tensors = {k: t for k, t in part.tensors.items() if k not in sparse} | {
+        f"{key}#{n}": piece for key in sparse for n, piece in enumerate(copies.pieces(part.tensors[key]))
+    }
     with sealed_file.naming(file := folder / name):
         forms = {key: _form(key, tensor) for key, tensor in tensors.items()}
         _safetensors().save_file(_packed(tensors), file)
         file.chmod(folder.stat().st_mode & 0o666)  # safetensors lets nobody else read it, whatever the umask
         sealed_file.sync(file)
         size, digest = file.stat().st_size, sealed_file.digest(file)
-    return name, {"size": size, "sha256": digest, "stage": part.stage, "replica": part.replica, "tensors": forms}
+    held = {"tensors": forms, **({"sparse": sparse} if sparse else {})}
+    return name, {"size": size, "sha256": digest, "stage": part.stage, "replica": part.replica, **held}
+
+
+def _sparse(tensors: Tensors) -> dict[str, list[Any]]:
+    """Layout, shape and whether it is coalesced, of every sparse tensor, whose indices and values are stored."""
+    return {
+        key: [str(t.layout).removeprefix("torch."), list(t.shape), t.layout is torch.sparse_coo and t.is_coalesced()]
+        for key, t in tensors.items()
+        if len(copies.pieces(t)) > 1
+    }
 
 
 class _Stages(Sequence[Tensors]):
@@ -271,6 +289,10 @@ def _tensors(file: Path, facts: dict[str, Any]) -> Tensors:
                 tensors[prefix + name] = tensor = form.empty(torch.device("cpu"))
                 once, values = _once(tensor), stored.get_tensor(name)
                 once.copy_(values if form.dtype in NATIVE else values.clone().view(form.dtype).view(once.shape))
+        for name, (layout, shape, coalesced) in facts.get("sparse", {}).items():
+            keys = [key for key in tensors if key.rpartition("#")[0] == prefix + name]
+            pieces = [tensors.pop(key) for key in sorted(keys)]
+            tensors[prefix + name] = copies.made_of(getattr(torch, layout), shape, coalesced, pieces)
         return tensors
 
 
@@ -280,7 +302,7 @@ def _file(stage: int, replica: int) -> str:
 
 def _form(name: str, tensor: Tensor) -> list[Any]:
     if tensor.layout is not torch.strided:
-        raise TypeError(f"{name} is a {tensor.layout} tensor, which checkpoints do not hold; use dense gradients")
+        raise TypeError(f"{name} is a {tensor.layout} tensor, which checkpoints do not hold; use dense tensors")
     form = form_of(tensor)
     return [str(form.dtype).removeprefix("torch."), list(form.shape), list(form.stride), form.shift]
 

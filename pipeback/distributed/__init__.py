@@ -2,3 +2,9 @@
 
 Floor 6. It may import streaming and all rooms below.
 """
+
+from pipeback.distributed.held_stages import HeldStages
+from pipeback.distributed.rank_runner import RankRunner
+from pipeback.distributed.ranks import Ranks, SingleProcess
+
+__all__ = ["HeldStages", "RankRunner", "Ranks", "SingleProcess"]

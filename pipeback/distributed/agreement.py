@@ -1,4 +1,4 @@
-"""Agreement: ranks of one pipeline have one model, one method and one set of options; the first one's values count."""
+"""Agreement: the ranks of a pipeline must have the same model, method and options; the first rank's values are used."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ CALL = "Pipeline(...)"
 
 
 def agree(ranks: Ranks, stages: Sequence[Stage], **options: Any) -> None:
-    """Give every rank the first one's seed, weights and buffers, where they differ.
+    """Give every rank the first rank's seed, weights and buffers, where they differ.
 
-    Raises ValueError, on every rank, where model, optimizer, versions or one of the options differ.
+    Raises ValueError on every rank if the model, optimizers, versions or one of the options differ.
     """
     ranks.agree(
         {
@@ -35,12 +35,14 @@ def agree(ranks: Ranks, stages: Sequence[Stage], **options: Any) -> None:
     )
     seed = ranks.gather(torch.initial_seed(), CALL)[0]
     for stage in stages:
-        stage.seed = seed
+        stage.random.sow(seed)
     values = [[*stage.module.parameters(), *stage.module.buffers()] for stage in stages]
     mine = [None if any(t.is_meta for t in some) else checksum(some) for some in values]
     every = ranks.gather(mine, CALL)
     for s, some in enumerate(values):
         if any(theirs[s] != every[0][s] for theirs in every):
             if any(theirs[s] is None for theirs in every):
-                raise ValueError(f"{stages[s].label} is on the meta device on some ranks; build it alike")
+                raise ValueError(
+                    f"{stages[s].label} is on the meta device on some ranks; build it there on all of them, or on none"
+                )
             ranks.share(some)

@@ -1,11 +1,11 @@
-"""Clocks: those of several processes, brought onto the clock of the first rank.
+"""Clocks: bring the clocks of several processes onto the clock of the first rank.
 
-Every other rank asks the first one for its time, several times, and keeps the answer that came back soonest: the first
-rank's clock was read somewhere between question and answer (Cristian's method). With the times on the own clock
+Every other rank asks the first one for its time several times and keeps the answer that came back soonest: the first
+rank read its clock somewhere between question and answer (Cristian's method). In times of the asking rank's clock:
 
     question t₀ ──────► read T ──────► answer t₁        the first rank's clock is T − (t₀ + t₁)/2 ahead, ± (t₁ − t₀)/2
 
-Two such readings, before and after what is measured, also tell how much faster one clock runs.
+Two such readings, one before and one after a measurement, also give the ratio of the clocks' speeds.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Reading(NamedTuple):
 
 
 def read(ranks: Ranks | SingleProcess) -> Reading:
-    """Compare the clocks of all ranks; every rank calls it. A rank that does not come is a RankError, as ever."""
+    """Compare the clocks of all ranks; every rank calls it. Raises RankError for a rank that does not come."""
     here = time.perf_counter()
     if not isinstance(ranks, Ranks):
         return Reading(here)
@@ -68,13 +68,13 @@ def _answer(rank: int, group: dist.ProcessGroup) -> None:
 
 
 class Between(NamedTuple):
-    """What happened between two readings, on the first rank's clock; the clocks drift apart evenly."""
+    """Converts times between two readings to the first rank's clock; the clocks drift apart evenly."""
 
     before: Reading
     after: Reading
 
     def __call__(self, moment: float) -> float:
-        """A moment of the own clock, on the first rank's."""
+        """A time of this process's clock, on the first rank's clock."""
         (then, ahead, _), (now, later, _) = self
         share = (moment - then) / (now - then) if now > then else 0.0
         return moment + ahead + (later - ahead) * share
@@ -85,7 +85,7 @@ class Between(NamedTuple):
 
 
 def tracks(ranks: Ranks | SingleProcess, loops: Sequence[Loop], owner: Sequence[int], before: Reading) -> list[Track]:
-    """What all workers have measured since `before`, on the first rank's clock; every rank calls it.
+    """The operations that all workers have run since `before`, on the first rank's clock; every rank calls it.
 
     loops: those of this process. owner: the worker of each stage.
     """

@@ -1,4 +1,4 @@
-"""Connect: which transport joins which ranks. Shared memory between CPU stages of one host, else torch.distributed."""
+"""Connect: choose the transport between ranks: shared memory for CPU stages of one host, else torch.distributed."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ Ends = tuple[int, int, str]  # sender, receiver and kind: F downstream, B upstre
 def connect(
     ranks: Ranks, owner: list[int], bound: int, closed: threading.Event, transport: str, devices: set[str]
 ) -> tuple[WireLink, list[Wire]]:
-    """The link of this rank to its neighbours, and the wires of losses and outputs. Every rank calls it.
+    """The link of this rank to its neighbours, and the wires for losses and outputs. Every rank calls it.
 
-    bound: messages that may be unreceived. devices: kinds of device that the own stages are on.
+    bound: how many messages may wait to be received. devices: the kinds of device that this rank's stages are on.
     """
     line, me = ranks.line, ranks.index
 
@@ -45,7 +45,10 @@ def connect(
     missing = sorted(set(ends) - set().union(*ranks.gather(set(wires), "push()")))
     if missing and transport == "shared_memory":
         a, b, _ = missing[0]
-        raise ValueError(f"link: ranks {a} and {b} do not share memory (other hosts, or accelerators); use link='auto'")
+        raise ValueError(
+            f"link: ranks {a} and {b} do not share memory (other hosts, or accelerators); use "
+            "workers=pipeback.Processes(link='auto')"
+        )
     if missing:
         everywhere = set().union(*ranks.gather(devices, "push()"))
         direct = transport == "nccl" or (transport == "auto" and everywhere == {"cuda"} and dist.is_nccl_available())
@@ -64,7 +67,7 @@ def connect(
 def _shared(
     ranks: Ranks, ends: list[Ends], bound: int, pulse: Callable[[], None], transport: str, devices: set[str]
 ) -> dict[Ends, Wire]:
-    """Wires over shared memory, of the own ends that can have them."""
+    """Wires over shared memory, for those ends of this rank that can have them."""
     wires: dict[Ends, Wire] = {}
     able = transport in ("auto", "shared_memory") and devices == {"cpu"} and bool(ranks.facts[ranks.rank].place)
     offers: dict[Ends, Any] = {}
@@ -85,7 +88,7 @@ def _shared(
 
 
 def _grouped(ranks: Ranks, ends: list[Ends], bound: int, pulse: Callable[[], None], direct: bool) -> dict[Ends, Wire]:
-    """Wires over process groups, one a direction: NCCL has no tags."""
+    """Wires over process groups, one per direction: NCCL has no tags."""
     wires: dict[Ends, Wire] = {}
     for kind in "FBL":
         # whoever listens for losses may do so for days
@@ -101,7 +104,7 @@ def _grouped(ranks: Ranks, ends: list[Ends], bound: int, pulse: Callable[[], Non
 
 
 def _mark(mb: int, x: Message, target: Message) -> int:
-    """Tells micro-batches apart; content that lies on an accelerator is looked at now and then, for that waits."""
+    """A number that tells micro-batches apart. On an accelerator, content is only read now and then: that waits."""
     parts = [*(x if isinstance(x, tuple) else (x,)), *(target if isinstance(target, tuple) else (target,))]
     seldom = mb >= 16 and mb % 64
     return checksum([p.shape if isinstance(p, Tensor) and seldom and p.device.type != "cpu" else p for p in parts])

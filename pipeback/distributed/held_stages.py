@@ -1,4 +1,4 @@
-"""Held stages: which stages this process has, and how their weights come and go."""
+"""Held stages: which stages this process has, and how it gets and gives up their weights."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from pipeback.distributed.ranks import Ranks, SingleProcess
 from pipeback.methods.base import Method
 from pipeback.sparsities.base import Sparsity
 from pipeback.splitting.partition import balance
-from pipeback.stages.afresh import Afresh
 from pipeback.stages.contiguous import lay_contiguously
+from pipeback.stages.recomputed_functions import Afresh
 from pipeback.stages.stage import Stage
 from pipeback.streaming.shards import ReplicaGroup
 from pipeback.streaming.sparse_weights import SparseWeights, choose
@@ -26,10 +26,10 @@ from pipeback.tensors import meta
 
 
 class HeldStages:
-    """The stages of a pipeline, of every replica in this process: here, or on the meta device.
+    """The stages of a pipeline, for every replica in this process; stages of other processes are on the meta device.
 
-    init: gives a module from the meta device its values, None: its layers do. device: where such a stage goes. shards:
-    every replica's store keeps a slice of each stage.
+    init: gives a module from the meta device its values; None: its layers do. device: where such a stage is put.
+    shards: every replica's store keeps a slice of each stage.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class HeldStages:
         return balance(self.seconds, self.workers)
 
     def would_hold(self, seconds: list[float]) -> list[int] | None:
-        """The stages that this process is to hold, once so many seconds have been measured; None: all."""
+        """The stages that this process will hold if so many seconds are measured per stage; None: all."""
         if not self.ranks.several or len(seconds) != len(self.stages):
             return None
         return [s for s, worker in enumerate(balance(seconds, self.workers)) if worker == self.ranks.index]
@@ -71,12 +71,12 @@ class HeldStages:
         return [stage for stages in self.everywhere for stage in stages]
 
     def hide(self) -> None:
-        """Gradients that were shown to who computes the loss outside are there no more."""
+        """Remove the gradients that were shown to the caller who computes the loss outside."""
         for stage in self.mine:
             stage.gradients.hide()
 
     def initialise(self, stage: Stage) -> None:
-        """Values for a stage from the meta device; of a further replica in this process those of the first."""
+        """Give a stage from the meta device its values; further replicas in this process get those of the first."""
         first = self.stages[stage.index]
         if stage is not first and not self.ranks.several:
             with self.present(first), torch.no_grad():
@@ -84,7 +84,7 @@ class HeldStages:
             stage.take_up(self.method, partial(_filled, values=values, device=self.device))
             return
         # not the stream that the stage's random layers will draw from
-        seed = (stage.seed * 1_000_003 + stage.index + 0x5EED) % 2**63
+        seed = (stage.random.seed * 1_000_003 + stage.index + 0x5EED) % 2**63
         init = self.init
         if isinstance(init, (str, Path)):
             init = partial(weights.fill, path=Path(init), names=stage.names, label=stage.label)
@@ -92,14 +92,14 @@ class HeldStages:
 
     @contextmanager
     def present(self, stage: Stage) -> Iterator[None]:
-        """The time in which a stage that nobody holds yet has its weights."""
-        if stage.slot is not None and self.store is not None and not stage.slot.flat.here:
-            stage.slot.arrive()
+        """A context in which a stage that no process holds yet has its weights."""
+        if stage.home.slot is not None and self.store is not None and not stage.home.slot.flat.here:
+            stage.home.slot.arrive()
             try:
-                self.store.read(stage, stage.slot)
+                self.store.read(stage, stage.home.slot)
                 yield
             finally:
-                stage.slot.leave()
+                stage.home.slot.leave()
             return
         if stage.here:
             yield
@@ -111,14 +111,14 @@ class HeldStages:
             stage.let_go()
 
     def opened(self, stage: Stage, *, changes: bool = False) -> AbstractContextManager[None]:
-        """The time in which all that is kept of a stage is in memory; afterwards the store keeps `changes`."""
-        if self.store is None or stage.slot is None:
+        """A context in which all that is kept of a stage is in memory; afterwards the store keeps `changes`."""
+        if self.store is None or stage.home.slot is None:
             return nullcontext()
         return self.store.opened(stage, changes=changes, whole=True)
 
     @contextmanager
     def saving(self, stage: Stage, *, opened: bool = True) -> Iterator[None]:
-        """The time in which what is in flight can be saved: it may be a function of the weights, made of these."""
+        """A context in which a stage's micro-batches in flight can be saved: they may hold functions of its weights."""
         with ExitStack() as stack:
             if isinstance(stage.call, Afresh) and stage.flights:
                 stack.enter_context(self.present(stage))
@@ -132,7 +132,7 @@ class HeldStages:
             return {name: value.detach().to("cpu", copy=True) for name, value in stage.module.state_dict().items()}
 
     def whole(self, model: nn.Module) -> nn.Module:
-        """A copy of the user's model with the newest weights of all stages; every rank asks for it."""
+        """A copy of the user's model with the newest weights of all stages; every rank calls this."""
         # buffers (batch statistics) differ between replicas: the first one's count
         own = {s.index: self.values(s) for s in self.mine if self.shards or not s.replica}
         parts = self.ranks.gather({} if self.ranks.replica else own, "model")
@@ -147,19 +147,19 @@ class HeldStages:
 
     @contextmanager
     def shown(self, *, changes: bool = False) -> Iterator[None]:
-        """The time in which the parameters of stages in a store show what is there; nothing is on the device."""
+        """A context in which parameters of stages in a store show their values there; nothing is on the device."""
         with ExitStack() as stack:
             for stage in self.mine:
-                if stage.slot is not None and stage.home is not None:
+                if stage.home.slot is not None and stage.home.flat is not None:
                     stack.enter_context(self.opened(stage, changes=changes))
-                    dense = stage.home.views if stage.sparse is None else stage.sparse.dense(stage)
-                    stack.enter_context(stage.slot.showing(dense))
-                    if changes and stage.sparse is not None:
-                        stack.callback(stage.sparse.gather_into, stage, dense)
+                    dense = stage.home.flat.views if stage.home.sparse is None else stage.home.sparse.dense(stage)
+                    stack.enter_context(stage.home.slot.showing(dense))
+                    if changes and stage.home.sparse is not None:
+                        stack.callback(stage.home.sparse.gather_into, stage, dense)
             yield
 
     def lay(self) -> None:
-        """Have small weights of each worker lie in a strip. Graphs in flight would still refer to where they were."""
+        """Lay the small weights of each worker into one strip. Graphs in flight would still refer to the old places."""
         if self.store is not None:
             return
         owner = self.balance()
@@ -169,7 +169,7 @@ class HeldStages:
                 lay_contiguously([stage for stage in mine if stage.stack is None and not stage.flights])
 
     def share_out(self, *, values: bool) -> None:
-        """Over processes: keep the own stages only. values: those of a meta model that come anew get theirs."""
+        """Over processes: keep this rank's stages only. values: whether new ones of a meta model get their values."""
         if not self.ranks.several:
             return
         self.owner = self.balance()
@@ -185,33 +185,33 @@ class HeldStages:
         self.take_up()
 
     def column(self) -> ReplicaGroup | None:
-        """The ranks over whose stores the own stages are split."""
+        """The ranks over whose stores this rank's stages are split."""
         if not self.shards or not isinstance(self.ranks, Ranks):
             return None
         return self.ranks.column(self.mine[0].device or torch.device(self.device))
 
     def take_up(self) -> None:
-        """Stages that are to be here for good get their values, and the store, if there is one, takes them in.
+        """Give the stages that this process keeps their values, and put them into the store, if there is one.
 
-        One after the other: a model from the meta device that lives in a store is never in memory as a whole.
+        Stage by stage, so that a model from the meta device that lives in a store is never in memory as a whole.
         """
         sparse: list[list[SparseWeights | None]] = []
         if self.store is not None and self.sparsity is not None:
             sparse = [choose(self.sparsity, stages, self.skip_zeros) for stages in self.everywhere]
         column = self.column()
         for stage in self.mine:
-            if stage.shard is not None:
-                stage.shard.column = column
+            if stage.home.share is not None:
+                stage.home.share.column = column
             if not stage.here:
                 self.initialise(stage)
-            if self.store is not None and stage.slot is None:
+            if self.store is not None and stage.home.slot is None:
                 device = self.compute or stage.device or torch.device(self.device)
                 which = sparse[stage.replica][stage.index] if sparse else None
                 self.store.hold(stage, self.method, device, which)
 
 
 def _filled(module: nn.Module, values: Iterable[Tensor], device: torch.device | str) -> None:
-    """Give a module from the meta device these values of its weights and buffers."""
+    """Give a module from the meta device these values for its weights and buffers."""
     meta.take_up(module, device)
     with torch.no_grad():
         for tensor, value in zip((*module.parameters(), *module.buffers()), values, strict=True):

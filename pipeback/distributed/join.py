@@ -1,4 +1,4 @@
-"""Join: how the processes of torch.distributed come together, and which of them makes up which pipeline."""
+"""Join: how the processes of torch.distributed come together, and which of them form which pipeline."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pipeback.tensors import accelerators
 
 
 def wanted(mesh: DeviceMesh | None) -> bool:
-    """Whether a pipeline is to run over processes: a group of several ranks is there, or torchrun has started some."""
+    """Whether the pipeline should run over processes: a group of several ranks exists, or torchrun started some."""
     if mesh is not None:
         return mesh.size() > 1
     if dist.is_available() and not dist.is_initialized() and dist.is_torchelastic_launched():
@@ -25,10 +25,10 @@ def wanted(mesh: DeviceMesh | None) -> bool:
 
 
 def join(timeout: float = 30.0) -> None:
-    """Initialise torch.distributed as torchrun's environment says, or that of `srun`, if nobody has yet.
+    """Initialise torch.distributed from the environment of torchrun or `srun`, unless this was done already.
 
-    Under torchrun `Pipeline` does it by itself. timeout: seconds. Raises RuntimeError saying where the master was
-    looked for, when it does not answer.
+    Under torchrun `Pipeline` calls this by itself. timeout: seconds. Raises RuntimeError that names the address of the
+    master, if that does not answer.
     """
     if dist.is_initialized():
         return
@@ -54,7 +54,7 @@ def join(timeout: float = 30.0) -> None:
 
 
 def _slurm(environment: Mapping[str, str]) -> dict[str, str]:
-    """What torch.distributed reads, from what `srun` has set: rank 0 is on the first host of the job's list."""
+    """The variables that torch.distributed reads, from those that `srun` sets: rank 0 is on the job's first host."""
     first = re.sub(r"\[(\w+)[^\]]*\]", r"\1", environment.get("SLURM_STEP_NODELIST", "127.0.0.1"), count=1)
     return {
         "RANK": environment["SLURM_PROCID"],
@@ -66,7 +66,7 @@ def _slurm(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def default_device() -> torch.device:
-    """Where a stage goes that nobody has placed: this rank's accelerator if the ranks have such, else the CPU."""
+    """The device for a stage from the meta device: this rank's accelerator if the ranks have some, else the CPU."""
     if dist.is_available() and dist.is_initialized() and "nccl" in str(dist.get_backend_config()):
         return accelerators.mine()
     return torch.device("cpu")
@@ -74,8 +74,15 @@ def default_device() -> torch.device:
 
 def layout(mesh: DeviceMesh | None, replicas: int | None) -> list[list[int]]:
     """Global ranks by replica and worker."""
+    if not isinstance(mesh, DeviceMesh | None):
+        raise TypeError(
+            f"mesh must be None or a DeviceMesh, but is {type(mesh).__name__}; for example "
+            'mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (2, 2))'
+        )
     if mesh is None:
         replicas = 1 if replicas is None else replicas
+        if isinstance(replicas, bool) or not isinstance(replicas, int):
+            raise TypeError(f"replicas must be a whole number of at least 1 or None, but is {replicas!r}")
         world = dist.get_world_size()
         if replicas < 1 or world % replicas:
             raise ValueError(f"replicas={replicas} does not divide the {world} ranks; start a multiple of it")

@@ -1,6 +1,6 @@
-"""Rank runner: the runtime of one rank. Its loop runs in a thread, its neighbours are other processes.
+"""Rank runner: the runtime of one rank. Its loop runs in a thread, and its neighbours are other processes.
 
-Losses and the outputs of evaluations go from the last rank to every other, where a second thread receives them.
+Losses and the outputs of evaluations go from the last rank to every other one, where a second thread receives them.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from pipeback.runtime.lazy_loss import LazyLoss
 from pipeback.runtime.link import Closed, Name, Wire
 from pipeback.runtime.loop import Batch, Loop
 from pipeback.runtime.runners import Command, Read, Threads, deliver, mean
+from pipeback.stages.flight import Value
 from pipeback.stages.joint_optimizer import Options
-from pipeback.stages.stage import Stage, Value
+from pipeback.stages.stage import Stage
 
 # Losses that nobody waits for may gather: to send them one by one, and to be woken by each, costs the loops more than
 # the losses do.
@@ -33,9 +34,9 @@ NAP = 0.05  # seconds until another rank looks again
 
 
 class RankRunner:
-    """The part of a pipeline that this rank runs.
+    """This rank's part of a pipeline.
 
-    results: wires that carry losses and outputs, on the last rank to every other one, on the others from the last.
+    results: the wires for losses and outputs; on the last rank to every other one, on the others from the last one.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class RankRunner:
         self.tell(lambda loop: loop.backward(gradients))
 
     def step(self, flush: bool) -> None:
-        """Do what is due, and with it end a flush; returns at once."""
+        """Do the updates that are due, and end a flush with them; returns at once."""
         self.tell(Loop.drain if flush else Loop.settle)
 
     def wait(self) -> None:
@@ -104,7 +105,7 @@ class RankRunner:
         self.wait()
 
     def relay(self, x: Value, do: Callable[[Sequence[Stage], Value], Value], *, back: bool) -> Value:
-        """Hand a value through the stages of all ranks, each doing its part; `back`: every rank gets what comes out."""
+        """Hand a value through the stages of all ranks, each doing its part; `back`: every rank gets the result."""
         number, self.relays = self.relays, self.relays + 1
         result: Future[Value] = Future()
         self.outputs[number] = result
@@ -140,12 +141,13 @@ class RankRunner:
         return [*link.out.values(), *link.into.values()]
 
     def tell(self, command: Command) -> None:
-        """Have the loop's thread do it; what fails there ends all ranks."""
+        """Have the loop's thread do it; an error there ends all ranks."""
 
         def told(loop: Loop) -> None:
             failure: BaseException
             try:
-                return command(loop)
+                command(loop)
+                return
             except Closed:
                 raise
             except BaseException as error:
@@ -184,7 +186,7 @@ class RankRunner:
                     self.wanted.wait(NAP)
 
     def _result(self, future: Future[Any], what: str) -> Any:
-        """What the last rank sends; raises what has ended the pipeline meanwhile."""
+        """The value that the last rank sends; raises the error that has ended the pipeline meanwhile."""
         if future.done():
             return future.result()
         with self.ranks.health.waiting(self.judge, what):

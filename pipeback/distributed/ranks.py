@@ -1,7 +1,7 @@
-"""Ranks: the processes of a pipeline, its replicas included; how they find each other and what they agree on.
+"""Ranks: the processes of a pipeline, its replicas included; how they find each other and agree.
 
-The processes are torch.distributed's, started by torchrun, SLURM or Lightning. Every rank runs the same script; rank r
-of a pipeline is its worker r: the first ranks hold the first stages, the last one has the loss.
+The processes are those of torch.distributed. Torchrun, SLURM or Lightning starts them, and every rank runs the same
+script. Rank r of a pipeline is its worker r: the first ranks hold the first stages, and the last one computes the loss.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from pipeback.distributed.health.health import Health
 from pipeback.distributed.health.heartbeat import RankIdentity, host_store, join_store, my_facts, one_host
+from pipeback.distributed.join import join, layout, wanted
 from pipeback.distributed.transport.process_group import Broken
 from pipeback.errors import RankError, StageError
 from pipeback.runtime.link import OtherBatch
@@ -33,11 +35,12 @@ from pipeback.tensors import accelerators
 _built: list[Any] = [lambda: None, 0]
 
 PATIENT = 7 * 24 * 3600.0  # seconds of a group whose waits the health of the ranks ends
+REFUSED = "refused"  # on the board: which rank does not come, and why
 SLOW = 15.0  # seconds more for first connections: the store asks for the caller's name, and a name service may be slow
 
 
 class SingleProcess:
-    """One process: everybody is here."""
+    """The ranks of a pipeline in one process, with the same calls as `Ranks`."""
 
     several = False
     index, count, replica, replicas = 0, 1, 0, 1
@@ -59,13 +62,14 @@ class SingleProcess:
 class Ranks:
     """The ranks of one pipeline.
 
-    table    global ranks by replica and worker; the own rank is among them
-    timeout  seconds after which a rank that does not answer is given up, and every other one raises a `RankError`
+    table    global ranks by replica and worker; this rank is among them
+    timeout  seconds after which a rank that does not answer is given up; every other rank then raises a `RankError`
     """
 
     several = True
 
-    def __init__(self, table: list[list[int]], timeout: float) -> None:
+    def __init__(self, table: list[list[int]], timeout: float, board: dist.Store | None = None) -> None:
+        """board: see `_board`, where it was asked for already."""
         self.timeout = timeout
         self.rank = dist.get_rank()
         self.everyone = [rank for row in table for rank in row]
@@ -74,14 +78,14 @@ class Ranks:
         self.count, self.replicas = len(self.line), len(table)
         self.place = self.replica * self.count + self.index
         self.others = [rank for rank in self.everyone if rank != self.rank]
-        store, self.facts = self._meet(_board())
+        store, self.facts = self._meet(board or _board())
         self.health = Health(store, self.rank, self.everyone, self.facts, timeout)
         self.control = self.group(self.everyone, "gloo")
         self._sums: RankReplicas | None = None
         self._column: ReplicaGroup | None = None
 
     def _meet(self, board: dist.Store) -> tuple[dist.Store, dict[int, RankIdentity]]:
-        """The pipeline's store and the facts of all ranks; raises RuntimeError naming those that have not come."""
+        """The pipeline's store and the facts of all ranks; raises RuntimeError naming ranks that have not come."""
         first = self.everyone[0]
         facts = {
             rank: RankIdentity(*json.loads(text))
@@ -97,21 +101,29 @@ class Ranks:
         return store, facts
 
     def _all(self, board: dist.Store, what: str, mine: str, seconds: float) -> dict[int, bytes]:
-        """What every rank has written on the board; raises RuntimeError naming those that have not."""
+        """What every rank has written on the board. Raises RuntimeError naming ranks that have not, and RankError at
+        once if a rank writes that it will not come.
+        """
         board.set(f"{what} {self.rank}", mine)
-        names = {rank: f"{what} {rank}" for rank in self.everyone}
+        names, deadline = {rank: f"{what} {rank}" for rank in self.everyone}, time.monotonic() + seconds
         with suppress(RuntimeError):
-            board.wait(list(names.values()), timedelta(seconds=seconds))
+            while not board.check(list(names.values())) and time.monotonic() < deadline:
+                if board.check([REFUSED]):
+                    break
+                time.sleep(0.01)
         missing = [rank for rank, name in names.items() if not board.check([name])]
+        if missing and board.check([REFUSED]):
+            refused, why = json.loads(board.get(REFUSED))
+            raise RankError(f"rank {refused} does not come to build the pipeline: {why}", refused)
         if missing:
             raise RuntimeError(
                 f"{_ranks(missing)} did not come to build the pipeline within {seconds:g} s; every rank must call "
-                "Pipeline(...), as often as the others (timeout= is the time they have)"
+                "Pipeline(...), as often as the others (workers=pipeback.Processes(timeout=...) is the time they have)"
             )
         return {rank: board.get(name) for rank, name in names.items()}
 
     def group(self, ranks: Sequence[int], backend: str, seconds: float | None = None) -> dist.ProcessGroup:
-        """A process group of these ranks, all of which call this. seconds: what its operations may last."""
+        """A process group of these ranks, all of which call this. seconds: the time limit of its operations."""
         with self.health.calling("Pipeline(...)"), self.health.waiting(self.others, "a process group"):
             try:
                 made = dist.new_group(
@@ -134,7 +146,7 @@ class Ranks:
         return self._sums
 
     def column(self, device: torch.device) -> ReplicaGroup:
-        """The replicas, which hold the same stages, each a slice of them in its store; they compute on this device."""
+        """The replicas of these stages, each with a slice of them in its store; they compute on this device."""
         if self._column is None:
             ranks = [row[self.index] for row in self.table]
             nccl = accelerators.direct(device) and "nccl" in str(dist.get_backend_config())
@@ -157,7 +169,7 @@ class Ranks:
                 raise self.lost(column, what) from error
 
     def _polled(self, work: dist.Work | None) -> None:
-        """Wait as long as nothing is at fault: who writes a checkpoint may need long from stage to stage."""
+        """Wait as long as no rank is at fault: writing a checkpoint may take long from stage to stage."""
         column, pause = [row[self.index] for row in self.table], 1e-5
         with self.health.waiting(column, "the replicas' state"):
             assert work is not None
@@ -171,7 +183,7 @@ class Ranks:
                 raise self.lost(column, "the replicas' state") from error
 
     def leave(self) -> None:
-        """This rank has done its part."""
+        """This rank has finished its part."""
         self.health.leave()
 
     def lost(self, on: Sequence[int], what: str) -> BaseException:
@@ -186,14 +198,14 @@ class Ranks:
             self.health.fail(self.rank, str(error) if known else f"{type(error).__name__}: {error}")
 
     def told(self, error: BaseException) -> BaseException:
-        """What this rank raises for an error in its loop, after the others have been told."""
+        """The error that this rank raises for an error in its loop, after it has told the others."""
         if isinstance(error, Broken):
             return self.health.blame(error.peer, "its messages", 0.0)
         self.failed(error)
         return error
 
     def gather(self, value: Any, what: str) -> list[Any]:
-        """What every rank gives, by replica and worker. Every rank calls it; what: the public call that this is."""
+        """The values of all ranks, by replica and worker. Every rank calls it; what: the public call around it."""
         found: list[Any] = [None] * len(self.everyone)
         self.health.check()
         with self.health.calling(what), self.health.waiting(self.others, what):
@@ -205,7 +217,7 @@ class Ranks:
         return [by_rank[rank] for rank in self.everyone]
 
     def agree(self, facts: dict[str, Any]) -> None:
-        """Raise ValueError, on every rank, where a rank has other facts than the first: option, model or version."""
+        """Raise ValueError on every rank if a rank has other facts (options, model, versions) than the first one."""
         with self.health.calling("Pipeline(...)"), self.health.waiting(self.others, "Pipeline(...)"):
             self.health.meet("built")
         every = self.gather(facts, "Pipeline(...)")
@@ -218,7 +230,7 @@ class Ranks:
                     )
 
     def share(self, tensors: Sequence[Tensor]) -> None:
-        """Give every rank the first one's values."""
+        """Give every rank the first rank's values."""
         for tensor in tensors:
             with self.health.calling("Pipeline(...)"), self.health.waiting(self.others, "the first rank's weights"):
                 value = tensor.detach().cpu().contiguous()
@@ -228,6 +240,32 @@ class Ranks:
                     raise self.lost(self.others, "the first rank's weights") from error
             with torch.no_grad():
                 tensor.copy_(value)
+
+
+def meet(mesh: DeviceMesh | None, replicas: int | None, timeout: float) -> Ranks | SingleProcess:
+    """The ranks of the pipeline that this process builds, once all of them have come to build it.
+
+    If one of the arguments is wrong, this raises the error, and tells the other ranks, which would otherwise wait.
+    """
+    if isinstance(mesh, DeviceMesh | None) and not wanted(mesh):
+        return SingleProcess()
+    known = isinstance(timeout, (int, float)) and not isinstance(timeout, bool) and timeout > 0
+    join(timeout if known else 30.0)
+    board = _board()
+    try:
+        if not known:
+            raise ValueError(f"timeout must be above 0, but is {timeout!r}; it is the seconds that ranks have")
+        table = layout(mesh, replicas)
+        if dist.get_rank() not in [rank for row in table for rank in row]:
+            raise ValueError(
+                f"mesh {table} lacks rank {dist.get_rank()}, which builds a pipeline over it; give each rank the mesh "
+                "that it is in"
+            )
+    except Exception as error:
+        with suppress(RuntimeError):
+            board.set(REFUSED, json.dumps((dist.get_rank(), str(error))))
+        raise
+    return Ranks(table, timeout, board)
 
 
 def _board() -> dist.Store:

@@ -1,10 +1,10 @@
-"""Schedules to look at: a text grid, a picture, and a trace of a real run for Perfetto or chrome://tracing.
+"""Schedules as pictures: a text grid, a figure, and a trace of a real run for Perfetto or chrome://tracing.
 
     print(grid(flowing(2), stages=4, micro_batches=8))
     picture(timeline(flowing(2), 4, 8)).figure.savefig("pb.svg")
     pipe.record(); ...; trace(pipe, "run.json"); print(summary(measured(pipe)))
 
-matplotlib is needed for pictures alone.
+Only figures need matplotlib.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ __all__ = ["beside", "compare", "grid", "measured", "picture", "summary", "trace
 
 
 def grid(schedule: Schedule, stages: int, micro_batches: int, width: int | None = None) -> str:
-    """One line a stage, one column a unit of time; `.` is idle. F and B take one unit, updates none.
+    """One line per stage, one column per unit of time; `.` is idle. A forward F and a backward B take one unit
+    each, and updates take none.
 
-    width: columns shown, the rest is cut and marked; None shows all.
+    width: the number of columns shown; the rest is cut off and marked. None shows all.
 
     >>> from pipeback.schedules.programs import fill_drain
     >>> print(grid(fill_drain(2), stages=2, micro_batches=2))
@@ -55,10 +56,10 @@ def grid(schedule: Schedule, stages: int, micro_batches: int, width: int | None 
 def picture(
     slots: Iterable[Slot], ax: Axes | None = None, *, title: str | None = None, until: Time | None = None
 ) -> Axes:
-    """Draw a timeline: a row a stage, a box an operation, with its micro-batch where it fits.
+    """Draw a timeline: one row per stage, one box per operation, with the number of its micro-batch if it fits.
 
-    slots: of `timeline` (units of time) or of `measured` (seconds). until: where the time axis ends.
-    Returns the axes; save with `picture(...).figure.savefig("name.png")` or `.svg`.
+    slots: from `timeline` (units of time) or `measured` (seconds). until: the end of the time axis.
+    Returns the axes; save them with `picture(...).figure.savefig("name.png")` or `.svg`.
     """
     import matplotlib.pyplot as plt
     from matplotlib.patches import Patch
@@ -111,7 +112,7 @@ def picture(
 
 
 class Recorded(Protocol):
-    """A pipeline that was recorded."""
+    """A pipeline that has recorded a run."""
 
     @property
     def ranks(self) -> Any: ...
@@ -134,11 +135,11 @@ def measured(pipe: Recorded) -> Recording:
 def trace(pipe: Recorded, path: str | PathLike[str], name: str | None = None) -> dict[str, Any]:
     """Write what `pipe.record()` measured as a Chrome trace, for ui.perfetto.dev or chrome://tracing.
 
-    A process a rank (or worker thread), a row a stage. Over processes every rank calls it, the clocks are brought
-    together, and the first rank writes. name: of the run; None: the method's.
-    Returns what was written. `otherData` holds the bubble: the share of the workers' time, between the first and the
-    last operation of all, in which a worker did nothing; and beside it what the schedule predicts.
-    Times are the host's: what is only queued on an accelerator counts where the host waits for it.
+    Each rank (or worker thread) is shown as a process, with one row per stage. Over processes every rank calls this;
+    the clocks are brought together, and the first rank writes. name: of the run; None: the method's name.
+    Returns what was written. `otherData` holds the bubble, which is the idle share of the workers' time between the
+    first and the last operation of all, and the bubble that the schedule predicts.
+    Times are measured on the host: work queued on an accelerator counts where the host waits for it.
     """
     recording = measured(pipe)
     recording.name = recording.name if name is None else name
@@ -149,10 +150,10 @@ def trace(pipe: Recorded, path: str | PathLike[str], name: str | None = None) ->
 
 
 def summary(recording: Recording) -> str:
-    """How much the workers idled, measured and predicted, as a table of shares in percent.
+    """A table of the workers' idle time in percent, measured and predicted.
 
-    The rows below the first one are `Recording.in_order` and `predicted` at the measured mean costs of every stage, and
-    `predicted` at unit costs. Only the columns of the first eight workers are shown.
+    The rows below the first are `Recording.in_order` and `predicted` at the measured mean costs of every stage, and
+    `predicted` at unit costs. Only the first eight workers have columns.
     """
     rows = {
         "measured": recording,
@@ -177,7 +178,7 @@ def summary(recording: Recording) -> str:
 
 
 def compare(schedules: Mapping[str, Schedule], stages: int, micro_batches: int, until: int | None = None) -> Any:
-    """A figure with one timeline a schedule, on one time axis: how the bubbles differ. Returns the figure."""
+    """A figure with one timeline per schedule, on one time axis, to compare their bubbles. Returns the figure."""
     import matplotlib.pyplot as plt
 
     runs = {name: list(timeline(schedule, stages, micro_batches, UNIT)) for name, schedule in schedules.items()}

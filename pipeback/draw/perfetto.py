@@ -1,7 +1,8 @@
 """A recording as a file that ui.perfetto.dev and chrome://tracing show, and from which it can be read again.
 
-A process a worker; in it a row that says what the worker waits for, and a row a stage. Arrows lead from an operation to
-the one on another worker that takes its output. Times are in microseconds from the first operation.
+Each worker is shown as a process. It has one row that says what the worker waits for, and one row per stage. Arrows
+lead from an operation to the one on another worker that takes its output. Times are in microseconds from the first
+operation.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _COLOURS = {"F": "rail_response", "B": "rail_idle", "U": "generic_work", "waitin
 
 
 def as_json(recording: Recording) -> dict[str, Any]:
-    """What `write` writes: Chrome's trace event format, in `otherData` the bubbles, measured and predicted."""
+    """The content of a trace file: Chrome's trace event format, with measured and predicted bubbles in `otherData`."""
     rows, shown = count(1), []
     spans: list[dict[str, Any]] = []
     at: dict[tuple[int, str, int, int], dict[str, Any]] = {}  # (replica, kind, stage, micro-batch) -> its event
@@ -73,7 +74,7 @@ def write(recording: Recording, path: str | PathLike[str]) -> dict[str, Any]:
 
 
 def read(path: str | PathLike[str]) -> Recording:
-    """The recording in a file of `write`. Raises ValueError for another file, OSError where there is none."""
+    """The recording in a file that `write` wrote. Raises ValueError for any other file, OSError if there is none."""
     try:
         with open(path, encoding="utf-8") as file:
             written = json.load(file)

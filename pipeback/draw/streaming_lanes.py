@@ -1,4 +1,4 @@
-"""Weight streaming as a picture: what came to the device, what was computed and what was updated, at the same time."""
+"""Weight streaming as a picture: fetches, computing and updates on one time axis."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ LANES = ("weights come", "device computes", "store updates")
 
 
 def lanes(recording: Recording, *, begin: float = 0.0, end: float | None = None) -> Any:
-    """A figure with three lanes a worker, numbers of stages in the boxes. begin, end: of the time axis, in seconds.
+    """A figure with three lanes per worker, with stage numbers in the boxes. begin, end: of the time axis, in seconds.
 
-    Raises ValueError when no weights were streamed.
+    Raises ValueError if no weights were streamed.
     """
     import matplotlib.pyplot as plt
     from matplotlib.patches import Patch

@@ -1,4 +1,4 @@
-"""What was measured, as a picture: a band a worker, a row a stage, and every moment marked in which a worker idles."""
+"""A measured run as a picture: one band per worker, one row per stage; idle times are marked."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ INK, BAND, IDLE = "#1f2933", "#f4f6f8", "#f2c2c4"
 
 
 def beside(recordings: Sequence[Recording]) -> Any:
-    """A figure with two panels a run on one time axis: what was measured, and the same as its schedule has it.
+    """A figure with two panels per run on one time axis: the measured run, and the run that its schedule predicts.
 
-    The second is `Recording.predicted`: the operations take the time that was measured, messages take none.
+    The prediction is `Recording.predicted`: operations take their measured time, and messages take none.
     """
     import matplotlib.pyplot as plt
 
@@ -78,7 +78,7 @@ def bands(recording: Recording, ax: Axes, *, until: Time | None = None) -> Axes:
 
 
 def _height(recording: Recording) -> float:
-    """Inches."""
+    """The height of a band in inches."""
     rows = [max(2, recording.owner.count(track.worker)) for track in recording.tracks]
     return max(0.62 * len(rows), 0.16 * sum(rows)) + 0.06 * len(rows)
 

@@ -1,4 +1,4 @@
-"""Pipelined backpropagation under Lightning.
+"""Pipelined backpropagation under Lightning. Floor 9: it may import every room, and no room imports it.
 
     import pipeback.lightning
     trainer = lightning.pytorch.Trainer(strategy="pipeback")

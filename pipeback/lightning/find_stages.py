@@ -1,8 +1,8 @@
-"""The stages of a LightningModule: which of its modules is the pipeline, and what each stage is."""
+"""Finds the stages of a LightningModule: which of its modules the pipeline trains, and what each stage is."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any, NamedTuple
@@ -10,48 +10,53 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from pipeback.pipeline.arguments import Splitting
 from pipeback.splitting.cut_points import Cuts, chosen
+from pipeback.splitting.known_forms import Arguments
 from pipeback.splitting.partition import plain
 from pipeback.splitting.split import Split, at_once, split_model
-from pipeback.splitting.traced_model import Arguments
 from pipeback.tensors.structures import opened
+
+_AUTO = Splitting()
 
 
 class TrainedModule(NamedTuple):
-    """Where the pipeline is."""
+    """The module that the pipeline trains, and how it is cut into stages."""
 
-    name: str  # in the LightningModule
-    module: nn.Module  # its forward is what the stages compute one after the other
+    name: str  # the attribute of the LightningModule
+    module: nn.Module  # the stages together compute its forward
     cuts: Cuts
     leaves: tuple[str, ...]
-    split: Split | None  # None: its forward is followed, when it is called first
+    split: Split | None  # None: its forward is traced when it is called first
+    balance: str  # what a number of stages is balanced by
 
     @property
     def followed(self) -> bool:
-        """Whether stages are cut from the module's own forward, which takes and gives whatever it likes."""
+        """Whether stages are cut from a trace of the module's forward, whose arguments and results may be any."""
         return self.split is None
 
     @property
     def stages(self) -> list[nn.Module]:
-        """Those of a sequence."""
+        """The stages of a sequence; a module that is traced has none yet."""
         return [] if self.split is None else [part.module for part in self.split.parts]
 
     def given(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """What the pipeline is given for a call of the module."""
+        """The input of the pipeline that stands for a call of the module with these arguments."""
         return Arguments(inputs, named) if self.followed else inputs[0]
 
     def cut(self, module: nn.Module, example: Any) -> Split:
-        """The stages of the module, or of a copy. example: what the pipeline is given for its first call."""
-        # by their weights: measured times would differ from rank to rank, and from one run to the one that resumes it
-        return split_model(module, self.cuts, _on_device_of(module, example), self.leaves, "memory")
+        """Cut the module, or a copy of it, into stages. example: the input of the pipeline in its first call."""
+        return split_model(module, self.cuts, _on_device_of(module, example), self.leaves, self.balance)
 
 
-def find(module: nn.Module, nominated: str, cuts: Cuts = "auto", leaves: Sequence[str] = ()) -> TrainedModule:
-    """The nominated module of `module`, or the one inside it that is a sequence of stages; else itself, to be followed.
+def find(module: nn.Module, nominated: str, splitting: Splitting = _AUTO) -> TrainedModule:
+    """Find the nominated module, or the one inside it that is a sequence of stages; else it is traced itself.
 
     A sequence is an `nn.Sequential`, has `pipeline_stages()`, or holds all its trainable weights in one child that is
-    such. cuts, leaves: see `cut_points`. Raises ValueError or TypeError that names what was found and the cure.
+    a sequence. Raises ValueError or TypeError that names what was found and the cure.
     """
+    splitting.check()
+    cuts, leaves = splitting.stages, tuple(splitting.leaves)
     chosen(cuts)
     top = _nominated(module, nominated)
     if isinstance(top, (nn.ModuleList, nn.ModuleDict)):
@@ -64,13 +69,13 @@ def find(module: nn.Module, nominated: str, cuts: Cuts = "auto", leaves: Sequenc
         holders = [(n, child) for n, child in body.named_children() if _trainable(child)]
         own = any(p.requires_grad for p in body.parameters(recurse=False))
         if len(holders) != 1 or own or plain(body):
-            return TrainedModule(nominated, top, cuts, tuple(leaves), None)
+            return TrainedModule(nominated, top, cuts, leaves, None, splitting.balance)
         name, body = f"{name}.{holders[0][0]}", holders[0][1]
-    return TrainedModule(name, body, cuts, tuple(leaves), found)
+    return TrainedModule(name, body, cuts, leaves, found, splitting.balance)
 
 
 def check_outside(module: nn.Module, body: TrainedModule, optimizer: torch.optim.Optimizer) -> None:
-    """Raise unless the optimizer trains the weights of the body, all of them and no others."""
+    """Raise unless the optimizer trains all weights of the pipelined module and no others."""
     named = {id(p): name for name, p in module.named_parameters()}
     inside = {id(p): name for name, p in body.module.named_parameters() if p.requires_grad}
     given = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
@@ -97,9 +102,9 @@ def check_outside(module: nn.Module, body: TrainedModule, optimizer: torch.optim
 def check_chain(
     body: TrainedModule, x: Any, present: Callable[[int], AbstractContextManager[Any]] | None = None
 ) -> None:
-    """Raise unless the stages, one after the other, compute what the module's own forward does.
+    """Raise unless the stages, run one after the other, compute the same as the forward of the module.
 
-    present: the time in which a stage has its weights.
+    present: returns a context, given the number of a stage, within which that stage has its weights.
     """
     modes = [(m, m.training) for m in body.module.modules()]
     hooks: list[Any] = []
@@ -157,7 +162,7 @@ def _trainable(module: nn.Module) -> bool:
 
 
 def _on_device_of(module: nn.Module, example: Any) -> Any:
-    """The example where the weights are: in host memory, if a store will take them in."""
+    """Move the example to where the weights are: to host memory, if a store will take them in."""
     device = next((p.device for p in module.parameters()), None)
     if device is None or device.type == "meta" or not isinstance(example, Arguments):
         return example
@@ -166,7 +171,7 @@ def _on_device_of(module: nn.Module, example: Any) -> Any:
 
 
 def few(name: str, stages: int, ranks: int) -> str:
-    """What is wrong where there are fewer stages than devices."""
+    """The message of the error that there are fewer stages than devices."""
     return (
         f"several devices: self.{name} has {stages} stages for {ranks} devices; use as many devices or less, or "
         'split it finer (stages="layer")'

@@ -1,27 +1,27 @@
-"""What one `fit` does with its pipeline: F, B and U where Lightning calls for them."""
+"""One `fit` and its pipeline, which runs F (forward), B (backward) and U (update) when Lightning calls its hooks."""
 
 from __future__ import annotations
 
 import time
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from pipeback.lightning import find_stages, micro_batches, step_checks
+from pipeback.lightning import find_stages, micro_batches, step_checks, user_optimizer
 from pipeback.lightning.call_override import call_instead
 from pipeback.lightning.find_stages import TrainedModule
 from pipeback.lightning.stage_optimizers import StageOptimizers
+from pipeback.lightning.strategy_options import StrategyOptions
 from pipeback.lightning.streamed_model import StreamedModel
 from pipeback.lightning.suspended_step import Suspended
 from pipeback.lightning.update_interval import UpdateInterval
 from pipeback.methods.base import Method
+from pipeback.pipeline.arguments import Clipping
 from pipeback.pipeline.outside_loss import nothing
 from pipeback.pipeline.pipeline import Pipeline
 from pipeback.schedules.programs import flush
@@ -30,115 +30,148 @@ from pipeback.streaming.store import Store
 
 
 class Asked(NamedTuple):
-    """F of a micro-batch, which a suspended `training_step` waits for."""
+    """A suspended `training_step` waits for F of this micro-batch."""
 
     x: Any
 
 
-class Fit:
-    """A LightningModule's stages, the pipeline over them, and what is under way between two hooks.
+class Handed(BaseException):
+    """Ends `training_step` on ranks without the loss, once F has begun. `except Exception` does not catch it."""
 
-    store: where the weights live; visits: serves the model meanwhile where no F is asked for. tell: shows the plan.
+
+class Later(NamedTuple):
+    """What a pipeline loads when the first call of the model has built it; section None: nothing."""
+
+    section: dict[str, Any] | None
+    take_up: Callable[[], None]
+
+
+class Rank(Protocol):
+    """The part of a fit that differs between a device that trains alone and one of several."""
+
+    def split(self, example: Any) -> Split:
+        """The stages that the pipeline gets."""
+
+    def trained(self, split: Split) -> list[list[nn.Parameter]]:
+        """The user's parameters that each stage trains."""
+
+    def pipeline(self, split: Split, **options: Any) -> Pipeline:
+        """The pipeline over these stages."""
+
+    def at_work(self) -> AbstractContextManager[None]:
+        """A context within which the stages run, and the user's code does not."""
+
+    def training_step(self) -> AbstractContextManager[None]:
+        """A context within which the user's `training_step` runs."""
+
+    def enter(self, fit: Fit, xs: list[Any], expected: int) -> list[Any] | None:
+        """Run F of these micro-batches and return the outputs; None on ranks that do not compute the loss."""
+
+    def forget(self, pipe: Pipeline) -> None:
+        """Drop the micro-batch whose F has run: it gets no B."""
+
+    def clips(self, norm: float | None, value: float | None) -> bool:
+        """Whether the pipeline has to be told these limits of the gradients, which may be the old ones."""
+
+
+class Fit:
+    """The stages of a LightningModule, the pipeline over them, and the work that is unfinished between two hooks.
+
+    store: where the weights live. visits: serves calls of the model that ask for no F. tell: shows the plan.
     """
 
     def __init__(
         self,
+        rank: Rank,
         module: LightningModule,
         found: TrainedModule,
         optimizer: torch.optim.Optimizer,
-        interval: UpdateInterval,
-        micro_batch_size: int | None,
+        options: StrategyOptions,
         check: Callable[[Method], None],
         store: Store | None = None,
         visits: StreamedModel | None = None,
-        more: Mapping[str, Any] = MappingProxyType({}),
         tell: Callable[[str], None] | None = None,
     ) -> None:
-        self.module, self.found, self.optimizer, self.interval = module, found, optimizer, interval
-        self.size, self.check = micro_batch_size, check  # of the method, once it is known
-        self.store, self.visits, self.more = store, visits, more  # options of the pipeline
-        self._tell = tell  # the plan, before the first micro-batch
+        self.rank, self.module, self.found, self.optimizer, self.options = rank, module, found, optimizer, options
+        self.interval, self.check = UpdateInterval(options.method), check  # checks the method, once it is known
+        self.store, self.visits = store, visits
+        self._tell = tell  # shows the plan, before the first micro-batch
         self.pipe: Pipeline | None = None
+        self.later: Later | None = None  # what the pipeline loads once the first call has built it
         self.twins: StageOptimizers
-        self.update = (1, 1)  # batches an update, and micro-batches a batch, that the pipeline was built for
+        self.update = (1, 1)  # batches per update and micro-batches per batch that the pipeline was built for
         self.busy = 0.0  # seconds in F, B and U
         self.loss: Tensor | None = None  # what training_step returned
-        self.averaged = False  # a callback has put other weights in: what is in flight belongs to those before
+        self.averaged = False  # a callback has replaced the weights: what is in flight was computed on the old
         self._output: Any = None  # of the model, cut from its graph; its gradient goes to the last stage
-        self._outputs: list[Any] = []  # likewise, of slices that went forward together
-        self._versions: list[int] = []  # of the parameters after the last step
+        self._outputs: list[Any] = []  # the same of slices whose F ran together
+        self._handed = 0  # micro-batches that wait for B, on ranks without the loss
         followed = found.followed
-        self._compare = not followed and not isinstance(found.module, nn.Sequential)  # with the module's own forward
-        self._follow_loss = True  # to the output, once
-        self._own = found.module.__dict__.get("forward") if visits is None else visits.own  # what the user has put in
+        self._compare = not followed and not isinstance(found.module, nn.Sequential)  # stages with module.forward
+        self._follow_loss = True  # from the loss to the output, once
+        self._own = found.module.__dict__.get("forward") if visits is None else visits.own  # set by the user
         self._dtype = torch.get_default_dtype()  # outside of training_step
-        self._due = (1, 1)  # batches an update, and micro-batches of this batch
-        if interval.known:
+        self._due = (1, 1)  # batches per update, and micro-batches of this batch
+        if self.interval.known:
             batches = module.trainer.accumulate_grad_batches
-            check(interval.method(batches, 1))
+            check(self.interval.method(batches, 1))
             if not followed:
                 self.build(batches, 1)
 
     def build(self, batches: int, per_batch: int, example: Any = None) -> None:
-        """The pipeline, for updates of so many batches and so many micro-batches a batch.
+        """Build the pipeline for updates of `batches` batches with `per_batch` micro-batches each.
 
-        example: what it is given first, for a module whose forward is followed.
+        example: its first input, for a module whose forward is traced.
         """
         method = self.interval.method(batches, per_batch)
         self.check(method)
         trainer = self.module.trainer
-        norm, value = norm_and_value(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
+        norm, value = user_optimizer.norm_and_value(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
         with call_instead(self.found.module, self._own) if self.found.followed else nullcontext():
-            split = self._split(example)
-        self.twins = StageOptimizers(self.optimizer, self._trained(split))
-        streamed = {} if self.store is None else {"store": self.store, "device": trainer.strategy.root_device}
+            split = self.rank.split(example)
+        self.twins = StageOptimizers(self.optimizer, self.rank.trained(split))
+        given = self.options.of_pipeline(self.store, trainer.strategy.root_device, Clipping(norm, value))
         inside = torch.get_default_dtype()
         torch.set_default_dtype(self._dtype)
         try:
-            self.pipe = self._pipeline(
-                split, optimizer=self.twins, method=method, clip_norm=norm, clip_value=value, **streamed, **self.more
-            )
+            self.pipe = self.rank.pipeline(split, optimizer=self.twins, method=method, **given)
         finally:
             torch.set_default_dtype(inside)
         self.update = (batches, per_batch)
         if self.visits is not None:
             self.visits.stream(self._present, self._visit)
 
-    def _split(self, example: Any) -> Split:
-        """The stages that the pipeline gets."""
-        return self.found.split or self.found.cut(self.found.module, example)
-
-    def _trained(self, split: Split) -> list[list[nn.Parameter]]:
-        """The user's parameters that each stage trains."""
-        return [[p for p in part.module.parameters() if p.requires_grad] for part in split.parts]
-
-    def _pipeline(self, split: Split, **options: Any) -> Pipeline:
-        return Pipeline(split, loss=None, **options)
-
     def _begin(self, example: Any) -> None:
-        """The pipeline of a module that has just been called first."""
+        """Build the pipeline of a module that is called for the first time."""
+        later, self.later = self.later, None
+        if later is not None and later.section is not None:
+            batches, per_batch = later.section["update"]
+            self._due = batches, per_batch
         self.build(*self._due, example)
+        if later is not None:
+            later.take_up()
 
     def _visit(self, given: Any) -> Any:
-        """The model without gradients, outside of F."""
+        """Run the model without gradients, outside of F."""
         assert self.pipe is not None
-        with self._at_work():
+        with self.at_work():
             return self.pipe.run(given)
 
     @contextmanager
     def _present(self, s: int) -> Iterator[None]:
-        """A stage has its newest weights where it computes."""
+        """Within this context stage `s` has its newest weights where it computes."""
         assert self.pipe is not None
-        with self._at_work(), self.pipe.present(s):
+        with self.at_work(), self.pipe.present(s):
             yield
 
     # -- F -------------------------------------------------------------------------------------------------------
 
     def training_step(self, step: Callable[..., Any], batch: Any, rest: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """`training_step` on a batch, once a micro-batch; B and U of the last are left to `backward` and `step`."""
+        """Run `training_step` once per micro-batch of a batch; `backward` and `step` run B and U of the last."""
         trainer = self.module.trainer
         self._fall()  # a micro-batch whose backward Lightning has skipped
-        cut = [(batch, 0)] if self.size is None else micro_batches.cut(batch, self.size)
+        size = self.options.micro_batch_size
+        cut = [(batch, 0)] if size is None else micro_batches.cut(batch, size)
         batches = trainer.accumulate_grad_batches
         if self.pipe is None and not self.found.followed:
             self.build(batches, len(cut))
@@ -154,14 +187,15 @@ class Fit:
         if len(cut) == 1:
             output = one(batch)
         elif self.store is not None and self._at_once(len(cut), expected):
-            output = self._together(cut, lambda part: step(part, *rest, **named), expected)
+            with self.rank.training_step():
+                output = self._together(cut, lambda part: step(part, *rest, **named), expected)
         else:
             output = self._many(cut, one)
         self.loss = step_checks.loss_of(output)
         return output
 
     def _one(self, step: Callable[[], Any], expected: int) -> Any:
-        """`training_step` on one micro-batch, its F within."""
+        """Run `training_step` on one micro-batch; F runs where it calls the model."""
         model, self._output = self.found.module, None
         original = model.forward
 
@@ -170,13 +204,17 @@ class Fit:
                 return original(*inputs, **named)
             return self._forward(inputs, named, expected)
 
-        with call_instead(model, forward):
-            output = step()
-        self._check_output(output)
-        return output
+        with self.rank.training_step():
+            try:
+                with call_instead(model, forward):
+                    output = step()
+            except Handed:
+                return self._hand_over(1)
+            self._check_output(output)
+            return output
 
     def _many(self, cut: list[tuple[Any, int]], one: Callable[[Any], Any]) -> Any:
-        """`training_step` on every slice, B of all but the last within; logs and the loss are the batch's means."""
+        """Run `training_step` on every slice, and B of all but the last; logs and loss are means over the batch."""
         log = micro_batches.Log()
         losses: list[Tensor] = []
         with log.listening(self.module):
@@ -190,10 +228,10 @@ class Fit:
         return step_checks.passed(output, losses, [samples for _, samples in cut])
 
     def _together(self, cut: list[tuple[Any, int]], step: Callable[[Any], Any], expected: int) -> Any:
-        """`training_step` on every slice as far as its call of the model, F of all, the rest of each; B is left.
+        """Run `training_step` of every slice up to its call of the model, then F of all, then the rest of each; no B.
 
-        So every stage comes to the device once for all slices. Each `training_step` is suspended where it waits for
-        F, so that they run in turns, in the order of the slices.
+        So every stage comes to the device once for all slices. Each `training_step` is suspended while it waits for
+        F; they take turns in the order of the slices.
         """
         model = self.found.module
         original = model.forward
@@ -209,7 +247,7 @@ class Fit:
             return running.ask(Asked(self.found.given(inputs, named)))
 
         def run(n: int, answer: Any = None) -> bool:
-            """Slice n goes on; returns whether it waits for F."""
+            """Let slice n go on; returns whether it waits for F."""
             nonlocal running
             running, log.samples = calls[n], cut[n][1]
             return running.go_on_to(Asked, answer)
@@ -223,7 +261,7 @@ class Fit:
                 with calls[0].modes.applied():
                     outputs = self._forward_all([call.question.x for call in calls], expected)
                 if outputs is None:
-                    return self._handed_over(len(calls))
+                    return self._hand_over(len(calls))
                 self._outputs = [step_checks.held(output) for output in outputs]
                 for n, call in enumerate(calls):
                     self._output = self._outputs[n]
@@ -242,36 +280,42 @@ class Fit:
     def _forward(self, inputs: tuple[Any, ...], named: dict[str, Any], expected: int) -> Any:
         step_checks.check_call(self.found, inputs, named, again=self._output is not None)
         outputs = self._forward_all([self.found.given(inputs, named)], expected)
-        assert outputs is not None
+        if outputs is None:
+            raise Handed
         self._output = step_checks.held(outputs[0])
         return outputs[0]
 
     def _forward_all(self, xs: list[Any], expected: int) -> list[Any] | None:
-        """F of these micro-batches; None where the loss is another rank's."""
+        """Run F of these micro-batches and return the outputs; None on ranks that do not compute the loss."""
         if self._compare:
             find_stages.check_chain(self.found, xs[0], None if self.visits is None else self.visits.bring)
             self._compare = False
         if self.pipe is None:
             self._begin(xs[0])
-        with self._at_work():
+        with self.at_work():
             if self._tell is not None and self.pipe is not None:
                 self._tell(str(self.pipe.plan(xs[0], expected=expected)))
                 self._tell = None
-            return self._enter(xs, expected)
+            return self.rank.enter(self, xs, expected)
 
     def _at_once(self, count: int, expected: int) -> bool:
-        """Whether so many micro-batches may go forward before one goes backward."""
+        """Whether F of so many micro-batches may run before B of the first."""
+        if self.later is not None and self.later.section is not None:
+            return False  # it may be amid a flush: the first batch goes slice by slice
         if self.pipe is not None:
             return self.pipe.together(count, expected=expected)
         method = self.interval.method(*self._due)
         return not any(method.delays(2)) and count <= flush(method.schedule_at(0, expected))
 
-    def _enter(self, xs: list[Any], expected: int) -> list[Any] | None:
-        assert self.pipe is not None
-        return self.pipe.forward_many(xs, expected=expected)
+    def _hand_over(self, count: int) -> Tensor:
+        """Note that so many micro-batches wait for B; return a zero for the loss, which another rank computes."""
+        self._handed = count
+        return torch.zeros((), device=self.module.device, requires_grad=True)
 
-    def _handed_over(self, count: int) -> Tensor:
-        raise NotImplementedError
+    @property
+    def called(self) -> bool:
+        """Whether the model has been called in this `training_step`."""
+        return self._output is not None
 
     def _check_output(self, output: Any) -> None:
         step_checks.check_output(self.found, output, self._output)
@@ -282,52 +326,52 @@ class Fit:
     # -- B and U -------------------------------------------------------------------------------------------------
 
     def backward(self) -> None:
-        """B, from the gradient of the model's output; without one the user's backward has skipped this micro-batch."""
+        """Run B from the gradient of the model's output; without one, the user's backward skipped the micro-batch."""
+        if self._handed and self.pipe is not None:
+            count, self._handed = self._handed, 0
+            with self.at_work():
+                self.pipe.backward_many([None] * count)
+            return
         outputs = self._outputs or ([] if self._output is None else [self._output])
         self._output, self._outputs = None, []
         if not outputs or self.pipe is None:
             return
         gradients = [tuple(p.grad for p in out) if isinstance(out, tuple) else out.grad for out in outputs]
         if len(outputs) == 1 and nothing(gradients[0]):
-            self._forget()
+            self.rank.forget(self.pipe)
             return
-        with self._at_work():
+        with self.at_work():
             self.pipe.backward_many(gradients)
 
-    def _forget(self) -> None:
-        """The micro-batch that has gone forward gets no backward."""
-        assert self.pipe is not None
-        self.pipe.forget()
-
     def before_backward(self) -> Tensor | None:
-        """The loss to differentiate, undivided."""
+        """Return the loss to differentiate, not divided by anything."""
         loss, self.loss = self.loss, None
         return loss
 
     def step(self) -> None:
-        """U wherever it is due; afterwards no parameter has a gradient."""
+        """Run U of every stage for which it is due; afterwards no parameter has a gradient."""
         if self.pipe is not None:
-            with self._at_work():
+            with self.at_work():
                 self.pipe.step()
-            self._versions = [p._version for p in self.found.module.parameters()]
 
     def _fall(self) -> None:
         if (self._output is not None or self._outputs) and self.pipe is not None:
             self._output, self._outputs = None, []
-            self._forget()
+            self.rank.forget(self.pipe)
 
     def clip(self, norm: float | None, value: float | None) -> None:
-        """What limits the gradient of every stage, from the updates that are due on."""
-        if self.pipe is not None:
-            with self._at_work():
+        """Set the limits of the gradient of every stage, from the updates that are due now on."""
+        if self.pipe is not None and self.rank.clips(norm, value):
+            with self.at_work():
                 self.pipe.clip(norm, value)
 
     @contextmanager
-    def _at_work(self) -> Iterator[None]:
-        """The stages have the word; a module that is followed once more, for another form of input, is itself."""
+    def at_work(self) -> Iterator[None]:
+        """Within this context the stages run; a module has its own forward, for it may be traced for another input."""
         begin = time.perf_counter()
         try:
-            with call_instead(self.found.module, self._own) if self.found.followed else nullcontext():
+            itself = call_instead(self.found.module, self._own) if self.found.followed else nullcontext()
+            with itself, self.rank.at_work():
                 yield
         finally:
             self.busy += time.perf_counter() - begin
@@ -336,12 +380,12 @@ class Fit:
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
-        """Everything that may be done is; a micro-batch whose backward was skipped is forgotten."""
+        """Wait until all work that may be done is done; a micro-batch whose backward was skipped is dropped."""
         if self.pipe is None or self.pipe.closed:
             yield
             return
         self._fall()
-        with self._at_work():
+        with self.at_work():
             self.pipe.wait()
         yield
 
@@ -349,25 +393,5 @@ class Fit:
         """Finish what is in flight."""
         with self.quiet():
             if self.pipe is not None:
-                with self._at_work():
+                with self.at_work():
                     self.pipe.drain()
-
-    def end(self) -> None:
-        """Drain, unless someone else has written the weights since the last step."""
-        if self.pipe is None:
-            return
-        if not self.averaged and self._versions == [p._version for p in self.found.module.parameters()]:
-            self.drain()
-            return
-        self.averaged = True
-        warnings.warn(
-            "a callback has put other weights into the model since the last step, as weight averaging does; what was "
-            "still in flight was computed on those before and is not applied",
-            stacklevel=2,
-        )
-
-
-def norm_and_value(clip: float | None, algorithm: Any) -> tuple[float | None, float | None]:
-    """What limits the norm, and what the single values, of a stage's gradient."""
-    clip = clip or None
-    return (None, clip) if getattr(algorithm, "value", algorithm) == "value" else (clip, None)

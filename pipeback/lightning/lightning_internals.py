@@ -25,7 +25,7 @@ __all__ = ["Launcher", "MultiProcessingLauncher", "ScriptLauncher"]
 
 
 def forward_only(trainer: Any) -> bool:
-    return trainer.fit_loop._skip_backward
+    return bool(trainer.fit_loop._skip_backward)
 
 
 def mid_epoch(trainer: Any) -> bool:
@@ -35,7 +35,8 @@ def mid_epoch(trainer: Any) -> bool:
 
 def take_loader_states(trainer: Any) -> list[dict[str, Any]]:
     """Those of the training loaders, which the loop has read from a checkpoint; it will not load them itself."""
-    states, trainer.fit_loop._combined_loader_states_to_load = trainer.fit_loop._combined_loader_states_to_load, []
+    states: list[dict[str, Any]] = trainer.fit_loop._combined_loader_states_to_load
+    trainer.fit_loop._combined_loader_states_to_load = []
     return states
 
 

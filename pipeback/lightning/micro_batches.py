@@ -1,4 +1,4 @@
-"""A batch cut into micro-batches, and what `training_step` logs on them put together again."""
+"""Cuts a batch into micro-batches, and averages what `training_step` logs on them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from pipeback.private import pytree
 
 
 def cut(batch: Any, size: int) -> list[tuple[Any, int]]:
-    """Slices of `size` samples along the first dimension of every tensor of a batch, and their lengths.
+    """Cut the tensors of a batch along their first dimension into slices of `size` samples; returns (slice, length)s.
 
     batch: tensors in tuples, lists, dictionaries, named tuples or dataclasses known to torch, or a UserDict (what
-    tokenizers of transformers give); a list that has one entry a sample (strings, say) is cut too, everything else is
-    handed to every slice.
+    tokenizers of transformers give); a list that has one entry per sample (strings, say) is cut too, and every
+    slice gets everything else whole.
     """
     if isinstance(batch, UserDict):
         return [(type(batch)(part), samples) for part, samples in cut(dict(batch), size)]
@@ -47,12 +47,12 @@ def cut(batch: Any, size: int) -> list[tuple[Any, int]]:
 
 
 def _plain_list(node: Any) -> bool:
-    """A list without tensors or containers: one entry a sample, or something of the user's."""
+    """Whether this is a list without tensors or containers, which may have one entry per sample."""
     return isinstance(node, list) and not any(isinstance(x, (Tensor, list, tuple, dict)) for x in node)
 
 
 class Passed(torch.autograd.Function):
-    """The mean loss of a batch by value, the last micro-batch's by gradient: the others have gone backward already."""
+    """Has the value of the mean loss of a batch, and the gradient of its last micro-batch: B of the others has run."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, mean: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ class Passed(torch.autograd.Function):
 
 
 class Log:
-    """What `self.log` was told on the slices of a batch, to be logged once as the mean over its samples."""
+    """Collects what `self.log` gets on the slices of a batch, and logs the mean over its samples once."""
 
     def __init__(self) -> None:
         self._said: dict[str, tuple[list[Any], list[int], dict[str, Any]]] = {}
@@ -72,7 +72,7 @@ class Log:
 
     @contextmanager
     def listening(self, module: LightningModule) -> Iterator[None]:
-        """Meanwhile `module.log` is heard here; in the end it is told the means."""
+        """Collect what `module.log` gets within this context; log the means at its end."""
         log = module.log
         module.log = self._hear  # type: ignore[method-assign]
         try:
@@ -102,7 +102,7 @@ class Log:
 
 
 def mean(values: list[Any], sizes: list[int]) -> Any:
-    """Weighted by samples."""
+    """The mean of the values, weighted by samples."""
     if len(values) == 1:
         return values[0]
     tensors = [value if isinstance(value, Tensor) else torch.tensor(float(value)) for value in values]

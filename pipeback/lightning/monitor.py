@@ -1,4 +1,4 @@
-"""PipelineMonitor: staleness, updates and speed of the pipeline, stage by stage, in any logger."""
+"""PipelineMonitor logs the staleness, updates and speed of the pipeline per stage, in any logger."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from pipeback.lightning.strategy import PipelineStrategy
-from pipeback.pipeline.pipeline import Memory
+from pipeback.pipeline.memory_use import Memory
 from pipeback.private import pytree
 from pipeback.runtime.staleness import Watch
 from pipeback.streaming.traffic import Traffic
 
 
 class PipelineMonitor(Callback):
-    """Log, every so many steps, what the pipeline does:
+    """Log, every `every_n_steps` steps, what the pipeline does. F, B and U are forward, backward and update of a stage.
 
-    pipeback/delay/stage_S        own updates between F and B of a micro-batch that was followed
+    pipeback/delay/stage_S        updates of the stage between F and B of one micro-batch that was observed
     pipeback/gap/stage_S          ‖w_now − w_used‖ of that micro-batch: w_used is what its F ran on
     pipeback/update_norm/stage_S  norm of one update
-    pipeback/clip_share/stage_S   share of the updates since the last time whose gradient was clipped
-    pipeback/throughput           samples a second since the last time, validation not counted
+    pipeback/clip_share/stage_S   share of the updates since the last log whose gradient was clipped
+    pipeback/throughput           samples per second since the last log, without the time of validation
     pipeback/utilisation          share of that time spent in F, B and U
     pipeback/weight_copies        copies of the weights at the peak, pipeback/state_copies the method's own state
-    pipeback/activation_mb        megabytes kept for backwards at the peak
+    pipeback/activation_mb        megabytes kept for B at the peak
 
-    With a store also:
+    With a store it also logs:
 
-    pipeback/streamed_mb          megabytes of weights and gradients copied to and from the device since then
+    pipeback/streamed_mb          megabytes of weights and gradients copied to and from the device since the last log
     pipeback/stall_share          share of the time of F, B and U in which they waited for the store
-    pipeback/peak_stages          stages on a device at most
+    pipeback/peak_stages          largest number of stages on the device at once
 
     every_n_steps  None: as often as the Trainer logs
     follow         False: without delays and gaps, for which a copy of the weights is kept in memory
 
-    With several devices every rank follows micro-batches through its own stages, and the ranks meet to log; there is
-    no utilisation, and memory is that of all of them.
+    With several devices every rank observes micro-batches in its own stages, and the ranks exchange what they log.
+    There is no utilisation then, and memory is summed over the ranks.
     """
 
     def __init__(self, every_n_steps: int | None = None, follow: bool = True) -> None:
@@ -108,7 +108,7 @@ class PipelineMonitor(Callback):
 
 
 def _stages(watch: Watch) -> dict[str, float]:
-    """What is known of every stage."""
+    """What was observed of every stage."""
     width = max(2, len(str(len(watch.delay) - 1)))
     kinds = {"delay": watch.delay, "gap": watch.gap, "update_norm": watch.update, "clip_share": watch.clip_share}
     return {
@@ -140,6 +140,6 @@ def _merged(ranks: Sequence[tuple[Memory, dict[str, float], Traffic]]) -> dict[s
 
 
 def _samples(batch: Any) -> int:
-    """Length of the first tensor in a batch."""
+    """The length of the first tensor in a batch."""
     leaves = pytree.tree_leaves(batch)
     return next((len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), 1)

@@ -1,4 +1,4 @@
-"""What a PipelineStrategy cannot do, said before anything is trained."""
+"""Checks that refuse what a PipelineStrategy cannot do, before anything is trained."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from pipeback import methods
 from pipeback.lightning import lightning_internals
 from pipeback.lightning.find_stages import TrainedModule
 from pipeback.methods.base import Method
-from pipeback.pipeline.option_checks import check_masters
+from pipeback.pipeline.arguments import Debug, MicroBatches, Processes, Splitting, Streaming, where_else
+from pipeback.pipeline.option_checks import check_masters, such
 from pipeback.streaming import disk_store
 from pipeback.streaming.disk_store import DiskStore
 from pipeback.streaming.store import DeviceStore, Store
@@ -28,41 +29,67 @@ OPTIONS = (
     "stages",
     "module",
     "drain",
+    "workers",
     "store",
-    "sparsity",
-    "skip_zeros",
+    "activations",
     "masters",
     "compile",
-    "activations",
-    "init",
+    "debug",
     "plan",
     "launcher",
-    "timeout",
-    "leaves",
 )
+TRAINER = {  # arguments of a Pipeline that a Trainer decides
+    "loss": "return it from training_step",
+    "optimizer": "return it from configure_optimizers",
+    "clip_norm": "use Trainer(gradient_clip_val=...)",
+    "clip_value": 'use Trainer(gradient_clip_val=..., gradient_clip_algorithm="value")',
+    "device": "use Trainer(accelerator=...)",
+    "mesh": "use Trainer(devices=...)",
+}
 NEVER = 2**62  # micro-batches between commits
 DRAIN = ("end", "validation")
-ONE = "pipeback trains with one optimizer: return one, with several parameter groups where rates differ"
+ONE = "pipeback trains with one optimizer: return one, with several parameter groups if learning rates differ"
 
 
-def no_unknown(unknown: Mapping[str, Any]) -> None:
-    for name in unknown:
-        near = get_close_matches(name, OPTIONS, n=1)
+def no_unknown(given: Mapping[str, Any]) -> None:
+    for name in given:
+        if name in OPTIONS:
+            continue
+        near, place = get_close_matches(name, OPTIONS, n=1), where_else(name, given)
         hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = f"; {TRAINER[name]}" if name in TRAINER else f"; give {place}" if place else hint
         raise TypeError(f"PipelineStrategy has no option {name!r}{hint}; it takes {', '.join(OPTIONS)}")
 
 
-def options(method: str | Method, size: int | None, drain: str) -> None:
+def options(method: str | Method, drain: str) -> None:
     if isinstance(method, str) and method not in methods.available():
         near = get_close_matches(method, methods.available(), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"unknown method {method!r}{hint}; there are {', '.join(methods.available())}")
     if not isinstance(method, (str, Method)):
         raise TypeError(f"method must be a name or a pipeback.Method, but is {type(method).__name__}")
-    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-        raise ValueError(f"micro_batch_size must be a whole number of at least 1 or None, but is {size!r}")
     if drain not in DRAIN:
         raise ValueError(f"drain must be one of {', '.join(DRAIN)}, but is {drain!r}")
+
+
+def grouped(size: MicroBatches, cuts: Splitting, processes: Any, streaming: Streaming, debug: Any) -> None:
+    """Raise if a long form has a field that the Trainer decides, or that `training_step` makes impossible."""
+    if not isinstance(processes, Processes):
+        raise TypeError(
+            f"workers must be a pipeback.Processes or None, but is {processes!r}; for several workers use "
+            "Trainer(devices=...), each of which has a process"
+        )
+    such("debug", debug, (Debug,), "a pipeback.Debug or None")
+    for group in (size, cuts, processes, streaming, debug):
+        group.check()
+    for name, value, plain, cure in (
+        ("weights", size.weights, "equal", 'micro_batch_size=pipeback.MicroBatches(weights="equal")'),
+        ("mesh", processes.mesh, None, "Trainer(devices=...)"),
+        ("device", streaming.device, None, "Trainer(accelerator=...)"),
+        ("check_finite", debug.check_finite, False, "debug=pipeback.Debug(check_finite=False)"),
+    ):
+        if value != plain:
+            raise ValueError(f"PipelineStrategy does not take {name}={value!r}; use {cure}")
 
 
 def masters(given: Any, store: Store | None) -> None:
@@ -73,11 +100,7 @@ def masters(given: Any, store: Store | None) -> None:
 
 
 def store(given: str | Store | None, rank: int = 0, ranks: int = 1) -> Store | None:
-    """The store of this rank. A checkpoint of Lightning says where to go on, so no version in a folder is taken up."""
-    if not isinstance(given, (str, Store, type(None))):
-        raise TypeError(
-            f"store must be None, 'host', 'disk:FOLDER', a HostStore or a DiskStore, but is {type(given).__name__}"
-        )
+    """The store of this rank. A Trainer resumes from a checkpoint, so a version in the folder of a store is refused."""
     found = disk_store.create(given)
     if not isinstance(found, DiskStore):
         return found
@@ -85,16 +108,16 @@ def store(given: str | Store | None, rank: int = 0, ranks: int = 1) -> Store | N
     folder = found.folder / f"rank-{rank}" if ranks > 1 else found.folder
     if isinstance(given, str) or ranks > 1:
         found = DiskStore(folder, found.prefetch, found.fused, every)
-    if found.versions:
+    if found.versions.numbers:
         raise ValueError(
-            f"store: {found.folder} holds a committed version of a pipeline, which a Trainer does not go on from: give "
-            "fit a checkpoint (ckpt_path=...) and the store an empty folder"
+            f"store: {found.folder} holds a committed version of a pipeline, from which a Trainer does not resume; "
+            "give fit a checkpoint (ckpt_path=...) and the store an empty folder"
         )
     return found
 
 
 def absent(trainer: Trainer, found: TrainedModule, init: Any, store: Store | None, several: bool) -> None:
-    """Raise where stages on the meta device cannot get values, or nobody could keep them."""
+    """Raise if stages on the meta device could not get values, or a callback would collect them in memory."""
     if not meta.absent(found.module):
         if init is not None:
             raise ValueError(
@@ -160,8 +183,9 @@ def precision(plugin: Precision, method: Method) -> None:
     if isinstance(plugin, MixedPrecision) and method.copies != "stash" and any(method.delays(8)):
         raise ValueError(
             f'precision="{plugin.precision}": under autocast the graph keeps casts of the old weights, which '
-            f'turns {method!r} into weight stashing silently; use precision="bf16-true" or "32-true", or '
-            'method="pipedream"'
+            f'turns {method!r} into weight stashing silently; use precision="bf16-true", with '
+            "PipelineStrategy(masters=True) for float32 weights in the optimizer as autocast has them, or "
+            'precision="32-true", or method="pipedream"'
         )
 
 
@@ -170,13 +194,13 @@ def optimizers(found: Sequence[Any]) -> None:
         raise ValueError(f"configure_optimizers returned {len(found)} optimizers. {ONE}")
     if isinstance(found[0], torch.optim.LBFGS):
         raise ValueError(
-            "configure_optimizers returned LBFGS, which evaluates the loss several times a step; a pipeline "
+            "configure_optimizers returned LBFGS, which evaluates the loss several times per step; a pipeline "
             "cannot; use SGD or Adam"
         )
 
 
 def explain(error: BaseException) -> None:
-    """Add to an error of the pipeline what it means under Lightning."""
+    """Add a note to an error of the pipeline that says what it means under Lightning."""
     if "is not the one that worker" in str(error):  # link.OtherBatch, which other ranks hear of in a RankError
         error.add_note(
             "Every rank of Trainer(devices=N) must see the same batches, as one device would: no DistributedSampler, "

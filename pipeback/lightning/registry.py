@@ -1,4 +1,4 @@
-"""The names of `Trainer(strategy=...)`, and a clear word to the other distribution of Lightning."""
+"""Registers names for `Trainer(strategy=...)`, and a clear error for the other distribution of Lightning."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
-NAMES: dict[str, dict[str, Any]] = {  # and options
+NAMES: dict[str, dict[str, Any]] = {  # and their options
     "pipeback": {},
     "pipeback_streaming": {"method": "gpipe", "store": "host"},
 }
@@ -28,7 +28,7 @@ def register(strategy: type[Strategy]) -> None:
 
 
 class _Late(MetaPathFinder):
-    """Waits for the other distribution to be imported, once."""
+    """Acts once when the other distribution is imported."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name != OTHER:

@@ -1,4 +1,4 @@
-"""SaveWeights: the trained weights in safetensors files, stage by stage, for models that memory cannot hold."""
+"""SaveWeights writes the trained weights to safetensors files per stage, for models larger than memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from pipeback.lightning.strategy import PipelineStrategy
 class SaveWeights(Callback):
     """Finish what is in flight at the end of fit, and write the weights into `folder`, as `pipeback.weights.save` does.
 
-    `PipelineStrategy(init=folder)` begins with them. A checkpoint of Lightning has more, and all of it in memory.
+    `PipelineStrategy(store=pipeback.Streaming(..., init=folder))` starts from them. A checkpoint of Lightning holds
+    more, but collects all of it in memory.
     """
 
     def __init__(self, folder: str | Path) -> None:

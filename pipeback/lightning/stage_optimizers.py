@@ -1,7 +1,7 @@
-"""The optimizer of the LightningModule, shared out: one optimizer a stage with the same options and the same state.
+"""One optimizer per stage, with the options and the state of the optimizer of the LightningModule.
 
-The user's optimizer stays what schedulers, monitors and checkpoints see. Its state dictionaries are those of the
-stages' optimizers, the very same objects; its options are copied to them when they change.
+Schedulers, monitors and checkpoints still see the user's optimizer. Its state holds the very same objects as those of
+the stages' optimizers, which this file calls twins; its options are copied to them when they change.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from pipeback.private import without_step_hooks
-from pipeback.stages.counted import counted
+from pipeback.stages.optimizer_counters import counted
 
-IMPLEMENTATION = ("foreach", "fused")  # options of the twins' own: a store may have chosen otherwise
+IMPLEMENTATION = ("foreach", "fused")  # options that twins keep for themselves, since a store may have chosen them
 
 
 class StageOptimizers:
-    """The optimizers of the stages: call it with the weights of a stage, in the order of the stages.
+    """Makes the optimizers of the stages: call it with the weights of each stage, in the order of the stages.
 
     trained: the user's parameters that each stage trains, in the order in which its module has them.
     """
@@ -33,7 +33,7 @@ class StageOptimizers:
         self._options = self._current()
 
     def __call__(self, weights: list[Tensor]) -> torch.optim.Optimizer:
-        """A twin over `weights`."""
+        """Make a twin over `weights`."""
         original = self.optimizer
         twin: Any = object.__new__(type(original))
         twin.__dict__.update(original.__dict__)
@@ -49,10 +49,11 @@ class StageOptimizers:
         twin.param_groups = [{"params": groups[g], **self._options[g]} for g in numbers]
         self._made.append((twin, pairs, numbers))
         self._share(twin, pairs)
-        return twin
+        made: torch.optim.Optimizer = twin
+        return made
 
     def follow(self) -> None:
-        """Hand options that have changed since, a scheduler's rate for example, to every stage."""
+        """Hand options that have changed, for example the learning rate of a scheduler, to every stage."""
         now = self._current()
         if now != self._options:
             self._options = now
@@ -62,7 +63,7 @@ class StageOptimizers:
                     group.update({k: v for k, v in now[g].items() if k not in IMPLEMENTATION and k not in counts})
 
     def give(self, *, stored: bool = False) -> None:
-        """After a state was loaded into the original: the twins' state is that. stored: the weights are in a store."""
+        """Give the twins the state that was loaded into the original. stored: the weights are in a store."""
         for twin, pairs, _ in self._made:
             self._share(twin, pairs)
             for w, p in pairs:
@@ -75,31 +76,31 @@ class StageOptimizers:
         self.follow()
 
     def take(self) -> None:
-        """After a state was loaded into the twins: the original's state is that."""
+        """Give the original the state that was loaded into the twins."""
         self.collect()
         self._options = []  # theirs are those of the last micro-batch; a scheduler may have moved on since
         self.follow()
 
     def collect(self) -> None:
-        """The original's state is the twins'; of stages that are elsewhere it is empty."""
+        """Let the original have the state of the twins; it is empty for stages on other ranks."""
         for twin, pairs, _ in self._made:
             for w, p in pairs:
                 self.optimizer.state[p] = twin.state[w]
 
     def detach(self) -> None:
-        """The original's state is a copy: the twins' is about to go."""
+        """Let the original have a copy of the state of the twins, which is about to be freed."""
         for twin, pairs, _ in self._made:
             for w, p in pairs:
                 self.optimizer.state[p] = copy.deepcopy(twin.state[w])
 
     def state_dict(self) -> dict[str, Any]:
-        """The original's, as if it had made the steps."""
+        """The state dictionary of the original, as if it had made the steps."""
         found = self.optimizer.state_dict()
         # a parameter that was never stepped has no state in plain training, here an empty one
         return {**found, "state": {n: state for n, state in found["state"].items() if state}}
 
     def dense_state_dict(self, expanded: Callable[[Tensor, Tensor], Tensor]) -> dict[str, Any]:
-        """The same, where the twins step the survivors of sparse weights. expanded: (weight, its state) -> dense."""
+        """The same for twins that step the entries of sparse weights. expanded: (weight, its state) -> dense."""
         self.collect()
         kept: dict[Tensor, Any] = {p: self.optimizer.state[p] for _, pairs, _ in self._made for _, p in pairs}
         for _, pairs, _ in self._made:
@@ -129,7 +130,7 @@ def _like(value: Any, p: Tensor) -> bool:
 
 
 def _owned(value: Tensor, device: torch.device) -> Tensor:
-    """Where the weights live, in memory that can be given away: what was read from a file lies in a buffer of its."""
+    """Copy a tensor into memory of its own: what was read from a file lies in a buffer of that file."""
     if value.device == device and value.untyped_storage().resizable():
         return value
     return value.to(device, copy=True)

@@ -1,4 +1,4 @@
-"""Step checks: what a `training_step` is to do with the model, and what it gives."""
+"""Step checks: how a `training_step` may call the model, and what it must return."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipeback.tensors.structures import opened
 
 
 def check_call(body: TrainedModule, inputs: tuple[Any, ...], named: dict[str, Any], again: bool) -> None:
-    """Raise where the pipeline cannot take what the model was called with."""
+    """Raise if the pipeline cannot take the arguments that the model was called with."""
     name = body.name
     if again:
         raise ValueError(
@@ -34,7 +34,10 @@ def check_call(body: TrainedModule, inputs: tuple[Any, ...], named: dict[str, An
 
 
 def check_output(body: TrainedModule, output: Any, given: Any) -> None:
-    """Raise unless it called the model and returned a loss. given: what the model gave it, None: it was not called."""
+    """Raise unless `training_step` called the model and returned a loss.
+
+    given: the output of the model; None: it was not called.
+    """
     loss, name = loss_of(output), body.name
     if given is None:
         raise ValueError(
@@ -61,17 +64,17 @@ def check_loss(body: TrainedModule, loss: Tensor, output: Any) -> None:
 
 
 def loss_of(output: Any) -> Any:
-    """The loss that it returned, alone or in a dictionary."""
+    """The loss that `training_step` returned, alone or in a dictionary."""
     return output.get("loss") if isinstance(output, Mapping) else output
 
 
 def passed(output: Any, losses: list[Tensor], sizes: list[int]) -> Any:
-    """What `training_step` gave for the last slice, with the mean of all losses."""
+    """What `training_step` returned for the last slice, with the mean of all losses in place of its loss."""
     loss = micro_batches.Passed.apply(loss_of(output), micro_batches.mean(losses, sizes))
     return {**output, "loss": loss} if isinstance(output, Mapping) else loss
 
 
 def held(output: Any) -> Any:
-    """The tensors of the model's output, which get its gradients; the structure itself is the user's."""
+    """The tensors in the output of the model, which get its gradients, without the structure around them."""
     tensors, _ = opened(output)
     return tensors[0] if len(tensors) == 1 else tuple(tensors)

@@ -1,7 +1,7 @@
-"""Streamed model: the model outside of F, while the weights of its stages live elsewhere and come in turn.
+"""Streamed model: runs the model outside of F (forward in training) with one stage's weights on the device at a time.
 
-In fit the pipeline brings it from its store. Before, and to validate, test or predict without fit, it is copied from
-host memory to the device, and given away after.
+In fit the pipeline fetches them from its store. Before fit, and to validate, test or predict without fit, they are
+copied from host memory to the device, and freed there afterwards.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from pipeback.splitting.cut_points import layer
 
 
 class StreamedModel:
-    """Serves calls of the model without gradients. bring: given a stage's number, the time in which it is there."""
+    """Serves calls of the model without gradients. bring(s): a context within which stage s is on the device."""
 
     def __init__(self, found: TrainedModule, device: torch.device) -> None:
         self.found, self.device = found, device
         self.bring: Callable[[int], AbstractContextManager[Any]] = self._carried
-        self.stored = False  # the pipeline brings it
-        self._through: Callable[[Any], Any] | None = None  # the stages of a module that was followed
+        self.stored = False  # the pipeline fetches the weights
+        self._through: Callable[[Any], Any] | None = None  # runs the stages of a module that was traced
         self.own = found.module.__dict__.pop("forward", None)
         found.module.forward = self._forward
 
     def end(self) -> None:
-        """The model's own forward again."""
+        """Give the model its own forward again."""
         self.found.module.__dict__.pop("forward", None)
         if self.own is not None:
             self.found.module.forward = self.own
@@ -62,7 +62,7 @@ class StreamedModel:
         return value
 
     def stream(self, bring: Callable[[int], AbstractContextManager[Any]], through: Callable[[Any], Any]) -> None:
-        """From now on the weights are where `bring` gets them from, and `through` takes a call through all stages."""
+        """From now on `bring` fetches the weights of a stage, and `through` runs a call through all stages."""
         self.bring, self._through, self.stored = bring, through, True
 
     def _carried(self, s: int) -> AbstractContextManager[None]:
@@ -71,7 +71,7 @@ class StreamedModel:
 
     @contextmanager
     def _visiting(self) -> Iterator[None]:
-        """Every layer comes for the time of its call, and what a module has of its own for the time of its."""
+        """Each layer, and each tensor that a module holds itself, is on the device during the call of its module."""
         module, hooks = self.found.module, list[Any]()
         paths = dict(module.named_modules())
         whole = [path for path, m in paths.items() if path in self.found.leaves or (path and layer(m))]
@@ -107,7 +107,7 @@ def _go(times: list[ExitStack], *_: Any) -> None:
 
 @contextmanager
 def _carried(weights: list[Any], buffers: list[Any], device: torch.device) -> Iterator[None]:
-    """The time in which these are on the device; what they were comes back, but for buffers that have changed."""
+    """Within this context these are on the device; afterwards they have their old memory, with buffers updated."""
     kept = [t.data for t in (*weights, *buffers)]
     for t, value in zip((*weights, *buffers), kept, strict=True):
         t.data = value.to(device)
@@ -122,7 +122,7 @@ def _carried(weights: list[Any], buffers: list[Any], device: torch.device) -> It
 
 @contextmanager
 def staying(module: nn.Module) -> Iterator[None]:
-    """Meanwhile what moves or casts the modules around this one leaves it where it is."""
+    """Within this context, moving or casting the modules around this one leaves it as it is."""
     module._apply = lambda fn, recurse=True: module  # type: ignore[method-assign]
     try:
         yield

@@ -1,10 +1,10 @@
-"""Suspended step: a call that stops where it asks for something, and goes on when it has got it.
+"""Suspended step: a call that stops where it asks for something, and goes on when it has the answer.
 
     caller      ── go_on ┐           ┌ go_on(answer) ┐          ┌─
     the call             └── ask(x) ─┘               └── ... end ┘
 
-It runs in a thread of its own, but never while its caller runs. What torch keeps by thread (grad mode, autocast,
-devices), the context variables and the default dtype are the caller's when it begins, and the call's own after.
+The call runs in a thread of its own, but never while its caller runs. What torch keeps per thread (grad mode, autocast,
+devices), the context variables and the default dtype come from the caller at first, and then belong to the call.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pipeback.tensors import accelerators
 
 
 class Modes(NamedTuple):
-    """What decides how torch computes in this thread."""
+    """The settings that decide how torch computes in this thread."""
 
     grad: bool
     inference: bool
@@ -42,7 +42,7 @@ class Modes(NamedTuple):
         )  # fmt: skip
 
     def set(self) -> None:
-        """Have them in this thread, but for inference mode."""
+        """Set all but inference mode in this thread."""
         torch.set_grad_enabled(self.grad)
         for kind, enabled, dtype in self.casts:
             torch.set_autocast_enabled(kind, enabled)
@@ -66,11 +66,11 @@ class Modes(NamedTuple):
 
 
 class _Ended(BaseException):
-    """Nobody wants the call any more. Not for `except Exception`."""
+    """Ends a call that is no longer needed. `except Exception` does not catch it."""
 
 
 class Suspended:
-    """`function()`, which gets no further than its next `ask` until it is told to go on."""
+    """Runs `function()` up to its next `ask`, and goes on when it is told to."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
         self.function = function
@@ -116,7 +116,7 @@ class Suspended:
         return asks
 
     def ask(self, question: Any) -> Any:
-        """For the function: have the caller see the question, and wait for the answer."""
+        """For the function: show the question to the caller, and wait for the answer."""
         if self._over:
             raise _Ended
         self.question, self._asks, self.modes = question, True, Modes.now()
@@ -131,7 +131,7 @@ class Suspended:
         return self._answer
 
     def end(self) -> None:
-        """It goes no further: where it asks, an exception ends it, and it cleans up."""
+        """End the call: an exception is raised where it asks, so that it cleans up."""
         self._over = True
         if self._thread.is_alive():
             outside = torch.get_default_dtype()

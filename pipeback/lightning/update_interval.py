@@ -7,11 +7,11 @@ from pipeback.methods.base import Method
 
 
 class UpdateInterval:
-    """How often a method updates.
+    """How many micro-batches of a method make one update.
 
-    Methods that flush once a push (gpipe, one_f_one_b) flush with Lightning's optimizer step, whenever that comes.
-    Those that count (pipedream_2bw, pipemare) count accumulate_grad_batches times the micro-batches of a batch, unless
-    they were built with a number. The others update after every micro-batch.
+    Methods that flush once per push (gpipe, one_f_one_b) flush at every optimizer step of Lightning.
+    Those with a fixed interval (pipedream_2bw, pipemare) count accumulate_grad_batches times the micro-batches of a
+    batch, unless they were built with a number. The others update after every micro-batch.
     """
 
     def __init__(self, method: str | Method) -> None:
@@ -24,7 +24,7 @@ class UpdateInterval:
         return not self._counts()
 
     def method(self, batches: int, per_batch: int) -> Method:
-        """The method for `accumulate_grad_batches=batches` and `per_batch` micro-batches a batch."""
+        """The method for `accumulate_grad_batches=batches` and `per_batch` micro-batches per batch."""
         wanted = batches * per_batch
         given = self._given
         if isinstance(given, str) and self._counts():
@@ -48,10 +48,10 @@ class UpdateInterval:
         return made
 
     def check(self, batches: int) -> None:
-        """Raise if accumulate_grad_batches has changed on the way for a method that cannot follow."""
+        """Raise if accumulate_grad_batches has changed during fit and the method has a fixed update interval."""
         if self._batches is not None and batches != self._batches:
             raise ValueError(
-                f"accumulate_grad_batches changed from {self._batches} to {batches} on the way, but the update "
+                f"accumulate_grad_batches changed from {self._batches} to {batches} during fit, but the update "
                 "interval of a pipeline that does not flush is fixed; leave it, or use gpipe or one_f_one_b"
             )
 

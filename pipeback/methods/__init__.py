@@ -1,4 +1,7 @@
-"""The methods by name: ours, and other packages' entry points in the group `pipeback.methods`."""
+"""The methods: one published method per file, and by name those of other packages, too (group `pipeback.methods`).
+
+Floor 2. A method imports base, momentum and schedules; base imports schedules and tensors.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,8 @@ def create(name: str, **options: Any) -> Method:
 
     Raises ValueError for an unknown name or option and suggests the nearest.
     """
-    return _METHODS.create(name, Method, options)
+    method: Method = _METHODS.create(name, Method, options)
+    return method
 
 
 def options(name: str) -> dict[str, inspect.Parameter]:

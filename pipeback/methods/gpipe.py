@@ -17,7 +17,7 @@ from pipeback.schedules.programs import fill_drain
 
 @dataclass(repr=False)
 class GPipe(Method):
-    """micro_batches: M micro-batches a flush, counted across pushes; None: one flush a push, whatever its length."""
+    """micro_batches: M, micro-batches per flush, counted across pushes; None: each push is one flush of its length."""
 
     micro_batches: int | None = None
 

@@ -23,14 +23,14 @@ def scale_hyperparameters(rate: float, momentum: float, reference: int, size: in
 
         m = m_r^(N/N_r)          η = η_r · (N/N_r) · (1 − m)/(1 − m_r)
 
-    rate, momentum: η_r and m_r, tuned at `reference` = N_r samples an update; size: N, the new update size.
+    rate, momentum: η_r and m_r, tuned at `reference` = N_r samples per update; size: N, the new update size.
     Returns (η, m). Kosson et al., arXiv 2003.11666; Chiley et al., arXiv 1905.05894.
 
     >>> "%.5g %.8f" % scale_hyperparameters(0.1, 0.9, reference=256, size=32)
     '0.0016355 0.98691628'
     """
     if reference < 1 or size < 1:
-        raise ValueError(f"update sizes are samples an update, at least 1: reference={reference}, size={size}")
+        raise ValueError(f"update sizes are samples per update, at least 1: reference={reference}, size={size}")
     if not 0 <= momentum < 1:
         raise ValueError(f"momentum must lie in [0, 1), but is {momentum}")
     ratio = size / reference
@@ -107,7 +107,7 @@ def plain_sgd(group: dict[str, Any]) -> bool:
 def sgd_step(optimizer: OptimizerLike, weights: Weights | None = None, horizons: Sequence[float] = ()) -> None:
     """One step of momentum SGD over all groups, with torch.optim.SGD's bits.
 
-    horizons: one a weight, T of spike compensation, w ← w − η·(a·v + b·g); where T = 0 the bits are still torch's, of
+    horizons: one per weight, T of spike compensation, w ← w − η·(a·v + b·g); where T = 0 the bits are still torch's, of
     a fused step if that is asked for.
     """
     late = (
@@ -190,7 +190,7 @@ def _spikes(
 
 def _velocities(optimizer: OptimizerLike, params: Weights, grads: Sequence[Any], momentum: float) -> list[Tensor]:
     """v ← m·v + g in torch's own momentum buffers; the first v is g."""
-    found: Any = velocity(optimizer, params)
+    found = cast(list[Any], velocity(optimizer, params))
     fresh = [n for n, v in enumerate(found) if v is None]
     if not fresh:
         v, g = whole(found, grads)

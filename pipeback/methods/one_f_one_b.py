@@ -18,7 +18,7 @@ from pipeback.schedules.programs import one_f_one_b
 
 @dataclass(repr=False)
 class OneForwardOneBackward(Method):
-    """micro_batches: M micro-batches a flush, counted across pushes; None: one flush a push, whatever its length."""
+    """micro_batches: M, micro-batches per flush, counted across pushes; None: each push is one flush of its length."""
 
     micro_batches: int | None = None
     by_worker = True  # a worker of several stages would else let their forwards run ahead as if each had a worker

@@ -5,7 +5,7 @@
 
 B runs on the weights F used, so the gradient is a true one, of old weights. Narayanan et al., SOSP 2019
 (arXiv 1806.03377), sections 3.3 and 4. Left out: replicated stages. Any optimizer.
-Weight copies: D + 1, one a version in flight; with vertical sync D_0 + 1 at every stage.
+Weight copies: D + 1, one per version in flight; with vertical sync D_0 + 1 at every stage.
 """
 
 from __future__ import annotations

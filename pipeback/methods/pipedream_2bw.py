@@ -16,7 +16,7 @@ from pipeback.schedules.programs import flowing
 
 @dataclass(repr=False)
 class PipeDream2BW(Method):
-    """micro_batches: m micro-batches a group, at least what runs ahead at stage 0 plus one. slack: 1 as published."""
+    """micro_batches: m micro-batches per group, at least what runs ahead at stage 0 plus one. slack: 1 as published."""
 
     micro_batches: int
     slack: int = 1

@@ -7,7 +7,7 @@
 | symbol | argument      |                                                                       |
 | K      | anneal        | updates until the rate is the base rate, counted from the end of T3   |
 | d      | decay         | what is left of a displacement in δ after D updates, in (0, 1)        |
-| N      | micro_batches | micro-batches an update                                               |
+| N      | micro_batches | micro-batches per update                                               |
 
 Yang et al., arXiv 1910.05124 (MLSys 2021), sections 3.1 to 3.3; constants as commonly described. Left out: the
 recomputing variant. F runs on w_t. Any optimizer. Weight copies: 1, with T2 a scratch; δ is one more as state.

@@ -8,7 +8,7 @@ the timeline: F and B of a micro-batch aim at one version everywhere, B(i) of st
 methods predict nothing. η is the rate when the micro-batch was pushed.
 
 Chen et al., arXiv 1809.02839, section 3.2, and the code of the authors' lab (v2). Momentum SGD; PipeOptim's rule for
-Adam is left out. Weight copies: v1 1 and a scratch; v2 1 and one a micro-batch in flight.
+Adam is left out. Weight copies: v1 1 and a scratch; v2 1 and one per micro-batch in flight.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Breakdown: what each stage is and what a micro-batch costs there, as plain rows.
+"""Breakdown: the layers and costs of each stage, as plain rows.
 
-FLOPs are those of products, convolutions and attention, as torch.utils.flop_counter counts them; other operations are
+FLOPs are those of matrix products, convolutions and attention, as torch.utils.flop_counter counts them; others are
 not counted. Seconds and bytes come from the rehearsal.
 """
 
@@ -16,11 +16,12 @@ from torch import Tensor, nn
 
 from pipeback.splitting.segment import Lent
 from pipeback.stages.compile_check import untouched
-from pipeback.stages.stage import Stage, Value, cut, grown
+from pipeback.stages.flight import Value, cut, grown
+from pipeback.stages.stage import Stage
 
 
 class StageRow(NamedTuple):
-    """A stage, and one micro-batch there."""
+    """A stage, and the costs of one micro-batch there."""
 
     stage: int
     name: str
@@ -41,7 +42,7 @@ def breakdown(
     target: Any,
     present: Callable[[Stage], AbstractContextManager[None]],
 ) -> list[StageRow]:
-    """A row a stage, for the micro-batch (x, target) that was rehearsed; nothing is trained and nothing changes."""
+    """One row per stage, for the micro-batch (x, target) that was rehearsed; nothing is trained and nothing changes."""
     from torch.utils.flop_counter import FlopCounterMode  # imports triton
 
     rows, value = [], cut(x)
@@ -59,7 +60,7 @@ def breakdown(
             StageRow(
                 s, stage.name, _layers(stage.module), sum(p.numel() for p in stage.module.parameters()),
                 forward.get_total_flops(), backward.get_total_flops(), seconds[s],
-                stage.activation_bytes + stage.host_bytes, delays[s],
+                stage.learnt.activation_bytes + stage.learnt.host_bytes, delays[s],
             )
         )  # fmt: skip
         value = cut(output)
@@ -72,7 +73,7 @@ def _layers(module: nn.Module) -> str:
 
 
 def _named(module: nn.Module) -> Iterator[str]:
-    """Kinds of the layers with weights, in order; of weights that stand beside layers, their names."""
+    """The classes of layers with weights, in order; names of weights that stand beside layers."""
     if isinstance(module, Lent):
         yield f"{module.__kind__} (lent)"
         return

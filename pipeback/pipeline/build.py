@@ -1,55 +1,146 @@
-"""Build: the stages of a pipeline from the parts of a model."""
+"""Build: turn options into stages that can be trained, place their weights, and decide which process holds them."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import nn
 
+from pipeback import methods, sparsities
+from pipeback.checkpoint import commits
+from pipeback.distributed.agreement import agree
+from pipeback.distributed.held_stages import HeldStages
+from pipeback.distributed.join import default_device
+from pipeback.distributed.ranks import Ranks, SingleProcess, meet
 from pipeback.methods.base import Method
-from pipeback.pipeline.option_checks import check_optimizer, checked_factory
-from pipeback.splitting.partition import StagePart
-from pipeback.splitting.traced_model import TracedModel
-from pipeback.stages import compiled
-from pipeback.stages.activations import keeping
-from pipeback.stages.stage import OptimizerFactory, Stage
+from pipeback.pipeline.options import PipelineOptions
+from pipeback.pipeline.stage_builder import StageBuilder
+from pipeback.plan.budget import check_stages
+from pipeback.runtime.setting import Setting
+from pipeback.splitting.split import Split, split_model
+from pipeback.stages.activations import kinds
+from pipeback.stages.stage import Stage
+from pipeback.streaming import disk_store
+from pipeback.streaming.disk_store import DiskStore
+from pipeback.streaming.shards import share_out
+from pipeback.streaming.store import DeviceStore, Store
+from pipeback.vectorized.worker import stacked
+from pipeback.weights import aliases
 
 
-class StageBuilder(NamedTuple):
-    """What they are built with, as `Pipeline` is given it."""
+@dataclass(frozen=True)
+class Built:
+    """The parts of a pipeline before anything has run.
 
+    delays: delay D of every stage. optimizers: one per stage. aliases: all names of each weight and buffer.
+    """
+
+    options: PipelineOptions
+    split: Split
     method: Method
-    delays: Sequence[int]
-    loss: Callable[[Any, Any], Tensor] | None
-    optimizer: OptimizerFactory
-    activations: Sequence[str]  # one a stage
-    masters: bool
-    compile: bool | dict[str, Any]
+    delays: list[int]
+    replicas: int
+    optimizers: list[torch.optim.Optimizer]
+    aliases: dict[str, list[str]]
+    holding: HeldStages
+    setting: Setting
 
-    def stages(self, parts: Sequence[StagePart], replica: int) -> list[Stage]:
-        """A stage a part. Raises ValueError or TypeError where optimizer and method do not fit, naming the stage."""
-        n, stages = len(parts), []
-        for s, part in enumerate(parts):
-            factory = checked_factory(self.optimizer, s)
-            judge = self.loss if s == n - 1 else None
-            stage = Stage(s, n, part.module, part.name, self.method, factory, judge, self.masters)
-            stage.seed, stage.replica = torch.initial_seed(), replica
-            stage.keeping = keeping(self.activations[s])
-            stage.gradients.shows = self.loss is None
-            if self.compile:
-                keep = compiled.faithful(self.method, self.delays[s]) and self.activations[s] != "recompute"
-                stage.call = compiled.Compiled(part.module, s, compiled.options(self.compile, keep))
-            check_optimizer(stage, self.method)
-            stages.append(stage)
-        return stages
 
-    def twins(self, parts: Sequence[StagePart], program: TracedModel | None, replicas: int) -> Iterator[list[Stage]]:
-        """The stages of every further replica in this process, on copies. program: of a followed model."""
-        for replica in range(1, replicas):
-            copies = [part._replace(module=copy.deepcopy(part.module)) for part in parts]
-            if program is not None:
-                program.follow_too([part.module for part in copies])
-            yield self.stages(copies, replica)
+def build(model: nn.Module | Sequence[nn.Module] | Split, options: PipelineOptions) -> Built:
+    """The stages of `model`. Raises ValueError or TypeError, naming the stage or option and the cure.
+
+    Over processes every rank calls it, and an error on one is told to the others.
+    """
+    processes = options.processes
+    ranks = meet(processes.mesh, options.replicas, processes.timeout)
+    with telling(ranks):  # from here on: the other ranks have come, too, and would wait
+        options.check()
+        streaming, sparsity = options.streaming, options.streaming.sparsity
+        policy = sparsities.create(sparsity) if isinstance(sparsity, str) else sparsity
+        home = disk_store.create(streaming.store) or (DeviceStore() if policy is not None else None)
+    with telling(ranks), closing(home):
+        replicas = ranks.replicas if ranks.several else 1 if options.replicas is None else options.replicas
+        if not isinstance(model, Split):
+            cuts = options.splitting
+            model = split_model(model, cuts.stages, options.example, cuts.leaves, cuts.balance)
+        parts, n = model.parts, len(model.parts)
+        method = methods.create(options.method) if isinstance(options.method, str) else options.method
+        options.check_together(method, n, replicas, ranks.count, home)
+        every = kinds(options.activations, [part.name for part in parts])
+        method.check_stages(n)
+        delays = method.delays(n)
+        building = StageBuilder(
+            method, delays, options.loss, options.optimizer, every, options.masters, options.compile
+        )
+        stages = building.stages(parts, ranks.replica)
+        named = {id(t): key for key, t in model.model.state_dict(keep_vars=True).items()}
+        for stage in stages:
+            stage.take_names(named)
+        names = aliases(model.model)
+        shards = ranks.several and replicas > 1 and not isinstance(home, DeviceStore | None)
+        if shards:
+            share_out(stages, ranks.replica, replicas, policy)
+        if not any(stage.weights for stage in stages):
+            raise ValueError("the model has no trainable parameters; set requires_grad before the pipeline is built")
+        optimizers: list[torch.optim.Optimizer] = [stage.optimizer for stage in stages]
+        if isinstance(ranks, Ranks):
+            _agree(ranks, stages, method, every, home, options)
+        if home is not None:
+            check_stages(stages, home, alone=not ranks.several and policy is None)
+            home.open(ranks.place)
+        if isinstance(home, DiskStore):
+            commits.choose(home, ranks)
+        where = streaming.device or default_device()
+        holding = HeldStages(
+            [stages], method, ranks, options.threads, streaming.init, where, home, policy, streaming.skip_zeros, shards
+        )
+        holding.compute = None if streaming.device is None else torch.device(streaming.device)
+        if not ranks.several:
+            holding.everywhere += building.twins(parts, model.program, replicas)
+            holding.take_up()
+    setting = Setting(
+        delays, options.debug.order, options.debug.seed, options.processes.link, options.threads,
+        {"clip_norm": options.clipping.norm, "clip_value": options.clipping.value,
+         "samples": options.micro_batches.weights == "samples", "check_finite": options.debug.check_finite},
+        stacked(stages, method, options.compile, options.vectorize),
+    )  # fmt: skip
+    return Built(options, model, method, delays, replicas, optimizers, names, holding, setting)
+
+
+def _agree(
+    ranks: Ranks, stages: Sequence[Stage], method: Method, every: Sequence[str], home: Store | None,
+    options: PipelineOptions,
+) -> None:  # fmt: skip
+    """Raise an error if ranks were given different options."""
+    agree(
+        ranks, stages, method=repr(method), micro_batch_size=options.micro_batches.size,
+        weights=options.micro_batches.weights, clip_norm=options.clipping.norm, clip_value=options.clipping.value,
+        check_finite=options.debug.check_finite, link=options.processes.link,
+        activations=options.activations if isinstance(options.activations, str) else every,
+        masters=options.masters, compile=repr(options.compile),
+        store=home and f"{type(home).__name__}(prefetch={home.prefetch})",
+    )  # fmt: skip
+
+
+@contextmanager
+def telling(ranks: Ranks | SingleProcess) -> Iterator[None]:
+    """Tell the other ranks of an error before training; they would otherwise wait for this one."""
+    try:
+        yield
+    except BaseException as error:
+        ranks.failed(error)
+        raise
+
+
+@contextmanager
+def closing(store: Store | None) -> Iterator[None]:
+    """Close the store of a pipeline that cannot be built."""
+    try:
+        yield
+    except BaseException:
+        if store is not None:
+            store.close()
+        raise

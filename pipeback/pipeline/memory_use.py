@@ -1,4 +1,4 @@
-"""Memory use: what training holds, counted while it runs."""
+"""Memory use: bytes that training holds, counted while it runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pipeback.stages.stage import Stage
 
 
 class Memory(NamedTuple):
-    """What training holds, measured."""
+    """The memory that training holds, measured."""
 
     weights: int  # bytes of one copy of the trainable weights, as the optimizer steps them
     copies: float  # copies of the weights at the peak, weighted by stage size; 1.0 = the live ones alone
@@ -24,23 +24,24 @@ class Memory(NamedTuple):
 
 
 def counted(stages: Sequence[Stage], owner: Sequence[int]) -> Memory:
-    """Of these stages; owner: the worker of each stage of the model."""
+    """The memory of these stages. owner: the worker of each stage of the model."""
     one = sum(stage.bytes() for stage in stages)
-    held = sum(max(stage.peak_copies, stage.copies()) * stage.bytes() for stage in stages)
+    held = sum(max(stage.versions.peak, stage.copies()) * stage.bytes() for stage in stages)
     state = 0
     for stage in stages:
         owned = {id(v) for w in stage.weights for v in stage.optimizer.state.get(w, {}).values()}
         tensors = [t for v in stage.state.values() if isinstance(v, list) for t in v if t is not None]
         state += sum(t.numel() * t.element_size() for t in tensors if id(t) not in owned)
     activations = sum(
-        stage.activation_bytes * stage.peak_flights if stage.stack is None else stage.stack.held for stage in stages
+        stage.learnt.activation_bytes * stage.peak_flights if stage.stack is None else stage.stack.held
+        for stage in stages
     )
     repeats: dict[tuple[int, int], int] = {}  # a worker does one at a time
     for stage in stages:
         worker = stage.replica, owner[stage.index]
-        repeats[worker] = max(repeats.get(worker, 0), stage.repeat_bytes)
-    host = sum(stage.host_bytes * stage.peak_flights for stage in stages)
-    rounded = sum(half.nbytes for stage in stages for half in stage.halves)
+        repeats[worker] = max(repeats.get(worker, 0), stage.learnt.repeat_bytes)
+    host = sum(stage.learnt.host_bytes * stage.peak_flights for stage in stages)
+    rounded = sum(half.nbytes for stage in stages for half in stage.masters.halves)
     strips = {id(strip): strip for stage in stages if (strip := stage.weights.strip) is not None}
     beside = sum(strip.beside for strip in strips.values())
     for stack in {id(stage.stack): stage.stack for stage in stages if stage.stack is not None}.values():

@@ -1,7 +1,7 @@
-"""Micro batches: what was pushed becomes micro-batches as the first stage takes them, and outputs what the model gives.
+"""Micro-batches: turn a push into micro-batches for the first stage, and outputs into what the model returns.
 
-For a sequence that is all there is to it: tensors go in and come out. A model whose forward was followed takes any
-structure, and is followed once more for a micro-batch of a form, or a way, that its stages do not know.
+For a sequence, tensors simply go in and come out. A model whose forward is traced takes any structure; it is traced
+once more for a micro-batch of a form, or on a branch, that its stages do not know yet.
 """
 
 from __future__ import annotations
@@ -9,42 +9,45 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pipeback.pipeline.option_checks import micro_batches, shares
+from pipeback.pipeline.option_checks import check_tensors, micro_batches, shares
 from pipeback.runtime.loop import Batch
 from pipeback.splitting.traced_model import TracedModel
-from pipeback.splitting.tracer import Form
-from pipeback.stages.stage import Stage, Value
+from pipeback.stages.flight import Value
+from pipeback.stages.stage import Stage
+from pipeback.tensors.structures import Form
 
 Wait = Callable[[], object]  # quiesces: buffers are borrowed and put back
 
 
 class MicroBatcher:
-    """Of the stages of all replicas in this process, `everywhere`."""
+    """Makes micro-batches for the stages of all replicas in this process, `everywhere`."""
 
     def __init__(self, program: TracedModel | None, everywhere: Sequence[Sequence[Stage]]) -> None:
         self._program, self._everywhere = program, everywhere
         self._setting = 0  # of the stages, when micro-batches were let in last
 
     def batches(self, x: Any, y: Any, size: int | None, wait: Wait) -> list[Batch]:
-        """Micro-batches to train on of (x, y), cut along the first dimension: those of one replica after the other."""
+        """The micro-batches of (x, y), cut along the first dimension: all of one replica before those of the next."""
         x, form = self._opened(x)
         found = [batch for part in shares(x, y, len(self._everywhere)) for batch in micro_batches(*part, size)]
         known = self._known([x for x, _, _ in found], form, wait, None)
         return [(x, y, size) for x, (_, y, size) in zip(known, found, strict=True)]
 
     def enter(self, x: Any, wait: Wait, training: bool | None = None) -> Value:
-        """One micro-batch. training: whether it is to be trained on; None: what the model is set to."""
+        """One micro-batch. training: whether it will be trained on; None: as the model is set."""
         x, form = self._opened(x)
+        if x is not None:  # as other ranks than the first may give
+            check_tensors(x, "evaluate" if training is False else "run")
         return self._known([x], form, wait, training)[0]
 
     def leave(self, output: Value, x: Value, training: bool | None = None) -> Any:
-        """The model's output, as its forward gives it, for x of `enter`."""
+        """The output as the model's forward returns it, for x from `enter`."""
         if self._program is None or output is None:
             return output
         return self._program.leave(output, x, training)
 
     def evaluated(self) -> None:
-        """Stages go on as they were set when micro-batches were let in."""
+        """Set stages back to how they were when micro-batches were let in."""
         if self._program is not None:
             self._program.set(self._setting)
 
@@ -52,7 +55,7 @@ class MicroBatcher:
         return (x, None) if self._program is None else self._program.enter(x)
 
     def _known(self, xs: Sequence[Value], form: Form | None, wait: Wait, training: bool | None) -> list[Value]:
-        """Have the stages know what to do for these; returns them as the first one takes them."""
+        """Make sure that the stages know these micro-batches' form; returns them as the first stage takes them."""
         if self._program is None or form is None:
             return list(xs)
         found, mode = [], self._program.model.training

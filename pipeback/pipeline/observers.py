@@ -1,4 +1,4 @@
-"""Observers: what the loops of a pipeline measure and whom they tell, those that are started later included."""
+"""Observers: recording and watching, for the loops of a pipeline and for loops that are started later."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipeback.schedules.recording import Track
 
 
 class Observers:
-    """Of the loops of this process; the clocks are those of all ranks."""
+    """Records and watches the loops of this process, with the clocks of all ranks."""
 
     def __init__(self) -> None:
         self._clock = clocks.Reading(0.0)
@@ -20,7 +20,7 @@ class Observers:
         self._watch: Watch | None = None
 
     def record(self, loops: Sequence[Loop], ranks: Ranks | SingleProcess, on: bool) -> None:
-        """Measure every operation from now on, or no more. Every rank calls it."""
+        """Measure every operation from now on, or stop. Every rank calls it."""
         if on:
             self._clock = clocks.read(ranks)
         self._recording = on
@@ -28,18 +28,18 @@ class Observers:
             loop.worker.record(on)
 
     def tracks(self, loops: Sequence[Loop], ranks: Ranks | SingleProcess, owner: Sequence[int]) -> list[Track]:
-        """What was measured, of all ranks. owner: the worker of each stage."""
+        """The operations measured on all ranks. owner: the worker of each stage."""
         return clocks.tracks(ranks, loops, owner, self._clock)
 
     def watch(self, loops: Sequence[Loop], stages: int, on: bool) -> Watch:
-        """Have micro-batches followed from now on, or no more; returns what they are told to."""
+        """Follow micro-batches from now on, or stop; returns the `Watch` that collects them."""
         watch = self._watch or Watch(stages)
         self._watch = watch if on else None
         self._tell(loops)
         return watch
 
     def started(self, loops: Sequence[Loop]) -> None:
-        """New loops do as those before them."""
+        """Have new loops record and watch as the loops before them did."""
         self._tell(loops)
         for loop in loops:
             loop.worker.record(self._recording)

@@ -1,12 +1,9 @@
-"""What the user gives, checked before anything is built or trained: options, functions, optimizers, batches."""
+"""Checks of the user's arguments before anything is built or trained: options, functions, optimizers, batches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import repeat
-from numbers import Integral
-from pathlib import Path
-from types import NoneType
 from typing import Any
 
 import torch
@@ -14,15 +11,14 @@ from torch import Tensor, nn
 
 from pipeback.methods.base import Method
 from pipeback.runtime.loop import Batch
-from pipeback.schedules.order import POLICIES
-from pipeback.sparsities.base import Sparsity
+from pipeback.stages.flight import Value
 from pipeback.stages.joint_optimizer import own_step, torchs_step
-from pipeback.stages.stage import OptimizerFactory, Stage, Value
+from pipeback.stages.stage import OptimizerFactory, Stage
 from pipeback.streaming.store import DeviceStore, Store
 
 
 def checked_factory(optimizer: OptimizerFactory, s: int) -> OptimizerFactory:
-    """`optimizer` of stage s, which raises TypeError or ValueError unless it gives an optimizer of what it is given."""
+    """`optimizer` for stage s, raising TypeError or ValueError unless it returns an optimizer of its parameters."""
 
     def build(params: list[nn.Parameter]) -> torch.optim.Optimizer:
         made = optimizer(params)
@@ -43,16 +39,16 @@ def checked_factory(optimizer: OptimizerFactory, s: int) -> OptimizerFactory:
 
 
 def check_optimizer(stage: Stage, method: Method) -> None:
-    """Raise ValueError, naming the stage, where the method cannot work with the stage's optimizer."""
+    """Raise ValueError, naming the stage, if the method cannot work with the stage's optimizer."""
     opt = stage.optimizer
     if isinstance(opt, torch.optim.LBFGS):
         raise ValueError(
-            f"{stage.label}: LBFGS evaluates the loss several times a step, a pipeline cannot; use SGD or Adam"
+            f"{stage.label}: LBFGS evaluates the loss several times per step, a pipeline cannot; use SGD or Adam"
         )
     if not own_step(opt):
         raise ValueError(
-            f"{stage.label}: the step of its optimizer was replaced on the object, which the pipeline's twin does not "
-            f"call; override step in a subclass of {type(opt).__name__}, or register_step_pre_hook"
+            f"{stage.label}: the step of its optimizer was replaced on the object, but the pipeline steps a copy of "
+            f"that optimizer; override step in a subclass of {type(opt).__name__}, or register_step_pre_hook"
         )
     if stage.weights:
         try:
@@ -68,7 +64,7 @@ def check_optimizer(stage: Stage, method: Method) -> None:
 
 
 def check_groups(stages: Sequence[Stage]) -> None:
-    """Raise ValueError where parameters were added to the optimizer of a stage."""
+    """Raise ValueError if parameters were added to the optimizer of a stage."""
     for stage in stages:
         found = {id(p) for group in stage.optimizer.param_groups for p in group["params"]}
         if stage.weights and found != {id(w) for w in stage.weights}:
@@ -76,7 +72,7 @@ def check_groups(stages: Sequence[Stage]) -> None:
 
 
 def check_functions(method: Any, loss: Any, optimizer: Any) -> None:
-    """Raise TypeError or ValueError unless method, loss and optimizer are such."""
+    """Raise TypeError or ValueError unless these are a method, a loss function and an optimizer function."""
     if not isinstance(method, Method):
         raise TypeError(
             f"method must be a name or a pipeback.Method, but is {type(method).__name__}; "
@@ -94,100 +90,56 @@ def check_functions(method: Any, loss: Any, optimizer: Any) -> None:
         raise ValueError("loss has weights of its own, which no stage would train; put them into the last stage")
 
 
-def check_numbers(stages: int, **options: Any) -> None:
-    """Raise ValueError unless sizes and bounds are in their ranges, and go with the number of stages."""
-    for name in ("micro_batch_size", "workers", "replicas"):
-        value = options.get(name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ValueError(f"{name} must be a whole number of at least 1 or None, but is {value!r}")
-    if (options.get("workers") or 0) > stages:
+def one_of(name: str, value: Any, words: Sequence[Any], where: str) -> None:
+    """Raise ValueError unless the value is one of the words. where: the long form that has such a field."""
+    # 1 is no True, though equal to it
+    if not any(type(value) is type(word) and value == word for word in words):
         raise ValueError(
-            f"workers={options['workers']} but the model has {stages} stages; use at most one worker a stage"
-        )
-    if options.get("ranks", 1) > 1 and options.get("workers") is not None:
-        raise ValueError(f"workers={options['workers']}: over processes each rank is a worker; leave workers out")
-    if options.get("ranks", 1) > stages:
-        raise ValueError(
-            f"{options['ranks']} ranks share a pipeline but the model has {stages} stages; start at most one rank a "
-            "stage, or give replicas= so that several pipelines share the ranks"
-        )
-    for name in ("clip_norm", "clip_value", "timeout"):
-        value = options.get(name)
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if value is not None and not (number and value > 0):
-            raise ValueError(f"{name} must be above 0 or None, but is {value!r}")
-
-
-def check_outside(**options: Any) -> None:
-    """What goes with a loss that is computed outside."""
-    for name, plain in (
-        ("workers", None),
-        ("micro_batch_size", None),
-        ("weights", "equal"),
-        ("check_finite", False),
-        ("replicas", 1),
-    ):
-        if options[name] != plain:
-            raise ValueError(f"{name}={options[name]!r} does not go with loss=None; use {name}={plain!r}")
-
-
-_WORDS: dict[str, Sequence[Any]] = {
-    "weights": ("equal", "samples"),
-    "weight_functions": ("refuse", "warn"),
-    "order": POLICIES,
-    "link": ("auto", "shared_memory", "gloo", "nccl"),
-    "balance": ("time", "memory"),
-    "check_finite": (False, True),
-    "skip_zeros": (False, True, "auto"),
-}
-# what else they may be, and an example
-_TYPES: dict[str, tuple[tuple[Any, ...], str]] = {
-    "store": ((str, Store, NoneType), 'None, "host", "disk:FOLDER" or a pipeback.Store'),
-    "sparsity": ((str, Sparsity, NoneType), "None, a name of pipeback.sparsities.available(), or a pipeback.Sparsity"),
-    "compile": ((bool, dict), "True, False or a dict of options of torch.compile"),
-    "seed": ((Integral,), "a whole number"),
-    "init": ((str, Path, Callable, NoneType), "None, a function of a module, or the path of safetensors files"),
-    "leaves": ((list, tuple, set, frozenset), 'a list of paths of modules, for example leaves=["encoder.pool"]'),
-    "device": ((str, torch.device, NoneType), 'None, a torch.device or its name, for example "cpu"'),
-}
-
-
-def check_options(**options: Any) -> None:
-    """Raise ValueError or TypeError unless each is one of its words, or of its types."""
-    for name, value in options.items():
-        words, (types, told) = _WORDS.get(name), _TYPES.get(name, ((), ""))
-        # 1 is no True, though equal to it
-        if words is not None and not any(type(value) is type(word) and value == word for word in words):
-            raise ValueError(f"{name} must be one of {', '.join(map(str, words))}, but is {value!r}")
-        if types and (not isinstance(value, types) or (isinstance(value, bool) and bool not in types)):
-            raise TypeError(f"{name} must be {told}, but is {value!r}")
-    if options["skip_zeros"] and options["sparsity"] is None:
-        raise ValueError(
-            f"skip_zeros={options['skip_zeros']!r} is about the zeros of sparse weights, but there is no sparsity; "
-            'leave skip_zeros out, or give one, for example sparsity="set"'
+            f"{name} must be one of {', '.join(map(str, words))}, but is {value!r}; for example "
+            f"{where}({name}={words[0]!r})"
         )
 
 
-def check_skewed(vectorize: Any, order: str, activations: Any, masters: Any, **options: tuple[Any, Any]) -> None:
-    """What goes with stages that run as one, and with the order that they run in. options: name -> (what was given,
-    what goes with both)."""
-    if vectorize not in (True, False, "auto", "cuda_graph"):
-        raise ValueError(f'vectorize must be True, False, "auto" or "cuda_graph", but is {vectorize!r}')
-    if vectorize:
-        what, otherwise = f"vectorize={vectorize!r}", ", or vectorize=False"
-        kept = "recompute" if activations == "recompute" else "device"
-        options |= {"activations": (activations, kept), "masters": (masters, False), "order": (order, "grouped")}
-    elif order == "skewed":
-        what, otherwise = 'order="skewed"', ""
-    else:
-        return
-    for name, (value, plain) in options.items():
+def such(name: str, value: Any, types: tuple[Any, ...], told: str) -> None:
+    """Raise TypeError unless the value is of one of the types, which `told` lists."""
+    if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+        raise TypeError(f"{name} must be {told}, but is {value!r}")
+
+
+def at_least_one(name: str, value: Any) -> None:
+    """Raise ValueError unless the value is a whole number of at least 1, or None."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise ValueError(f"{name} must be a whole number of at least 1 or None, but is {value!r}")
+
+
+def above_zero(name: str, value: Any, what: str, example: str) -> None:
+    """Raise ValueError unless the value is a number above 0. what: what else it may be; example: how to type it."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        raise ValueError(f"{name} must be above 0{what}, but is {value!r}; for example {example}")
+
+
+def check_workers(stages: int, ranks: int, threads: Any) -> None:
+    """Raise ValueError if there are fewer stages than workers."""
+    if (threads or 0) > stages:
+        raise ValueError(f"workers={threads} but the model has {stages} stages; use at most one worker per stage")
+    if ranks > 1 and threads is not None:
+        raise ValueError(f"workers={threads}: over processes each rank is a worker; leave workers out")
+    if ranks > stages:
+        raise ValueError(
+            f"{ranks} ranks share a pipeline but the model has {stages} stages; start at most one rank per stage, or "
+            "give replicas= so that several pipelines share the ranks"
+        )
+
+
+def check_goes_with(what: str, otherwise: str, given: Iterable[tuple[str, Any, Any, str]]) -> None:
+    """Raise ValueError if an option excludes `what`; given: (name, value, the value that does not, its cure)."""
+    for name, value, plain, cure in given:
         if value != plain:
-            raise ValueError(f"{what} does not go with {name}={value!r}; use {name}={plain!r}{otherwise}")
+            raise ValueError(f"{what} does not go with {name}={value!r}; use {cure}{otherwise}")
 
 
 def check_masters(masters: Any, store: Store | None) -> None:
-    """Raise TypeError or ValueError where masters= is no choice, or does not go with the store."""
+    """Raise TypeError or ValueError if masters= is not a bool, or does not go with the store."""
     if not isinstance(masters, bool):
         raise TypeError(f"masters must be True or False, but is {masters!r}")
     if masters and isinstance(store, DeviceStore):
@@ -200,7 +152,7 @@ def check_masters(masters: Any, store: Store | None) -> None:
 
 
 def shares(x: Value, y: Any, replicas: int) -> list[tuple[Value, Any]]:
-    """What was pushed, cut into equal parts, one for each replica of this process."""
+    """The pushed x and y, cut into equal parts, one per replica of this process."""
     if replicas == 1:
         return [(x, y)]
     length = micro_batches(x, y, None)[0][2]
@@ -209,11 +161,24 @@ def shares(x: Value, y: Any, replicas: int) -> list[tuple[Value, Any]]:
     return [(a, b) for a, b, _ in micro_batches(x, y, length // replicas)]
 
 
-def micro_batches(x: Value, y: Any, size: int | None) -> list[Batch]:
-    """Micro-batches (x, y, samples) of what was pushed."""
+def check_tensors(x: Any, who: str = "push") -> tuple[Tensor, ...]:
+    """The tensors of an x that is pushed or evaluated. Raises TypeError for anything else, with a cure."""
     parts = x if isinstance(x, tuple) else (x,)
-    if not parts or [part for part in parts if not isinstance(part, Tensor)]:
-        raise TypeError(f"push takes a tensor or a tuple of tensors, but got {type(x).__name__}")
+    odd = [type(part).__name__ for part in parts if not isinstance(part, Tensor)]
+    if odd or not parts:
+        inside = f"tuple with a {odd[0]} in it" if odd and x is parts else type(x).__name__
+        cure = "give tuple(x.values())" if isinstance(x, dict) else "give tensors"
+        raise TypeError(
+            f"{who} takes a tensor or a tuple of tensors, but got {inside}: the modules of this pipeline are called "
+            f"one on the output of the other; {cure}, or a model with a forward of its own, whose arguments may be "
+            "anything, and example=, one such x"
+        )
+    return parts
+
+
+def micro_batches(x: Value, y: Any, size: int | None) -> list[Batch]:
+    """Micro-batches (x, y, samples) of a push."""
+    parts = check_tensors(x)
     batched = [part for part in parts if part.dim()]
     if not batched:
         raise ValueError(
@@ -225,6 +190,11 @@ def micro_batches(x: Value, y: Any, size: int | None) -> list[Batch]:
         raise ValueError("the batch that was pushed is empty; leave such batches out")
     if size is None:
         return [(x, y, length)]
+    if (sparse := next((part for part in parts if part.layout is not torch.strided), None)) is not None:
+        raise ValueError(
+            f"push got a tensor of layout {sparse.layout}, which is not cut into micro-batches or shared by replicas; "
+            "push it as .to_dense(), or one micro-batch at a time, with micro_batch_size=None and replicas=1"
+        )
     targets = [t for t in (y if isinstance(y, tuple) else (y,)) if isinstance(t, Tensor) and t.dim()]
     if any(len(part) != length for part in (*batched, *targets)):
         lengths = [len(part) for part in (*batched, *targets)]
@@ -245,7 +215,7 @@ def micro_batches(x: Value, y: Any, size: int | None) -> list[Batch]:
 
 
 def _target(value: Any) -> Any:
-    """A part of a target, without the graph that made it, which is not ours to train."""
+    """A part of a target, detached from the graph that made it, which is not trained here."""
     if isinstance(value, Tensor):
         return value.detach()
     if value is None or isinstance(value, (bool, int, float)):

@@ -1,14 +1,23 @@
-"""Outside loss: micro-batches that went forward alone, since their loss is computed outside; and where in a flush."""
+"""Outside loss: the calls of a pipeline whose loss is computed between its forward and its backward."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from pipeback.distributed.rank_runner import RankRunner
 from pipeback.methods.base import Method
+from pipeback.pipeline.engine import Engine, Then
+from pipeback.runtime.runners import EventLoop
 from pipeback.schedules.programs import flush
-from pipeback.stages.stage import Value
+from pipeback.stages.flight import Value
 
 
-class OutsideLoss:
-    """count: micro-batches that have gone forward and not backward. What may come next follows from it."""
+class Ahead:
+    """Micro-batches that have gone forward and not yet backward (`count`), and which operations may follow."""
 
     def __init__(self, method: Method) -> None:
         self.method = method
@@ -18,7 +27,7 @@ class OutsideLoss:
     def together(self, count: int, arrived: int, expected: int) -> bool:
         """Whether no update lies between the next `count` micro-batches, so that all may go forward at once.
 
-        arrived: micro-batches before them. expected: how many a schedule that begins now is begun for.
+        arrived: micro-batches before them. expected: how many a schedule that begins now expects.
         """
         if count == 1 or any(self.method.delays(2)):
             return count == 1
@@ -27,12 +36,16 @@ class OutsideLoss:
         return self._begun % every + count <= every
 
     def expect(self, expected: int) -> None:
-        """Some are about to go forward; if none has before them, the schedule begins for so many."""
+        """Micro-batches are about to go forward; if none has before them, the schedule begins for so many."""
         if not self._begun:
             self._expected = expected
 
+    def forward(self, count: int) -> None:
+        """So many have gone forward."""
+        self.count = count
+
     def take(self) -> int:
-        """How many were ahead; none is any more."""
+        """The number that were ahead; now none is."""
         count, self.count = self.count, 0
         return count
 
@@ -45,10 +58,100 @@ class OutsideLoss:
         self._begun = 0
 
     def take_up(self, begun: int, expected: int) -> None:
-        """From a state, in which none is ahead."""
+        """Load a state, in which none is ahead."""
         self.count, self._begun, self._expected = 0, begun, expected
 
 
+class OutsideLoss:
+    """The calls of a pipeline that was built with loss=None."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self.ahead = engine, Ahead(engine.method)
+
+    def forward_many(self, xs: Sequence[Value], expected: int) -> list[Value]:
+        """As `Pipeline.forward_many`."""
+        engine = self._engine
+        with engine.lock, torch.enable_grad():
+            self._one_by_one()
+            if not xs or not self.together(len(xs), expected):
+                raise ValueError(
+                    f"{len(xs)} micro-batches do not lie in one flush of {engine.method!r}; call forward and backward "
+                    "for one after the other"
+                )
+            batches = [batch for x in xs for batch in engine.batches(x, None)]
+            runtime, xs = engine.ready(batches, expected), [x for x, _, _ in batches]
+            assert isinstance(runtime, (EventLoop, RankRunner))
+            self.ahead.expect(expected)
+            engine.modes.pushed()
+            outputs: list[Value] = engine.do(partial(runtime.forward, engine.arrived, xs, engine.current, expected))
+            self.ahead.forward(len(xs))
+            engine.holding.hide()  # from who clears them before the backward
+            for output in outputs:
+                for part in output if isinstance(output, tuple) else (output,):
+                    if isinstance(part, Tensor) and (part.is_floating_point() or part.is_complex()):
+                        part.requires_grad_()
+            return [engine.entrance.leave(output, x) for output, x in zip(outputs, xs, strict=True)]
+
+    def together(self, count: int, expected: int) -> bool:
+        """As `Pipeline.together`."""
+        return self.ahead.together(count, self._engine.arrived, expected)
+
+    def backward(self, gradients: Sequence[Value], forget: bool = False) -> None:
+        """As `Pipeline.backward_many`. forget: a gradient of None drops its micro-batch."""
+        engine = self._engine
+        with engine.lock, torch.enable_grad():
+            runtime = self._went_ahead("backward")
+            if len(gradients) != self.ahead.count:
+                raise ValueError(
+                    f"backward was given {len(gradients)} gradients, forward {self.ahead.count} inputs; give as many"
+                )
+            ahead, fallen = self.ahead.take(), [n for n, g in enumerate(gradients) if forget and nothing(g)]
+            if fallen:
+                assert isinstance(runtime, EventLoop)
+                runtime.loop.forget(fallen, ahead)
+                gradients = [g for g in gradients if not nothing(g)]
+            if gradients:
+                self.ahead.backward(len(gradients))
+                engine.came(len(gradients))
+                engine.do(partial(runtime.backward, gradients))
+
+    def forget(self) -> None:
+        """As `Pipeline.forget`."""
+        with self._engine.lock:
+            runtime = self._went_ahead("forget")
+            if isinstance(runtime, RankRunner):
+                raise RuntimeError("forget: the other ranks are ahead already; give backward a gradient of zeros")
+            ahead = self.ahead.take()
+            runtime.loop.forget(range(ahead), ahead)
+
+    def step(self, then: Then) -> None:
+        """As `Pipeline.step`. then: called if something was pushed."""
+        engine = self._engine
+        with engine.lock, torch.enable_grad():
+            engine.open()
+            if isinstance(engine.runtime, (EventLoop, RankRunner)):
+                engine.modes.pushed()
+                engine.do(partial(engine.runtime.step, engine.method.flush_each_push))
+                engine.holding.hide()
+                if engine.method.flush_each_push:
+                    self.ahead.restart()
+                then()
+
+    def _one_by_one(self) -> None:
+        self._engine.open()
+        if not self._engine.outside:
+            raise RuntimeError("forward is for a pipeline built with loss=None; this one has a loss: call push")
+        if self.ahead.count:
+            raise RuntimeError("forward was called twice; call backward or forget between")
+
+    def _went_ahead(self, what: str) -> EventLoop | RankRunner:
+        self._engine.open()
+        if not self.ahead.count:
+            raise RuntimeError(f"{what} comes after forward, but no micro-batch has gone forward")
+        assert isinstance(self._engine.runtime, (EventLoop, RankRunner))
+        return self._engine.runtime
+
+
 def nothing(gradient: Value) -> bool:
-    """Whether a loss does not depend on an output, or on no part of it."""
+    """Whether a loss depends on no part of an output."""
     return gradient is None or (isinstance(gradient, tuple) and all(part is None for part in gradient))

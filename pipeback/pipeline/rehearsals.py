@@ -1,6 +1,6 @@
 """Rehearsals: which micro-batches are rehearsed before they are let in, by the stages of every replica and rank.
 
-What would fail in a forward fails here, where nothing has been trained on it, so that the pipeline goes on.
+An error in a forward is found here, before anything was trained on the micro-batch, so the pipeline goes on.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import torch
 
 from pipeback.distributed.held_stages import HeldStages
 from pipeback.runtime.loop import Batch
+from pipeback.stages.flight import Value
+from pipeback.stages.module_settings import Mirror, Settings
 from pipeback.stages.recompute import casting
-from pipeback.stages.rehearsal import begin_stream, rehearse, rehearse_form, rehearse_shape
-from pipeback.stages.settings import Mirror, Settings
-from pipeback.stages.stage import Stage, Value
+from pipeback.stages.rehearsal import rehearse, rehearse_form, rehearse_shape
+from pipeback.stages.stage import Stage
 
 Form = tuple[Any, ...]
 Relay = Callable[[Value, Callable[[Sequence[Stage], Value], Value]], object]  # over processes: each rank does its part
@@ -24,15 +25,15 @@ Relay = Callable[[Value, Callable[[Sequence[Stage], Value], Value]], object]  # 
 class Rehearsals:
     """What is rehearsed, and when:
 
-    everything            before the first micro-batch, and when modules were set to train or to evaluate
-    what the stages give  for a micro-batch that is smaller than all before, or of another kind: types, and all sizes
-                          but the number of samples
+    everything            before the first micro-batch, and after modules were set to train or to evaluate
+    outputs of stages     for a micro-batch that is smaller than all before, or of another kind: types, and all sizes
+                          except the number of samples
     what graphs save      for a micro-batch of another form than all before: shapes, types, autocast
 
-    Where the numbers that modules hold have changed (a dropout probability), a stage may draw from then on, and graphs
-    of stages that run as one are made anew.
+    If numbers in modules have changed (a dropout probability), a stage may draw random numbers from then on, and the
+    graphs of stages that run as one are traced anew.
 
-    delays: of every stage. warn: functions of the weights in a graph are warned of, not refused.
+    delays: of every stage. warn: layers that save functions of their weights give a warning and not an error.
     """
 
     def __init__(self, holding: HeldStages, delays: Sequence[int], warn: bool) -> None:
@@ -42,6 +43,7 @@ class Rehearsals:
         self._forms: set[Form] = set()  # of the micro-batches so far
         self._modes = Settings([], "modes")  # of all modules
         self._settings: list[tuple[Stage, Settings]] = []  # of stages that do not draw, as far as is known
+        self._joined = Settings.joined(())  # the same, for one pass before every push
         every = [[m for stage in stages for m in stage.module.modules()] for stages in holding.everywhere]
         self._mirror = Mirror(every) if len(every) > 1 else None  # the user sets those of the first replica
 
@@ -53,15 +55,15 @@ class Rehearsals:
     def _set_anew(self) -> bool:
         if self._mirror is not None and self._mirror.changed():
             return True
-        return any(settings.changed() for _, settings in self._settings)
+        return self._joined.changed()
 
     @property
     def set_otherwise(self) -> bool:
-        """Whether modules hold other modes or numbers than when they were last looked at."""
+        """Whether modules have other modes or numbers than at the last look."""
         return self._modes.changed() or self._set_anew
 
     def due(self, batches: Sequence[Batch]) -> bool:
-        """Whether one of these has to be rehearsed."""
+        """Whether one of these micro-batches has to be rehearsed."""
         if self._smallest is None or self._anew or self._set_anew:
             return True
         # with shards, replicas would have to gather weights for it all at once, whatever they push
@@ -69,9 +71,9 @@ class Rehearsals:
         return (other or bool(self._new(batches))) and not self._holding.shards
 
     def run(self, batches: Sequence[Batch], relay: Relay | None = None) -> bool:
-        """Rehearse what has to be; the pipeline must be quiet. relay: None: all stages are in this process.
+        """Rehearse what is due; the pipeline must be quiet. relay: None: all stages are in this process.
 
-        Returns whether it was done anew, or for fewer samples.
+        Returns whether everything was rehearsed anew, or outputs for fewer samples.
         """
         if self._mirror is not None:
             self._mirror.follow()
@@ -84,7 +86,7 @@ class Rehearsals:
         for stage, settings in self._settings:
             if settings.changed():
                 if not anew:  # else it is known whether it draws
-                    begin_stream(stage)
+                    stage.random.begin(stage.generator)
                 if stage.stack is not None:
                     stage.stack.renew()
         if anew or self._set_anew:
@@ -102,30 +104,31 @@ class Rehearsals:
         self._settings = [
             (stage, Settings(stage.module.modules(), "numbers" if stage.stack is None else "all"))
             for stage in every
-            if stage.stream is None or stage.stack is not None
+            if stage.random.state is None or stage.stack is not None
         ]
+        self._joined = Settings.joined(settings for _, settings in self._settings)
 
     def _new(self, batches: Sequence[Batch]) -> dict[Form, Batch]:
-        """One of each form that has not been there, where B runs on other weights than F."""
+        """One micro-batch of each new form, if B runs on other weights than F."""
         method = self._holding.method
         if method.copies == "stash" or not any(self._delays):
             return {}
         return {form: batch for batch in reversed(batches) if (form := form_of(batch)) not in self._forms}
 
     def whole(self, batch: Batch, relay: Relay | None = None) -> None:
-        """Rehearse one in full, and measure the seconds of F and B of each stage."""
+        """Rehearse one micro-batch in full, and time F and B of each stage."""
         seconds = self._through(batch, self._full, relay)
         self._holding.seconds = seconds or self._holding.seconds
 
     def done(self, batches: Sequence[Batch]) -> None:
-        """They will be let in."""
+        """These micro-batches will be let in."""
         self._forms.update(self._new(batches))
         least = smallest(batches)[2]
         self._kinds.add(_kind(batches[0]))
         self._smallest = least if self._smallest is None else min(least, self._smallest)
 
     def forget(self) -> None:
-        """Other weights and buffers are there: all anew."""
+        """Weights and buffers were replaced: rehearse everything anew."""
         self._smallest = None
         self._forms, self._kinds = set(), set()
 
@@ -159,18 +162,18 @@ class Rehearsals:
 
 
 def form_of(batch: Batch) -> Form:
-    """Shapes and types of what a micro-batch gives the model, and the autocast that it is given under."""
+    """The shapes and types of a micro-batch's inputs, and the autocast that it runs under."""
     parts = batch[0] if isinstance(batch[0], tuple) else (batch[0],)
     return tuple((part.shape, part.dtype) for part in parts), casting()
 
 
 def smallest(batches: Sequence[Batch]) -> Batch:
-    """The first of those with the fewest samples."""
+    """The first of the micro-batches with the fewest samples."""
     return min(batches, key=lambda batch: batch[2])
 
 
 def _kind(batch: Batch) -> Any:
-    """What all micro-batches of a push have in common: they are cut from one."""
+    """The properties that all micro-batches of a push share, because they are cut from one x."""
     x, y, length = batch
 
     def kind(value: Any) -> Any:

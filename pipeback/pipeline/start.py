@@ -1,4 +1,4 @@
-"""Start: the loops of a pipeline and the runtime that they run in. One loop here, or one a thread, or one a rank."""
+"""Start: the loops of a pipeline (one in all, one per thread or one per rank) and the runtime that runs them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def start(holding: HeldStages, setting: Setting) -> Runner:
     bound = 2 * max(in_flight(holding.method.schedule, len(holding.stages))) + 2
     if isinstance(ranks, Ranks):
         mine = holding.mine
-        mine[0].mixed = mine[-1].mixed = True  # messages arrive on the CPU
+        for end in (mine[0], mine[-1]):
+            end.learn(mixed=True)  # messages arrive on the CPU
         devices = {stage.device.type for stage in mine if stage.device}
         link, results = connect(ranks, owner, bound, closed, setting.link, devices)
         sums = None if holding.shards else ranks.sums(mine[0].device)
@@ -58,7 +59,7 @@ def _loops(holding: HeldStages, setting: Setting, owner: list[int], bound: int, 
         warnings.warn(
             f"{workers} workers with {threads} threads each share {cores} cores; "
             "call torch.set_num_threads(1) before training",
-            stacklevel=7,
+            stacklevel=8,
         )
     sums = ThreadReplicas(replicas, closed) if replicas > 1 else None
     loops = []
@@ -75,8 +76,9 @@ def _loop(
 ) -> Loop:
     alone = len(mine) == len(holding.stages)
     for stage in mine:
-        stage.threaded = setting.threads is not None or sums is not None or holding.shards or not alone
-        stage.gradients.threaded = stage.threaded
+        threaded = setting.threads is not None or sums is not None or holding.shards or not alone
+        stage.random.share(threaded)
+        stage.gradients.share(threaded)
     policy, shared = setting.order, None
     if policy == "grouped" and not alone and not any(setting.delays) and holding.stages[-1].loss is not None:
         # in a flush, the gradient that another worker waits for leaves before the next one is begun; where the loss is
@@ -91,7 +93,7 @@ def _loop(
             max(1, store.prefetch),
         )
         policy = "streaming" if setting.order == "grouped" else setting.order
-    elif any(stage.masters for stage in mine):
+    elif any(stage.masters.weights for stage in mine):
         residence = RoundedWeights({stage.index: stage for stage in mine}, holding.method)
     kind: Any = partial(VectorizedWorker, stacks=setting.stacks) if setting.stacks else Worker
     worker = kind(mine, holding.method, setting.delays, link, replicas=sums, residence=residence, **setting.worker)

@@ -1,4 +1,4 @@
-"""Bandwidth: how fast bytes come and go, measured in a fraction of a second; each place once a process.
+"""Bandwidth: bytes per second to and from devices and files, measured in a fraction of a second, once per process.
 
 seconds = bytes / bandwidth
 """
@@ -31,7 +31,7 @@ TIMES, SECONDS = 8, 0.1  # tries of each measurement, of which the fastest count
 
 
 class Bandwidth(NamedTuple):
-    """Bytes a second; inf where nothing has to move."""
+    """Bytes per second; inf where nothing has to move."""
 
     to_device: float = float("inf")
     from_device: float = float("inf")
@@ -42,10 +42,10 @@ class Bandwidth(NamedTuple):
 
 
 def measured(device: torch.device, folder: Path | None = None, size: int = 0) -> Bandwidth:
-    """Between host memory and `device`, and to and from files in `folder`, as a disk store writes and reads them.
+    """Between host memory and `device`, and to and from files in `folder`, as a disk store reads and writes them.
 
-    size: bytes that are to lie in the folder. What fits into half of the memory that is left, the system keeps there;
-    more comes from the disk itself.
+    size: bytes that the folder will hold. If they fit into half of the free memory, the system's cache keeps them; else
+    they are read from the disk itself.
     """
     memory = *_copying(device.type, device.index), _handing()
     if folder is None:
@@ -54,7 +54,7 @@ def measured(device: torch.device, folder: Path | None = None, size: int = 0) ->
 
 
 def _left() -> int:
-    """Bytes of memory that nobody needs."""
+    """The bytes of free memory."""
     with suppress(OSError, StopIteration, ValueError), open("/proc/meminfo") as lines:
         return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
     return 0
@@ -64,7 +64,7 @@ def _left() -> int:
 def _copying(kind: str, index: int | None) -> tuple[float, float, float]:
     device = torch.device(kind, index) if index is not None else torch.device(kind)
     host = torch.ones(SIZE // 4, pin_memory=accelerators.has_streams(device))
-    there, place = torch.ones_like(host, device=device), FlatBuffer([host], device)
+    there, place = torch.ones_like(host, device=device), FlatBuffer.like([host], device)
 
     def timed(once: Callable[[], object]) -> float:
         def whole() -> None:
@@ -133,7 +133,7 @@ def _fastest(once: Callable[[], object]) -> float:
 
 
 def state_sizes(stage: Stage) -> list[int]:
-    """Bytes of each tensor that the optimizer keeps beside the weights: counted, or found by a step without memory."""
+    """The bytes of each tensor of optimizer state: counted, or found by a step on tensors without memory."""
     state = stage.optimizer.state
     if not any(state.values()):
         state = _stepped(stage, lambda w: torch.empty_like(w, device="meta")).state
@@ -142,7 +142,7 @@ def state_sizes(stage: Stage) -> list[int]:
 
 
 def step_seconds(stage: Stage, most: int = 2**21) -> float:
-    """Seconds of an optimizer's step on a stage in host memory, measured on at most so many of its weights."""
+    """The seconds of an optimizer step on a stage in host memory, measured on at most so many of its weights."""
     count = sum(w.numel() for w in stage.weights)
     if not count:
         return 0.0
@@ -181,7 +181,8 @@ def _shadow(stage: Stage, weights: list[Tensor]) -> torch.optim.Optimizer:
         if params[0].is_meta:
             same |= {k: None for k in ("fused", "foreach") if k in group}
         shadow.param_groups.append({**same, "params": own})
-    return shadow
+    made: torch.optim.Optimizer = shadow
+    return made
 
 
 def _steps(optimizer: torch.optim.Optimizer) -> bool:

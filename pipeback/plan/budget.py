@@ -1,4 +1,4 @@
-"""Budget: what exceeds device_memory or host_memory is refused, with the numbers and the nearest that fits."""
+"""Budget: a push that exceeds device_memory or host_memory is refused, with the numbers and the nearest that fits."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from pipeback.streaming.store import HostStore, Store
 
 
 def check_stages(stages: Sequence[Stage], store: Store, *, alone: bool = True) -> None:
-    """Raises ValueError where the largest stage, or all weights in the host, cannot fit whatever is pushed.
+    """Raise ValueError if the largest stage, or all weights in host memory, exceed the budgets whatever is pushed.
 
-    alone: all stages are this process's.
+    alone: this process has all stages.
     """
     device, host = store.budgets
     largest = max(stages, key=slot_bytes)
@@ -37,7 +37,7 @@ def check_stages(stages: Sequence[Stage], store: Store, *, alone: bool = True) -
 
 
 def check(facts: PlanInputs, micro_batches: int) -> None:
-    """Raises ValueError where a push of so many micro-batches does not fit into the budgets."""
+    """Raise ValueError if a push of so many micro-batches exceeds the budgets."""
     if facts.device_memory is None and facts.host_memory is None:
         return
     push = foresee(facts, micro_batches, 1)
@@ -78,7 +78,7 @@ def _device_refusal(facts: PlanInputs, push: Forecast, micro_batches: int) -> st
 
 
 def _smaller(facts: PlanInputs, micro_batches: int) -> str | None:
-    """The largest micro_batch_size, by halves, with which the same samples a push fit."""
+    """The largest micro_batch_size, by halving, with which a push of as many samples fits."""
     size = facts.samples // 2
     while size:
         scaled = {

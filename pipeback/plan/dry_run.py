@@ -1,7 +1,8 @@
 """Dry run: what streaming would move, hold and wait for, counted without moving anything.
 
     loop, order     the real ones
-    worker          `DryWorker`: takes the decisions of `Streaming`, and has three clocks instead of three threads
+    decisions       the real ones: `pipeback.streaming.fetch_policy`
+    worker          `DryWorker`: has three clocks where `StreamedWeights` has three threads
 
     fetching        W1 ──── W2 ──── W3 ────             a stage's fetch waits for its update
     computing       F0 │ F1 │ F2 │ B2 │ B1 │ B0         waits for what it needs
@@ -15,18 +16,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from pipeback.runtime.loop import Loop
-from pipeback.schedules.ops import Op
+from pipeback.schedules.ops import Kind, Op
 from pipeback.schedules.order import Wave
+from pipeback.streaming.fetch_policy import Choice, FetchPolicy, brings
 
-Choice = int | Literal["newest", "used", "shifted"]  # a version, or weights that are nobody else's
 Choose = Callable[[str, int, int, int, int, int, int], Choice]  # (kind, stage, mb, version, start, base, entry)
 
 
 class Load(NamedTuple):
-    """What a stage weighs, in bytes, and takes, in seconds."""
+    """The bytes of a stage, and the seconds of its operations."""
 
     weights: int = 0  # of its place on the device
     gradients: int = 0
@@ -47,7 +48,7 @@ class Load(NamedTuple):
 
 
 class Room(NamedTuple):
-    """Bytes, by what they are of."""
+    """Bytes on the device, by kind."""
 
     weights: int = 0
     gradients: int = 0
@@ -60,7 +61,7 @@ class Room(NamedTuple):
 
 @dataclass
 class Count:
-    """What was moved, and what time passed."""
+    """What was moved, and the time that has passed."""
 
     weights_in: int = 0
     fetches: int = 0
@@ -90,7 +91,6 @@ class _Flight(NamedTuple):
 
 
 class _Fetch(NamedTuple):
-    op: Op | None
     ready: float
     version: int
     owned: bool
@@ -110,10 +110,10 @@ class _Place:
 
 
 class DryWorker:
-    """The worker of `stages`, which streams them with `prefetch`; None: all have their weights on the device for good.
+    """The worker of `stages`, which streams them with `prefetch`; None: all weights stay on the device.
 
-    choose: what the method answers before an operation. hooks: whether it is asked before F and B.
-    `run`, `settle`, `outside` and `residence` are what a `Loop` asks for.
+    choose: the method's choice before an operation. hooks: whether the method is asked before F and B.
+    `run`, `settle`, `outside` and `residence` are what a `Loop` calls.
     """
 
     samples = joins = False
@@ -125,13 +125,14 @@ class DryWorker:
         count: int,
         prefetch: int | None,
         choose: Choose = lambda *_: "newest",
-        hooks: Mapping[str, bool] | None = None,
+        hooks: Mapping[Kind, bool] | None = None,
         needs_entry: bool = False,
     ) -> None:
         self.stages = {s: _Place(load) for s, load in loads.items()}
-        self.count, self.choose, self.hooks, self.needs_entry = count, choose, hooks or {}, needs_entry
+        self.count, self.choose, self.needs_entry = count, choose, needs_entry
         self.resident = prefetch is None
         self.prefetch = len(loads) if prefetch is None else prefetch
+        self._policy = FetchPolicy[_Fetch](self, self.prefetch, hooks or {"F": False, "B": False}, needs_entry)
         self.link, self.residence = _Nowhere(), self
         self.options: dict[int, Any] = {}
         self.sizes: dict[int, int] = {}
@@ -141,45 +142,36 @@ class DryWorker:
         self.now = 0.0
         self.here = Room()  # on the device
         self.most = Room()  # when it was fullest
-        self.peak_weights = self.peak_stages = 0
+        self.peak_weights = 0
         self.host_gradients = self._spilled = 0  # in host memory, at most and for now
         self._last = max(self.stages)
-        self._pool: list[int] = []
-        self._needed: set[int] = set()
-        self._fetches: dict[int, _Fetch] = {}
         self._updates: dict[int, float] = {}  # when the last of each stage is done
         self._queued = deque[int](maxlen=self.prefetch + 1)  # gradients of updates that may be under way
         self._fetching = self._updating = 0.0  # when each lane is free
         if self.resident:
             for s in self.stages:
-                self._admit(s)
+                self.admit(s)
 
     # -- what a loop asks for ------------------------------------------------------------------------------------
 
     def run(self, waves: Iterable[Wave]) -> None:
         """Count the own part of every wave."""
         begin = self.now
-        ops = [(kind, s, i) for kind, wave in waves for s, i in wave]
-        own = [op for op in ops if self._comes(op[1])]
-        visits = [op for n, op in enumerate(own) if not n or own[n - 1][1] != op[1]]
-        at, turn = -1, 0
-        for kind, s, i in ops:
-            if s != at and self._comes(s):
-                at, turn = s, turn + 1
-                if not self.resident:
-                    self._plan(visits[turn - 1 : turn + self.prefetch])
-            if self.needs_entry and s == 0:
-                if kind == "U":
-                    self.entered += 1
-                elif kind == "F":
-                    self.entries[i] = self.entered
-            if s in self.stages:
-                (self._forward if kind == "F" else self._backward if kind == "B" else self._update)(s, i)
+        for kind, ops in waves if self.resident else self._policy.ahead(waves):
+            for s, i in ops:
+                if self.needs_entry and s == 0:
+                    if kind == "U":
+                        self.entered += 1
+                    elif kind == "F":
+                        self.entries[i] = self.entered
+                if s in self.stages:
+                    (self._forward if kind == "F" else self._backward if kind == "B" else self._update)(s, i)
         self.number.seconds += self.now - begin
 
-    def _comes(self, s: int) -> bool:
-        """Whether the stage is an own one, with weights that come to the device."""
-        return s in self.stages and self.stages[s].load.weights > 0
+    @property
+    def peak_stages(self) -> int:
+        """Stages on the device, at most."""
+        return len(self.stages) if self.resident else self._policy.peak_stages
 
     def settle(self) -> None:
         """No replica is waited for."""
@@ -189,19 +181,15 @@ class DryWorker:
         begin = self.now
         self._wait(max([self.now, *self._updates.values()]))
         self._updates.clear()
-        self._needed = set()
-        while self._pool and not self.resident:
-            self._dismiss(self._pool[0])
+        self._policy.vacate()
         self.number.seconds += self.now - begin
 
     # -- operations ----------------------------------------------------------------------------------------------
 
     def _forward(self, s: int, i: int) -> None:
         place = self.stages[s]
-        entry = 0
-        if self.needs_entry:
-            entry = self.entries[i]
-        brought = self._bring(s, Op("F", i), entry)
+        entry = self.entries[i] if self.needs_entry else 0
+        brought = self._bring(s, Op("F", i))
         if s == self._last:
             self.entries.pop(i, None)
             self.options.pop(i, None)
@@ -212,7 +200,7 @@ class DryWorker:
 
     def _backward(self, s: int, i: int) -> None:
         place = self.stages[s]
-        self._bring(s, Op("B", i), place.flights[i].entry)
+        self._bring(s, Op("B", i))
         if place.spilled:
             self._return(place)
             self.number.sums_in += place.leaving
@@ -247,95 +235,63 @@ class DryWorker:
         self._queued.append(place.leaving)
         self._keep(0)
 
-    # -- weights that come and go --------------------------------------------------------------------------------
-
-    def _plan(self, visits: Iterable[tuple[str, int, int]]) -> None:
-        chosen: dict[int, Op] = {}
-        for kind, t, i in visits:
-            chosen.setdefault(t, Op(kind, i))  # type: ignore[arg-type]
-        self._needed = set(chosen)
-        for t, op in chosen.items():
-            if op.kind != "U" and not (self.hooks.get(op.kind) and self.needs_entry):
-                self._begin(t, op, self._entry(op.kind, t, op.mb))
-
-    def _entry(self, kind: str, s: int, i: int) -> int:
-        flight = self.stages[s].flights.get(i)
-        return 0 if flight is None or kind == "F" else flight.entry
-
-    def _bring(self, s: int, op: Op, entry: int) -> _Fetch:
-        if self.resident or not self._comes(s):
-            return _Fetch(None, self.now, self.stages[s].version, False)
-        if s not in self._needed:
-            self._needed = {s}
-        self._begin(s, op, entry)
-        fetch = self._fetches.pop(s)
+    def _bring(self, s: int, op: Op) -> _Fetch:
+        if self.resident or not self.comes(s):
+            return _Fetch(self.now, self.stages[s].version, False)
+        fetch = self._policy.use(s, op)
         self._wait(fetch.ready)
         return fetch
 
-    def _begin(self, s: int, op: Op, entry: int) -> None:
-        place = self.stages[s]
-        asks = self.hooks.get(op.kind, False)
-        key = op if asks else None
-        before = self._fetches.get(s)
-        if before is not None and before.op == key:
-            return
-        if before is not None:
-            self.now = max(self.now, before.ready)
-        if not asks and place.content == place.version:
-            self._fetches[s] = _Fetch(key, self.now, place.version, False)
-            return
-        self._admit(s)
-        self._fetches[s] = self._fetch(s, place, op if asks and place.load.gradients else None, key, entry)
+    # -- what the policy decides ---------------------------------------------------------------------------------
 
-    def _fetch(self, s: int, place: _Place, op: Op | None, key: Op | None, entry: int) -> _Fetch:
-        """What the fetching thread does. op: the method is asked before it."""
-        begin = max(self._fetching, self.now, self._updates.get(s, 0.0))
-        version = place.version
-        wanted: int | None = version  # to lie there; None: shifted weights
-        owned = False
-        if op is not None:
-            begin += place.load.ask
-            flight = place.flights.get(op.mb)
-            choice = self.choose(op.kind, s, op.mb, version, self.start, self.base, entry)
-            if choice == "used" and flight is not None:
-                wanted, version = None if flight.owned else flight.version, flight.version
-            elif choice == "shifted":
-                wanted, owned = None, op.kind == "F"
-            elif isinstance(choice, int):
-                wanted = version = choice
-        if wanted is None or place.content != wanted:
-            load = place.load
-            sent = load.placed if wanted != place.version or wanted is None else load.sent
+    def comes(self, stage: int) -> bool:
+        return stage in self.stages and self.stages[stage].load.weights > 0
+
+    def lies(self, stage: int) -> bool:
+        return self.stages[stage].content == self.stages[stage].version
+
+    def found(self, stage: int) -> _Fetch:
+        return _Fetch(self.now, self.stages[stage].version, False)
+
+    def fetch(self, stage: int, op: Op, asks: bool) -> _Fetch:
+        """What the fetching thread does."""
+        place = self.stages[stage]
+        load, flight = place.load, place.flights.get(op.mb)
+        begin = max(self._fetching, self.now, self._updates.get(stage, 0.0))
+        what = brings("newest", place.version)
+        if asks and load.gradients:
+            begin += load.ask
+            entry = self.entries.get(op.mb, 0) if op.kind == "F" else 0 if flight is None else flight.entry
+            choice = self.choose(op.kind, stage, op.mb, place.version, self.start, self.base, entry)
+            if flight is None:
+                what = brings(choice, place.version)
+            else:
+                what = brings(choice, place.version, flight.version, owned=flight.owned)
+        if what.lies is None or place.content != what.lies:
+            sent = load.sent if what.lies == place.version else load.placed
             self.number.weights_in += load.weights if sent is None else sent
             self.number.fetches += 1
-            begin += place.load.fetch
-            place.content = wanted
+            begin += load.fetch
+            place.content = what.lies
         self._fetching = begin
-        return _Fetch(key, begin, version, owned)
+        return _Fetch(begin, what.version, what.lies is None and op.kind == "F")
 
-    def _admit(self, s: int) -> None:
-        if s in self._pool:
-            return
-        while len(self._pool) > self.prefetch:
-            self._dismiss(next(other for other in self._pool if other not in self._needed))
-        self._pool.append(s)
-        self.peak_stages = max(self.peak_stages, len(self._pool))
-        self._hold(weights=self.stages[s].load.weights)
+    def end(self, fetch: _Fetch) -> None:
+        self.now = max(self.now, fetch.ready)
+
+    def admit(self, stage: int) -> None:
+        self._hold(weights=self.stages[stage].load.weights)
         self.peak_weights = max(self.peak_weights, self.here.weights)
 
-    def _dismiss(self, s: int) -> None:
-        place = self.stages[s]
-        before = self._fetches.pop(s, None)
-        if before is not None:
-            self.now = max(self.now, before.ready)
+    def dismiss(self, stage: int) -> None:
+        place = self.stages[stage]
         if place.count and not place.spilled and place.load.gradients:
             place.spilled = True
             self.number.gradients_out += place.leaving
-            self.number.spills[s] += 1
+            self.number.spills[stage] += 1
             self._hold(gradients=-place.load.gradients)
             self._keep(place.leaving)
             self.now += place.load.leave
-        self._pool.remove(s)
         place.content = None
         self._hold(weights=-place.load.weights)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from math import ceil, gcd
 from typing import NamedTuple
 
-from pipeback.plan.dry_run import Room, drive
+from pipeback.plan.dry_run import DryWorker, Room, drive
 from pipeback.plan.survey import PlanInputs, loops, period
+from pipeback.runtime.loop import Loop
 from pipeback.schedules.timeline import in_flight
 from pipeback.streaming.disk_store import due
 
@@ -15,7 +16,7 @@ HOST = ("weights", "optimizer state", "method state", "older weights", "gradient
 
 
 class Forecast(NamedTuple):
-    """What a dry run has counted; moved bytes and seconds are those of one push, on average."""
+    """The result of a dry run; bytes and seconds are averages per push."""
 
     weights_in: float
     fetches: float
@@ -32,12 +33,12 @@ class Forecast(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Of the time, that is waiting."""
+        """The share of the time that is waiting."""
         return self.stall / self.seconds if self.seconds else 0.0
 
 
 class HostBytes(NamedTuple):
-    """Bytes in host memory, by what they are of."""
+    """Bytes in host memory, by kind."""
 
     weights: int = 0
     optimizer: int = 0
@@ -52,7 +53,7 @@ class HostBytes(NamedTuple):
 
 
 def foresee(facts: PlanInputs, micro_batches: int, pushes: int | None = None, prefetch: int | None = None) -> Forecast:
-    """Run so many pushes dry, after others that fill the pipeline. prefetch: another one than that of the store."""
+    """Dry-run so many pushes, after others that fill the pipeline. prefetch: in the place of the store's."""
     ahead = facts.prefetch if prefetch is None else prefetch
     cycle, fill = period(facts.method), fills(facts, micro_batches)
     quiet = pushes is not None
@@ -62,7 +63,7 @@ def foresee(facts: PlanInputs, micro_batches: int, pushes: int | None = None, pr
     for loop, dry in loops(facts, ahead):
         arrived = 0
 
-        def one(loop=loop, dry=dry) -> None:
+        def one(loop: Loop = loop, dry: DryWorker = dry) -> None:
             nonlocal arrived, commits
             drive(loop, micro_batches)
             arrived += micro_batches
@@ -90,7 +91,11 @@ def foresee(facts: PlanInputs, micro_batches: int, pushes: int | None = None, pr
         for count in counts
         for s, p in facts.stages.items()
     )
-    mean = lambda name: many * sum(getattr(count, name) for count in counts) / pushes  # noqa: E731
+
+    def mean(name: str) -> float:
+        moved: float = sum(getattr(count, name) for count in counts)
+        return many * moved / pushes
+
     slowest = max(counts, key=lambda count: count.seconds)
     return Forecast(
         mean("weights_in"), mean("fetches"), mean("gradients_out"), mean("sums_in"),
@@ -109,14 +114,14 @@ def foresee(facts: PlanInputs, micro_batches: int, pushes: int | None = None, pr
 
 
 def fills(facts: PlanInputs, micro_batches: int) -> int:
-    """Pushes after which every one is like the one before."""
+    """The number of pushes after which each is like the one before."""
     if facts.method.flush_each_push:
         return 1
     return ceil((max(in_flight(facts.method.schedule, facts.depth)) + period(facts.method)) / micro_batches)
 
 
 def host_room(facts: PlanInputs, push: Forecast) -> HostBytes:
-    """In host memory: all of a host store; of a disk store what is open for an update, and for a method that shifts."""
+    """Bytes in host memory: all of a host store; of a disk store, the stages that are open for an update or a shift."""
     waiting = facts.replicas * sum(p.waiting * push.peak_flights[s] for s, p in facts.stages.items())
     if facts.kind == "device":
         return HostBytes(activations=waiting)
@@ -133,7 +138,7 @@ def host_room(facts: PlanInputs, push: Forecast) -> HostBytes:
 
 
 def disk_room(facts: PlanInputs, push: Forecast) -> int:
-    """The version that was committed last, and the one that is written beside it; what is in flight comes and goes."""
+    """Bytes of the version that was committed last and of the one that is written beside it."""
     if facts.kind != "disk":
         return 0
     flying = 0

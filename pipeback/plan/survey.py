@@ -1,4 +1,4 @@
-"""Survey: what there is to know of a pipeline before its first micro-batch, as plain values for a plan.
+"""Survey: the facts about a pipeline before its first micro-batch, as plain values for a plan.
 
 Bytes are counted on the stages; seconds come from the rehearsal and from `bandwidth`.
 """
@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from pipeback.distributed.held_stages import HeldStages
 from pipeback.distributed.ranks import Ranks
-from pipeback.methods.base import Method, Past, When, overrides
+from pipeback.methods.base import Method, When
 from pipeback.plan import bandwidth
 from pipeback.plan.bandwidth import Bandwidth
-from pipeback.plan.dry_run import Choice, Choose, DryWorker, Load
+from pipeback.plan.dry_run import Choose, DryWorker, Load
 from pipeback.runtime.loop import Loop
 from pipeback.runtime.setting import Setting
 from pipeback.schedules.order import Order
@@ -25,6 +25,7 @@ from pipeback.stages.stage import Stage
 from pipeback.streaming import disk_store
 from pipeback.streaming.byte_sizes import written
 from pipeback.streaming.disk_store import DiskStore
+from pipeback.streaming.fetch_policy import Choice, asks, choice_of
 from pipeback.streaming.pages import paged
 from pipeback.streaming.store import DeviceStore, Store
 from pipeback.tensors import accelerators
@@ -49,7 +50,7 @@ class StageBytes(NamedTuple):
 
 
 class PlanInputs(NamedTuple):
-    """What a plan is made of. Stages are those of this process."""
+    """The facts that a plan is computed from. Stages are those of this process."""
 
     method: Method
     stages: Mapping[int, StageBytes]
@@ -72,7 +73,7 @@ class PlanInputs(NamedTuple):
 
 
 def survey(holding: HeldStages, setting: Setting, samples: int, *, timed: bool = True) -> PlanInputs:
-    """Of a pipeline that has rehearsed a micro-batch of so many samples. timed: bandwidths are measured, too."""
+    """The facts of a pipeline that has rehearsed a micro-batch of so many samples. timed: measure bandwidths, too."""
     store, method, ranks = holding.store, holding.method, holding.ranks
     stages = [stage for stage in holding.mine if stage.replica == ranks.replica]
     portions = {stage.index: _portion(stage, method) for stage in stages}
@@ -113,7 +114,7 @@ def _room(device: torch.device) -> int | None:
 
 
 def slot_bytes(stage: Stage) -> int:
-    """Bytes of a stage's place on the device."""
+    """The bytes of a stage's slot on the device."""
     return sum(lines(p.numel() * p.element_size()) for p in stage.module.parameters())
 
 
@@ -132,23 +133,23 @@ def _portion(stage: Stage, method: Method) -> StageBytes:
     home, placed = place, sum(_sizes(stage.module.parameters()))
     gradients = trainable
     if stage.masters:
-        place, gradients = place + sum(_sizes(stage.masters)), sum(_sizes(stage.params))
-    load = Load(place, gradients, stage.activation_bytes, stage.repeat_bytes, place, placed)
-    if stage.sparse is not None and stage.home is not None:
-        dense, index = sum(_sizes(stage.params)), stage.sparse.index_bytes
+        place, gradients = place + sum(_sizes(stage.masters.weights)), sum(_sizes(stage.params))
+    load = Load(place, gradients, stage.learnt.activation_bytes, stage.learnt.repeat_bytes, place, placed)
+    if stage.home.sparse is not None and stage.home.flat is not None:
+        dense, index = sum(_sizes(stage.params)), stage.home.sparse.index_bytes
         sent = placed - dense + trainable + index
         # a policy that looks at all gradients sometimes lets all of them leave then
         load = load._replace(gradients=dense, sent=sent, placed=sent, left=trainable)
-        home = stage.home.nbytes + index
+        home = stage.home.flat.nbytes + index
     base = [home] + [size for size in kept + state if size >= disk_store.SMALL]
     older = [size for size in weights if size >= disk_store.SMALL]
     buffers = _sizes(stage.module.buffers())
     small = buffers + [size for size in kept + state if size < disk_store.SMALL]
-    if stage.stream is not None:
-        small.append(stage.stream.numel())
+    if stage.random.state is not None:
+        small.append(stage.random.state.numel())
     return StageBytes(
         stage.label, load, home, trainable, sum(kept), sum(state),
-        copies * trainable, stage.host_bytes, sum(buffers),
+        copies * trainable, stage.learnt.host_bytes, sum(buffers),
         sum(map(paged, base + small)) + copies * sum(map(paged, older)),
         sum(base) + (sum(older) if copies else 0), sum(small),
     )  # fmt: skip
@@ -178,17 +179,15 @@ def _timed(portion: StageBytes, seconds: float, speeds: Bandwidth, step: float) 
 
 
 def loops(facts: PlanInputs, prefetch: int | None) -> list[tuple[Loop, DryWorker]]:
-    """A loop a worker, as `start` builds them, with workers that move nothing."""
+    """One loop per worker, as `start` builds them, with workers that move nothing."""
     method = facts.method
-    stash = method.copies == "stash"
-    hooks = {"F": overrides(method, "forward_weights"), "B": overrides(method, "backward_weights") or stash}
     policy = facts.order
     if prefetch is not None and policy == "grouped":
         policy = "streaming"
     found = []
     for mine in facts.workers:
         loads = {s: facts.stages[s].load for s in mine}
-        dry = DryWorker(loads, facts.depth, prefetch, chooser(method, facts.delays), hooks, method.needs_entry)
+        dry = DryWorker(loads, facts.depth, prefetch, chooser(method, facts.delays), asks(method), method.needs_entry)
         order = Order(method.schedule, facts.depth, policy=policy, near=max(1, prefetch or 0))
         loop = Loop(dry, order, method, owner=facts.owner, at_once=prefetch is not None)  # type: ignore[arg-type]
         found.append((loop, dry))
@@ -196,12 +195,12 @@ def loops(facts: PlanInputs, prefetch: int | None) -> list[tuple[Loop, DryWorker
 
 
 def period(method: Method) -> int:
-    """Micro-batches after which a schedule does the same again."""
+    """The number of micro-batches after which a schedule repeats."""
     return 1 if method.flush_each_push else flush(method.schedule)
 
 
 def chooser(method: Method, delays: Sequence[int]) -> Choose:
-    """Ask the method about a stage of one weight."""
+    """A function that asks the method which weights it chooses, on a stage of one weight."""
     weights: list[Tensor] = [nn.Parameter(torch.zeros(1))]
     state = method.init(weights)
     stash = method.copies == "stash"
@@ -209,15 +208,9 @@ def chooser(method: Method, delays: Sequence[int]) -> Choose:
     @torch.no_grad()
     def choose(kind: str, s: int, mb: int, version: int, start: int, base: int, entry: int) -> Choice:
         when = When(s, len(delays), mb, version, delays[s], (0.1,), (delays[s],), start, base, entry)
-        used = [torch.zeros(1)] if stash else None
         if kind == "F":
-            chosen = method.forward_weights(weights, state, when)
-        else:
-            chosen = method.backward_weights(weights, used, state, when)
-        if chosen is weights:
-            return "newest"
-        if chosen is used:
-            return "used"
-        return chosen.version if isinstance(chosen, Past) else "shifted"
+            return choice_of(method.forward_weights(weights, state, when), weights, None)
+        used = [torch.zeros(1)] if stash else None
+        return choice_of(method.backward_weights(weights, used, state, when), weights, used)
 
     return choose

@@ -20,13 +20,13 @@ from pipeback.streaming.byte_sizes import written
 from pipeback.streaming.traffic import Traffic
 
 HIDDEN = 0.05  # streaming counts as hidden where no more than this share of the time is waiting
-FAR = 256  # micro-batches a push that are counted; beyond, bytes grow as they did
+FAR = 256  # micro-batches per push that are counted; beyond, bytes grow as they did
 WORK = 40_000  # operations of a dry run at most, in the search for a window
-DAY = 86_400  # seconds
+DAY = 86_400  # seconds in a day
 
 
 class Plan(NamedTuple):
-    """What training will take. Bytes and seconds; over processes, those of this one."""
+    """What training will take, in bytes and seconds; over processes, what this process will take."""
 
     facts: PlanInputs
     micro_batches: int  # of a push
@@ -36,13 +36,13 @@ class Plan(NamedTuple):
     disk: int  # bytes of the files, of two versions
     passes: float  # times that all weights come to the device in a push
     gradient_passes: float
-    hides: tuple[int | None, int | None]  # micro-batches a push, from which on and up to which streaming is hidden
-    fits: int | None  # micro-batches a push that fit on the device; None: any number
+    hides: tuple[int | None, int | None]  # micro-batches per push, from which on and up to which streaming is hidden
+    fits: int | None  # micro-batches per push that fit on the device; None: any number
     day: float  # bytes written to files in a day of training
 
     @property
     def window(self) -> tuple[int, int | None]:
-        """Micro-batches a push, at least and at most, that hide streaming and fit; or fit, where none hides it."""
+        """The fewest and the most micro-batches per push that fit and hide streaming; that fit, if none hides it."""
         ends = [end for end in (self.hides[1], self.fits) if end is not None]
         return self.hides[0] or 1, min(ends, default=None)
 
@@ -54,7 +54,7 @@ class Plan(NamedTuple):
 
 
 def plan(facts: PlanInputs, micro_batches: int, pushes: int | None = None) -> Plan:
-    """pushes: averages are of so many, from a quiet pipeline to a quiet one again; None: of the steady state."""
+    """pushes: average over so many, from a quiet pipeline to a quiet one; None: over the steady state."""
     push = foresee(facts, micro_batches, pushes)
     weights = sum(p.load.weights for p in facts.stages.values()) * facts.replicas
     gradients = sum(p.load.gradients for p in facts.stages.values()) * facts.replicas
@@ -70,10 +70,10 @@ def plan(facts: PlanInputs, micro_batches: int, pushes: int | None = None) -> Pl
 
 
 def hidden(facts: PlanInputs, push: Forecast, micro_batches: int) -> tuple[int | None, int | None]:
-    """The fewest and the most micro-batches a push with which waiting is at most HIDDEN.
+    """The fewest and the most micro-batches per push with which waiting is at most HIDDEN.
 
-    (None, None): with no number. The second is None where no number is too many. What was counted is exact to a
-    sixteenth; larger pushes may hide less, when a stage does so much in a row that it waits for its own updates.
+    (None, None): no number does this. The second is None if no number is too many. The numbers are exact to a
+    sixteenth. Larger pushes may hide less, if a stage does so much in a row that it waits for its own updates.
     """
     if facts.kind == "device":
         return 1, None
@@ -100,7 +100,7 @@ def hidden(facts: PlanInputs, push: Forecast, micro_batches: int) -> tuple[int |
 
 
 def most(facts: PlanInputs) -> int | None:
-    """Micro-batches a push that fit on the device; 0: not even one. None: any number."""
+    """The most micro-batches per push that fit on the device; 0: not even one. None: any number."""
     limit = facts.device_memory or facts.device_room
     if limit is None:
         return None
@@ -136,7 +136,7 @@ def title(plan: Plan) -> str:
 
 
 def rows(plan: Plan) -> list[Row]:
-    """What the plan says, one line a number."""
+    """The lines of a printed plan, one per number."""
     facts, push, device = plan.facts, plan.push, plan.device
     at_once = "" if facts.kind == "device" else f" ({push.peak_stages} of {len(facts.stages)} stages)"
     found = [
@@ -156,12 +156,12 @@ def rows(plan: Plan) -> list[Row]:
         to_device, away = f"at {written(speed)}/s", "" if back == float("inf") else f", at {written(back)}/s"
         found += [
             (
-                "weights in, a push",
+                "weights in per push",
                 written(push.weights_in),
                 f"{plan.passes:.3g} {plural('pass', plan.passes)} over all weights, {to_device}",
             ),
             (
-                "gradients out, a push",
+                "gradients out per push",
                 written(push.gradients_out),
                 f"{plan.gradient_passes:.3g} {plural('pass', plan.gradient_passes)}{away}",
             ),
@@ -184,7 +184,7 @@ def _window(plan: Plan) -> tuple[str, str]:
     facts, (low, high) = plan.facts, plan.window
     room = facts.written[0] if facts.device_memory else written(facts.device_room or 0)
     if plan.fits == 0:
-        return "none", f"not even one micro-batch a push fits into {room}"
+        return "none", f"not even one micro-batch per push fits into {room}"
     beyond = []
     if plan.hides[0] is None:
         beyond.append(f"waiting stays above {HIDDEN:.0%} whatever is pushed")
@@ -202,7 +202,7 @@ def _window(plan: Plan) -> tuple[str, str]:
         text = "any" if high is None else f"up to {high}"
     else:
         text = f"{low}+" if high is None else f"{low} to {high}"
-    return text, f"micro-batches a push{'; ' if beyond else ''}{', '.join(beyond)}"
+    return text, f"micro-batches per push{'; ' if beyond else ''}{', '.join(beyond)}"
 
 
 def beside(plan: Plan, before: Traffic, after: Traffic, pushes: int) -> list[Row]:
@@ -213,18 +213,19 @@ def beside(plan: Plan, before: Traffic, after: Traffic, pushes: int) -> list[Row
     facts, push = plan.facts, plan.push
 
     def mean(name: str) -> float:
-        return (getattr(after, name) - getattr(before, name)) / pushes
+        moved: float = getattr(after, name) - getattr(before, name)
+        return moved / pushes
 
     moved = mean("seconds")
     found = [
-        ("weights in, a push", written(push.weights_in), written(mean("weights_in"))),
-        ("stages fetched, a push", f"{push.fetches:.4g}", f"{mean('fetches'):.4g}"),
-        ("gradients out, a push", written(push.gradients_out), written(mean("gradients_out"))),
+        ("weights in per push", written(push.weights_in), written(mean("weights_in"))),
+        ("stages fetched per push", f"{push.fetches:.4g}", f"{mean('fetches'):.4g}"),
+        ("gradients out per push", written(push.gradients_out), written(mean("gradients_out"))),
         ("stages on the device", str(push.peak_stages), str(after.peak_stages)),
         ("weights on the device", written(push.peak_weights), written(after.peak_bytes)),
     ]
     if facts.kind == "disk":
-        found.append(("written, a push", written(push.written), written(mean("written"))))
+        found.append(("written per push", written(push.written), written(mean("written"))))
     return [
         *found,
         ("waiting", f"{push.share:.0%}", f"{mean('stall') / moved if moved else 0.0:.0%}"),

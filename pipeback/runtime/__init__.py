@@ -1,4 +1,15 @@
-"""The runtime: who runs which operation, and when: workers, loops, links, the event loop and threads.
+"""The runtime: it decides which worker runs which operation, and when: workers, loops, links, event loop and threads.
+
+The operations are F (the forward of a micro-batch at a stage), B (its backward) and U (the update of the weights).
 
 Floor 4. It may import stages, methods, schedules and tensors.
 """
+
+from pipeback.runtime.link import Link
+from pipeback.runtime.loop import Loop
+from pipeback.runtime.runners import Runner
+from pipeback.runtime.setting import Setting
+from pipeback.runtime.weight_provider import WeightProvider
+from pipeback.runtime.worker import Worker
+
+__all__ = ["Link", "Loop", "Runner", "Setting", "WeightProvider", "Worker"]

@@ -1,4 +1,4 @@
-"""A loss that is not there yet: a tensor over a future."""
+"""Lazy loss: a tensor over a future, for a loss that has not been computed yet."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pipeback.private import pytree, wrapper
 
 
 class LazyLoss(Tensor):
-    """A 0-d tensor whose value is waited for when it is read: float, .item(), +, torch.stack, format, …
+    """A 0-d tensor that waits for its value when it is read: by float, .item(), +, torch.stack, format, …
 
-    Only the shape is known at once; a dtype or device that is asked for also waits. There are no gradients.
+    Only the shape is known at once; reading the dtype or the device also waits. It has no gradient.
     """
 
     _read: Callable[[], Tensor]

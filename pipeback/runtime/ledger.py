@@ -1,4 +1,4 @@
-"""Which version of the weights every forward and every backward used: the last million of them."""
+"""Ledger: records which version of the weights every forward and every backward used, the last million of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple, overload
 
 
 class Record(NamedTuple):
-    """F or B of a micro-batch at a stage ran on the weights after `version` updates of that stage."""
+    """F (forward) or B (backward) of a micro-batch ran on the stage's weights after `version` updates of that stage."""
 
     stage: int
     kind: str
@@ -24,7 +24,7 @@ class Ledger(Sequence[Record]):
         self._who, self._mb, self._version = array("i"), array("q"), array("q")
 
     def add(self, kind: str, stages: Sequence[int], mbs: Sequence[int], versions: Sequence[int]) -> None:
-        """Records of one kind, one a stage."""
+        """Add records of one kind, one per stage."""
         backward = kind == "B"
         self._who.extend([2 * s + backward for s in stages])
         self._mb.extend(mbs)

@@ -20,7 +20,7 @@ Name = tuple[str, int, int]
 
 class Link(Protocol):
     def enter(self, mb: int, x: Message, target: Message, start: int = 0, options: Any = None) -> None:
-        """A micro-batch comes to the pipeline, and with it to this worker."""
+        """Tell this worker that a micro-batch enters the pipeline."""
         ...
 
     def send(self, kind: str, stage: int, mb: int, tensor: Message) -> None: ...
@@ -70,20 +70,20 @@ class Wire(Protocol):
     def close(self) -> None: ...
 
 
-# a mark: bits of the data, of when the pipeline was last empty, of the optimizers' options
+# a mark has bits for the data, for when the pipeline was last empty, and for the optimizers' options
 _START, _OPTIONS, _RATES = 28, 36, (1 << 15) - 1
 
 
 class OtherBatch(RuntimeError):
-    """A neighbour's micro-batch is not the one that came here."""
+    """A neighbour's micro-batch differs from the one that this worker was given."""
 
 
 class WireLink:
     """The link of one worker of several: its own stages through a dictionary, its neighbours' through wires.
 
-    owner: the worker of each stage. out, into: the wires to and from the neighbouring workers. watched: given the
-    worker that is waited for and the name of the message, what surrounds the wait. mark: of a micro-batch, so that
-    workers which get their data on their own notice when it differs.
+    owner: the worker of each stage. out, into: the wires to and from the neighbouring workers. watched: takes the
+    worker that this one waits for and the name of the message, and returns the context for the wait. mark: computes
+    the mark of a micro-batch, by which workers that load their data themselves notice when it differs.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class WireLink:
             self.box[kind, stage, mb] = tensor
         else:
             mark = self.marks.pop(mb, 0) if kind == "F" else 0
-            # a neighbour that has ended its part needs no more; if it should not have, whoever waits for it says so
+            # a neighbour that has finished needs no more; if it finished too early, the worker that waits for it fails
             with self.watched(receiver, (kind, stage, mb)), suppress(ConnectionError):
                 self.out[receiver].send((kind, stage, mb), tensor, mark)
 
@@ -156,7 +156,7 @@ class WireLink:
         )
 
     def _mark(self, mb: int) -> int:
-        """The mark goes on with the activation; after the last worker nobody asks."""
+        """Pass the mark on with the activation; after the last worker nobody needs it."""
         return self.marks.pop(mb, 0) if self.last == len(self.owner) - 1 else self.marks.get(mb, 0)
 
 
@@ -167,8 +167,8 @@ class Closed(Exception):
 class ThreadWire:
     """A bounded queue between two threads of one process; tensors are handed over, not copied.
 
-    bound: messages it holds before its sender waits; it must cover what the schedule lets run ahead, or a sender
-    would wait for a receiver that waits for it. closed: once set, whoever waits gets `Closed`.
+    bound: how many messages it holds before its sender waits. It must be at least as many as the schedule lets the
+    sender run ahead, or sender and receiver would wait for each other. closed: once it is set, waiting raises `Closed`.
     """
 
     def __init__(self, bound: int, closed: threading.Event) -> None:

@@ -1,4 +1,7 @@
-"""Loop: one worker's loop. The order says what may run, the worker does its own part; where it stands is plain data."""
+"""Loop: one worker's loop. The order says which operations may run, and the worker does those of its own stages.
+
+The progress of a loop is plain data, which a saved state contains.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,8 @@ from pipeback.runtime.worker import Worker
 from pipeback.schedules.ops import Schedule
 from pipeback.schedules.order import Order, Wave
 from pipeback.schedules.programs import by_worker, fill_drain, flush
+from pipeback.stages.flight import Value
 from pipeback.stages.joint_optimizer import Options
-from pipeback.stages.stage import Value
 from pipeback.tensors.layout import Message
 
 Batch = tuple[Value, Any, int]  # inputs, target, samples
@@ -35,8 +38,8 @@ class Loop:
         owner: Sequence[int] | None = None,
         at_once: bool = False,
     ) -> None:
-        """owner: the worker of each stage, where flushes that come in one push run `Method.by_worker`.
-        at_once: a push lets all its micro-batches in before anything is done, so that an order has more to choose from.
+        """owner: the worker of each stage; given where a method with flushes runs `Method.by_worker` within a push.
+        at_once: a push admits all its micro-batches before any operation, so that the order can choose among more.
         """
         self.worker, self.order, self.method, self.replica, self.owner = worker, order, method, replica, owner
         self.at_once = at_once
@@ -47,7 +50,7 @@ class Loop:
         self._waves: Iterator[Wave] = iter(())  # what may still be done, from the updates that are due on
 
     def push(self, batches: Sequence[Batch], options: Options) -> None:
-        """Let micro-batches in one by one, and do all that may then be done."""
+        """Admit micro-batches one by one, and do every operation that may then run."""
         order, worker, link = self.order, self.worker, self.worker.link
         self._look()
         able = undo.able(worker, order) and not self.at_once and self.owner is None
@@ -89,8 +92,8 @@ class Loop:
         return self._marks[n].put(self.worker, self.order, (self.fresh, self.pushed))
 
     def _dropped(self, error: StageError, first: Mark, mark: Mark, behind: int) -> StageError:
-        """Take back the micro-batch that `error` is of, where that can be done, with the `behind` - 1 after it; or the
-        whole push, where that is a flush. Returns what is to be raised.
+        """Take back the micro-batch whose forward failed with `error`, and the `behind` - 1 after it, if possible; a
+        flush is taken back as a whole push. Returns the exception to raise.
         """
         whole = self.method.flush_each_push and first.empty and first.within_reach(self.worker)
         if not whole and not mark.within_reach(self.worker):
@@ -119,10 +122,10 @@ class Loop:
     # -- micro-batches in three parts, for a loss that is computed outside -----------------------------------------
 
     def forward(self, xs: Sequence[Value], options: Options, expected: int) -> None:
-        """F of the next micro-batches at every stage; of several, all at one stage before any at the next.
+        """Run F of the next micro-batches at every stage; several of them run at one stage before the next stage.
 
-        The order hears of them with the backward, so that they may be forgotten. Nothing can come before these
-        forwards: all that was allowed before has been done, and a stage downstream waits for them.
+        The order is told of them with the backward, so that they can still be forgotten. No other operation can run
+        before these forwards: everything that was allowed has been done, and stages downstream wait for them.
         """
         self.settle()
         if self.fresh:
@@ -148,7 +151,7 @@ class Loop:
             stage.flights.update(enumerate(kept, first))
 
     def backward(self, gradients: Sequence[Value]) -> None:
-        """The backwards that may be done now; the updates that follow are left to `settle`."""
+        """Run the backwards that may run now; the updates that follow them are left to `settle`."""
         worker, first = self.worker, self.order.arrived
         last = worker.count - 1
         for i, gradient in enumerate(gradients, first):
@@ -190,7 +193,7 @@ class Loop:
         return between
 
     def settle(self) -> None:
-        """Do all that may be done; the program of a schedule that is over has more to come, which never will."""
+        """Do every operation that may run, apart from those that a schedule which is over still has in its program."""
         self._look()
         waves, self._waves = self._waves, iter(())
         self.worker.run(waves if self.fresh else chain(waves, self.order.rest()))
@@ -198,14 +201,14 @@ class Loop:
         self._remember()
 
     def rest(self) -> None:
-        """Do all that may be done, and wait for what is done elsewhere."""
+        """Do every operation that may run, and wait for operations that run elsewhere."""
         self.settle()
         self.worker.residence.rest()
         self._rested = True
         self._remember()
 
     def _look(self) -> None:
-        """What the user has put into weights and optimizers counts from here on; while others work, nobody may."""
+        """Take up what the user has written into weights and optimizers; not allowed while other threads work."""
         if self._rested or self.worker.residence.joins:
             for changes in self.worker.outside:
                 changes.look()
@@ -251,7 +254,7 @@ class Loop:
         return {**link.box, **self.worker.between(order)}
 
     def progress(self, number: Callable[[Options], int]) -> dict[str, Any]:
-        """As plain values; `entries`, `options` and `sizes` are what this worker still remembers of micro-batches."""
+        """Return the progress as plain values; `entries`, `options` and `sizes` are of micro-batches still in use."""
         worker = self.worker
         return {
             "order": self.order.state(),
@@ -266,7 +269,7 @@ class Loop:
         }
 
     def resume(self, saved: dict[str, Any], messages: Messages, options: dict[int, Options]) -> None:
-        """Stand where `progress` was taken, with what all workers remembered."""
+        """Go on from where `progress` was taken, with the entries that all workers remembered."""
         worker = self.worker
         self.pushed = saved.get("pushed", 1)
         self.order.resume(self.method.schedule_at(saved["order"]["start"], self.pushed), saved["order"])
@@ -284,7 +287,7 @@ def _downstream_first(wave: Wave) -> int:
 
 
 def merge_progress(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The progress of several workers of one pipeline: they are at one place and remember different things."""
+    """Merge the progress of several workers of one pipeline, which are equally far but remember different entries."""
     whole = dict(parts[0])
     for n, part in enumerate(parts):
         if (part["fresh"], part["start"]) != (whole["fresh"], whole["start"]):

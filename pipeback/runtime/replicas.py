@@ -1,8 +1,8 @@
 """Replicas: several pipelines on different data, whose stages average their gradients at each update.
 
-    g_s = (Σ_r Σ_i g_s,r,i) / (Σ_r Σ_i 1)       r the replicas, i their micro-batches since the last update
+    g_s = (Σ_r Σ_i g_s,r,i) / (Σ_r Σ_i 1)       r: the replicas; i: their micro-batches since the last update
 
-Sums are formed in the order of the replicas, so that every runtime has the same bits with any number of them.
+The sums run in the order of the replicas, so that all runtimes have the same bits for any number of replicas.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ class RankReplicas:
     Every rank sums a share of the vector in rank order, then all exchange the shares: as many bytes as a ring, and
     bits that do not depend on the group's own algorithm.
 
-    wait: given the group's pending work, returns when it is done, or raises what names the rank that does not answer.
+    wait: takes the group's pending work and returns when it is done, or raises an error that names the rank that does
+    not answer.
     """
 
     def __init__(self, group: dist.ProcessGroup, wait: Callable[[dist.Work | None], None]) -> None:

@@ -1,9 +1,10 @@
-"""Rounded weights: weights of a half type that stay on the device, and float32 masters beside them. masters=True.
+"""Rounded weights: half-precision weights on the device are rounded from float32 masters beside them. masters=True.
 
     F, B   on round(w̃), w̃ = what the method makes of the masters w        U   w ← step(w, g),  then round(w)
 
-The method's choice is put where the masters are, as `ResidentWeights` does it, and the half weights, which graphs
-refer to, become what lies there. Between operations they are the newest masters, rounded to nearest, ties to even.
+F is the forward, B the backward and U the update. As in `ResidentWeights`, the weights that the method chooses are
+written to the masters' memory; then the half weights, which graphs refer to, are rounded from it. Between operations
+they are the newest masters, rounded to nearest, ties to even.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _Some = TypeVar("_Some", bound=Sequence[Held])
 
 
 class RoundedWeights(ResidentWeights):
-    """`ResidentWeights`, and what F and B run on is rounded from it."""
+    """`ResidentWeights` whose masters are rounded to the weights that F and B run on."""
 
     def forward(self, ops: Ops) -> list[Held]:
         return _rounded(super().forward(ops))
@@ -41,11 +42,11 @@ class RoundedWeights(ResidentWeights):
     def update(self, stages: Sequence[Stage], make: Callable[[Sequence[GradientSums]], None]) -> None:
         super().update(stages, make)
         for stage in stages:
-            stage.round()
+            stage.masters.round()
 
 
 def _rounded(held: _Some) -> _Some:
     for h in held:
         for stage in h.team.stages:
-            stage.round()
+            stage.masters.round()
     return held

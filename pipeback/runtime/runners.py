@@ -1,6 +1,6 @@
-"""Runtimes: where the loops of a pipeline run. The event loop in the caller's thread, or one thread a worker.
+"""Runners: where the loops of a pipeline run, as the event loop in the caller's thread or in one thread per worker.
 
-A runtime is told what was pushed and gives losses back; what a loop does is the same in all of them.
+A runner takes what was pushed and returns losses; the loops do the same in all runners.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from pipeback.runtime.lazy_loss import LazyLoss
 from pipeback.runtime.link import Closed
 from pipeback.runtime.loop import Batch, Loop
 from pipeback.runtime.undo import Dropped
+from pipeback.stages.flight import Value
 from pipeback.stages.joint_optimizer import Options
-from pipeback.stages.stage import Value
 
 Read = Callable[[list[int] | None], Tensor]  # sizes, if they weigh, -> the mean loss of a push
 Command = Callable[[Loop], Any]
 
 
 class Runner(Protocol):
-    """What a pipeline asks of the place where it runs."""
+    """The interface between a pipeline and the place where it runs."""
 
     owner: list[int]  # the worker of each stage
     loops: list[Loop]  # those of this process
@@ -88,15 +88,15 @@ class EventLoop:
 
 
 class TickLoop(EventLoop):
-    """The event loop in the order "skewed": what was pushed is not all done, and its loss is there when it is read.
+    """The event loop in the order "skewed": a push leaves work undone, and its loss is computed when it is read.
 
-    settle: does what is left, as a call of `Pipeline.wait` would.
+    settle: does the remaining work, as a call of `Pipeline.wait` would.
     """
 
     def __init__(self, loop: Loop) -> None:
         super().__init__(loop)
         self.settle: Callable[[], None] = self.wait
-        self.due: dict[int, dict[int, Tensor]] = {}  # where the loss of a micro-batch goes to: one place a push
+        self.due: dict[int, dict[int, Tensor]] = {}  # where the loss of a micro-batch goes to: one place per push
         self.closed = False
         loop.worker.report = self._arrived
 
@@ -124,8 +124,8 @@ class TickLoop(EventLoop):
 
 
 class Commands(queue.Queue[Any]):
-    """At most `depth` commands that have not been taken. Who waits for room is woken when there is some for most of
-    them: to change places costs two threads more than to hand over a command.
+    """A queue of at most `depth` commands. A thread that waits for room is woken only once most of the queue is free,
+    since switching threads costs more than handing over a command.
     """
 
     def __init__(self, depth: int) -> None:
@@ -148,7 +148,7 @@ class Commands(queue.Queue[Any]):
 
 
 class Threads:
-    """One thread a worker, each with its own loop; commands go through bounded queues.
+    """One thread per worker, each with its own loop; commands go through bounded queues.
 
     closed: set by whatever ends the pipeline, so that links stop waiting. check: raises what others have found.
     """
@@ -180,7 +180,7 @@ class Threads:
             thread.start()
 
     def tell(self, command: Command) -> None:
-        """Have every worker do it after all that was said before; waits while too much has not been done."""
+        """Send every worker a command, to run after all earlier ones; waits while too many have not been done."""
         for commands in self.commands:
             self.raise_failure()
             while not commands.offer(command, 0.2):
@@ -209,13 +209,13 @@ class Threads:
         self.wait()
 
     def join(self) -> None:
-        """Wait until all that was told is done."""
+        """Wait until all commands are done."""
         for commands in self.commands:
             commands.join()
         self.raise_failure()
 
     def close(self) -> None:
-        """Stop the threads and wait until they have; losses that will never come say so when read."""
+        """Stop the threads and wait for their end; reading a loss that was never computed then raises an error."""
         self.closed.set()
         for commands, thread in zip(self.commands, self.threads, strict=True):
             while thread.is_alive() and thread is not threading.current_thread():
@@ -236,7 +236,7 @@ def deliver(futures: dict[int, Future[Tensor]], replica: int = 0, replicas: int 
 
 
 def fail(futures: dict[int, Future[Tensor]], error: BaseException) -> None:
-    """Whoever waits for one of these losses, or reads it later, gets the error."""
+    """Give the error to whoever waits for one of these losses, or reads it later."""
     for mb in list(futures):
         future = futures.pop(mb, None)
         if future is not None and not future.done():
@@ -250,7 +250,7 @@ def _serve(
     failure: list[BaseException],
     futures: dict[int, Future[Tensor]],
 ) -> None:
-    """A worker thread: obey until told to stop; the first error of any worker closes all."""
+    """Run a worker thread: it does commands until it is told to stop; the first error of any worker closes all."""
     while True:
         command = commands.take()
         try:
@@ -270,7 +270,7 @@ def _serve(
 
 
 def mean(losses: Sequence[Tensor], sizes: list[int] | None) -> Tensor:
-    """The mean loss of a push; with sizes, weighted by samples."""
+    """Return the mean loss of a push, weighted by `sizes` (samples per micro-batch) if they are given."""
     if len(losses) == 1:
         return losses[0]
     stacked = torch.stack(list(losses))

@@ -1,9 +1,10 @@
-"""Staleness: staleness in numbers. Now and then one micro-batch is followed through every stage.
+"""Staleness: measures staleness by following one micro-batch through every stage now and then.
 
-    gap_s = ‖w_now − w_used‖    w_used what F(i) ran on, predictions included; w_now the newest weights when B(i) comes
+    gap_s = ‖w_now − w_used‖    w_used: the weights (predictions included) that the forward F(i) of stage s ran on
+                                w_now: the newest weights of stage s when the backward B(i) begins
 
-It keeps a copy of w_used from F to B, so a watched pipeline holds one copy of the weights more, in host
-memory where they live in a store. It changes no bit.
+The watch keeps a copy of w_used from F to B. So a watched pipeline holds one more copy of the weights, in host memory
+where they live in a store. Watching changes no bit.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pipeback.tensors.weight_list import Weights
 
 
 class Watch:
-    """What was last seen of every stage; NaN where nothing has been yet, or where another process holds the stage.
+    """The last measurements of every stage; NaN before the first one, or where another process holds the stage.
 
     gap, update  Euclidean norms: of w_now − w_used of the followed micro-batch, and of one update since `mark`
     delay        own updates between F and B of the followed micro-batch, as it happened
@@ -53,7 +54,7 @@ class Watch:
 
     @property
     def clip_share(self) -> list[float]:
-        """Of every stage."""
+        """Return the share of clipped updates of every stage."""
         return [
             float(torch.stack(clips).float().sum()) / updates if clips else 0.0 if updates else math.nan
             for clips, updates in zip(self._clips, self._updates, strict=True)
@@ -67,7 +68,9 @@ class Watch:
                 self._follow, self._mb = False, mb
             if mb == self._mb:
                 used = [w.detach() for w in stage.live()]
-                copies = [w.clone() for w in used] if stage.slot is None else [w.to("cpu", copy=True) for w in used]
+                copies = (
+                    [w.clone() for w in used] if stage.home.slot is None else [w.to("cpu", copy=True) for w in used]
+                )
                 self._used[stage.index] = stage.version, copies
 
     def backward(self, ops: Sequence[tuple[Stage, int]]) -> None:
@@ -76,7 +79,7 @@ class Watch:
                 version, used = self._used.pop(stage.index)
                 self.delay[stage.index] = stage.version - version
                 with self.newest(stage):
-                    self.gap[stage.index] = _distance(stage.newest(), used)
+                    self.gap[stage.index] = _distance(_newest(stage), used)
 
     def before_update(self, stage: Stage, clipped: Tensor | None) -> None:
         self._updates[stage.index] += 1
@@ -90,6 +93,16 @@ class Watch:
         before = self._before.pop(stage.index, None)
         if before is not None:
             self.update[stage.index] = _distance(stage.weights, before)
+
+
+def _newest(stage: Stage) -> Weights:
+    """The newest weights, dense."""
+    sparse = stage.home.sparse
+    return (
+        stage.weights
+        if sparse is None
+        else [sparse.expanded(stage, n, w.detach()) for n, w in enumerate(stage.weights)]
+    )
 
 
 def _distance(a: Weights, b: Weights) -> float:

@@ -1,8 +1,8 @@
-"""Undo: a micro-batch whose forward fails is taken back where no stage has gone on meanwhile, as if it had not come."""
+"""Undo: a micro-batch whose forward fails is taken back, as if it had not come, if no stage has gone on meanwhile."""
 
 from __future__ import annotations
 
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -18,8 +18,11 @@ class Dropped(StageError):
     """The forward of a micro-batch failed. Nothing was trained on it, and the pipeline goes on."""
 
 
+_STANDS = attrgetter("random.state", "version", "gradients.count", "options", "peak_flights", "flights")
+
+
 class Mark:
-    """Where all stages stand before a micro-batch comes in."""
+    """The state of all stages before a micro-batch enters, to which they can be put back."""
 
     def __init__(self) -> None:
         self._homes: list[Any] = []
@@ -27,11 +30,12 @@ class Mark:
         self._values: list[Tensor] = []
 
     def put(self, worker: Worker, order: Order, more: Any) -> Mark:
-        """Here. more: what else is to be known of this moment."""
+        """Set the mark at the present moment. more: anything else to remember with it."""
         self.more, self.order = more, order.state()
         self.worker = worker.start, worker.base, worker.entered
-        self.stages = [(s.stream, s.version, s.count, s.options, len(s.flights), s.peak_flights) for s in _in(worker)]
-        self._homes = [home for s in _in(worker) for home in s.changing if home[0].get(home[1]) is not None]
+        self.stages = list(map(_STANDS, _in(worker)))
+        self.flights = [len(flights) for *_, flights in self.stages]
+        self._homes = [at for s in _in(worker) for at in s.learnt.changing if at[0].get(at[1]) is not None]
         buffers = [owner[key] for owner, key in self._homes]
         if len(buffers) != len(self._buffers) or not all(map(is_, buffers, self._buffers)):
             self._buffers, self._values = buffers, [b.detach().clone() for b in buffers]
@@ -43,19 +47,19 @@ class Mark:
     @property
     def empty(self) -> bool:
         """Whether nothing was in flight, and no gradient waited for its update."""
-        return not any(count or flights for _, _, count, _, flights, _ in self.stages)
+        return not any(self.flights) and not any(count for _, _, count, *_ in self.stages)
 
     def within_reach(self, worker: Worker) -> bool:
-        """Whether no stage has updated its weights since, nor gone backward on what had come before."""
-        first, pairs = self.order["arrived"], list(zip(_in(worker), self.stages, strict=True))
+        """Whether no stage has, since the mark, updated its weights or run the backward of an earlier micro-batch."""
+        first, every = self.order["arrived"], zip(_in(worker), self.stages, self.flights, strict=True)
         return all(
             stage.version == version
-            and (self.empty or (stage.count == count and sum(mb < first for mb in stage.flights) == flights))
-            for stage, (_, version, count, _, flights, _) in pairs
+            and (self.empty or (stage.gradients.count == count and sum(mb < first for mb in stage.flights) == flights))
+            for stage, (_, version, count, *_), flights in every
         )
 
     def restore(self, worker: Worker) -> None:
-        """Have the stages be as they were."""
+        """Put the stages back to where they stood at the mark."""
         first = self.order["arrived"]
         worker.start, worker.base, worker.entered = self.worker
         for known in (worker.options, worker.sizes, worker.entries):
@@ -64,12 +68,10 @@ class Mark:
         box = worker.link.box
         for name in [name for name in box if name[2] >= first]:
             del box[name]
-        for stage, (stream, _, count, options, _, peak) in zip(_in(worker), self.stages, strict=True):
-            for mb in [mb for mb in stage.flights if mb >= first]:
-                del stage.flights[mb]
+        for stage, (stream, _, count, options, peak, _) in zip(_in(worker), self.stages, strict=True):
             if self.empty:
                 stage.gradients.take()
-            stage.stream, stage.count, stage.options, stage.peak_flights = stream, count, options, peak
+            stage.go_back(first, stream, count, options, peak)
         for (owner, key), buffer, then in zip(self._homes, self._buffers, self._values, strict=True):
             owner[key] = buffer
             buffer.data.copy_(then)  # not seen by graphs that saved the buffer
@@ -84,7 +86,7 @@ def able(worker: Worker, order: Order) -> bool:
         and worker.watch is None
         and order.policy == "grouped"
         and isinstance(worker.residence, ResidentWeights)
-        and not any(getattr(stage.module, "__rewritten__", ()) for stage in _in(worker))
+        and not any(vars(stage.module).get("__rewritten__") for stage in _in(worker))
     )
 
 

@@ -1,6 +1,7 @@
-"""Weight provider: how the weights that F and B run on come into place. `ResidentWeights` stay on their device.
+"""Weight provider: puts the weights into place that forwards (F) and backwards (B) run on.
 
-The graphs refer to the storage of the live weights, so other weights are put there for the time of the operation.
+Graphs refer to the storage of the live weights, so other weights are written there for the duration of an operation.
+`ResidentWeights` is the provider for weights that stay on their device.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pipeback.tensors.weight_list import Weights, add_scaled, copy
 
 
 class HookCall(NamedTuple):
-    """A question to the method: what stages run an operation on."""
+    """A question to the method: which weights do these stages run an operation on?"""
 
     team: StageGroup
     mb: int  # of the first stage
@@ -33,11 +34,14 @@ Ask = Callable[[Kind, Ops], list[HookCall]]
 
 
 class WeightProvider(Protocol):
-    """What a worker asks for; `held` is whatever `forward` or `backward` gave, empty when there is nothing to undo."""
+    """The interface that a worker uses; `held` is what `forward` or `backward` returned, empty if nothing to undo."""
 
     ask: Ask  # set by the worker
     joins: bool  # whether one call of a hook or an optimizer may serve several stages
-    moves: list[tuple[float, float, str, int]]  # what was recorded: (start, end, "fetch" or "store", stage), seconds
+
+    @property
+    def moves(self) -> list[tuple[float, float, str, int]]:
+        """What was recorded: (start, end, "fetch" or "store", stage), seconds."""
 
     def ahead(self, waves: Iterable[Wave]) -> Iterable[Wave]: ...
     def forward(self, ops: Ops) -> Sequence[Any]: ...
@@ -54,7 +58,7 @@ class WeightProvider(Protocol):
 
 
 class ResidentWeights:
-    """Weights on the device for good; shifted and older ones take their place for an operation."""
+    """Weights that stay on the device; shifted and older ones take their place for the duration of an operation."""
 
     joins = True
 
@@ -70,7 +74,7 @@ class ResidentWeights:
         return waves
 
     def forward(self, ops: Ops) -> list[Held]:
-        """Put what these forwards run on into place."""
+        """Put the weights into place that these forwards run on."""
         if not self._forward_hook:
             return []
         held: list[Held] = []
@@ -83,12 +87,12 @@ class ResidentWeights:
                     if chosen.version != team.first.version:
                         held.append(_exchange(team, team.first.past(chosen.version), version=chosen.version))
                 else:
-                    held.append(_place(team, chosen))
+                    held.append(_place(team, chosen, stash=self._stash))
         forget_casts()
         return held
 
     def after_forward(self, held: Sequence[Held], ops: Ops) -> None:
-        """The newest weights again; the flights remember what they ran on."""
+        """Put the newest weights back; the flights remember the weights that they ran on."""
         mbs = dict(ops)
         with torch.no_grad():
             for h in held:
@@ -103,11 +107,11 @@ class ResidentWeights:
                 if h.version is not None:
                     flight.version = h.version
                 else:
-                    flight.owned, stage.owns = h.buffer, True
+                    stage.versions.own(flight, h.buffer)
         forget_casts()
 
     def backward(self, ops: Ops) -> tuple[list[Held], dict[int, int]]:
-        """Put what these backwards run on into place; returns also the versions of those that run on an older one."""
+        """Put the weights into place that these backwards run on; return also the older versions, by stage."""
         if not self._backward_hook:
             return [], {}
         held: list[Held] = []
@@ -126,18 +130,18 @@ class ResidentWeights:
                     if chosen.version != stage.version:
                         held.append(_exchange(team, stage.past(chosen.version)))
                 elif chosen is not team.weights:
-                    held.append(_place(team, chosen))
+                    held.append(_place(team, chosen, stash=self._stash))
         return held, versions
 
     def after_backward(self, held: Sequence[Held]) -> None:
-        """The newest weights again."""
+        """Put the newest weights back."""
         with torch.no_grad():
             for h in held:
                 h.undo()
 
     def update(self, stages: Sequence[Stage], make: Callable[[Sequence[GradientSums]], None]) -> None:
         """Make the update of these stages, here and now."""
-        make([stage.sums() for stage in stages])
+        make([stage.gradients.sums() for stage in stages])
 
     def ready(self, kind: Kind, stage: int, mb: int) -> None:
         """What an operation runs on is always there."""
@@ -179,9 +183,9 @@ def _exchange(team: StageGroup, buffer: Weights, version: int | None = None) -> 
     return Held(team, buffer, swap=True, version=version)
 
 
-def _place(team: StageGroup, chosen: Weights | Shift) -> Held:
+def _place(team: StageGroup, chosen: Weights | Shift, *, stash: bool) -> Held:
     """Put shifted weights into the live storage."""
-    weights, stash = team.weights, team.first.stash
+    weights = team.weights
     if stash:
         buffer = [w.detach().clone() for w in weights]
     else:

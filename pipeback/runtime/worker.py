@@ -1,7 +1,7 @@
-"""Worker: some stages, run wave by wave. Where the hooks of a method meet the stages.
+"""Worker: runs the operations of some stages wave by wave, and calls the hooks of the method for them.
 
-The operations of a wave touch different stages, so they may be joined: one autograd call, one foreach call, one
-optimizer step. Joining changes no bit; it only pays Python's price once instead of once a stage.
+The operations of a wave belong to different stages, so they may be joined: into one autograd call, one foreach call,
+one optimizer step. Joining changes no bit; it only pays Python's overhead once instead of once per stage.
 """
 
 from __future__ import annotations
@@ -19,15 +19,17 @@ from pipeback.methods.base import Method, When, overrides
 from pipeback.private import hooked
 from pipeback.runtime.ledger import Ledger
 from pipeback.runtime.link import Link, Name
+from pipeback.runtime.optimizer_state_watch import OptimizerStateWatch
 from pipeback.runtime.replicas import Replicas
-from pipeback.runtime.reread import Reread
 from pipeback.runtime.staleness import Watch
 from pipeback.runtime.weight_provider import HookCall, ResidentWeights, WeightProvider, forget_casts
-from pipeback.runtime.written import Written
-from pipeback.schedules.order import Kind, Ops, Order, Wave
+from pipeback.runtime.weight_write_watch import WeightWriteWatch
+from pipeback.schedules.ops import Kind
+from pipeback.schedules.order import Ops, Order, Wave
+from pipeback.stages.flight import Flight
 from pipeback.stages.gradients import GradientSums, differentiate
 from pipeback.stages.joint_optimizer import Options, joinable
-from pipeback.stages.stage import Flight, Stage
+from pipeback.stages.stage import Stage
 from pipeback.stages.team import StageGroup
 from pipeback.tensors.layout import Message
 from pipeback.tensors.weight_list import Weights
@@ -78,7 +80,7 @@ class Worker:
         self._hooks: dict[tuple[int, ...], list[StageGroup]] = {}  # whose F or B one call of a hook serves
         self._first, self._last = min(self.stages), max(self.stages)
         self._apart = any(stage.keeping is not None and stage.keeping.apart for stage in stages)
-        self.outside = Reread(stages, method), Written(stages)  # what the user may change between operations
+        self.outside = OptimizerStateWatch(stages, method), WeightWriteWatch(stages)  # what a user may change meanwhile
 
     def record(self, on: bool) -> None:
         """Measure every operation from now on."""
@@ -149,7 +151,7 @@ class Worker:
                 flight.entry = self.entries.pop(i) if s == self._last else self.entries[i]
         if self.stash:
             for s in numbers:
-                stages[s].peak_copies = max(stages[s].peak_copies, stages[s].copies())
+                stages[s].versions.note_copies(stages[s].flights)
 
     def _forward(self, ops: Ops) -> list[Flight]:
         """F on what is in place; returns what went off."""
@@ -224,21 +226,22 @@ class Worker:
                 link.send("B", s - 1, i, upstream)
 
     def _count(self, stage: Stage, i: int) -> None:
-        """Where samples weigh: a backward has counted the micro-batch as one."""
+        """Correct the count where micro-batches are weighted by samples: the backward has counted this one as 1."""
         if self.samples:
-            stage.count += (self.sizes.pop(i) if stage.index == self._first else self.sizes[i]) - 1
+            size = self.sizes.pop(i) if stage.index == self._first else self.sizes[i]
+            stage.gradients.count_more(size - 1)
 
     # -- what lies between stages that run as one ------------------------------------------------------------------
 
     def between(self, order: Order) -> dict[Name, Message]:
-        """Messages that wait elsewhere than in the link."""
+        """Return the messages that wait elsewhere than in the link."""
         return {}
 
     def take_up(self) -> None:
-        """A state was put into the stages, and messages into the link."""
+        """Go on after a state was put into the stages, and messages into the link."""
 
     def leave(self, stacks: Sequence[Any]) -> None:
-        """These stacks of stages run as they are."""
+        """Run the stages of these stacks one by one from now on."""
 
     def _update(self, ops: Ops) -> None:
         if self.replicas is None:
@@ -246,7 +249,7 @@ class Worker:
         else:
             for s, i in ops:
                 self.residence.collect(self.stages[s])
-                self._due[s] = i, self.replicas.start(s, self.stages[s].gradients.packed(self.stages[s].count))
+                self._due[s] = i, self.replicas.start(s, self.stages[s].gradients.packed())
                 if not self.residence.joins:
                     self.settle(s)  # what is fetched ahead must know of every update
 
@@ -257,7 +260,7 @@ class Worker:
         """
         for s in list(self._due) if stage is None else [stage] if stage in self._due else ():
             mb, arrive = self._due.pop(s)
-            self.stages[s].count = self.stages[s].gradients.unpack(arrive())
+            self.stages[s].gradients.unpack(arrive())
             self._measured(self.update, s, "U", mb)
 
     def update(self, ops: Ops) -> None:
@@ -276,7 +279,7 @@ class Worker:
         kept = [stage.keep() for stage in stages] if self.stash else []
         self.residence.update(stages, partial(self._make, stages, last, steps, kept))
         for stage in stages:
-            stage.version += 1
+            stage.updated()
 
     def _planned(self, team: StageGroup, mb: int) -> _Step:
         options = [stage.options for stage in team.stages]
@@ -343,7 +346,7 @@ class Worker:
     # -- which weights F and B run on ----------------------------------------------------------------------------
 
     def _asked(self, kind: Kind, ops: Ops) -> list[HookCall]:
-        """What the hooks are to be asked before these operations: one question for all stages that a call serves."""
+        """Return the questions to the hooks before these operations: one for all stages that a call serves."""
         mbs = dict(ops)
         asked = []
         for team in self._served(ops):
@@ -394,4 +397,4 @@ class Worker:
         return f"{self.stages[self._last].label}, micro-batch {i}: the loss is {loss.item()}; {_CURE}"
 
 
-_CURE = "lower the rate, set clip_norm=, or train on with check_finite=False"
+_CURE = "lower the rate, set clip_norm=, or train on with debug=pipeback.Debug(check_finite=False)"

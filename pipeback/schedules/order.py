@@ -20,7 +20,7 @@ Ops = Sequence[tuple[int, int]]  # (stage, micro-batch)
 
 
 class Wave(NamedTuple):
-    """Operations of one kind, at most one a stage, upstream first.
+    """Operations of one kind, at most one per stage, upstream first.
 
     Forwards of a wave run in the order given (one may feed the next). Backwards and updates of a wave do not
     depend on each other, so that they can run as one.

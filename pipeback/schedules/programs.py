@@ -24,7 +24,7 @@ def _positive(name: str, value: int, least: int = 1) -> int:
 def fill_drain(micro_batches: int) -> Schedule:
     """GPipe: all forwards of a flush, all its backwards, one update (Huang et al., arXiv 1811.06965).
 
-    micro_batches: micro-batches a flush, M. Bubble share (S − 1)/(M + S − 1) of a full pipeline, delay 0.
+    micro_batches: micro-batches per flush, M. Bubble share (S − 1)/(M + S − 1) of a full pipeline, delay 0.
     """
     # fill_drain(4):  0 │ F0 F1 F2 F3 .  .  .  .  B0 B1 B2 B3
     #                 1 │ .  F0 F1 F2 F3 .  .  B0 B1 B2 B3 .
@@ -42,7 +42,7 @@ def _fill_drain(m: int, stage: int, stages: int) -> Iterator[Op]:
 def one_f_one_b(micro_batches: int) -> Schedule:
     """1F1B with a flush: stage s runs min(M, S − 1 − s) forwards ahead, then alternates (Narayanan et al., SC 2021).
 
-    micro_batches: micro-batches a flush, M. The same bubble as `fill_drain`, at most min(M, S − s) in flight, delay 0.
+    micro_batches: M, micro-batches per flush. Bubble as of `fill_drain`, at most min(M, S − s) in flight, D = 0.
     """
     # one_f_one_b(4): 0 │ F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3
     #                 1 │ .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .

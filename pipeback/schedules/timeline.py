@@ -41,14 +41,14 @@ def timeline(
 ) -> Iterator[Slot]:
     """Run `micro_batches` through the schedule, everything as early as programs, data and workers allow.
 
-    costs: time of F, B and U, one mapping for all stages or one a stage.
+    costs: time of F, B and U, one mapping for all stages or one per stage.
     workers: the worker that owns each stage (default: one worker a stage); a worker runs one operation at a time, of
     those ready the one that can start first, a backward before a forward, then the oldest micro-batch.
     Yields slots in order of their start. Sending takes no time.
     """
     owner = list(range(stages)) if workers is None else list(workers)
     if len(owner) != stages:
-        raise ValueError(f"workers needs one entry a stage: {stages}, not {len(owner)}; give the worker of each")
+        raise ValueError(f"workers needs one entry per stage: {stages}, not {len(owner)}; give the worker of each")
     programs = [zip(repeat(s), until(schedule(s, stages), micro_batches)) for s in range(stages)]
     return play(programs, owner, stages, costs)
 
@@ -65,14 +65,15 @@ def play(
 ) -> Iterator[Slot]:
     """Do each program in its own order, everything as early as data and workers allow.
 
-    programs: of (stage, operation), one a stage as schedules have it, or one a worker. workers: who does each program.
+    programs: of (stage, operation), one per stage as schedules have it, or one per worker.
+    workers: the worker that does each program.
     done: operations that were over before the first one, so that their outputs are there.
     Yields slots in order of their start. Sending takes no time. Raises RuntimeError when all wait for each other.
     """
     per_stage = [costs] * stages if isinstance(costs, Mapping) else list(costs)
     if len(per_stage) != stages:
         raise ValueError(
-            f"costs needs one entry a stage: {stages}, not {len(per_stage)}; give the units of time of each"
+            f"costs needs one entry per stage: {stages}, not {len(per_stage)}; give the units of time of each"
         )
     rest = [iter(program) for program in programs]
     heads = [next(program, None) for program in rest]
@@ -121,7 +122,7 @@ def bubble(slots: Iterable[Slot], workers: Sequence[int] | None = None) -> float
     """The share of the workers' time between the first and the last operation of all in which a worker does nothing.
 
     1 − Σ (end − start) / (workers · (last end − first start)), as a worker does one operation at a time.
-    workers: the worker of each stage; None: one a stage that has slots. 0 where nothing was done.
+    workers: the worker of each stage; None: one per stage that has slots. 0 where nothing was done.
     """
     slots = list(slots)
     if not slots:

@@ -1,4 +1,7 @@
-"""Policies of sparse training by name: ours, and other packages' entry points in the group `pipeback.sparsities`."""
+"""Policies of sparse training: one per file, and by name those of other packages, too (group `pipeback.sparsities`).
+
+Floor 2. A policy imports base, masks and densities, and nothing else of pipeback.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,8 @@ def create(name: str, **options: Any) -> Sparsity:
 
     Raises ValueError for an unknown name or option and suggests the nearest.
     """
-    return _SPARSITIES.create(name, Sparsity, options)
+    policy: Sparsity = _SPARSITIES.create(name, Sparsity, options)
+    return policy
 
 
 def options(name: str) -> dict[str, inspect.Parameter]:

@@ -8,9 +8,9 @@
     g_l        gradient of tensor l that update t applied, dense if dense_gradient(t)
     t          updates of the stage, counted from 1
 
-Pure logic: a policy computes masks out of numbers, and neither changes nor remembers a tensor. Who calls it keeps
-masks, values and optimizer state, by one rule: an entry in the old mask and in the new one keeps its value and its
-optimizer state, one only in the new mask begins with value 0 and fresh state, one only in the old mask is forgotten.
+Pure logic: a policy computes masks from numbers, and neither changes nor remembers a tensor. Its caller keeps masks,
+values and optimizer state, by one rule: an entry in the old mask and in the new one keeps its value and its optimizer
+state, one only in the new mask begins with value 0 and fresh state, and one only in the old mask is dropped.
 
 Every hook has a default, so that a policy is only what it changes: without any, it is a static mask by magnitude.
 """
@@ -34,7 +34,7 @@ DENSE = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm)
 
 
 class At(NamedTuple):
-    """Where and when masks are made. Of it come the random numbers: any runtime draws the same."""
+    """Where and when masks are made. The random numbers follow from it, so that every runtime draws the same."""
 
     seed: int
     stage: int  # s
@@ -42,7 +42,7 @@ class At(NamedTuple):
     first: int = 0  # the place of the first of these tensors among the stage's: a stage may be done in pieces
 
     def generator(self, n: int) -> torch.Generator:
-        """The random stream of tensor n of those given, on the CPU: of its own for every tensor and update."""
+        """The random stream of tensor n, on the CPU: each tensor and update has a stream of its own."""
         words = f"{self.seed} {self.stage} {self.first + n} {self.update}"
         digest = blake2b(words.encode(), digest_size=8).digest()
         return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
@@ -73,9 +73,9 @@ class Sparsity:
             check_choice(self, name, getattr(self, name), False, True)
 
     def chooses(self, module: nn.Module, name: str, parameter: Tensor) -> bool:
-        """Whether a trainable parameter is sparsified: two dimensions or more, no bias, norm, embedding or excluded.
+        """Whether a parameter is sparsified: of two dimensions or more, no bias, norm or embedding, not excluded.
 
-        module: whose own parameter it is. name: the parameter's in the model, "4.conv.weight".
+        module: the one that owns the parameter. name: the parameter's name in the model, such as "4.conv.weight".
         """
         dense = parameter.ndim < 2 or not parameter.numel() or not parameter.is_floating_point()
         if dense or isinstance(module, DENSE):
@@ -85,14 +85,14 @@ class Sparsity:
         return not any(fnmatchcase(name, pattern) for pattern in self.exclude)
 
     def densities(self, shapes: Sequence[Shape]) -> list[float]:
-        """d of every sparsified tensor of the whole model, in the order of its layers."""
+        """The density d of every sparsified tensor of the whole model, in the order of its layers."""
         first = int(self.keep_first)
         end = max(first, len(shapes) - int(self.keep_last))
         inner = DISTRIBUTIONS[self.distribution](shapes[first:end], self.density)
         return [*[1.0] * len(shapes[:first]), *inner, *[1.0] * len(shapes[end:])]
 
     def masks(self, weights: Sequence[Tensor], densities: Sequence[float], at: At) -> list[Tensor]:
-        """The masks before the first update, of a stage's sparsified tensors; later ones have no more survivors.
+        """The masks of a stage's sparsified tensors before the first update; later masks have no more survivors.
 
         weights: dense. Raises ValueError naming the tensor that holds NaN, as does `change`.
         """
@@ -106,7 +106,7 @@ class Sparsity:
         return False
 
     def dense_gradient(self, update: int) -> bool:
-        """Whether `change` reads, after this update, the gradient of weights that do not survive."""
+        """Whether `change`, after this update, reads the gradient of weights that do not survive."""
         return False
 
     def change(
@@ -117,15 +117,15 @@ class Sparsity:
         densities: Sequence[float],
         at: At,
     ) -> list[Tensor]:
-        """The masks after update `at.update`, which is due.
+        """The masks after update `at.update`, at which a change is due.
 
-        weights: after the step, dense in shape; what they hold outside the masks is not read. gradients: those that the
-        step applied; read only where `dense_gradient` said so, else they may be None.
+        weights: after the step, in dense shape; their entries outside the masks are not read. gradients: those that the
+        step applied; they are read only if `dense_gradient` said so, and may otherwise be None.
         """
         return list(masks)
 
     def options(self) -> dict[str, Any]:
-        """The policy's options as plain values: what a saved state must agree with."""
+        """The policy's options as plain values, on which a saved state must agree."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
 

@@ -1,4 +1,4 @@
-"""How many weights each tensor keeps when the model keeps the share d: one density a tensor.
+"""How many weights each tensor keeps when the model keeps the share d: one density per tensor.
 
     uniform    d_l = d
     erk        d_l = min(1, ε·Σ_j n_j / Π_j n_j)         with ε such that  Σ_l d_l·N_l = d·Σ_l N_l

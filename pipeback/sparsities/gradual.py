@@ -27,7 +27,7 @@ from pipeback.sparsities.masks import largest, survivors
 
 @dataclass(repr=False, kw_only=True)
 class Gradual(Sparsity):
-    """density: the final one. initial: the first; a tensor whose final one is higher has that from the start."""
+    """density: the final one. initial: the first one; a tensor with a higher final one has that from the start."""
 
     steps: int
     every: int = 100

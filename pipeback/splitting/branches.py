@@ -1,8 +1,8 @@
-"""Branches: what a forward decides by numbers of its input (`if mask.all()`), found out before a micro-batch goes in.
+"""Branches: decisions of a forward by values of its input (`if mask.all()`), evaluated before a micro-batch goes in.
 
-A model that was followed does what it did then. Where it would go another way for the numbers of a later micro-batch,
-and these follow from the input by torch functions alone, it is followed that way too: a variant of the micro-batch's
-form. Stages tell variants by a mark that travels beside the values: its shape says which.
+A traced model repeats the operations of the trace. If a later micro-batch would take another branch, and the deciding
+value depends on the input through torch functions alone, the model is traced along that branch too, as a variant for
+micro-batches of that form. A mark that travels beside the values tells stages the variant, by its shape.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from pipeback.private import pytree, unset_fake_temporarily
+from pipeback.splitting.call_trace import Attribute, Call, CallTrace
 from pipeback.splitting.in_place import changes, set_property
-from pipeback.splitting.record import Attribute, Call, CallTrace
-from pipeback.tensors.structures import Ref, opened
+from pipeback.tensors.structures import SINGLE, Ref, opened
 
 SIDE = 32  # the longest side of a mark
-MOST = 64  # ways for micro-batches of one form
+MOST = 64  # variants for micro-batches of one form
 
 
 class Branch(NamedTuple):
@@ -29,23 +29,30 @@ class Branch(NamedTuple):
     calls: list[Call]
     constants: Mapping[str, Tensor]
     number: int
-    device: torch.device | None = None  # where it was followed
+    device: torch.device | None = None  # where it was traced
 
     def falls(self, inputs: Sequence[Tensor]) -> Any:
-        """What it gives for these."""
+        """Return the deciding value for these inputs."""
         known: dict[int, Tensor] = dict(enumerate(inputs))
 
         def filled(value: Any) -> Any:
-            if isinstance(value, Ref):
+            kind = type(value)
+            if kind is Ref:
                 return known[value.number]
-            if isinstance(value, torch.device) and value == self.device:
+            if kind is torch.device and value == self.device:
                 return inputs[0].device
-            return self.constants[value.name] if isinstance(value, Attribute) else value
+            if kind is Attribute:
+                return self.constants[value.name]
+            if kind is tuple or kind is list:
+                return kind(map(filled, value))
+            if kind in SINGLE or pytree.tree_is_leaf(value):
+                return value
+            return pytree.tree_map(filled, value, is_leaf=lambda x: x is not value)
 
         found = None
         with torch.no_grad():
             for call in self.calls:
-                args, kwargs = pytree.tree_map(filled, (call.args, call.kwargs))
+                args, kwargs = filled(call.args), {key: filled(part) for key, part in call.kwargs.items()}
                 found = call.target(*args, **kwargs)
                 if call is not self.calls[-1]:
                     values = [found] if call.form is None else opened(found)[0]
@@ -53,25 +60,27 @@ class Branch(NamedTuple):
         return found
 
     def holds(self, inputs: Sequence[Tensor]) -> bool:
-        """Whether it falls as it did when the model was followed."""
+        """Whether the decision for these inputs is that of the trace."""
         return bool(self.falls(inputs) == self.calls[-1].check[0])
 
 
 def decisions(record: CallTrace) -> list[Branch]:
-    """Those that follow from the input alone: no layer, no weight, nothing that is changed in place."""
+    """Return the decisions that depend on the input alone: not on layers, weights or tensors changed in place."""
     asking = [(n, call) for n, call in enumerate(record.calls) if call.check is not None]
     found = [_traced(call, record.calls[:n], record.constants, number) for number, (n, call) in enumerate(asking)]
     return [decision._replace(device=record.device) for decision in found if decision is not None]
 
 
 def told(inputs: Sequence[Tensor], call: Call, before: Sequence[Call], constants: Mapping[str, Tensor]) -> Any:
-    """What a call asks for, of a model that is followed by shapes alone. Raises ValueError where weights decide."""
+    """Return the value that a call asks for, of a model that is traced by shapes alone. Raises ValueError if it depends
+    on weights.
+    """
     decision = _traced(call, before, constants, 0)
     if decision is None:
         raise ValueError(
             f"{_name(call)} asks for a number that depends on weights, which are not here; have such a micro-batch "
-            "followed while the model is whole, by pipe.plan(x, y) before the first push, or keep the decision within "
-            "one layer: give the path of the deciding module in leaves="
+            "traced while the model is whole, by pipe.plan(x, y) before the first push, or keep the decision within "
+            "one layer: give the path of the deciding module in stages=pipeback.Splitting(leaves=[...])"
         )
     with unset_fake_temporarily():
         return decision.falls(inputs)
@@ -99,10 +108,10 @@ def _traced(asks: Call, before: Sequence[Call], constants: Mapping[str, Tensor],
 
 
 def mark(taken: Sequence[Branch], others: Sequence[Tensor], constants: Sequence[Any] = ()) -> Tensor:
-    """What travels beside the values: its shape is of the way that was taken, whichever way came first.
+    """Return the mark that travels beside the values; its shape depends on the branches taken, not on their order.
 
-    others: marks of other ways. Where the shape is one of theirs, which is rare, it is another. constants: of what
-    was pushed, where other ones have come before with the same tensors.
+    others: the marks of other variants; in the rare case that one has the same shape, another is chosen. constants:
+    those of what was pushed, if other constants have come before with the same tensors.
     """
     told = repr([(_name(d.calls[-1]), d.calls[-1].check) for d in taken])
     number = zlib.crc32((told + repr([*constants]) if constants else told).encode())

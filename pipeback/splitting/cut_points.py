@@ -1,22 +1,22 @@
 """Cut points: where a model is cut into stages.
 
-layer      every layer with weights, what follows it with it: norms, activations, functions
-sublayer   likewise, and norms apart
-block      every block of a repeated structure, and what lies before, between and behind
-n          so many stages, neighbours joined, balanced by time or by memory
-names      a stage begins where the module of that name is called first
+layer      one stage per layer with weights, together with the norms, activations and functions that follow it
+sublayer   the same, but norms are stages of their own
+block      one stage per block of a repeated structure, and stages for what lies before, between and behind blocks
+n          n stages of neighbouring units, balanced by time or by memory
+names      a stage begins where the module of that name is first called
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch import nn
 
+from pipeback.splitting.call_trace import Call, CallTrace
 from pipeback.splitting.partition import balance
-from pipeback.splitting.record import Call, CallTrace
 
 Cuts = str | int | Sequence[str]
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -70,7 +70,7 @@ def blocks_of(model: nn.Module) -> list[str]:
 
 
 def layer(module: nn.Module) -> bool:
-    """Whether a module is a layer, which is not looked into: torch's own, and all without children."""
+    """Whether a module is a layer, which is not traced into: torch's own modules, and all modules without children."""
     if type(module) in CONTAINERS or (type(module).__module__.startswith("torch.nn") and type(module).__name__ in OPEN):
         return False
     own = type(module).__module__.startswith("torch.nn") and not isinstance(module, CONTAINERS)
@@ -101,14 +101,16 @@ class Unit(NamedTuple):
     names: tuple[str, ...]  # modules and parameters with weights
 
 
-def units(model: nn.Module, record: CallTrace, cuts: Cuts, blocks: Sequence[str]) -> list[Unit]:
+def cut_units(model: nn.Module, record: CallTrace, cuts: Cuts, blocks: Sequence[str]) -> list[Unit]:
     """The finest stages of this granularity, in the order of the calls. cuts: "layer", "sublayer", "block" or names."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     seen: set[int] = set()
     begins: list[tuple[int, str, list[str]]] = []
     last_block, called = None, set[Any]()
     names = [] if isinstance(cuts, (str, int)) else list(cuts)
-    touched = [_touched(model, parameters, call) for call in record.calls]
+    within = _by_module(parameters)
+    # names of the parameters that a call computes with
+    touched = [(within.get(call.target, []) if call.module else []) + given(parameters, call) for call in record.calls]
     for n, call in enumerate(record.calls):
         mine = [name for name in touched[n] if id(parameters[name]) not in seen]
         seen |= {id(parameters[name]) for name in mine}
@@ -149,7 +151,7 @@ def units(model: nn.Module, record: CallTrace, cuts: Cuts, blocks: Sequence[str]
 
 
 def joined(units: Sequence[Unit], count: int, by: str) -> list[Unit]:
-    """So many stages of neighbouring units, the largest as small as can be. by: "time" or "memory"."""
+    """Join neighbouring units to so many stages, whose largest is as small as possible. by: "time" or "memory"."""
     if count > len(units):
         raise ValueError(
             f'stages={count}, but the model has {len(units)} layers to share out; use that or less, or "auto"'
@@ -164,12 +166,15 @@ def joined(units: Sequence[Unit], count: int, by: str) -> list[Unit]:
     ]  # fmt: skip
 
 
-def _touched(model: nn.Module, parameters: Container[str], call: Call) -> list[str]:
-    """Names of the parameters that a call computes with."""
-    own: list[str] = []
-    if call.module:
-        own = [f"{call.target}.{n}" for n, _ in model.get_submodule(call.target).named_parameters()]
-    return own + given(parameters, call)
+def _by_module(parameters: Mapping[str, nn.Parameter]) -> dict[str, list[str]]:
+    """The names of the parameters within every module, each once."""
+    found: dict[str, dict[int, str]] = {}
+    for name, p in parameters.items():
+        path = name.rpartition(".")[0]
+        while path:
+            found.setdefault(path, {}).setdefault(id(p), name)
+            path = path.rpartition(".")[0]
+    return {path: list(own.values()) for path, own in found.items()}
 
 
 def given(parameters: Container[str], call: Call) -> list[str]:
@@ -195,7 +200,7 @@ def chosen(cuts: Any) -> Cuts:
     names = isinstance(cuts, (list, tuple)) and bool(cuts) and all(isinstance(name, str) for name in cuts)
     number = isinstance(cuts, int) and not isinstance(cuts, bool) and cuts >= 1
     if cuts in words or names or number:
-        return cuts
+        return cast(Cuts, cuts)
     near = get_close_matches(cuts, words, n=1) if isinstance(cuts, str) else ()
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise ValueError(

@@ -1,8 +1,8 @@
-"""Sizes that depend on values: which calls make them, and where a forward reads them.
+"""Data sizes: sizes that depend on values: which calls make them, and where a forward reads them.
 
-`kept = h[mask]` has another size for every micro-batch, and `len(kept)` would be taken down as the number that it was
-for the first. So whatever comes of such a call is marked, and a size that is read of it becomes a check: a later
-micro-batch with another size goes another way, or is refused; it never gets the first one's number.
+`kept = h[mask]` has another size for every micro-batch, but tracing would record `len(kept)` as the number that it was
+for the first. So every tensor that depends on such a call is marked, and reading its size becomes a check: a later
+micro-batch with another size takes another variant or is refused; it never gets the number of the first.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAKERS = {
 }  # fmt: skip
 FACTORIES = {"arange", "zeros", "ones", "empty", "full", "linspace", "eye", "rand", "randn", "new_zeros", "new_ones"}
 READERS = {"size", "stride", "__len__", "numel", "nelement"}
-PROPERTIES = {"shape", "nbytes"}  # which tell a size, too
+TELLING = {"shape", "nbytes"}  # which tell a size, too
 
 
 def makes(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -35,11 +35,6 @@ def makes(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         return len(args) + len(kwargs) == 1
     sizes = args[1:] if name.startswith("new_") else args
     return name in FACTORIES and any(isinstance(x, Tensor) for x in sizes)
-
-
-def reads(name: str, args: Sequence[Any]) -> bool:
-    """Whether a call tells Python a size of its first argument; a property is read as (tensor, its name)."""
-    return name in READERS or (name == "__get__" and args[1] in PROPERTIES)
 
 
 def bounded(index: Any, number: Callable[[Tensor], int]) -> Any:

@@ -1,4 +1,4 @@
-"""Dataflow: what each stage of a followed model computes, takes and gives for one form of micro-batch."""
+"""Dataflow: what each stage of a traced model computes, receives and sends, for one form of micro-batch."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from pipeback.splitting.call_trace import Call, CallTrace
 from pipeback.splitting.ownership import Ownership
-from pipeback.splitting.record import Call, CallTrace
 from pipeback.splitting.segment import SegmentWork
 
 

@@ -1,7 +1,7 @@
-"""In place: calls that are done for what they change, and parameters that a forward writes into.
+"""In place: calls that matter for their in-place changes, and parameters that a forward writes into.
 
-A teacher that follows its student (`p.mul_(m).add_(q, alpha=1 - m)`) is written into by every forward. When a model is
-followed or rehearsed nothing is to be left behind, so such parameters are kept, and put back.
+A teacher that follows its student (`p.mul_(m).add_(q, alpha=1 - m)`) is written into by every forward. Tracing and the
+rehearsal must leave a model unchanged, so the values of such parameters are saved and put back.
 """
 
 from __future__ import annotations
@@ -27,13 +27,6 @@ def changes(name: str, kwargs: Mapping[str, Any]) -> bool:
     return in_place or name in CHANGING or "out" in kwargs or bool(kwargs.get("inplace"))
 
 
-def acts(func: Any, name: str) -> bool:
-    """Whether a call matters that gives nothing."""
-    if name == "__set__":
-        return func.__self__.__name__ in PROPERTIES
-    return name in CHANGING or (name.endswith("_") and not name.endswith("__"))
-
-
 def set_property(tensor: Tensor, name: str, value: Any) -> None:
     """As `tensor.name = value`; a parameter's data goes where the parameter lies, which others look at, too."""
     if name == "data" and isinstance(tensor, nn.Parameter) and tensor.shape == value.shape:
@@ -51,7 +44,7 @@ class Hooked:
         self.expects = function
 
     def __call__(self, tensor: Tensor) -> None:
-        if tensor.requires_grad:  # not in evaluation, though it was followed with gradients
+        if tensor.requires_grad:  # not in evaluation, though it was traced with gradients
             tensor.register_hook(self.expects)
 
 
@@ -78,9 +71,10 @@ class Kept:
         """Of those that were written into."""
         return set(self._kept)
 
-    def look(self, func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """A torch function is about to run."""
-        if not changes(name, kwargs) or (name == "__set__" and func.__self__.__name__ != "data"):
+    def look(self, changing: bool, sets: bool, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """A torch function is about to run. changing: whether it is one that changes what it is given; sets: by
+        giving it other memory."""
+        if not changing and not (kwargs and changes("", kwargs)):
             return
         if self._by_memory is None:
             self._by_memory = {}
@@ -90,7 +84,7 @@ class Kept:
         for x in pytree.tree_leaves((args[:1], kwargs.get("out"))):
             if isinstance(x, Tensor) and x.layout is torch.strided:
                 for key, p in self._by_memory.get(identity(x), ()):
-                    if name == "__set__" and p.requires_grad:
+                    if sets and p.requires_grad:
                         raise self._tell(key)
                     if key not in self._kept:
                         self._kept[key] = p, p.data, p.detach().clone()

@@ -1,4 +1,4 @@
-"""Ownership: the stage of every module, parameter and buffer of a model that is followed: the first that uses it."""
+"""Ownership: each module, parameter and buffer of a traced model belongs to the first stage that uses it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from pipeback.splitting.call_trace import Call
 from pipeback.splitting.cut_points import given
-from pipeback.splitting.record import Call
 from pipeback.splitting.refusals import one_call
 from pipeback.splitting.segment import Lent
 

@@ -1,4 +1,4 @@
-"""A model into per-layer stages, and stages onto workers."""
+"""Partition: cuts a model into stages, one per layer, and distributes stages over workers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Provenance: what the tensors of a forward are computed from: data, weights, both or neither.
 
-Each operation is watched: what it makes comes from all that it is given. So a function of the weights is known by how
-it was made, not by its numbers, which another one may have by accident.
+Every operation is observed: its outputs depend on all of its inputs. So a function of the weights is recognised by how
+it was computed, not by its values, which another tensor may have by accident.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Provenance(TorchDispatchMode):
     """
 
     def __init__(self, data: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._of = {memory_of(t): DATA for t in data}
         self._weights: dict[int, list[tuple[int, int]]] = {}  # by their memory, in which others may lie, too
         for w in weights:

@@ -1,4 +1,4 @@
-"""What a forward does that nobody can follow, in words, with what helps."""
+"""Refusals: the errors for forwards that cannot be traced; each says what the forward does, and what helps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def unmade(who: str, where: str, what: str, value: Tensor) -> ValueError:
 
 
 def shared(who: str, where: str, what: str, value: Any) -> ValueError:
-    """An object that cannot be made anew."""
+    """The error for an object that a stage cannot create anew for every micro-batch."""
     return ValueError(
         f"{who}.forward gives {what} an object of {type(value).__name__}, which every micro-batch would share; leave "
         f"it out, or give tensors, numbers and strings, or {_whole(where)}"
@@ -26,15 +26,15 @@ def shared(who: str, where: str, what: str, value: Any) -> ValueError:
 
 
 def away(who: str, where: str, name: str) -> ValueError:
-    """A tensor leaves torch."""
+    """The error for a tensor that leaves torch."""
     return ValueError(
-        f"{who}.forward calls Tensor.{name}, where nobody can follow; keep to torch functions, or {_whole(where)}; a "
+        f"{who}.forward calls Tensor.{name}, which cannot be traced; keep to torch functions, or {_whole(where)}; a "
         "loss that does so is computed outside: push without labels, and give loss= to Pipeline"
     )
 
 
 def set_anew(who: str, name: str) -> ValueError:
-    """A weight that trains gets other memory."""
+    """The error for a forward that gives a trained weight other memory."""
     return ValueError(
         f"{who}.forward sets the data of {name!r}, which trains, and whose optimizer would go on with the old data; "
         "write into it under torch.no_grad(), with copy_(), or freeze it with requires_grad_(False)"
@@ -42,29 +42,31 @@ def set_anew(who: str, name: str) -> ValueError:
 
 
 def decided_anew(who: str, whole: str, name: str, found: Any, expected: Any) -> ValueError:
-    """A forward goes another way. whole: what to type, see `kept_whole`."""
+    """The error for a forward that takes another branch than the trace. whole: the cure, see `kept_whole`."""
     return ValueError(
-        f"{who}.forward goes another way for this micro-batch: {name} gave {found}, but {expected} when the model was "
-        f"followed; keep decisions by values within one layer: {whole}"
+        f"{who}.forward takes another branch for this micro-batch: {name} gave {found}, but {expected} when the model "
+        f"was traced; keep decisions by values within one layer: {whole}"
     )
 
 
 def kept_whole(model: nn.Module, path: str) -> str:
-    """What to type to have a module be one call, and those of its class: the others decide likewise."""
+    """Return the option that keeps a module, and all of its class (which decide alike), as one call each."""
     kind = type(model.get_submodule(path))
     paths = [name for name, module in model.named_modules() if type(module) is kind]
-    return f"leaves={paths!r}" + (" (the whole model is one stage then)" if not path else "")
+    return f"stages=pipeback.Splitting(leaves={paths!r})" + (" (the whole model is one stage then)" if not path else "")
 
 
 def one_call(model: nn.Module, callers: Iterable[str]) -> str:
-    """What to type to have calls in a row be within one that is not looked into, or calls of one module in a row.
-    callers: the paths of the modules that make them."""
+    """Return the option that keeps a row of calls within one module that is not traced into.
+
+    callers: the paths of the modules that make these calls.
+    """
     steps = zip(*(path.split(".") for path in callers), strict=False)
     path = ".".join(step[0] for step in takewhile(lambda step: len(set(step)) == 1, steps))
     while path and isinstance(model.get_submodule(path), (nn.ModuleList, nn.ModuleDict)):  # which nobody calls
         path = path.rpartition(".")[0]
     return "keep all between whole: " + (
-        f"leaves={[path]!r}" + ("" if path else " (the whole model is one stage then)")
+        f"stages=pipeback.Splitting(leaves={[path]!r})" + ("" if path else " (the whole model is one stage then)")
     )
 
 
@@ -81,8 +83,9 @@ def left_out(model: nn.Module, where: str, target: str) -> ValueError:
 
 def _whole(where: str) -> str:
     if where:
-        return f"keep it whole: leaves=[{where!r}]"
+        return f"keep it whole: stages=pipeback.Splitting(leaves=[{where!r}])"
     return (
-        "put that into a module of its own, which is not looked into, and whose path you give in leaves=, or keep the "
-        "whole model one stage: leaves=['']"
+        "put that into a module of its own, which is not looked into, and whose path you give in "
+        "stages=pipeback.Splitting(leaves=[...]), or keep the "
+        "whole model one stage: stages=pipeback.Splitting(leaves=[''])"
     )

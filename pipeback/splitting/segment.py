@@ -1,7 +1,7 @@
-"""Segment: one stage of a model whose own forward was followed. It takes and gives the tensors that cross boundaries.
+"""Segment: one stage of a traced model. Its inputs and outputs are the tensors that cross the stage boundaries.
 
-Its modules and parameters are the user's, under the names they have there. What it does with them is one `Script` for
-every form of a micro-batch (shapes, types, training or evaluation): `print(segment.code())` shows it.
+Its modules and parameters are the user's, under the names that they have in the model. A segment has one `Script` per
+form of micro-batch (shapes, types, training or evaluation); `print(segment.code())` shows it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from pipeback.private import pytree
-from pipeback.splitting.callables import argument, in_a_row, without_gradient
-from pipeback.splitting.record import Attribute, Call
+from pipeback.splitting.autocast_regions import Entered
+from pipeback.splitting.call_trace import Attribute, Call
 from pipeback.splitting.refusals import decided_anew
-from pipeback.splitting.script import Name, Script
-from pipeback.splitting.surroundings import Entered
+from pipeback.splitting.script_values import argument, in_a_row, without_gradient
+from pipeback.splitting.stage_script import Name, Script
 from pipeback.tensors import accelerators
 from pipeback.tensors.structures import Form, Ref, opened
 
@@ -68,7 +68,7 @@ class Lent(nn.Module):
 
 
 class Opened:
-    """What a call gave, taken apart; refused if it is not what it was when the model was followed."""
+    """Takes the output of a call apart; refuses a structure that differs from that of the trace."""
 
     __name__, __module__ = "opened", "pipeback"
 
@@ -84,7 +84,7 @@ class Opened:
         tensors, form = opened(value)
         if form.spec != self.form.spec or _constants(form) != _constants(self.form):
             raise ValueError(
-                f"{self.who} gave another structure than when the model was followed: {_told(form)} instead of "
+                f"{self.who} gave another structure than when the model was traced: {_told(form)} instead of "
                 f"{_told(self.form)}; give the same one for every micro-batch of a shape, tensors for what changes, or "
                 f"keep what calls it whole: {self.whole}"
             )
@@ -92,7 +92,7 @@ class Opened:
 
 
 def _constants(form: Form) -> list[Any]:
-    """Without devices: a stage may be on another one than where it was followed."""
+    """Return the constants without devices: a stage may be on another device than where it was traced."""
     return [c for c in form.constants if not isinstance(c, torch.device)]
 
 
@@ -137,7 +137,7 @@ def _constant(constant: Any, value: Any, found: list[Tensor]) -> bool:
 
 
 class Decided:
-    """A number that Python has decided by; refused if it is another one."""
+    """Checks a value that Python has decided by; refuses another one than in the trace."""
 
     __name__, __module__ = "decided", "pipeback"
 
@@ -181,7 +181,7 @@ class _Handed(torch.autograd.Function):
 
 @dataclass
 class SegmentWork:
-    """What a segment does for one form of a micro-batch: `calls`, from numbers `takes` to numbers `gives`."""
+    """The work of a segment for one form of micro-batch: `calls` compute the tensors `gives` from `takes` (numbers)."""
 
     calls: list[Call]
     takes: list[int]
@@ -191,7 +191,7 @@ class SegmentWork:
     borrows: dict[str, int]  # weights of earlier stages, and the numbers that they came under
     constants: Mapping[str, Tensor]
     form: Form | None = None  # of the model's output, in the last segment
-    device: torch.device | None = None  # where it was followed; it computes where its input is
+    device: torch.device | None = None  # where it was traced; it computes where its input is
 
 
 class Segment(nn.Module):
@@ -264,8 +264,9 @@ class Segment(nn.Module):
         known = "; ".join(_written(key) for key in self.__scripts)
         return (
             f"a micro-batch of {_written(key_of(parts, self.training, self.__setting__))} came, but the model was "
-            f"followed with {known}; where shapes depend on values (x[mask]), have them do so within one module: "
-            "give its path in leaves=, or keep the whole model one stage: leaves=['']"
+            f"traced with {known}; where shapes depend on values (x[mask]), have them do so within one module: "
+            "give its path in stages=pipeback.Splitting(leaves=[...]), or keep the whole model one stage: "
+            "stages=pipeback.Splitting(leaves=[''])"
         )
 
     def __built(self, portion: SegmentWork) -> Script:
@@ -298,26 +299,8 @@ class Segment(nn.Module):
         carry(written=False)
         entered: Entered | None = None
         for call in portion.calls:
-            if call.autocast != (entered.expects if entered is not None else ()):
-                for turn in (entered, entered := Entered(call.autocast) if call.autocast else None):
-                    if turn is not None:
-                        script.call(turn, ())
-                        self.__entered.append(turn)
-            args = [argument(script, filled, arg, n in call.left) for n, arg in enumerate(call.args)]
-            kwargs = {k: argument(script, filled, arg, k in call.left) for k, arg in call.kwargs.items()}
-            left = [args[k] if isinstance(k, int) else kwargs[k] for k in call.left]
-            function = call.target
-            if call.module:
-                module = self.get_submodule(call.target)
-                if isinstance(module, Lent):
-                    args.insert(0, [known[portion.borrows[f"{call.target}.{name}"]] for name in module.__names__])
-                function = script.part(call.target, module)
-            elif call.check is not None:
-                function = Decided(function, call.check[0], self.__describe(call.where), self.__kept(call.where))
-            if not call.grad and call.check is None:
-                function, args = without_gradient, [function, *args]
-            found = script.call(function, args, kwargs)
-            found = script.call(in_a_row, (found, *left)) if left else found
+            entered = self.__autocast(script, call, entered)
+            found = self.__called(script, call, filled, known, portion)
             if call.form is None:
                 known.update(dict.fromkeys(call.out, found))
                 continue
@@ -328,6 +311,35 @@ class Segment(nn.Module):
             script.call(entered, ())
         carry(written=True)
         return script.end([known[number] for number in portion.gives])
+
+    def __autocast(self, script: Script, call: Call, entered: Entered | None) -> Entered | None:
+        """The run of calls under autocast that this one belongs to, which is entered; another one is left."""
+        if call.autocast != (entered.expects if entered is not None else ()):
+            for turn in (entered, entered := Entered(call.autocast) if call.autocast else None):
+                if turn is not None:
+                    script.call(turn, ())
+                    self.__entered.append(turn)
+        return entered
+
+    def __called(
+        self, script: Script, call: Call, filled: Callable[[Any], Any], known: dict[int, Name], portion: SegmentWork
+    ) -> Name:
+        """What one call gives. filled: an argument, with the names of what it refers to."""
+        args = [argument(script, filled, arg, n in call.left) for n, arg in enumerate(call.args)]
+        kwargs = {k: argument(script, filled, arg, k in call.left) for k, arg in call.kwargs.items()}
+        left = [args[k] if isinstance(k, int) else kwargs[k] for k in call.left]
+        function = call.target
+        if call.module:
+            module = self.get_submodule(call.target)
+            if isinstance(module, Lent):
+                args.insert(0, [known[portion.borrows[f"{call.target}.{name}"]] for name in module.__names__])
+            function = script.part(call.target, module)
+        elif call.check is not None:
+            function = Decided(function, call.check[0], self.__describe(call.where), self.__kept(call.where))
+        if not call.grad and call.check is None:
+            function, args = without_gradient, [function, *args]
+        found = script.call(function, args, kwargs)
+        return script.call(in_a_row, (found, *left)) if left else found
 
 
 def _looked_up(root: nn.Module, name: str) -> Tensor:

@@ -1,9 +1,9 @@
-"""Split: how a model becomes stages; the first rung that holds.
+"""Split: cuts a model into stages, by the first of four rungs that applies.
 
-a  an nn.Sequential or a list: a stage a module
-b  a method pipeline_stages() of the module, which returns its stages
-c  a known family (torchvision, torch.nn.Transformer, transformers): its own forward followed, cut at its blocks
-d  any other module: its own forward followed, cut at blocks or layers
+a  an nn.Sequential or a list: one stage per module
+b  a module with a method pipeline_stages(), which returns its stages
+c  a known family (torchvision, torch.nn.Transformer, transformers): its own forward is traced, and cut at its blocks
+d  any other module: its own forward is traced, and cut at blocks or layers
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeback.splitting.as_before import untouched
 from pipeback.splitting.cut_points import Cuts, chosen, family
+from pipeback.splitting.module_restore import untouched
 from pipeback.splitting.partition import StagePart, declared, join, plain, split
 from pipeback.splitting.traced_model import TracedModel
-from pipeback.splitting.whole import PATH, Whole, check_one
+from pipeback.splitting.whole_model import PATH, WholeModel, check_one
 from pipeback.tensors.copies import replica
 
 
@@ -30,7 +30,7 @@ class Split:
     rung: str
     parts: list[StagePart]
     model: nn.Module  # whose they are
-    program: TracedModel | None = None  # of a model whose forward was followed
+    program: TracedModel | None = None  # of a model whose forward was traced
     reasons: dict[str, str] = field(default_factory=dict)  # why a rung was left, by its letter
 
     def __str__(self) -> str:
@@ -46,7 +46,7 @@ def split_model(
     leaves: Sequence[str] = (),
     balance: str = "time",
 ) -> Split:
-    """Split a model. stages: see `cut_points`; example: what a push brings, for models whose forward is followed.
+    """Split a model. stages: see `cut_points`; example: the input of a push, for models whose forward is traced.
 
     Raises TypeError or ValueError naming the layer, what was found and the cure; nothing is changed.
     """
@@ -67,8 +67,8 @@ def split_model(
         )
     if "" in leaves:
         check_one(cuts)
-        program = TracedModel(Whole(model), example, "layer", [PATH], balance)
-        reasons["c"] = "leaves= has the whole model"
+        program = TracedModel(WholeModel(model), example, "layer", [PATH], balance)
+        reasons["c"] = "leaves has the whole model"
         return Split("d: its forward, as one stage", program.parts, model, program, reasons)
     known = family(model)
     if plain(model) and cuts == "auto":
@@ -111,7 +111,7 @@ def at_once(
                 return Split("a: the children of an nn.Sequential", join(parts, _count(cuts)), model)
             reasons["a"] = odd
     elif plain(model):
-        reasons["a"] = f"stages={cuts!r} looks into its children" if not leaves else "leaves= is given"
+        reasons["a"] = f"stages={cuts!r} looks into its children" if not leaves else "leaves are given"
     else:
         reasons["a"] = f"{type(model).__name__} has a forward of its own"
     if not callable(getattr(model, "pipeline_stages", None)):

@@ -1,9 +1,9 @@
-"""Traced model: a model that is trained as it is, its own forward followed and cut into stages.
+"""Traced model: a model whose own forward is traced and cut into stages; the model itself is not changed.
 
-Values that a later stage needs, skip connections and masks for example, are handed along from stage to stage; their
-gradients come back the same way and are summed where they part. A weight that stages share (a tied embedding) belongs
-to the first of them: to the others it travels with every micro-batch, as its first stage's forward finds it, and its
-gradient travels back. So it is one weight with one delay, that of its owner, under every method.
+Values that a later stage needs, skip connections and masks for example, are passed from stage to stage; their gradients
+come back the same way and are summed where the paths meet. A weight that stages share (a tied embedding) belongs to the
+first of them. It travels to the others with every micro-batch, with the value that the first stage's forward saw, and
+its gradient travels back. So it is one weight with one delay, that of its owner, under every method.
 """
 
 from __future__ import annotations
@@ -13,60 +13,39 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from pipeback.private import FakeTensorMode, pytree
-from pipeback.splitting.as_before import untouched
-from pipeback.splitting.branches import MOST, Branch, decisions, mark, told
-from pipeback.splitting.caches import caching, without_caches
-from pipeback.splitting.cut_points import Cuts, Unit, blocks_of, chosen, family, joined, leaves, units
+from pipeback.private import FakeTensorMode
+from pipeback.splitting.attribute_changes import Name, again
+from pipeback.splitting.attribute_reads import AttributeReads, modes
+from pipeback.splitting.branches import MOST, decisions, mark, told
+from pipeback.splitting.call_cost import Work
+from pipeback.splitting.call_trace import Call, CallTrace
+from pipeback.splitting.cut_points import Cuts, Unit, blocks_of, chosen, cut_units, family, joined, leaves
 from pipeback.splitting.dataflow import hand_along
-from pipeback.splitting.escapes import looked_into
-from pipeback.splitting.faithful import check_equal
-from pipeback.splitting.held import Held, modes
-from pipeback.splitting.left_behind import Name, again
+from pipeback.splitting.escaped_tensors import looked_into
+from pipeback.splitting.forward_check import check_equal
+from pipeback.splitting.key_value_caches import caching, without_caches
+from pipeback.splitting.known_forms import Arguments, Known, example_of, tensors_of, with_own_tensors
+from pipeback.splitting.module_restore import untouched
 from pipeback.splitting.ownership import Ownership
 from pipeback.splitting.partition import StagePart
-from pipeback.splitting.record import Call, CallTrace
 from pipeback.splitting.refusals import kept_whole, left_out
 from pipeback.splitting.segment import Key, Segment, key_of
 from pipeback.splitting.tracer import trace_forward
-from pipeback.splitting.work import Work
 from pipeback.tensors import accelerators
-from pipeback.tensors.copies import replica
+from pipeback.tensors.copies import pieces
 from pipeback.tensors.meta import shaped
-from pipeback.tensors.structures import Form, Ref, opened
-
-
-class Arguments(NamedTuple):
-    """What a model is called with."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
-class Known(NamedTuple):
-    """A form of micro-batch that was followed."""
-
-    inputs: Form
-    output: Form
-    answers: list[Any]  # what Python has decided by
-    decisions: list[Branch]  # by numbers of the input: where they fall otherwise, it is another variant
-    mark: Tensor | None = None  # of the variant, where there may be others
-
-    def marked(self, x: Any) -> Any:
-        """The tensors of a micro-batch as the stages take them."""
-        return x if self.mark is None else (*_parts(x), self.mark)
+from pipeback.tensors.structures import Form, opened
 
 
 class TracedModel:
-    """A model and its stages. example: what a push brings, of one micro-batch or more.
+    """A model and its stages. example: the input of a push, of one micro-batch or more.
 
-    cuts: where to cut, see `cut_points`. whole: paths of modules that are not looked into. by: what stages of a
-    number are balanced by. Raises ValueError naming layer and cure.
+    cuts: where to cut, see `cut_points`. whole: paths of modules that are not traced into. by: "time" or "memory", by
+    which a given number of stages is balanced. Raises ValueError, which names the layer and the cure.
     """
 
     def __init__(
@@ -88,7 +67,7 @@ class TracedModel:
                 f'stages="block": {type(model).__name__} repeats no block in a list of modules; use stages="layer"'
             )
         self.kind: Cuts = ("block" if self.blocks else "layer") if self.cuts == "auto" else self.cuts
-        self.held = Held(model)
+        self.held = AttributeReads(model)
         self._known: dict[Key, Known] = {}
         self._variants: dict[Key, list[Known]] = {}  # of every form, the ways that the model goes
         arguments, complete = self.arguments(example), self.complete
@@ -96,9 +75,10 @@ class TracedModel:
         self.ownership = Ownership(model, self._staged(record), len(self.units), record.changed)
         saved = set(model.state_dict())
         self.segments = [self._segment(s, saved) for s in range(len(self.units))]
-        self.rewritten = record.changed.intersection(dict(model.named_parameters()))
+        self.rewritten = record.changed and record.changed.intersection(dict(model.named_parameters()))
         for s, segment in enumerate(self.segments):
             segment.__rewritten__ = self.ownership.names_of(s, self.rewritten)
+            segment.training = model.training  # its modules are the model's, and are in their own modes
         self._copies: list[Sequence[nn.Module]] = [self.segments]
         x = self._take(record, self.enter(arguments)[0], None, known)
         if complete:
@@ -113,7 +93,7 @@ class TracedModel:
     # -- in and out ----------------------------------------------------------------------------------------------
 
     def arguments(self, x: Any) -> Arguments:
-        """How the model is called with what was pushed: a dictionary has keywords, a tuple positions."""
+        """Return the model's arguments from a push: a dictionary gives keyword, a tuple positional arguments."""
         if isinstance(x, Arguments):
             return x
         if isinstance(x, dict):
@@ -122,91 +102,76 @@ class TracedModel:
         return Arguments((x,) if one else x, {})
 
     def enter(self, x: Any) -> tuple[Any, Form]:
-        """The tensors of what was pushed, as the first stage takes them, and where they stood."""
+        """Return the tensors of what was pushed, as the first stage takes them, and the structure they stood in."""
         tensors, form = opened(tuple(self.arguments(x)))
         if not tensors:
             raise TypeError(f"push takes tensors, or structures with tensors in them, but got {type(x).__name__}")
         return tensors[0] if len(tensors) == 1 else tuple(tensors), form
 
     def leave(self, output: Any, x: Any, training: bool | None) -> Any:
-        """The model's output from the tensors that the last stage gave for the tensors x."""
+        """Return the model's output, from the tensors that the last stage gave for the tensors x."""
         form = self._known[self._key(x, training)].output
-        return form.fill(_parts(output))
+        return form.fill(tensors_of(output))
 
     def known(self, x: Any, form: Form, training: bool | None) -> Any | None:
-        """The tensors x with the mark of their variant, None if the model was not followed for such."""
-        parts = _parts(x)
+        """Return the tensors x with the mark of their variant; None if the model was not traced for their form."""
+        parts = tensors_of(x)
         for known in self._variants.get(self._key(parts, training), ()):
             if known.inputs == form and all(decision.holds(parts) for decision in known.decisions):
                 return known.marked(x)
         return None
 
     def prepare(self, x: Any, form: Form, training: bool | None) -> Any:
-        """Know what to do for tensors as x: follow the model once more. Returns them with the mark of their variant.
+        """Trace the model once more, for tensors like x; return them with the mark of their variant.
 
         training: the mode of every module; None: as they are set.
         """
-        args, kwargs = form.fill(_parts(x))
+        args, kwargs = form.fill(tensors_of(x))
         with modes(self.model, training):
             record, known = self._follow(Arguments(args, kwargs), real=self.complete)
         return self._take(record, x, training, known)
 
     def forms(self) -> list[dict[str, Any]]:
-        """The forms of micro-batches that are known, as plain values: a saved state has micro-batches of these."""
+        """Return the known forms as plain values, for a saved state, whose micro-batches in flight have these forms."""
         found = []
         settings = {self.segments[0].__setting__, *map(self.held.number, (None, False, True))}
         for (training, setting, *tensors), ways in self._variants.items():
             if setting not in settings:
                 continue
-            for known in ways:
-                found.append({
-                    "training": training,
-                    "tensors": [[list(shape), str(dtype).removeprefix("torch.")] for shape, dtype in tensors],
-                    "structure": pytree.treespec_dumps(known.inputs.spec),
-                    "constants": [_plain(c) for c in known.inputs.constants],
-                    "answers": known.answers,
-                    "decisions": [decision.number for decision in known.decisions],
-                    "mark": None if known.mark is None else list(known.mark.shape),
-                })  # fmt: skip
+            found += [known.plain(training, tensors) for known in ways]
         return found
 
     def know(self, forms: Sequence[Mapping[str, Any]]) -> None:
-        """Follow the model on these forms, by shapes alone."""
+        """Trace the model for these forms, by shapes alone."""
         for form in forms:
             training = None if form["training"] == self.model.training else form["training"]
-            x = tuple(torch.empty(shape, dtype=getattr(torch, kind)) for shape, kind in form["tensors"])
-            constants = tuple(Ref(c["tensor"]) if isinstance(c, dict) else c for c in form["constants"])
-            structure = Form(pytree.treespec_loads(form["structure"]), constants)
+            x, structure = example_of(form)
             ways = self._variants.get(self._key(x, training), ())
             if any(way.inputs == structure and way.answers == form["answers"] for way in ways):
                 continue
             arguments = Arguments(*structure.fill(x))
             with modes(self.model, training):
                 record, known = self._follow(arguments, real=False, answers=form["answers"])
-            shape = form.get("mark")
-            known = known._replace(
-                decisions=[decision for decision in known.decisions if decision.number in form.get("decisions", ())],
-                mark=None if shape is None else torch.zeros(shape, dtype=torch.bool),
-            )
-            self._take(record, x, training, known)
+            self._take(record, x, training, known.as_saved(form))
 
         self.set(self.held.number())
 
     def set(self, number: int) -> None:
-        """Have the stages know what the model is set to: a number of `held`."""
+        """Tell the stages the model's settings, by their number in `AttributeReads`."""
         for copy in self._copies:
             for segment in copy:
                 segment.__setting__ = number  # type: ignore[assignment]
 
     def follow_too(self, segments: Sequence[nn.Module]) -> None:
-        """Copies of the segments are to know what these do."""
+        """Register copies of the segments, which learn all forms that these know."""
         self._copies.append(segments)
 
     @property
     def complete(self) -> bool:
         """Whether all weights are here with their values."""
         tensors = [*self.model.parameters(), *self.model.buffers()]
-        return not any(t.is_meta or (t.numel() and not t.untyped_storage().size()) for t in tensors)
+        held = [piece for t in tensors for piece in pieces(t)]
+        return not any(t.is_meta or (t.numel() and not t.untyped_storage().size()) for t in held)
 
     @property
     def parts(self) -> list[StagePart]:
@@ -221,7 +186,7 @@ class TracedModel:
     # -- following -----------------------------------------------------------------------------------------------
 
     def _check(self, whole: Sequence[str], by: str) -> None:
-        paths = dict(self.model.named_modules())
+        paths = dict(self.model.named_modules()) if whole else {}
         for path in whole:
             if path not in paths:
                 raise ValueError(f"leaves: {type(self.model).__name__} has no module {path!r}; named_modules() has all")
@@ -229,18 +194,18 @@ class TracedModel:
             raise ValueError(f'balance must be "time" or "memory", but is {by!r}')
 
     def _first(self, arguments: Arguments, real: bool, whole: Sequence[str], by: str) -> tuple[CallTrace, Known]:
-        """Follow the example, and cut."""
+        """Trace the model on the example, and choose the cuts."""
         number = isinstance(self.cuts, int)
         finest: Cuts = ("block" if self.blocks else "layer") if number else self.kind
         self._leaves = leaves(self.blocks if finest == "block" else (), whole, self.opened)
         work = Work() if number and by == "time" else None
         record, known = self._follow(arguments, real, work=work)
-        self.units = units(self.model, record, finest, self.blocks)
+        self.units = cut_units(self.model, record, finest, self.blocks)
         if isinstance(self.cuts, int):
             if self.cuts > len(self.units) and finest == "block":
                 self._leaves = leaves((), whole, self.opened)
                 record, known = self._follow(arguments, real, work=work)
-                self.units = units(self.model, record, "layer", ())
+                self.units = cut_units(self.model, record, "layer", ())
             self.units = joined(self.units, self.cuts, by)
         return record, known
 
@@ -257,7 +222,7 @@ class TracedModel:
         tensors, form = opened(tuple(arguments))
         if real:
             with self._unchanged():
-                record, _ = trace_forward(self.model, *_apart(arguments), self._leaves, work=work, left=left)
+                record, _ = trace_forward(self.model, *with_own_tensors(arguments), self._leaves, work=work, left=left)
         else:
             with FakeTensorMode(allow_non_fake_inputs=True) as fake:
                 own = dict([*self.model.named_buffers(), *self.model.named_parameters()])
@@ -273,14 +238,14 @@ class TracedModel:
         return record, Known(form, record.form, record.answers, found)
 
     def _prove(self, arguments: Arguments, x: Any) -> None:
-        args, kwargs = _apart(arguments)
+        args, kwargs = with_own_tensors(arguments)
         check_equal(self.model, lambda: without_caches(self.model(*args, **kwargs)), self.segments, x, self._unchanged)
 
     @contextmanager
     def _unchanged(self) -> Iterator[None]:
-        """Its buffers and the random state afterwards as before."""
-        devices = {t.device for t in [*self.model.parameters(), *self.model.buffers()]}
-        with untouched(self.model, self.rewritten), accelerators.forked(devices):
+        """A context that restores the model's buffers and the random state on exit."""
+        held = [t for m in self.model.modules() for own in (m._parameters, m._buffers) for t in own.values()]
+        with untouched(self.model, self.rewritten), accelerators.forked({t.device for t in held if t is not None}):
             yield
 
     # -- stages --------------------------------------------------------------------------------------------------
@@ -296,7 +261,7 @@ class TracedModel:
         )
 
     def _label(self, unit: Unit) -> str:
-        """Its layer; of several, the longest path that holds all their weights, or from where to where they lie."""
+        """Return a unit's name: its layer; of several, the longest path that holds all their weights, or a range."""
         if not unit.names or self.kind in ("layer", "sublayer"):
             return unit.names[0] if unit.names else unit.start or "input"
         paths = [name.split(".") for name in unit.names]
@@ -315,7 +280,7 @@ class TracedModel:
         return kept_whole(self.model, path)
 
     def _staged(self, record: CallTrace) -> Iterator[tuple[int, Call]]:
-        """Every call with its stage."""
+        """Yield every call with its stage."""
         s, last = 0, len(self.units) - 1
         for call in record.calls:
             if s < last:
@@ -327,23 +292,23 @@ class TracedModel:
             raise ValueError(
                 f"{type(self.model).__name__} does not come to {self.units[s + 1].start!r} for every micro-batch, or "
                 "in another order, so that stages cannot follow one another; keep the whole model one stage: "
-                "leaves=['']"
+                "stages=pipeback.Splitting(leaves=[''])"
             )
 
     # -- from a record to what each segment does -----------------------------------------------------------------
 
     def _key(self, x: Any, training: bool | None) -> Key:
         """Of tensors x; training: None: as the model is set."""
-        return key_of(_parts(x), self.model.training if training is None else training, self.held.number(training))
+        return key_of(tensors_of(x), self.model.training if training is None else training, self.held.number(training))
 
     def _take(self, record: CallTrace, x: Any, training: bool | None, known: Known) -> Any:
-        """Have the stages know what to do for micro-batches as x; returns x with its mark."""
+        """Teach the stages the work for micro-batches like x; return x with its mark."""
         others = self._variants.setdefault(self._key(x, training), [])
         if len(others) == MOST:
             raise ValueError(
-                f"{type(self.model).__name__}.forward has gone {MOST} ways for micro-batches of one form, and goes yet "
-                f"another one: {_asked(known)}; keep decisions by values within one layer: give the path of the "
-                "deciding module in leaves="
+                f"{type(self.model).__name__}.forward has taken {MOST} branches for micro-batches of one form, and now "
+                f"another one: {known.decided_last}; keep decisions by values within one layer: give the path of the "
+                "deciding module in stages=pipeback.Splitting(leaves=[...])"
             )
         differs = any(o.inputs != known.inputs for o in others)
         if known.mark is None and (known.decisions or differs):
@@ -356,7 +321,8 @@ class TracedModel:
             if not all(self.ownership.able(s, call) for s, call in staged):
                 raise ValueError(
                     f"{type(self.model).__name__}.forward comes to its layers in another order than for the example, "
-                    "so that stages cannot follow one another; keep the whole model one stage: leaves=['']"
+                    "so that stages cannot follow one another; keep the whole model one stage: "
+                    "stages=pipeback.Splitting(leaves=[''])"
                 )
         except ValueError:
             if (able := self.ownership.staged(record.calls)) is None:
@@ -373,37 +339,3 @@ class TracedModel:
         self._known[key] = known
         others.append(known)
         return marked
-
-
-def _apart(arguments: Arguments) -> Arguments:
-    """With tensors of its own: a model may change what it is called with."""
-    tensors, form = opened(tuple(arguments))
-    return Arguments(*form.fill([replica(tensor) for tensor in tensors]))
-
-
-def _parts(value: Any) -> tuple[Tensor, ...]:
-    return value if type(value) is tuple else (value,)
-
-
-def _asked(known: Known) -> str:
-    """What it decided by last."""
-    call = known.decisions[-1].calls[-1] if known.decisions else None
-    if call is None:
-        return f"what is pushed besides tensors is another each time, {_shown(known.inputs)}; push tensors instead"
-    return f"{call.target.__name__} gave {call.check[0]}"
-
-
-def _plain(value: Any) -> Any:
-    """What stands in a structure, for JSON."""
-    if isinstance(value, Ref):
-        return {"tensor": value.number}
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    raise ValueError(
-        f"a micro-batch has a {type(value).__name__} in it, {value!r}, which a saved state cannot hold; push tensors, "
-        "numbers and strings"
-    )
-
-
-def _shown(form: Form) -> str:
-    return str(form.fill([f"tensor {n}" for n in range(len(form.constants))]))

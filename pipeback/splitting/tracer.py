@@ -1,9 +1,9 @@
-"""Tracer: a module's own forward, run once and written down call by call.
+"""Tracer: runs a module's own forward once and records it call by call.
 
 The module runs as it is, on a real micro-batch (or on shapes alone, where its weights are elsewhere). Modules that are
-not looked into (`leaves`) are one call each, and so is every torch function between them; Python decides as it always
-does. What it decides by numbers of tensors (`if mask.all()`) is written down as a check: a later micro-batch that would
-go another way is not led astray (`branches` finds those that can be foreseen).
+not traced into (`leaves`) are one call each, and so is every torch function between them; Python decides as it always
+does. A decision by values of tensors (`if mask.all()`) is recorded as a check, so that a later micro-batch that would
+take another branch never takes the wrong one (`branches` finds the decisions that can be evaluated in advance).
 """
 
 from __future__ import annotations
@@ -21,28 +21,24 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from pipeback.private import function_modes, pytree
-from pipeback.splitting.caches import without_caches
-from pipeback.splitting.callables import Applied, operator_of
-from pipeback.splitting.data_sizes import bounded, ends_at_tensors, makes, reads, sizes
-from pipeback.splitting.escapes import Escape, Inside
-from pipeback.splitting.handed import Handed
-from pipeback.splitting.heard import calls_heard
-from pipeback.splitting.in_place import Hooked, Kept, acts, set_property, stays
-from pipeback.splitting.left_behind import Name, Sets, attributes, check_unchanged
-from pipeback.splitting.mapped import Mapped
-from pipeback.splitting.record import Attribute, Call, CallTrace
+from pipeback.splitting.attribute_changes import Name, Sets, attributes, check_unchanged
+from pipeback.splitting.autocast_regions import autocasts, other
+from pipeback.splitting.call_cost import Work
+from pipeback.splitting.call_listeners import calls_heard
+from pipeback.splitting.call_trace import Attribute, Call, CallTrace
+from pipeback.splitting.data_sizes import bounded, ends_at_tensors, makes, sizes
+from pipeback.splitting.escaped_tensors import Escape, Inside
+from pipeback.splitting.in_place import Hooked, Kept, stays
+from pipeback.splitting.key_value_caches import without_caches
+from pipeback.splitting.module_inputs import ModuleInputs
 from pipeback.splitting.refusals import away, set_anew, shared, unmade
-from pipeback.splitting.surroundings import autocasts, other
-from pipeback.splitting.work import Work
+from pipeback.splitting.script_values import Applied
+from pipeback.splitting.torch_functions import about
+from pipeback.splitting.vmap_calls import Mapped
 from pipeback.tensors.structures import PLAIN, SINGLE, Form, Ref, fixed, opened, parts
 
-# what asks a tensor for its numbers
-NUMBERS = {
-    "item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__complex__", "__contains__", "equal",
-    "allclose", "is_nonzero",
-}  # fmt: skip
+SIMPLE = {int, float, bool, str, type(None), torch.dtype, torch.device}  # stands in a call as it is
 NO_TENSORS = {dict, set, type(None), bool, int, float, str}  # what most attributes are
-AWAY = {"numpy", "__array__", "data_ptr", "__dlpack__", "storage", "untyped_storage"}  # where nobody can follow
 
 
 @torch.enable_grad()  # what is evaluated first may be trained on later: where a forward forbids gradients, it does so
@@ -71,14 +67,14 @@ def trace_forward(
     for tensor in given:
         recorder.new(tensor)
     device = given[0].device if given else torch.device("cpu")
-    before = attributes(model, leaves)
+    before, modules = attributes(model, leaves), recorder.modules.values()
     with ExitStack() as stack:
         stack.callback(recorder.kept.put_back if recorder.kept is not None else dict)
         for context in (
             work or nullcontext(),
             recorder,
-            calls_heard(recorder.call, recorder.applied, recorder.mapped),
-            recorder.sets.heard(recorder.set_from_outside, recorder.apart),
+            calls_heard(modules, recorder.call, recorder.applied, recorder.mapped),
+            recorder.sets.heard(modules, recorder.set_from_outside, recorder.apart),
         ):
             stack.enter_context(context)
         output = model(*args, **kwargs) if values is None else functional_call(model, dict(values), args, dict(kwargs))
@@ -113,14 +109,15 @@ class _Recorder(TorchFunctionMode):
         self.numbers: dict[int, int] = {}
         self.alive: list[Any] = []  # ids stay theirs
         self.numbered: list[Tensor] = []
-        modules = list(model.named_modules())
-        self.paths = {id(module): path for path, module in modules}
-        self.leaf = {id(m): leaves(path, m) for path, m in modules}
-        own = [*model.named_buffers(), *model.named_parameters()] if values is None else values.items()
+        self.modules = dict(model.named_modules())
+        self.paths = {id(module): path for path, module in self.modules.items()}
+        self.leaf = {id(m): leaves(path, m) for path, m in self.modules.items()}
+        parameters = list(model.named_parameters())
+        own = [*model.named_buffers(), *parameters] if values is None else values.items()
         self.names = {id(t): name for name, t in own}
         self.held = {
             id(value): f"{path}.{key}".lstrip(".")
-            for path, module in modules
+            for path, module in self.modules.items()
             for key, value in vars(module).items()
             if type(value) not in NO_TENSORS and isinstance(value, Tensor)
         }
@@ -132,7 +129,7 @@ class _Recorder(TorchFunctionMode):
         self.answers = answers
         self.inside = 0  # of a leaf
         self.leaf_path = ""  # of that leaf
-        self.handed = Handed((), {})  # what it was called with
+        self.handed = ModuleInputs((), {})  # what it was called with
         self.made = Inside()  # what it has made
         self.shaped = False  # whether the call that runs has made a size that depends on values
         self.by_values: set[int] = set()  # numbers of the tensors that come of such calls
@@ -143,7 +140,7 @@ class _Recorder(TorchFunctionMode):
         self.sets = Sets(self.paths, left)
         self.around = autocasts()
         tell = partial(set_anew, type(model).__name__)
-        self.kept = None if values is not None else Kept(model.named_parameters(), tell)
+        self.kept = None if values is not None else Kept(parameters, tell)
 
     @property
     def where(self) -> str:
@@ -151,8 +148,8 @@ class _Recorder(TorchFunctionMode):
 
     def name(self, path: str) -> str:
         """A module, as it is told of."""
-        module = self.model.get_submodule(path)
-        return f"{type(module).__name__} {path!r}" if path else type(module).__name__
+        kind = type(self.modules[path]).__name__
+        return f"{kind} {path!r}" if path else kind
 
     # -- values --------------------------------------------------------------------------------------------------
 
@@ -201,7 +198,7 @@ class _Recorder(TorchFunctionMode):
             raise Escape(
                 path,
                 f"{self.name(self.where)}.forward gives {what} a tensor {tuple(value.shape)} that was made within "
-                f"{self.name(path)}, which does not return it; return it there, or leave that path out of leaves=",
+                f"{self.name(path)}, which does not return it; return it there, or leave that path out of the leaves",
             )
         raise unmade(self.name(self.where), self.where, what, value)
 
@@ -215,7 +212,7 @@ class _Recorder(TorchFunctionMode):
     def place(self, values: Any, what: str) -> Any:
         kind = type(values)
         if kind in SINGLE:
-            return self.placed(values, what)
+            return values if kind in SIMPLE else self.placed(values, what)
         if kind is tuple or kind is list:
             return kind([self.place(value, what) for value in values])
         if kind is dict:
@@ -230,7 +227,7 @@ class _Recorder(TorchFunctionMode):
             where = call.target if call.module else call.where
             number = lambda tensor: self.new(tensor, id(tensor) not in passed)  # noqa: E731
             call.out, call.form = self.opened(output, number, where)
-        if self.shaped or any(ref.number in self.by_values for ref in call.refs()):
+        if self.shaped or (self.by_values and any(ref.number in self.by_values for ref in call.refs())):
             self.by_values.update(call.out)
         self.shaped = False
 
@@ -245,46 +242,45 @@ class _Recorder(TorchFunctionMode):
     # -- calls ---------------------------------------------------------------------------------------------------
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        kwargs, known = kwargs or {}, about(func)
         if threading.get_ident() != self.thread:
             return func(*args, **kwargs)
-        self.shaped = self.shaped or makes(name, args, kwargs)
-        if self.kept is not None:
-            self.kept.look(func, name, args, kwargs)
+        name, target = known.name, known.target
+        self.shaped = self.shaped or (known.makes and makes(name, args, kwargs))
+        if self.kept is not None and (known.changes or kwargs):
+            self.kept.look(known.changes, name == "__set__", args, kwargs)
         if self.inside:
             self.handed.look(args, kwargs)
             output = func(*args, **kwargs)
             self.made.note(output, self.leaf_path)
             return output
-        if getattr(func, "__module__", "") == "torch.nn.init" and not self.asks(args, kwargs):
+        if known.fills and not self.asks(args, kwargs):
             return self.unheard(func, args, kwargs)  # of a module that is made in this forward
         if name == "__iter__":
             return iter(self.__torch_function__(Tensor.unbind, types, args, kwargs))
         if name in ("__getitem__", "__setitem__"):
             asked = lambda x: self.__torch_function__(Tensor.__index__, types, (x,))  # noqa: E731
             args = (args[0], bounded(args[1], asked), *args[2:])
-        target = operator_of(func)
-        if name == "__get__":  # of a property
-            target, args = getattr, (args[0], func.__self__.__name__)
-        elif name == "__set__":
-            target, args = set_property, (args[0], func.__self__.__name__, args[1])
+        if known.property is not None:
+            args = (args[0], known.property, *args[1:2]) if name == "__set__" else (args[0], known.property)
         elif name == "register_hook" and stays(args[1]):
             target, args = Hooked(args[1]), args[:1]
-        if name in AWAY and args and isinstance(args[0], Tensor):
+        if known.away and args and isinstance(args[0], Tensor):
             raise away(self.name(self.where), self.where, name)
-        if reads(name, args):
+        if known.reads:
             self.check_size(args[0])
         begin = self.done
-        asks = name in NUMBERS and self.asks(args, kwargs)
+        asks = known.asks and self.asks(args, kwargs)
         output = self.answered(target, args, kwargs) if asks and self.answers else target(*args, **kwargs)
         cost = self.done - begin
-        if asks or name == "register_hook" or acts(func, name) or _tensors(output):
+        given = _tensors(output)
+        if given or asks or known.acts or name == "register_hook":
             what = f"torch function {name}"
             call = Call(target, self.place(args, what), self.place(kwargs, what), self.where, torch.is_grad_enabled())
             self.write(call, cost)
             if asks:
                 call.check = (output,)
-            elif _tensors(output):
+            elif given:
                 self.give(call, output)
         return output
 
@@ -295,7 +291,7 @@ class _Recorder(TorchFunctionMode):
             self.told = self.told or Escape(
                 path,
                 f"{self.name(self.where)}.forward sets {key} of {self.name(path)}, which stages would not do again for "
-                "each micro-batch; give it as an argument, or leave its path out of leaves=",
+                "each micro-batch; give it as an argument, or leave its path out of the leaves",
             )
 
     def apart(self) -> bool:
@@ -373,8 +369,8 @@ class _Recorder(TorchFunctionMode):
                 self.stack.pop()
         if any(isinstance(x, nn.Module) for x in parts((args, kwargs))):
             who = f"{self.name(self.where)}.forward gives {self.name(path)}"
-            raise Escape(path, f"{who} a module, whose weights it would compute with; leave its path out of leaves=")
-        handed = self.handed = Handed(args, kwargs)
+            raise Escape(path, f"{who} a module, whose weights it would compute with; leave its path out of the leaves")
+        handed = self.handed = ModuleInputs(args, kwargs)
         self.leaf_path = path
         self.inside += 1
         begin = self.done
@@ -382,7 +378,8 @@ class _Recorder(TorchFunctionMode):
             output = original(module, *args, **kwargs)
         finally:
             self.inside -= 1
-        placed = handed.placed(lambda value: self.placed(value, self.name(path)))
+        who = self.name(path)
+        placed = handed.placed(lambda value: self.placed(value, who))
         call = Call(path, *placed, self.where, torch.is_grad_enabled(), left=handed.changed())
         self.write(call, self.done - begin)
         self.give(call, (output, *[handed.args[key] for key in call.left]) if call.left else output, handed.passed)

@@ -1,8 +1,8 @@
-"""Activations: what a stage keeps of a micro-batch from its forward to its backward, and where.
+"""Activations: what a stage keeps of a micro-batch from its forward (F) to its backward (B), and where it keeps it.
 
-device      the graph, and all that autograd has saved, where it was computed
-recompute   the input; B does the forward once more (`recompute`)
-host        the graph; what autograd has saved waits in host memory (`offload`)
+device      keeps the graph and all that autograd has saved, where they were computed
+recompute   keeps the input; B runs the forward once more (`recompute`)
+host        keeps the graph; the tensors that autograd has saved wait in host memory (`offload`)
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pipeback.stages.flight import ActivationPolicy
 from pipeback.stages.offload import HostActivations
 from pipeback.stages.recompute import Recompute
-from pipeback.stages.stage import ActivationPolicy
 
 KINDS: dict[str, type[Recompute | HostActivations] | None] = {
     "device": None,
@@ -22,10 +22,11 @@ KINDS: dict[str, type[Recompute | HostActivations] | None] = {
 
 
 def kinds(asked: str | Sequence[str] | Mapping[str | int, str], names: Sequence[str]) -> list[str]:
-    """The kind of every stage, of a pipeline's option; names: of the stages.
+    """Return the kind of activation keeping of every stage.
 
-    asked: one kind for all, a list with one for each, or {stage's name or number: kind}, "device" for the rest.
-    Raises ValueError naming the stage and what there is.
+    asked: the pipeline's option `activations`: one kind for all stages, a list with one kind per stage, or a dict
+    {name or number of a stage: kind}, in which stages that are not named are "device". names: the stages' names.
+    Raises ValueError, which names the stage and the kinds that exist.
     """
     if isinstance(asked, str):
         found = [asked] * len(names)
@@ -47,7 +48,7 @@ def kinds(asked: str | Sequence[str] | Mapping[str | int, str], names: Sequence[
     elif isinstance(asked, (list, tuple)):
         if len(asked) != len(names):
             raise ValueError(
-                f"activations has {len(asked)} kinds for {len(names)} stages; give one a stage, one for all, or a "
+                f"activations has {len(asked)} kinds for {len(names)} stages; give one per stage, one for all, or a "
                 "dict of those that are not on the device"
             )
         found = list(asked)
@@ -61,6 +62,6 @@ def kinds(asked: str | Sequence[str] | Mapping[str | int, str], names: Sequence[
 
 
 def keeping(activations: str) -> ActivationPolicy | None:
-    """A new one for a stage; None for "device", which the stage does itself."""
+    """Return a new policy of this kind for one stage; None for "device", which the stage does itself."""
     kind = KINDS[activations]
     return None if kind is None else kind()

@@ -1,9 +1,10 @@
-"""Compile check: whether B of a compiled stage, on weights newer than F's, does what the uncompiled stage does.
+"""Compile check: does the backward (B) of a compiled stage, on weights newer than those of its forward (F), give the
+same gradients as that of the uncompiled stage?
 
     g(i, j) = gradients of F on weights i, B on weights j
 
-Compiled and uncompiled g(1, 2) must agree about as well as g(1, 1) and g(2, 2) do, for weights drawn at random: so
-neither old weights nor activations of newer ones go unseen, whatever the graph keeps.
+For weights drawn at random, g(1, 2) of the compiled and of the uncompiled stage must agree about as well as g(1, 1) and
+g(2, 2) do. If the graph keeps old weights, or recomputes activations from newer ones, they differ.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ import torch
 from torch import Tensor
 
 from pipeback.methods.base import Method
-from pipeback.splitting import as_before
+from pipeback.splitting import module_restore
 from pipeback.stages.compiled import Compiled
-from pipeback.stages.stage import Stage, Value, drawing, grown
+from pipeback.stages.flight import Value, grown
+from pipeback.stages.random_stream import drawing
+from pipeback.stages.stage import Stage
 from pipeback.tensors import copies
 
 
@@ -29,19 +32,19 @@ class Refused(ValueError):
 
 
 @contextmanager
-def untouched(stage: Stage) -> Iterator[list[as_before.Home]]:
-    """Buffers and random state afterwards as before. Gives where the buffers are, and their values before."""
+def untouched(stage: Stage) -> Iterator[list[module_restore.Home]]:
+    """Restore buffers and random state on exit. Yields where the buffers are, with their values on entry."""
     generator = stage.generator
     state = generator.get_state()
     try:
-        with as_before.untouched(stage.module) as homes:
+        with module_restore.untouched(stage.module) as homes:
             yield homes
     finally:
         generator.set_state(state)
 
 
 def disturb(originals: Sequence[Tensor], stage: Stage, seed: int) -> None:
-    """Weights drawn at random, so that zeros (a residual branch at its start) hide nothing."""
+    """Set the weights to random values, so that zeros (of a residual branch at its start, say) hide nothing."""
     generator = torch.Generator().manual_seed(seed)
     for p, original in zip(stage.params, originals, strict=True):
         scale = original.float().abs().mean().item() or 1.0
@@ -65,7 +68,7 @@ def check(stage: Stage, method: Method, warn: bool, given: Value) -> None:
         with untouched(stage):
             stage.generator.manual_seed(0)
             disturb(originals, stage, first)
-            inner = [leaf.clone() for leaf in leaves] if stage.clones_input else leaves
+            inner = [leaf.clone() for leaf in leaves] if stage.learnt.clones_input else leaves
             roots = grown(run(tuple(inner) if isinstance(given, tuple) else inner[0]))
         disturb(originals, stage, second)
         seeds = torch.Generator().manual_seed(3)
@@ -75,14 +78,12 @@ def check(stage: Stage, method: Method, warn: bool, given: Value) -> None:
 
     with drawing, torch.enable_grad():
         try:
-            # with gradients of the same weights: how far rounding drives the two apart
+            # F and B on the same weights: this measures how far rounding alone drives the two apart
             rounding = [_distances(*(gradients(run, n, n) for run in (call.module, call))) for n in (1, 2)]
             wanted, found = (gradients(run, 1, 2) for run in (call.module, call))
             apart = _distances(wanted, found)
         except Exception as error:
-            _refuse(
-                f"{stage.label}: it could not be found out on which weights its compiled backward runs ({error})", warn
-            )
+            _refuse(f"{stage.label}: the check on which weights its compiled backward runs has failed ({error})", warn)
             return
         finally:
             for p, original in zip(stage.params, originals, strict=True):
@@ -93,8 +94,8 @@ def check(stage: Stage, method: Method, warn: bool, given: Value) -> None:
         if not far <= 8 * near + math.sqrt(eps) * size + 8 * eps * max(sizes):
             _refuse(
                 f"{stage.label}: its compiled backward does not run on the weights it is given: the graph keeps a copy "
-                f"of older weights, or computes activations anew on newer ones (a gradient differs by {far:.1e} of "
-                f"{size:.1e}), so that {method!r} would train on other gradients than uncompiled",
+                f"of older weights, or recomputes activations from newer ones (a gradient differs by {far:.1e} of "
+                f"{size:.1e}), so that {method!r} would train on other gradients than without compile",
                 warn,
             )
             return
@@ -107,7 +108,7 @@ def _distances(a: Sequence[Tensor], b: Sequence[Tensor]) -> list[float]:
 def _refuse(found: str, warn: bool) -> None:
     cure = (
         'use compile=True without options of your own, activations="recompute", or method="pipedream" or "gpipe"; '
-        'leave compile out, or accept it with weight_functions="warn"'
+        'leave compile out, or accept it with debug=pipeback.Debug(weight_functions="warn")'
     )
     if not warn:
         raise Refused(f"{found}; {cure}")

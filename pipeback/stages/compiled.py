@@ -1,14 +1,18 @@
 """Compiled: the forward of a stage through torch.compile; module, names, hooks and state stay the user's.
 
-What a compiled graph keeps from F to B decides on which weights B runs, and compilers choose it by memory and speed.
-Found with torch 2.15 on the CPU (tests/laws/test_compiled.py): graphs of Linear, LayerNorm and attention keep the
-weights' own memory (transposes are views of it), so that B sees what lies there then, as uncompiled. Two things are
-not so. Convolutions keep a copy of the weight in another layout: B on old weights, stashing in silence. And what is
-cheap to compute is not kept but computed again in B (a product with a weight, say): B's activations fit the newer
-weights, which uncompiled ones do not. Where B may see other weights than F (`faithful`), inductor is therefore told to
-leave layouts alone (`layout_optimization`) and to keep just what autograd would (`custom_partitioner_fn`), and every
-graph that comes up, in the rehearsal or later for another shape, is compared with the uncompiled stage
-(`compile_check`). Random layers draw what they draw uncompiled (`fallback_random`).
+The tensors that a compiled graph saves from the forward (F) for the backward (B) decide on which weights B runs, and
+compilers choose them by memory and speed. We found with torch 2.15 on the CPU (tests/laws/test_compiled.py) that the
+graphs of Linear, LayerNorm and attention save the weights' own memory (transposes are views of it), so that B reads
+the weights in force at B, as it does without the compiler. There are two exceptions:
+
+* Convolutions save a copy of the weight in another layout, so that B silently runs on old weights.
+* Tensors that are cheap to compute (a product with a weight, say) are not saved but recomputed in B, so that B's
+  activations belong to newer weights, which those of the uncompiled stage do not.
+
+Where B may run on other weights than F (`faithful`), we therefore tell inductor to leave layouts alone
+(`layout_optimization`) and to save exactly what autograd would (`custom_partitioner_fn`). Every new graph, in the
+rehearsal or later for another shape, is compared with the uncompiled stage (`compile_check`). Random layers draw the
+same numbers as without the compiler (`fallback_random`).
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ Options = dict[str, Any]  # of torch.compile
 class Compiled:
     """What a stage calls instead of its module.
 
-    check: told, with the input, when the graph of an output is of a kind that was not there before.
+    check: called with the input whenever the graph of an output is of a kind that has not been seen before.
     """
 
     def __init__(self, module: nn.Module, index: int, options: Options) -> None:
@@ -79,7 +83,7 @@ def faithful(method: Method, delay: int) -> bool:
 
 
 def options(asked: bool | Options, keep: bool) -> Options:
-    """Options of torch.compile: what the user asks for, and what a pipeline needs. keep: the graph must be `faithful`.
+    """Return torch.compile's options: the user's, and those that a pipeline needs. keep: the graph must be `faithful`.
 
     Raises TypeError or ValueError, naming the option `compile`.
     """
@@ -107,10 +111,10 @@ def options(asked: bool | Options, keep: bool) -> Options:
 
 
 def of_ticks(options: Options) -> Options:
-    """The same for functions that do whole ticks.
+    """Return the same options for functions that do whole ticks.
 
-    They are given tensors of one form, so checks of what comes at every call, which cost as much as small kernels, are
-    left out; where torch takes no such option, they stay.
+    These functions always get tensors of the same shapes and types, so torch's guards, which cost as much as small
+    kernels, are left out; where torch has no such option, they stay.
     """
     if options.get("mode") is not None:
         return options
@@ -119,10 +123,11 @@ def of_ticks(options: Options) -> Options:
 
 
 def writes_in_order(options: Options) -> bool:
-    """Whether what is compiled with them may write in place what it has read before, as whole ticks do.
+    """Whether a function compiled with these options may write in place to a tensor that it has read before.
 
-    The inductor of torch 2.11 moves such reads behind the write, both where it orders operations by the memory that
-    they need at their peak and where it joins them: weights are then off by 1e-3 and more
-    (tests/laws/test_vectorized.py). That of 2.12 does not. Below it, only F and B are compiled, each on its own.
+    Whole ticks do so. The inductor of torch 2.11 moves such reads behind the write, both when it reorders operations to
+    lower peak memory and when it fuses them: weights are then off by 1e-3 and more
+    (tests/laws/test_vectorized_compiled.py). The inductor of torch 2.12 does not. Below 2.12 we compile only F and B,
+    each on its own.
     """
     return options.get("backend", "inductor") != "inductor" or private.version() >= (2, 12)

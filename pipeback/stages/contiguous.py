@@ -1,7 +1,7 @@
-"""Contiguous: weights of stages, and what goes with them, each in one run of memory, so that a step over many small
-tensors is a few operations on one long vector.
+"""Contiguous: the weights of stages, their gradients and their optimizer state each lie in one run of memory, so that a
+step over many small tensors is a few operations on one long vector.
 
-Elementwise operations round an element alike wherever it lies, so bits stay what they are (a law of the tests).
+Elementwise operations round an element the same way wherever it lies, so no bit changes (a test holds this law).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ SMALL = 1 << 16  # bytes of a weight, on average, up to which calls cost more th
 
 @torch.no_grad()
 def lay_contiguously(stages: Sequence[Stage]) -> None:
-    """Have the weights of these stages, and their scratch, lie in a strip, if that pays."""
-    some = [stage for stage in stages if stage.weights and not stage.keeps_masters and stage.slot is None]
+    """Lay the weights of these stages, and their scratch, in one strip of memory, if that pays."""
+    some = [stage for stage in stages if stage.weights and not stage.masters.wanted and stage.home.slot is None]
     weights: Weights = [w for stage in some for w in stage.weights]
     if len(weights) < 2 or not _pays(weights) or joined(stage.weights for stage in some).strip is not None:
         return
@@ -33,8 +33,8 @@ def lay_contiguously(stages: Sequence[Stage]) -> None:
             p.data = place
         stage.moved()
         stage.weights.lie(strip, WEIGHTS, at)
-        if stage.scratch is not None:
-            stage.scratch = strip.room(SCRATCH, at, n)
+        if stage.versions.scratch is not None:
+            stage.versions.lay(strip.room(SCRATCH, at, n))
         at += n
     strip.likes = [w.detach() for w in strip.room(WEIGHTS, 0, at)]  # the old ones may go
 

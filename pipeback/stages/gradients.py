@@ -1,13 +1,14 @@
-"""Gradients: the sums of a stage's gradients for its coming update, where nobody else clears them or adds to them.
+"""Gradients: the gradient sums of a stage for its next update, kept where nobody else clears them or adds to them.
 
 Autograd adds to `.grad` of the user's parameters. Users clear these by habit (`model.zero_grad()` before each
-batch), and a backward of their own adds to them. So the sums lie there during a B only. Where B runs in a thread of our
-own, the user may clear them even then; there autograd hands the gradients over, and they are added here.
+batch), and a backward of their own adds to them. So the sums lie in `.grad` only during a backward (B) of the stage.
+Where B runs in a thread of our own, the user may clear them even then; in that case autograd returns the gradients and
+we add them here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -30,17 +31,18 @@ def sparse_rows(module: nn.Module, params: Sequence[Tensor]) -> list[int]:
 
 
 class Gradients:
-    """Of the parameters `params`, in micro-batch order.
+    """The gradient sums of the parameters `params`, added in micro-batch order.
 
-    rows: see `sparse_rows`. shows: they stay in `.grad` from a B to the next forward or step (`hide`), for whoever
-    computes the loss outside and looks at them, or changes them. threaded: B is done in a thread of our own, while the
-    user's may clear and replace what is in `.grad`: the sums are shown there, and only changes in place count.
+    rows: see `sparse_rows`. shows: the sums stay in `.grad` from a B to the next forward or step (`hide`), for a user
+    who computes the loss outside and reads or changes them. threaded: B runs in a thread of our own, while the user's
+    thread may clear and replace `.grad`: the sums are shown there, and only in-place changes of them count.
     """
 
     def __init__(self, params: Sequence[Tensor], rows: Collection[int] = ()) -> None:
         self.params, self.rows = params, rows
         self.shows = self.threaded = False
         self.values: list[Tensor | None] = [None] * len(params)
+        self.count = 0.0  # micro-batches (or samples) that they are summed of
         self._shown = False
 
     def lend(self) -> None:
@@ -59,7 +61,7 @@ class Gradients:
                 p.grad = None
 
     def adopt(self) -> None:
-        """Take what somebody has put in the place of those that were shown; those that were cleared are kept."""
+        """Take over gradients that the user has put in the place of the shown sums; sums that were cleared are kept."""
         if self._shown and not self.threaded:
             self.values = [g if p.grad is None else p.grad for p, g in zip(self.params, self.values, strict=True)]
 
@@ -71,7 +73,7 @@ class Gradients:
                 p.grad = g
 
     def hide(self) -> None:
-        """Have no parameter show a gradient."""
+        """Remove the sums from `.grad` of every parameter."""
         if self._shown:
             self.adopt()
             self._shown = False
@@ -79,22 +81,47 @@ class Gradients:
                 p.grad = None
 
     def take(self) -> list[Tensor | None]:
-        """Give all sums away; new ones begin."""
+        """Return all sums, and begin new ones."""
         self.hide()
         values, self.values = self.values, [None] * len(self.params)
         return values
 
+    def sums(self) -> GradientSums:
+        """Return all sums and the number of micro-batches that they are of, and begin new ones."""
+        count, self.count = self.count, 0.0
+        return GradientSums(self.take(), count)
+
+    def count_more(self, number: float) -> None:
+        """Note that the sums are of so many more micro-batches, or samples."""
+        self.count += number
+
+    def count_anew(self, number: float = 0.0) -> None:
+        """Set the number of micro-batches that the sums are of."""
+        self.count = number
+
+    def show_between(self, shows: bool) -> None:
+        """Set whether the sums stay in `.grad` between operations."""
+        self.shows = shows
+
+    def share(self, threaded: bool) -> None:
+        """Set whether B runs in a thread of our own."""
+        self.threaded = threaded
+
     def put(self, values: Iterable[Tensor | None]) -> None:
-        """Have these sums instead."""
+        """Replace the sums by these."""
         self.hide()
         self.values = list(values)
+
+    def replace(self, values: list[Tensor | None]) -> None:
+        """Replace the sums by these, which contain the old ones; only where no sums are shown in `.grad`."""
+        self.values = values
 
     def add(self, found: Iterable[Tensor | None]) -> None:
         """Add the gradients of a micro-batch, which may be somebody else's tensors: they are not changed later on."""
         self.values = [_sum(g, new) for g, new in zip(self.values, found, strict=True)]
 
-    def packed(self, count: float) -> Tensor:
-        """What replicas add up, in one vector: all gradients, then which weights have one, then the count."""
+    def packed(self) -> Tensor:
+        """Return what replicas add up as one vector: all gradients, flags of the weights that have one, the count."""
         there = [float(g is not None) for g in self.values]
         kind = self.params[0] if self.params else torch.empty(0)
         pairs = list(zip(self.params, self.values, strict=True))
@@ -102,11 +129,11 @@ class Gradients:
         grads += [_touched(*pairs[n]) for n in self.rows]
         # a half type cannot count far; sums of two replicas in float32 round to the same half
         dtype = torch.promote_types(kind.dtype, torch.float32)
-        tail = torch.tensor([*there, count], dtype=dtype, device=kind.device)
+        tail = torch.tensor([*there, self.count], dtype=dtype, device=kind.device)
         return torch.cat([*(g.flatten().to(kind.device, dtype) for g in grads), tail])
 
-    def unpack(self, total: Tensor) -> float:
-        """Take the sum of all replicas for one's own; returns the count."""
+    def unpack(self, total: Tensor) -> None:
+        """Replace the sums and the count by those over all replicas."""
         n = len(self.params)
         flags: list[float] = total[total.numel() - n - 1 :].tolist()
         count, at = flags.pop(), 0
@@ -121,7 +148,7 @@ class Gradients:
                 None if g is None else torch.sparse_coo_tensor(touched, g[touched[0]], p.shape, check_invariants=False)
             )
         self.put(values)
-        return count
+        self.count = count
 
 
 def nothing(set_to_none: bool = True) -> None:
@@ -135,7 +162,7 @@ def differentiate(
 
     leaves: the inputs of the stages, which get theirs in `.grad`.
     """
-    # the user's hooks that are called once `.grad` is there need it to be there
+    # hooks of the user that run after `.grad` was accumulated need it to be there
     if every[0].threaded and not any(gradient_hooks(p) for each in every for p in each.params):
         return _handed_over(roots, seeds, leaves, every)
     for each in every:
@@ -172,7 +199,7 @@ def _handed_over(
 
 
 def _own(leaf: Tensor, gradient: Tensor, seen: set[int]) -> Tensor:
-    """As autograd puts it into `.grad`: strides of the leaf, and memory of its own."""
+    """Return the gradient as autograd would put it into `.grad`: with the leaf's strides, in memory of its own."""
     if gradient.layout is not torch.strided:
         return gradient
     storage = identity(gradient)
@@ -221,9 +248,9 @@ def clipped(
     value: float | None,
     total: Tensor | None = None,
 ) -> tuple[Sequence[Tensor | None], Tensor | None]:
-    """Gradients, clipped by norm and by value, and whether any was, as a 0-d tensor; None where nothing clips.
+    """Return the gradients clipped by norm and by value, and whether any was clipped, as a 0-d tensor (None: no limit).
 
-    total: the norm where others have the rest of the gradient.
+    total: the norm of the whole gradient, where other ranks hold the rest of it.
     """
     there = [g for g in grads if g is not None]
     if not there:
@@ -242,3 +269,26 @@ def clipped(
         over = torch.stack([pair[1] for pair in pairs if pair is not None]).any()
         found = over if found is None else found | over
     return grads, found
+
+
+def averaged(
+    sums: GradientSums,
+    norm: float | None,
+    value: float | None,
+    masters: Sequence[Tensor] | None = None,
+    whole: Callable[[Sequence[Tensor | None]], Tensor] | None = None,
+) -> tuple[Sequence[Tensor | None], Tensor | None]:
+    """Return the gradient sums, divided once by the true count and clipped.
+
+    masters: the weights, if gradients are to have their type. whole: returns the norm of the whole gradient, where
+    other ranks hold the rest of it. Returns also whether the gradient was clipped, as a 0-d tensor; None without a
+    limit.
+    """
+    grads, count = sums
+    if masters is not None:
+        grads = [None if g is None else g.to(w.dtype) for w, g in zip(masters, grads, strict=True)]
+    if count != 1:
+        grads = [None if g is None else g / count for g in grads]
+    if norm is None and value is None:
+        return grads, None
+    return clipped(grads, norm, value, whole(grads) if whole is not None and norm is not None and grads else None)

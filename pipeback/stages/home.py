@@ -1,5 +1,7 @@
-"""What a stage asks of those that look after its weights and its micro-batches. They stand in rooms above, which a
-stage does not know: the survivors of its weights, a share of them, a forward that is done again, a stack of stages.
+"""Home: where a stage's weights live, on its device or in a store.
+
+The protocols say what a stage asks of objects from rooms above, which it cannot import: the surviving weights of a
+sparse stage, a rank's share of the weights, a recomputed forward, and a stack of stages.
 """
 
 from __future__ import annotations
@@ -8,7 +10,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from pipeback.stages.device_slot import DeviceSlot
+from pipeback.tensors.flat_buffer import FlatBuffer
+from pipeback.tensors.weight_list import WeightList
 
 
 class Survivors(Protocol):
@@ -97,7 +103,7 @@ class Repetition(Protocol):
 
 
 class StackedFlight(Protocol):
-    """What F of a stage in a stack has left to B."""
+    """What the forward of a stacked stage has left for its backward."""
 
     @property
     def kind(self) -> Any: ...
@@ -132,3 +138,68 @@ class StageStack(Protocol):
     def restart(self, stage: Any) -> None: ...
 
     def restore(self, stage: Any, mb: int, kind: Any, values: Any) -> Any: ...
+
+
+class Home:
+    """Where the weights of a stage live: on its device, or in a store that brings them there."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.places = _places(module)  # the parameters: who has them, by which name, and at which address
+        self.flat: FlatBuffer | None = None  # the weights in a store, outside the device
+        self.slot: DeviceSlot | None = None  # their place on the device, if they are only there when needed
+        self.sparse: Survivors | None = None  # which of the weights survive
+        self.share: Share | None = None  # what this rank's store keeps of the weights, if others keep the rest
+        self.spilled: Sequence[Tensor | None] | None = None  # sums of gradients that left the device with the weights
+
+    def look(self, module: nn.Module) -> None:
+        """Note the new addresses of the module's parameters."""
+        self.places = _places(module)
+
+    def let_go(self) -> None:
+        """Note that this process holds no weights of the stage."""
+        self.places, self.flat, self.slot, self.spilled = [], None, None, None
+
+    def move(self, flat: FlatBuffer, slot: DeviceSlot) -> None:
+        """Move to a store: `flat` holds the values of the weights, which are used at `slot`."""
+        self.flat, self.slot = flat, slot
+
+    def refill(self, flat: FlatBuffer) -> None:
+        """Move to other memory of the same store, as weights of another size need."""
+        self.flat = flat
+
+    def thin(self, sparse: Survivors | None) -> None:
+        """Note which of the weights survive; None: all do."""
+        self.sparse = sparse
+
+    def divide(self, share: Share) -> None:
+        """Note the share of the weights that this rank's store keeps."""
+        self.share = share
+
+    def spill(self, sums: Sequence[Tensor | None]) -> None:
+        """Keep these gradient sums where the weights live."""
+        self.spilled = sums
+
+    def bring_sums(self) -> Sequence[Tensor | None]:
+        """Return the gradient sums that were kept here, and keep them no longer."""
+        sums, self.spilled = self.spilled or (), None
+        return sums
+
+    def attach(self, weights: WeightList) -> None:
+        """Make these weights, which an optimizer steps, share memory with those in the store."""
+        assert self.flat is not None and self.slot is not None
+        mine = [view for p, view in zip(self.slot.params, self.flat.views, strict=True) if p.requires_grad]
+        for w, view in zip(weights, mine, strict=True):
+            if w.device == view.device:
+                w.data = view
+            else:
+                torch.utils.swap_tensors(w, nn.Parameter(view))
+        weights.forget()
+
+
+def _places(module: nn.Module) -> list[tuple[Any, str, nn.Parameter, int]]:
+    return [
+        (owner._parameters, key, p, p.data_ptr())
+        for owner in module.modules()
+        for key, p in owner._parameters.items()
+        if p is not None
+    ]

@@ -1,7 +1,7 @@
 """One optimizer over several stages, which steps them in one call.
 
-The user's optimizers, one a stage, are what schedulers and readers see; their rates are copied when a micro-batch
-is pushed and never written. The step is made by a twin on the same parameters and the same state.
+Schedulers and readers see the user's optimizers, one per stage. Their learning rates are copied when a micro-batch is
+pushed, and never written. A twin of these optimizers, on the same parameters and the same state, makes the step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from pipeback.methods.momentum import lay_velocities, plain_sgd, sgd_step
 from pipeback.private import hooked, step_hooks
-from pipeback.stages.counted import Counted, counted_by, stepped
+from pipeback.stages.optimizer_counters import OptimizerCounters, counted_by, stepped
 from pipeback.tensors.fused_steps import fitting, lay_state
 from pipeback.tensors.weight_list import WeightList
 
@@ -38,7 +38,8 @@ _FOREACH = {getattr(torch.optim, name) for name in ("SGD", "Adam", "AdamW", "RMS
 class Options:
     """The options of every stage's parameter groups at one moment.
 
-    since: micro-batches that had arrived then, the same on every worker: a saved state tells options apart by it.
+    since: the number of micro-batches that had arrived at that moment. It is the same on every worker, so that a saved
+    state identifies options by it.
     """
 
     def __init__(
@@ -50,8 +51,8 @@ class Options:
 
     @cached_property
     def mark(self) -> int:
-        """Bits that tell these options from others: 15 of the rates, 12 of the rest. They are 0 where an optimizer may
-        change its options itself, which then differ from rank to rank.
+        """A hash that tells these options from others: 15 bits for the rates, 12 for the rest. It is 0 where an
+        optimizer may change its options itself, so that they differ from rank to rank.
         """
         every = [group for groups in self.groups for group in groups] if self._told else []
         rates = [float(group["lr"]) for group in every]
@@ -67,19 +68,19 @@ class Options:
         )
 
 
-def _same(counted: Counted, mine: list[Group], others: list[Group]) -> bool:
+def _same(counted: OptimizerCounters, mine: list[Group], others: list[Group]) -> bool:
     return bool(counted) and counted.without(mine) == counted.without(others)
 
 
 def groups_of(stage: Any, options: Options) -> list[Group | None]:
-    """The options of every weight of a stage, or of a replica of it; None of those that its optimizer does not step."""
+    """Return the options of every weight of a stage (or a replica of it); None for weights that are not stepped."""
     pairs = zip(stage.optimizer.param_groups, options.groups[stage.index], strict=True)
     places = {id(w): mine for group, mine in pairs for w in group["params"]}
     return [places.get(id(w)) for w in stage.weights]
 
 
 def rates_of(stage: Any, options: Options) -> list[float]:
-    """η of every weight of a stage, or of a replica of it; 0 for those that its optimizer does not step."""
+    """Return the rate η of every weight of a stage (or a replica of it); 0 for weights that are not stepped."""
     return [float(group.get("lr", 0.0)) if group else 0.0 for group in groups_of(stage, options)]
 
 
@@ -104,12 +105,12 @@ def _value(value: Any) -> Any:
 
 
 def torchs_step(optimizer: torch.optim.SGD) -> bool:
-    """Whether its step is that of torch's SGD, and not a subclass' own."""
+    """Whether the optimizer's step is that of torch's SGD, and not of a subclass."""
     return unwrap(type(optimizer).step) is unwrap(torch.optim.SGD.step)
 
 
 def own_step(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its step is that of its class, but for what a scheduler has put around it."""
+    """Whether the optimizer's step is that of its class, apart from the wrapper that a scheduler puts around it."""
     return unwrap(vars(optimizer).get("step", type(optimizer).step)) is unwrap(type(optimizer).step)
 
 
@@ -120,7 +121,7 @@ def joinable(optimizers: Sequence[torch.optim.Optimizer]) -> bool:
 
 
 def separable(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it treats every entry of a parameter on its own: torch's own classes that do."""
+    """Whether the optimizer treats every entry of a parameter on its own; only classes of torch are known to do so."""
     return type(optimizer) in _SEPARABLE
 
 
@@ -152,7 +153,8 @@ class JointOptimizer:
 
     @property
     def param_groups(self) -> list[Group]:
-        return self._twin.param_groups
+        groups: list[Group] = self._twin.param_groups
+        return groups
 
     @property
     def state(self) -> Any:
@@ -172,7 +174,7 @@ class JointOptimizer:
 
     @contextmanager
     def heard(self, itself: bool) -> Iterator[None]:
-        """A step that a method makes `itself`, of which hooks on the optimizer's steps hear as torch tells them."""
+        """A context around a step that a method makes `itself`: it calls the optimizer's step hooks, as torch would."""
         twin = self._twin
         before, after = step_hooks(twin) if itself else ((), ())
         for hook in before:
@@ -196,7 +198,7 @@ class JointOptimizer:
         return self
 
     def _seen(self) -> list[Any]:
-        """What is another object when somebody has put other values into an optimizer's state."""
+        """Return objects that are replaced when somebody puts other values into an optimizer's state."""
         found = []
         for stage in self._stages:
             state = stage.optimizer.state

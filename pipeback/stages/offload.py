@@ -1,12 +1,12 @@
-"""Offload: what autograd saves for the backward waits in host memory. activations="host".
+"""Offload: the tensors that autograd saves for the backward wait in host memory. activations="host".
 
-    F   every saved tensor is copied out as it is saved, and its memory on the device is free once F needs it no more
-    B   comes back node by node, as it is asked for, lying in memory as it did: the same bits as without
+    F   (forward) copies every saved tensor to the host; its memory on the device is free once F no longer needs it
+    B   (backward) fetches the tensors node by node, with the strides that they had: the bits are the same
 
-On a device with streams the copies go through pinned memory on streams of their own, and the next tensor is on its way
-while a node works. Elsewhere they are plain copies. What the stage holds anyway is not copied: weights, buffers, and
-the input and target that the flight keeps. Nor is what a custom Function puts on its ctx otherwise than by
-`save_for_backward`.
+On a device with streams the copies go through pinned memory on streams of their own, and the next tensor is fetched
+while a node computes. Elsewhere they are plain copies. Tensors that the stage holds anyway are not copied: weights,
+buffers, and the input and target that the flight keeps. Nor are attributes that a custom Function sets on its ctx
+without `save_for_backward`.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pipeback.private import identity, in_backward
+from pipeback.stages.flight import Flight, Value
 from pipeback.stages.saved_graph import held_bytes
-from pipeback.stages.stage import Flight, Stage, Value
+from pipeback.stages.stage import Stage
 from pipeback.tensors import accelerators
-from pipeback.tensors.copies import tensors_in
+from pipeback.tensors.copies import pieces, tensors_in
 from pipeback.tensors.layout import Layout, form_of
 
 
 class HostActivations:
-    """How one stage does it."""
+    """The policy by which one stage keeps activations in host memory."""
 
     stashes = True  # the copies are what F computed
     apart = False
@@ -48,32 +49,32 @@ class HostActivations:
         return output
 
     def adopt(self, flight: Flight) -> None:
-        """A flight from a state has what its graph saved in host memory; it need not keep its output either."""
+        """Take over a restored flight: its saved tensors are in host memory already, and its output is dropped."""
         if flight.again is None:
             flight.output = _hollow(flight.output)
 
     def learn(self, stage: Stage, x: Value, target: Any) -> None:
         """Nothing need be known of the module."""
 
-    def measure(self, stage: Stage, flight: Flight, output: Value) -> None:
+    def measure(self, stage: Stage, flight: Flight, output: Value) -> dict[str, int]:
         """What a micro-batch holds, here and there."""
-        stage.host_bytes = self.copied
         kept = [*flight.leaves, *tensors_in(flight.target)]
-        stage.activation_bytes = held_bytes([], kept, list(stage.module.parameters()))
+        here = held_bytes([], kept, list(stage.module.parameters()))
+        return {"activation_bytes": here, "host_bytes": self.copied}
 
 
 class _Packing:
     """What to do with a tensor that autograd saves, during one forward.
 
-    The graph keeps it, in C++, where Python's collector does not look: it must not lead back to the graph, as the stage
-    with its flights does.
+    The graph holds this object in C++, where Python's garbage collector does not look. So it must not refer to the
+    graph, not even through the stage and its flights.
     """
 
     def __init__(self, stage: Stage, flight: Flight) -> None:
         self.label, self.device = stage.label, stage.device
-        # by storage, not by address: the memory under a weight may be given back and come anew
-        kept = [*(p for _, _, p, _ in stage.homes), *stage.module.buffers(), *flight.leaves]
-        self.kept = {identity(t) for t in (*kept, *tensors_in(flight.target))}
+        # by storage, not by address: the memory under a weight may be freed and reallocated
+        kept = [*(p for _, _, p, _ in stage.home.places), *stage.module.buffers(), *flight.leaves]
+        self.kept = {identity(piece) for t in (*kept, *tensors_in(flight.target)) for piece in pieces(t)}
         self.seen: dict[tuple[Any, ...], _Away] = {}
         self.alive: list[StorageWeakRef] = []  # while these are there, no other storage gets the same name
         self.last: _Away | None = None
@@ -95,12 +96,12 @@ class _Packing:
         return away
 
     def end(self) -> None:
-        """The forward is over: what was copied goes with the nodes that ask for it."""
+        """End the forward: from now on only the graph's nodes keep the copies alive."""
         self.kept, self.seen, self.alive, self.last = set(), {}, [], None
 
 
 class _Stays:
-    """A saved tensor that is not copied. Autograd leaves it to hooks to notice that one is changed."""
+    """A saved tensor that is not copied. With hooks, autograd no longer checks that it was not changed in place."""
 
     __slots__ = ("label", "tensor", "version")
 
@@ -183,7 +184,7 @@ def _dense(form: Layout) -> bool:
 
 @cache
 def _streams(device: torch.device) -> tuple[torch.Stream, torch.Stream]:
-    """Out and in: one does not wait for the other."""
+    """Return the streams for copies out and in, so that neither waits for the other."""
     return torch.Stream(device), torch.Stream(device)
 
 
@@ -191,11 +192,13 @@ def _hollow(output: Value) -> Value:
     """The output as the root of its graph, without its memory."""
     if isinstance(output, tuple):
         return tuple(_hollow(part) for part in output)
+    if output.layout is not torch.strided:
+        return output
     return _Root.apply(output) if output.requires_grad else output.new_empty(()).expand(output.shape)
 
 
 class _Root(torch.autograd.Function):
-    """Shaped like the output, and hands it the gradient."""
+    """A tensor shaped like the output, which passes the gradient on to it."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor) -> Tensor:

@@ -1,11 +1,12 @@
-"""Recompute: a stage keeps its input from F to B, and B does the forward once more. activations="recompute".
+"""Recompute: a stage keeps only its input from its forward (F) to its backward (B), and B repeats the forward.
+activations="recompute".
 
-    F   y = f(x, w_F)    without a graph: x is kept, and what is needed to do just this again
-    B   y' = f(x, w_B)   differentiated as it comes, on the weights in force at B
+    F   y = f(x, w_F)    without a graph; the stage keeps x and whatever the repeat needs
+    B   y' = f(x, w_B)   with a graph, differentiated at once, on the weights in force at B
 
-Where B runs on F's weights (flushes, stashing) y' is y, bit for bit. Elsewhere B's activations belong to newer weights,
-as its weights do; the loss is what F reported. Buffers change once, at F, and random layers draw once: the repeat is
-given what F found. Whatever else the module does by the way, hooks on it included, happens twice.
+Where B runs on F's weights (flushes, stashing) y' is y, bit for bit. Elsewhere B's activations belong to the newer
+weights w_B; the reported loss is that of F. Buffers change only at F; the repeat uses the random numbers and buffers
+of F. All other side effects of the module, hooks on it included, happen twice.
 """
 
 from __future__ import annotations
@@ -17,17 +18,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from pipeback.stages.flight import Flight, Value, cut, grown
+from pipeback.stages.module_settings import Settings
 from pipeback.stages.saved_graph import held_bytes
-from pipeback.stages.settings import Settings
-from pipeback.stages.stage import Flight, Stage, Value, cut, grown
+from pipeback.stages.stage import Stage
 from pipeback.tensors import accelerators
-from pipeback.tensors.copies import tensors_in
+from pipeback.tensors.copies import equal, tensors_in
 
 Autocast = tuple[tuple[str, torch.dtype], ...]  # the devices that it is on for, and to which type it casts
 
 
 class Recomputation(NamedTuple):
-    """What F found, so that it can be done once more just so."""
+    """The circumstances of F, so that it can be repeated exactly."""
 
     stream: Tensor | None  # the state of the stage's random stream
     buffers: dict[str, Tensor]  # by name: those that F changed, as they were
@@ -37,20 +39,16 @@ class Recomputation(NamedTuple):
     versions: tuple[int, ...]  # of the input and target, as autograd counts changes in place
 
     def __call__(self, stage: Stage, flight: Flight) -> Value:
-        """The output with its graph; the stage is left as it was."""
+        """Return the output with its graph; the stage is left as it was."""
         if self.versions != versions(flight):
             raise RuntimeError("its input or target was changed in place after the forward; change a clone")
-        leaves = tuple(leaf.clone() for leaf in flight.leaves) if stage.clones_input else flight.leaves
+        leaves = tuple(leaf.clone() for leaf in flight.leaves) if stage.learnt.clones_input else flight.leaves
         given = leaves if flight.tuple_input else leaves[0]
-        stream, stage.stream = stage.stream, self.stream
-        try:
-            with (
-                torch.enable_grad(), _swapped(stage.module, self.buffers), self._set(stage.module),
-                self.numbers.restored(),
-            ):  # fmt: skip
-                return stage.compute(given, flight.target)
-        finally:
-            stage.stream = stream
+        with (
+            stage.random.at(self.stream), torch.enable_grad(), _swapped(stage.module, self.buffers),
+            self._set(stage.module), self.numbers.restored(),
+        ):  # fmt: skip
+            return stage.compute(given, flight.target)
 
     @contextmanager
     def _set(self, module: nn.Module) -> Iterator[None]:
@@ -59,7 +57,7 @@ class Recomputation(NamedTuple):
         found = [m.training for m in modules]
         with ExitStack() as stack:
             if self.autocast or casting():
-                # torch keeps copies of weights by identity: F's have no graph, and B's weights may be others
+                # torch caches cast weights by identity: those of F have no graph, and B's weights may be others
                 stack.callback(torch.clear_autocast_cache)
                 torch.clear_autocast_cache()
                 for device in {*dict(self.autocast), *dict(casting())}:
@@ -75,7 +73,7 @@ class Recomputation(NamedTuple):
 
 
 class Recompute:
-    """How one stage does it; the rehearsal says which buffers its forward changes."""
+    """The policy by which one stage recomputes; the rehearsal finds out which buffers its forward changes."""
 
     stashes = False  # no graph waits for its backward, so none refers to functions of older weights
     apart = True  # the graph of one backward is gone before that of the next is built
@@ -94,7 +92,7 @@ class Recompute:
         modes = tuple([m.training for m in module.modules()])
         if self.numbers is None or self.numbers.changed():
             self.numbers = Settings(module.modules())
-        flight.again = Recomputation(stage.stream, buffers, modes, self.numbers, casting(), versions(flight))
+        flight.again = Recomputation(stage.random.state, buffers, modes, self.numbers, casting(), versions(flight))
         with torch.set_grad_enabled(not self.graphless):
             output = cut(stage.compute(given, flight.target))
         if stage.judges:
@@ -108,14 +106,17 @@ class Recompute:
         """Which buffers the forward changes, and whether it gives the same bits without a graph."""
         self.changes, self.graphless = _learn(stage, x, target)
 
-    def measure(self, stage: Stage, flight: Flight, output: Value) -> None:
+    def measure(self, stage: Stage, flight: Flight, output: Value) -> dict[str, int]:
         """What a micro-batch holds, and the repeat of one beyond that."""
         assert flight.again is not None
         kept = [*flight.leaves, *tensors_in(flight.target), *flight.again.buffers.values()]
         weights = list(stage.module.parameters())
-        stage.activation_bytes = held_bytes([], kept, weights)
-        stage.repeat_bytes = held_bytes(grown(output), kept, weights) - stage.activation_bytes
-        stage.host_bytes = 0 if flight.again.stream is None else flight.again.stream.nbytes
+        here = held_bytes([], kept, weights)
+        return {
+            "activation_bytes": here,
+            "repeat_bytes": held_bytes(grown(output), kept, weights) - here,
+            "host_bytes": 0 if flight.again.stream is None else flight.again.stream.nbytes,
+        }
 
 
 def _learn(stage: Stage, x: Value, target: Any) -> tuple[list[str], bool]:
@@ -135,11 +136,11 @@ def _learn(stage: Stage, x: Value, target: Any) -> tuple[list[str], bool]:
                 continue
             for name, b in before.items():
                 after = stage.module.get_buffer(name)
-                if after is not others[name] or after._version or not torch.equal(after, b):
+                if after is not others[name] or after._version or not equal(after, b):
                     changed.add(name.rpartition(".")[0])
     # a module of whose buffers one changes may change them all: batch statistics need not move at every batch
     names = [name for name, _ in stage.module.named_buffers() if name.rpartition(".")[0] in changed]
-    return names, graphless and all(torch.equal(a, b) for a, b in zip(*map(tensors_in, outputs), strict=True))
+    return names, graphless and all(equal(a, b) for a, b in zip(*map(tensors_in, outputs), strict=True))
 
 
 @contextmanager

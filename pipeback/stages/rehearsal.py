@@ -1,7 +1,9 @@
-"""The rehearsal: one micro-batch goes through every stage before F(0), and everything that can be known is checked.
+"""The rehearsal: before the first forward, one micro-batch runs through every stage, and whatever can be checked in
+advance is checked.
 
-Buffers, weights and random state are put back; no gradient reaches an optimizer. What is learnt stays with the
-stages: who draws random numbers, who changes its input in place, how many bytes a micro-batch keeps, how long it takes.
+Buffers, weights and random state are put back; no gradient reaches an optimizer. Each stage remembers what was found
+out: whether it draws random numbers, whether it changes its input in place, how many bytes a micro-batch keeps there,
+and how long it takes.
 """
 
 from __future__ import annotations
@@ -18,15 +20,16 @@ import torch
 from torch import Tensor, nn
 
 from pipeback.methods.base import Method
-from pipeback.splitting.as_before import Home
-from pipeback.stages import compile_check, saved_graph, stashed
+from pipeback.splitting.module_restore import Home
+from pipeback.stages import compile_check, saved_graph, stale_weights_check
 from pipeback.stages.compile_check import Refused, untouched
 from pipeback.stages.compiled import Compiled, faithful
-from pipeback.stages.stage import Flight, Stage, Value, cut, grown
-from pipeback.tensors.copies import tensors_in
+from pipeback.stages.flight import Flight, Value, cut, grown
+from pipeback.stages.stage import Stage
+from pipeback.tensors.copies import equal
 
 _OTHER = "this micro-batch, which is unlike those before; nothing was trained on it, and others may be pushed"
-FEW = 16  # values a channel under which batch statistics are called poor
+FEW = 16  # with fewer values per channel, batch statistics are called poor
 
 
 def rehearse(
@@ -39,10 +42,10 @@ def rehearse(
     warn: bool = False,
     present: Callable[[Stage], AbstractContextManager[None]] = lambda stage: nullcontext(),
 ) -> tuple[list[float], Value]:
-    """Check these stages on micro-batch (x, target); returns the seconds of F + B of each, and what the last gives.
+    """Check these stages on micro-batch (x, target); return the seconds of F + B per stage, and the last one's output.
 
-    warn: functions of the weights in a graph are warned of, not refused. present: the time in which a stage has its
-    weights. Raises TypeError or ValueError naming the stage and the cure; then nothing has changed.
+    warn: warn of functions of the weights in a graph instead of refusing them. present: a context within which a stage
+    has its weights. Raises TypeError or ValueError, which name the stage and the cure; then nothing has changed.
     """
     seconds, kinds = [], []
     # copies: a micro-batch that is part of a push would count with the memory of all of it
@@ -50,32 +53,32 @@ def rehearse(
     for stage in stages:
         with present(stage):
             if stage.device is None:  # a stage without weights works where its input comes from
-                stage.device = (value[0] if isinstance(value, tuple) else value).device
+                stage.work_on((value[0] if isinstance(value, tuple) else value).device)
             stashes = stage.keeping is None or stage.keeping.stashes
             with untouched(stage) as homes:
-                with _watch_norms(stage), _uncompiled(stage):
+                with _watch_norms(stage), stage.calling(stage.module):
                     _learn(stage, value, target)
-                stage.changing = _changing(homes)
+                stage.learn(changing=_changing(homes))
                 matters = stashes and stage.weights and faithful(method, delays[stage.index])
                 if isinstance(stage.call, Compiled) and matters:
                     stage.call.check = partial(compile_check.check, stage, method, warn)
                 output = _first_run(stage, value, target)
-                if stashed.guarded(stage, method, delays):
-                    stashed.refuse(stage, value, target, method, warn)
+                if stale_weights_check.guarded(stage, method, delays):
+                    stale_weights_check.refuse(stage, value, target, method, warn)
                 seconds.append(_fastest(stage, value, target))
                 kinds.append((str(stage.module), [part.shape for part in stage.enter(value)[0]], stage.judges))
         value = output
     devices = {stage.device for stage in stages}
     for stage in stages:
-        stage.mixed = len(devices) > 1 or stage is stages[0]  # a later batch may lie anywhere
+        stage.learn(mixed=len(devices) > 1 or stage is stages[0])  # a later batch may lie anywhere
     return _alike(seconds, kinds), value
 
 
 def rehearse_shape(stages: Sequence[Stage], x: Value, target: Any) -> Value:
-    """The cheap part, for a micro-batch smaller than any before: outputs and normalisations."""
+    """Do the cheap checks, of outputs and normalisations, for a micro-batch smaller than any before."""
     value = cut(x)
     for stage in stages:
-        with untouched(stage), _watch_norms(stage), _uncompiled(stage):
+        with untouched(stage), _watch_norms(stage), stage.calling(stage.module):
             _, given = stage.enter(value)
             # with a graph: it may differentiate something itself
             value = cut(_checked(stage, _guarded(stage, _copied(given), target, _OTHER)))
@@ -88,9 +91,9 @@ def rehearse_form(
     """Of a form that no micro-batch has had before: functions of the weights that its graph saves."""
     value = cut(x)
     for stage in stages:
-        if stashed.guarded(stage, method, delays) and not isinstance(stage.call, Compiled):
-            stashed.refuse(stage, value, target, method, warn)
-        with untouched(stage), _uncompiled(stage):
+        if stale_weights_check.guarded(stage, method, delays) and not isinstance(stage.call, Compiled):
+            stale_weights_check.refuse(stage, value, target, method, warn)
+        with untouched(stage), stage.calling(stage.module):
             value = cut(_guarded(stage, _copied(stage.enter(value)[1]), target, _OTHER))
     return value
 
@@ -109,32 +112,25 @@ def _learn(stage: Stage, value: Value, target: Any) -> None:
     draws = not torch.equal(before, stage.generator.get_state())
     stage.generator.set_state(before)
     if draws:
-        begin_stream(stage)
+        stage.random.begin(stage.generator)
     parts = copies if isinstance(copies, tuple) else (copies,)
-    stage.clones_input = any(part._version for part in parts)
+    stage.learn(clones_input=any(part._version for part in parts))
 
 
-def _changing(homes: Sequence[Home]) -> list[tuple[dict[str, Tensor | None], str]]:
+def _changing(homes: Sequence[Home]) -> tuple[tuple[dict[str, Tensor | None], str], ...]:
     """The buffers that a forward has changed, and those beside them, which it may change another time."""
-    changed = [owner for owner, key, b, then in homes if owner.get(key) is not b or not torch.equal(b, then)]
-    return [(owner, key) for owner, key, _, _ in homes if any(owner is other for other in changed)]
-
-
-def begin_stream(stage: Stage) -> None:
-    """Have the stage draw from a stream of its own from now on: (seed, s, replica), whoever holds the stage."""
-    if stage.stream is None:
-        seed = (stage.seed * 1_000_003 + stage.index + stage.replica * 998_244_353) % 2**63
-        stage.stream = torch.Generator(stage.generator.device).manual_seed(seed).get_state()
+    changed = [owner for owner, key, b, then in homes if owner.get(key) is not b or not equal(b, then)]
+    return tuple((owner, key) for owner, key, _, _ in homes if any(owner is other for other in changed))
 
 
 def _first_run(stage: Stage, value: Value, target: Any) -> Value:
     leaves, given = stage.enter(value)
     output = _checked(stage, _guarded(stage, given, target))
     roots = grown(output)
-    stage.activation_bytes = saved_graph.held_bytes(roots, leaves, list(stage.module.parameters()))
+    stage.learn(activation_bytes=saved_graph.held_bytes(roots, leaves, list(stage.module.parameters())))
     if stage.keeping is not None:
         stage.keeping.learn(stage, value, target)
-        stage.keeping.measure(stage, *_trial(stage, value, target))
+        stage.learn(**stage.keeping.measure(stage, *_trial(stage, value, target)))
     if stage.last and not roots and (stage.weights or any(x.requires_grad for x in leaves)):
         raise ValueError(
             f"{stage.label}: the loss does not depend on the output (it needs no gradient); "
@@ -144,16 +140,13 @@ def _first_run(stage: Stage, value: Value, target: Any) -> Value:
 
 
 def _trial(stage: Stage, value: Value, target: Any) -> tuple[Flight, Value]:
-    """F as it will be kept, and what B will differentiate; nobody hears of it, and the random stream stays."""
+    """Run F as in training; return the flight and what B would differentiate. The random stream is put back."""
     assert stage.keeping is not None
-    stream = stage.stream
-    try:
+    with stage.random.at(stage.random.state):
         leaves, given = stage.enter(value)
         flight = Flight(leaves, None, target if stage.judges else None, stage.version, type(value) is tuple)
         stage.keeping.forward(stage, flight, given)
         return flight, flight.output if flight.again is None else flight.again(stage, flight)
-    finally:
-        stage.stream = stream
 
 
 def _guarded(stage: Stage, given: Value, target: Any, which: str = "the first micro-batch") -> Value:
@@ -162,15 +155,7 @@ def _guarded(stage: Stage, given: Value, target: Any, which: str = "the first mi
     except Refused:
         raise
     except Exception as error:
-        raise ValueError(f"{stage.label}: the forward failed on {which}: {error}{_astray(stage, target)}") from error
-
-
-def _astray(stage: Stage, target: Any) -> str:
-    """Inputs go where a stage is; where a target is wanted, its loss knows alone."""
-    for part in tensors_in(target) if stage.judges else ():
-        if stage.device is not None and part.device != stage.device:
-            return f"; a target is on {part.device}, the stage on {stage.device}: push y.to({str(stage.device)!r})"
-    return ""
+        raise ValueError(f"{stage.label}: the forward failed on {which}: {error}") from error
 
 
 def _checked(stage: Stage, output: Any) -> Value:
@@ -188,14 +173,14 @@ def _checked(stage: Stage, output: Any) -> Value:
         inner = f" of {', '.join(type(part).__name__ for part in parts)}" if isinstance(output, tuple) else ""
         raise TypeError(
             f"{stage.label}: the output must be a tensor or a tuple of tensors, not {type(output).__name__}{inner}: "
-            "return what the next stage needs as a tuple, or have the model followed, which lets any structure cross: "
+            "return what the next stage needs as a tuple, or have the model traced, which lets any structure cross: "
             'Pipeline(example=...), PipelineStrategy(stages="layer")'
         )
     return output
 
 
 def _fastest(stage: Stage, value: Value, target: Any) -> float:
-    """Seconds of the fastest of a few runs, the last of which was not disturbed if that can be had soon."""
+    """Return the seconds of the fastest of a few runs; runs go on for a while until the last one was undisturbed."""
     fastest, left, soon = math.inf, 16, time.perf_counter() + 0.1
     while left:
         begin = time.thread_time()
@@ -207,7 +192,7 @@ def _fastest(stage: Stage, value: Value, target: Any) -> float:
 
 
 def _alike(seconds: Sequence[float], kinds: Sequence[Any]) -> list[float]:
-    """Stages of one kind take one time. A busy machine is slower by half for a while, but hardly ever four times."""
+    """Give stages of one kind the same time. A busy machine is slower by half for a while, but rarely four times."""
     least: list[float] = []
     for own, kind in zip(seconds, kinds, strict=True):
         fastest = min(t for t, other in zip(seconds, kinds, strict=True) if other == kind)
@@ -233,7 +218,7 @@ def _measure(stage: Stage, value: Value, target: Any) -> float:
             raise ValueError(f"{stage.label}: the backward failed on the first micro-batch: {error}") from error
         # of others little is known: a batch of one sample lies in memory in every order
         alike = all(x.dim() <= 2 for x in leaves) and all(map(_alike_in_memory, starts, grads))
-        stage.alike = [x.shape for x in leaves] if alike else None
+        stage.learn(alike=tuple(x.shape for x in leaves) if alike else None)
     if stage.device is not None and stage.device.type != "cpu":
         torch.accelerator.synchronize(stage.device)
     return time.perf_counter() - begin
@@ -241,6 +226,8 @@ def _measure(stage: Stage, value: Value, target: Any) -> float:
 
 def _alike_in_memory(x: Tensor, gradient: Tensor | None) -> bool:
     """Whether a gradient has the strides of its tensor, where they count."""
+    if x.layout is not torch.strided:
+        return False
     strides = [[s for s, n in zip(t.stride(), t.shape, strict=True) if n > 1] for t in (x, gradient) if t is not None]
     return strides[0] == strides[-1]
 
@@ -282,27 +269,14 @@ def _check_norm(stage: Stage, key: str, norm: nn.Module, x: Tensor) -> None:
     if values <= 1:
         cure = "use GroupNorm or LayerNorm, or a larger micro-batch" if batch else "normalise over more than one value"
         raise Refused(
-            f"{where} would see one value a {'channel' if batch else 'group'}, which it turns into zero; {cure}"
+            f"{where} would see one value per {'channel' if batch else 'group'}, which it turns into zero; {cure}"
         )
     if batch and values < FEW:
         warnings.warn(
-            f"{where} takes its statistics from {values} values a channel, which is poor; "
+            f"{where} takes its statistics from {values} values per channel, which is poor; "
             "GroupNorm or LayerNorm do not depend on the micro-batch",
             stacklevel=2,
         )
-
-
-# -- leaving no trace --------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _uncompiled(stage: Stage) -> Iterator[None]:
-    """Hooks that come and go would be compiled, and a forward without a graph is another one to compile."""
-    call, stage.call = stage.call, stage.module
-    try:
-        yield
-    finally:
-        stage.call = call
 
 
 def _copied(value: Value) -> Value:

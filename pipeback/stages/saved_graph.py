@@ -1,9 +1,9 @@
 """Saving and restoring a graph in flight.
 
-A graph cannot be stored, and running the forward again would use newer weights than F did. So what the graph saved
-is stored: every saved tensor that is not parameter storage (those are the live weights, whatever they hold by
-then). To restore, the forward is run again for the structure, and the stored values are put back. What a change in
-place of a view hides is found by calling its node (`hidden`).
+A graph cannot be stored, and running the forward again would use newer weights than the original forward did. So we
+store the tensors that the graph has saved, except those that are parameter storage (they read the live weights anyway).
+To restore, the forward is run again for the structure of the graph, and the stored values are put back. The tensors
+that an in-place change of a view hides are found by calling its node (`copy_slices`).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from pipeback.private import Raw, identity, numbers_of, shown
-from pipeback.splitting.as_before import untouched
-from pipeback.stages import hidden
-from pipeback.tensors.copies import replica, storages, tensors_in
+from pipeback.splitting.module_restore import untouched
+from pipeback.stages import copy_slices
+from pipeback.tensors.copies import lies_in, pieces, replica, storages, tensors_in
 
 
 def nodes(roots: Sequence[Tensor]) -> list[Any]:
@@ -39,32 +39,33 @@ def nodes(roots: Sequence[Tensor]) -> list[Any]:
 
 
 def saved(roots: Sequence[Tensor]) -> Iterator[tuple[str, Tensor, Raw]]:
-    """(name of the node, saved tensor, its raw handle) for all that the graph keeps for its backward.
+    """Yield (name of the node, saved tensor, its raw handle) for all that the graph keeps for its backward.
 
-    What a node hides has no raw handle, but None.
+    A tensor that a node hides has None instead of a raw handle.
     """
-    yield from _shown(roots)
-    for node in filter(hidden.hides, nodes(roots)):
-        yield from ((f"{type(node).__name__}.saved", tensor, None) for tensor in hidden.tensors(node))
+    graph = nodes(roots)
+    yield from _shown(graph)
+    for node in filter(copy_slices.hides, graph):
+        yield from ((f"{type(node).__name__}.saved", tensor, None) for tensor in copy_slices.tensors(node))
 
 
-def _shown(roots: Sequence[Tensor]) -> Iterator[tuple[str, Tensor, Raw]]:
-    for node in nodes(roots):
+def _shown(graph: Sequence[Any]) -> Iterator[tuple[str, Tensor, Raw]]:
+    for node in graph:
         yield from ((f"{type(node).__name__}.{name}", tensor, raw) for name, tensor, raw in shown(node))
 
 
 def keep(roots: Sequence[Tensor], known: set[int], where: str) -> tuple[list[Tensor], list[str]]:
-    """Copies of what the graph saved outside the memory `known` (weights and inputs), and a signature of the graph.
+    """Return copies of what the graph saved outside the memory `known` (weights, inputs), and the graph's signature.
 
-    The signature names every saved tensor and every saved number, in order: numbers cannot be put back, so a forward
-    that finds others (a threshold taken from the data, say) must be noticed.
+    The signature lists every saved tensor and every saved number, in order. Numbers cannot be put back, so a forward
+    that yields other numbers (a threshold taken from the data, say) must be noticed.
     """
-    values, signature = [], []
-    for name, tensor, _ in _shown(roots):
-        if identity(tensor) not in known:
+    values, signature, graph = [], [], nodes(roots)
+    for name, tensor, _ in _shown(graph):
+        if not lies_in(tensor, known):
             values.append(replica(tensor))
             signature.append(name)
-    for node, key, value in _attributes(roots):
+    for node, key, value in _attributes(graph):
         if isinstance(value, Tensor):
             values.append(replica(value))
         elif not _plain(value):
@@ -73,8 +74,8 @@ def keep(roots: Sequence[Tensor], known: set[int], where: str) -> tuple[list[Ten
                 "keep tensors with ctx.save_for_backward, and numbers"
             )
         signature.append(f"{type(node).__name__}.ctx.{key}={'' if isinstance(value, Tensor) else repr(value)}")
-    others, lines = hidden.taken(nodes(roots), known, where)
-    return values + [replica(tensor) for tensor in others], signature + _numbers(roots) + lines
+    others, lines = copy_slices.taken(graph, known, where)
+    return values + [replica(tensor) for tensor in others], signature + _numbers(graph) + lines
 
 
 def put_back(
@@ -84,37 +85,37 @@ def put_back(
     signature: Sequence[str],
     where: str,
     device: torch.device | None = None,
-    handles: hidden.Handles | None = None,
+    handles: copy_slices.Handles | None = None,
 ) -> None:
-    """Make the backward of this graph, built anew, use `values` instead of what it saved itself.
+    """Make the backward of this rebuilt graph use `values` instead of the tensors that it has saved itself.
 
-    device: where it works, if the values wait elsewhere and come when they are asked for. handles: of what the graph
-    saved, as `rerun` gives them.
+    device: where the graph computes, if the values wait elsewhere and are fetched on demand. handles: those of the
+    saved tensors, as `rerun` returns them.
     """
-    lines = [line for line in signature if line.startswith(hidden.MARK)]
-    signature = signature[: len(signature) - len(lines)]
+    lines = [line for line in signature if line.startswith(copy_slices.MARK)]
+    signature, graph = signature[: len(signature) - len(lines)], nodes(roots)
     with nullcontext() if handles is None else handles.looking(known):
         found = [
             (name, raw if handles is None else handles.of(t) or raw)  # hooks are not told of numbers
-            for name, t, raw in _shown(roots)
-            if identity(t) not in known
+            for name, t, raw in _shown(graph)
+            if not lies_in(t, known)
         ]
-        places = hidden.fit(nodes(roots), known, lines, handles)
-    attributes = list(_attributes(roots))
+        places = copy_slices.fit(graph, known, lines, handles)
+    attributes = list(_attributes(graph))
     count = len(found) + len(attributes)
     kept = [item.partition("=") for item in signature[len(found) : count]]
     names = [name for name, _ in found] + [f"{type(node).__name__}.ctx.{key}" for node, key, _ in attributes]
     wanted = [*signature[: len(found)], *(name for name, _, _ in kept), *signature[count:]]
-    if names + _numbers(roots) != wanted or places is None:
+    if names + _numbers(graph) != wanted or places is None:
         raise ValueError(
-            f"{where}: the forward builds another graph than when the state was saved; is it the same model, in the "
-            "same mode, and the same torch? (a graph that depends on the data, or numbers taken from it, cannot be "
+            f"{where}: the forward builds a different graph than when the state was saved; is it the same model, in "
+            "the same mode, and the same torch? (a graph that depends on the data, or numbers taken from it, cannot be "
             "restored)"
         )
     given = iter(values)
     for _, raw in found:
         give = _Give(next(given), device)
-        if isinstance(raw, hidden.Handle):
+        if isinstance(raw, copy_slices.Handle):
             raw.give = give
             continue
         try:
@@ -140,16 +141,16 @@ def _plain(value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, float, str))
 
 
-def _attributes(roots: Sequence[Tensor]) -> Iterator[tuple[Any, str, Any]]:
+def _attributes(graph: Sequence[Any]) -> Iterator[tuple[Any, str, Any]]:
     """What custom Functions have put on their ctx."""
-    for node in nodes(roots):
+    for node in graph:
         if isinstance(node, torch.autograd.function.BackwardCFunction):
             yield from ((node, key, value) for key, value in sorted(vars(node).items()))
 
 
-def _numbers(roots: Sequence[Tensor]) -> list[str]:
+def _numbers(graph: Sequence[Any]) -> list[str]:
     """The numbers that torch's own nodes have saved."""
-    return [f"{type(node).__name__}.{found}" for node in nodes(roots) for found in numbers_of(node)]
+    return [f"{type(node).__name__}.{found}" for node in graph for found in numbers_of(node)]
 
 
 def _forget(tensor: Tensor) -> None:
@@ -170,25 +171,25 @@ def held_bytes(roots: Sequence[Tensor], leaves: Sequence[Tensor], weights: Seque
     """Bytes of activations a graph keeps alive: saved tensors and inputs, each memory once, weights not counted."""
     known = storages(weights)
     total: dict[int, int] = {}
-    for tensor in [*leaves, *(t for _, t, _ in saved(roots))]:
-        storage = tensor.untyped_storage()
+    for piece in (piece for t in [*leaves, *(t for _, t, _ in saved(roots))] for piece in pieces(t)):
+        storage = piece.untyped_storage()
         if identity(storage) not in known:
             total[identity(storage)] = storage.nbytes()
     return sum(total.values())
 
 
-def rerun(stage: Any, x: Any, target: Any) -> tuple[tuple[Tensor, ...], Any, hidden.Handles | None]:
-    """The stage's forward once more, for the structure of its graph: buffers and random state as before.
+def rerun(stage: Any, x: Any, target: Any) -> tuple[tuple[Tensor, ...], Any, copy_slices.Handles | None]:
+    """Run the stage's forward once more, for the structure of its graph; buffers and random state are put back.
 
-    Returns its leaves, its output, and handles of what was saved, if the graph hides some of that.
+    Returns its leaves, its output, and handles of the saved tensors, if the graph hides some of them.
     """
     leaves, output = _once_more(stage, x, target)
     if getattr(stage.call, "handles", None) is not None:  # it has hooks on what it saves (`afresh`)
         return leaves, output, stage.call.handles
     roots = [part for part in tensors_in(output) if part.requires_grad]
-    if not any(True for node in filter(hidden.hides, nodes(roots)) for _ in hidden.tensors(node)):
+    if not any(True for node in filter(copy_slices.hides, nodes(roots)) for _ in copy_slices.tensors(node)):
         return leaves, output, None
-    handles = hidden.Handles(stage.label)
+    handles = copy_slices.Handles(stage.label)
     with saved_tensors_hooks(handles.pack, handles.unpack):
         return *_once_more(stage, x, target), handles
 

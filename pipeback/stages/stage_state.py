@@ -2,8 +2,8 @@
 
 Tensor names: weight/NAME, buffer/NAME, mask/V/N (the packed index of survivors), optimizer/N/KEY, counted/N,
 method/KEY/N, grad/N, version/V/N, random, flight/I/{x,target,saved,used,loss,random}/N, flight/I/buffer/NAME and
-message/KIND/I/N, with N counting the weights or the parts of a value, V versions and I micro-batches. Everything else
-is JSON: numbers, strings, lists and dictionaries.
+message/KIND/I/N, where N counts the weights or the parts of a value, V the versions and I the micro-batches. Everything
+else is JSON: numbers, strings, lists and dictionaries.
 """
 
 from __future__ import annotations
@@ -17,40 +17,43 @@ import torch
 from torch import Tensor
 
 from pipeback.stages import saved_graph
-from pipeback.stages.afresh import Afresh, as_it_was
-from pipeback.stages.counted import restore, saved
+from pipeback.stages.flight import Flight, grown
+from pipeback.stages.module_settings import Settings
+from pipeback.stages.optimizer_counters import restore, saved
 from pipeback.stages.recompute import Recomputation, versions
-from pipeback.stages.settings import Settings
-from pipeback.stages.stage import HALF, Flight, Stage, grown
+from pipeback.stages.recomputed_functions import Afresh, as_it_was
+from pipeback.stages.stage import Stage
+from pipeback.stages.state_check import Corrupt, named, trained
 from pipeback.tensors import copies
 from pipeback.tensors.checksum import checksum
 from pipeback.tensors.layout import put
 
 Tensors = dict[str, Tensor]
-_MASTERED = [{half, torch.float32} for half in HALF]
 Plain = dict[str, Any]
-
-
-class Corrupt(ValueError):
-    """A state that does not fit this pipeline; the message says where and what to do."""
 
 
 def save(
     stage: Stage, messages: dict[tuple[str, int, int], Any], number: Callable[[Any], int], *, copy: bool = True
 ) -> tuple[Tensors, Plain]:
-    """Everything a stage holds.
+    """Return everything a stage holds, as tensors by name and plain values.
 
-    messages: what was sent to this stage and not yet received. number: gives the options of a flight a number. copy:
-    of weights and state, which else are those in use and need not be in memory.
+    messages: those sent to this stage and not yet received. number: numbers the options of a flight. copy: whether to
+    copy weights and state; otherwise the tensors in use are returned, which need not be in memory.
     """
     mine: Callable[[Tensor], Tensor] = copies.replica if copy else Tensor.detach
     tensors: Tensors = {}
-    plain: Plain = {"version": stage.version, "count": stage.count, "optimizer": {}, "method": {}, "flights": {}}
-    _put(tensors, "weight", stage.named(), mine)
+    plain: Plain = {
+        "version": stage.version,
+        "count": stage.gradients.count,
+        "optimizer": {},
+        "method": {},
+        "flights": {},
+    }
+    _put(tensors, "weight", named(stage)["weight"], mine)
     _put(tensors, "buffer", dict(stage.module.named_buffers()))
-    if stage.sparse is not None:
-        plain["masks"] = [since for since, _ in stage.sparse.changes]
-        for since, packed in stage.sparse.changes:
+    if stage.home.sparse is not None:
+        plain["masks"] = [since for since, _ in stage.home.sparse.changes]
+        for since, packed in stage.home.sparse.changes:
             _put(tensors, f"mask/{since}", {str(n): index for n, index in enumerate(packed) if index is not None})
     aliases: dict[int, str] = {}
     for n, w in enumerate(stage.weights):
@@ -73,20 +76,20 @@ def save(
                     tensors[f"method/{key}/{n}"] = mine(x)
         else:
             plain["method"][key] = value
-    sums = {str(n): g for n, g in enumerate(stage.grads()) if g is not None and stage.count}
+    sums = {str(n): g for n, g in enumerate(stage.grads()) if g is not None and stage.gradients.count}
     plain["grads"] = list(sums)
     _put(tensors, "grad", sums, mine)
     plain["options"] = None if stage.options is None else number(stage.options)
-    for version, weights in stage.versions.items():
+    for version, weights in stage.versions.kept.items():
         _put(tensors, f"version/{version}", {str(n): w for n, w in enumerate(weights)}, mine)
-    plain["versions"] = sorted(stage.versions)
-    plain["seed"] = stage.seed
-    plain["trained"] = _trained(stage)
+    plain["versions"] = sorted(stage.versions.kept)
+    plain["seed"] = stage.random.seed
+    plain["trained"] = trained(stage)
     plain["afresh"] = isinstance(stage.call, Afresh)
     plain["device"] = None if stage.device is None else stage.device.type
-    plain["clones_input"] = stage.clones_input  # a graph can only be built anew when this is known
-    if stage.stream is not None:
-        tensors["random"] = stage.stream.clone()
+    plain["clones_input"] = stage.learnt.clones_input  # a graph can only be built anew when this is known
+    if stage.random.state is not None:
+        tensors["random"] = stage.random.state.clone()
     for mb, flight in stage.flights.items():
         plain["flights"][str(mb)] = _save_flight(stage, mb, flight, tensors, number)
         if flight.owned is not None:
@@ -133,14 +136,16 @@ def _save_flight(stage: Stage, mb: int, flight: Flight, tensors: Tensors, number
 def load(stage: Stage, tensors: Mapping[str, Tensor], plain: Plain, options: dict[int, Any]) -> None:
     """Put a saved state into the stage, all but its micro-batches in flight. `check` must have passed."""
     with torch.no_grad():
-        if stage.sparse is not None:
+        if stage.home.sparse is not None:
             there = [[tensors.get(f"mask/{since}/{n}") for n in range(len(stage.weights))] for since in plain["masks"]]
-            stage.sparse.restore(stage, [(since, tuple(p)) for since, p in zip(plain["masks"], there, strict=True)])
-        for kind, mine in _named(stage).items():
+            stage.home.sparse.restore(
+                stage, [(since, tuple(p)) for since, p in zip(plain["masks"], there, strict=True)]
+            )
+        for kind, mine in named(stage).items():
             for name, value in mine.items():
                 put(value.data, tensors[f"{kind}/{name}"])
-        stage.round()
-        stage.version, stage.count = plain["version"], plain["count"]
+        stage.masters.round()
+        stage.stand_at(plain["version"], None if plain["options"] is None else options[plain["options"]])
         state = stage.optimizer.state
         state.clear()
         for n, w in enumerate(stage.weights):
@@ -154,32 +159,32 @@ def load(stage: Stage, tensors: Mapping[str, Tensor], plain: Plain, options: dic
         if "counted" in plain:
             found = {k.removeprefix("counted/"): v for k, v in tensors.items() if k.startswith("counted/")}
             restore(stage.optimizer, plain["counted"], found, stage.weights[0].device if stage.weights else None)
-        stage.state = {
-            key: [_method_tensor(stage, name, tensors) for name in value] if isinstance(value, list) else value
-            for key, value in plain["method"].items()
-        }
+        stage.put_state(
+            {
+                key: [_method_tensor(stage, name, tensors) for name in value] if isinstance(value, list) else value
+                for key, value in plain["method"].items()
+            }
+        )
         names = [f"grad/{n}" if str(n) in plain["grads"] else None for n in range(len(stage.params))]
         sums = [None if name is None else _home(stage, tensors[name]) for name in names]
         stage.put_sums(sums)
-        stage.versions = {
-            v: [_home(stage, tensors[f"version/{v}/{n}"]) for n in range(len(stage.weights))] for v in plain["versions"]
-        }
-        stage.stream = _stream(stage, tensors["random"]) if "random" in tensors else None
-    stage.seed = plain["seed"]
-    stage.clones_input = plain["clones_input"]
-    stage.call = as_it_was(stage, plain.get("afresh", False))  # graphs in flight are built anew as they were
-    stage.alike = None  # the rehearsal will find out
-    stage.options = None if plain["options"] is None else options[plain["options"]]
+        stage.gradients.count_anew(plain["count"])
+        numbers = range(len(stage.weights))
+        stage.versions.put({v: [_home(stage, tensors[f"version/{v}/{n}"]) for n in numbers] for v in plain["versions"]})
+        stage.random.go_to(_stream(stage, tensors["random"]) if "random" in tensors else None)
+    stage.random.sow(plain["seed"])
+    stage.learn(clones_input=plain["clones_input"], alike=None)  # whether they are, the rehearsal will find out
+    stage.call_by(as_it_was(stage, plain.get("afresh", False)))  # graphs in flight are built anew as they were
 
 
 def _stream(stage: Stage, saved: Tensor) -> Tensor:
-    """The random stream as it was; one of another kind of generator gives the seed of a new one."""
+    """Return the saved random stream; one of another kind of generator becomes the seed of a new one."""
     generator = stage.generator
     if len(saved) == len(generator.get_state()):
         return saved.clone()
     warnings.warn(
         f"{stage.label}: its random numbers cannot go on as in the state, which was saved on another kind of device; "
-        f"from here on others are drawn on {generator.device.type}",
+        f"from here on it draws other ones on {generator.device.type}",
         stacklevel=2,
     )
     return torch.Generator(generator.device).manual_seed(checksum([saved])).get_state()
@@ -192,7 +197,7 @@ def load_flights(
     if stage.stack is not None:
         stage.stack.restart(stage)
     flights = sorted(((int(mb), p) for mb, p in plain["flights"].items()), key=lambda pair: pair[0])
-    stage.flights = {mb: _load_flight(stage, mb, p, tensors, options) for mb, p in flights}
+    stage.put_flights({mb: _load_flight(stage, mb, p, tensors, options) for mb, p in flights})
     return {
         (kind, stage.index, mb): _load_value(stage, tensors, f"message/{kind}/{mb}", shape)
         for kind, mb, shape in plain["messages"]
@@ -219,8 +224,8 @@ def _load_flight(stage: Stage, mb: int, plain: Plain, tensors: Mapping[str, Tens
     if stage.keeping is not None:
         stage.keeping.adopt(flight)
     if plain["owned"]:
-        stage.owns = True
-        flight.owned = [_home(stage, tensors[f"flight/{mb}/used/{n}"]) for n in range(len(stage.weights))]
+        used = [_home(stage, tensors[f"flight/{mb}/used/{n}"]) for n in range(len(stage.weights))]
+        stage.versions.own(flight, used)
     stage.listen(flight)
     flight.entry, flight.options = plain["entry"], options[plain["options"]]
     return flight
@@ -234,7 +239,7 @@ def _numbered(tensors: Mapping[str, Tensor], prefix: str) -> list[Tensor]:
 def _load_row(stage: Stage, mb: int, plain: Plain, tensors: Mapping[str, Tensor], options: dict[int, Any]) -> Flight:
     if stage.stack is None:
         raise Corrupt(
-            f"{stage.label}: micro-batch {mb} was saved in flight with vectorize=, and needs what a stack keeps; "
+            f"{stage.label}: micro-batch {mb} was saved in flight with vectorize=, and can only go on in a stack; "
             "build the pipeline with vectorize=True, or save it drained"
         )
     flight = Flight((), None, None, plain["version"], False)
@@ -243,8 +248,8 @@ def _load_row(stage: Stage, mb: int, plain: Plain, tensors: Mapping[str, Tensor]
     values = _numbered(tensors, prefix)
     flight.row = stage.stack.restore(stage, mb, (tuple(shape), getattr(torch, dtype), training), values)
     if plain["owned"]:
-        stage.owns = True
-        flight.owned = [_home(stage, tensors[f"flight/{mb}/used/{n}"]) for n in range(len(stage.weights))]
+        used = [_home(stage, tensors[f"flight/{mb}/used/{n}"]) for n in range(len(stage.weights))]
+        stage.versions.own(flight, used)
     flight.entry, flight.options = plain["entry"], options[plain["options"]]
     return flight
 
@@ -266,7 +271,7 @@ def _save_again(tensors: Tensors, prefix: str, flight: Flight) -> Plain:
 def _load_again(stage: Stage, tensors: Mapping[str, Tensor], prefix: str, plain: Plain, flight: Flight) -> None:
     if len(plain["modes"]) != sum(1 for _ in stage.module.modules()):
         raise Corrupt(
-            f"{stage.label}: a micro-batch that was saved with activations='recompute' is to be done once more, but "
+            f"{stage.label}: a micro-batch that was saved with activations='recompute' has to be recomputed, but "
             f"the stage had {len(plain['modes'])} modules then; build the same model"
         )
     numbers = Settings(stage.module.modules())
@@ -281,62 +286,6 @@ def _load_again(stage: Stage, tensors: Mapping[str, Tensor], prefix: str, plain:
         tuple((device, getattr(torch, dtype)) for device, dtype in plain["autocast"]),
         versions(flight),
     )
-
-
-def check(stage: Stage, tensors: Mapping[str, Tensor], plain: Plain) -> None:
-    """Raise `Corrupt` unless the weights and buffers of the state are this stage's, by name and shape, and the same
-    weights train. Values that belong to a weight are stored by its number among those that do.
-    """
-    whole = _named(stage)
-    if not stage.keeps_masters:
-        whole["weight"] = dict(stage.module.named_parameters())  # in a store there may be other shapes
-    for kind, mine in whole.items():
-        theirs = {k.removeprefix(f"{kind}/"): v for k, v in tensors.items() if k.startswith(f"{kind}/")}
-        where = stage.label
-        if different := sorted(set(mine) ^ set(theirs)):
-            has = "the state lacks" if different[0] in mine else "the model lacks"
-            raise Corrupt(
-                f"{where}: {has} {kind} {different[0]!r}; this state belongs to another model; build that one"
-            )
-        for name, value in mine.items():
-            if kind == "weight" and name in stage.sparse_names() and value.dtype == theirs[name].dtype:
-                continue  # there may be more survivors there, or fewer
-            piece = kind == "weight" and stage.shard is not None and stage.shard.fits(name, theirs[name])
-            if piece and value.dtype == theirs[name].dtype:
-                continue  # of a store's own folder, which has what this rank keeps
-            if value.shape == theirs[name].shape and {value.dtype, theirs[name].dtype} in _MASTERED:
-                raise Corrupt(
-                    f"{where}: {kind} {name!r} is {value.dtype} here, but {theirs[name].dtype} in the state: one of "
-                    "them keeps float32 masters of weights of a half type; build both with the same masters="
-                )
-            if value.shape != theirs[name].shape or value.dtype != theirs[name].dtype:
-                raise Corrupt(
-                    f"{where}: {kind} {name!r} is {tuple(value.shape)} {value.dtype} here, but "
-                    f"{tuple(theirs[name].shape)} {theirs[name].dtype} in the state, which belongs to another model"
-                )
-    there, now = plain.get("device"), None if stage.device is None else stage.device.type
-    if plain["flights"] and "random" in tensors and there and now and there != now:
-        raise Corrupt(
-            f"{stage.label}: it draws random numbers (dropout and the like), and micro-batches in flight that have "
-            f"drawn on {there} cannot continue on {now}; drain() before state_dict() there, or load where it was saved"
-        )
-    trains = _trained(stage)
-    if different := sorted(set(trains) ^ set(plain.get("trained", trains))):
-        here, there = ("trains", "frozen") if different[0] in trains else ("is frozen", "trained")
-        raise Corrupt(
-            f"{stage.label}: weight {different[0]!r} {here} here, but was {there} in the state; set requires_grad as "
-            "it was, and build a new Pipeline"
-        )
-
-
-def _trained(stage: Stage) -> list[str]:
-    """The names of the weights that train, in the order of their numbers."""
-    mine = {id(p) for p in stage.params}
-    return [name for name, p in stage.module.named_parameters() if id(p) in mine]
-
-
-def _named(stage: Stage) -> dict[str, dict[str, Tensor]]:
-    return {"weight": stage.named(), "buffer": dict(stage.module.named_buffers())}
 
 
 def _put(
@@ -359,14 +308,21 @@ def _method_tensor(stage: Stage, name: str | None, tensors: Mapping[str, Tensor]
         return None
     if name.startswith("optimizer/"):
         _, n, key = name.split("/", 2)
-        return stage.optimizer.state[stage.weights[int(n)]][key]
+        kept: Tensor = stage.optimizer.state[stage.weights[int(n)]][key]
+        return kept
     return _home(stage, tensors[name])
 
 
 def _known(stage: Stage, leaves: tuple[Tensor, ...], target: Any) -> set[int]:
     """Memory that a graph may refer to without it being stored: weights, inputs and targets."""
-    known = copies.storages([*stage.memory(), *leaves, *copies.tensors_in(target)])
+    known = copies.storages([*_memory(stage), *leaves, *copies.tensors_in(target)])
     return stage.call.look(known) if isinstance(stage.call, Afresh) else known
+
+
+def _memory(stage: Stage) -> list[Tensor]:
+    """Tensors whose memory the graphs in flight refer to: the weights, and their place on the device."""
+    slot = stage.home.slot
+    return [*stage.module.parameters(), *([] if slot is None else [slot.flat.memory])]
 
 
 def _save_value(tensors: Tensors, prefix: str, value: Any) -> Any:

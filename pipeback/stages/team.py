@@ -1,6 +1,6 @@
 """Team: the stages that one call of a method's hook, or one step of an optimizer, serves.
 
-One stage, or several whose weights, states and numbers stand one after the other.
+A team is one stage, or several whose weights, states and numbers are concatenated.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class StageGroup:
         self._stays = False  # the gradients that the optimizer sees lie beside the weights
 
     def put(self, grads: Sequence[Tensor | None], whole: bool) -> None:
-        """Have these be the gradients that the optimizer sees. In a strip it sees what lies beside the weights, into
-        which they are copied.
+        """Set the gradients that the optimizer sees. If the weights lie in a strip of memory, the gradients are copied
+        into the strip beside them.
 
-        whole: the method computes with velocities, which are to have all entries where some gradients are sparse.
+        whole: the method computes with velocities, which need all entries even where some gradients are sparse.
         """
         if whole and isinstance(self.first.optimizer, torch.optim.SGD):
             grads = [None if g is None else dense(g) for g in grads]
@@ -54,7 +54,7 @@ class StageGroup:
                 w.grad = g
 
     def take_back(self) -> None:
-        """The gradients may go; what lies beside the weights stays."""
+        """Release the gradients, but not those that lie in the strip beside the weights."""
         if not self._stays:
             for w in self.weights:
                 w.grad = None
@@ -63,9 +63,9 @@ class StageGroup:
     def scratch(self) -> Weights:
         """The buffers beside the weights; raises where the method has declared none."""
         if self._scratch is None:
-            if self.first.scratch is None:
+            if self.first.versions.scratch is None:
                 raise RuntimeError('the method shifts weights, but its copies are "live"; declare copies = "scratch"')
-            self._scratch = joined(s.scratch or () for s in self.stages)
+            self._scratch = joined(s.versions.scratch or () for s in self.stages)
         return self._scratch
 
     @property
@@ -85,12 +85,12 @@ class StageGroup:
     @state.setter
     def state(self, state: State) -> None:
         if len(self.stages) == 1:
-            self.first.state = state
+            self.first.put_state(state)
             return
         at = 0
         for s in self.stages:
             n = len(s.weights)
-            s.state = {k: chosen(v, range(at, at + n)) if isinstance(v, list) else v for k, v in state.items()}
+            s.put_state({k: chosen(v, range(at, at + n)) if isinstance(v, list) else v for k, v in state.items()})
             at += n
         self._states, self._state = [s.state for s in self.stages], state
 

@@ -1,4 +1,4 @@
-"""CUDA copies: bytes that come to an accelerator and leave it while it computes. Elsewhere they are there at once."""
+"""CUDA copies: copy to and from an accelerator while it computes. On other devices the copies are made at once."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Left = Callable[[], AbstractContextManager[None]]  # entered by whoever reads wh
 
 
 class CudaCopies:
-    """Of every device one stream brings weights, one takes gradients away, and events order them with computing.
+    """On each device one stream brings weights, another takes gradients away, and events order both with computing.
 
-    Weights that live on the device where they compute come and go in the stream that computes.
+    Weights that live on the device on which they are used are copied in the stream that computes.
     """
 
     def __init__(self, stages: Iterable[Stage]) -> None:
@@ -28,10 +28,10 @@ class CudaCopies:
         self._stay: set[torch.device] = set()  # whose weights live there
         self._here: dict[torch.device, torch.Stream] = {}  # that compute
         for stage in stages:
-            if stage.slot is None or stage.home is None:
+            if stage.home.slot is None or stage.home.flat is None:
                 continue
-            device = _device(stage.slot)
-            if stage.home.memory.device == device:
+            device = _device(stage.home.slot)
+            if stage.home.flat.memory.device == device:
                 self._stay.add(device)
             elif device not in self._beside and accelerators.has_streams(device):
                 self._beside[device] = torch.Stream(device), torch.Stream(device)
@@ -39,7 +39,7 @@ class CudaCopies:
         self._free: dict[DeviceSlot, torch.Event] = {}
 
     def given(self, slot: DeviceSlot) -> None:
-        """Something is to be copied to the slot, whose memory may still be read by what was computed before."""
+        """Something will be copied to the slot, whose memory operations queued before may still read."""
         device = _device(slot)
         if device in self._beside:
             self._free[slot] = accelerators.current(device).record_event()
@@ -48,7 +48,7 @@ class CudaCopies:
 
     @contextmanager
     def fetching(self, slot: DeviceSlot) -> Iterator[None]:
-        """What is copied to the slot goes beside what is computed, once its memory is free."""
+        """A context in which copies to the slot run beside the computing, once the slot's memory is free."""
         device = _device(slot)
         if device not in self._beside:
             with on(self._here[device]) if device in self._here else nullcontext():
@@ -61,12 +61,12 @@ class CudaCopies:
             self._ready[slot] = into.record_event()
 
     def arrived(self, slot: DeviceSlot) -> None:
-        """What is computed from now on waits for the copy."""
+        """Operations from now on wait for the copy."""
         if slot in self._ready:
             accelerators.current(_device(slot)).wait_event(self._ready.pop(slot))
 
     def leave(self, grads: Sequence[Tensor | None]) -> tuple[list[Tensor | None], Left]:
-        """The gradients where their weights live, for whoever has entered the second thing returned."""
+        """Gradients copied to where their weights live; they may be read inside the context returned second."""
         device = next((g.device for g in grads if g is not None), None)
         if not accelerators.away(device):
             return list(grads), nullcontext
@@ -92,7 +92,7 @@ class CudaCopies:
         return host, lambda: _after(event)
 
     def handed(self, grads: Sequence[Tensor | None]) -> Callable[[Callable[[], Scattered]], Scattered]:
-        """Another thread calls what is returned: to exchange gradients on the device, and have them in host memory."""
+        """A wrapper for another thread to call: exchanges gradients on the device, then has them in host memory."""
         device = next((g.device for g in grads if g is not None), accelerators.mine())
         _, out = self._beside[device]
         ready = accelerators.current(device).record_event()

@@ -1,14 +1,13 @@
-"""DiskStore: weights, gradients and optimizer state in files; the newest whole version survives whatever happens.
+"""DiskStore: weights, gradients and optimizer state in files. The newest whole version survives whatever happens.
 
-    FOLDER/lock                     held by the process that uses the folder; over processes FOLDER is a folder of the
-                                    store's, rank-0, rank-1, …, and holds what this rank's store keeps
+    FOLDER/lock                     held by the process that uses the folder. Over processes, FOLDER holds one folder
+                                    per rank, rank-0, rank-1, …, each with the files of that rank's store
     FOLDER/stage-000.pages          regions of stage 0: see `pages`
-    FOLDER/version-00000012.json    the last committed version: which region is what, its CRC-32, and plain values
-    FOLDER/committed                there is, or was, such a version
+    FOLDER/version-00000012.json    the last committed version: see `committed`
 
-A commit writes what is in flight beside what lies there already, waits for the disk, and gives its JSON the name by one
-rename. Regions that a committed version names are not overwritten before the next one is committed by all ranks, so
-processes that are killed at any time leave a version whole.
+A commit writes the state of what is in flight beside the regions that exist already, waits for the disk, and adds a
+version. Regions that a committed version names are not overwritten until all ranks have committed the next one, so a
+whole version is left whenever processes are killed.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import ctypes
 import fcntl
 import os
 import threading
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -25,19 +24,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeback import errors
 from pipeback.errors import StoreError
 from pipeback.methods.base import Method
 from pipeback.private import identity
 from pipeback.schedules.programs import flush
 from pipeback.stages.device_slot import DeviceSlot
 from pipeback.stages.stage import Stage
-from pipeback.streaming import forked, sealed_file
-from pipeback.streaming.pages import Pages, Region, read
+from pipeback.streaming import fork_guard
+from pipeback.streaming.committed import CommittedVersions, naming
+from pipeback.streaming.pages import Pages
 from pipeback.streaming.sparse_weights import SparseWeights
-from pipeback.streaming.store import HostStore, Store
+from pipeback.streaming.store import HostStore, Store, copy_newest, move_in
+from pipeback.tensors.flat_buffer import FlatBuffer
 
-FORMAT = 1
 SELDOM = 256  # micro-batches between commits of methods that never flush
 SMALL = 4096  # bytes: what is smaller stays in memory, as a step counter does
 
@@ -45,14 +44,14 @@ SMALL = 4096  # bytes: what is smaller stays in memory, as a step counter does
 class DiskStore(Store):
     """Weights, gradients and optimizer state in `folder`, read and written as stages come and go.
 
-    folder        a folder of its own, on a local disk; one that holds a committed version of the same model is resumed,
-                  over processes on as many ranks, each of which has a folder of its own there
-    prefetch      stages fetched ahead of the one at work; at most prefetch + 1 have their weights on the device
-    fused         use torch's fused CPU optimizers: faster, with other last bits than the default ones
+    folder        a folder on a local disk that nothing else uses. If it holds a committed version of the same model,
+                  training resumes from it; over processes on as many ranks, each of which has a subfolder
+    prefetch      stages fetched ahead of the one at work; at most prefetch + 1 stages have their weights on the device
+    fused         use torch's fused CPU optimizers, which are faster and differ from the default ones in the last bits
     commit_every  micro-batches between commits of a method that never flushes; one that flushes commits at each flush
     device_memory, host_memory  budgets in bytes, or as "1.5 GB": see `Store`
 
-    Raises StoreError when the folder is in use, cannot be written, is damaged, or has another format.
+    Raises StoreError if the folder is in use, cannot be written, is damaged, or has another format.
     """
 
     def __init__(
@@ -68,8 +67,7 @@ class DiskStore(Store):
         self.device_memory, self.host_memory = device_memory, host_memory
         self.budgets  # noqa: B018 (raises where they cannot be read)
         self.root = self.folder
-        self.number = 0  # commits that this folder has seen
-        self.committed: dict[str, Any] | None = None
+        self.versions = CommittedVersions(self.folder)
         self._pages: dict[tuple[int, int], Pages] = {}  # by stage and replica
         self._housed: dict[tuple[int, int], dict[str, int]] = {}  # names of what lies in pages -> its storage
         self._depth: dict[tuple[int, int], int] = {}
@@ -77,11 +75,12 @@ class DiskStore(Store):
         self._lock: int | None = None
 
     def open(self, place: int | None = None) -> None:
-        """Take the folder for this process, and read what was committed."""
+        """Lock the folder for this process."""
         _give_memory_back()
         self.closed = False
         self.folder = self.root if place is None else self.root / f"rank-{place}"
-        with _naming(self.folder):
+        self.versions = CommittedVersions(self.folder)
+        with naming(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
             try:
@@ -94,46 +93,26 @@ class DiskStore(Store):
                 ) from None
             os.ftruncate(self._lock, 0)
             os.pwrite(self._lock, str(os.getpid()).encode(), 0)
-            forked.locks(self)
-
-    @property
-    def versions(self) -> set[int]:
-        """The numbers of the committed versions: one, or two after a kill while ranks were committing."""
-        return {int(path.stem.removeprefix("version-")) for path in self.folder.glob("version-*.json")}
-
-    @property
-    def begun(self) -> tuple[bool, bool]:
-        """Whether anything was committed to the folder, as it says itself; whether there are pages of stages."""
-        return (self.folder / "committed").exists(), any(self.folder.glob("stage-*.pages"))
-
-    def choose(self, number: int) -> None:
-        """Go on from this version."""
-        file = self._version(number)
-        with _naming(file):
-            document = sealed_file.unsealed(file)
-        if document["format"] != FORMAT:
-            raise StoreError(
-                f"{file}: has format {document['format']}, this pipeback reads {FORMAT}; use the version that wrote it"
-            )
-        self.number, self.committed = number, document
-        for other in self.versions - {number}:
-            self._version(other).unlink()
-
-    def _version(self, number: int) -> Path:
-        return self.folder / f"version-{number:08d}.json"
+            fork_guard.locks(self)
 
     # -- a stage -------------------------------------------------------------------------------------------------
 
     def hold(self, stage: Stage, method: Method, device: torch.device, sparse: SparseWeights | None = None) -> None:
         key = _key(stage)
-        self._pages[key] = Pages(self.folder / _file(*key), _regions(self._described(stage)))
+        self._pages[key] = Pages(self.versions.pages(*key), self.versions.regions(*key))
         self._housed[key], self._depth[key], self._locks[key] = {}, 0, threading.RLock()
-        super().hold(stage, method, device, sparse)
+        move_in(self, stage, method, device, sparse)
         self._put_away(stage, changed=True)
+
+    def where(self, device: torch.device) -> torch.device:
+        return torch.device("cpu")
+
+    def shown(self, home: FlatBuffer) -> None:
+        """NaN: the weights are not in memory."""
 
     @contextmanager
     def opened(self, stage: Stage, *, changes: bool = False, whole: bool = False) -> Iterator[None]:
-        """Meanwhile weights, optimizer and method state are in memory (`whole`: all that lies here)."""
+        """A context in which weights, optimizer and method state are in memory (`whole`: all tensors)."""
         key = _key(stage)
         with self._locks[key]:
             self._depth[key] += 1
@@ -149,7 +128,7 @@ class DiskStore(Store):
 
     @contextmanager
     def lent(self, stage: Stage, tensors: Sequence[Tensor | None]) -> Iterator[None]:
-        """Meanwhile these, older weights or sums, are in memory."""
+        """A context in which these tensors, older weights or sums of gradients, are in memory."""
         with self._locks[_key(stage)]:
             mine = {id(t) for t in tensors if t is not None}
             names = {name: t for name, t in _all(stage) if id(t) in mine}
@@ -165,17 +144,17 @@ class DiskStore(Store):
 
     def read(self, stage: Stage, slot: DeviceSlot) -> int:
         """Read the newest weights to the device. Returns the bytes that travelled to it."""
-        assert stage.home is not None
+        assert stage.home.flat is not None
         if not slot.nbytes:
             return 0
-        if slot.device.type == "cpu" and stage.sparse is None and stage.shard is None:
+        if slot.device.type == "cpu" and stage.home.sparse is None and stage.home.share is None:
             self._pages[_key(stage)].read("home", slot.flat.memory)
             return slot.nbytes
-        with self.lent(stage, [stage.home.memory]):
-            return super().read(stage, slot)
+        with self.lent(stage, [stage.home.flat.memory]):
+            return copy_newest(stage, slot)
 
     def close(self) -> None:
-        """Let the folder go; what was not committed is lost."""
+        """Release the folder; changes that were not committed are lost."""
         for pages in self._pages.values():
             pages.close()
         self._pages.clear()
@@ -241,77 +220,18 @@ class DiskStore(Store):
         return {"tensors": described, "regions": {name: list(region) for name, region in pages.newest.items()}}
 
     def finish(self, stages: dict[str, Any], state: dict[str, Any]) -> None:
-        """All stages have begun: give this version its name. It is committed, and so is the one before."""
-        self.number += 1
-        self.committed = {"format": FORMAT, "stages": stages, "state": state}
-        file = self._version(self.number)
-        with _naming(file):
-            draft = file.with_suffix(".partial")
-            draft.write_bytes(sealed_file.sealed(self.committed))
-            sealed_file.sync(draft)
-            draft.rename(file)
-            (self.folder / "committed").touch()
-            sealed_file.sync(self.folder)
+        """All stages have begun: a version of these is committed, and so is the one before."""
+        self.versions.add(stages, state)
 
     def forget(self) -> None:
         """Every rank has this version: others are not needed any more."""
-        for number in self.versions - {self.number}:
-            self._version(number).unlink(missing_ok=True)
+        self.versions.forget()
         for pages in self._pages.values():
             pages.commit()
 
-    def state(self) -> dict[str, Any] | None:
-        """The committed version, as `Pipeline.load_state_dict` takes it: tensors are read when they are asked for."""
-        if self.committed is None:
-            return None
-        plain = self.committed["state"]["plain"]
-        stages = [self._stored(s) for s in range(len(plain["stages"]))]
-        return {**self.committed["state"], "stages": stages}
-
-    def _stored(self, s: int) -> Mapping[str, Tensor]:
-        parts: dict[str, tuple[Path, str, Region, list[Any]]] = {}
-        for key, described in self.committed["stages"].items() if self.committed else ():
-            index, replica = map(int, key.split("/"))
-            if index == s:
-                prefix = f"replica/{replica}/" if replica else ""
-                path, regions = self.folder / _file(index, replica), _regions(described)
-                for name, (region, *form) in described["tensors"].items():
-                    parts[prefix + name] = path, region, regions[region], form
-        return _Stored(parts)
-
-    def lacks(self, stages: Iterable[int], replica: int) -> list[int]:
-        """Those of a replica's stages that the committed version does not hold."""
-        held = {} if self.committed is None else self.committed["stages"]
-        return [s for s in stages if f"{s}/{replica}" not in held]
-
-    def _described(self, stage: Stage) -> dict[str, Any]:
-        if self.committed is None:
-            return {}
-        return self.committed["stages"].get(f"{stage.index}/{stage.replica}", {})
-
-
-class _Stored(Mapping[str, Tensor]):
-    """Tensors by name, read when they are asked for; the region that was read last is remembered."""
-
-    def __init__(self, parts: dict[str, tuple[Path, str, Region, list[Any]]]) -> None:
-        self._parts = parts
-        self._last: tuple[Any, Tensor] | None = None
-
-    def __getitem__(self, name: str) -> Tensor:
-        path, label, region, (dtype, shape, stride, offset) = self._parts[name]
-        if self._last is None or self._last[0] != (path, label):
-            self._last = (path, label), read(path, label, region)
-        return self._last[1].view(getattr(torch, dtype)).as_strided(shape, stride, offset)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._parts)
-
-    def __len__(self) -> int:
-        return len(self._parts)
-
 
 def due(method: Method, commit_every: int | None, arrived: int, flushed: bool) -> bool:
-    """Whether to commit. arrived: micro-batches since the last commit. flushed: nothing is in flight."""
+    """Whether to commit. arrived: micro-batches since the last commit. flushed: no micro-batch is in flight."""
     flushes = (method.flush_each_push or flush(method.schedule) > 1) and not any(method.delays(2))
     if commit_every is None and flushes:
         return flushed and arrived > 0
@@ -319,9 +239,9 @@ def due(method: Method, commit_every: int | None, arrived: int, flushed: bool) -
 
 
 def create(store: str | Store | None) -> Store | None:
-    """The store that a pipeline was asked for; None: weights stay on the device.
+    """The store for the argument `store`; None: weights stay on the device.
 
-    Raises ValueError saying what there is.
+    Raises ValueError that lists what may be given.
     """
     if store is None or isinstance(store, Store):
         return store
@@ -336,8 +256,8 @@ def create(store: str | Store | None) -> Store | None:
 
 def _base(stage: Stage) -> Iterator[tuple[str, Tensor]]:
     """What an update changes: weights, optimizer and method state, each storage once."""
-    assert stage.home is not None
-    yield "home", stage.home.memory
+    assert stage.home.flat is not None
+    yield "home", stage.home.flat.memory
     seen = set()
     for n, w in enumerate(stage.weights):
         for key, value in stage.optimizer.state.get(w, {}).items():
@@ -354,9 +274,9 @@ def _base(stage: Stage) -> Iterator[tuple[str, Tensor]]:
 def _all(stage: Stage) -> Iterator[tuple[str, Tensor]]:
     """Older weights and sums of gradients besides, which do not change."""
     yield from _base(stage)
-    kept = {f"version/{v}": weights for v, weights in stage.versions.items()}
+    kept = {f"version/{v}": weights for v, weights in stage.versions.kept.items()}
     kept.update({f"used/{mb}": f.owned for mb, f in stage.flights.items() if f.owned is not None})
-    kept["grad"] = [g for g in stage.spilled or () if g is not None]
+    kept["grad"] = [g for g in stage.home.spilled or () if g is not None]
     for name, tensors in kept.items():
         for n, tensor in enumerate(tensors):
             if _large(tensor):
@@ -376,14 +296,6 @@ def _key(stage: Stage) -> tuple[int, int]:
     return stage.index, stage.replica
 
 
-def _file(index: int, replica: int) -> str:
-    return f"stage-{index:03d}{f'.replica-{replica}' if replica else ''}.pages"
-
-
-def _regions(described: dict[str, Any]) -> dict[str, Region]:
-    return {name: Region(*region) for name, region in described.get("regions", {}).items()}
-
-
 def _give_memory_back() -> None:
     """Have the C library return blocks of a MiB and more as soon as they are freed.
 
@@ -391,11 +303,3 @@ def _give_memory_back() -> None:
     """
     with suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD of malloc.h
-
-
-@contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, errors.CheckpointError) as error:
-        raise StoreError(f"{path}: {error}; give a folder that can be written, or restore it from a copy") from error

@@ -30,7 +30,7 @@ class Region(NamedTuple):
 
 
 class Pages:
-    """The regions of one file by name; what was committed last stays until the next commit."""
+    """The regions of one file by name. A committed region stays until the next commit."""
 
     def __init__(self, path: Path, committed: dict[str, Region]) -> None:
         self.path = path
@@ -49,7 +49,7 @@ class Pages:
         self._collect()
 
     def write(self, name: str, memory: Tensor) -> None:
-        """Store the bytes of a tensor's storage; what was committed under this name stays."""
+        """Store the bytes of a tensor's storage; the region that was committed under this name stays."""
         buffer = _bytes(memory)
         old = self.newest.get(name)
         again = old is not None and old.size == len(buffer) and self.committed.get(name) != old
@@ -64,13 +64,13 @@ class Pages:
         self.written_bytes += len(buffer)
 
     def read(self, name: str, memory: Tensor) -> None:
-        """Fill a tensor's storage. Raises StoreError when the file has other bytes than were written."""
+        """Fill a tensor's storage. Raises StoreError if the file has other bytes than were written."""
         region = self.newest[name]
         _fill(self._file, self.path, name, region, memory)
         self.read_bytes += region.size
 
     def drop(self, name: str) -> None:
-        """What has this name is not needed any more."""
+        """The region of this name is not needed any more."""
         old = self.newest.pop(name, None)
         if old is not None:
             self._release(name, old)
@@ -81,7 +81,7 @@ class Pages:
             os.fsync(self._file)
 
     def commit(self) -> None:
-        """What is newest now is committed; somebody has noted it where it outlives this process."""
+        """The newest regions are committed: the caller has recorded them in a file that outlives this process."""
         self.committed = dict(self.newest)
         self._collect()
 
@@ -110,7 +110,7 @@ class Pages:
         return best[0]
 
     def _collect(self) -> None:
-        """Find what is free between the regions, neighbours together."""
+        """Find the free places between the regions; neighbouring ones are joined."""
         self._free, at = [], 0
         taken = {*self.committed.values(), *self.newest.values()}
         for begin, end in sorted((region.at, _end(region)) for region in taken):
@@ -121,7 +121,7 @@ class Pages:
 
 
 def read(path: Path, name: str, region: Region) -> Tensor:
-    """The bytes of a committed region, whoever has the file: (size,), uint8. Raises StoreError as `Pages.read`."""
+    """A committed region, whichever process holds the file: (size,), uint8. Raises StoreError as `Pages.read`."""
     memory = torch.empty(region.size, dtype=torch.uint8)
     with _naming(path), open(path, "rb") as file:
         _fill(file.fileno(), path, name, region, memory)
@@ -144,7 +144,7 @@ def _fill(file: int, path: Path, name: str, region: Region, memory: Tensor) -> N
 
 
 def paged(size: int) -> int:
-    """Bytes that a region of so many takes in a file."""
+    """The bytes that a region of this size takes in a file."""
     return -(-size // PAGE) * PAGE
 
 

@@ -29,14 +29,20 @@ def unsealed(file: Path) -> Any:
         text = file.read_bytes()
     found = SEALED.fullmatch(text)
     if found is None:
-        raise CheckpointError(f"{file}: {len(text)} bytes were found, which begin or end wrongly: truncated or edited")
+        raise CheckpointError(
+            f"{file}: {len(text)} bytes were found, which begin or end wrongly: truncated or edited; "
+            "restore it from a copy"
+        )
     check_digest(file, hashlib.sha256(found[2]).hexdigest(), found[1].decode())
     return json.loads(found[2])
 
 
 def check_digest(file: Path, found: str, written: str) -> None:
     if found != written:
-        raise CheckpointError(f"{file}: the content was altered: its SHA-256 is {found[:16]}…, was {written[:16]}…")
+        raise CheckpointError(
+            f"{file}: the content was altered: its SHA-256 is {found[:16]}…, was {written[:16]}…; "
+            "restore it from a copy"
+        )
 
 
 def digest(file: Path) -> str:

@@ -1,4 +1,4 @@
-"""Shards: a stage that every replica computes lies in the stores of all their ranks together, 1/R in each.
+"""Shards: the ranks of all replicas of a stage keep it in their stores together, 1/R in each.
 
     store of rank 0   A A · ·         a stage's run of bytes is cut at cache lines; a rank keeps the weights, the
     store of rank 1   · · B B         optimizer's and the method's state of its slice, as vectors
@@ -6,8 +6,8 @@
     update            g₀ + g₁ → A     each rank sends every owner the sums of its slice; the owner adds them in the
                       g₀ + g₁ → B     order of the ranks and steps its slice
 
-Fetches and updates have a process group each, since a thread each starts them. What either does depends on the order
-of operations alone, which is the same on every rank; no rank may fetch when another does not.
+Fetches and updates have a process group each, since each is started by a thread of its own. Both follow from the order
+of operations alone, which is the same on every rank: a rank may only fetch when all others do.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from pipeback.runtime.replicas import in_order
 from pipeback.stages.joint_optimizer import separable
 from pipeback.stages.stage import Stage
 from pipeback.tensors import accelerators
-from pipeback.tensors.flat_buffer import FlatBuffer, dense, places
+from pipeback.tensors.flat_buffer import FlatBuffer, Span, dense, places
 from pipeback.tensors.layout import LINE
 
-# what an elementwise optimizer keeps once a parameter, whatever its shape
+# what an elementwise optimizer keeps once per parameter, whatever its shape
 SCALARS = {"step", "eta", "mu", "mu_product"}
 
 
@@ -40,7 +40,7 @@ class Collective(NamedTuple):
 
 
 class ReplicaGroup(NamedTuple):
-    """The ranks that hold the same stages, one a replica, as one of them sees them."""
+    """One rank's view of the ranks that hold the same stages, one per replica."""
 
     fetching: Collective
     updating: Collective
@@ -49,16 +49,16 @@ class ReplicaGroup(NamedTuple):
 
 
 class Shard:
-    """What one rank keeps of a stage: a slice of its run of bytes (`FlatBuffer`), of which it knows all others.
+    """One rank's slice of a stage's run of bytes (`FlatBuffer`), and where all other slices are.
 
-    column: set when the ranks have come together, and anew when they do so again.
+    column: set whenever the ranks have come together.
     """
 
     def __init__(self, stage: int, named: Sequence[tuple[str, nn.Parameter]], index: int, count: int) -> None:
         self.stage, self.index, self.count = stage, index, count
         params = [p for _, p in named]
         begins, nbytes = places(params)
-        self.share = -(-(nbytes // LINE) // count) * LINE  # bytes a rank
+        self.share = -(-(nbytes // LINE) // count) * LINE  # bytes per rank
         self.names = {name: n for n, (name, _) in enumerate(named)}
         self.trained = [n for n, p in enumerate(params) if p.requires_grad]
         self.shapes = [p.shape for p in params]
@@ -69,7 +69,7 @@ class Shard:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole on a device."""
+        """The bytes of the whole stage on a device."""
         return self.share * self.count
 
     def _joined(self) -> ReplicaGroup:
@@ -86,9 +86,14 @@ class Shard:
         low, high = (min(max(edge, 0), number) for edge in edges)
         return low, high
 
-    def home(self, device: torch.device, *, pinned: bool) -> Slice:
-        """Memory for the own slice."""
-        return Slice(self, device, pinned=pinned)
+    def home(self, device: torch.device, *, pinned: bool) -> FlatBuffer:
+        """Memory for this rank's slice: `views` are vectors, some of them empty."""
+        spans = []
+        for n, (begin, dtype) in enumerate(zip(self.begins, self.dtypes, strict=True)):
+            low, high = self.span(n)
+            at = begin + low * dtype.itemsize - self.index * self.share if high > low else 0
+            spans.append(Span(at, dtype, (high - low,), (1,)))
+        return FlatBuffer(spans, self.share, device, pinned=pinned)
 
     def cut(self, n: int, whole: Tensor, rank: int | None = None) -> Tensor:
         """A rank's piece of a tensor shaped like parameter n, as a vector in the order of memory."""
@@ -102,7 +107,7 @@ class Shard:
         return whole.detach().as_strided((whole.numel(),), (1,))
 
     def cut_state(self, stage: Stage) -> None:
-        """What an optimizer has begun with, as Adagrad does, is that of the own slice from now on."""
+        """Cut state that the optimizer began with (Adagrad's, for instance) to this rank's slice."""
         for n, w in zip(self.trained, stage.weights, strict=True):
             state = stage.optimizer.state.get(w, {})
             for key, value in state.items():
@@ -113,7 +118,7 @@ class Shard:
     # -- fetch ---------------------------------------------------------------------------------------------------
 
     def gather(self, mine: Tensor, whole: Tensor) -> None:
-        """Fill `whole` on the device, as every rank does at this moment, from the slices in their stores."""
+        """Fill `whole` on the device from the slices in all ranks' stores; every rank calls this at the same moment."""
         group, wait, nccl = self._joined().fetching
         if not self.share:
             return
@@ -130,10 +135,10 @@ class Shard:
     def scatter(
         self, grads: Sequence[Tensor | None], number: float, version: int
     ) -> tuple[list[Tensor | None], float, int]:
-        """Of the sums of gradients that every rank has, those of the own slice, added in the order of the ranks.
+        """This rank's slice of the gradient sums of all ranks, added in the order of the ranks.
 
-        grads: of the trainable parameters. number: micro-batches (or samples) of them. version: updates before this
-        one, which all must agree on. Returns also the total number, and the bytes that were sent to others.
+        grads: of the trainable parameters. number: micro-batches (or samples) in them. version: updates before this
+        one, on which all ranks must agree. Returns also the total number, and the bytes that were sent to others.
         """
         if not grads:
             return [], number, 0
@@ -205,9 +210,9 @@ class Shard:
         return None
 
     def whole(self, tensors: Mapping[str, Tensor], keep: Callable[[str], bool]) -> dict[str, Tensor]:
-        """A stage's state with whole tensors where this rank has pieces; every rank of the column calls it.
+        """A stage's state with whole tensors in the place of this rank's pieces; every rank of the column calls it.
 
-        keep: whether this rank is to have a tensor, by name; one after the other, so that others are soon gone.
+        keep: whether this rank wants a tensor, by name. Tensors come one after the other, so the others are freed soon.
         """
         found = {}
         for name, tensor in tensors.items():
@@ -233,26 +238,13 @@ class Shard:
         return whole
 
     def pieces(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """The own pieces of a state, cut when they are asked for; what is a piece already is left as it is."""
+        """This rank's pieces of a state, cut when they are asked for; pieces are left as they are."""
         return _Pieces(self, tensors)
 
     def fits(self, name: str, tensor: Tensor) -> bool:
         """Whether a tensor is shaped like this rank's piece of the parameter."""
         low, high = self.span(self.names[name])
         return tensor.shape == (high - low,)
-
-
-class Slice(FlatBuffer):
-    """The slice of a stage's run of bytes that one rank keeps: `views` are vectors, some of them empty."""
-
-    def __init__(self, shard: Shard, device: torch.device, *, pinned: bool = False) -> None:
-        self.nbytes = shard.share
-        self.memory = torch.empty(self.nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
-        self.views = []
-        for n, (begin, dtype) in enumerate(zip(shard.begins, shard.dtypes, strict=True)):
-            low, high = shard.span(n)
-            at = begin + low * dtype.itemsize - shard.index * shard.share if high > low else 0
-            self.views.append(self.memory[at : at + (high - low) * dtype.itemsize].view(dtype))
 
 
 class _Pieces(Mapping[str, Tensor]):
@@ -275,7 +267,7 @@ class _Pieces(Mapping[str, Tensor]):
 
 
 def share_out(stages: Sequence[Stage], index: int, count: int, sparsity: object) -> None:
-    """Have every stage's weights split over the replicas' stores, this rank's being that of replica `index`.
+    """Split every stage's weights over the replicas' stores; this rank belongs to replica `index`.
 
     Raises ValueError, naming the cure, for optimizers that do not work entry by entry, and for sparse training.
     """
@@ -291,7 +283,7 @@ def share_out(stages: Sequence[Stage], index: int, count: int, sparsity: object)
                 "replica's store keeps a slice of them; use one of torch.optim's elementwise ones, such as SGD or "
                 "AdamW, or store=None, or one replica"
             )
-        stage.shard = Shard(stage.index, list(stage.module.named_parameters()), index, count)
+        stage.home.divide(Shard(stage.index, list(stage.module.named_parameters()), index, count))
 
 
 def _raw(tensor: Tensor) -> Tensor:

@@ -9,7 +9,7 @@
     words     the same in 16 bits, with 65535 for 255                               ~2·K      below that
 
 N entries, K survivors; entries are counted in row-major order whatever the strides. `pack` takes the shortest form:
-with float32 values a tensor of density 0.1 takes 0.125 of its dense bytes (0.131 with a bitmap), one of 0.01 0.013.
+with float32 values, a tensor of density 0.1 takes 0.125 of its dense bytes (0.131 with a bitmap), one of 0.01 0.013.
 
 Numbers are in this machine's byte order. Everything works on the device that its argument is on; reading a header there
 waits for the device.

@@ -46,9 +46,9 @@ class Pattern(NamedTuple):
 
 
 class SparseLinear:
-    """In place of an nn.Linear's forward: its weight is the survivors that were laid last, whenever B comes.
+    """Replaces the forward of an nn.Linear. Its weight is the survivors that were laid last.
 
-    whole: whether the coming update wants the gradient of the zeros too.
+    whole: whether the coming update needs the gradient of the zeros too.
     """
 
     def __init__(self, layer: nn.Linear, whole: Callable[[], bool]) -> None:
@@ -80,12 +80,12 @@ class SparseLinear:
         self._layer, self._apply = layer, Product.apply
 
     def arrive(self) -> None:
-        """The layer computes this way from now on."""
+        """From now on the layer computes with sparse products."""
         layer, apply = self._layer, self._apply
         layer.forward = lambda input: apply(input, layer.weight, layer.bias)  # type: ignore[method-assign]
 
     def lay(self, values: Tensor, packed: Tensor, newest: Tensor | None) -> None:
-        """These survivors, at these places, are the weight now. newest: the packed index of the newest ones."""
+        """Make these survivors, at these places, the weight. newest: the packed index of the newest ones."""
         assert newest is not None
         self._patterns = {
             key: found for key, found in self._patterns.items() if found[0] is packed or found[0] is newest
@@ -94,7 +94,7 @@ class SparseLinear:
         self.now = self._pattern(newest, values.device)
 
     def leave(self) -> None:
-        """The weight is away, and the layer an ordinary one."""
+        """The weight has left the device, and the layer is an ordinary one again."""
         self.laid = None
         self._layer.__dict__.pop("forward", None)
 
@@ -122,7 +122,7 @@ class SparseLinear:
 
 @lru_cache(64)
 def gain(shape: torch.Size, density: float, dtype: torch.dtype, device: torch.device) -> float:
-    """How many times faster F and B of a linear layer of this shape are without its zeros; 0 where it cannot be."""
+    """How many times as fast F and B of such a linear layer are without its zeros; 0 if these cannot be left out."""
     generator = torch.Generator().manual_seed(0)
     layer = nn.Linear(shape[1], shape[0], dtype=dtype, device=device)
     mask = torch.rand(shape, generator=generator) < density

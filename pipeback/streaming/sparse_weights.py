@@ -24,7 +24,7 @@ Packed = tuple[Tensor | None, ...]  # an index for each trainable weight; None: 
 
 
 class SparseWeights:
-    """Which of a stage's weights survive, now and at the older versions that are still needed."""
+    """Which of a stage's weights survive, now and in the older versions that are still needed."""
 
     def __init__(
         self, policy: Sparsity, numbers: Sequence[int], densities: Sequence[float], at: At, skip: bool | str
@@ -39,7 +39,7 @@ class SparseWeights:
 
     @property
     def packed(self) -> Packed:
-        """The index now."""
+        """The index of the newest weights."""
         return self.changes[-1][1]
 
     def packed_at(self, version: int) -> Packed:
@@ -47,12 +47,12 @@ class SparseWeights:
         return next(packed for since, packed in reversed(self.changes) if since <= version)
 
     def begin(self, weights: Sequence[Tensor], where: torch.device) -> None:
-        """Choose the first survivors among dense weights; the index goes where they will live."""
+        """Choose the first survivors among dense weights; the index is put on the device where they will live."""
         masks = self.policy.masks([weights[n] for n in self.numbers], self.densities, self.at)
         self.changes = [(0, self._packed(len(weights), [mask.to(where) for mask in masks]))]
 
     def gathered(self, dense: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The survivors of dense tensors, where those are; what is not sparse is left as it is."""
+        """The survivors of dense tensors, on the devices of these; tensors that are not sparse are left as they are."""
         return [
             t if t is None or index is None else gather(t, unpack(index.to(t.device)))
             for t, index in zip(dense, self.packed, strict=True)
@@ -71,7 +71,7 @@ class SparseWeights:
         return found
 
     def cut_state(self, stage: Stage) -> None:
-        """What an optimizer has begun with, as Adagrad does, is that of the survivors from now on."""
+        """Cut state that the optimizer began with (Adagrad's, for instance) to the survivors."""
         for n in self.numbers:
             state, index = stage.optimizer.state.get(stage.weights[n], {}), self.packed[n]
             for key, value in state.items():
@@ -79,27 +79,27 @@ class SparseWeights:
                     state[key] = gather(value, unpack(index))
 
     def dense(self, stage: Stage) -> list[Tensor]:
-        """All parameters of the stage as they are on a device: zeros where nothing survives."""
-        assert stage.home is not None and stage.slot is not None
+        """All parameters of the stage as they are on a device, with zeros where no weight survives."""
+        assert stage.home.flat is not None and stage.home.slot is not None
         indices, found = iter(self.packed), []
-        for p, view in zip(stage.slot.params, stage.home.views, strict=True):
+        for p, view in zip(stage.home.slot.params, stage.home.flat.views, strict=True):
             index = next(indices) if p.requires_grad else None
             like = view if index is None else scatter(view, unpack(index), view.new_empty(p.shape))
             found.append(like)
         return found
 
     def expanded(self, stage: Stage, n: int, value: Tensor) -> Tensor:
-        """What belongs to the survivors of weight n, at their places in a dense tensor, where it is."""
+        """The dense form of a tensor that belongs to the survivors of weight n, on the tensor's device."""
         index = self.packed[n]
         if index is None:
             return value
         return scatter(value, unpack(index.to(value.device)), value.new_empty(stage.params[n].shape))
 
     def gather_into(self, stage: Stage, dense: Sequence[Tensor]) -> None:
-        """Take the survivors of what `dense` gave, which somebody has written, for the weights."""
-        assert stage.home is not None and stage.slot is not None
+        """Copy the survivors of the tensors that `dense` gave, and that the caller has changed, to the weights."""
+        assert stage.home.flat is not None and stage.home.slot is not None
         indices = iter(self.packed)
-        for p, view, value in zip(stage.slot.params, stage.home.views, dense, strict=True):
+        for p, view, value in zip(stage.home.slot.params, stage.home.flat.views, dense, strict=True):
             index = next(indices) if p.requires_grad else None
             if index is not None:
                 view.copy_(gather(value, unpack(index)))
@@ -112,8 +112,8 @@ class SparseWeights:
     def change(self, stage: Stage, gradients: Sequence[Tensor | None], update: int) -> None:
         """After an update that is due: choose other survivors.
 
-        Values and optimizer state of those that stay are kept, others begin at zero. gradients: dense, where the policy
-        wants them. Older indices that no version needs are forgotten.
+        Those that stay keep their values and optimizer state; others begin at zero. gradients: dense, if the policy
+        needs them. Older indices that no version needs are dropped.
         """
         old, weights = self.packed, stage.weights
         places = [unpack(index) if index is not None else None for index in old]
@@ -138,19 +138,21 @@ class SparseWeights:
                     fresh[id(value)] = moved(n, value)
             if state:  # a new dictionary, by which whoever has joined the optimizers notices
                 stage.optimizer.state[w] = {key: fresh.get(id(value), value) for key, value in state.items()}
-        stage.state = {
-            key: [fresh.get(id(x), x) for x in some] if isinstance(some, list) else some
-            for key, some in stage.state.items()
-        }
+        stage.put_state(
+            {
+                key: [fresh.get(id(x), x) for x in some] if isinstance(some, list) else some
+                for key, some in stage.state.items()
+            }
+        )
         _rehome(stage, values)
-        needed = [update, *stage.versions, *(flight.version for flight in stage.flights.values())]
+        needed = [update, *stage.versions.kept, *(flight.version for flight in stage.flights.values())]
         oldest = next((k for k in reversed(range(len(self.changes))) if self.changes[k][0] <= min(needed)), 0)
         self.changes = [*self.changes[oldest:], (update, new)]
 
     def restore(self, stage: Stage, changes: Sequence[tuple[int, Packed]]) -> None:
         """Take up indices as they were saved; the stage's weights get room for their survivors."""
-        assert stage.home is not None
-        where = stage.home.memory.device
+        assert stage.home.flat is not None
+        where = stage.home.flat.memory.device
         self.changes = [(since, tuple(None if p is None else p.to(where) for p in packed)) for since, packed in changes]
         pairs = zip(stage.weights, self.packed, strict=True)
         _rehome(stage, [w.data if index is None else w.new_empty(header(index)[2]) for w, index in pairs])
@@ -169,21 +171,22 @@ class SparseWeights:
 
 def _rehome(stage: Stage, values: Sequence[Tensor]) -> None:
     """Give the stage's weights these values, in a home of the size that they need."""
-    assert stage.home is not None and stage.slot is not None
+    assert stage.home.flat is not None and stage.home.slot is not None
     given = iter(values)
-    pairs = zip(stage.slot.params, stage.home.views, strict=True)
+    pairs = zip(stage.home.slot.params, stage.home.flat.views, strict=True)
     likes = [next(given) if p.requires_grad else view for p, view in pairs]
-    stage.home = FlatBuffer(likes, stage.home.memory.device, pinned=stage.home.memory.is_pinned())
-    for view, value in zip(stage.home.views, likes, strict=True):
+    memory = stage.home.flat.memory
+    stage.home.refill(FlatBuffer.like(likes, memory.device, pinned=memory.is_pinned()))
+    for view, value in zip(stage.home.flat.views, likes, strict=True):
         view.copy_(value)
-    stage.attach()
+    stage.home.attach(stage.weights)
 
 
 def choose(policy: Sparsity, stages: Sequence[Stage], skip: bool | str = False) -> list[SparseWeights | None]:
-    """What of each stage is sparsified, at densities that are shared out over the whole model.
+    """The sparse weights of each stage, with densities that are shared out over the whole model.
 
-    Raises ValueError when there is nothing to sparsify, when a pattern of `exclude` names no parameter, and when an
-    optimizer looks at whole matrices.
+    Raises ValueError if there is nothing to sparsify, if a pattern of `exclude` names no parameter, and if an optimizer
+    looks at whole matrices.
     """
     chosen: list[list[int]] = []
     shapes, names = [], []
@@ -206,10 +209,13 @@ def choose(policy: Sparsity, stages: Sequence[Stage], skip: bool | str = False) 
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ValueError(f"sparsity: exclude={pattern!r} names no parameter; there are {', '.join(names[:4])}, …")
     if not shapes:
-        raise ValueError("sparsity: no parameter is sparsified: it takes trainable ones of two dimensions or more")
+        raise ValueError(
+            "sparsity: no parameter is sparsified: it takes trainable ones of two dimensions or more, but those that "
+            "exclude= names; leave sparsity out, or exclude fewer"
+        )
     densities = iter(policy.densities(shapes))
     return [
-        SparseWeights(policy, mine, [next(densities) for _ in mine], At(stage.seed, stage.index), skip)
+        SparseWeights(policy, mine, [next(densities) for _ in mine], At(stage.random.seed, stage.index), skip)
         if mine
         else None
         for stage, mine in zip(stages, chosen, strict=True)

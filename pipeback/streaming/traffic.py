@@ -1,13 +1,16 @@
-"""Traffic: what streaming has moved and waited for."""
+"""Traffic: what streaming has moved and how long computing waited for it. Meter: counts this, from any thread."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
 
 class Traffic(NamedTuple):
-    """What streaming has moved and waited for."""
+    """Bytes, fetches and seconds of streaming."""
 
     weights_in: int = 0  # bytes of weights copied to the device
     gradients_out: int = 0  # bytes of gradients, and of partial sums, that left the device
@@ -23,13 +26,56 @@ class Traffic(NamedTuple):
     written: int = 0  # bytes written to files
 
     def since(self, before: Traffic) -> Traffic:
-        """What has come to it since; peaks are of all the time."""
+        """The traffic since `before`; peaks are those of the whole time."""
         more = {name: getattr(self, name) - getattr(before, name) for name in Traffic._fields if "peak" not in name}
         return self._replace(**more)
 
 
+class Meter:
+    """Counts what the threads of one worker move and wait for.
+
+    stalled: a context that is entered during a wait, for the health of ranks. moves: (start, end, "fetch" or "store",
+    stage).
+    """
+
+    def __init__(self, stalled: Callable[[str], AbstractContextManager[None]] | None = None) -> None:
+        self.traffic = Traffic()
+        self.moves: list[tuple[float, float, str, int]] = []
+        self._stalled, self._lock, self._recording = stalled, threading.Lock(), False
+
+    def add(self, **more: float) -> None:
+        """So much has come to the counts of these names."""
+        with self._lock:
+            old = self.traffic
+            self.traffic = old._replace(**{name: getattr(old, name) + value for name, value in more.items()})
+
+    def record(self, on: bool) -> None:
+        """Note every move from now on."""
+        if on:
+            self.moves = []
+        self._recording = on
+
+    @contextmanager
+    def moving(self, kind: str, stage: int) -> Iterator[None]:
+        """The time in which a stage's weights are fetched, or updated in the store."""
+        begin = time.perf_counter()
+        yield
+        if self._recording:
+            self.moves.append((begin, time.perf_counter(), kind, stage))
+
+    @contextmanager
+    def stalling(self) -> Iterator[None]:
+        """The time in which computing waits for weights, gradients or the store."""
+        begin = time.perf_counter()
+        try:
+            with nullcontext() if self._stalled is None else self._stalled("the store"):
+                yield
+        finally:
+            self.add(stall=time.perf_counter() - begin)
+
+
 def together(parts: Iterable[Traffic]) -> Traffic:
-    """Of several workers: sums, the stages of whoever has most at once, and the time of whoever took longest."""
+    """The traffic of several workers: sums, the largest number of stages that one worker had, and the longest time."""
     some = list(parts) or [Traffic()]
     sums = {name: sum(getattr(part, name) for part in some) for name in Traffic._fields}
     return Traffic(**sums)._replace(

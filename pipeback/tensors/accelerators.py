@@ -65,7 +65,7 @@ def in_use() -> torch.Stream | None:
 
 @contextmanager
 def on(stream: torch.Stream) -> Iterator[None]:
-    """This thread's work goes to `stream` meanwhile, which other threads may do at the same time."""
+    """A context within which this thread's work goes to `stream`; other threads may use it at the same time."""
     index, before = torch.accelerator.current_device_index(), torch.accelerator.current_stream(stream.device)
     torch.accelerator.set_stream(stream)  # and its device
     try:
@@ -85,7 +85,8 @@ class _Module:
         self.device, self._module = device, torch.get_device_module(device)
 
     def get_state(self) -> torch.Tensor:
-        return self._module.get_rng_state()
+        state: torch.Tensor = self._module.get_rng_state()
+        return state
 
     def set_state(self, state: torch.Tensor) -> None:
         self._module.set_rng_state(state)
@@ -105,7 +106,7 @@ def generator(device: torch.device | None) -> Any:
 
 @contextmanager
 def forked(devices: Iterable[torch.device | None]) -> Iterator[None]:
-    """The random state of the CPU and of these devices afterwards as before."""
+    """A context that restores the random state of the CPU and of these devices on exit."""
     with ExitStack() as stack:
         for one in {id(g): g for g in map(generator, (None, *devices))}.values():
             stack.callback(one.set_state, one.get_state())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
@@ -17,15 +17,51 @@ def tensors_in(value: Any) -> list[Tensor]:
     return [part for part in (value if isinstance(value, tuple) else (value,)) if isinstance(part, Tensor)]
 
 
+def pieces(tensor: Tensor) -> tuple[Tensor, ...]:
+    """What of a tensor lies in memory: itself, or the indices and values of a sparse one."""
+    kind = tensor.layout
+    if kind is torch.strided:
+        return (tensor,)
+    if kind is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if kind in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if kind in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return (tensor,)
+
+
+def made_of(layout: torch.layout, shape: Sequence[int], coalesced: bool, parts: Sequence[Tensor]) -> Tensor:
+    """The sparse tensor that has these `pieces`."""
+    if layout is torch.sparse_coo:
+        indices, values = parts
+        return torch.sparse_coo_tensor(indices, values, tuple(shape), is_coalesced=coalesced)
+    ends, indices, values = parts
+    return torch.sparse_compressed_tensor(ends, indices, values, tuple(shape), layout=layout)
+
+
+def lies_in(tensor: Tensor, known: Container[int]) -> bool:
+    """Whether all of a tensor lies in these storages."""
+    return all(identity(piece) in known for piece in pieces(tensor))
+
+
+def equal(a: Tensor, b: Tensor) -> bool:
+    """What torch.equal says, of sparse tensors, too: of these the indices and values as they lie."""
+    if a.layout is torch.strided:
+        return b.layout is torch.strided and torch.equal(a, b)
+    alike = a.layout == b.layout and a.shape == b.shape
+    return alike and all(torch.equal(x, y) for x, y in zip(pieces(a), pieces(b), strict=True))
+
+
 def storages(tensors: Sequence[Tensor]) -> set[int]:
     """The storages under the tensors, which keep their identity while their memory is away."""
-    return {identity(t) for t in tensors if t.numel()}
+    return {identity(piece) for t in tensors if t.numel() for piece in pieces(t)}
 
 
 def replica(tensor: Tensor, device: torch.device | None = None) -> Tensor:
     """A copy that lies in memory as the original does: strides, and place within 64 bytes."""
     device = device or tensor.device
-    if tensor.is_sparse or not tensor.numel():
+    if tensor.layout is not torch.strided or not tensor.numel():
         return tensor.detach().to(device, copy=True)
     form = form_of(tensor)
     if tensor.data_ptr() % LINE != form.shift * tensor.element_size() or (not form.shift and tensor.is_contiguous()):

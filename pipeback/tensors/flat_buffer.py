@@ -1,8 +1,10 @@
-"""Flat buffer: the weights of a stage one after the other in one run of bytes, so that they travel by one copy."""
+"""Flat buffer: the weights of a stage lie one after the other in one run of bytes, so that one copy moves them all."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,23 +12,37 @@ from torch import Tensor
 from pipeback.tensors.layout import lines
 
 
-class FlatBuffer:
-    """Memory for tensors like `likes`, each at a 64-byte line and with its strides, because kernels round by place.
+class Span(NamedTuple):
+    """Where one tensor lies in a run of bytes."""
 
-    The memory may be given away (`empty`) and got anew (`fill`); views and graphs that refer to it stay valid.
+    begin: int  # bytes
+    dtype: torch.dtype
+    shape: Sequence[int]
+    stride: Sequence[int]
+
+
+class FlatBuffer:
+    """Memory for tensors. It may be freed (`empty`) and reallocated (`fill`); views and graphs that refer to it stay
+    valid.
     """
 
-    def __init__(self, likes: Sequence[Tensor], device: torch.device, *, pinned: bool = False, least: int = 0) -> None:
-        """least: bytes, should there be more than the tensors need."""
-        begins, end = places(likes)
-        self.nbytes = max(end, least)
-        self.memory = torch.empty(self.nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
+    def __init__(self, spans: Iterable[Span], nbytes: int, device: torch.device, *, pinned: bool = False) -> None:
+        self.nbytes = nbytes
+        self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
         self.views = [
-            self.memory[begin : begin + like.numel() * like.element_size()]
-            .view(like.dtype)
-            .as_strided(like.shape, dense(like))
-            for begin, like in zip(begins, likes, strict=True)
+            self.memory[begin : begin + math.prod(shape) * dtype.itemsize].view(dtype).as_strided(shape, stride)
+            for begin, dtype, shape, stride in spans
         ]
+
+    @classmethod
+    def like(cls, likes: Sequence[Tensor], device: torch.device, *, pinned: bool = False, least: int = 0) -> FlatBuffer:
+        """For tensors like these, each at a 64-byte line and with its strides, because kernels round by place.
+
+        least: bytes, should there be more than the tensors need.
+        """
+        begins, end = places(likes)
+        spans = [Span(at, like.dtype, like.shape, dense(like)) for at, like in zip(begins, likes, strict=True)]
+        return cls(spans, max(end, least), device, pinned=pinned)
 
     @property
     def here(self) -> bool:
@@ -34,16 +50,16 @@ class FlatBuffer:
         return not self.nbytes or bool(self.memory.untyped_storage().nbytes())
 
     def fill(self) -> None:
-        """Get memory; its content is anything."""
+        """Allocate the memory; its content is undefined."""
         self.memory.untyped_storage().resize_(self.nbytes)
 
     def empty(self) -> None:
-        """Give the memory away: nobody may look at the views until it is there again."""
+        """Free the memory: the views must not be read until it is allocated again."""
         self.memory.untyped_storage().resize_(0)
 
 
 def places(likes: Sequence[Tensor]) -> tuple[list[int], int]:
-    """Where each begins in one run of bytes, and where the run ends."""
+    """Return the byte at which each tensor begins, and the end of the run."""
     begins, at = [], 0
     for like in likes:
         begins.append(at)
@@ -52,5 +68,5 @@ def places(likes: Sequence[Tensor]) -> tuple[list[int], int]:
 
 
 def dense(like: Tensor) -> tuple[int, ...]:
-    """Its strides, where they leave no gap and share no element; else those of a contiguous tensor."""
+    """Return the tensor's strides if they leave no gap and share no element, else those of a contiguous tensor."""
     return torch.empty_like(like, device="meta").stride()

@@ -1,8 +1,9 @@
-"""Fused steps: torch's fused steps (`fused=True`), given what they take for granted.
+"""Fused steps: prepares groups for torch's fused steps (`fused=True`), which make two assumptions.
 
-A call of fused momentum SGD expects that either all of its weights have a momentum buffer, or none; but stages that
-step together may have made their first updates at different times. And fused kernels go through memory in order,
-whatever the strides say, so gradients and state are laid out in memory as the weights are.
+* Fused momentum SGD assumes that either all of its weights have a momentum buffer, or none; but stages that step
+  together may have made their first updates at different times.
+* Fused kernels go through memory in order, whatever the strides are; so gradients and state must have the strides of
+  the weights.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Group = dict[str, Any]
 
 @contextmanager
 def fitting(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Meanwhile the fused groups of an optimizer are as torch's steps expect them; other groups stay as they are."""
+    """A context within which the fused groups of an optimizer are as torch expects; other groups are not touched."""
     groups = optimizer.param_groups
     parts = [_parts(optimizer.state, group) if group.get("fused") else [] for group in groups]
     split = [
@@ -63,7 +64,7 @@ def _parts(state: Any, group: Group) -> list[list[Tensor]]:
 
 
 def lay_state(state: Any, groups: Sequence[Group]) -> None:
-    """Have what is kept beside the weights of fused groups lie in memory as these do."""
+    """Give the optimizer state of fused groups the strides of their weights."""
     for group in groups:
         for w in group["params"] if group.get("fused") else ():
             entry = state.get(w, {})
@@ -72,6 +73,6 @@ def lay_state(state: Any, groups: Sequence[Group]) -> None:
 
 
 def _laid(value: Any, w: Tensor) -> Any:
-    """The same values, as a weight lies in memory."""
+    """Return the same values with the strides of a weight."""
     like = isinstance(value, Tensor) and value.layout is torch.strided and value.shape == w.shape
     return torch.empty_like(w, dtype=value.dtype).copy_(value) if like and value.stride() != w.stride() else value

@@ -1,8 +1,8 @@
-"""How a tensor lies in memory, and messages as one run of bytes.
+"""Layout: how a tensor lies in memory, and how a message is packed into one run of bytes.
 
-Kernels round otherwise at other strides and at other places within a cache line, so a tensor that comes from another
-process must lie as the one that was sent. Its form says how, and only its elements travel: those of an expanded
-dimension once, the gaps of a slice not at all.
+Kernels round differently at other strides and at other offsets within a cache line. So a tensor that comes from another
+process must lie in memory as the one that was sent does. Its layout travels with it, and only its elements are sent:
+those of an expanded dimension once, the gaps of a slice not at all.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Layout(NamedTuple):
 
 def put(tensor: Tensor, value: Tensor) -> None:
     """Copy values of its shape into a tensor, which may be expanded, as a buffer that repeats a row is."""
-    if 0 in tensor.stride():
+    if tensor.layout is torch.strided and 0 in tensor.stride():
         index = tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())
         tensor, value = tensor[index], value[index]
     tensor.copy_(value)
@@ -169,7 +169,7 @@ def _plain(tensor: Tensor) -> bool:
 
 
 def lines(size: int) -> int:
-    """`size` bytes, rounded up to whole lines."""
+    """Return `size` bytes rounded up to whole cache lines."""
     return -(-size // LINE) * LINE
 
 

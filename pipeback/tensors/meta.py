@@ -1,7 +1,7 @@
-"""Weights that are not here: on the meta device they have shapes and no values.
+"""Meta: weights on the meta device have shapes and no values.
 
-A model may be built there, so that nobody ever holds the whole of it, and stages that other ranks hold stand there.
-Parameters keep their identity, so that optimizers and whoever else refers to them need not notice.
+A model may be built there, so that no process ever holds the whole of it; stages that other ranks hold stay there.
+Parameters keep their identity when they are moved, so optimizers and others that refer to them are not affected.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def let_go(module: nn.Module) -> None:
 
 
 def take_up(module: nn.Module, device: torch.device | str) -> None:
-    """Memory for weights and buffers; their values are anything."""
+    """Allocate memory for weights and buffers; their values are undefined."""
     with unreferenced(module):
         move(_tensors(module), device)
 
@@ -58,10 +58,10 @@ def take_up(module: nn.Module, device: torch.device | str) -> None:
 def initialise(
     module: nn.Module, label: str, seed: int, device: torch.device | str, init: Callable[[nn.Module], object] | None
 ) -> None:
-    """Values for a module from the meta device: those of the stream `seed`, whoever holds it and wherever.
+    """Initialise a module from the meta device. The values depend on `seed` alone, not on the process or device.
 
-    init: what gives values; None: the `reset_parameters` of every layer, inner ones first, as construction does.
-    Raises ValueError naming the layer that has weights or buffers and no `reset_parameters`.
+    init: a function that sets the values; None: the `reset_parameters` of every layer, inner ones first, as
+    construction does. Raises ValueError naming the layer that has weights or buffers and no `reset_parameters`.
     """
     take_up(module, "cpu")
     before = torch.get_rng_state()
@@ -92,7 +92,7 @@ def _reset(layer: nn.Module, where: str) -> None:
     if reset is None:
         raise ValueError(
             f"{where} is on the meta device and has no reset_parameters() that would give {own[0][0]!r} its values; "
-            "write one, give init=, or build the model with its values"
+            "write one, give store=pipeback.Streaming(init=...), or build the model with its values"
         )
     reset()
 

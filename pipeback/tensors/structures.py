@@ -1,7 +1,7 @@
 """Structures: where tensors stand in nested tuples, lists, dictionaries and objects, and what else stands there.
 
-An object of a class that somebody has written in Python (a dataclass, a cache, a dictionary with methods) is its
-attributes and, if it is a list or a dictionary, what it holds. A stage makes one anew for every micro-batch.
+An object of a class written in Python (a dataclass, a cache, a dictionary with methods) is taken apart into its
+attributes and, if it is a list or a dictionary, its items. A stage makes a new object for every micro-batch.
 """
 
 from __future__ import annotations
@@ -37,10 +37,12 @@ SINGLE.add(Ref)
 
 
 def parts(value: Any) -> list[Any]:
-    """What pytree.tree_leaves gives, in a fraction of its time for tuples, lists and dictionaries."""
+    """Return what pytree.tree_leaves returns, in a fraction of its time for tuples, lists and dictionaries."""
     kind = type(value)
     if kind in SINGLE:
         return [value]
+    if kind is torch.Size:
+        return list(value)
     if kind is not tuple and kind is not list and kind is not dict:
         return pytree.tree_leaves(value)
     return [leaf for part in (value.values() if kind is dict else value) for leaf in parts(part)]
@@ -104,7 +106,7 @@ class Form(NamedTuple):
 
 
 def opened(value: Any, seen: set[int] | None = None) -> tuple[list[Tensor], Form]:
-    """The tensors of a structure, in order, and where they stand. seen: ids of objects that stand in others."""
+    """Return the tensors of a structure, in order, and its form. seen: ids of objects already found in it."""
     leaves, spec = pytree.tree_flatten(value, is_leaf=_packed)
     objects = any(type(x) not in SINGLE and openable(x) for x in leaves)
     if objects:
@@ -115,7 +117,7 @@ def opened(value: Any, seen: set[int] | None = None) -> tuple[list[Tensor], Form
 
 
 def fixed(value: Any) -> bool:
-    """Whether it is the same for every micro-batch, whoever looks at it: a class, a function that holds nothing."""
+    """Whether a value is the same for every micro-batch: a class, or a function that holds nothing."""
     return isinstance(value, FIXED) and not getattr(value, "__closure__", None)
 
 
@@ -156,7 +158,8 @@ def apart(value: Any, seen: set[int]) -> Any:
         if id(x) in seen:
             raise ValueError(
                 f"an object of {type(x).__name__} stands in two places of what a module is given, and a stage would "
-                "make two objects of it; pass it once, or give the path of that module in leaves="
+                "make two objects of it; pass it once, or give the path of that module in "
+                "stages=pipeback.Splitting(leaves=[...])"
             )
         seen.add(id(x))
         own = getattr(x, "__dict__", {})
@@ -169,6 +172,8 @@ def apart(value: Any, seen: set[int]) -> Any:
 
 def made(value: Any) -> Any:
     """A structure with its objects made anew."""
+    if type(value) in SINGLE:
+        return value
     is_object: Callable[[Any], bool] = lambda x: isinstance(x, Object)  # noqa: E731
     return pytree.tree_map(lambda x: x.made() if is_object(x) else x, value, is_leaf=is_object)
 
@@ -179,8 +184,8 @@ class Absent(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise RuntimeError(
-            "a module looks at a tensor that it did not look at when the model was followed; have one module "
-            "contain all modules that pass the object on, and give its path in leaves="
+            "a module looks at a tensor that it did not look at when the model was traced; have one module "
+            "contain all modules that pass the object on, and give its path in stages=pipeback.Splitting(leaves=[...])"
         )
 
 

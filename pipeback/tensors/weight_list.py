@@ -1,4 +1,4 @@
-"""Lists of weights, and the arithmetic over them that is done in one call: one operation, where they lie in a strip.
+"""Lists of weights, with arithmetic over all of them in one call; in a strip of memory this is one operation.
 
 add_scaled   w ← w + c·x        copy   w ← x        exchange   w ↔ x
 """
@@ -184,6 +184,6 @@ class Arena:
 
     def _flat(self, name: str) -> FlatBuffer:
         if name not in self._rooms:
-            self._rooms[name] = flat = FlatBuffer(self.likes, self.likes[0].device)
+            self._rooms[name] = flat = FlatBuffer.like(self.likes, self.likes[0].device)
             flat.memory.zero_()  # the gaps, too: whatever is done to a zero leaves a number
         return self._rooms[name]

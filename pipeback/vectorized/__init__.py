@@ -1,4 +1,10 @@
-"""The stages that are alike, run as one; and whole ticks as one function.
+"""Vectorised stages: stages that are alike run as one, and a whole tick of them may be one function.
+
+A tick is the time in which every stage does one F (forward), one B (backward) and one U (update of the weights).
 
 Floor 5. It may import runtime, stages, methods, schedules and tensors.
 """
+
+from pipeback.vectorized.worker import VectorizedWorker, fitting, stacked
+
+__all__ = ["VectorizedWorker", "fitting", "stacked"]

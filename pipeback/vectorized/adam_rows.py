@@ -1,7 +1,7 @@
 """Adam rows: the step of Adam and AdamW over rows of weights, each row at a number of updates of its own.
 
 g ← ∇f + λ·w (AdamW: w ← w − η·λ·w)        p ← β₁·p + (1 − β₁)·g        q ← β₂·q + (1 − β₂)·g²
-w ← w − η/(1 − β₁ᵗ) · p / (√(q/(1 − β₂ᵗ)) + ε)        η, t: a number a row
+w ← w − η/(1 − β₁ᵗ) · p / (√(q/(1 − β₂ᵗ)) + ε)        η, t: a number per row
 
 Kingma and Ba, arXiv 1412.6980; Loshchilov and Hutter, arXiv 1711.05101. To rounding it is torch.optim's.
 """
@@ -20,7 +20,7 @@ from pipeback.private import fused_adam
 from pipeback.stages.joint_optimizer import Options, groups_of
 from pipeback.stages.stage import Stage
 
-LARGE = 1 << 20  # bytes of the rows of a weight that no cache keeps from one operation to the next
+LARGE = 1 << 20  # bytes of the rows of a weight, above which no cache keeps them from one operation to the next
 PLAIN = ("amsgrad", "maximize", "capturable", "differentiable", "fused")  # options that must be off
 FIRST, SECOND, STEP = "exp_avg", "exp_avg_sq", "step"  # what torch keeps of a weight
 
@@ -36,7 +36,7 @@ class Settings(NamedTuple):
 
 @dataclass
 class AdamStep:
-    """What all rows are stepped with, as `Step` says it of momentum SGD. rates: η of every row, of every weight."""
+    """The numbers of a step of Adam for all rows, as `Step` for momentum SGD. rates: η per weight and row."""
 
     settings: Settings
     rates: list[list[float]]
@@ -48,7 +48,7 @@ class AdamStep:
 
     @property
     def form(self) -> tuple[Any, ...]:
-        """What a compiled function takes for granted of a step."""
+        """Return the properties of a step that a compiled function relies on."""
         return *self.settings, bool(self.back)
 
     def move(

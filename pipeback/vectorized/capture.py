@@ -1,8 +1,9 @@
-"""Capture: what n equal modules do side by side, forward and backward, as two graphs.
+"""Capture: traces the forward and the backward of n equal modules, side by side, as two graphs.
 
-The forward takes the weights of all (n, …) and their inputs X (n, …), and gives the outputs Y (n, …) and what the
-backward needs. `torch.func.vmap` writes the batched operations, AOTAutograd the two graphs. What the backward needs of
-the weights alone is no output of the forward: it is made from the weights that are in force when the backward runs.
+The forward graph takes the weights (n, …) and inputs X (n, …) of all modules, and returns the outputs Y (n, …) and the
+tensors saved for the backward. `torch.func.vmap` batches the operations, AOTAutograd makes the two graphs. Tensors that
+the backward needs and that depend on the weights alone are not saved by the forward: they are computed from the weights
+that are in force when the backward runs.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from pipeback.vectorized.graph_rewrites import Graph, Graphs, constant, direct, 
 
 
 class Unfit(ValueError):
-    """These modules cannot run as one; the message says why, to follow "stages 2 … 5: "."""
+    """These modules cannot run as one; the message says why, and is put behind "stages 2 … 5: "."""
 
 
 def capture(module: nn.Module, weights: Mapping[str, Tensor], x: Tensor, *, clones: bool = False) -> Graphs:
-    """Graphs of n modules like this one. weights: (n, …) by name, those that train require a gradient; x: (n, …).
-    clones: the module changes its input in place, and gets a copy.
+    """Return the graphs of n modules like this one.
 
-    Raises `Unfit` where torch cannot write it for n modules at once.
+    weights: (n, …) by name; those that train require a gradient. x: (n, …). clones: the module changes its input in
+    place, and gets a copy. Raises `Unfit` where torch cannot trace n modules at once.
     """
     from functorch.compile import aot_function, default_partition, make_boxed_func  # takes a second to import
 
@@ -71,10 +72,10 @@ def capture(module: nn.Module, weights: Mapping[str, Tensor], x: Tensor, *, clon
 def capture_loss_stage(
     module: nn.Module, loss: Callable[[Any, Any], Tensor], x: Tensor, target: Any, *, clones: bool = False
 ) -> Graph:
-    """What the stage with the loss does, as one graph: (*weights, X, target) -> (loss, gradient of X, *gradients of the
-    weights that train). clones: as of `capture`.
+    """Return the forward and backward of the stage with the loss as one graph.
 
-    Raises `Unfit` where torch cannot write it so.
+    It maps (*weights, X, target) to (loss, gradient of X, *gradients of the weights that train). clones: as for
+    `capture`. Raises `Unfit` where torch cannot trace it so.
     """
     from torch.fx.experimental.proxy_tensor import make_fx  # slow to import, too
 

@@ -1,7 +1,7 @@
-"""CUDA graph: a function of tensors as a CUDA graph, captured once and replayed: one launch instead of hundreds.
+"""CUDA graph: captures a function of tensors once and replays it, which takes one launch instead of hundreds.
 
-What changes from call to call is copied to where the graph reads it; what the graph gives is copied from where it
-writes. CUDA has to be told neither the sizes nor the addresses again, so all else stays where it is.
+Inputs that change from call to call are copied to where the graph reads them, and its outputs are copied from where it
+writes them. Sizes and addresses are fixed in the graph, so everything else stays at its place.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ import torch
 from torch import Tensor
 
 from pipeback.private import pytree
-from pipeback.vectorized.recent import Recent
+from pipeback.vectorized.bounded_cache import BoundedCache
 
-PLACES = 4  # graphs of one function: where memory was given away and got anew, they are of no use any more
+PLACES = 4  # graphs kept per function; a graph is useless once its memory was freed and reallocated
 WARM = 3  # calls before the capture, in which libraries set themselves up
 
 
 class CudaGraphed:
-    """function(fixed, changing) -> tensors. fixed: what lies at one place, such as weights, and may be changed there.
+    """A function(fixed, changing) -> tensors. fixed: tensors that stay in place, such as weights, and may be written.
 
-    One graph for each place and form of what is given; numbers that are no tensors are part of the form.
+    There is one graph per set of addresses and shapes; plain numbers among the arguments are part of the key.
     """
 
     def __init__(self, function: Callable[[Any, Any], Any]) -> None:
         self.function = function
-        self._known: Recent[Any, tuple[list[Tensor], Callable[[], None], Any]] = Recent()
+        self._known: BoundedCache[Any, tuple[list[Tensor], Callable[[], None], Any]] = BoundedCache()
 
     def __call__(self, fixed: Any, changing: Any) -> Any:
         places, _ = pytree.tree_flatten(fixed)
@@ -68,7 +68,7 @@ class CudaGraphed:
 
 
 def side_by_side(calls: Sequence[Callable[[], Any]], cuda: bool) -> list[Any]:
-    """The results of calls that do not need each other; on a GPU each has a stream of its own, also in a graph."""
+    """Return the results of independent calls; on a GPU each runs in a stream of its own, also within a graph."""
     if not cuda or len(calls) < 2:
         return [call() for call in calls]
     here, streams, found = torch.cuda.current_stream(), [torch.cuda.Stream() for _ in calls], []

@@ -1,7 +1,7 @@
-"""Graph rewrites: the forward and the backward of n equal modules, rewritten for speed, joined with the momentum of the
-weights, or with the forward done once more.
+"""Graph rewrites: rewrite the forward and the backward of n equal modules for speed, join the backward with the
+momentum update, or let it recompute the forward.
 
-Every function returns new graphs and leaves those that it is given.
+Every function returns new graphs and does not change its arguments.
 """
 
 from __future__ import annotations
@@ -206,8 +206,8 @@ def _shape(node: Any) -> tuple[int, ...] | None:
 
 
 def recomputing(graphs: Graphs) -> Graphs:
-    """The same, keeping the inputs alone: the backward does the forward once more, on the weights that are in force
-    then. forward: (*weights, X) -> (Y, X). backward: (X, *weights, G) -> as ever. made: the weights.
+    """Return graphs that save the inputs only: the backward recomputes the forward on the weights that are in force
+    then. forward: (*weights, X) -> (Y, X). backward: (X, *weights, G) -> as before. made: the weights.
     """
     forward, backward, made = (graph.__self__ for graph in graphs)  # type: ignore[attr-defined]
     *names, _ = [node for node in forward.graph.nodes if node.op == "placeholder"]
@@ -250,7 +250,8 @@ def accumulating(graphs: Graphs, trained: Sequence[int]) -> Graph:
     there = [(grads[n], v) for n, v in zip(trained, velocities, strict=True)]
     products = {grad: v for grad, v in there if _product(grad, grads)}
     whole = [v for node, v in products.items() if node.target is aten.bmm.default]
-    part.call_function(torch._foreach_mul_, ([v for v in velocities if v not in whole], factor))
+    if others := [v for v in velocities if v not in whole]:  # torch takes no empty list
+        part.call_function(torch._foreach_mul_, (others, factor))
     for node in graph.graph.nodes:
         if node in products:
             pair = tuple(copies[a] for a in node.args)
@@ -283,8 +284,8 @@ def direct(forward: Graph) -> Graph:
 
 
 def for_compiler(graphs: Graphs) -> Graphs:
-    """The same graphs with rows times matrices written so that inductor leaves them to a library: its own loop for
-    them, in one kernel with all the rest, goes through the matrix against its strides.
+    """Return the graphs with products of rows and matrices written so that inductor calls a library for them: its own
+    fused loop would read the matrix against its strides.
     """
     return Graphs(*map(_left_alone, graphs))
 

@@ -1,8 +1,8 @@
-"""Ring buffers: what waits between the operations of stages that run as one, for micro-batches of one kind.
+"""Ring buffers: hold the tensors that wait between the operations of stages that run as one, per kind of micro-batch.
 
-What F of stage s leaves to B waits in row s, at slot i − s of micro-batch i, so that the rows that a backward needs at
-one tick, each of another micro-batch, are one slot, read without a copy. Inputs (slot i + s) and gradients of outputs
-(slot i − s) wait likewise.
+What the forward (F) of micro-batch i at stage s saves for its backward (B) waits in row s, slot i − s. At one tick, the
+backwards of all rows are of different micro-batches, but their saved tensors lie in one slot, which is read without a
+copy. Inputs (slot i + s) and gradients of outputs (slot i − s) wait in the same way.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class RingBuffers:
         length: int,
         device: torch.device,
     ) -> None:
-        """saved: what F leaves to B, for its form. folds: the dimension of each that the rows lie along."""
+        """saved: tensors like those that F saves for B. folds: for each of them, the dimension along which rows lie."""
         shape, dtype, _ = kind
         self.written, self.kind, self.rows, self.length = graphs, kind, rows, length
         self.eager = Graphs(*map(direct, graphs))
@@ -209,7 +209,7 @@ class RingBuffers:
         found = []
         for at, slot in zip([0, *ends], self._slot, strict=False):
             form = (length, *slot.shape)
-            ring = torch.empty(0, dtype=slot.dtype, device=device)  # a view would keep the piece when it is given away
+            ring = torch.empty(0, dtype=slot.dtype, device=device)  # a view would keep the memory when it is freed
             found.append(ring.set_(piece, at // slot.itemsize, form, torch.empty(form, device="meta").stride()))
         return found
 
@@ -222,7 +222,7 @@ class RingBuffers:
         return sum(t.nbytes for t in (*self.saved, self.inputs, self.gradients))
 
     def hold(self, there: bool) -> None:
-        """Have memory, or none: nothing may wait here."""
+        """Allocate or free the memory; nothing may wait in the rings."""
         if there != self._holds:
             every = *self.saved, self.inputs, self.gradients
             for old, new in zip(every, self._room(self.length if there else 0, self.inputs.device), strict=True):
@@ -233,7 +233,8 @@ class RingBuffers:
 
 def unfolded(tensor: Tensor, dim: int, rows: int) -> Tensor:
     """As a matrix with a row of each."""
-    return tensor.unflatten(dim, (rows, -1)).movedim(dim, 0).reshape(rows, -1)
+    apart: Tensor = tensor.unflatten(dim, (rows, -1))
+    return apart.movedim(dim, 0).reshape(rows, -1)
 
 
 def folded(matrix: Tensor, shape: Sequence[int], dim: int) -> Tensor:

@@ -1,8 +1,8 @@
-"""Rows: the weights of stages that are alike, as rows of tensors, and the step of their optimizers over all of them.
+"""Rows: the weights of stages that are alike, as rows of tensors, and the optimizer step over all rows at once.
 
-Adam's is in `adam_rows`, that of momentum SGD here:
+The step of Adam is in `adam_rows`. The step of momentum SGD, with F (the forward) on predicted weights, is here:
 
-g ← ∇f + λ·w        v ← m·v + g        w ← w − η·(a·v + b·g)        F on w + c·v        η, a, b, c: a number a row
+g ← ∇f + λ·w        v ← m·v + g        w ← w − η·(a·v + b·g)        F on w + c·v        η, a, b, c: a number per row
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ T = TypeVar("T")
 
 @dataclass
 class Step:
-    """What all rows are stepped with. Lists of tensors have a number for every row, (n, 1, …), of every weight; empty
-    ones say that the method does not do that.
+    """The numbers of a step of momentum SGD for all rows. Lists of tensors have one tensor (n, 1, …) per weight, with
+    one number per row; an empty list means that the method does not use it.
     """
 
     momentum: float
@@ -41,7 +41,7 @@ class Step:
     ahead: Sequence[Tensor] = ()  # c of F on w + c·v
     back: Sequence[Tensor] = ()  # c of B on w + c·v, or on w + c·δ
     drift: Sequence[Tensor] = ()  # 1 − γ of δ ← γ·δ + (1 − γ)·(w' − w)
-    varies: bool = False  # its rates hold for one update
+    varies: bool = False  # its rates hold for one update only
 
     @cached_property
     def rate(self) -> float | None:
@@ -108,36 +108,36 @@ class Rows:
 
     def _buffers(self) -> list[Tensor]:
         """The buffers for shifted weights of all stages, if the method has some; the stages' own are these rows."""
-        own = [stage.scratch or () for stage in self.stages]
+        own = [stage.versions.scratch or () for stage in self.stages]
         if len(own) == 1:
             return [w[None] for w in own[0]]
         wholes, rows = _laid(own)
         for stage, mine in zip(self.stages, rows, strict=False):
-            stage.scratch = mine
+            stage.versions.lay(mine)
         return wholes
 
     def add(self, grads: list[Tensor], rows: Sequence[int]) -> None:
         """Add gradients (n, …) of a micro-batch of each of these rows to the stages' sums."""
         whole = len(rows) == len(self.stages)
-        if whole and all(not stage.count for stage in self.stages):
+        if whole and all(not stage.gradients.count for stage in self.stages):
             self.sums = grads
         else:
             self.spread()
             self._add_apart([g.unbind() for g in grads], rows)
         for r in rows:
-            self.stages[r].count += 1
+            self.stages[r].gradients.count_more(1)
 
     def _add_apart(self, grads: Sequence[Sequence[Tensor]], rows: Sequence[int]) -> None:
         """Add to each stage's own sums: in place where they are sums already, and not somebody's gradients."""
-        begun = [r for r in rows if self.stages[r].count]
+        begun = [r for r in rows if self.stages[r].gradients.count]
         for r in rows:
             values = self.stages[r].gradients.values
             if r not in begun:
                 self._summed.discard(r)
-                self.stages[r].gradients.values = [some[r] for some in grads]
+                self.stages[r].gradients.replace([some[r] for some in grads])
             elif any(g is None for g in values):  # of a micro-batch that the stage did on its own
                 zeros = [torch.zeros_like(some[r]) for some in grads]
-                self.stages[r].gradients.values = [z if g is None else g for z, g in zip(zeros, values, strict=True)]
+                self.stages[r].gradients.replace([z if g is None else g for z, g in zip(zeros, values, strict=True)])
         for ours in (True, False):
             some = [r for r in begun if (r in self._summed) == ours]
             old: list[Any] = [g for r in some for g in self.stages[r].gradients.values]
@@ -147,20 +147,20 @@ class Rows:
             elif old:
                 totals = torch._foreach_add(old, new)
                 for n, r in enumerate(some):
-                    self.stages[r].gradients.values = list(totals[n * len(grads) : (n + 1) * len(grads)])
+                    self.stages[r].gradients.replace(list(totals[n * len(grads) : (n + 1) * len(grads)]))
         self._summed.update(begun)
 
     def apart(self, rows: Sequence[int]) -> None:
         """Autograd is about to add to the sums of these stages, in place, which must be nobody else's then."""
         self.spread()
         for r in rows:
-            if self.stages[r].count and r not in self._summed:
+            if self.stages[r].gradients.count and r not in self._summed:
                 own = self.stages[r].gradients
-                own.values = [None if g is None else g.clone() for g in own.values]
+                own.replace([None if g is None else g.clone() for g in own.values])
             self._summed.discard(r)
 
     def spread(self) -> None:
-        """Have every stage its own sums."""
+        """Give every stage its own gradient sums."""
         sums, self.sums = self.sums, None
         if sums is not None:
             self._summed.clear()
@@ -173,8 +173,8 @@ class Rows:
 
         That of momentum SGD has the bits of a step of each.
         """
-        sums, count = self.sums, self.stages[0].count
-        if sums is None or any(stage.count != count for stage in self.stages):
+        sums, count = self.sums, self.stages[0].gradients.count
+        if sums is None or any(stage.gradients.count != count for stage in self.stages):
             return False
         step = self.plain([stage.options for stage in self.stages])
         if step is None:
@@ -183,13 +183,13 @@ class Rows:
             self.move(step, sums if count == 1 else torch._foreach_div(sums, float(count)))
         self.sums = None
         for stage in self.stages:
-            stage.count = 0.0
+            stage.gradients.count_anew()
         return True
 
     def shifted(self, by: Sequence[Tensor], along: Sequence[Tensor] | None = None) -> list[Tensor]:
-        """w + c·v, what F runs on, or B, until another is asked for; the weights where `by` has no c.
+        """Return w + c·v, on which F or B runs, valid until the next call; the weights themselves if `by` is empty.
 
-        along: what is added instead of v.
+        along: added instead of v.
         """
         if not by:
             return self.weights
@@ -308,11 +308,12 @@ class Rows:
         return first if all(one == first for one in others) else None
 
     def velocities(self) -> list[Tensor]:
-        """The momentum buffers of all stages, as rows."""
-        return self._beside("momentum_buffer")[0]
+        """Return the momentum buffers of all stages, as rows."""
+        buffers: list[Tensor] = self._beside("momentum_buffer")[0]
+        return buffers
 
     def kept(self, step: Step | AdamStep) -> list[Any]:
-        """What the optimizers keep beside the weights, as rows: velocities, or p, q and the updates done."""
+        """Return the state of the optimizers as rows: velocities, or p, q and the numbers of updates."""
         if isinstance(step, AdamStep):
             return self._beside(FIRST, SECOND, STEP)
         return self.velocities() if step.momentum else []
@@ -324,7 +325,7 @@ class Rows:
         if found is None or not all(map(is_, chain(*own), chain(*found[1]))):
             found = self._state[name] = _laid(own)
             for stage, mine in zip(self.stages, found[1], strict=True):
-                stage.state = {**stage.state, name: mine}
+                stage.put_state({**stage.state, name: mine})
         return found[0]
 
     def _beside(self, *names: str) -> list[Any]:
@@ -353,7 +354,7 @@ class Rows:
 
 
 def _laid(lists: Sequence[Sequence[Tensor]]) -> tuple[list[Tensor], list[list[Tensor]]]:
-    """Lists of tensors alike, one a stage, as tensors (n, …); and the same lists, of rows of these."""
+    """Lists of tensors alike, one per stage, as tensors (n, …); and the same lists, of rows of these."""
     wholes = [torch.stack(list(same)) for same in zip(*lists, strict=True)]
     return wholes, [list(rows) for rows in zip(*(whole.unbind() for whole in wholes), strict=True)]
 

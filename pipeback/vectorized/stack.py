@@ -1,9 +1,10 @@
-"""Stack: stages that are alike, whose F or B at one tick run as one, each on its own micro-batch: neighbours, or every
-second stage where those of even and odd number take turns. The rows of two such stacks give each other their outputs.
+"""Stack: stages that are alike run as one. At a tick, their forwards (F) or backwards (B) are one call, each stage on
+its own micro-batch.
 
-Their weights are rows of tensors (n, …), so that methods and optimizers see what they always see (`rows`), while F and
-B are each one graph over all rows (`capture`). What waits between them lies in rings. Rows that have nothing to do at a
-tick are computed, too, and dropped.
+A stack consists of neighbours, or of every second stage where even and odd stages take turns; two such stacks pass
+their outputs to each other. The weights are rows of tensors (n, …), so that methods and optimizers see what they always
+see (`rows`), while F and B are each one graph over all rows (`capture`). Tensors that wait between F and B lie in ring
+buffers. Rows that are idle at a tick are computed as well, and their results are dropped.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from torch import Tensor
 from pipeback.runtime.link import Link, Name
 from pipeback.schedules.order import Ops
 from pipeback.stages.compiled import Options, of_ticks, writes_in_order
-from pipeback.stages.stage import Flight, Stage
+from pipeback.stages.flight import Flight
+from pipeback.stages.stage import Stage
 from pipeback.tensors.layout import Message
+from pipeback.vectorized.bounded_cache import BoundedCache
 from pipeback.vectorized.capture import Unfit
 from pipeback.vectorized.graph_rewrites import Graphs
-from pipeback.vectorized.recent import Recent
 from pipeback.vectorized.ring_buffers import Kind, RingBuffers, Turns
 from pipeback.vectorized.rows import Rows
 from pipeback.vectorized.verify import example, gain, verified
@@ -31,11 +33,11 @@ Compile = Callable[[Any], Any]
 # forms of micro-batches that there is memory for, those that come next or came last; more while more are in flight: of
 # two there are some in flight at every change, and where runs of three take turns memory is soon there again
 KINDS = 2
-LARGE = 1 << 20  # bytes of weights that no cache keeps between a gradient and the step: a compiler gains nothing there
+LARGE = 1 << 20  # bytes of weights above which no cache keeps a gradient until the step: a compiler gains nothing there
 
 
 class FlightRow(NamedTuple):
-    """What F of a stacked stage has left to B: a row of a stack."""
+    """What the forward of a stacked stage has saved for its backward, as a row of the stack."""
 
     stack: Stack
     kind: Kind
@@ -65,7 +67,7 @@ class Stack:
         self._length = length
         self._kinds: dict[int, Kind] = {}  # of the micro-batches between F of the first stage and B of it
         self.apart: set[int] = set()  # those among them that go through the stages one by one
-        self._rings: Recent[Kind, RingBuffers] = Recent()
+        self._rings: BoundedCache[Kind, RingBuffers] = BoundedCache()
         self._newest: Kind | None = None
         self._era = 0  # how often what the modules compute has changed
         self._unfit: dict[Kind, str] = {}  # why the stages cannot run as one on micro-batches of this kind
@@ -85,8 +87,8 @@ class Stack:
         return kinds.pop() if len(kinds) == 1 else None
 
     def moved_on(self, ticks: int, f: int, b: int, options: Mapping[int, Any]) -> None:
-        """So many ticks have been done from the one on at which row r did F of f − r and B of b + r. options: of the
-        micro-batches that have gone forward. The flights that are over are those of as many new ones.
+        """Note that so many ticks were done, at the first of which row r did F of f − r and B of b + r. options: those
+        of the micro-batches that have gone forward. Flights that are over are reused for as many new ones.
         """
         kind = self.one_kind
         assert kind is not None
@@ -97,8 +99,8 @@ class Stack:
             for i, flight in enumerate([flights.pop(i) for i in range(b + r, b + r + gone)], came):
                 flight.version, flight.options = version + i, options[i]
                 flights[i] = flight
-            stage.options = options[b + r + ticks - 1]
-            stage.peak_flights = max(stage.peak_flights, count + 1)
+            stage.went_backward(options[b + r + ticks - 1])
+            stage.note_flights(count + 1)
         for i in range(b, min(f, b + ticks)):
             del self._kinds[i]
         for i in range(max(f, b + ticks), f + ticks):
@@ -106,15 +108,15 @@ class Stack:
 
     @property
     def held(self) -> int:
-        """Bytes of what waits of each stage: rings of what is in flight, whether they are full or not."""
+        """Bytes per stage of the ring buffers for micro-batches in flight, whether they are full or not."""
         return sum(self._rings[kind].nbytes for kind in self._busy) // len(self.stages)
 
     @property
     def beside(self) -> int:
-        """Bytes that all stages have beside weights and what waits: for forms that may come back, stashed versions and
-        weights that are about to be stepped.
+        """Bytes of all stages beside weights and ring buffers in use: for forms of micro-batches that may come back,
+        stashed versions, and weights that are about to be stepped.
         """
-        versions = sum((stage.peak_copies - 1) * stage.bytes() for stage in self.stages)
+        versions = sum((stage.versions.peak - 1) * stage.bytes() for stage in self.stages)
         stash = 0 if self.stash is None else max(0, self.stash.nbytes - int(versions))
         idle = sum(self._rings[kind].nbytes for kind in self._rings.idle(self._busy))
         return idle + stash + sum(w.nbytes for w in self.spare)
@@ -147,7 +149,7 @@ class Stack:
         return tuple(x.shape), x.dtype, self.stages[0].module.training + 2 * self._era
 
     def renew(self) -> None:
-        """The modules compute something else from now on; what is in flight goes on as it began."""
+        """Note that the modules compute something else from now on; micro-batches in flight go on as they began."""
         self._era += 1
 
     def rings(self, kind: Kind) -> RingBuffers:
@@ -237,10 +239,9 @@ class Stack:
                         link.send("F", self.last + 1, some[-1][1], y[-1].clone())
             for r, i in some:
                 stage = self.stages[r]
-                stage.flights[i] = flight = Flight((), None, None, stage.version, False)
+                flight = Flight((), None, None, stage.version, False)
                 flight.row = rings.flights[r]
-                if len(stage.flights) > stage.peak_flights:
-                    stage.peak_flights = len(stage.flights)
+                stage.take_off(i, flight)
 
     def backward(self, ops: Ops, link: Link) -> None:
         """B of each (stage, micro-batch), whose flights are rows of this stack."""
@@ -269,8 +270,7 @@ class Stack:
                 if r == 0:
                     del self._kinds[i]
                 for r, i in some:
-                    stage = self.stages[r]
-                    stage.options = stage.flights.pop(i).options
+                    self.stages[r].went_backward(self.stages[r].flights.pop(i).options)
                 self.rows.add([grads[n] for n in self.rows.trained], [r for r, _ in some])
 
     def _graphs(self, rings: RingBuffers) -> Graphs:
@@ -311,7 +311,7 @@ class Stack:
             rings.write([to], [values.roll(by, 0)], moved, by)
 
     def gain(self) -> float:
-        """How many times as fast all rows are at once, as one after the other: F and B, measured by turns."""
+        """Return the speed-up of F and B of all rows at once over one after the other, timed alternately."""
         return gain(self.stages, self.rows.weights, self._rings[self.known])
 
     def _more(self, rings: RingBuffers) -> None:
@@ -339,7 +339,7 @@ class Stack:
         rings.flights = [FlightRow(self, kind, r) for r in range(len(self.stages))]
         waits = [*rings.saved, *([rings.inputs, rings.gradients] if self.partner is None else [])]
         for stage in self.stages:
-            stage.activation_bytes = sum(t[0, 0].nbytes for t in waits)
+            stage.learn(activation_bytes=sum(t[0, 0].nbytes for t in waits))
 
     # -- what waits, for states, and what began elsewhere ------------------------------------------------------------
 
@@ -351,7 +351,8 @@ class Stack:
         for part, value in zip(rings.parts, tensors, strict=True):
             part[(mb - row) % rings.length, row].copy_(value)
         self._kinds[mb] = kind
-        return rings.flights[row]
+        flight: FlightRow = rings.flights[row]
+        return flight
 
     def waiting(self, name: Name) -> Tensor | None:
         """A copy of a message to one of the stages from another one of them."""

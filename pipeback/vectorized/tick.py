@@ -1,9 +1,10 @@
-"""Tick: the steady state of stages that run as one. At a tick every stage, or every second one, does F, B and U of one
-micro-batch each, none feeds another, and all that a stack does is one function of tensors:
+"""Tick: the steady state of stages that run as one. At a tick every stage, or every second one, does F (forward), B
+(backward) and U (update), each of one micro-batch. None of these operations feeds another one at the same tick, so all
+that a stack does at a tick is one function of tensors:
 
     Y, saved ← F(W, X)        G_X, v ← B(saved D ticks ago, W, G), v ← m·v + g        W ← W − η·v
 
-X is what the stages before gave at the last tick, G what the stages behind gave back.
+X are the outputs of the stages before at the last tick, G the gradients from the stages behind, and D is the delay.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ Box = dict[Name, Message]
 
 
 class StackTick:
-    """A stack whose rows all move on at a tick."""
+    """A stack all of whose rows do F, B and U at every tick of theirs."""
 
     def __init__(self, stack: Stack, rings: RingBuffers) -> None:
         self.stack, self.rings, self.kind = stack, rings, rings.kind
@@ -48,7 +49,7 @@ class StackTick:
         self._accumulate = direct(accumulating(self.rings.written, stack.rows.trained)) if stack.fuse is None else None
 
     def take_weights(self) -> None:
-        """Have the weights that the micro-batches in flight have gone forward on."""
+        """Take over the weights on which the micro-batches in flight have gone forward."""
         stack, length = self.stack, self.rings.length
         if stack.stash is None or stack.stash.length != length:
             stack.stash = WeightRing(stack.rows, length)
@@ -149,8 +150,8 @@ class StackTick:
         back: Sequence[Tensor],
         numbers: Numbers,
     ) -> tuple[Tensor, list[Tensor], Tensor, Sequence[Tensor]]:
-        """The whole tick, for a compiler, but for `finish`. left, used: what F has left, and the weights it ran on, or
-        the numbers of these slots in `rings` and `stash`.
+        """The whole tick, written for a compiler, without `finish`. left, used: the tensors that F saved and the
+        weights it ran on, or the numbers of their slots in `rings` and `stash`.
         """
         forward, backward, made = self.rings.written
         trained, (inward, gradient) = self.stack.rows.trained, self._joined(x, y, g, gx)

@@ -1,4 +1,6 @@
-"""Verify: that stages can run as one. Each row of the graphs does what its stage does, and knows no other row."""
+"""Verify: checks that stages can run as one. Each row of the graphs must do what its stage does, and must not depend on
+any other row.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,14 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from pipeback.private import listened
-from pipeback.splitting.as_before import untouched
+from pipeback.splitting.module_restore import untouched
 from pipeback.stages.stage import Stage
 from pipeback.tensors import accelerators
 from pipeback.vectorized.capture import Unfit, capture
 from pipeback.vectorized.graph_rewrites import Graph, Graphs, recomputing
 from pipeback.vectorized.ring_buffers import Kind, RingBuffers, unfolded
 
-# how far gradients of both may lie apart, by what a number can be told from 1: sums are made in another order
+# how far the gradients of both may lie apart, in units of the type's epsilon: sums are made in another order
 CLOSE = {torch.float64: 1e-10, torch.float32: 1e-4}
 ROUGH = 0.05
 SCALES = (
@@ -83,15 +85,15 @@ def judged_alike(stage: Stage, graph: Graph, x: Tensor, target: Any) -> None:
 
 
 def gain(stages: Sequence[Stage], weights: Sequence[Tensor], rings: RingBuffers, repeats: int = 5) -> float:
-    """How many times as fast all rows are at once, as one after the other: F and B, measured by turns."""
-    times = ([], [])  # type: ignore[var-annotated]
+    """Return the speed-up of F and B of all rows at once over one after the other, timed alternately."""
+    times: tuple[list[float], list[float]] = ([], [])
     xs = example((rings.rows, *rings.kind[0]), rings.kind[1], rings.inputs.device)
     for _ in range(repeats + 1):
         begin = time.perf_counter()
         for r, stage in enumerate(stages):
             with torch.enable_grad(), untouched(stage.module):
                 x = xs[r].clone().requires_grad_()
-                given = x.clone() if stage.clones_input else x
+                given = x.clone() if stage.learnt.clones_input else x
                 torch.autograd.grad(stage.module(given), [x, *stage.params], xs[r], allow_unused=True)
         _synchronized(xs.device)
         between = time.perf_counter()
@@ -107,9 +109,7 @@ def gain(stages: Sequence[Stage], weights: Sequence[Tensor], rings: RingBuffers,
 
 
 def check_plain(stages: Sequence[Stage], x: Tensor) -> bool:
-    """Raise where a forward does more than compute, which is the stage's own affair; returns whether it changes its
-    input in place.
-    """
+    """Raise `Unfit` where a forward has side effects; return whether it changes its input in place."""
     module = stages[0].module
     if any(listened(stage.module) for stage in stages):
         raise Unfit("there are hooks on their modules or weights")
@@ -178,7 +178,7 @@ def _both(
 def _as(other: nn.Module, stage: Stage, x: Tensor) -> Tensor:
     """What another stage's module does with the weights of this one."""
     names = [name for name, _ in other.named_parameters()]  # of a followed model, each stage has its own
-    values: Any = functional_call(other, dict(zip(names, stage.module.parameters(), strict=True)), (x,))
+    values: Tensor = functional_call(other, dict(zip(names, stage.module.parameters(), strict=True)), (x,))
     return values
 
 

@@ -1,7 +1,7 @@
-"""Weight ring: the weights that micro-batches in flight have gone forward on, of stages that run as one.
+"""Weight ring: holds the weights on which micro-batches in flight have gone forward, for stages that run as one.
 
-Those of row r for micro-batch i lie in slot r − i, so that what the backwards of a tick need, each of another
-micro-batch, is one slot, and what the forwards leave goes to two runs of places at equal distances.
+The weights of row r for micro-batch i lie in slot r − i. So the weights for all backwards of a tick, which are of
+different micro-batches, lie in one slot, and those that the forwards use are written to two evenly strided runs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pipeback.vectorized.rows import Rows
 
 
 class WeightRing:
-    """`length` slots, in each a place for every row's weights that train: a ring (length, n, …) of each."""
+    """`length` slots, each with a place for the trainable weights of every row: one ring (length, n, …) per weight."""
 
     def __init__(self, rows: Rows, length: int) -> None:
         self.rows, self.length = rows, length
@@ -55,7 +55,8 @@ class WeightRing:
 
     def slot(self, b: int) -> Tensor:
         """The number of the slot that B reads, as a tensor of its own: to a compiler one that comes twice is one."""
-        return self._numbers[-b % self.length]
+        number: Tensor = self._numbers[-b % self.length]
+        return number
 
     def _way(self, slot: int) -> tuple[list[Tensor], list[Tensor]]:
         """To which places the rows go: one run up to the last slot, and one from the first."""
@@ -74,19 +75,19 @@ class WeightRing:
     # -- between runs of ticks, when the stages have them ------------------------------------------------------------
 
     def take(self) -> None:
-        """Have what the stages keep."""
+        """Take over the versions that the stages keep."""
         for stage, i, place in self._flying():
             kept = stage.past(stage.flights[i].version)
             if kept is not place:
                 torch._foreach_copy_(place, kept)
 
     def give(self) -> None:
-        """Have the stages keep what is here, and nothing else."""
+        """Hand the versions in the ring back to the stages, which keep no others."""
         for stage in self.rows.stages:
-            stage.versions = {}
-            stage.peak_copies = max(stage.peak_copies, 1.0 + len(stage.flights))
+            stage.versions.note_copies(stage.flights, 1.0 + len(stage.flights))
+            stage.versions.put({})
         for stage, i, place in self._flying():
-            stage.versions[stage.flights[i].version] = place
+            stage.versions.kept[stage.flights[i].version] = place
 
     def _flying(self) -> Iterator[tuple[Stage, int, Weights]]:
         """Every micro-batch in flight at a stage, and the place for its weights."""

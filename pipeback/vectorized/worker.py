@@ -1,4 +1,4 @@
-"""Worker: a worker that runs stacks of stages as one, and the others as they are."""
+"""Worker: a worker that runs each stack of stages as one, and all other stages one by one."""
 
 from __future__ import annotations
 
@@ -17,22 +17,24 @@ from pipeback.schedules.ops import Schedule
 from pipeback.schedules.order import Ops, Order
 from pipeback.schedules.programs import Flowing
 from pipeback.schedules.timeline import in_flight
-from pipeback.splitting.as_before import untouched
+from pipeback.splitting.module_restore import untouched
 from pipeback.stages import compiled
+from pipeback.stages.flight import Flight
 from pipeback.stages.joint_optimizer import Options
-from pipeback.stages.stage import Flight, Stage
+from pipeback.stages.stage import Stage
 from pipeback.tensors import accelerators
 from pipeback.tensors.layout import Message
 from pipeback.vectorized.capture import Unfit, signature
 from pipeback.vectorized.cuda_graph import CudaGraphed
+from pipeback.vectorized.eligible import leaps
 from pipeback.vectorized.stack import Stack
-from pipeback.vectorized.steady import Steady, leaps
+from pipeback.vectorized.steady import Steady
 
 LEAST = 2  # stages of a stack
-# how many times as fast F and B must be as one, that "auto" chooses it, where ticks are gone through stage by stage: so
-# much is lost around them, more where only every second stage has something to do at a tick (`pipeback bench auto`)
-ALL, SOME, SPARSE = 2.0, 5.0, 1.4  # where all stages work at most ticks; where not; ticks a micro-batch
-WHOLE = 1.2  # where ticks are one function: a few stages of many gain little, and what they gain is measured roughly
+# the speed-up of F and B from which "auto" runs stages as one where ticks are interpreted stage by stage: it covers the
+# overhead, which is larger where only every second stage is busy at a tick (`pipeback bench auto` measures it)
+ALL, SOME, SPARSE = 2.0, 5.0, 1.4  # with fewer than SPARSE ticks per micro-batch; otherwise; and that limit
+WHOLE = 1.2  # the same where a tick is one function: a small stack gains little, and its gain is measured roughly
 
 
 def alike(stages: Sequence[Stage]) -> list[list[Stage]]:
@@ -52,9 +54,9 @@ def alike(stages: Sequence[Stage]) -> list[list[Stage]]:
 def stacked(
     stages: Sequence[Stage], method: Method, compile: bool | dict[str, Any], vectorize: bool | str
 ) -> list[Stack]:
-    """Stacks of those that look alike, none without `vectorize`; whether they are, `learn` finds out.
+    """Return stacks of the stages that look alike (none without `vectorize`); `learn` finds out whether they are.
 
-    Raises ValueError where there must be some and are none, and without CUDA for its graphs.
+    Raises ValueError where `vectorize` demands a stack and there is none, and for CUDA graphs without CUDA.
     """
     if not vectorize:
         return []
@@ -72,7 +74,7 @@ def stacked(
             if vectorize == "cuda_graph":
                 stack.fuse = CudaGraphed if stack.fuse is None else partial(_graphed, stack.fuse)
             for stage in some:  # what is compiled is the stack
-                stage.stack, stage.call = stack, stage.module
+                stage.join(stack)
             mine.append(stack)
         if turns == 2:
             mine[0].partner, mine[1].partner = mine[1], mine[0]
@@ -90,7 +92,7 @@ def _graphed(compile: Callable[[Any], Any], function: Any) -> CudaGraphed:
 
 
 def learn(stages: Sequence[Stage], stacks: Sequence[Stack], x: Any) -> dict[str, str]:
-    """Have the stacks make their graphs for micro-batches like x; returns what does not fit, and why, by name."""
+    """Let the stacks make their graphs for micro-batches like x; return why stacks do not fit, by name."""
     found: dict[str, str] = {}
     firsts = {stack.first: stack for stack in stacks}
     value = x
@@ -107,7 +109,7 @@ def learn(stages: Sequence[Stage], stacks: Sequence[Stack], x: Any) -> dict[str,
 
 
 def calls(schedule: Schedule, stages: int, stack: Stack) -> float:
-    """Ticks at which the stack has something to do, for each micro-batch, in the steady state."""
+    """Return the number of ticks per micro-batch at which the stack is busy, in the steady state."""
     order, count = Order(schedule, stages, policy="skewed"), 0
     warm, last = 4 * stages, 8 * stages
     for arrived in range(1, last + 1):
@@ -128,11 +130,11 @@ def fitting(
     *,
     again: bool,
 ) -> tuple[list[Stack], dict[str, str]]:
-    """Those stacks that can run as one on micro-batches like these, and should; what was found, by name.
+    """Return the stacks that can and should run as one on micro-batches like these, and the findings, by name.
 
-    The stages of the others run as they are from then on. options: of the optimizers. worker: how it is built.
-    again: micro-batches of another form have come since: where they do not fit, the stages are run as they are on them.
-    Raises ValueError where none can and some must.
+    The stages of the other stacks run one by one from then on. options: those of the optimizers. worker: its arguments.
+    again: micro-batches of another form have come; stacks that they do not fit run their stages one by one on them.
+    Raises ValueError where `vectorize` demands a stack and none can run as one.
     """
     reasons: dict[str, str] = {}
     for x in xs:
@@ -165,7 +167,7 @@ def fitting(
         stack.told = reasons
         if stack not in kept:
             for stage, call in zip(stack.stages, stack.calls, strict=True):
-                stage.stack, stage.call = None, call
+                stage.leave_stack(call)
     return kept, reasons
 
 
@@ -186,8 +188,8 @@ class VectorizedWorker(Worker):
         super().record(on)
 
     def leap(self, order: Order, ticks: int) -> int:
-        """Do ticks at which every stage does F, B and U of one micro-batch, as far as that can be done at once; returns
-        how many. The order counts them.
+        """Do ticks at which every stage does F, B and U of one micro-batch, as many as can be done at once; return
+        their number. The order counts them.
         """
         seen = self.replicas or self.watch or self.tracing or self.began or self.samples
         if seen or self.clip_norm or self.clip_value or self._mixed or not self.stacks:
@@ -260,7 +262,7 @@ class VectorizedWorker(Worker):
             if plain and there.issuperset(stack.numbers) and stack.rows.step():
                 done.update(stack.numbers)
                 for stage in stack.stages:
-                    stage.version += 1
+                    stage.updated()
             else:
                 stack.rows.spread()
         rest = [op for op in ops if op[0] not in done]

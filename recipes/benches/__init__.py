@@ -1,1 +1,1 @@
-"""The sections of `pipeback bench`, one a file."""
+"""The sections of `pipeback bench`, one per file."""

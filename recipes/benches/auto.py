@@ -1,9 +1,11 @@
-"""What `vectorize="auto"` goes by: stages as one over the event loop, also for methods whose ticks are gone through
-stage by stage, beside what was measured of F and B alone when the first micro-batch came.
+"""How well `vectorize="auto"` decides: the gain of running stages as one, beside the gain that it measured.
 
-as one     samples over the event loop's, with vectorize=True
-F and B    how many times as fast these are as one, by `Pipeline.vectorized`
-auto       samples over the event loop's, and what it chose
+Methods whose ticks are interpreted stage by stage are included. F is the forward of a stage, B its backward. The gain
+of F and B alone is measured when the first micro-batch comes.
+
+as one     samples per second with vectorize=True, over those of the event loop
+F and B    by how many times running as one makes these faster, as `Pipeline.vectorized` measures it
+auto       samples per second with vectorize="auto" over those of the event loop, and what it chose
 """
 
 from __future__ import annotations

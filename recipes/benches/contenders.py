@@ -1,4 +1,4 @@
-"""What takes turns: one model in plain loops, in every runtime, and in torch.distributed.pipelining."""
+"""The contenders that take turns: one model in plain loops, in every runtime, and in torch.distributed.pipelining."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FLUSHES = (4, 8)  # micro-batches between two steps
 
 
 class Task(Protocol):
-    """What is trained, on micro-batches of `samples`; contenders do `turn` of them when it is theirs."""
+    """What is trained, on micro-batches of `samples`; each contender trains `turn` of them in its turn."""
 
     @property
     def samples(self) -> int: ...
@@ -36,7 +36,7 @@ class Task(Protocol):
 
 
 class Case(NamedTuple):
-    """A transformer: layers of `width` on micro-batches of `samples` sequences; `turn` micro-batches a turn."""
+    """A transformer: layers of `width` on micro-batches of `samples` sequences; `turn` micro-batches per turn."""
 
     name: str
     width: int
@@ -63,9 +63,9 @@ class Case(NamedTuple):
 
 
 class Contender(NamedTuple):
-    """`run` is called on every rank and does `turn` micro-batches: of its own (copies), or all ranks together.
+    """`run` is called on every rank and trains `turn` micro-batches, on each rank (copies) or on all ranks together.
 
-    It returns the seconds that they took; 0 where another rank knows better.
+    It returns the seconds that they took, and 0 on ranks that do not measure.
     """
 
     run: Callable[[], float]
@@ -74,12 +74,12 @@ class Contender(NamedTuple):
     pipe: pipeback.Pipeline | None = None
 
     def rate(self, seconds: list[float]) -> float:
-        """Micro-batches a second, from the seconds of every rank."""
+        """Micro-batches per second, from the seconds of every rank."""
         return sum(self.turn / some for some in seconds) if self.copies else self.turn / max(seconds)
 
 
 def alone(case: Case, rank: int) -> dict[str, Contender]:
-    """Those that need no other process; built before there is a process group."""
+    """The contenders that need no other process; they are built before there is a process group."""
     threads = pipelined(case, "pb", case.turn, workers=RANKS) if rank == 0 else Contender(lambda: 0.0, case.turn)
     return {
         "two copies of pb": pipelined(case, "pb", case.turn // RANKS)._replace(copies=True),
@@ -89,8 +89,11 @@ def alone(case: Case, rank: int) -> dict[str, Contender]:
 
 
 def together(case: Case, rank: int) -> dict[str, Contender]:
-    """Those that a rank is part of."""
-    some = {f"pb, {link}": pipelined(case, "pb", case.turn, link=link) for link in ("gloo", "shared_memory")}
+    """The contenders that run on several ranks."""
+    some = {
+        f"pb, {link}": pipelined(case, "pb", case.turn, workers=pipeback.Processes(link=link))
+        for link in ("gloo", "shared_memory")
+    }
     for flush in FLUSHES:
         for name, schedule in PEERS.items():
             few = max(flush, case.turn // 3 // flush * flush)  # flushes are alike, so fewer will do
@@ -108,9 +111,9 @@ def build(task: Task, method: str | pipeback.Method, flush: int = 0, **options: 
 
 
 def pushed(task: Task, method: str | pipeback.Method, **options: Any) -> Contender:
-    """A Pipeline of this process alone, which gets a turn's micro-batches in one push.
+    """A Pipeline of this process alone, which gets the micro-batches of a turn in one push.
 
-    It is full before the first turn. No loss is read: stages that run as one would have to finish what is in flight.
+    It is full before the first turn. No loss is read, since stages that run as one would have to drain for it.
     """
     pipe = build(task, method, **options)
     filled(pipe, task)
@@ -125,12 +128,12 @@ def pushed(task: Task, method: str | pipeback.Method, **options: Any) -> Contend
 
 
 def filled(pipe: pipeback.Pipeline, task: Task) -> None:
-    """So much is pushed that every stage has something to go backward with from then on."""
+    """Push until every stage has a micro-batch for its backward."""
     pipe.push(*task.data(max(pipe.delays) + 2))
 
 
 def pipelined(task: Task, name: str, turn: int, flush: int = 0, fill: bool = False, **options: Any) -> Contender:
-    """A Pipeline of workers or ranks; with `flush`, micro-batches come by the flush. fill: before the first turn."""
+    """A Pipeline of workers or ranks; with `flush`, it gets one flush per push. fill: push before the first turn."""
     pipe = build(task, name, flush, **options)
     if fill:
         filled(pipe, task)
@@ -139,7 +142,7 @@ def pipelined(task: Task, name: str, turn: int, flush: int = 0, fill: bool = Fal
     x, y = task.data(at_once)
 
     def run() -> float:
-        """A flush begins and ends with an empty pipeline; else it is full, and time goes from a loss to a later one."""
+        """With flushes, time runs between empty pipelines; else the pipeline is full, and it runs from loss to loss."""
         if not flush:
             loss = pipe.push(x, y)
             if judges:
@@ -159,7 +162,7 @@ def pipelined(task: Task, name: str, turn: int, flush: int = 0, fill: bool = Fal
 
 
 def plain(task: Task, turn: int, fused: bool = False) -> Contender:
-    """The loop that everybody writes."""
+    """The training loop that everybody writes."""
     model = task.model()
     optimizer = sgd(model.parameters(), fused)
     x, y = task.data()
@@ -176,7 +179,7 @@ def plain(task: Task, turn: int, fused: bool = False) -> Contender:
 
 
 def apart(task: Task, turn: int) -> Contender:
-    """F of each stage, then B of each, by itself, and one step: the arithmetic of a pipeline, and nothing else.
+    """Runs forward of each stage, then backward of each, and one step: the arithmetic of a pipeline and nothing else.
 
     No schedule, no versions, no messages. The plain loop does the same, but its backward is one call.
     """
@@ -206,7 +209,7 @@ def apart(task: Task, turn: int) -> Contender:
 
 
 def entering(value: Tensor | tuple[Tensor, ...]) -> Any:
-    """Leaves, which gradients come to."""
+    """Detached tensors that collect gradients."""
     if isinstance(value, Tensor):
         return value.detach().requires_grad_()
     return tuple(part.detach().requires_grad_() for part in value)

@@ -1,4 +1,4 @@
-"""One process, one thread, micro-batch 1: the event loop's pushes over the plain PyTorch loop."""
+"""Times pushes of the event loop over the plain PyTorch loop: one process, one thread, micro-batch 1."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def whole_blocks() -> nn.Sequential:
 
 CASES = {
     "20 blocks of width 64": (Task(Network("blocks", "", network, (64,), {}, 10), 1, 150), METHODS),
-    "ResNet-20, a stage a block": (Task(RESNET._replace(build=whole_blocks), 1, 16), METHODS[:2]),
-    "ResNet-20, a stage a layer": (Task(RESNET, 1, 16), METHODS[:2]),
+    "ResNet-20, one stage per block": (Task(RESNET._replace(build=whole_blocks), 1, 16), METHODS[:2]),
+    "ResNet-20, one stage per layer": (Task(RESNET, 1, 16), METHODS[:2]),
 }
 
 
 def main(repeats: int) -> None:
-    print(f"{'one process, one thread, micro-batch 1':<42}{'stages':>8}{'ms a micro-batch':>18}"
+    print(f"{'one process, one thread, micro-batch 1':<42}{'stages':>8}{'ms/micro-batch':>18}"
           f"{'of the plain loop':>20}{'   spread':>16}")  # fmt: skip
     for words, (task, methods) in CASES.items():
         runs: dict[str, Contender] = {"plain loop": plain(task, task.turn)}

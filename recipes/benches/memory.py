@@ -1,4 +1,4 @@
-"""Weight copies and method state, measured and declared; memory after 100 and after 10,000 micro-batches."""
+"""Compares measured and declared weight copies and method state; and memory after 100 and 10,000 micro-batches."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def main(repeats: int, stages: int = 20) -> None:
 
 
 def alive() -> int:
-    """Bytes of all tensors that the garbage collector knows."""
+    """The bytes of all tensors that the garbage collector knows."""
     gc.collect()
     storages: dict[int, int] = {}
     for thing in gc.get_objects():

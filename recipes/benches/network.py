@@ -1,4 +1,4 @@
-"""What most sections train."""
+"""The networks and settings that most sections use."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from pipeback import methods
 
 
 def settle() -> None:
-    """How every process that measures computes: with one intra-op thread, and numbers below the normal ones as zeros.
+    """Set up a process that measures: one intra-op thread, and subnormal numbers flushed to zero.
 
-    Where a unit never fires, momentum fades to such numbers after some hundred steps, and processors are slow with
-    them: in a deep narrow network all contenders would, the more the less else they do.
+    If a unit never fires, its momentum fades to subnormal numbers after some hundred steps, which slow processors down.
+    In a deep narrow network this would slow all contenders, and those with the least overhead the most.
     """
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)

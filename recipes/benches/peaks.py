@@ -1,4 +1,4 @@
-"""Peak memory of a piece of work: resident, above what stood before, as the kernel counts it."""
+"""Measures the peak resident memory of a piece of work, above what was resident before, as the kernel counts it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 from pipeback.recipes.resident import resident
 
-FORGET = "5"  # what makes the kernel take the peak anew, see proc(5), clear_refs
+FORGET = "5"  # makes the kernel reset the peak, see proc(5), clear_refs
 
 
 def peak(work: Callable[[], Any]) -> float | None:
-    """MB. None where the system does not tell. What `work` returns is held until then."""
+    """The peak in MB; None if the system does not tell. What `work` returns is kept alive until it is read."""
     gc.collect()
     trim()
     before = resident("VmRSS")
@@ -29,7 +29,7 @@ def peak(work: Callable[[], Any]) -> float | None:
 
 
 def trim() -> None:
-    """Free memory that the C library has kept goes back, where that library is glibc."""
+    """Return to the system the free memory that the C library has kept, if that library is glibc."""
     library = ctypes.CDLL(None)
     if hasattr(library, "malloc_trim"):
         library.malloc_trim(0)

@@ -1,8 +1,8 @@
-"""Two ranks, a process and a thread each, on two cores.
+"""Times two ranks, each a process of one thread, on two cores.
 
-The ideal is two independent single-process copies that run at once: together they do twice the micro-batches of one,
+The ideal is two independent single-process copies that run at once: together they do twice the micro-batches of one
 under the same contention. All contenders take turns within the same two processes. The peers, of
-torch.distributed.pipelining, step once a flush of 4 or 8 micro-batches, as our gpipe and one_f_one_b beside them; pb
+torch.distributed.pipelining, step once per flush of 4 or 8 micro-batches, as our gpipe and one_f_one_b beside them; pb
 steps after every one.
 """
 
@@ -47,7 +47,7 @@ def measured(rank: int, store: str, case: Case, repeats: int) -> tuple[Rates, li
 
 
 def table(rates: Rates) -> None:
-    print(f"{'':<20}{'ms a micro-batch':>18}{'of two copies':>16}{'   spread':>16}")
+    print(f"{'':<20}{'ms/micro-batch':>18}{'of two copies':>16}{'   spread':>16}")
     for name, some in rates.items():
         print(f"{name:<20}{1e3 / statistics.median(some):>18.2f}{ratio(some, rates[IDEAL])}")
     first = FLUSHES[0]

@@ -1,6 +1,6 @@
-"""What the section `table` has found: its file, as text, and as the table of README.md, which nothing else writes.
+"""The results of the section `table`: as a file, as text, and as tables of docs/results/speed.md.
 
-The file holds what was measured, samples a second of every round; everything that is printed is computed from it.
+The file holds what was measured, samples per second of every round; everything that is printed is computed from it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 
 FILE = Path(__file__).with_name("results.json")
-README = Path(__file__).parents[2] / "README.md"
-BEGIN, END = "<!-- written by `pipeback bench table readme=true`: do not edit -->", "<!-- end of what it wrote -->"
+PAGE = Path(__file__).parents[2] / "docs" / "results" / "speed.md"
+BEGIN, END = "<!-- written by `pipeback bench table page=true`: do not edit -->", "<!-- end of what it wrote -->"
 PLAIN, IDEAL = "plain", "apart"  # the rows that the others are compared with
 NONE = "–"
 
@@ -32,7 +32,7 @@ class Row(NamedTuple):
     label: str
     workers: int
     update: int  # samples
-    rates: list[float]  # samples a second, a number a round; empty: not measured, see note
+    rates: list[float]  # samples per second, one number per round; empty: not measured, see note
     peak_mb: list[float | None]  # of every rank
     note: str = ""
 
@@ -50,7 +50,7 @@ class Case(NamedTuple):
         return next(row for row in self.rows if row.name == name)
 
     def ratios(self, row: Row, name: str) -> list[float]:
-        """Over another row's rates of the same rounds; of the ideal, over what as many workers would do."""
+        """Rates over those of another row in the same rounds; over the ideal, times the number of workers."""
         times = row.workers if name == IDEAL else 1
         return [a / (times * b) for a, b in zip(row.rates, self.row(name).rates, strict=True)] if row.rates else []
 
@@ -63,7 +63,7 @@ class Results(NamedTuple):
 
 
 def machine() -> dict[str, Any]:
-    """Where this runs, and what of what version; the load before it."""
+    """The machine, the versions of packages, and the load before the run."""
     return {
         "date": datetime.date.today().isoformat(), "cpu": cpu(), "cores": os.cpu_count(), "threads": 1,
         "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
@@ -100,12 +100,12 @@ def load(path: str | Path) -> Results:
 
 
 def of(ratios: Sequence[float]) -> str:
-    """Their median and spread."""
+    """The median of the ratios and their spread."""
     return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} … {max(ratios):.2f})" if ratios else NONE
 
 
 def cells(case: Case, row: Row) -> list[str]:
-    """samples/s, of plain, of ideal, peak MB, update."""
+    """The cells samples/s, of plain, of ideal, peak MB, update."""
     speed = f"{statistics.median(row.rates):,.1f}" if row.rates else NONE
     peak = " + ".join(NONE if mb is None else f"{mb:.0f}" for mb in row.peak_mb) or NONE
     return [speed, of(case.ratios(row, PLAIN)), of(case.ratios(row, IDEAL)), peak, str(row.update)]
@@ -119,7 +119,7 @@ def title(case: Case) -> str:
 
 
 def text(found: Results) -> str:
-    """For the terminal."""
+    """The results as text for the terminal."""
     lines = [under(found)]
     for case in found.cases:
         lines += ["", title(case), line("", COLUMNS)]
@@ -134,17 +134,17 @@ def line(label: str, columns: Sequence[str]) -> str:
 
 
 def under(found: Results) -> str:
-    """What it was measured on."""
+    """A sentence that says on what machine this was measured."""
     m = found.machine
     load = "" if m.get("load") is None else f", load {m['load']} before"
     return (
         f"Medians of {found.repeats} interleaved turns (smallest … largest), {m['cores']} cores of {m['cpu']}, "
-        f"{m['threads']} intra-op thread a process, torch {m['torch']}, Python {m['python']}, {m['date']}{load}"
+        f"{m['threads']} intra-op thread per process, torch {m['torch']}, Python {m['python']}, {m['date']}{load}"
     )
 
 
 def block(found: Results) -> str:
-    """For README.md: contenders over the plain loop; behind it, folded, everything."""
+    """The tables of docs/results/speed.md: contenders over the plain loop, then everything."""
     first: dict[str, str] = {}
     for case in found.cases:
         first |= {row.name: row.label for row in case.rows if row.name not in first}
@@ -158,13 +158,13 @@ def block(found: Results) -> str:
         case.network: f"{case.words}, {case.stages} stages, {case.parameters:,} parameters" for case in found.cases
     }
     lines += ["", *(f"* {name}: {words}" for name, words in about.items())]
-    lines += ["", under(found) + ".", "", "<details><summary>Samples a second, over the ideal, peak memory</summary>"]
+    lines += ["", under(found) + ".", "", "### Samples per second, over the ideal, peak memory"]
     for case in found.cases:
         lines += ["", row_of([f"{case.network}, micro-batch {case.micro_batch}", *COLUMNS]), rule(len(COLUMNS))]
         lines += [row_of([row.label, *cells(case, row)]) for row in case.rows]
         notes = [f"{row.label}: {row.note}." for row in case.rows if row.note]
         lines += ["", " ".join(notes)] if notes else []
-    return "\n".join([*lines, "", "</details>", "", END])
+    return "\n".join([*lines, "", END])
 
 
 def row_of(columns: Sequence[str]) -> str:
@@ -176,14 +176,14 @@ def rule(numbers: int) -> str:
 
 
 def between(document: str) -> str:
-    """The block of the document, marks included."""
+    """The generated block of the document, including its marks."""
     begin, end = document.find(BEGIN), document.find(END)
     if begin < 0 or end < begin:
-        sys.exit(f"pipeback bench: readme=true: {README} has no line {BEGIN!r} with {END!r} behind it; run it there "
+        sys.exit(f"pipeback bench: page=true: {PAGE} has no line {BEGIN!r} with {END!r} behind it; run it there "
                  "where pipeback is developed")  # fmt: skip
     return document[begin : end + len(END)]
 
 
-def into_readme(found: Results) -> None:
-    document = README.read_text("utf-8") if README.exists() else ""
-    README.write_text(document.replace(between(document), block(found)), "utf-8")
+def into_page(found: Results) -> None:
+    document = PAGE.read_text("utf-8") if PAGE.exists() else ""
+    PAGE.write_text(document.replace(between(document), block(found)), "utf-8")

@@ -1,17 +1,19 @@
-"""What a micro-batch costs each stage, by number of stages, method and delay; and memory beside what was predicted.
+"""Measures the cost per micro-batch and stage by number of stages, method and delay, and memory beside its prediction.
 
     pipeback bench scaling repeats=5
     pipeback bench scaling stages=10,50,100,200,500 methods=pb,cerebras slack=1      # a gigabyte and minutes each
 
-Stages are so narrow that a pipeline's own work is most of it. For every method and slack (in-flight micro-batches are
-about slack × stages at the first stage) one new process builds and fills a pipeline of each size; then they take turns.
+Stages are so narrow that the overhead of the pipeline dominates. For every method and slack (about slack × stages
+micro-batches are in flight at the first stage) one new process builds and fills a pipeline of each size; then they take
+turns.
 
-µs              of a micro-batch and stage: F, B and U, with the pipeline full. `power` is the exponent p of the law
-                seconds a micro-batch ∝ stages^p that fits best: 1 where a stage costs the same in any company
+µs              per micro-batch and stage: F (forward), B (backward) and U (update), with the pipeline full. `power` is
+                the exponent p of the law seconds per micro-batch ∝ stages^p that fits best: 1 if a stage costs the
+                same among few and many
 copies          of the weights at the peak, and what the method declares
 MB counted      weights, their copies, method state and activations, as `Pipeline.memory` counts tensors
 MB planned      the same, optimizer state and gradients, as `Pipeline.plan` predicts them
-MB resident     by which the process grew when the pipeline was built and filled. What is no tensor is in here alone:
+MB resident     growth of the process when the pipeline was built and filled. Only this counts what is no tensor:
                 `KB in flight` is resident beyond planned, over the stages' micro-batches that are in flight
 """
 
@@ -35,15 +37,15 @@ from pipeback.recipes.benches.turns import interleaved, on_ranks
 from pipeback.schedules.timeline import in_flight
 
 SIZES, METHODS, SLACKS = (10, 50, 100), ("pb", "cerebras", "pipedream", "pipemare"), (1, 2)
-WIDTH, TURN = 8, 4  # micro-batches a turn
+WIDTH, TURN = 8, 4  # micro-batches per turn
 
 
 class Point(NamedTuple):
-    """A pipeline of so many stages."""
+    """The measurements of a pipeline with so many stages."""
 
     stages: int
     flying: int  # micro-batches in flight, summed over the stages
-    seconds: list[float]  # of a turn
+    seconds: list[float]  # per turn
     copies: float
     declared: float
     counted: int  # bytes
@@ -52,7 +54,7 @@ class Point(NamedTuple):
 
     @property
     def cost(self) -> float:
-        """Seconds of a micro-batch."""
+        """Seconds per micro-batch."""
         return statistics.median(self.seconds) / TURN
 
 
@@ -84,7 +86,7 @@ def named(given: str) -> list[str]:
 
 
 def grown(rank: int, store: str, name: str, slack: int, sizes: list[int], repeats: int) -> list[Point]:
-    """A pipeline of each size, the smaller ones first; all are there when they take turns."""
+    """Build a pipeline of each size, the smaller ones first; all exist when they take turns."""
     x, y = torch.randn(TURN, WIDTH), torch.randint(0, 10, (TURN,))
     pipes: dict[int, pipeback.Pipeline] = {}
     resident = {}
@@ -96,7 +98,7 @@ def grown(rank: int, store: str, name: str, slack: int, sizes: list[int], repeat
         for _ in range(0, rounds * max(in_flight(method.schedule, stages)) + 1, TURN):
             pipes[stages].push(x, y)
 
-    filled(2)  # what is loaded and made once
+    filled(2)  # everything that is loaded or made only once
     for stages in sizes:
         resident[stages] = peak(partial(filled, stages))
     seconds = interleaved({str(stages): partial(pipes[stages].push, x, y) for stages in sizes}, repeats)

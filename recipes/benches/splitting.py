@@ -1,4 +1,4 @@
-"""What splitting any model costs: seconds of cutting resnet50, and what handing structures and skips along adds."""
+"""Measures the cost of splitting: seconds of cutting resnet50, and the overhead of handing on dictionaries."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pipeback
 from pipeback.recipes.benches.network import sgd
 from pipeback.recipes.foreign import build
 
-STAGES, COUNT = 12, 6  # micro-batches a turn
-SIZES = {"width 448, 128 samples": (448, 128), "width 8, a sample": (8, 1)}  # some milliseconds a stage, and nothing
+STAGES, COUNT = 12, 6  # micro-batches per turn
+SIZES = {"width 448, 128 samples": (448, 128), "width 8, a sample": (8, 1)}  # milliseconds per stage, and nothing
 
 
 class Masked(nn.Module):
@@ -31,7 +31,7 @@ class Masked(nn.Module):
 
 
 class Handing(nn.Module):
-    """The same of a dictionary, in which mask and skip travel with x."""
+    """The same on a dictionary, in which mask and skip travel with x."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Handing(nn.Module):
 
 
 class Handed(nn.Module):
-    """Blocks that hand a dictionary along; what the first one is given is added behind the last."""
+    """Blocks that pass a dictionary on; the input of the first is added after the last."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -60,14 +60,14 @@ class Handed(nn.Module):
 
 
 class Head(nn.Linear):
-    """As above, what is added being at hand."""
+    """The head of the above, whose skip is at hand."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x + x)
 
 
 def kept(width: int, samples: int) -> Tensor:
-    """Most of the numbers, the same ones always."""
+    """A fixed mask that keeps most of the numbers."""
     return (torch.rand(samples, width, generator=torch.Generator().manual_seed(0)) > 0.1).float()
 
 
@@ -84,16 +84,16 @@ def main(repeats: int) -> None:
             pipe.plan(x, y)
             seconds.append((built, time.perf_counter() - begin))
         split, ready = (statistics.median(some) for some in zip(*seconds, strict=True))
-        print(f"{f'a stage a {cuts}, {pipe.stages} stages':<30}{split:>6.2f} s to split{ready:>8.2f} s until ready")
+        print(f"{f'one stage per {cuts}, {pipe.stages} stages':<30}{split:>6.2f} s to split{ready:>8.2f} s until ready")
     print(f"\n{STAGES} stages that hand on a dictionary with a mask and a long skip, over an nn.Sequential of the same "
           "arithmetic; pb, CPU time")  # fmt: skip
-    print(f"{'':<24}{'ms a stage':>12}{'of the plain stages':>22}{'  quartiles':>16}{'µs a boundary':>16}")
+    print(f"{'':<24}{'ms/stage':>12}{'of the plain stages':>22}{'  quartiles':>16}{'µs/boundary':>16}")
     for name, (width, samples) in SIZES.items():
         handed(name, width, samples, repeats)
 
 
 def handed(name: str, width: int, samples: int, repeats: int) -> None:
-    """Turns of both."""
+    """Run turns of both models."""
     torch.manual_seed(0)
     x, y = torch.randn(2, samples, width)
     mask = kept(width, samples)

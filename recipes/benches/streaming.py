@@ -1,4 +1,4 @@
-"""Weights in a store against weights on the device: samples a second, share of stall, bytes that travel."""
+"""Compares weights in a store with weights on the device: samples per second, share of stall, bytes moved."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def pipeline(method: str, store: Any, **options: Any) -> pipeback.Pipeline:
 
 
 def compare(method: str, stores: dict[str, Any], repeats: int) -> None:
-    """Every store's time of a push over the resident run's, taken in turns."""
+    """Time pushes with every store over those with resident weights, taken in turns."""
     x, y = torch.randn(2, SAMPLES * MICRO_BATCHES, WIDTH)
     pipes = {name: pipeline(method, store) for name, store in stores.items()}
     for pipe in pipes.values():
@@ -75,7 +75,7 @@ def compare(method: str, stores: dict[str, Any], repeats: int) -> None:
             ratios[name].append(took["resident"] / took[name])
     for name, some in ratios.items():
         if name == "resident":
-            print(f"{method}, {1e3 * statistics.median(seconds):.1f} ms a stage")
+            print(f"{method}, {1e3 * statistics.median(seconds):.1f} ms per stage")
             continue
         after = pipes[name].traffic()
         stall = (after.stall - before[name].stall) / (after.seconds - before[name].seconds)
@@ -87,11 +87,11 @@ def compare(method: str, stores: dict[str, Any], repeats: int) -> None:
 
 
 def sparse() -> None:
-    """Bytes to the device at 90 % of zeros, over those of dense weights."""
+    """Count the bytes to the device with 90 % of zeros, over those of dense weights."""
     x, y = torch.randn(2, SAMPLES, WIDTH)
     sent = []
     for policy in (None, sparsities.create("rigl", density=0.1, until=1000, every=100)):
-        pipe = pipeline("gpipe", "host", sparsity=policy)
+        pipe = pipeline("gpipe", pipeback.Streaming("host", sparsity=policy))
         for _ in range(3):
             pipe.push(x, y)
         traffic = pipe.traffic()
@@ -102,7 +102,7 @@ def sparse() -> None:
 
 
 def skipped(repeats: int) -> None:
-    """F and B of a linear layer without its zeros, as with `skip_zeros`, against dense ones."""
+    """Time forward and backward of a linear layer without its zeros, as with `skip_zeros`, against dense ones."""
     for sparsity in (0.8, 0.85, 0.9, 0.95, 0.98):
         shape, density = torch.Size((WIDTH, WIDTH)), 1 - sparsity
         gains = []
@@ -116,7 +116,7 @@ def skipped(repeats: int) -> None:
 
 
 def visits(stages: int = 20, count: int = 400) -> None:
-    """How often a stage's weights come for a micro-batch of pipelined backpropagation."""
+    """Count how often weights are fetched per stage and micro-batch of pipelined backpropagation."""
     for policy, near in (("sticky", 1), ("streaming", 1), ("streaming", 2), ("streaming", 4)):
         order = Order(schedules.flowing(2), stages, policy=policy, near=near)
         here: list[int] = []
@@ -127,4 +127,4 @@ def visits(stages: int = 20, count: int = 400) -> None:
             here = [*(other for other in here if other != s), s][-near - 1 :]
         ahead = f", {near} ahead" if policy == "streaming" else ""
         times = fetched / stages / count
-        print(f"pb, {stages} stages, order {policy}{ahead}: {times:.2f} fetches a stage and micro-batch")
+        print(f"pb, {stages} stages, order {policy}{ahead}: {times:.2f} fetches per stage and micro-batch")

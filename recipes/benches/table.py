@@ -2,18 +2,18 @@
 
     pipeback bench table repeats=5                        # all of it
     pipeback bench table networks=resnet20,narrow contenders=pb,threads out=some.json
-    pipeback bench table readme=true                      # all of it, into results.json beside this and README.md
+    pipeback bench table page=true                        # all of it, into results.json and docs/results/speed.md
     pipeback bench table read=some.json                   # measures nothing: prints what was found then
 
-Two processes of one thread each; contenders take turns within them, those of one process on the first while the second
+Contenders take turns in two processes of one thread each; those of one process run on the first while the second
 waits. A turn is some micro-batches with the pipeline full, or whole flushes. Numbers are medians of the turns; ratios
 are of the same round.
 
 samples/s       of training: forward, backward, and an update after every `update` samples
-of plain        over the plain PyTorch loop's, momentum SGD by foreach, an update a micro-batch
+of plain        over the plain PyTorch loop's, momentum SGD by foreach, an update per micro-batch
 of ideal        over workers × those of `stages apart`: F of each stage by itself, B of each by itself, and one step,
-                one after the other in one thread. That is the arithmetic of a pipeline and nothing else. What puts
-                the calls of several stages together may exceed it: a plain loop's backward, stages that run as one
+                one after the other in one thread. That is the arithmetic of a pipeline and nothing else. Rows
+                that merge the calls of several stages may exceed it: a plain loop's backward, stages that run as one
 peak MB         resident memory at its highest above what the process held before the contender was built, one turn
                 from an empty pipeline on; each in a process of its own, which has trained a plain loop and dropped it.
                 Modules that it imports count, and so does compiling. Of every rank
@@ -36,13 +36,13 @@ FLUSH = 8  # micro-batches between two steps of the flush schedules
 
 
 class Entry(NamedTuple):
-    """A row. build: of the task, the own rank and the rank of each stage; ranks: on each, else on the first alone."""
+    """A row. build: takes the task, this rank and the rank of each stage. ranks: it runs on all, else on the first."""
 
     label: str
     build: Callable[[Task, int, list[int]], Contender]
     workers: int = 1
     ranks: bool = False
-    flush: int = 1  # micro-batches an update
+    flush: int = 1  # micro-batches per update
 
 
 def loop(label: str, build: Callable[..., Contender], **options: Any) -> Entry:
@@ -94,13 +94,11 @@ ALWAYS = ("plain", "apart")  # what the others are compared with
 NEVER = "every stage is another graph, and the compiler takes minutes; contenders=compiled does it"
 
 
-def main(
-    repeats: int, networks: str = "", contenders: str = "", out: str = "", read: str = "", readme: str = ""
-) -> None:
-    if readme not in ("", "true", "false"):
-        sys.exit(f"pipeback bench: readme={readme}: true or false")
-    if readme == "true" and (networks or contenders):
-        sys.exit("pipeback bench: readme=true is for the whole table; leave networks= and contenders= out")
+def main(repeats: int, networks: str = "", contenders: str = "", out: str = "", read: str = "", page: str = "") -> None:
+    if page not in ("", "true", "false"):
+        sys.exit(f"pipeback bench: page={page}: true or false")
+    if page == "true" and (networks or contenders):
+        sys.exit("pipeback bench: page=true is for the whole table; leave networks= and contenders= out")
     if read and (networks or contenders or out):
         sys.exit("pipeback bench: read= measures nothing; leave networks=, contenders= and out= out")
     some, names = chosen("networks", networks, NETWORKS), chosen("contenders", contenders, ENTRIES)
@@ -111,14 +109,14 @@ def main(
     print(results.text(found), flush=True)
     if out:
         results.save(found, out)
-    if readme == "true":
+    if page == "true":
         if not read:
             results.save(found, results.FILE)
-        results.into_readme(found)
+        results.into_page(found)
 
 
 def chosen(option: str, given: str, known: dict[str, Any]) -> list[str]:
-    """In the order in which they are known; all where nothing was given."""
+    """The names that were given, in the known order; all if none was given."""
     names = given.split(",") if given else list(known)
     for name in names:
         if name not in known:
@@ -127,7 +125,7 @@ def chosen(option: str, given: str, known: dict[str, Any]) -> list[str]:
 
 
 def measured(wanted: list[Task], names: list[str], repeats: int, every: bool = False) -> results.Results:
-    """every: also those that take minutes to compile."""
+    """Measure the rows. every: also those that take minutes to compile."""
     begin = time.perf_counter()
     machine = results.machine()
     found = []
@@ -158,7 +156,7 @@ def measured(wanted: list[Task], names: list[str], repeats: int, every: bool = F
 
 
 def side_by_side(rank: int, store: str, task: Task, names: list[str], repeats: int) -> tuple[Any, dict[str, str]]:
-    """Micro-batches a second of each contender and round; and why others cannot train this network."""
+    """Micro-batches per second of each contender and round; and why others cannot train this network."""
     contenders: dict[str, Contender] = {}
     notes: dict[str, str] = {}
     for name in names:
@@ -195,7 +193,7 @@ def cut(task: Task) -> list[int]:
 
 
 def peak_of(rank: int, store: str, task: Task, name: str) -> list[float | None]:
-    """MB of every rank that trains a turn, in processes that have trained before."""
+    """Peak MB of every rank that trains one turn, in processes that have trained before."""
     plain(task, 1).run()
     entry, owner = ENTRIES[name], []
     if entry.ranks:

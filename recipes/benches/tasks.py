@@ -23,7 +23,7 @@ class Network(NamedTuple):
     words: str
     build: Callable[[], nn.Sequential]
     shape: tuple[int, ...]
-    turns: dict[int, int]  # samples of a micro-batch -> micro-batches a turn, a multiple of the flush
+    turns: dict[int, int]  # samples of a micro-batch -> micro-batches per turn, a multiple of the flush
     classes: int | None = None  # None: the target is like the input
     compiles: bool = True  # else every stage is a graph of its own, and the compiler takes minutes
 

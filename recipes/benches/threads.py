@@ -1,4 +1,4 @@
-"""Two threads on two cores against two independent single-process copies that run at once."""
+"""Compares two threads on two cores with two independent single-process copies that run at once."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 
 from pipeback.recipes.benches.network import pipeline, settle
 
-WIDE, DEEP, SAMPLES = 512, 9, 128  # eight blocks of a few milliseconds and a small head: four blocks a worker
+WIDE, DEEP, SAMPLES = 512, 9, 128  # eight blocks of a few milliseconds and a small head: four blocks per worker
 
 
 def main(repeats: int, count: int = 12) -> None:
-    """Two workers share one pipeline; the ideal is two copies of it, a process each, at once: twice the samples."""
+    """Two workers share one pipeline; the ideal is two copies in a process each, which train twice the samples."""
     x, y = torch.randn(SAMPLES, WIDE), torch.randint(0, 10, (SAMPLES,))
     pipe = pipeline("pb", DEEP, WIDE, workers=2)
     for _ in range(2 * DEEP):
@@ -42,14 +42,14 @@ def main(repeats: int, count: int = 12) -> None:
         mine.send(None)
     pipe.close()
     print(
-        f"two threads, two cores: {DEEP} stages of width {WIDE}, {SAMPLES} samples, {max(stage) * 1e3:.1f} ms a stage"
+        f"two threads, two cores: {DEEP} stages of width {WIDE}, {SAMPLES} samples, {max(stage) * 1e3:.1f} ms per stage"
     )
     print(f"pb, workers=2: {statistics.median(ratios):.2f} of two independent copies at once "
           f"({min(ratios):.2f} … {max(ratios):.2f})")  # fmt: skip
 
 
 def copy(connection: Any, count: int) -> None:
-    """A single-process copy: on every "go", `count` micro-batches; answers with the seconds."""
+    """A single-process copy trains `count` micro-batches on every "go", and answers with the seconds."""
     settle()
     x, y = torch.randn(SAMPLES, WIDE), torch.randint(0, 10, (SAMPLES,))
     pipe = pipeline("pb", DEEP, WIDE)

@@ -1,4 +1,4 @@
-"""Contenders take turns within the same processes of this machine, so that whatever else it does meets them alike."""
+"""Contenders take turns within the same processes, so that other load on the machine slows them alike."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ import torch.multiprocessing as mp
 from pipeback.recipes.benches.contenders import RANKS, Contender
 from pipeback.recipes.benches.network import settle
 
-Rates = dict[str, list[float]]  # micro-batches a second, by contender and round
-WARM = 2  # turns that do not count: in the first something is compiled, of the second the length is looked at
+Rates = dict[str, list[float]]  # micro-batches per second, by contender and round
+WARM = 2  # turns that do not count: the first compiles, the second shows how long a turn is
 LEAST = 0.3  # seconds that a turn should take
 MOST = 8  # runs of a turn
 
@@ -42,7 +42,7 @@ def on_ranks(work: Callable[..., Any], *given: Any, ranks: int = RANKS, start: s
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """New processes read it."""
+    """Set the variables that new processes read, for one thread each."""
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
@@ -64,12 +64,12 @@ def on_rank(rank: int, store: str, found: Any, work: Callable[..., Any], given: 
 
 
 def join(rank: int, store: str) -> None:
-    """From here on a Pipeline is one of all ranks."""
+    """Join the process group: from here on a Pipeline spans all ranks."""
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS)
 
 
 def everywhere(value: Any) -> list[Any]:
-    """What each rank has given."""
+    """Return what each rank has given."""
     if not dist.is_initialized():
         return [value]
     values: list[Any] = [None] * RANKS
@@ -78,10 +78,10 @@ def everywhere(value: Any) -> list[Any]:
 
 
 def take_turns(contenders: Mapping[str, Contender], repeats: int) -> Rates:
-    """Called on every rank, with the same names in the same order.
+    """Let contenders take turns; called on every rank, with the same names in the same order.
 
-    Who is done soon runs several times in a turn, so that what comes for a moment does not decide it, and each begins
-    without the garbage of those before.
+    A fast contender runs several times in a turn, so that a momentary load does not decide, and garbage is collected
+    before each.
     """
     rates: Rates = {name: [] for name in contenders}
     times = dict.fromkeys(contenders, 1)
@@ -99,7 +99,7 @@ def take_turns(contenders: Mapping[str, Contender], repeats: int) -> Rates:
 
 
 def interleaved(runs: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of every run, in turn, in this process."""
+    """Run all in turn in this process; returns the seconds of every run."""
     rates = take_turns({name: Contender(partial(timed, run), 1) for name, run in runs.items()}, repeats)
     return {name: [1 / rate for rate in some] for name, some in rates.items()}
 

@@ -1,4 +1,4 @@
-"""Lightning with the strategy, batches of 64 cut into 64 micro-batches: samples a second over Pipeline.push's."""
+"""Compares Lightning with Pipeline.push: samples per second on batches of 64 cut into 64 micro-batches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pipeback.recipes.benches.network import create, network, pipeline, sgd
 
 
 def main(repeats: int, count: int = 8) -> None:
-    """One fit; after every batch the same batch is pushed into a pipeline of its own, so that both are paired."""
+    """Run one fit; after every batch the same batch is pushed into another pipeline, so that times are paired."""
     import lightning.pytorch as pl
 
     from pipeback.lightning import PipelineMonitor, PipelineStrategy
@@ -45,7 +45,7 @@ def main(repeats: int, count: int = 8) -> None:
             middle = time.perf_counter()
             self.pipe.push(*batch)
             end = time.perf_counter()
-            if batch_idx >= count:  # the first are a warm-up
+            if batch_idx >= count:  # the first ones are a warm-up
                 self.fit.append(middle - self.began)
                 self.push.append(end - middle)
             self.began = time.perf_counter()
@@ -53,7 +53,7 @@ def main(repeats: int, count: int = 8) -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.manual_seed(0)
     batches: Any = [(torch.randn(64, 64), torch.randint(0, 10, (64,))) for _ in range(count * (repeats + 1))]
-    print("Lightning with the strategy, 64 micro-batches of one sample a batch, 20 stages of width 64")
+    print("Lightning with the strategy, batches of 64 micro-batches of one sample, 20 stages of width 64")
     for name in ("pb", "cerebras"):
         for watched in (False, True):
             paired = Paired(pipeline(name, micro_batch_size=1))

@@ -1,4 +1,4 @@
-"""Stages that run as one, in one process and one thread: samples over the plain PyTorch loop's, and what torch.compile
+"""Times stages that run as one over the plain PyTorch loop, in one process and one thread, and what torch.compile
 adds. The plain loop steps momentum SGD, or AdamW, by foreach, or fused.
 """
 
@@ -42,7 +42,7 @@ class Transformer(nn.Module):
 
 
 class Case(NamedTuple):
-    """So many stages of a width, a micro-batch of that shape."""
+    """So many stages of one width, and micro-batches of one shape."""
 
     name: str
     block: Callable[[int], nn.Module]
@@ -71,7 +71,7 @@ adamw: Factory = partial(torch.optim.AdamW, lr=1e-5, foreach=True)
 def main(repeats: int, cases: Iterable[Case] = CASES, compiled: bool = True) -> None:
     print("one process, one thread, update size one: samples over the plain loop's")
     for case in cases:
-        print(f"\n{case.name}\n{'':<26}{'ms a micro-batch':>18}{'of the plain loop':>20}{'   spread':>16}")
+        print(f"\n{case.name}\n{'':<26}{'ms/micro-batch':>18}{'of the plain loop':>20}{'   spread':>16}")
         runs, compiling = contenders(case, compiled)
         seconds = interleaved(runs, repeats)
         for name, some in seconds.items():
@@ -84,7 +84,7 @@ def main(repeats: int, cases: Iterable[Case] = CASES, compiled: bool = True) -> 
 
 
 def contenders(case: Case, compiled: bool) -> tuple[dict[str, Callable[[], Any]], float]:
-    """What takes turns, and the seconds of the first push with a compiler."""
+    """The contenders, and the seconds of the first push with a compiler."""
     x, y = torch.randn(2, case.turn * case.shape[0], *case.shape[1:])
     runs: dict[str, Callable[[], Any]] = {
         "plain loop": partial(plain, *model_and_step(case), x, y, case.shape[0]),

@@ -91,7 +91,7 @@ class Data(LightningDataModule):
 
     @property
     def epoch_samples(self) -> int:
-        """Training samples an epoch."""
+        """Training samples per epoch."""
         return len(self.training)
 
     def train_dataloader(self) -> DataLoader[Batch]:
@@ -109,7 +109,7 @@ class Data(LightningDataModule):
         return self._loader(self.validation, self.validation_batch)
 
     def _loader(self, samples: Samples, batch_size: int, **options: Any) -> DataLoader[Batch]:
-        # a generator of its own: a loader draws a number an epoch, which the model's random layers must not notice
+        # a generator of its own: a loader draws a number per epoch, which the model's random layers must not notice
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "'set_vital'")  # torchdata 0.11 calls what torch 2.15 deprecates
             return Loader(samples, batch_size=batch_size, collate_fn=as_it_is, generator=torch.Generator(), **options)

@@ -49,7 +49,7 @@ def tokens(generator: torch.Generator) -> tuple[Any, Any]:
 
 
 def steady(model: nn.Module) -> nn.Module:
-    """Dropout and stochastic depth to 0: a plain loop would draw from one stream, and a pipeline from one a stage."""
+    """Dropout and stochastic depth to 0: a plain loop would draw from one stream, and a pipeline from one per stage."""
     for module in model.modules():
         for name, value in vars(module).items():
             if isinstance(value, float) and (name == "p" or "drop" in name):

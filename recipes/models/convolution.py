@@ -86,7 +86,7 @@ PLANS = {
 
 @takes("channels")
 def vgg(channels: int, classes: int, size: int, depth: int = 8, width: int = 16, groups: int = 4) -> nn.Sequential:
-    """VGG (Simonyan and Zisserman, arXiv 1409.1556) for small images: `depth` layers with weights, each one a stage.
+    """VGG (Simonyan and Zisserman, arXiv 1409.1556) for small images: `depth` layers with weights, one per stage.
 
     Depths 11, 13 and 16 have the paper's convolutions and one linear layer, with width 64 the paper's channels; then
     depth - 2 convolutions, since the paper has three linear layers. 8 is a small one. A pool belongs to the stage of

@@ -1,4 +1,4 @@
-"""Bars, a row a method: time to target, throughput and memory."""
+"""Bars, a row per method: time to target, throughput and memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Bar = tuple[str, str, Callable[[Method], Sequence[float]]]  # title, form, one n
 
 
 def draw_bars(methods: Sequence[Method], bars: Sequence[Bar], none: str, paint: Paint, narrow: bool) -> plt.Figure:
-    """A panel of horizontal bars each, one a method; whiskers are one deviation; `none` where there is no number."""
+    """A panel of horizontal bars each, one per method; whiskers are one deviation; `none` where there is no number."""
     height = 0.26 * len(methods) + 0.95
     figure, axes = grid(len(bars), narrow, len(bars), height, sharey=not narrow)
     for ax, (title, form, numbers) in zip(axes, bars, strict=True):

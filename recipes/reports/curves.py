@@ -13,7 +13,7 @@ STAGE = re.compile(r"pipeback/(\w+)/stage_(\d+)$")
 
 
 def save(methods: Sequence[Method], folder: Path) -> None:
-    """curves.csv, a line a measurement; stages.csv, a line a stage and step, if stages were monitored."""
+    """curves.csv, a line per measurement; stages.csv, a line per stage and step, if stages were monitored."""
     metric = methods[0].metric.column
     shown = ["step", SAMPLES, SECONDS, metric, *(["val/loss"] if metric != "val/loss" else [])]
     with open(folder / "curves.csv", "w", newline="", encoding="utf-8") as lines:

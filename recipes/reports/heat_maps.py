@@ -1,4 +1,4 @@
-"""Heat maps, stage by step, a panel a method: how stale the weights are, in updates and as a distance.
+"""Heat maps, stage by step, one panel per method: how stale the weights are, in updates and as a distance.
 
 The numbers are those of PipelineMonitor: pipeback/delay/stage_03, pipeback/gap/stage_03, ...
 """

@@ -67,7 +67,7 @@ def text(value: Any) -> str:
 
 
 def table(groups: Mapping[str, Sequence[Run]]) -> tuple[list[str], list[list[str]]]:
-    """Names of the options in which methods differ, and their values, a row a method.
+    """Names of the options in which methods differ, and their values, a row per method.
 
     Options that differ within a method (by seed) are left out, and so are those that follow from others.
     """

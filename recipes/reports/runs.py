@@ -76,7 +76,7 @@ class Method:
 
     @property
     def losses(self) -> list[float]:
-        """The last held-out loss, one a run that did not diverge."""
+        """The last held-out loss, one per run that did not diverge."""
         found = [run.last("val/loss") for run, diverged in zip(self.runs, self.diverged, strict=True) if not diverged]
         return [loss for loss in found if loss is not None]
 
@@ -103,11 +103,11 @@ class Method:
 
     @property
     def finals(self) -> list[float]:
-        """The last held-out value, one a run that did not diverge."""
+        """The last held-out value, one per run that did not diverge."""
         return [p[-1][1] for p, diverged in zip(self.held_out, self.diverged, strict=True) if p and not diverged]
 
     def after(self, epoch: int) -> list[float]:
-        """Held-out value at the end of that epoch, one a run that got there without diverging."""
+        """Held-out value at the end of that epoch, one per run that got there without diverging."""
         found = []
         for run, points, diverged in zip(self.runs, self.held_out, self.diverged, strict=True):
             if not diverged and points and run.facts.get("epoch_samples") and has(run, SAMPLES):
@@ -130,12 +130,12 @@ class Method:
         return Curve([mean_and_deviation(xs)[0] for xs, _ in columns], [list(ys) for _, ys in columns])
 
     def number(self, column: str) -> list[float]:
-        """The last value of a column, one a run that has it."""
+        """The last value of a column, one per run that has it."""
         return [value for run in self.runs if (value := run.last(column)) is not None and math.isfinite(value)]
 
     @property
     def rates(self) -> list[float]:
-        """Samples a second of training, one a run."""
+        """Samples per second of training, one per run."""
         found = []
         for run in self.runs:
             samples, seconds = run.last(SAMPLES), run.last(SECONDS)
@@ -148,7 +148,7 @@ class Method:
         return [next((s for s, v in points if self.metric.reached(v, target)), None) for points in self.held_out]
 
     def until(self, target: float, axis: str) -> list[float]:
-        """Samples (or seconds) to the target, one a run that reached it."""
+        """Samples (or seconds) to the target, one per run that reached it."""
         return [at(run, axis, [step])[0] for run, step in zip(self.runs, self.first(target))
                 if step is not None and has(run, axis)]  # fmt: skip
 

@@ -95,7 +95,7 @@ def ticks(most: int) -> MaxNLocator:
 
 
 def names(ax: Axes, labels: Sequence[str]) -> None:
-    """A row a method."""
+    """A row per method."""
     ax.set_yticks(range(len(labels)), labels)
     ax.set_ylim(-0.6, len(labels) - 0.4)
     ax.tick_params(axis="y", length=0)

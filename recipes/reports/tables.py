@@ -85,7 +85,7 @@ def _notes(methods: Sequence[Method]) -> str:
     stages = {m.facts["stages"] for m in methods if m.facts.get("stages")}
     found = (
         f"{methods[0].metric.title} and loss on held-out data. "
-        f"Update size: samples an update. D: own updates between forward and gradient, at the first"
+        f"Update size: samples per update. D: own updates between forward and gradient, at the first"
         f"{f' of {min(stages)} stages' if len(stages) == 1 else ' stage'}. "
     )
     return found.strip()

@@ -1,6 +1,6 @@
 """Runs logged to Weights & Biases: offline ones from their folders, others through the API.
 
-Offline files are read by `wandb leet inspect --json`, W&B's own reader: a process a run, two thirds of a second each,
+Offline files are read by `wandb leet inspect --json`, W&B's own reader: a process per run, two thirds of a second each,
 so several at once. Rows and facts are the same as those in a CSV log, names of W&B's own taken away.
 """
 

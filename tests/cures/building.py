@@ -58,14 +58,18 @@ ROWS: dict[str, Row] = {
         lambda: [trains(stages=4), trains(stages="auto")],
     ),
     "an unknown leaf": Row(
-        lambda: build(Branching(), example=BATCH, leaves=["c"]),
+        lambda: build(Branching(), example=BATCH, stages=pipeback.Splitting(leaves=["c"])),
         r"leaves: Branching has no module 'c'; named_modules\(\)",
-        lambda: trains(model=Branching(), example=BATCH, leaves=[dict(Branching().named_modules()) and "a"]),
+        lambda: trains(
+            model=Branching(),
+            example=BATCH,
+            stages=pipeback.Splitting(leaves=[dict(Branching().named_modules()) and "a"]),
+        ),
     ),
     "a function of the weights": Row(
         functions(),
         r'stage 1 \(1\).*function of the weights.*Use method="pipedream".*weight_functions="warn"',
-        lambda: [functions(method="pipedream")(), functions(weight_functions="warn")()],
+        lambda: [functions(method="pipedream")(), functions(debug=pipeback.Debug(weight_functions="warn"))()],
     ),
     # functions
     "optimizer": Row(
@@ -114,7 +118,7 @@ ROWS: dict[str, Row] = {
     # options
     "too many workers": Row(
         lambda: build(workers=5),
-        "workers=5 but the model has 4 stages; use at most one worker a stage",
+        "workers=5 but the model has 4 stages; use at most one worker per stage",
         lambda: trains(workers=4),
     ),
     "stages kept": Row(
@@ -129,13 +133,13 @@ ROWS: dict[str, Row] = {
     ),
     "kinds of too few": Row(
         lambda: build(activations=["host"]),
-        "activations has 1 kinds for 4 stages; give one a stage, one for all, or a dict",
+        "activations has 1 kinds for 4 stages; give one per stage, one for all, or a dict",
         lambda: [trains(activations=a) for a in (["host"] * 4, "host", {0: "host"})],
     ),
     "masters of survivors": Row(
-        lambda: build(masters=True, sparsity="magnitude"),
+        lambda: build(masters=True, store=pipeback.Streaming(sparsity="magnitude")),
         "masters=True does not go with sparsity.*leave masters out",
-        lambda: trains(sparsity="magnitude"),
+        lambda: trains(store=pipeback.Streaming(sparsity="magnitude")),
     ),
     "an unknown store": Row(
         lambda: build(store="x"),
@@ -143,9 +147,9 @@ ROWS: dict[str, Row] = {
         lambda: [trains(store=s) for s in (None, "host")],
     ),
     "an unknown sparsity": Row(
-        lambda: build(sparsity="magnitud"),
+        lambda: build(store=pipeback.Streaming(sparsity="magnitud")),
         "unknown .*'magnitud'; did you mean 'magnitude'",
-        lambda: trains(sparsity="magnitude"),
+        lambda: trains(store=pipeback.Streaming(sparsity="magnitude")),
     ),
     "compile": Row(lambda: build(compile=3), "compile must be True, False or a dict", lambda: trains(compile=False)),
     "watch with workers": Row(

@@ -89,12 +89,14 @@ ROWS: dict[str, Row] = {
     ),
     "a workless timeline": Row(
         lambda: pipeback.timeline.timeline(pipeback.schedules.flowing(2), 2, 4, workers=[0]),
-        "workers needs one entry a stage: 2, not 1",
+        "workers needs one entry per stage: 2, not 1",
         lambda: pipeback.timeline.timeline(pipeback.schedules.flowing(2), 2, 4, workers=[0, 1]),
     ),
     # states
     "another number of stages": Row(
-        loads({"model": network(3)}), "4 stages, here are 3; build the model of the state", loads({"model": network(4)})
+        loads({"model": network(3)}),
+        "4 stages, the pipeline has 3; build the model of the state",
+        loads({"model": network(4)}),
     ),
     "another method": Row(
         loads({"method": "sgd"}),
@@ -103,7 +105,7 @@ ROWS: dict[str, Row] = {
     ),
     "another optimizer": Row(
         loads({"optimizer": adam}),
-        r"belongs to optimizers \['SGD'\], here are \['Adam'\]; build the pipeline with those of the state",
+        r"belongs to optimizers \['SGD'\], the pipeline has \['Adam'\]; build the pipeline with those of the state",
         loads({"optimizer": sgd}),
     ),
     "other groups": Row(
@@ -112,15 +114,17 @@ ROWS: dict[str, Row] = {
         loads({}),
     ),
     "another weighing": Row(
-        loads({"weights": "samples"}),
-        "weights='equal', here is 'samples'; build the pipeline with weights='equal'",
-        loads({"weights": "equal"}),
+        loads({"micro_batch_size": pipeback.MicroBatches(weights="samples")}),
+        "weights='equal', the pipeline has 'samples'; build the pipeline with micro_batch_size=.*weights='equal'",
+        loads({"micro_batch_size": pipeback.MicroBatches(weights="equal")}),
     ),
-    "other replicas": Row(loads({"replicas": 2}), "replicas=1, here is 2.*resume with as many", loads({"replicas": 1})),
+    "other replicas": Row(
+        loads({"replicas": 2}), "replicas=1, the pipeline has 2.*resume with as many", loads({"replicas": 1})
+    ),
     "another sparsity": Row(
-        loads({"sparsity": "magnitude"}),
-        "sparsity=None, here is .*; build the pipeline with that of the state",
-        loads({"sparsity": None}),
+        loads({"store": pipeback.Streaming(sparsity="magnitude")}),
+        "sparsity=None, the pipeline has .*; build the pipeline with that of the state",
+        loads({"store": pipeback.Streaming(sparsity=None)}),
     ),
     "another width": Row(
         loads({"model": network(4, 6).append(nn.Linear(6, 6))[1:]}), r"another model; build that one", loads({})

@@ -27,7 +27,7 @@ def build(model: Any = None, **options: Any) -> pipeback.Pipeline:
 
 def train(pipe: pipeback.Pipeline, samples: int = 4) -> None:
     for x, y in data(3, samples):
-        if pipe._outside:
+        if pipe._engine.outside:
             output = pipe.forward(x)
             pipe.backward(torch.ones_like(output))
             pipe.step()
@@ -141,11 +141,11 @@ def loads(into: dict[str, Any], **source: Any) -> Callable[[], Any]:
         saved = pipe.state_dict()
         pipe.close()
         other = build(**into)
-        before = [p.detach().clone() for p in other._model.parameters()]
+        before = [p.detach().clone() for p in other._engine.model.parameters()]
         try:
             other.load_state_dict(saved)
         except ValueError:
-            after = [p.detach() for p in other._model.parameters()]  # NaN where weights live elsewhere
+            after = [p.detach() for p in other._engine.model.parameters()]  # NaN where weights live elsewhere
             assert all(a.equal(b) or a.isnan().all() for a, b in zip(before, after)), "half a state was taken up"
             raise
         train(other)

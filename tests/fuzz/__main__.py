@@ -3,6 +3,7 @@
 python -m tests.fuzz "Program(...)"
 python -m tests.fuzz --seconds 1200
 python -m tests.fuzz --revert "a velocity that was cleared"     # until the search finds it
+python -m tests.fuzz --revert "the store of the ranks has no secret" --fault "a stranger who …"     # must fail
 """
 
 import argparse
@@ -15,11 +16,12 @@ from .reverts import REVERTS, take_back
 
 
 def main() -> int:
-    """1 where a search with a revert has found nothing."""
+    """1 where a revert was not found, be it by the search or by the program that is to show it."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("program", nargs="?", help="a program to replay")
     parser.add_argument("--seconds", type=float, default=60.0, help="how long new seeds are searched")
     parser.add_argument("--revert", choices=list(REVERTS), help="a mending to take back in the library")
+    parser.add_argument("--fault", help="a program of tests/fuzz/faults to run instead of a search")
     given = parser.parse_args()
     if given.revert:
         take_back(given.revert)
@@ -31,6 +33,10 @@ def main() -> int:
         check(eval(given.program, {"Program": Program}))
         print("as it should be")
         return 0
+    if given.revert:
+        check(Program())  # which a revert does not break: it is no slip of the pen
+    if given.fault:
+        return shown(given.fault) ^ bool(given.revert)
     where = REVERTS[given.revert].where if given.revert else {}
     for number in fresh(given.seconds, 20 if given.revert else 100):
         try:
@@ -40,6 +46,21 @@ def main() -> int:
             if given.revert:
                 return 0
     return int(bool(given.revert))
+
+
+def shown(name: str) -> int:
+    """1 where the program of this name fails."""
+    from .check import check
+    from .faults import FAULTS
+    from .program import Program
+
+    fault = FAULTS[name]
+    try:
+        check(fault) if isinstance(fault, Program) else fault()
+    except (Exception, pytest.fail.Exception):
+        traceback.print_exc()
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

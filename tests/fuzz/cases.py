@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from tests.laws.equations import ANY, PAIRS, PLAIN, VELOCITY, Pair, create
 from tests.laws.reference import RULES, Array, Moved, Options, Recurrence
-from tests.laws.test_equations import ANY, PAIRS, PLAIN, VELOCITY, Pair, create
 
 
 class Counting(torch.optim.Optimizer):

@@ -147,7 +147,16 @@ MODELS: dict[str, Callable[[int, int], list[nn.Module]]] = {
     "in place": _in_place, "narrow": _narrow, "dropping": _dropping, "batch": _batch,
 }  # fmt: skip
 RANDOM = ("dropping", "batch")
-ALIKE = ("linear", "alike", "residual", "convolutional", "depthwise", "in place")  # whose stages may run as one
+# whose stages may run as one
+ALIKE = (
+    "linear",
+    "alike",
+    "residual",
+    "convolutional",
+    "depthwise",
+    "in place",
+    "frozen",
+)
 
 
 def trained(module: nn.Module) -> list[str]:

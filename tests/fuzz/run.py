@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import tempfile
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import pipeback
+from pipeback import checkpoint
+from pipeback.streaming.sealed_file import sealed, unsealed
+from tests.helpers.long_forms import grouped
 
 from .cases import METHODS, OPTIMIZERS
 from .models import LOSSES, build
@@ -50,7 +54,7 @@ class Run:
             loss=None if program.outside else LOSSES[program.loss],
             optimizer=lambda ps: kind[0](ps, **{**kind[2], "weight_decay": program.decay}),
             method=METHODS[program.method].library(program.stages),
-            **form, **options, **runtime,
+            **grouped({**form, **options, **runtime}),
         )  # fmt: skip
         assert pipe.stages == program.stages, f"{pipe.stages} stages, not {program.stages}: {pipe.split}"
         self.random = torch.get_rng_state()
@@ -130,7 +134,7 @@ class Run:
             self.pipe.wait()
 
     def zero_grad(self, at: str) -> None:
-        (self.pipe.model if self.runtime.get("store") is None else self.pipe._model).zero_grad()
+        (self.pipe.model if self.runtime.get("store") is None else self.pipe._engine.model).zero_grad()
 
     def own_backward(self, at: str) -> None:
         """The user's own gradients of the weights, which training is not to see."""
@@ -144,20 +148,20 @@ class Run:
                     value.copy_(kept[name])
 
     def eval(self, at: str) -> None:
-        self.pipe._model.eval()
+        self.pipe._engine.model.eval()
 
     def train(self, at: str) -> None:
-        self.pipe._model.train()
+        self.pipe._engine.model.train()
 
     def reload(self, at: str) -> None:
         """Everything into a new pipeline of a new model, by way of bytes."""
         buffer = io.BytesIO()
         torch.save(self.pipe.state_dict(), buffer)
         self.read(at)
-        training = [module.training for module in self.pipe._model.modules()]
+        training = [module.training for module in self.pipe._engine.model.modules()]
         self.pipe.close()
         self.pipe = self.made()
-        for module, mode in zip(self.pipe._model.modules(), training, strict=True):
+        for module, mode in zip(self.pipe._engine.model.modules(), training, strict=True):
             module.training = mode
         buffer.seek(0)
         self.pipe.load_state_dict(torch.load(buffer, weights_only=True))
@@ -176,7 +180,7 @@ class Run:
 
     def block(self, s: int) -> nn.Module:
         """The module of a stage, as the user has it."""
-        return self.pipe._model.get_submodule(f"blocks.{s}" if self.program.form == "followed" else str(s))
+        return self.pipe._engine.model.get_submodule(f"blocks.{s}" if self.program.form == "followed" else str(s))
 
     def replace(self, at: str, s: int) -> None:
         """A weight that was replaced is named before the next micro-batch, and another one puts it back."""
@@ -184,6 +188,7 @@ class Run:
         if not every:
             return
         owner, key, p = every[0]
+        self.pipe.wait()  # threads would compute with the other one until it is named
         owner._parameters[key] = nn.Parameter(p.detach().clone(), p.requires_grad)
         x, y = (v.to(self.dtype) for v in self.program.batches(4, 5000))
         with pytest.raises(RuntimeError, match=f"{key} was moved, cast or replaced"):
@@ -238,6 +243,36 @@ class Run:
 
     def dropout(self, at: str, p: float) -> None:
         self.pipe.wait()
-        for module in self.pipe._model.modules():
+        for module in self.pipe._engine.model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = p
+
+    def damaged(self, at: str, how: str) -> None:
+        """A checkpoint that somebody has damaged or edited is refused, and changes nothing."""
+        before = {name: value.detach().clone() for name, value in self.pipe.model.state_dict().items()}
+        with tempfile.TemporaryDirectory() as folder:
+            checkpoint.save(self.pipe, folder)
+            (step,) = Path(folder).glob("step-*")
+            damage(step, how)
+            with pytest.raises((RuntimeError, ValueError)):
+                checkpoint.load(self.pipe, step)
+        after = self.pipe.model.state_dict()
+        assert all(torch.equal(value, after[name]) for name, value in before.items()), "half a state was loaded"
+
+
+def damage(step: Path, how: str) -> None:
+    """What disks and people do to a folder of a checkpoint. how: "bit", "short", "name" or "place"."""
+    file = step / "stage-000.safetensors"
+    if how in ("bit", "short"):
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content if how == "bit" else content[:-1])
+        return
+    document = unsealed(step / "state.json")
+    loops = document["state"]["plain"]["loops"]  # none before the first push
+    if how == "name" or not loops:
+        file.rename(step.parent / file.name)
+        document["files"][f"../{file.name}"] = document["files"].pop(file.name)
+    else:
+        loops[0]["order"]["forwards"][0] += 1
+    (step / "state.json").write_bytes(sealed(document))

@@ -77,6 +77,7 @@ def _calls(draw: st.DrawFn, program: dict[str, Any], wanted: str) -> tuple[tuple
     stage = st.integers(0, program["stages"] - 1)
     alone = not program["options"].get("replicas") and not program["outside"]
     other.append(st.tuples(st.just("dropout"), st.sampled_from([0.0, 0.3])))
+    other.append(st.tuples(st.just("damaged"), st.sampled_from(["bit", "short", "name", "place"])))
     if not program["outside"]:
         other.append(st.tuples(st.just("replace"), stage))
         other += [st.tuples(st.just("foreign"))] if program["stages"] > 1 else []  # else none would be trained

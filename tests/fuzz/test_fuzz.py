@@ -1,17 +1,19 @@
 """Law: whatever is combined and called in between, training is its equations, and every runtime the event loop."""
 
+import re
 import subprocess
 import sys
 
 import pytest
 
-from tests.mutation import LIBRARY
+from tests.helpers.mutation import LIBRARY
 
 from .check import check
 from .faults import FAULTS
+from .named import NAMED, SEARCH
 from .pending import PENDING
 from .program import Program
-from .reverts import REVERTS, stale
+from .reverts import REVERTS, SEARCHED, stale
 from .search import fresh, search
 
 SEEDS = (11, 23, 37, 41)
@@ -44,14 +46,40 @@ def test_faults_that_were_found(name):
     check(shown) if isinstance(shown, Program) else shown()
 
 
+def python(*arguments, seconds=800):
+    command = [sys.executable, "-m", "tests.fuzz", *arguments]
+    return subprocess.run(command, cwd=LIBRARY.parent, capture_output=True, text=True, timeout=seconds)
+
+
 @pytest.mark.soak
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", REVERTS)
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", SEARCHED)
 def test_the_search_finds_what_is_reverted(name):
-    command = [sys.executable, "-m", "tests.fuzz", "--revert", name, "--seconds", "300"]
-    done = subprocess.run(command, cwd=LIBRARY.parent, capture_output=True, text=True, timeout=800)
+    done = python("--revert", name, "--seconds", "300")
     assert not done.returncode, f"{name}: nothing was found\n{done.stdout}{done.stderr}"
-    assert "python -m tests.fuzz" in done.stderr  # a program that shows it
+    found = re.search(r'python -m tests.fuzz "(Program\(.*\))"', done.stderr)
+    assert found, done.stderr
+    replayed = python(found[1])
+    assert not replayed.returncode, f"{name}: what was found fails with the mending, too\n{replayed.stderr}"
+
+
+SHOWN = {(row.revert, fault) for row in NAMED for fault in row.shown if fault != SEARCH}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("name", "fault"), sorted(SHOWN))
+def test_a_program_fails_with_what_is_reverted(name, fault):
+    """That it is as it should be without, `test_faults_that_were_found` shows."""
+    done = python("--revert", name, "--fault", fault)
+    assert not done.returncode, f"{name}: {fault!r} does not show it\n{done.stdout}{done.stderr}"
+
+
+def test_every_fault_that_was_named_is_found():
+    assert {row.revert for row in NAMED} == set(REVERTS)
+    for row in NAMED:
+        assert row.shown, row.words
+        assert SEARCH not in row.shown or row.revert in SEARCHED, row.words
+        assert {*row.shown} <= {SEARCH, *FAULTS}, row.words
 
 
 def test_reverts_fit_the_library():

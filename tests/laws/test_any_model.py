@@ -11,8 +11,9 @@ from torch import nn
 import pipeback
 from pipeback import checkpoint
 from pipeback.streaming import disk_store
+from tests.helpers.choice import mostly_rare
 from tests.laws.branching import STAGES, Branching, batches, build, by_hand, loss
-from tests.laws.cases import CASES, OPTIMIZERS, everything
+from tests.laws.cases import CASES, FEW, OPTIMIZERS, everything
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*takes its statistics")
 
@@ -39,7 +40,7 @@ def test_plain_training(case, optimizer):
     assert pipe.model.head.weight is pipe.model.embed.weight
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", mostly_rare(CASES, *FEW))
 def test_the_sequence_by_hand(case):
     method = CASES[case](STAGES)
     pipe = build(method)
@@ -70,8 +71,8 @@ def test_runtimes(case, tmp_path, monkeypatch):
     monkeypatch.setattr(disk_store, "SMALL", 1)
     wanted = trained(case)
     every = [
-        {"workers": 2}, {"order": "random"}, {"store": "host"}, {"store": f"disk:{tmp_path / 'a'}"},
-        {"store": "host", "workers": 3}, {"activations": "host"},
+        {"workers": 2}, {"debug": pipeback.Debug(order="random")}, {"store": "host"},
+        {"store": f"disk:{tmp_path / 'a'}"}, {"store": "host", "workers": 3}, {"activations": "host"},
     ]  # fmt: skip
     for options in every:
         for found, one in zip(trained(case, **options), wanted, strict=True):
@@ -155,8 +156,8 @@ def test_from_the_meta_device(tmp_path):
             b.fill_("var" in name)
 
     pipe = pipeback.Pipeline(
-        model, loss=loss, optimizer=OPTIMIZERS["adam"], method="gpipe", example=x, stages="layer", init=fill,
-        store=f"disk:{tmp_path}",
+        model, loss=loss, optimizer=OPTIMIZERS["adam"], method="gpipe", example=x, stages="layer",
+        store=pipeback.Streaming(f"disk:{tmp_path}", init=fill),
     )  # fmt: skip
     losses = [float(pipe.push(x, y)) for _ in range(30)]
     assert losses[-1] < losses[0]

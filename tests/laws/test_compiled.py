@@ -9,7 +9,7 @@ from torch import nn
 import pipeback
 from pipeback.stages import compiled, saved_graph
 from pipeback.tensors import copies
-from tests.choice import rare
+from tests.helpers.choice import rare
 from tests.laws.cases import CASES, OPTIMIZERS, everything, pipeline
 
 pytestmark = [
@@ -79,10 +79,10 @@ def test_losses_and_weights_equal_uncompiled_ones(case, model):
     losses, _, plain = trained(model, case, some)
     found, _, pipe = trained(model, case, some, compile=True)
     torch.testing.assert_close(found, losses, rtol=1e-10, atol=1e-10)
-    for a, b in zip(pipe._model.state_dict().values(), plain._model.state_dict().values(), strict=True):
+    for a, b in zip(pipe._engine.model.state_dict().values(), plain._engine.model.state_dict().values(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
-    assert list(pipe._model.state_dict()) == list(model().state_dict())
-    assert type(pipe._model[0]) is nn.Sequential
+    assert list(pipe._engine.model.state_dict()) == list(model().state_dict())
+    assert type(pipe._engine.model[0]) is nn.Sequential
 
 
 def test_every_stage_is_compiled_and_compiled_in_the_rehearsal():
@@ -94,7 +94,7 @@ def test_every_stage_is_compiled_and_compiled_in_the_rehearsal():
     with_delay.push(x, y)
     with_delay.push(x, y)
     assert (counts["aot_autograd"]["total"], counts["inductor"]["fxgraph_cache_hit"]) == before
-    for stage in with_delay._stages:
+    for stage in with_delay._engine.stages:
         _, given = stage.enter(torch.randn(8, 6, dtype=torch.float64).requires_grad_())
         kinds = {type(node).__name__ for node in saved_graph.nodes([stage.call(given)])}
         assert kinds == {"CompiledFunctionBackward", "AccumulateGrad"} - ({"AccumulateGrad"} - kinds)
@@ -154,7 +154,7 @@ def test_graphs_that_would_train_on_other_weights_are_refused(model):
         losses, _, _ = trained(model, case, some)
         found, _, _ = trained(model, case, some, compile=plain_inductor())
         torch.testing.assert_close(found, losses, rtol=1e-10, atol=1e-10)
-    pipe = pipeline(model(), "pb", compile=plain_inductor(), weight_functions="warn")
+    pipe = pipeline(model(), "pb", compile=plain_inductor(), debug=pipeback.Debug(weight_functions="warn"))
     with pytest.warns(UserWarning, match=REFUSED):
         pipe.push(x, y)
 
@@ -235,7 +235,7 @@ def test_many_stages_of_one_class_are_all_compiled():
     pipe = pipeline(model, "pb", compile={"backend": "aot_eager"})
     x = torch.randn(4, 6)
     pipe.push(x, x)
-    for stage in pipe._stages:
+    for stage in pipe._engine.stages:
         leaf = torch.randn(4, 6).requires_grad_()
         assert type(stage.call(leaf).grad_fn).__name__ == "CompiledFunctionBackward"
 

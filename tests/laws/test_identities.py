@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 import pipeback
+from tests.laws.reference import Tensors
 
-from .reference import Tensors
 from .test_equations import BATCH, close, create, initial, network, samples, scheduled
 
 Data = list[tuple[torch.Tensor, torch.Tensor]]

@@ -5,7 +5,8 @@ from itertools import product
 import pytest
 import torch
 
-from tests.choice import mostly_rare
+import pipeback
+from tests.helpers.choice import mostly_rare
 from tests.laws.cases import CASES, STAGES, data, everything, network, pipeline
 
 
@@ -20,7 +21,9 @@ def test_any_order_gives_the_same_bits(case, activations):
     batches = data(23)
 
     def run(order, seed=0):
-        pipe = pipeline(network(), CASES[case](STAGES), order=order, seed=seed, activations=activations)
+        pipe = pipeline(
+            network(), CASES[case](STAGES), debug=pipeback.Debug(order=order, seed=seed), activations=activations
+        )
         losses = [pipe.push(x, y) for x, y in batches]
         flying = everything(pipe)
         pipe.drain()

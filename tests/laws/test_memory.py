@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from pipeback.tensors.structures import UNSEEN
-from tests.collecting import frozen
+from tests.helpers.collecting import frozen
 from tests.laws.cases import CASES, STAGES, data, network, pipeline
 
 
@@ -23,10 +23,10 @@ def test_copies_and_state_are_as_declared(case):
     pipe = pipeline(network(), method)
     for x, y in data(40):
         pipe.push(x, y)
-        for stage in pipe._stages:
+        for stage in pipe._engine.stages:
             assert stage.copies() <= method.held(stage.index, STAGES)
     found = pipe.memory()
-    one = [stage.bytes() for stage in pipe._stages]
+    one = [stage.bytes() for stage in pipe._engine.stages]
     declared = sum(method.held(s, STAGES) * one[s] for s in range(STAGES)) / sum(one)
     assert found.weights == sum(one)
     assert found.copies == declared
@@ -58,9 +58,9 @@ def test_the_collector_agrees_with_the_declaration(case):
         pipe.push(x, y)
     del x, y
     memory = pipe.memory()
-    copies = sum(stage.copies() * stage.bytes() for stage in pipe._stages)
+    copies = sum(stage.copies() * stage.bytes() for stage in pipe._engine.stages)
     momentum = memory.weights
-    sums = sum(g.nbytes for stage in pipe._stages for g in stage.grads() if g is not None)
+    sums = sum(g.nbytes for stage in pipe._engine.stages for g in stage.grads() if g is not None)
     found = tensors_alive() - before
     slack = memory.activations + 64 * 1024 // 8
     declared = copies + momentum + memory.beside + sums
@@ -75,7 +75,7 @@ def test_memory_is_constant_over_training(case):
     def train(n):
         for i in range(n):
             pipe.push(*batches[i % 50])
-        return tensors_alive(), len(pipe._stages[0].flights), len(pipe._runtime.loop.worker.options)
+        return tensors_alive(), len(pipe._engine.stages[0].flights), len(pipe._engine.runtime.loop.worker.options)
 
     train(100)
     early = train(0)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.choice import mostly_rare
+from tests.helpers.choice import mostly_rare
 from tests.laws.cases import CASES, STAGES, data, everything, network, pipeline
 from tests.processes.cases import differences, settled
 
@@ -57,7 +57,7 @@ def test_replicas_draw_their_own_masks():
     masks = []
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 4)))
     pipe = pipeline(model, "sgd", replicas=2)
-    for stages in pipe._holding.everywhere:
+    for stages in pipe._engine.holding.everywhere:
         stages[1].module[0].register_forward_hook(lambda m, a, y: masks.append((y == 0).clone()))
     x = torch.randn(32, 4).repeat(2, 1)
     pipe.push(x, x)
@@ -95,7 +95,7 @@ def test_other_stages_work_while_a_sum_is_on_its_way():
     for x, y in batches[:15]:
         pipe.push(x, y)
     pipe.wait()
-    loop = pipe._runtime.loops[0]
+    loop = pipe._engine.runtime.loops[0]
     forward, update = loop.worker.forward, loop.worker.update
     loop.worker.forward = lambda ops: (order.extend(("F", s, i) for s, i in ops), forward(ops))
     loop.worker.update = lambda ops: (order.extend(("U", s, i) for s, i in ops), update(ops))
@@ -138,5 +138,5 @@ def test_resume_in_flight(case):
     for x, y in batches[9:]:
         again.push(x, y)
     assert differences({"state": settled(again.state_dict())}, {"state": settled(pipe.state_dict())}) == []
-    with pytest.raises(ValueError, match=r"the state was trained with replicas=2, here is 1"):
-        pipeline(begin()._model, CASES[case](STAGES)).load_state_dict(state)
+    with pytest.raises(ValueError, match=r"the state was trained with replicas=2, the pipeline has 1"):
+        pipeline(begin()._engine.model, CASES[case](STAGES)).load_state_dict(state)

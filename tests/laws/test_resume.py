@@ -10,7 +10,7 @@ from torch import nn
 
 import pipeback
 from pipeback.tensors import copies
-from tests.choice import mostly_rare, rare
+from tests.helpers.choice import mostly_rare, rare
 from tests.laws.cases import CASES, OPTIMIZERS, STAGES, allowed, data, everything, network, pipeline
 
 CHILD = """

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+import pipeback
 from pipeback import methods
 from tests.laws.cases import CASES, STAGES, data, everything, flushes, network, pipeline
 
@@ -56,7 +57,7 @@ def test_random_layers_and_buffers_agree_too(case, activations):
         return result
 
     expected = run()
-    for options in ({"workers": 2}, {"workers": 3}, {"order": "random"}):
+    for options in ({"workers": 2}, {"workers": 3}, {"debug": pipeback.Debug(order="random")}):
         for found, wanted in zip(run(**options), expected, strict=True):
             assert torch.equal(found, wanted), f"{options} differs"
 

@@ -5,60 +5,15 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations, parametrize, prune
 
 import pipeback
 from tests.laws.by_versions import by_versions
-from tests.laws.cases import CASES, data, everything
+from tests.laws.cases import data, everything
+from tests.laws.plain import momentum, pipeline, same
 
 STAGES = 4
-SYNCHRONOUS = [("sgd", 1), ("gpipe-4", 4), ("one_f_one_b-3", 3)]
 FLOWING = ["pb", "cerebras", "pipedream", "pipedream_2bw", "pipemare", "lwp-weight"]
 pytestmark = pytest.mark.filterwarnings("ignore:.*takes its statistics")
-
-
-def momentum(params, **options):
-    return torch.optim.SGD(params, **{"lr": 0.02, "momentum": 0.9, "weight_decay": 1e-3, **options})
-
-
-def pipeline(model, case, optimizer=momentum, **options):
-    return pipeback.Pipeline(
-        model, loss=options.pop("loss", nn.functional.mse_loss), optimizer=optimizer, method=CASES[case](len(model)),
-        **options,
-    )  # fmt: skip
-
-
-def plain(model, some, group, optimizer=momentum, loss=nn.functional.mse_loss):
-    """Gradients of a flush summed in micro-batch order, divided once; an optimizer a stage, as the pipeline has it."""
-    trained = [[p for p in stage.parameters() if p.requires_grad] for stage in model]
-    opts = [optimizer(params) for params in trained if params]
-    losses = []
-    for first in range(0, len(some), group):
-        part = some[first : first + group]
-        for x, y in part:
-            one = loss(model(x), y)
-            one.backward()
-            losses.append(one.detach())
-        for p in (p for params in trained for p in params if p.grad is not None):
-            p.grad /= len(part)
-        for opt in opts:
-            opt.step()
-            opt.zero_grad()
-    return torch.stack(losses)
-
-
-def same(build, some, optimizer=momentum, methods=SYNCHRONOUS, loss=nn.functional.mse_loss, **options):
-    """Plain training and the pipeline, on two copies of one model."""
-    for case, group in methods:
-        model, twin = build(), build()
-        pipe = pipeline(model, case, optimizer, loss=loss, **options)
-        losses = torch.stack([pipe.push(x, y).clone() for x, y in some])
-        pipe.drain()
-        assert torch.equal(losses, plain(twin, some, group, optimizer, loss)), case
-        assert list(model.state_dict()) == list(twin.state_dict())
-        for (name, a), b in zip(model.state_dict().items(), twin.state_dict().values(), strict=True):
-            assert torch.equal(a, b), (case, name)
-        pipe.close()
 
 
 def linears(seed=0, stages=STAGES, dtype=torch.float32):
@@ -159,7 +114,7 @@ def test_groups_in_the_recurrence(order):
          {"params": [p for p in params if p.dim() == 1], "weight_decay": 0.0}]
     )  # fmt: skip
     wanted = by_versions(linears(dtype=torch.float64), some, 2, decay=lambda name: 0.1 if "weight" in name else 0.0)
-    pipe = pipeline(model, "pb", split, order=order)
+    pipe = pipeline(model, "pb", split, debug=pipeback.Debug(order=order))
     for x, y in some:
         pipe.push(x, y)
     pipe.drain()
@@ -235,96 +190,6 @@ def test_frozen_batch_normalisation_inside_training():
         assert not model[0][1].training and model[1][1].training
 
 
-# -- parametrizations --------------------------------------------------------------------------------------------------
-
-
-class Symmetric(nn.Module):
-    def forward(self, w):
-        return w.triu() + w.triu(1).t()
-
-
-def parametrized(kind):
-    def build():
-        torch.manual_seed(0)
-        layers = [nn.Linear(6, 6) for _ in range(3)]
-        if kind == "weight_norm":
-            layers = [parametrizations.weight_norm(layer) for layer in layers]
-        elif kind == "old weight_norm":
-            layers = [nn.utils.weight_norm(layer) for layer in layers]
-        elif kind == "spectral_norm":
-            layers = [parametrizations.spectral_norm(layer) for layer in layers]
-        elif kind == "old spectral_norm":
-            layers = [nn.utils.spectral_norm(layer) for layer in layers]
-        elif kind == "orthogonal":
-            layers = [parametrizations.orthogonal(layer, orthogonal_map="cayley") for layer in layers]
-        elif kind == "symmetric":
-            for layer in layers:
-                parametrize.register_parametrization(layer, "weight", Symmetric())
-        else:
-            for layer in layers:
-                prune.random_unstructured(layer, "weight", 0.3)
-        return nn.Sequential(*[nn.Sequential(layer, nn.Tanh()) for layer in layers])
-
-    return build
-
-
-KINDS = ["weight_norm", "old weight_norm", "spectral_norm", "old spectral_norm", "orthogonal", "symmetric", "pruned"]
-CHEAP = "weight_norm", "old weight_norm", "pruned"
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("kind", KINDS)
-def test_functions_of_weights_where_b_has_fs_weights(kind):
-    same(parametrized(kind), data(13))
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("kind", KINDS)
-def test_functions_of_weights_are_stashed_by_pipedream(kind):
-    """The gradient is the true one at the stale weights: plain autograd, a copy of the model a version."""
-    some, build = data(11), parametrized(kind)
-    model = build()
-    pipe = pipeline(model, "pipedream", lambda p: torch.optim.SGD(p, lr=0.05))
-    losses = [pipe.push(x, y) for x, y in some]
-    pipe.drain()
-    if "spectral" in kind:  # its power iteration moves at every F, of which versions know nothing
-        assert torch.stack(losses).isfinite().all()
-        return
-    twin = build()
-    history = [[stage] for stage in twin]
-    for j, (x, y) in enumerate(some):
-        used = [history[s][max(0, j - (2 - s))] for s in range(3)]
-        for stage in used:
-            stage.zero_grad()
-        loss = nn.functional.mse_loss(nn.Sequential(*used)(x), y)
-        loss.backward()
-        assert torch.equal(losses[j], loss.detach())
-        for s in range(3):
-            new = build()[s]  # not a copy: the old ones keep what they computed, with its graph
-            new.load_state_dict(history[s][j].state_dict())
-            with torch.no_grad():
-                for p, q in zip(new.parameters(), used[s].parameters(), strict=True):
-                    p.sub_(q.grad, alpha=0.05)
-            history[s].append(new)
-    for s in range(3):
-        for a, b in zip(model[s].parameters(), history[s][-1].parameters(), strict=True):
-            assert torch.equal(a, b)
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("case", ["pb", "cerebras", "pipemare"])
-def test_functions_of_weights_are_refused_where_b_has_others(case, kind):
-    """But for those that are cheap to make anew; tests/laws/test_afresh.py has their law."""
-    pipe = pipeline(parametrized(kind)(), case)
-    (x, y), *_ = data(1)
-    if kind in CHEAP:
-        assert torch.isfinite(pipe.push(x, y))
-        return
-    with pytest.raises(ValueError, match=r"stage [01] \([01]\): its graph saves a function of the weights"):
-        pipe.push(x, y)
-
-
 # -- inputs ------------------------------------------------------------------------------------------------------------
 
 
@@ -349,7 +214,7 @@ def test_sequences_of_any_length():
 @pytest.mark.parametrize("case", FLOWING)
 def test_sequences_of_any_length_in_flight(case):
     found = []
-    for options in ({}, {"workers": 2}, {"order": "random"}):
+    for options in ({}, {"workers": 2}, {"debug": pipeback.Debug(order="random")}):
         pipe = pipeline(attention(), case, **options)
         losses = torch.stack([pipe.push(x, y).clone() for x, y in sequences(LENGTHS)])
         found.append((losses, everything(pipe)))

@@ -93,8 +93,8 @@ def test_what_no_forward_reads_is_not_looked_at(monkeypatch):
     made, (x, y) = Model(), data(1)[0]
     pipe = pipeline(made, "pb", "sgd", example=x, stages="layer")
     follows = []
-    original = type(pipe._program).prepare
-    monkeypatch.setattr(type(pipe._program), "prepare", lambda *args: follows.append(1) or original(*args))
+    original = type(pipe._engine.traced).prepare
+    monkeypatch.setattr(type(pipe._engine.traced), "prepare", lambda *args: follows.append(1) or original(*args))
     for _ in range(3):
         made.pushes += 1
         pipe.push(x, y)

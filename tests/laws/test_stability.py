@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import pipeback
-from tests.choice import rare
+from tests.helpers.choice import rare
 
 from .test_equations import create
 

@@ -70,7 +70,10 @@ def test_short_last_micro_batch_weighs_equally_or_by_samples():
     x, y = (torch.cat(parts) for parts in zip(*data(3), strict=True))
     x, y = x[:7], y[:7]  # micro-batches of 3, 3 and 1
     pieces = [(x[:3], y[:3]), (x[3:6], y[3:6]), (x[6:], y[6:])]
-    equal, samples = (pipeline(network(), "gpipe", micro_batch_size=3, weights=how) for how in ("equal", "samples"))
+    equal, samples = (
+        pipeline(network(), "gpipe", micro_batch_size=pipeback.MicroBatches(3, weights=how))
+        for how in ("equal", "samples")
+    )
     losses = [nn.functional.mse_loss(network()(a), b) for a, b in pieces]
     assert torch.equal(equal.push(x, y), torch.stack(losses).mean())
     torch.testing.assert_close(samples.push(x, y), nn.functional.mse_loss(network()(x), y))

@@ -13,7 +13,7 @@ from torch.nn.functional import mse_loss
 
 import pipeback
 from pipeback.vectorized.stack import KINDS, Stack
-from tests.choice import mostly_rare
+from tests.helpers.choice import mostly_rare
 from tests.laws.cases import CASES, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*takes its statistics")
@@ -216,7 +216,7 @@ def test_memory_of_many_forms_is_bounded():
         pipe, told = trained(on, make, shape, sizes)
         found.append(told)
         if on:
-            (stack,) = pipe._setting.stacks
+            (stack,) = pipe._engine.setting.stacks
             each = [rings.nbytes for rings in stack._rings.values()]
             assert len(each) == 8 and 1 <= sum(map(bool, each)) <= KINDS + 1
             assert 4 * stack.held + pipe.memory().beside == sum(each)
@@ -252,11 +252,11 @@ def test_graphs_of_many_forms_are_bounded(method, compile, learnt, monkeypatch):
     _, wanted = trained(True, make, shape, MANY, method, compile=compile)
     assert all(len(sizes) == 6 for sizes in learnt.values())
     learnt.clear()
-    monkeypatch.setattr("pipeback.vectorized.recent.FORMS", 2)
+    monkeypatch.setattr("pipeback.vectorized.bounded_cache.FORMS", 2)
     pipe, found = trained(True, make, shape, MANY, method, compile=compile)
     assert all(map(torch.equal, found, wanted))
-    (steady,) = (loop.worker._steady for loop in pipe._loops())
-    known = [steady._moving, *(stack._rings for stack in pipe._setting.stacks)]
+    (steady,) = (loop.worker._steady for loop in pipe._engine.loops)
+    known = [steady._moving, *(stack._rings for stack in pipe._engine.setting.stacks)]
     assert {len(some) for some in known} == {2}
     assert max(map(len, (steady._judges, steady._examples, steady._fused))) <= 2
     gc.collect()

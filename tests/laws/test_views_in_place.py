@@ -112,7 +112,7 @@ def build(change, kind, method, seed=0, **options):
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Layer(change), Layer(change), nn.Linear(WIDTH, WIDTH))
     return pipeback.Pipeline(
         model, loss=nn.functional.mse_loss, optimizer=OPTIMIZERS["momentum"], method=method,
-        weight_functions="warn", **options,
+        debug=pipeback.Debug(weight_functions="warn"), **options,
     )  # fmt: skip
 
 
@@ -189,7 +189,7 @@ def test_a_hidden_number_taken_from_the_weights_is_refused(what):
         pipe.push(x, y)
     state = pipe.state_dict()
     state["stages"][1]["weight/scale"].add_(1)
-    with pytest.raises(ValueError, match=r"stage 1 \(1\).*another graph"):
+    with pytest.raises(ValueError, match=r"stage 1 \(1\).*a different graph"):
         build(taken, "sequence", "pb").load_state_dict(state)
 
 

@@ -1,9 +1,10 @@
-"""One crew of processes for the tests of several devices: it takes long to import Lightning in all of them."""
+"""One crew of processes for the tests of several devices, since Lightning is slow to import; and small stores."""
 
 from collections.abc import Iterator
 
 import pytest
 
+from pipeback.streaming import disk_store
 from tests.processes.crew import Crew
 
 
@@ -11,3 +12,9 @@ from tests.processes.crew import Crew
 def crew() -> Iterator[Crew]:
     with Crew(3) as crew:
         yield crew
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stores treat the weights of these small networks as they would large ones."""
+    monkeypatch.setattr(disk_store, "SMALL", 1)

@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+import pipeback
 from tests.lightning import ranks
 from tests.lightning.cases import loader
 
@@ -36,7 +37,8 @@ def train(devices, folder, launcher="auto", fault=None):
     callbacks = [best, *([Fault(fault)] if fault else [])]
     run, module = ranks.fit(
         "cerebras", devices, module=partial(ranks.Whole, scheduler=ranks.cycle), data=DATA, val=VAL,
-        callbacks=callbacks, enable_checkpointing=True, given={"launcher": launcher, "timeout": 60.0},
+        callbacks=callbacks, enable_checkpointing=True,
+        given={"launcher": launcher, "workers": pipeback.Processes(timeout=60.0)},
     )  # fmt: skip
     found = {
         **ranks.outcome(run, module),

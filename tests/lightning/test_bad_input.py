@@ -14,7 +14,7 @@ from torch.nn.functional import mse_loss
 import pipeback
 from pipeback import methods
 from pipeback.lightning import PipelineMonitor, PipelineStrategy
-from tests.choice import mostly_rare
+from tests.helpers.choice import mostly_rare
 from tests.laws.cases import network
 from tests.lightning.cases import Regression, dropout_network, loader, strategy, trainer, weights
 
@@ -56,7 +56,7 @@ def test_lbfgs():
         def configure_optimizers(self):
             return torch.optim.LBFGS(self.parameters())
 
-    refused(Quasi(), "LBFGS, which evaluates the loss several times a step.*use SGD or Adam")
+    refused(Quasi(), "LBFGS, which evaluates the loss several times per step.*use SGD or Adam")
 
 
 class Elsewhere(Regression):
@@ -218,8 +218,19 @@ def test_weights_that_the_optimizer_forgets():
 @pytest.mark.parametrize("method", ["pb", "cerebras", "pipemare"])
 def test_mixed_precision(precision, method):
     made = methods.create(method, anneal=9) if method == "pipemare" else method
-    refused(Regression(), 'precision="bf16-mixed".*weight stashing silently; use precision="bf16-true"',
-            strategy(made), precision=precision)  # fmt: skip
+    message = 'precision="bf16-mixed".*stashing silently; use precision="bf16-true".*masters=True.*method="pipedream"'
+    refused(Regression(), message, strategy(made), precision=precision)
+
+
+@pytest.mark.parametrize("cure", [
+    {"precision": "bf16-true", "masters": True}, {"precision": "bf16-true"}, {"precision": "32-true"},
+    {"precision": "bf16-mixed", "method": "pipedream"},
+], ids=str)  # fmt: skip
+def test_what_is_said_of_mixed_precision_trains(cure):
+    module = Regression()
+    how = pipeback.lightning.PipelineStrategy(method=cure.get("method", "pb"), masters=cure.get("masters", False))
+    trainer(how, precision=cure["precision"]).fit(module, loader())
+    assert all(torch.isfinite(p).all() for p in module.parameters())
 
 
 @pytest.mark.parametrize("method", ["pb", "cerebras", "pipedream", "sgd"])
@@ -237,7 +248,7 @@ def test_accumulation_against_the_methods_number():
 
 def test_an_interval_that_changes_on_the_way():
     module = Regression()
-    with pytest.raises(ValueError, match="accumulate_grad_batches changed from 6 to 3 on the way"):
+    with pytest.raises(ValueError, match="accumulate_grad_batches changed from 6 to 3 during fit"):
         trainer(strategy("pipedream_2bw"), callbacks=[GradientAccumulationScheduler({0: 6, 1: 3})]).fit(
             module, loader()
         )
@@ -257,7 +268,10 @@ def test_too_few_micro_batches_for_two_versions():
         ({"micro_batch_size": 0}, "micro_batch_size must be a whole number of at least 1 or None, but is 0"),
         ({"drain": "always"}, "drain must be one of end, validation, but is 'always'"),
         ({"micro_batchsize": 4}, "has no option 'micro_batchsize'; did you mean 'micro_batch_size'\\?"),
-        ({"workers": 4}, "has no option 'workers'; it takes method, micro_batch_size, stages, module, drain"),
+        ({"workers": 4}, r"workers must be a pipeback.Processes or None, but is 4; .* Trainer\(devices=...\)"),
+        ({"replicas": 4}, "has no option 'replicas'; it takes method, micro_batch_size, stages, module, drain"),
+        ({"leaves": ["a"]}, r"has no option 'leaves'; give stages=pipeback.Splitting\(leaves=\['a'\]\)"),
+        ({"clip_norm": 1.0}, r"has no option 'clip_norm'; use Trainer\(gradient_clip_val=...\)"),
     ],
 )
 def test_options(options, message):

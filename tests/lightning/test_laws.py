@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import OneCycleLR, StepLR
 import pipeback
 from pipeback import methods
 from pipeback.lightning import micro_batches
-from tests.choice import mostly_rare
+from tests.helpers.choice import mostly_rare
 from tests.laws.cases import CASES, FEW, OPTIMIZERS, STAGES, allowed, network
 from tests.lightning.cases import Regression, loader, strategy, trainer, weights
 
@@ -178,7 +178,7 @@ def test_clipping_is_a_stages_own(algorithm, size):
     batches = list(loader())
     pipe = pipeback.Pipeline(
         network(), loss=mse_loss, optimizer=OPTIMIZERS["momentum"], method="pb", micro_batch_size=size,
-        **{f"clip_{algorithm}": 0.01},
+        clip_norm=pipeback.Clipping(**{algorithm: 0.01}),
     )  # fmt: skip
     for x, y in batches + batches:
         pipe.push(x, y)
@@ -242,7 +242,7 @@ def test_mixed_precision_with_a_stash():
 def test_the_name_is_registered():
     found = pl.Trainer(strategy="pipeback", accelerator="cpu", logger=False, enable_checkpointing=False)
     assert isinstance(found.strategy, pipeback.lightning.PipelineStrategy)
-    assert found.strategy.method == "cerebras"
+    assert found.strategy.options.method == "cerebras"
 
 
 def test_batches_of_tokenizers_are_cut():

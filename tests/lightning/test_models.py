@@ -5,7 +5,6 @@ from functools import partial
 import lightning.pytorch as pl
 import pytest
 import torch
-from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.data import DataLoader
 
@@ -13,10 +12,10 @@ import pipeback
 from pipeback.lightning.find_stages import find
 from pipeback.lightning.streamed_model import StreamedModel
 from pipeback.splitting.traced_model import Arguments
-from tests.choice import mostly_rare
+from tests.helpers.choice import mostly_rare
 from tests.laws.cases import OPTIMIZERS
 from tests.lightning import ranks
-from tests.lightning.cases import Regression, loader, strategy, trainer, weights
+from tests.lightning.cases import strategy, trainer, weights
 from tests.lightning.models import CASES, Case, Inside, Recurrent, Texts, case, data, gpt2
 
 pytestmark = [
@@ -141,7 +140,7 @@ def test_accumulation(name):
 
 
 def test_clipping():
-    losses, _ = pushed("unet", "pb", clip_value=0.001)
+    losses, _ = pushed("unet", "pb", clip_norm=pipeback.Clipping(value=0.001))
     module = fitted("unet", strategy("pb"), gradient_clip_val=0.001, gradient_clip_algorithm="value")
     assert torch.equal(losses, torch.stack(module.losses))
     same(
@@ -156,7 +155,7 @@ STAGES = [("layer", ()), ("sublayer", ()), (3, ()), ("block", ()), (["lstm", "he
 @pytest.mark.parametrize(("stages", "leaves"), STAGES)
 def test_stages(stages, leaves):
     name = "t5" if stages == "block" and "t5" in CASES else "recurrent"
-    where = strategy("sgd", stages=stages, leaves=leaves)
+    where = strategy("sgd", stages=pipeback.Splitting(stages, leaves=leaves))
     same(fitted(name), fitted(name, where))
 
 
@@ -274,63 +273,6 @@ def failure(*args, **options):
     with pytest.raises((ValueError, RuntimeError)) as found:
         shared(*args, **options)
     return str(found.value)
-
-
-# -- bad input ---------------------------------------------------------------------------------------------------------
-
-
-class Strange(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
-
-
-class Numpy(Strange):
-    def forward(self, x):
-        return self.second(torch.from_numpy(self.first(x).detach().numpy()))
-
-
-class Parts(nn.Module):
-    """Its sequence is not called as such."""
-
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
-
-    def forward(self, x):
-        for part in self.body:
-            x = x + part(x)
-        return x
-
-
-class Twice(Regression):
-    def training_step(self, batch, batch_idx):
-        return mse_loss(self.model(batch[0]) + self.model(batch[0]), batch[1])
-
-
-@pytest.mark.parametrize(("module", "options", "message"), [
-    (lambda: Regression(Numpy()), {}, "Numpy.forward calls Tensor.numpy.*leaves="),
-    (lambda: Twice(Parts()), {"stages": "layer"}, "called self.model twice.*call it once"),
-    (lambda: Regression(Parts()), {}, "did not call self.model.body.*stages=\"layer\""),
-    (lambda: case("recurrent"), {"stages": ["lsmt"]}, "no module 'lsmt'; did you mean 'lstm'"),
-    (lambda: case("recurrent"), {"leaves": ["lsmt"]}, "leaves: Recurrent has no module 'lsmt'"),
-    (lambda: case("recurrent"), {"stages": "layers"}, "did you mean 'layer'"),
-    (lambda: case("recurrent"), {"stages": 9}, "stages=9, but the model has 3 layers"),
-])  # fmt: skip
-def test_bad_input(module, options, message):
-    module = module()
-    before = weights(module)
-    with pytest.raises((ValueError, TypeError), match=message):
-        trainer(strategy("pb", **options)).fit(module, data("recurrent") if isinstance(module, Case) else loader())
-    assert torch.equal(before, weights(module)), "half a step was trained"
-
-
-def test_the_cure_of_parts():
-    plain, ours = Regression(Parts()), Regression(Parts())
-    ours.load_state_dict(plain.state_dict())
-    trainer().fit(plain, loader())
-    trainer(strategy("sgd", stages="layer")).fit(ours, loader())
-    assert torch.equal(weights(plain), weights(ours))
 
 
 @needs_transformers

@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch.nn.functional import mse_loss
 
+import pipeback
 from pipeback.errors import RankError
 from pipeback.lightning import PipelineStrategy
 from pipeback.lightning.ranks.meeting import Meeting, _unfinished
@@ -92,7 +93,7 @@ class Broken(Regression):
 
 
 def broken(where, rank):
-    ranks.fit(devices=2, module=partial(Broken, where, rank), given={"timeout": 20.0})
+    ranks.fit(devices=2, module=partial(Broken, where, rank), given={"workers": pipeback.Processes(timeout=20.0)})
 
 
 @pytest.mark.parametrize(
@@ -155,13 +156,13 @@ class SavesAlone(pl.Callback):
 
 
 def test_a_checkpoint_of_rank_0_alone(crew, tmp_path):
-    options = dict(callbacks=[SavesAlone()], given={"timeout": 5.0})
+    options = dict(callbacks=[SavesAlone()], given={"workers": pipeback.Processes(timeout=5.0)})
     errors = raised(crew.ranks(2), ranks.fit, devices=2, **options)
     assert all("rank 0" in str(error) for error in errors), errors
 
 
 def killed():
-    ranks.fit(devices=2, callbacks=[script.Fault("kill")], given={"timeout": 20.0})
+    ranks.fit(devices=2, callbacks=[script.Fault("kill")], given={"workers": pipeback.Processes(timeout=20.0)})
 
 
 def test_a_rank_that_is_killed(crew):
@@ -182,8 +183,8 @@ def test_what_is_known_before_anything_is_started():
         trainer(strategy(), devices=2).fit(Regression(scheduler=lambda optimizer: None), loader())
     with pytest.raises(ValueError, match="launcher must be one of auto, spawn, fork, script, but is 'thread'"):
         PipelineStrategy(launcher="thread")
-    with pytest.raises(ValueError, match="timeout must be a positive number of seconds, but is 0"):
-        PipelineStrategy(timeout=0)
+    with pytest.raises(ValueError, match="timeout must be above 0 seconds, but is 0"):
+        PipelineStrategy(workers=pipeback.Processes(timeout=0))
     run = trainer(strategy(), devices=2)
     with pytest.raises(RuntimeError, match="with several devices it is in the processes that fit starts"):
         run.strategy.pipeline  # noqa: B018

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from tests.choice import mostly_rare
+from tests.helpers.choice import mostly_rare
 from tests.laws.cases import CASES, FEW, STAGES, network
 from tests.lightning.cases import Regression, dataset, dropout_network, loader, strategy, trainer, weights
 
@@ -184,7 +184,9 @@ def test_the_optimizers_state_is_plain_lightnings(optimizer, tmp_path):
 
 def test_another_method_is_refused(tmp_path):
     fit(strategy("cerebras"), Regression(), loader(BATCHES), callbacks=[checkpoints(tmp_path)])
-    with pytest.raises(ValueError, match="the state belongs to method Cerebras .*, here runs PipelinedBackprop"):
+    with pytest.raises(
+        ValueError, match="the state belongs to method Cerebras .*, the pipeline runs PipelinedBackprop"
+    ):
         fit(strategy("pb"), Regression(), loader(BATCHES), saved(tmp_path)[0], callbacks=[])
 
 

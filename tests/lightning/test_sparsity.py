@@ -5,25 +5,21 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+import pipeback
 from pipeback import sparsities
 from pipeback.lightning import PipelineStrategy
-from pipeback.streaming import disk_store
 from tests.lightning.cases import Regression, loader, strategy, trainer, weights
 
+pytestmark = pytest.mark.usefixtures("small")
 POLICY = {"density": 0.5, "every": 5}
 
 
-@pytest.fixture(autouse=True)
-def small(monkeypatch):
-    monkeypatch.setattr(disk_store, "SMALL", 1)
-
-
-def fit(store, path=None, epochs=2, method="cerebras", callbacks=(), **options):
+def fit(store, path=None, epochs=2, method="cerebras", callbacks=(), sparse=True, **options):
     pl.seed_everything(7, verbose=False)
     module = Regression()
-    given = {"sparsity": sparsities.create("set", **POLICY)} if "sparsity" not in options else {}
+    streaming = pipeback.Streaming(store, sparsity=sparsities.create("set", **POLICY) if sparse else None)
     run = trainer(
-        strategy(method, store=store, **given, **options), max_epochs=epochs, callbacks=list(callbacks),
+        strategy(method, store=streaming, **options), max_epochs=epochs, callbacks=list(callbacks),
         enable_checkpointing=bool(callbacks),
     )  # fmt: skip
     run.fit(module, loader(), ckpt_path=path)
@@ -69,14 +65,14 @@ def test_a_checkpoint_opens_in_plain_lightning(tmp_path):
 
 @pytest.mark.parametrize("activations", ["recompute", "host"])
 def test_activations(activations):
-    wanted = fit(None, method="gpipe", sparsity=None)[1]
+    wanted = fit(None, method="gpipe", sparse=False)[1]
     for store in (None, "host"):
-        found = fit(store, method="gpipe", sparsity=None, activations=activations)[1]
+        found = fit(store, method="gpipe", sparse=False, activations=activations)[1]
         assert torch.equal(weights(found), weights(wanted))
 
 
 def test_bad_options():
     with pytest.raises(ValueError, match="unknown sparsity 'sett'; did you mean 'set'"):
-        PipelineStrategy("gpipe", sparsity="sett")
+        PipelineStrategy("gpipe", store=pipeback.Streaming(sparsity="sett"))
     with pytest.raises(ValueError, match="activations must be one of device, recompute, host, but is 'disk'"):
-        fit(None, sparsity=None, activations="disk")
+        fit(None, sparse=False, activations="disk")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import importlib
-import multiprocessing
 import os
 import socket
 import tempfile
@@ -22,9 +21,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.helpers.processes import forked
 from tests.laws.cases import data, network, pipeline
 
-START = multiprocessing.get_context("spawn")
+START: Any = forked()
 
 
 class Failed(AssertionError):

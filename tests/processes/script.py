@@ -21,7 +21,7 @@ pipe = pipeback.Pipeline(
     loss=nn.functional.mse_loss,
     optimizer=lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
     method="cerebras",
-    timeout=30.0,
+    workers=pipeback.Processes(timeout=30.0),
 )
 begin = 0
 if pipeback.checkpoint.latest(folder) is not None:

@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 
 import pipeback
-from tests.choice import rare
+from tests.helpers.choice import rare
 from tests.laws.branching import STAGES, Branching, batches, build, loss
 from tests.laws.cases import CASES, OPTIMIZERS
 from tests.processes.cases import differences, flat
-from tests.test_decisions import batches as masked
-from tests.test_decisions import piped as padded
+from tests.splitting.test_branches import batches as masked
+from tests.splitting.test_branches import piped as padded
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*takes its statistics")
 
@@ -76,7 +76,12 @@ def cut(count):
     layers = [model.first, model.second, model.third, model.head]
     layers[rank].register_forward_hook(lambda *_: time.sleep(0.05))
     pipe = pipeback.Pipeline(
-        model, loss=loss, optimizer=OPTIMIZERS["sgd"], method="pb", example=x, stages=count, balance="time"
+        model,
+        loss=loss,
+        optimizer=OPTIMIZERS["sgd"],
+        method="pb",
+        example=x,
+        stages=pipeback.Splitting(count, balance="time"),
     )
     pipe.push(x, y)
     pipe.drain()

@@ -1,6 +1,7 @@
 """Whatever becomes of one rank, every other ends with an error that names it, and nothing hangs."""
 
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -15,11 +16,11 @@ from torch import nn
 
 import pipeback
 from pipeback.distributed import join
-from tests.choice import mostly_rare, rare
+from tests.helpers.choice import mostly_rare, rare
 from tests.laws.cases import data, pipeline
 from tests.processes.crew import Failed, free_port
 
-TIMEOUT = 20.0  # of the pipelines: on a busy machine a rank may not be heard of for many seconds
+TIMEOUT = 10.0  # of the pipelines: on a busy machine a rank may not be heard of for many seconds
 WITHIN = TIMEOUT + 12  # generous: the machine may be busy
 
 
@@ -52,8 +53,8 @@ def trained(rank, victim, what, link):
     stages, died = model(), []
     threading.excepthook = lambda hooked: died.append(repr(hooked.exc_value))
     stages[2 * victim] = nn.Sequential(stages[2 * victim], Odd(what, 40 if rank == victim else 10**9))
-    pipe = pipeline(stages, "pb", timeout=TIMEOUT, link=link)
-    pipe._holding.balance = lambda: [0, 0, 1, 1, 2, 2]
+    pipe = pipeline(stages, "pb", workers=pipeback.Processes(timeout=TIMEOUT, link=link))
+    pipe._engine.holding.balance = lambda: [0, 0, 1, 1, 2, 2]
     told, may_push = pipe.ranks.told, threading.Event()
     may_push.set()
 
@@ -101,7 +102,7 @@ def test_one_rank_ends_all(crew, what, link):
         found = crew.results(others if what in ("kill", "stop", "hang") else None, seconds=WITHIN + 20)
     finally:
         if what != "raise":
-            os.kill(crew.members[victim].pid, signal.SIGKILL)
+            crew.members[victim].kill()
             crew.members[victim].join()
         crew.again()
     for rank, result in zip(others if len(found) == 2 else range(3), found, strict=True):
@@ -128,8 +129,8 @@ def goes_on_after_a_fault(rank):
     """A stage fails on one rank; all take up the last state and go on, in the same processes."""
     stages = model()
     stages[4] = nn.Sequential(stages[4], Odd("raise", 40 if rank == 1 else 10**9))
-    pipe = pipeline(stages, "pb", timeout=TIMEOUT)
-    pipe._holding.balance = lambda: [0, 0, 0, 1, 1, 1]
+    pipe = pipeline(stages, "pb", workers=pipeback.Processes(timeout=TIMEOUT))
+    pipe._engine.holding.balance = lambda: [0, 0, 0, 1, 1, 1]
     batches = data(12)
     for x, y in batches[:4]:
         pipe.push(x, y)
@@ -154,11 +155,34 @@ def test_load_state_dict_reopens_all_ranks(crew):
 # -- what differs between ranks ----------------------------------------------------------------------------------------
 
 
+def pushed(pipe, rank, what):
+    """Training in which the ranks do not do the same."""
+    for n, (x, y) in enumerate(data(40)):
+        if what == "batch" and rank == 1 and n == 11:
+            y = y + 1
+        if what == "count" and rank == 0 and n == 20:
+            break
+        if what == "drain" and rank == 1 and n == 20:
+            pipe.drain()
+        if what in ("rate", "momentum") and rank == 0 and n == 20:
+            for optimizer in pipe.optimizers:
+                optimizer.param_groups[0]["lr" if what == "rate" else "momentum"] *= 0.5
+        pipe.push(x, y)
+    if what == "drain at the end":
+        if rank == 1:
+            pipe.drain()
+        pipe.state_dict()
+    if what == "calls" and rank == 0:
+        pipe.model.eval()
+    else:
+        pipe.evaluate(data(1)[0][0])
+
+
 def different(rank, what):
     version = torch.__version__
     width = 7 if what == "width" and rank == 1 else 6
     stages = nn.Sequential(*[nn.Linear(width, width) for _ in range(5 if what == "stages" and rank == 1 else 4)])
-    options = {"timeout": TIMEOUT}
+    options = {"workers": pipeback.Processes(timeout=TIMEOUT)}
     if what == "clip" and rank == 1:
         options["clip_norm"] = 1.0
     if what == "activations" and rank == 1:
@@ -175,26 +199,7 @@ def different(rank, what):
         return "was elsewhere"
     try:
         pipe = pipeline(stages, method, "adam" if what == "optimizer" and rank == 1 else "momentum", **options)
-        for n, (x, y) in enumerate(data(40)):
-            if what == "batch" and rank == 1 and n == 11:
-                y = y + 1
-            if what == "count" and rank == 0 and n == 20:
-                break
-            if what == "drain" and rank == 1 and n == 20:
-                pipe.drain()
-            if what in ("rate", "momentum") and rank == 0 and n == 20:
-                for optimizer in pipe.optimizers:
-                    optimizer.param_groups[0]["lr" if what == "rate" else "momentum"] *= 0.5
-            pipe.push(x, y)
-        if what == "drain at the end":
-            if rank == 1:
-                pipe.drain()
-            pipe.state_dict()
-        if what == "calls" and rank == 0:
-            pipe.model.eval()
-            return None
-        pipe.evaluate(data(1)[0][0])
-        return None
+        return pushed(pipe, rank, what)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     finally:
@@ -241,14 +246,28 @@ def test_ranks_that_differ_are_told_on_every_rank(crew, what, message):
 
 
 BAD = {
-    "order": "backwards", "check_finite": "x", "store": 5, "sparsity": "none such", "clip_norm": -1.0,
-}  # fmt: skip
+    "order": lambda: pipeline(
+        model(), "pb", workers=pipeback.Processes(timeout=20.0), debug=pipeback.Debug(order="backwards")
+    ),
+    "check_finite": lambda: pipeline(
+        model(), "pb", workers=pipeback.Processes(timeout=20.0), debug=pipeback.Debug(check_finite="x")
+    ),
+    "store": lambda: pipeline(model(), "pb", workers=pipeback.Processes(timeout=20.0), store=5),
+    "sparsity": lambda: pipeline(
+        model(), "pb", workers=pipeback.Processes(timeout=20.0), store=pipeback.Streaming(sparsity="none such")
+    ),
+    "clip_norm": lambda: pipeline(model(), "pb", workers=pipeback.Processes(timeout=20.0), clip_norm=-1.0),
+    # before the ranks have met
+    "replicas": lambda: pipeline(model(), "pb", workers=pipeback.Processes(timeout=20.0), replicas=3),
+    "mesh": lambda: pipeline(model(), "pb", workers=pipeback.Processes(timeout=20.0, mesh="cpu")),
+    "timeout": lambda: pipeline(model(), "pb", workers=pipeback.Processes(timeout=-1.0)),
+}
 
 
 def one_is_wrong(rank, name):
     begin = time.monotonic()
     try:
-        pipeline(model(), "pb", timeout=20.0, **({name: BAD[name]} if rank == 1 else {}))
+        BAD[name]() if rank == 1 else pipeline(model(), "pb", workers=pipeback.Processes(timeout=20.0))
     except Exception as error:
         return type(error).__name__, str(error), time.monotonic() - begin
     return None
@@ -276,7 +295,7 @@ def threads():
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (few, r"3 ranks share a pipeline but the model has 2 stages; start at most one rank a stage"),
+        (few, r"3 ranks share a pipeline but the model has 2 stages; start at most one rank per stage"),
         (threads, r"workers=2: over processes each rank is a worker; leave workers out"),
     ],
 )
@@ -300,15 +319,12 @@ def torchrun(*arguments, ranks=2, restarts=0, seconds=240, **environment):
 
 
 @pytest.mark.parametrize(("kills", "resumed"), [("1:9", [8]), rare("1:9,0:17", [8, 16])])
-def test_torchrun_restarts_from_the_last_whole_checkpoint(kills, resumed, tmp_path):
+def test_torchrun_restarts_from_the_last_whole_checkpoint(kills, resumed, tmp_path, monkeypatch):
     """Killed at moments of its own choosing; the weights are those of a run in one process."""
     run = torchrun(tmp_path / "checkpoints", tmp_path / "end.pt", kills, restarts=len(resumed))
     assert run.returncode == 0, run.stderr[-3000:]
-    plain = subprocess.run(
-        [sys.executable, str(SCRIPT), str(tmp_path / "others"), str(tmp_path / "plain.pt"), ""],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}, capture_output=True, text=True,
-    )  # fmt: skip
-    assert plain.returncode == 0, plain.stderr[-3000:]
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), str(tmp_path / "others"), str(tmp_path / "plain.pt"), ""])
+    runpy.run_path(str(SCRIPT))
     found, wanted = torch.load(tmp_path / "end.pt"), torch.load(tmp_path / "plain.pt")
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import pipeback
 from tests.laws.cases import data, pipeline
 from tests.processes.cases import drawing, flat
 
@@ -24,7 +25,7 @@ def trained(rank, gpus, **options):
 
 def compare(crew, gpus, link):
     losses, state = trained(0, 1)
-    for found, theirs in crew.ranks(2).run(trained, gpus, each=range(2), link=link):
+    for found, theirs in crew.ranks(2).run(trained, gpus, each=range(2), workers=pipeback.Processes(link=link)):
         assert torch.equal(found, losses)
         assert theirs.keys() == state.keys()
         assert [name for name in state if not torch.equal(theirs[name], state[name])] == []

@@ -4,7 +4,8 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from tests.choice import rare
+import pipeback
+from tests.helpers.choice import rare
 from tests.processes.cases import differences, train
 from tests.processes.crew import Failed
 
@@ -16,7 +17,7 @@ def with_ranks(model, case, replicas, mesh=None, **options):
     workers = dist.get_world_size() // replicas
     replica = dist.get_rank() // workers
     if mesh is not None:
-        options["mesh"] = DeviceMesh("cpu", mesh, mesh_dim_names=("dp", "pp"))
+        options["workers"] = pipeback.Processes(mesh=DeviceMesh("cpu", mesh, mesh_dim_names=("dp", "pp")))
         replica = next(r for r, row in enumerate(mesh) if dist.get_rank() in row)
     found = train(model, case, replica=replica, replicas=replicas, **options)
     return {key: found[key] for key in KEPT}

@@ -5,7 +5,7 @@ import torch
 
 from pipeback import checkpoint
 from pipeback.checkpoint import save_and_load
-from tests.choice import rare
+from tests.helpers.choice import rare
 from tests.laws.cases import CASES, STAGES, data, pipeline
 from tests.processes.cases import differences, drawing, settled
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import pipeback
-from tests.choice import rare
+from tests.helpers.choice import rare
 from tests.laws.cases import CASES, data, flushes, pipeline
 from tests.processes.cases import differences, drawing, flat, sets_modes, train
 
@@ -18,7 +18,7 @@ def odd_cases(crew, model, cases, **options):
     """What differs from the event loop, by case and rank."""
     found = {}
     for case in cases:
-        wanted = train(model, case, **{k: v for k, v in options.items() if k != "link"})
+        wanted = train(model, case, **{k: v for k, v in options.items() if k != "workers"})
         for rank, result in enumerate(crew.run(train, model, case, **options)):
             if odd := differences(result, wanted):
                 found[f"{case}, rank {rank}"] = odd
@@ -37,8 +37,10 @@ def test_ranks_equal_the_event_loop(crew, ranks, cases):
 
 def test_four_ranks_over_every_link(crew):
     crew = crew.ranks(4)
-    assert odd_cases(crew, "drawing", ["pb", "cerebras", "gpipe-4"], link="gloo") == {}
-    assert odd_cases(crew, "plain", ["pb", "pipedream-vertical"], link="shared_memory") == {}
+    assert odd_cases(crew, "drawing", ["pb", "cerebras", "gpipe-4"], workers=pipeback.Processes(link="gloo")) == {}
+    assert (
+        odd_cases(crew, "plain", ["pb", "pipedream-vertical"], workers=pipeback.Processes(link="shared_memory")) == {}
+    )
 
 
 @pytest.mark.parametrize("activations", ["host", "recompute"])
@@ -70,13 +72,15 @@ def test_compiled_stages(crew):
 @pytest.mark.parametrize("link", ["gloo", "shared_memory"])
 def test_four_ranks_with_every_method(crew, link):
     crew = crew.ranks(4)
-    assert odd_cases(crew, "drawing", list(CASES), link=link) == {}
+    assert odd_cases(crew, "drawing", list(CASES), workers=pipeback.Processes(link=link)) == {}
 
 
 def ragged(**options):
     """Micro-batches of three samples, the last now and then of two; weights by samples, clipping, a falling rate."""
     torch.manual_seed(5)
-    pipe = pipeline(drawing(), "pb", micro_batch_size=3, weights="samples", clip_norm=0.5, **options)
+    pipe = pipeline(
+        drawing(), "pb", micro_batch_size=pipeback.MicroBatches(3, weights="samples"), clip_norm=0.5, **options
+    )
     schedulers = [torch.optim.lr_scheduler.ExponentialLR(opt, 0.9) for opt in pipe.optimizers]
     losses = []
     for n, (x, y) in enumerate(data(9, samples=12)):
@@ -120,12 +124,12 @@ def test_what_crosses_a_boundary(crew):
     crew = crew.ranks(2)
     for case in (ragged, tuples):
         for link in ("auto", "gloo"):
-            for result in crew.run(case, link=link):
+            for result in crew.run(case, workers=pipeback.Processes(link=link)):
                 assert differences(result, case()) == []
 
 
 def whole_or_not(link):
-    return [tensor.clone() for tensor in flushes(link=link)]
+    return [tensor.clone() for tensor in flushes(workers=pipeback.Processes(link=link))]
 
 
 def test_whole_flushes_and_parts_of_them(crew):
@@ -137,11 +141,13 @@ def test_whole_flushes_and_parts_of_them(crew):
 
 def kept(timeout=30.0):
     """What a rank holds, and what it says of it."""
-    pipe = pipeline(nn.Sequential(*[nn.Linear(6, 6) for _ in range(5)]), "pb", timeout=timeout)
+    pipe = pipeline(
+        nn.Sequential(*[nn.Linear(6, 6) for _ in range(5)]), "pb", workers=pipeback.Processes(timeout=timeout)
+    )
     assert not any(p.is_meta for p in pipe.model.parameters())
     for x, y in data(9):
         pipe.push(x, y)
-    here = [not next(stage.parameters()).is_meta for stage in pipe._model]
+    here = [not next(stage.parameters()).is_meta for stage in pipe._engine.model]
     result = here, pipe.memory().weights, sorted({record.stage for record in pipe.ledger}), pipe.owner
     pipe.close()
     return result
@@ -250,7 +256,11 @@ def test_layers_that_cannot_be_initialised_are_named():
             nn.init.constant_(p, 0.25)
 
     pipe = pipeback.Pipeline(
-        model, loss=nn.functional.mse_loss, optimizer=lambda p: torch.optim.SGD(p, 0.1), method="pb", init=init
+        model,
+        loss=nn.functional.mse_loss,
+        optimizer=lambda p: torch.optim.SGD(p, 0.1),
+        method="pb",
+        store=pipeback.Streaming(init=init),
     )
     assert torch.equal(pipe.model[1][1].table, torch.full((6,), 0.25))
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from pipeback import draw
 from pipeback.draw import perfetto as traces
+from tests.helpers.tracing import check_events
 from tests.laws.cases import CASES, STAGES, data, network, pipeline, weights
-from tests.tracing import check_events
 
 
 def watched(path, record):
@@ -34,7 +34,7 @@ def watched(path, record):
         if record:
             written = draw.trace(pipe, path, "cerebras")
             recording = draw.measured(pipe)
-            for start, *_ in pipe._loops()[0].worker.trace:
+            for start, *_ in pipe._engine.loops[0].worker.trace:
                 times.append((start - 1000) / 1.01 if time.perf_counter is not true else start)
         result = weights(pipe), pipe.owner, written, recording, times
         pipe.close()

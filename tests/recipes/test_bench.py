@@ -6,6 +6,7 @@ The table is tested in test_bench_table.py.
 import re
 import sys
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,22 @@ from pipeback.recipes.benches import auto, event_loop, processes, scaling, turns
 from pipeback.recipes.benches.contenders import Case
 from pipeback.recipes.benches.tasks import Network, Task
 from pipeback.recipes.benches.vectorized import Linear, blocks
+
+
+@pytest.fixture(autouse=True)
+def hasty(monkeypatch):
+    """A turn takes as long as it takes, and among the garbage of others: nothing is said here about speed."""
+    monkeypatch.setattr(turns, "LEAST", 1e-6)
+    monkeypatch.setattr(turns, "gc", NOTHING)
+
+
+NOTHING = SimpleNamespace(collect=lambda: 0)
+
+
+def hastily(rank, store, *given):
+    """The same in a process that is new."""
+    turns.LEAST, turns.gc = 1e-6, NOTHING
+    return processes.measured(rank, store, *given)
 
 
 def test_sections_are_chosen_by_name(monkeypatch, capsys):
@@ -38,7 +55,8 @@ def test_sections_are_chosen_by_name(monkeypatch, capsys):
     assert "import pipeback, with its Pipeline, beyond import torch" in capsys.readouterr().out
 
 
-def test_processes_take_turns(capfd):
+def test_processes_take_turns(capfd, monkeypatch):
+    monkeypatch.setattr(processes, "on_ranks", lambda work, *given: turns.on_ranks(hastily, *given))
     processes.main(2, [Case("tiny", width=8, length=4, samples=2, turn=16, layers=4)])
     out = capfd.readouterr().out
     assert "4 transformer layers of width 8, sequence 4, micro-batch 2" in out
@@ -83,7 +101,7 @@ def test_wrong_options_of_scaling(options, words):
 def test_the_event_loop_is_measured_a_stage_a_block_and_a_layer(capsys, monkeypatch):
     torch.manual_seed(0)
     x = torch.randn(2, 3, 32, 32)
-    one, other = (event_loop.CASES[f"ResNet-20, a stage a {what}"][0].model() for what in ("block", "layer"))
+    one, other = (event_loop.CASES[f"ResNet-20, one stage per {what}"][0].model() for what in ("block", "layer"))
     assert (len(one), len(other)) == (11, 20)
     assert torch.equal(one(x), other(x))
     task = Task(Network("tiny", "", partial(blocks, Linear, 3, 8), (8,), {}, 8), 1, 4)
@@ -96,7 +114,6 @@ def test_the_event_loop_is_measured_a_stage_a_block_and_a_layer(capsys, monkeypa
 
 
 def test_auto_beside_what_it_goes_by(capsys, monkeypatch):
-    monkeypatch.setattr(turns, "LEAST", 1e-6)
     monkeypatch.setattr(auto, "METHODS", ("pb", "gpipe"))
     auto.main(1, [vectorized.Case("tiny", Linear, 4, (1, 8), 8)])
     spread = r"[\d.]+ +[\d.]+ … [\d.]+"

@@ -1,13 +1,14 @@
-"""`pipeback bench table`, tiny: what it runs, its file, and README.md, which says what the file says. No times."""
+"""`pipeback bench table`, tiny: what it runs, its file, and the page that says what the file says. No times."""
 
 import json
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from pipeback.recipes.benches import peaks, results, table
+from pipeback.recipes.benches import peaks, results, table, turns
 from pipeback.recipes.benches.contenders import apart, plain
 from pipeback.recipes.benches.tasks import NETWORKS, Network, Task, images, tasks
 from pipeback.recipes.benches.vectorized import Linear, blocks
@@ -31,6 +32,13 @@ FOUND = some([
     ("ranks", "`pb`, 2 ranks", 2, (90.0, 100.0, 100.0), ""),
     ("vectorized", "`pb`, `vectorize=True`", 1, (), "no stages are alike"),
 ])  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def hasty(monkeypatch):
+    """A turn takes as long as it takes, and among the garbage of others: nothing is said here about speed."""
+    monkeypatch.setattr(turns, "LEAST", 1e-6)
+    monkeypatch.setattr(turns, "gc", SimpleNamespace(collect=lambda: 0))
 
 
 def here(work, *given, ranks, start=""):
@@ -77,8 +85,8 @@ def test_what_cannot_be_trained_so_says_why(monkeypatch):
     assert case.row("compiled").note == table.NEVER and case.row("compiled").peak_mb == []
 
 
-def test_the_readme_says_what_the_file_says():
-    document = results.README.read_text("utf-8")
+def test_the_page_says_what_the_file_says():
+    document = results.PAGE.read_text("utf-8")
     assert results.between(document) == results.block(results.load(results.FILE))
 
 
@@ -107,17 +115,17 @@ def test_ratios_are_of_the_same_round():
     assert "`pb`, `vectorize=True`: no stages are alike." in block
 
 
-def test_the_block_of_the_readme_is_written_anew(tmp_path, monkeypatch):
-    path, file = tmp_path / "README.md", tmp_path / "found.json"
-    monkeypatch.setattr(results, "README", path)
+def test_the_block_of_the_page_is_written_anew(tmp_path, monkeypatch):
+    path, file = tmp_path / "speed.md", tmp_path / "found.json"
+    monkeypatch.setattr(results, "PAGE", path)
     results.save(FOUND, file)
     assert results.load(file) == FOUND
     path.write_text(f"before\n{results.BEGIN}\nold\n{results.END}\nbehind\n", "utf-8")
-    table.main(1, read=str(file), readme="true")
+    table.main(1, read=str(file), page="true")
     assert path.read_text("utf-8") == f"before\n{results.block(FOUND)}\nbehind\n"
     path.write_text("no marks", "utf-8")
     with pytest.raises(SystemExit, match="has no line .*written by"):
-        results.into_readme(FOUND)
+        results.into_page(FOUND)
 
 
 @pytest.mark.parametrize(
@@ -125,8 +133,8 @@ def test_the_block_of_the_readme_is_written_anew(tmp_path, monkeypatch):
     [
         ({"networks": "resnet"}, "networks=resnet: there is no 'resnet'; there are resnet20, vgg16, "),
         ({"contenders": "pb,nobody"}, "there is no 'nobody'; there are plain, fused, apart, pb, "),
-        ({"readme": "yes"}, "readme=yes: true or false"),
-        ({"readme": "true", "networks": "narrow"}, "readme=true is for the whole table"),
+        ({"page": "yes"}, "page=yes: true or false"),
+        ({"page": "true", "networks": "narrow"}, "page=true is for the whole table"),
         ({"read": "x.json", "out": "y.json"}, "read= measures nothing; leave networks=, contenders= and out= out"),
         ({"read": "nowhere.json"}, "read=nowhere.json: No such file"),
         ({"read": results.__file__}, "is no file of `pipeback bench table out=`"),

@@ -28,7 +28,7 @@ def test_the_table_and_a_run(store, tmp_path):
         assert "a push takes" in done.stdout
         return
     measured = done.stdout.partition("2 pushes, on average")[2]
-    for name in ("weights in, a push", "gradients out, a push", "weights on the device"):
+    for name in ("weights in per push", "gradients out per push", "weights on the device"):
         found = re.search(rf"^ ?{name}  +(\S+ \S+)  +(\S+ \S+) *$", measured, re.MULTILINE)
         assert found and found[1] == found[2], name
     assert "batch window" in done.stdout and ("written a day" in done.stdout) == store.startswith("disk")

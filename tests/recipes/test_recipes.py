@@ -16,7 +16,7 @@ pytest.importorskip("sklearn")
 
 from pipeback import methods, plugins
 from pipeback.recipes import command
-from tests.choice import rare
+from tests.helpers.choice import rare
 from tests.recipes.cli import TINY, config, facts, needs_joblib, numbers, pipeback, rows
 
 ROOT = Path(__file__).parents[2]
@@ -277,7 +277,7 @@ def main(config):
     task = build.task(config.task, build.model(config.model, data.facts, seed=0), optimizer)
     trainer = instantiate(config.trainer, logger=False, enable_checkpointing=False, enable_progress_bar=False)
     trainer.fit(task, datamodule=data)
-    print(trainer.strategy.method, trainer.strategy.pipeline.delays, trainer.global_step)
+    print(trainer.strategy.options.method, trainer.strategy.pipeline.delays, trainer.global_step)
 
 main()
 """
@@ -356,11 +356,11 @@ def test_bad_input_reads_well(arguments, message, tmp_path):
 
 def test_a_model_larger_than_memory(tmp_path):
     options = ["experiment=streaming_gpt", "quick=true", "model.meta=true", *small("streaming_gpt")]
-    streamed = ["trainer.strategy.store=disk:store", "callbacks=streaming", "out=run"]
+    streamed = ["trainer.strategy.store.store=disk:store", "callbacks=streaming", "out=run"]
     done = pipeback("train", *options, *streamed, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     for words in ("weights in files", "batch window", "held-out loss", "resident memory: at most", "written to run"):
         assert words in done.stdout
     assert (tmp_path / "run" / "weights" / "model.safetensors.index.json").is_file()
-    done = pipeback("train", *options, "trainer.strategy.store=disk:other", "out=again", cwd=tmp_path)
+    done = pipeback("train", *options, "trainer.strategy.store.store=disk:other", "out=again", cwd=tmp_path)
     assert done.returncode == 2 and "enable_checkpointing=False, and pipeback.lightning.SaveWeights" in done.stderr

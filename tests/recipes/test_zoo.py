@@ -60,12 +60,15 @@ def trained(script):
     return train, seen
 
 
+LEAVES = "stages=pipeback.Splitting(leaves="
+
+
 @pytest.mark.parametrize("script, verdict", [
     ([0.0], "ok"),
     ([1e-9], "failed"),
     ([ValueError('no blocks; use stages="layer"'), 0.0], "cured"),
-    ([ValueError("give leaves=['a']"), ValueError("give leaves=['b']"), 0.0], "cured"),
-    ([ValueError("give leaves=['a']"), ValueError("give leaves=['a']"), 0.0], "failed"),
+    ([ValueError(f"give {LEAVES}['a'])"), ValueError(f"give {LEAVES}['b'])"), 0.0], "cured"),
+    ([ValueError(f"give {LEAVES}['a'])"), ValueError(f"give {LEAVES}['a'])"), 0.0], "failed"),
     ([ValueError('use stages="layer"'), 1e-9], "failed"),
     ([ValueError("push use_cache=False"), 0.0], "cured"),
     ([ValueError("push use_cache=False"), ValueError("push use_cache=False")], "failed"),
@@ -74,11 +77,13 @@ def trained(script):
 ])  # fmt: skip
 def test_a_verdict_of_the_census_is_what_comes_of_what_is_said(script, verdict):
     train, seen = trained(script)
-    found = census.line("lstm", foreign.build, train)
+    found = census.line("lstm", foreign.build, train, lambda case, options: 2.5)
     assert found.verdict == verdict
-    assert set(seen[-1].get("leaves", [])) == {c for c in "ab" if f"['{c}']" in str(script[:-1])}
+    assert set(seen[-1]["stages"].leaves) == {c for c in "ab" if f"['{c}']" in str(script[:-1])}
     counted = census.counts([found])
     assert counted.startswith(f"1 model: {int(verdict == 'ok')} ok, {int(verdict == 'cured')} refused with a cure")
+    told = "2.5 at the median of 1 vision models" if found.stages else "nothing was cut"
+    assert f"passes that cutting takes: {told}" in counted
 
 
 def test_the_census_of_three_models(tmp_path):
@@ -86,6 +91,7 @@ def test_the_census_of_three_models(tmp_path):
     done = pipeback("zoo", "--others", *names, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "3 models: 3 ok, 0 refused with a cure, 0 failed; 100.0 % train exactly" in done.stdout
+    assert "passes that cutting takes: " in done.stdout and "at the median of 3 transformers models" in done.stdout
 
 
 @pytest.mark.soak

@@ -68,9 +68,9 @@ def register(folder: Path) -> None:
     torch.utils.generate_methods_for_privateuse1_backend()
 
 
-def policy(number: int, seed: int = 0) -> None:
-    """What is carried out before it must be: see `Policy` in `device.cpp`."""
-    torch.ops.sim.policy(number, seed)
+def policy(number: int) -> None:
+    """What is carried out before it must be: see `Policy` in `streams.h`."""
+    torch.ops.sim.policy(number)
 
 
 def _module() -> types.ModuleType:

@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch.accelerators import Accelerator
 from torch import Tensor
 
+from tests.helpers.long_forms import grouped
 from tests.lightning.cases import Regression, dropout_network, loader, strategy, trainer
 
 
@@ -52,7 +53,7 @@ def fit(where: list[str], method: str, resumed: str = "", draws: bool = True, **
         torch.manual_seed(3)
         module = Regression(dropout_network() if draws else None)
         runs = trainer(
-            strategy(method, **options), folder, max_steps=steps, limit_val_batches=2,
+            strategy(method, **grouped(options)), folder, max_steps=steps, limit_val_batches=2,
             accelerator="cpu" if where == ["cpu"] else Simulated(),
         )  # fmt: skip
         runs.fit(module, loader(samples=4), loader(4, seed=2), ckpt_path=checkpoint)

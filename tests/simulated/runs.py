@@ -76,8 +76,9 @@ def build(
     policy = sparsity and sparsities.create(sparsity, density=0.4, **RIGL if sparsity == "rigl" else {})
     torch.manual_seed(5)
     return pipeback.Pipeline(
-        model, loss=nn.functional.cross_entropy, optimizer=(OPTIMIZERS | OTHERS)[run["optimizer"]], sparsity=policy,
-        method=CASES[run["case"]](STAGES), micro_batch_size=SAMPLES, store=store, **options,
+        model, loss=nn.functional.cross_entropy, optimizer=(OPTIMIZERS | OTHERS)[run["optimizer"]],
+        method=CASES[run["case"]](STAGES), micro_batch_size=SAMPLES,
+        store=pipeback.Streaming(store, sparsity=policy), **options,
     )  # fmt: skip
 
 
@@ -125,12 +126,12 @@ def train(
 
 def written_over(pipe: pipeback.Pipeline) -> Tensor:
     """What lies, after another fetch, in memory that belonged to weights that nobody came to use."""
-    residence: Any = pipe._loops()[0].worker.residence
+    residence: Any = pipe._engine.loops[0].worker.residence
     stage = residence.stages[1]
     residence.rest()
     residence.ready("F", 1, pipe.arrived)
     residence.rest()
-    memory = torch.zeros(stage.slot.nbytes, dtype=torch.uint8, device=stage.slot.device)
+    memory = torch.zeros(stage.home.slot.nbytes, dtype=torch.uint8, device=stage.home.slot.device)
     residence.ready("F", 2, pipe.arrived)
     residence.rest()
     return memory
@@ -141,7 +142,7 @@ def exchange(where: list[str]) -> dict[str, Tensor]:
     pipe = build(where, dict(case="pb", optimizer="sgd", draws=False, dtype=torch.float32), Path(), store=["host", 1])
     ((x, y),) = batches(1, 1, torch.float32)
     pipe.push(x, y.to(where[0]))
-    residence: Any = pipe._loops()[0].worker.residence
+    residence: Any = pipe._engine.loops[0].worker.residence
     grads = [torch.linspace(0, 1, 64, device=where[0]).exp().cumsum(0)]
 
     def tripled() -> tuple[list[Tensor | None], float, int]:

@@ -129,11 +129,12 @@ def test_what_has_drawn_in_flight_stays_where_it_was(simulated):
         assert answer.strip().endswith("drain() before state_dict() there, or load where it was saved")
 
 
-def test_targets_on_the_cpu(simulated):
-    """The cure is what every other run here does."""
-    answer = simulated.ask(case="pb", policy=sim.LATE, astray=True)
-    assert "stage 3 (3): the forward failed on the first micro-batch" in answer
-    assert answer.strip().endswith("a target is on cpu, the stage on sim:0: push y.to('sim:0')")
+@pytest.mark.parametrize("options", [{}, {"workers": 2}, {"activations": "recompute"}, {"store": ["host", 1]}], ids=str)
+def test_targets_on_the_cpu(simulated, options):
+    """They come to the last stage, wherever it is, as inputs come to the first."""
+    for where in (["sim:0"], ["sim:0", "sim:1"]) if "store" not in options else (["sim:0"],):
+        run = dict(case="pb", policy=sim.LATE, where=where, **options)
+        assert not simulated.ask(astray=True, **run)
 
 
 FITS = {

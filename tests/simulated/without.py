@@ -5,10 +5,16 @@ from __future__ import annotations
 import re
 from functools import partial
 
-from tests.mutation import LIBRARY, change
+from tests.helpers.mutation import LIBRARY, change
 
 WAITS = re.compile(r"wait_event|wait_stream|record_stream|_streams\.(given|arrived)\(|with (left|.*\bon)\(")
-FILES = "streaming/cuda_copies", "streaming/streamed_weights", "stages/offload", "streaming/store"
+FILES = [
+    "streaming/cuda_copies",
+    "streaming/streamed_weights",
+    "streaming/store_updates",
+    "streaming/store",
+    "stages/offload",
+]
 
 
 def waits() -> list[tuple[str, int]]:

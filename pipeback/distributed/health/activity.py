@@ -1,4 +1,4 @@
-"""Activity: what this rank is doing, kept by the threads that do it at next to no cost, and read for its beats."""
+"""Activity: what this rank is doing. Its threads record it at next to no cost, and its beats report it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Wait(NamedTuple):
 
 
 class Activity:
-    """What this rank is doing, kept by whoever does it. The pipeline has a loop thread and the caller's thread."""
+    """What this rank is doing. A pipeline has a loop thread and the caller's thread, which both record it."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -68,7 +68,7 @@ class Activity:
         return [wait for wait in list(self._waits.values()) if wait.on]
 
     def status(self) -> Heartbeat:
-        """What goes into a beat, but for what the health of the rank adds."""
+        """The content of a beat, except for what the health of the rank adds."""
         now, (work, since, thread), (call, called) = time.monotonic(), self._work, self._call
         waits = self.waits()
         if work is not None and all(wait.thread != thread for wait in waits):

@@ -1,4 +1,4 @@
-"""Who is at fault when ranks wait for one another: read from what each says it is doing."""
+"""Blame: which rank is at fault when ranks wait for one another, judged by what each says that it is doing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pipeback.distributed.health.heartbeat import Heartbeat
 
 
 class Verdict(NamedTuple):
-    """`rank` is at fault, `what` says of what, and for `seconds` nothing has moved."""
+    """`rank` is at fault, `what` describes the fault, and nothing has moved for `seconds`."""
 
     rank: int
     what: str
@@ -20,9 +20,9 @@ class Verdict(NamedTuple):
 def blame(
     rank: int, on: Sequence[int], what: str, seconds: float, statuses: Mapping[int, Heartbeat], timeout: float
 ) -> Verdict:
-    """`rank` has waited for the ranks `on` for `seconds`: follow who waits for whom to a rank that does not wait.
+    """`rank` has waited for the ranks `on` for `seconds`: follow the chain of waits to a rank that does not wait.
 
-    Where everybody waits, the calls do not match. statuses: of all ranks, in pipeline order. timeout: to be named.
+    If all ranks wait, their calls do not match. statuses: of all ranks, in pipeline order. timeout: for the message.
     """
     seen: set[int] = set()
     waited = dict.fromkeys(on, (seconds, rank, what))  # the longest wait for a rank: how long, whose, what for
@@ -46,7 +46,7 @@ def blame(
 
 
 def ended(waiter: int, what: str) -> str:
-    """What to say of a rank that has left while another still waits for it."""
+    """The message about a rank that has left while another still waits for it."""
     return (
         f"has left the pipeline (its script has ended, or closed it) while rank {waiter} waits for it ({what}): "
         "do all ranks push the same batches?"
@@ -54,14 +54,18 @@ def ended(waiter: int, what: str) -> str:
 
 
 def silent(seconds: float, stopped: bool, timeout: float) -> str:
-    """What to say of a rank whose beats are not heard."""
+    """The message about a rank whose beats are not heard."""
     since = f"has not answered for {seconds:.1f} s: "
     if stopped:
         return since + "its process is stopped (SIGSTOP, a debugger)"
     return (
         f"{since}its process, host or network is down, or it hangs in code that lets no other thread run; "
-        f"if that may take so long, raise timeout= (now {timeout:g} s)"
+        f"{_longer('if that', timeout)}"
     )
+
+
+def _longer(what: str, timeout: float) -> str:
+    return f"{what} may take so long, use workers=pipeback.Processes(timeout={2 * timeout:g}) (now {timeout:g} s)"
 
 
 def _end(status: Heartbeat, waiter: int, what: str, timeout: float) -> str:
@@ -73,12 +77,12 @@ def _end(status: Heartbeat, waiter: int, what: str, timeout: float) -> str:
         reason = "every rank must make the same calls in the same order; "
     return (
         f"is {doing} for {status.seconds:.1f} s while rank {waiter} waits for it ({what}): {reason}"
-        f"if it may take so long, raise timeout= (now {timeout:g} s)"
+        f"{_longer('if it', timeout)}"
     )
 
 
 def _mismatch(seen: Mapping[int, Heartbeat], timeout: float) -> Verdict:
-    """All wait: the odd one out is named first, and what every one is in."""
+    """All ranks wait: name the odd one out first, and the call that each rank is in."""
     calls = Counter(status.waits[0][1] for status in seen.values())
     odd = min(reversed(list(seen)), key=lambda r: calls[seen[r].waits[0][1]])
     told = "; ".join(
@@ -88,7 +92,7 @@ def _mismatch(seen: Mapping[int, Heartbeat], timeout: float) -> Verdict:
     )
     why = "the ranks wait for one another, "
     if len(calls) == 1:
-        why += f"in one call: is their connection broken? If it may take so long, raise timeout= (now {timeout:g} s)"
+        why += "in one call: is their connection broken? " + _longer("If it", timeout)
     else:
         why += "as they do not make the same calls in the same order"
     lasted = min(max(seconds for _, _, seconds in status.waits) for status in seen.values())

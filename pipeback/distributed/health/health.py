@@ -1,7 +1,8 @@
 """Health: which rank is at fault when a pipeline over processes stands still, told to every rank.
 
-Each rank writes beats into a store: a number that grows and what it is doing. Two threads a rank: the *talker* does all
-that goes through the store, and may hang there with it; the *lookout* never blocks and judges what is known:
+Each rank writes beats into a store: a number that grows, and what the rank is doing. A rank has two threads for this:
+the *talker* does all that goes through the store, and may hang there with it; the *lookout* never blocks and judges
+what is known:
 
     a process of this host has ended without a word      at once
     somebody waits for a rank that has left              after `GRACE`
@@ -19,7 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.util import Finalize
 from weakref import WeakSet
@@ -64,6 +65,8 @@ class Health:
         self._fault: tuple[int, str] | None = None
         self._broken: tuple[float, str] | None = None  # the store failed: when, why
         self._leaving = False
+        self._called: str | None = None  # what is to be met for
+        self._met = threading.Event()
         self._deadline = float("inf")  # of the store's host, for the others to take notice
         self._wake, self._lock = threading.Event(), threading.Lock()
         # `atexit` would do but for forked processes of multiprocessing, which leave it out
@@ -84,15 +87,17 @@ class Health:
 
         Unlike in a collective of torch.distributed, which would last until its timeout.
         """
-        names, deadline = [f"{what} {rank}" for rank in self.ranks], time.monotonic() + self.timeout
-        with suppress(RuntimeError, AttributeError):  # the talker has let the store go, or its host has ended
-            self._store.set(f"{what} {self.rank}", "")
-            while not self.failed.is_set() and not self._store.check(names) and time.monotonic() < deadline:
-                time.sleep(self._pause / 10)
+        self._met.clear()
+        self._called, deadline = what, time.monotonic() + self.timeout
+        self._wake.set()
+        while not (self._met.wait(self._pause / 10) or self.failed.is_set() or time.monotonic() > deadline):
+            if not self._talker.is_alive():  # its host has ended
+                break
+        self._called = None
         self.check()
 
     def fail(self, rank: int, what: str) -> BaseException:
-        """Tell everybody that `rank` is at fault; the error to raise, which is that of the first fault anywhere."""
+        """Tell all ranks that `rank` is at fault; returns the error to raise: that of the first fault anywhere."""
         self._accuse(rank, what)
         if not self.failed.wait(self.timeout):
             self._settle(rank, self._sentence(rank, what))
@@ -130,12 +135,12 @@ class Health:
             self._wake.set()
 
     def ended_by(self, error: BaseException) -> None:
-        """An error ends the script of this rank, and is the fault, unless one is known."""
+        """An error ends the script of this rank; it is the fault, unless one is known already."""
         if not (self._leaving or self.failed.is_set()):
             self.fail(self.rank, f"its script ended with {type(error).__name__}: {error}")
 
     def _exit(self) -> None:
-        """At the end of the script. An error that ended it is the fault, unless it is known."""
+        """At the end of the script. An error that ended it is the fault, unless one is known already."""
         error = script_error()
         if error:
             self.ended_by(error)
@@ -163,7 +168,7 @@ class Health:
         self._wake.set()
 
     def _settle(self, rank: int, message: str) -> None:
-        """This is the fault: as the store says, or by ourselves where it does not answer."""
+        """Accept this as the fault, as the store says it; or by our own judgement if the store does not answer."""
         with self._lock:
             if self._fault is None:
                 self._fault = (rank, message)
@@ -194,12 +199,23 @@ class Health:
                     self._read(*store.multi_get(names))  # and so the beat has arrived
                 self._asked, self._heard = begun, time.monotonic()
                 if self._leaving or not self.failed.is_set():
-                    self._wake.wait(self._beat / 2)
-                    self._wake.clear()
+                    self._call(store, time.monotonic() + self._beat / 2)
             self._at_exit.cancel()
             del self._store
         except BaseException as error:
             self._broken = (time.monotonic(), (str(error).splitlines() or [repr(error)])[0])
+
+    def _call(self, store: dist.Store, until: float) -> None:
+        """Pause; meanwhile tell that this rank has come to a meeting, and look for the others."""
+        while (what := self._called) and time.monotonic() < until and not (self._leaving or self._accused):
+            store.set(f"{what} {self.rank}", "")
+            if store.check([f"{what} {rank}" for rank in self.ranks]):
+                self._called = None
+                self._met.set()
+            else:
+                time.sleep(self._pause / 10)
+        self._wake.wait(max(0.0, until - time.monotonic()))
+        self._wake.clear()
 
     def _status(self, beat: int = 0, over: bool = False) -> Heartbeat:
         return self.activity.status()._replace(beat=beat, pushed=self.pushed, left=self._leaving, over=over)
@@ -214,11 +230,11 @@ class Health:
             self._settle(*json.loads(fault))
 
     def _done(self) -> bool:
-        """Whether this process needs the store no more: a fault is known, or all have left and taken their messages."""
+        """Whether this process needs the store no more: a fault is known, or all have left with their messages."""
         return self.failed.is_set() or time.monotonic() > self._deadline or (self._leaving and self._others("left"))
 
     def _all_over(self) -> bool:
-        """Whether nobody needs this process's store any more."""
+        """Whether no rank needs this process's store any more."""
         return self.rank != self._host or time.monotonic() > self._deadline or self._others("over")
 
     def _others(self, what: str) -> bool:
@@ -257,7 +273,7 @@ class Health:
             self._settle(*self._accused)
 
     def _missing(self, now: float) -> tuple[int, str] | None:
-        """A process of this host that has ended without a word."""
+        """A process of this host that has ended without a message."""
         for r in self.ranks:
             if r != self.rank and not self._statuses[r].over and self.facts[r].gone(self._here):
                 since = self._gone.setdefault(r, now)
@@ -267,7 +283,7 @@ class Health:
         return None
 
     def _silent(self, now: float) -> tuple[int, str] | None:
-        """A rank whose beats are not heard; first of all the one without which none is."""
+        """A rank whose beats are not heard; the rank without which no beat is heard comes first."""
         host, store = self._host, "it holds the store of the pipeline, which "
         if self._broken:
             if self._statuses[host].over or now - self._broken[0] < 0.5:
@@ -284,7 +300,7 @@ class Health:
         return None
 
     def _stuck(self, now: float) -> tuple[int, str] | None:
-        """Somebody for whom this rank waits in vain."""
+        """A rank for which this rank waits in vain."""
         for on, what, since, _ in self.activity.waits():
             for r in on:
                 if self._statuses[r].left and now - max(since, self._left.setdefault(r, now)) > GRACE:

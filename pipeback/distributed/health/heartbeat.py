@@ -1,7 +1,7 @@
-"""What ranks know of one another: who each is, whether its process lives, what it is doing; and the store that tells.
+"""What ranks know of one another (identity, whether the process lives, what it does), and the store that carries it.
 
-The store is the pipeline's own, served by its first rank: torch's default one may end before the pipeline does. Who
-reaches it can end the run, so it listens on loopback where all ranks are on one host, and what is in it has names that
+The store is the pipeline's own and is served by its first rank: torch's default one may end before the pipeline does. A
+process that reaches the store can end the run. So it listens on loopback where all ranks are on one host, and its keys
 begin with a secret, which ranks learn from torch's default store.
 """
 
@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 
 class RankIdentity(NamedTuple):
-    """Who a rank is."""
+    """The identity of a rank."""
 
     host: str
     place: str  # processes of one place see each other's numbers and loopback; empty: nothing can be seen
@@ -30,15 +30,15 @@ class RankIdentity(NamedTuple):
     born: str  # tells a process from a later one of the same number; empty: not known
 
     def gone(self, here: str) -> bool:
-        """Whether the process has ended, as far as it can be seen from the place `here`."""
+        """Whether the process has ended, as far as the place `here` can see it."""
         return self._seen(here) in ("", "Z", "X")
 
     def stopped(self, here: str) -> bool:
-        """Whether the process is stopped (SIGSTOP, a debugger), as far as it can be seen from the place `here`."""
+        """Whether the process is stopped (SIGSTOP, a debugger), as far as the place `here` can see it."""
         return self._seen(here) in ("T", "t")
 
     def _seen(self, here: str) -> str:
-        """The state of the process as /proc names it, "" when it is not there, "?" when that cannot be known."""
+        """The state of the process as /proc names it; "" if there is none, "?" if that cannot be known."""
         if not here or self.place != here:
             return "?"
         if not self.born:  # there is no /proc here
@@ -78,7 +78,7 @@ def _stat(process: int) -> tuple[str, str]:
 
 
 class Heartbeat(NamedTuple):
-    """What a rank is doing, as it says in its beats. Seconds are durations on its own clock at the time of the beat."""
+    """What a rank says in a beat that it is doing. Seconds are durations on its own clock at the time of the beat."""
 
     beat: int = 0  # how many beats it has written: silence is a number that stays
     doing: str = "starting"
@@ -97,7 +97,7 @@ class Heartbeat(NamedTuple):
 
 
 def one_host(facts: Iterable[RankIdentity]) -> bool:
-    """Whether all of these see each other's loopback."""
+    """Whether all of these ranks see each other's loopback."""
     places = {each.place for each in facts}
     return len(places) == 1 and "" not in places
 
@@ -105,7 +105,7 @@ def one_host(facts: Iterable[RankIdentity]) -> bool:
 def host_store(timeout: float, near: bool = False) -> tuple[dist.Store, str]:
     """A store served by this process, and the address "SECRET@HOST:PORT" at which the other ranks join it.
 
-    timeout: seconds a call waits. near: on loopback alone; else torch listens on all interfaces.
+    timeout: seconds that a call waits. near: listen on loopback alone; else torch listens on all interfaces.
     """
     port, listening = 0, None
     if near:

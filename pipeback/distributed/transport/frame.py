@@ -33,7 +33,7 @@ class Frame(NamedTuple):
         return lines(_HEADER.size + len(self.text)) + self.outline.nbytes
 
     def write(self, buffer: Tensor) -> None:
-        """Into a flat uint8 tensor in this host's memory, of `nbytes` or more."""
+        """Write the frame into a flat uint8 tensor in this host's memory, of `nbytes` or more."""
         kind, stage, mb = self.name
         text = _HEADER.pack(stage, mb, self.mark, len(self.text), 0, kind.encode()) + self.text
         ctypes.memmove(buffer.data_ptr(), text, len(text))
@@ -41,13 +41,13 @@ class Frame(NamedTuple):
 
 
 class Writer:
-    """The sender's memory of outlines."""
+    """The outlines that the sender remembers."""
 
     def __init__(self) -> None:
         self._last: dict[str, MessageLayout] = {}
 
     def frame(self, name: Name, message: Message, mark: int = 0) -> Frame:
-        """TypeError where the message cannot travel; the frame must then be sent, or both memories differ."""
+        """The frame of a message, which must be sent, or both ends' outlines differ. TypeError if it cannot travel."""
         outline = outline_of(message)
         text = b""
         if self._last.get(name[0]) != outline:
@@ -57,7 +57,7 @@ class Writer:
 
 
 class Reader:
-    """The receiver's memory of outlines."""
+    """The outlines that the receiver remembers."""
 
     def __init__(self) -> None:
         self._last: dict[str, MessageLayout] = {}
@@ -72,13 +72,13 @@ class Reader:
 
 
 def announce(buffer: Tensor, nbytes: int) -> None:
-    """Write a frame that says only: the next one has `nbytes`."""
+    """Write a frame that only announces that the next one has `nbytes`."""
     text = _HEADER.pack(0, 0, 0, 0, nbytes, b"")
     ctypes.memmove(buffer.data_ptr(), text, len(text))
 
 
 def announced(buffer: Tensor) -> int:
-    """Bytes of the next frame if this one is an announcement, else 0."""
+    """The bytes of the next frame if this one is an announcement, else 0."""
     return int(_HEADER.unpack(_start(buffer, _HEADER.size))[4])
 
 

@@ -1,4 +1,4 @@
-"""What several devices add to a fit under Lightning.
+"""Fits under Lightning that run on several devices, with one process per device.
 
-It may import lightning's files, of which `strategy` alone imports it.
+These files may import those of `pipeback.lightning`, of which only `strategy` imports them.
 """

@@ -1,7 +1,7 @@
-"""Dtype turns: what two threads of a process cannot do at once, the user's code and the stages at work.
+"""Dtype turns: the user's code and the stages take turns, since the default dtype is one per process.
 
-`precision="bf16-true"` sets the type of new tensors during `training_step`, for the whole process: stages that work in
-a thread of their own need it when they do, and everybody else needs the old one.
+`precision="bf16-true"` sets the default dtype during `training_step` for the whole process. Stages that run in a thread
+of their own need it while they run, and all other code needs the old one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ DTYPES = {"16-true": torch.float16, "bf16-true": torch.bfloat16, "64-true": torc
 
 
 class DtypeTurns:
-    """It is the caller's turn from `mine` on, but for `rest`; without such a precision nobody waits for anybody."""
+    """From `mine` on it is the turn of the caller, except within `rest`. Under other precisions nobody waits."""
 
     def __init__(self, precision: Any) -> None:
         self.dtype = DTYPES.get(str(precision))
@@ -36,7 +36,7 @@ class DtypeTurns:
 
     @contextmanager
     def rest(self) -> Iterator[None]:
-        """The stages may work."""
+        """Within this context the stages may run."""
         held = self._held
         self.mine(False)
         try:
@@ -45,7 +45,7 @@ class DtypeTurns:
             self.mine(held)
 
     def guard(self, stage: nn.Module) -> None:
-        """Have the stage run in turn, and with the type that it needs."""
+        """Have the stage run in its turn, with the default dtype that it needs."""
         if self.dtype is not None:
             stage.forward = partial(self._run, self.dtype, stage.forward)
 

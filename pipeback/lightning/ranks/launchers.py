@@ -1,11 +1,11 @@
-"""Launchers: who starts the processes of a Trainer with several devices.
+"""Launchers start the processes of a Trainer with several devices.
 
-    torchrun, SLURM, ...   they have started them already: nobody here does
-    spawn                  `fit` starts them afresh; what it is given must be picklable, the script guarded by __main__
-    fork                   `fit` splits this process; for notebooks
-    script                 this script runs again, once a rank
+    torchrun, SLURM, ...   they have started the processes already; nothing is started here
+    spawn                  `fit` starts interpreters: its arguments must be picklable, the script guarded by __main__
+    fork                   `fit` forks this process; this works in notebooks
+    script                 this script is run again, once per rank
 
-"auto" is spawn, in a notebook fork. Not script: under Hydra's -m it would run the whole sweep again.
+"auto" is spawn, and fork in a notebook. It is never script, which would run the whole sweep again under Hydra's -m.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LAUNCHERS = ("auto", "spawn", "fork", "script")
 
 
 class Several(Protocol):
-    """A strategy that may have several processes."""
+    """The part of a strategy that a launcher uses."""
 
     alone: bool
     start: str
@@ -49,7 +49,7 @@ class Several(Protocol):
 
 
 def launcher(place: Several) -> lightning_internals.Launcher | None:
-    """The launcher of a strategy, None where there is nothing to start."""
+    """The launcher of a strategy; None if there is nothing to start."""
     environment = place.cluster_environment
     if not place.several or environment is None:
         return None
@@ -66,9 +66,9 @@ def launcher(place: Several) -> lightning_internals.Launcher | None:
 
 
 class ProcessFamily(lightning_internals.Launcher):
-    """Starts the ranks of `fit` as children of this process, and takes over what came of it.
+    """Starts the ranks of `fit` as children of this process, and takes over their results.
 
-    To validate, test and predict nobody is started: after `fit` the model is whole here.
+    Validation, test and prediction run in this process alone, which has the whole model after `fit`.
     """
 
     def __init__(self, place: Several, start: str) -> None:
@@ -108,7 +108,7 @@ class ProcessFamily(lightning_internals.Launcher):
 
 
 class _Like:
-    """A function that in another process meets what it would here: filters of warnings, loggers, threads of torch."""
+    """A function that finds in another process the warning filters, loggers and torch threads of this one."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function, self.filters, self.threads = function, list(warnings.filters), torch.get_num_threads()
@@ -124,7 +124,7 @@ class _Like:
 
 
 class _Children(lightning_internals.MultiProcessingLauncher):
-    """Lightning's own, which brings back weights, metrics and the best checkpoint; and the rest that users ask for."""
+    """Lightning's launcher, which brings back weights, metrics and the best checkpoint, and more that users read."""
 
     def get_extra_results(self, trainer: Trainer) -> dict[str, Any]:
         content = {
@@ -154,7 +154,7 @@ class _Children(lightning_internals.MultiProcessingLauncher):
 
 
 def _packed(generator: torch.Generator) -> Any:
-    """A sampler's generator, say. torch would send its state in shared memory, which is gone when it arrives."""
+    """Pickles a generator, of a sampler say. torch would send it in shared memory, which is gone when it arrives."""
     return _unpacked, (str(generator.device), generator.get_state().numpy().tobytes())
 
 

@@ -1,7 +1,7 @@
 """Meeting: how the ranks of one Trainer come together outside the pipeline.
 
-The pipeline gives a rank up that is in its own code for longer than the timeout. Here such a rank is waited for: rank 0
-writes checkpoints and draws pictures while the others have nothing to do. Whoever dies or fails still ends every wait.
+The pipeline gives up a rank that stays in its own code for longer than the timeout. Here the others wait for such a
+rank: rank 0 writes checkpoints and draws pictures while they have nothing to do. A rank that fails ends every wait.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ NAME = 64  # bytes of the name of a call that go before its content
 
 
 def join(environment: ClusterEnvironment, device: torch.device, timeout: float) -> None:
-    """Initialise torch.distributed for this rank, unless that is done.
+    """Initialise torch.distributed for this rank, unless that has been done.
 
-    timeout: seconds. Raises RuntimeError saying where rank 0 was looked for, when the ranks do not find each other.
+    timeout: seconds. Raises RuntimeError with the address of rank 0 if the ranks do not find each other.
     """
     world = environment.world_size()
     if dist.is_initialized():
@@ -54,7 +54,7 @@ def join(environment: ClusterEnvironment, device: torch.device, timeout: float) 
         atexit.register(_end)
 
 
-# Groups with work that a rank has given up: one that is freed waits for its work, and would for ever.
+# Groups with work that a rank has given up. Freeing one would wait for that work for ever.
 _unfinished: list[Any] = []
 
 
@@ -77,9 +77,9 @@ class Meeting:
         return self._mesh
 
     def gather(self, what: str, value: Any = None, to: int | None = None) -> list[Any]:
-        """What every rank gives, by rank; with `to`, on that rank, and an empty list on the others.
+        """Return what every rank gives, in the order of ranks; with `to`, the other ranks get an empty list.
 
-        what: the name of the call. Raises RuntimeError where ranks make different ones.
+        what: the name of the call. Raises RuntimeError if ranks make calls of different names.
         """
         content, lengths = self._announce(what, value)
         receives, most = to in (None, self.rank), max(lengths)
@@ -92,7 +92,7 @@ class Meeting:
         return [_value(part, n) for part, n in zip(parts, lengths, strict=receives)]
 
     def broadcast(self, what: str, value: Any, source: int = 0) -> Any:
-        """What the rank `source` gives."""
+        """Return what the rank `source` gives."""
         content, lengths = self._announce(what, value if self.rank == source else None)
         part = _bytes(content, lengths[source])
         if lengths[source]:
@@ -100,7 +100,7 @@ class Meeting:
         return value if self.rank == source else _value(part, lengths[source])
 
     def _announce(self, what: str, value: Any) -> tuple[bytes, list[int]]:
-        """Make sure that all ranks are in this call; the bytes to send, and how many every rank has."""
+        """Check that all ranks are in this call; returns the bytes to send, and how many every rank has."""
         content = b"" if value is None else pickle.dumps(value)
         name = what.encode()[:NAME].ljust(NAME)
         heads = [torch.empty(NAME + 8, dtype=torch.uint8) for _ in range(self.world)]
@@ -119,7 +119,7 @@ class Meeting:
             )
 
     def _wait(self, work: Any, what: str) -> None:
-        """Return when all have come; look after the pipeline's health meanwhile."""
+        """Return when all ranks have come; meanwhile raise if the pipeline reports that a rank has failed."""
         pause = 0.0
         _unfinished.append((self._group, work))
         with self.rest(), nullcontext() if self.health is None else self.health.calling(what):

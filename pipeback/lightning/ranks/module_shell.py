@@ -1,4 +1,4 @@
-"""Module shell: the user's module while its stages work elsewhere, on other ranks or in another thread.
+"""Module shell: the user's module while its stages run elsewhere, on other ranks or in another thread.
 
 The pipeline gets a copy of the module, on the same memory at first but with tensors of its own, which get gradients and
 lose their values apart from the user's. Once ranks hold their own stages only, the user's weights stand on the meta
@@ -22,9 +22,9 @@ from pipeback.tensors import meta
 
 
 class ModuleShell:
-    """The module of a body, and its copy for the pipeline.
+    """The user's module, and its copy for the pipeline.
 
-    Raises ValueError where the module cannot be copied.
+    Raises ValueError if the module cannot be copied.
     """
 
     def __init__(self, found: TrainedModule, module: LightningModule) -> None:
@@ -38,7 +38,7 @@ class ModuleShell:
             raise ValueError(f"self.{found.name} cannot be copied, as several devices need it: {error}") from error
         with meta.unreferenced(self.copy):
             pass
-        self.split: Split | None = None  # of the copy; None: it is to be followed
+        self.split: Split | None = None  # of the copy; None: it is to be traced
         if found.split is not None:
             parts = [part._replace(module=stage) for part, stage in zip(found.split.parts, stages, strict=True)]
             self.split = replace(found.split, parts=parts, model=self.copy)
@@ -47,7 +47,7 @@ class ModuleShell:
         self._pairs = list(zip(found.module.modules(), self.copy.modules(), strict=True))
 
     def modes(self) -> Callable[[], None] | None:
-        """What has the copy train and evaluate as the user's module does, where it does not."""
+        """A function that sets the training mode of the copy as the user's module has it; None if they agree."""
         odd = [(theirs, mine.training) for mine, theirs in self._pairs if mine.training != theirs.training]
 
         def follow() -> None:
@@ -57,7 +57,7 @@ class ModuleShell:
         return follow if odd else None
 
     def check(self) -> None:
-        """Raise RuntimeError where the user's module has got other tensors since it was copied."""
+        """Raise RuntimeError if the tensors of the user's module were replaced since it was copied."""
         for name, tensor in _tensors(self.module).items():
             if self._places[name] != tensor.data_ptr():
                 raise RuntimeError(
@@ -66,12 +66,12 @@ class ModuleShell:
                 )
 
     def values(self) -> dict[str, Tensor]:
-        """Weights and buffers that this rank holds."""
+        """The weights and buffers that this rank holds."""
         mine = {name: tensor.detach() for name, tensor in _tensors(self.copy).items() if not tensor.is_meta}
         return {name: tensor.to("cpu", copy=True) for name, tensor in mine.items()}
 
     def let_go(self, forward: Callable[..., Any]) -> None:
-        """Without values from now on. forward: what the module does then."""
+        """Free the values of the module, and replace its forward by `forward`."""
         if not self.empty:
             meta.let_go(self.module)
         self.module.forward = forward
@@ -85,11 +85,11 @@ class ModuleShell:
         self.empty = False
 
     def restore(self) -> None:
-        """Its own forward again."""
+        """Give the module its own forward again."""
         self.module.__dict__.pop("forward", None)
 
     def check_call(self, inputs: tuple[Any, ...], named: dict[str, Any], after: bool) -> None:
-        """Raise where a call outside of F is one that the stages cannot serve. after: F of a micro-batch."""
+        """Raise if the stages cannot serve this call outside of F. after: whether F has run in this `training_step`."""
         if torch.is_grad_enabled():
             raise RuntimeError(
                 f"self.{self.name} was called with gradients outside of training_step; its stages are on several "

@@ -1,7 +1,7 @@
-"""Place: where a strategy runs. On one device, or on one a process, where rank 0 has the last stages and the loss.
+"""Place: the devices of a strategy. With several, each has a process; rank 0 holds the last stages and the loss.
 
 To Lightning there is one replica of the data: `world_size` is 1 and nothing is summed over the ranks. Every rank sees
-the same batches, and has rank 0's word in all that could be decided differently.
+the same batches, and rank 0 decides wherever ranks could decide differently.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from pipeback.lightning import random_state
 from pipeback.lightning.ranks.launchers import LAUNCHERS, launcher
 from pipeback.lightning.ranks.meeting import Meeting, join
+from pipeback.pipeline.arguments import Processes
 
 
 class Place(SingleDeviceStrategy):
-    """A strategy that runs on Trainer(devices=N), and has the ranks meet."""
+    """A strategy that runs on Trainer(devices=N), with the exchange between its ranks."""
 
     def __init__(
         self,
         start: str,
-        timeout: float,
+        processes: Processes,
         accelerator: Accelerator | None,
         checkpoint_io: CheckpointIO | None,
         precision_plugin: Precision | None,
@@ -39,12 +40,10 @@ class Place(SingleDeviceStrategy):
         super().__init__("cpu", accelerator, checkpoint_io, precision_plugin)
         if start not in LAUNCHERS:
             raise ValueError(f"launcher must be one of {', '.join(LAUNCHERS)}, but is {start!r}")
-        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
-            raise ValueError(f"timeout must be a positive number of seconds, but is {timeout!r}")
-        self.start, self.timeout = start, float(timeout)
+        self.start, self.processes = start, processes
         self.cluster_environment: ClusterEnvironment | None = None
         self.num_nodes = 1
-        self.alone = False  # a process that starts the others validates by itself
+        self.alone = False  # a process that starts the others validates alone
         self.meeting: Meeting | None = None
         self.lost = False  # weights of the module are elsewhere: on ranks that have failed, in files
         self._devices: list[torch.device] = []
@@ -58,7 +57,7 @@ class Place(SingleDeviceStrategy):
 
     @property
     def ranks(self) -> int:
-        """Devices of all hosts."""
+        """The number of devices on all hosts."""
         return self.num_processes * self.num_nodes
 
     @property
@@ -104,7 +103,7 @@ class Place(SingleDeviceStrategy):
         self._launcher = launcher(self)
 
     def check_before_launch(self, trainer: Trainer) -> None:
-        """Raise what can be known to be wrong without the processes."""
+        """Raise the errors that can be found before the processes start."""
 
     def setup_environment(self) -> None:
         if self.several and not self.alone:
@@ -113,7 +112,8 @@ class Place(SingleDeviceStrategy):
         if self.several and not self.alone and self.meeting is None:
             assert self.cluster_environment is not None
             # processes that were started here may take a while to import what they need; those elsewhere may not exist
-            seconds = self.timeout if self.launcher is None else max(self.timeout, 300.0)
+            timeout = self.processes.timeout
+            seconds = timeout if self.launcher is None else max(timeout, 300.0)
             join(self.cluster_environment, self.root_device, seconds)
             self.meeting = Meeting(self.root_device)
             # all ranks see the same data, so that there is nothing to accumulate
@@ -134,7 +134,7 @@ class Place(SingleDeviceStrategy):
     # -- data ----------------------------------------------------------------------------------------------------
 
     def same_random_numbers(self) -> None:
-        """From now on every rank draws what rank 0 draws: the same order of the data, the same augmentations."""
+        """Give every rank the random state of rank 0: the same order of the data, the same augmentations."""
         if self.meeting is not None:
             random_state.load(self.meeting.broadcast("random numbers", random_state.save()))
 

@@ -1,7 +1,7 @@
-"""What keeps the ranks of a fit together: rank 0's metrics, its wish to stop and its random numbers are everybody's.
+"""Rank sync: all ranks of a fit use rank 0's metrics, its decision to stop and its random numbers.
 
-They meet where Lightning decides something: at the end of an epoch, before and after validation, and at those steps
-whose metrics somebody looks at. Between two meetings every rank goes its own pace.
+They synchronise where Lightning decides something: at the end of an epoch, before and after validation, and at those
+steps whose metrics a callback or a scheduler reads. In between every rank runs at its own pace.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def agree(
     optimizer: torch.optim.Optimizer,
     facts: dict[str, Any],
 ) -> None:
-    """Have all ranks train the same thing: ValueError where an option differs; weights are rank 0's."""
+    """Raise ValueError if an option differs between ranks; then give all ranks the weights of rank 0."""
     trainer: Any = module.trainer
     mine = {
         **facts,
@@ -63,7 +63,7 @@ def agree(
 
 
 def _difference(a: Any, b: Any) -> tuple[Any, Any]:
-    """Of two long lists what differs first, else all."""
+    """The first entries in which two lists of one length differ; otherwise both values whole."""
     if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
         return next((x, y) for x, y in zip(a, b, strict=True) if x != y)
     return a, b
@@ -76,7 +76,7 @@ def _known(value: Any) -> bool:
 class RankSync(Callback):
     """The first of the Trainer's callbacks during a fit of several ranks.
 
-    same_random_numbers: gives every rank those of rank 0.
+    same_random_numbers: gives every rank the random state of rank 0.
     """
 
     def __init__(self, meeting: Meeting, same_random_numbers: Callable[[], None]) -> None:
@@ -85,7 +85,7 @@ class RankSync(Callback):
         self._finish: Callable[[], None] = lambda: None
 
     def begin(self, trainer: Trainer) -> None:
-        """Before all other callbacks, and after all other hooks of a batch. Metrics are not summed over the ranks."""
+        """Run before all other callbacks and after all other hooks of a batch; stop metrics from summing over ranks."""
         module, callbacks = trainer.lightning_module, trainer.callbacks  # type: ignore[attr-defined]
         callbacks.insert(0, self)
         hook = module.on_train_batch_end
@@ -122,7 +122,7 @@ class RankSync(Callback):
             self._share(trainer)
 
     def after_batch(self, trainer: Trainer, batch_idx: int) -> None:
-        """After all hooks of a batch. Who asks to stop here is heard at the next meeting: the others are ahead."""
+        """Run after all hooks of a batch. A wish to stop waits for the next meeting, since other ranks are ahead."""
         self.stop |= trainer.should_stop
         trainer.should_stop = False
         if _validates_next(trainer, batch_idx):
@@ -152,12 +152,12 @@ class RankSync(Callback):
 
 
 def _alone() -> bool:
-    """Whether a metric has other ranks to hear from: all of them see the same data."""
+    """Whether a metric is to be summed over ranks: never, since all of them see the same data."""
     return False
 
 
 def _validates_next(trainer: Any, batch_idx: int) -> bool:
-    """Whether validation may follow this batch; too often is no harm."""
+    """Whether validation may follow this batch; a needless yes does no harm."""
     every, total = trainer.val_check_batch, trainer.fit_loop.total_batch_idx
     if not trainer.enable_validation:
         return False

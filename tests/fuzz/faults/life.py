@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import select
+import tempfile
+import weakref
 
 import pytest
 import torch
@@ -99,3 +102,33 @@ def _() -> None:
         os.close(told)
         os.close(tell)
         pipe.close()
+
+
+@fault("a forked child keeps a store locked")
+def _() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        pipe = pipeline(layers(), store=f"disk:{folder}")
+        train(pipe)
+        wait, go = os.pipe()
+        child = os.fork()
+        if not child:
+            os.close(go)
+            os.read(wait, 1)  # until the parent is done
+            os._exit(0)
+        try:
+            pipe.close()
+            pipeline(layers(), store=f"disk:{folder}").close()
+        finally:
+            os.close(go)
+            os.close(wait)
+            os.waitpid(child, 0)
+
+
+@fault("a pipeline with activations in host memory that is dropped in flight stays")
+def _() -> None:
+    pipe = pipeline(layers(), activations="host")
+    train(pipe, 12)
+    stages = [weakref.ref(stage) for stage in pipe._engine.stages]
+    del pipe
+    gc.collect()
+    assert not [stage for stage in stages if stage() is not None]

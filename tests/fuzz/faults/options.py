@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import pipeback
 from tests.laws.cases import data
 
 from .table import fault, layers, pipeline
@@ -13,19 +14,19 @@ from .table import fault, layers, pipeline
 @fault("skip_zeros without sparsity is accepted without effect")
 def _() -> None:
     with pytest.raises(ValueError, match="skip_zeros"):
-        pipeline(layers(), skip_zeros=True)
+        pipeline(layers(), store=pipeback.Streaming(skip_zeros=True))
 
 
 @fault("a balance that is none is accepted")
 def _() -> None:
     with pytest.raises(ValueError, match="balance"):
-        pipeline(layers(), balance="luck")
+        pipeline(layers(), stages=pipeback.Splitting(balance="luck"))
 
 
 @fault("a check_finite that is none is accepted")
 def _() -> None:
     with pytest.raises((TypeError, ValueError), match="check_finite"):
-        pipeline(layers(), check_finite="x")
+        pipeline(layers(), debug=pipeback.Debug(check_finite="x"))
 
 
 @fault("a store that is none is an AttributeError")

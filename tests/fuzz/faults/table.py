@@ -43,8 +43,8 @@ def pipeline(model: Any, method: Any = "pb", optimizer: Any = None, **options: A
     return pipeback.Pipeline(model, optimizer=made, method=method, **options)
 
 
-def train(pipe: pipeback.Pipeline, count: int = 4, samples: int = 3, seed: int = 1) -> list[float]:
-    losses = [pipe.push(x, y) for x, y in data(count, samples, seed=seed)]
+def train(pipe: pipeback.Pipeline, count: int = 4, samples: int = 3, width: int = 6, seed: int = 1) -> list[float]:
+    losses = [pipe.push(x, y) for x, y in data(count, samples, width, seed=seed)]
     return [float(loss) for loss in losses]
 
 

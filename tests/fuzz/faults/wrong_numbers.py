@@ -81,7 +81,7 @@ def _() -> None:
 def _() -> None:
     pipe = pipeline(layers(), "sgd", micro_batch_size=2)
     train(pipe, 2, 4)
-    pipe._model[1][0].bias = nn.Parameter(torch.zeros(6))
+    pipe._engine.model[1][0].bias = nn.Parameter(torch.zeros(6))
     with pytest.raises((ValueError, RuntimeError), match="bias"):
         train(pipe, 4, 4)
 
@@ -243,6 +243,6 @@ def _() -> None:
         for p in module.parameters():
             p.normal_(generator=generator)
 
-    pipe = pipeline(model, "sgd", replicas=2, init=init)
-    first, second = pipe._holding.everywhere
+    pipe = pipeline(model, "sgd", replicas=2, store=pipeback.Streaming(init=init))
+    first, second = pipe._engine.holding.everywhere
     assert all(torch.equal(a, b) for s, t in zip(first, second) for a, b in zip(s.weights, t.weights))

@@ -1,0 +1,145 @@
+"""The part of a fit that is special to a single device; `ranks.shared_fit` has that of several devices."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from torch import nn
+
+from pipeback.lightning.find_stages import TrainedModule
+from pipeback.lightning.fit import Fit
+from pipeback.lightning.fit_state import FitState, without
+from pipeback.pipeline.pipeline import Pipeline
+from pipeback.splitting.split import Split
+from pipeback.streaming.disk_store import DiskStore
+from pipeback.tensors import meta
+
+
+class OneDevice:
+    """A device that holds all stages and computes the loss."""
+
+    failed = False
+
+    def __init__(self, found: TrainedModule) -> None:
+        self.found = found
+        self._absent = meta.absent(found.module)  # when fit began: the model may be larger than memory
+        self._versions: list[int] = []  # of the parameters, after the last step
+
+    # -- F, B and U ----------------------------------------------------------------------------------------------
+
+    def split(self, example: Any) -> Split:
+        return self.found.split or self.found.cut(self.found.module, example)
+
+    def trained(self, split: Split) -> list[list[nn.Parameter]]:
+        return trained(split)
+
+    def pipeline(self, split: Split, **options: Any) -> Pipeline:
+        return Pipeline(split, loss=None, **options)
+
+    def at_work(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def training_step(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def enter(self, fit: Fit, xs: list[Any], expected: int) -> list[Any]:
+        assert fit.pipe is not None
+        return fit.pipe.forward_many(xs, expected=expected)
+
+    def forget(self, pipe: Pipeline) -> None:
+        pipe.forget()
+
+    def clips(self, norm: float | None, value: float | None) -> bool:
+        return True
+
+    def stepped(self, fit: Fit) -> None:
+        if fit.pipe is not None:
+            self._versions = [p._version for p in self.found.module.parameters()]
+
+    # -- the state -----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def whole(self, state: FitState) -> Iterator[None]:
+        with state.fit.quiet(), state.shown():
+            yield
+
+    def optimizer_state(self, state: FitState) -> dict[str, Any]:
+        fit = state.fit
+        with state.shown():
+            if state.sparse:
+                assert fit.pipe is not None
+                return fit.twins.dense_state_dict(fit.pipe.expanded)
+            found = fit.twins.state_dict()
+            return copy.deepcopy(found) if isinstance(fit.store, DiskStore) else found
+
+    def in_flight(self, state: FitState) -> dict[str, Any]:
+        fit = state.fit
+        assert fit.pipe is not None
+        with fit.at_work():
+            found = fit.pipe.state_dict()
+        return {**found, "stages": [without(state.left_out, tensors) for tensors in found["stages"]]}
+
+    def fresh(self, pipe: Pipeline) -> dict[str, Any]:
+        return pipe.state_dict()
+
+    def taken_up(self, fit: Fit, section: dict[str, Any]) -> None:
+        """There is nothing else to do."""
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    def end(self, state: FitState) -> None:
+        """Drain the pipeline, unless someone else has written the weights since the last step."""
+        fit = state.fit
+        if fit.pipe is None:
+            return
+        if not fit.averaged and self._versions == [p._version for p in self.found.module.parameters()]:
+            fit.drain()
+            return
+        fit.averaged = True
+        warnings.warn(
+            "a callback has put other weights into the model since the last step, as weight averaging does; what was "
+            "still in flight was computed on those before and is not applied",
+            stacklevel=3,
+        )
+
+    def leave(self, state: FitState) -> None:
+        """Bring what lives in a store back into the module, in host memory.
+
+        A module that came from the meta device goes back there if its weights are in files: memory may be too small.
+        """
+        fit = state.fit
+        if fit.pipe is None or fit.store is None or state.left:
+            return
+        on_disk = isinstance(fit.store, DiskStore)
+        if on_disk and self._absent:
+            state.left = not state.lost
+            fit.pipe.close()
+            fit.optimizer.state.clear()
+            meta.let_go(self.found.module)
+            return
+        if on_disk and not state.lost and not fit.averaged:
+            state.last = state.in_flight()
+        try:
+            with fit.pipe.shown():
+                values = [(p, p.data.clone() if on_disk else p.data) for p in self.found.module.parameters()]
+                if on_disk:
+                    fit.twins.detach()
+        except Exception as error:
+            if not state.lost:
+                raise
+            warnings.warn(f"the weights in the store could not be read: {error}", stacklevel=3)
+            values = []
+        state.left = not state.lost
+        for p, value in values:
+            p.data = value
+        if on_disk:
+            fit.pipe.close()  # others may use its folder
+
+
+def trained(split: Split) -> list[list[nn.Parameter]]:
+    """The parameters that each stage trains."""
+    return [[p for p in part.module.parameters() if p.requires_grad] for part in split.parts]

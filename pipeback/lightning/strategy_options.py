@@ -1,0 +1,118 @@
+"""Strategy options: what a user has asked of a PipelineStrategy, checked once, and what follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins import Precision
+
+from pipeback import sparsities
+from pipeback.lightning import find_stages, option_checks
+from pipeback.methods.base import Method
+from pipeback.pipeline.arguments import Clipping, Debug, MicroBatches, Processes, Splitting, Streaming, as_long
+from pipeback.streaming import disk_store
+from pipeback.streaming.store import DeviceStore, Store
+
+
+@dataclass(frozen=True)
+class StrategyOptions:
+    """The options of a `PipelineStrategy`, whose docstring says what they mean; its short forms are long ones here."""
+
+    method: str | Method
+    micro_batch_size: int | None
+    splitting: Splitting
+    module: str
+    drain: str
+    processes: Processes
+    streaming: Streaming  # with the store as it was given, before each rank makes its own
+    activations: str | Sequence[str] | Mapping[str | int, str]
+    masters: bool
+    compile: bool | dict[str, Any]
+    debug: Debug
+    plan: bool
+
+    @classmethod
+    def checked(
+        cls,
+        micro_batch_size: int | MicroBatches | None,
+        stages: str | int | Sequence[str] | Splitting,
+        workers: Processes | None,
+        store: str | Store | Streaming | None,
+        debug: Debug | None,
+        **others: Any,
+    ) -> StrategyOptions:
+        """Make the options from the arguments of a strategy; raises ValueError or TypeError if one is wrong."""
+        size, splitting = as_long(MicroBatches, micro_batch_size), as_long(Splitting, stages)
+        processes = Processes() if workers is None else workers
+        streaming, debug = as_long(Streaming, store), Debug() if debug is None else debug
+        option_checks.grouped(size, splitting, processes, streaming, debug)
+        option_checks.options(others["method"], others["drain"])
+        option_checks.store(streaming.store)
+        sparsity, place = streaming.sparsity, None if streaming.store == "device" else streaming.store
+        if sparsity is not None and place is None:
+            place = DeviceStore()
+        policy = sparsities.create(sparsity) if isinstance(sparsity, str) else sparsity
+        option_checks.masters(others["masters"], disk_store.create(place))
+        return cls(
+            micro_batch_size=size.size,
+            splitting=splitting,
+            processes=processes,
+            streaming=replace(streaming, store=place, sparsity=policy),
+            debug=debug,
+            **others,
+        )
+
+    @property
+    def store(self) -> str | Store | None:
+        """Where weights live, as it was given; None: on the device."""
+        return self.streaming.store
+
+    def keeps_home(self, ranks: int) -> bool:
+        """Whether the stages stay in host memory all the time. With several devices each rank takes its stages from its
+        device, where the first micro-batch is rehearsed.
+        """
+        return self.store is not None and ranks == 1
+
+    def find(self, module: LightningModule, ranks: int) -> find_stages.TrainedModule:
+        """Find the module that is trained and its stages; raises ValueError if there are fewer stages than ranks."""
+        found = find_stages.find(module, self.module, self.splitting)
+        if ranks > 1 and not found.followed and len(found.stages) < ranks:
+            raise ValueError(find_stages.few(found.name, len(found.stages), ranks))
+        return found
+
+    def find_to_fit(
+        self, trainer: Trainer, module: LightningModule, plugin: Precision, ranks: int
+    ) -> find_stages.TrainedModule:
+        """Return what `find` does; raises ValueError if this Trainer could not train it."""
+        option_checks.trainer(trainer, module, plugin, ranks > 1, self.store is not None)
+        found = self.find(module, ranks)
+        option_checks.absent(trainer, found, self.streaming.init, disk_store.create(self.store), ranks > 1)
+        return found
+
+    def facts(self, precision: str) -> dict[str, Any]:
+        """The options that must be alike on all ranks, and that the pipeline does not compare itself."""
+        store = disk_store.create(self.store)
+        return {
+            "method": repr(self.method),
+            "micro_batch_size": self.micro_batch_size,
+            "module": self.module,
+            "drain": self.drain,
+            "timeout": self.processes.timeout,
+            "store": None if store is None else (type(store).__name__, store.prefetch, store.fused),
+            "precision": precision,
+        }
+
+    def of_pipeline(self, store: Store | None, device: torch.device, clipping: Clipping) -> dict[str, Any]:
+        """The arguments of a `Pipeline` that the user has decided. store: of this rank; device: where it computes."""
+        return {
+            "store": replace(self.streaming, store=store, device=None if store is None else device),
+            "activations": self.activations,
+            "masters": self.masters,
+            "compile": self.compile,
+            "debug": self.debug,
+            "clip_norm": clipping,
+        }

@@ -1,0 +1,150 @@
+"""Methods composed, one around the other: each one's `optimizer.step()` is the update of the next.
+
+F on ŵ_n(… ŵ_1(w))        B on w̃_n(… w̃_1(w))        U: update_1 around update_2 … around the optimizer's step
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+
+from pipeback.methods.base import Chosen, Method, OptimizerLike, Past, Shift, State, When
+from pipeback.schedules.ops import Schedule
+from pipeback.schedules.timeline import in_flight
+from pipeback.tensors.weight_list import Weights
+
+
+def chain(*methods: Method) -> Method:
+    """Compose methods, outermost first: each one's `optimizer.step()` is the update of the next.
+
+    The shifts of F and B are applied in the same order. All must have one schedule.
+
+    >>> import pipeback
+    >>> pipeback.chain(pipeback.methods.create("lwp", form="weight"), pipeback.methods.create("sc"))
+    chain(LinearWeightPrediction(form='weight', horizon=None, slack=2), SpikeCompensation(horizon=None, slack=2))
+    """
+    if not methods:
+        raise ValueError('chain needs at least one method, such as pipeback.methods.create("pb")')
+    return methods[0] if len(methods) == 1 else _Chain(methods)
+
+
+class _Chain(Method):
+    """Methods one around the other; see `chain`."""
+
+    def __init__(self, methods: Sequence[Method]) -> None:
+        self.methods = tuple(methods)
+        first = self.methods[0]
+        for other in self.methods[1:]:
+            if _sample(other.schedule) != _sample(first.schedule):
+                raise ValueError(f"chain: {first!r} and {other!r} have different schedules; give both the same slack=")
+        for method in self.methods[:-1]:
+            if method.steps_itself:
+                raise ValueError(f"chain: {method!r} makes the step itself, with nothing inside; put it last")
+        self.schedule = first.schedule
+        ranks = ("live", "scratch", "stash")
+        self.copies = max((m.copies for m in self.methods), key=ranks.index)
+        self.state_copies = sum(m.state_copies for m in self.methods)
+        self.merges = all(m.merges for m in self.methods)
+        self.flush_each_push, self.by_worker = first.flush_each_push, first.by_worker
+        self.needs_entry = any(m.needs_entry for m in self.methods)
+        self.steps_itself = self.methods[-1].steps_itself
+
+    def schedule_at(self, start: int, pushed: int) -> Schedule:
+        return self.methods[0].schedule_at(start, pushed)
+
+    def check(self, optimizer: torch.optim.Optimizer, stages: int) -> None:
+        for method in self.methods:
+            method.check(optimizer, stages)
+
+    def delays(self, stages: int) -> list[int]:
+        return self.methods[0].delays(stages)
+
+    def check_stages(self, stages: int) -> None:
+        for method in self.methods:
+            method.check_stages(stages)
+            if any(method.history(s, stages) for s in range(stages)):
+                raise ValueError(
+                    f"chain: {method!r} runs forwards on older versions, which no other method can shift; use it alone"
+                )
+
+    def held(self, stage: int, stages: int) -> int:
+        if self.copies == "stash" and any(m.copies == "scratch" for m in self.methods):
+            return 1 + in_flight(self.schedule, stages)[stage]  # the shifted weights of every micro-batch in flight
+        return max(m.held(stage, stages) for m in self.methods)
+
+    def init(self, weights: Weights) -> State:
+        return {f"{n}/{key}": value for n, m in enumerate(self.methods) for key, value in m.init(weights).items()}
+
+    def forward_weights(self, weights: Weights, state: State, when: When) -> Chosen:
+        chosen: Chosen = weights
+        for n, method in enumerate(self.methods):
+            chosen = method.forward_weights(computed(chosen), _part(state, n), when)
+        return chosen
+
+    def backward_weights(self, weights: Weights, used: Weights | None, state: State, when: When) -> Chosen:
+        chosen: Chosen = weights
+        for n, method in enumerate(self.methods):
+            chosen = method.backward_weights(computed(chosen), used, _part(state, n), when)
+        return chosen
+
+    def update(self, weights: Weights, optimizer: OptimizerLike, state: State, when: When) -> State:
+        fresh: State = {}
+        _Onion(self.methods, 0, weights, optimizer, state, when, fresh).step()
+        return fresh
+
+    def options(self) -> dict[str, Any]:
+        return {f"{n}/{type(m).__name__}/{k}": v for n, m in enumerate(self.methods) for k, v in m.options().items()}
+
+    def __repr__(self) -> str:
+        return f"chain({', '.join(map(repr, self.methods))})"
+
+
+class _Onion:
+    """The optimizer that method n of a chain sees: its step is the update of method n + 1."""
+
+    def __init__(
+        self,
+        methods: Sequence[Method],
+        n: int,
+        weights: Weights,
+        inner: OptimizerLike,
+        state: State,
+        when: When,
+        fresh: State,
+    ) -> None:
+        self.methods, self.n, self.weights, self.inner = methods, n, weights, inner
+        self.method_state, self.when, self.fresh = state, when, fresh
+        self.param_groups, self.state = inner.param_groups, inner.state
+
+    def step(self) -> None:
+        n = self.n
+        if n == len(self.methods):
+            self.inner.step()
+            return
+        inside = _Onion(self.methods, n + 1, self.weights, self.inner, self.method_state, self.when, self.fresh)
+        state = self.methods[n].update(self.weights, inside, _part(self.method_state, n), self.when)
+        self.fresh.update({f"{n}/{key}": value for key, value in state.items()})
+
+
+def _part(state: State, n: int) -> State:
+    prefix = f"{n}/"
+    return {key[len(prefix) :]: value for key, value in state.items() if key.startswith(prefix)}
+
+
+def _sample(schedule: Schedule) -> list[Any]:
+    return [list(islice(schedule(s, 3), 48)) for s in range(3)]
+
+
+def computed(chosen: Chosen) -> Weights:
+    """The tensors of a choice, for whoever needs them at once."""
+    if isinstance(chosen, Past):
+        raise ValueError("a chain cannot predict from a past version")
+    if not isinstance(chosen, Shift):
+        return chosen
+    return [
+        w if x is None else w + c * x
+        for w, c, x in zip(chosen.weights, chosen.coefficients, chosen.directions, strict=True)
+    ]

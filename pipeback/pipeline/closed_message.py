@@ -1,0 +1,27 @@
+"""Closed message: the error of a pipeline that has ended, with its cause and the calls that are still possible."""
+
+from __future__ import annotations
+
+from pipeback.errors import StageError
+
+_REOPENS = "load_state_dict() reopens it"
+_BEFORE = (
+    "with a state of pipe.state_dict() from before, as pipeback.checkpoint.load does, and `with pipe.shown():` shows "
+    "the weights as they are"
+)
+
+
+def closed(error: BaseException) -> RuntimeError:
+    """The error that every call raises after `error` has ended the pipeline."""
+    name = type(error).__name__
+    if isinstance(error, StageError):
+        return RuntimeError(
+            f"the pipeline is closed: {error}; other stages had gone on meanwhile, so that the micro-batch could not "
+            f"be taken back; {_REOPENS} {_BEFORE}"
+        )
+    if isinstance(error, Exception):
+        return RuntimeError(f"the pipeline is closed: {str(error) or name}; {_REOPENS}")
+    return RuntimeError(
+        f"the pipeline is closed: {name} came in the middle of its work, so that stages may have made different "
+        f"numbers of updates; {_REOPENS} {_BEFORE}"
+    )

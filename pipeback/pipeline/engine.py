@@ -1,0 +1,339 @@
+"""Engine: runs the stages of a pipeline. It lets micro-batches in, and closes the pipeline when something fails."""
+
+from __future__ import annotations
+
+import os
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeback.distributed.rank_runner import RankRunner
+from pipeback.distributed.ranks import Ranks, SingleProcess
+from pipeback.pipeline.arguments import Clipping
+from pipeback.pipeline.build import Built, telling
+from pipeback.pipeline.closed_message import closed
+from pipeback.pipeline.micro_batches import MicroBatcher
+from pipeback.pipeline.model_check import ModelCheck
+from pipeback.pipeline.observers import Observers
+from pipeback.pipeline.option_checks import check_groups
+from pipeback.pipeline.rehearsals import Rehearsals, Relay, smallest
+from pipeback.pipeline.replica_sync import ReplicaSync
+from pipeback.pipeline.start import start
+from pipeback.pipeline.train_modes import OTHERWISE, Modes, Turn
+from pipeback.plan.budget import check
+from pipeback.plan.survey import survey
+from pipeback.runtime.loop import Batch, Loop
+from pipeback.runtime.runners import EventLoop, Runner, TickLoop
+from pipeback.runtime.undo import Dropped
+from pipeback.stages.flight import Value
+from pipeback.stages.joint_optimizer import Options
+from pipeback.stages.stage import Stage
+from pipeback.streaming import fork_guard
+from pipeback.tensors import accelerators
+from pipeback.vectorized.worker import fitting
+
+Then = Callable[[], object]  # what is done last in a call
+
+
+class Engine:
+    """Runs the stages that were built.
+
+    lock: one caller at a time. error: the error that has closed the pipeline. runtime: None before the first push.
+    pushed: micro-batches of the last push, and samples of its first one. current: the optimizers' options at the last
+    push. threads: whether stages run in other threads or processes. vectorized: for each run of similar stages, whether
+    they run as one.
+    """
+
+    def __init__(self, built: Built) -> None:
+        options = built.options
+        self.split, self.method, self.delays, self.optimizers = (
+            built.split, built.method, built.delays, built.optimizers,
+        )  # fmt: skip
+        self.holding, self.setting = built.holding, built.setting
+        self.stages, self.model, self.traced = self.holding.stages, self.split.model, self.split.program
+        self.size, self.by_samples = options.micro_batches.size, options.micro_batches.weights == "samples"
+        self.outside = options.loss is None
+        self.entrance = MicroBatcher(self.traced, self.holding.everywhere)
+        self._intact = ModelCheck(self.model, self.stages)
+        self._followers = ReplicaSync(self.holding.everywhere)
+        self._vectorize, self._compile = options.vectorize, options.compile
+        self.threads = options.threads is not None or built.replicas > 1 or self.ranks.several
+        self.vectorized: dict[str, str] = {}
+        self.current = Options(self.optimizers, 0)
+        self.arrived = 0
+        self._rehearsals = Rehearsals(self.holding, self.delays, warn=options.debug.weight_functions == "warn")
+        self.observing = Observers()
+        self.error: BaseException | None = None
+        self.runtime: Runner | None = None
+        self._finalizer: Any = None  # stops the threads of a pipeline that nobody holds
+        self.lock, self._process = Turn(), os.getpid()  # not in a child of fork
+        self.modes = Modes(self._settable(), self.lock, self._settle)
+        self.pushed = (0, 0)
+        self._affordable = 0  # micro-batches of a push that are known to fit the store's budgets
+        if self.holding.store is not None:
+            weakref.finalize(self, self.holding.store.close)
+
+    @property
+    def ranks(self) -> Ranks | SingleProcess:
+        """The processes of the pipeline. Loading a state after an error makes them meet anew."""
+        return self.holding.ranks
+
+    @property
+    def loops(self) -> list[Loop]:
+        """Those of this process; none before the first push."""
+        return [] if self.runtime is None else self.runtime.loops
+
+    @property
+    def owner(self) -> list[int]:
+        """The worker of each stage."""
+        return self.holding.balance() if self.runtime is None else self.runtime.owner
+
+    # -- training ------------------------------------------------------------------------------------------------
+
+    def push(self, x: Value, y: Any, then: Then) -> Tensor:
+        """As `Pipeline.push`. then: called before the loss is read."""
+        with self.lock, torch.enable_grad():
+            if self.outside:
+                raise RuntimeError("push needs a loss, but this pipeline has loss=None; call forward and backward")
+            with telling(self.ranks):
+                batches = self.batches(x, y)
+                runtime = self.ready(batches)
+            first = self.arrived
+            self.came(len(batches) // len(self.holding.everywhere))
+            try:
+                losses = self.do(partial(runtime.push, first, batches, self.current), harmless=(Dropped,))
+            except Dropped:
+                self.arrived = runtime.loops[0].order.arrived
+                raise
+            then()
+            weigh = self.by_samples and len(batches) > 1
+            loss: Tensor = losses([size for _, _, size in batches] if weigh else None)
+            return loss
+
+    def batches(self, x: Any, y: Any) -> list[Batch]:
+        """The micro-batches of a push."""
+        return self.entrance.batches(x, y, self.size, self.wait)
+
+    def ready(self, batches: Sequence[Batch], expected: int | None = None) -> Runner:
+        """Check everything and start the runtime before a micro-batch is let in. expected: micro-batches per push."""
+        self.open()
+        if torch.is_inference_mode_enabled():
+            raise RuntimeError("push trains, which inference mode forbids; call it outside torch.inference_mode()")
+        self._intact.check()
+        self._followers.follow(self.wait)
+        self.rehearse(batches)
+        self.like(expected or len(batches) // len(self.holding.everywhere), batches[0][2])
+        self._afford(*self.pushed)
+        if not self.current.current(self.optimizers):
+            check_groups(self.stages)
+            self.current = Options(self.optimizers, self.arrived)
+        assert self.runtime is not None
+        return self.runtime
+
+    def like(self, micro_batches: int, samples: int) -> None:
+        """Record that a push is so many micro-batches, the first one of so many samples."""
+        self.pushed = micro_batches, samples
+
+    def came(self, count: int) -> None:
+        """So many further micro-batches are let in."""
+        self.arrived += count
+        self.modes.pushed()
+
+    def wait(self) -> None:
+        """As `Pipeline.wait`."""
+        with self.lock, torch.enable_grad():
+            self.open()
+            if self.runtime is not None:
+                self.do(self.runtime.wait, harmless=() if isinstance(self.runtime, EventLoop) else (KeyboardInterrupt,))
+            self.modes.done()
+
+    def drain(self, then: Then) -> None:
+        """As `Pipeline.drain`. then: called if something could be in flight."""
+        with self.lock, torch.enable_grad():
+            self.open()
+            if self.runtime is not None:
+                self.do(self.runtime.drain)
+                self.modes.done()
+                then()
+
+    def clip(self, norm: float | None, value: float | None) -> None:
+        """As `Pipeline.clip`."""
+        Clipping(norm, value).check()
+        self.setting.worker.update(clip_norm=norm, clip_value=value)
+        if self.runtime is not None:
+            self.do(partial(self.runtime.tell, partial(_clip, norm=norm, value=value)))
+
+    # -- open and closed -----------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Raise RuntimeError if the pipeline is closed, or if this is a child of fork."""
+        if self._finalizer is not None or self.holding.store is not None:
+            fork_guard.refuse(self._process)
+        if self.error is not None:
+            raise closed(self.error) from self.error
+
+    def do(self, what: Callable[[], Any], harmless: tuple[type[BaseException], ...] = ()) -> Any:
+        """Do it. An error closes the pipeline, since a wave may be half done, unless it is one of `harmless`."""
+        try:
+            return what()
+        except harmless:
+            raise
+        except BaseException as error:
+            self.error = error
+            raise
+
+    def close(self) -> None:
+        """As `Pipeline.close`."""
+        with self.lock:
+            if os.getpid() != self._process:
+                return
+            if self.error is None and self.ranks.several:
+                with suppress(Exception):  # then the others know it, too
+                    self.wait()
+            self._stop()
+            self.ranks.leave()
+            if self.holding.store is not None:
+                self.holding.store.close()
+            self.error = self.error or RuntimeError("close() was called")
+
+    def reopen(self) -> None:
+        """Stop, because a state will be loaded; micro-batches in flight are lost."""
+        if self.error is None:
+            self.wait()
+            self.ranks.gather(None, "load_state_dict()")  # nobody waits for a message any more
+        self._stop()
+        if self.error is not None and isinstance(self.ranks, Ranks):
+            self.ranks.leave()  # what has failed, or left, is told once
+            self.holding.ranks = Ranks(self.ranks.table, self.ranks.timeout)
+        self.error = None
+
+    def take_up(self, plain: Mapping[str, Any], current: Options) -> None:
+        """Load the part of a state that belongs to no stage. current: the optimizers' options in it."""
+        self.current, self.arrived = current, plain["arrived"]
+        self.holding.seconds = plain["seconds"]
+        self._rehearsals.forget()
+        if self.traced is not None:
+            self.traced.know(plain.get("forms", ()))
+        if plain["loops"]:
+            self.holding.share_out(values=False)
+            self.holding.lay()
+
+    def remember(self) -> None:
+        """Weights are as they should be: changes that the user wrote into them are taken in."""
+        self._followers.remember()
+
+    # -- the first micro-batch -----------------------------------------------------------------------------------
+
+    def rehearse(self, batches: Sequence[Batch]) -> None:
+        """Rehearse what has to be, and start with the first."""
+        if accelerators.autocast():
+            if self.threads:
+                raise ValueError("workers: autocast does not reach other threads; enter it inside the modules")
+            if self.setting.stacks:
+                raise ValueError(
+                    "vectorize: autocast does not reach stages that run as one; enter it inside the modules"
+                )
+        if not self._rehearsals.due(batches):
+            return
+        if self.runtime is not None:
+            if self.modes.unheard and self._rehearsals.set_otherwise:
+                warnings.warn(OTHERWISE, stacklevel=5)
+            self.do(self.runtime.wait)  # buffers and random state are borrowed and put back
+        relay = self._relay if isinstance(self.runtime, RankRunner) else None
+        sizes = self._rehearsals.run(batches, relay)
+        if sizes and self.setting.stacks:
+            self._fit_stacks(batches, relay)
+        if self.runtime is None:
+            if self.ranks.several:
+                self.holding.seconds = self.ranks.gather(self.holding.seconds, "push()")[0]
+                self.holding.share_out(values=True)
+            self.holding.lay()
+            self.start()
+        self._rehearsals.done(batches)
+
+    def _fit_stacks(self, batches: Sequence[Batch], relay: Relay | None) -> None:
+        """Of the runs of similar stages, keep those that can run as one for these micro-batches."""
+        stacks = self.setting.stacks
+        kept, told = fitting(
+            self.stages, stacks, [batches[0][0], smallest(batches)[0]], self.method, self._vectorize,
+            self.current, self.setting.worker, again=bool(self.vectorized),
+        )  # fmt: skip
+        self.vectorized = self.vectorized or told
+        self.setting = self.setting._replace(stacks=kept)
+        if len(kept) < len(stacks):
+            for loop in self.loops:  # of a state that was taken up
+                loop.worker.leave([stack for stack in stacks if stack not in kept])
+            if self._compile:  # what is left compiles, and is checked, on its own
+                self._rehearsals.whole(batches[0], relay)
+
+    def _relay(self, x: Value, part: Callable[[Sequence[Stage], Value], Value]) -> None:
+        assert isinstance(self.runtime, RankRunner)
+        self.do(partial(self.runtime.relay, x, part, back=False))
+
+    def _afford(self, micro_batches: int, samples: int) -> None:
+        """Raise an error if a push of so many micro-batches exceeds the store's budgets."""
+        store = self.holding.store
+        if store is not None and store.budgets != (None, None) and micro_batches > self._affordable:
+            check(survey(self.holding, self.setting, samples, timed=False), micro_batches)
+            self._affordable = micro_batches
+
+    def start(self) -> list[Loop]:
+        """Build the runtime for the stages that this process holds now; returns its loops."""
+        self.runtime = start(self.holding, self.setting)
+        if isinstance(self.runtime, TickLoop):
+            self.runtime.settle = _weakly(self.wait)
+        if not isinstance(self.runtime, EventLoop) or self.holding.store is not None:
+            self._finalizer = weakref.finalize(self, _end, self.runtime, self.ranks, self._process)
+        self.observing.started(self.loops)
+        if type(self.runtime) is not EventLoop:
+            self.modes.listen()
+        return self.loops
+
+    def _stop(self) -> None:
+        if self._finalizer is not None:
+            self._finalizer.detach()
+            self._finalizer = None
+        if self.runtime is not None:
+            self.runtime.close()
+            self.runtime = None
+        self.modes.leave()
+
+    def _settable(self) -> Iterator[nn.Module]:
+        """The modules whose training mode the user may set."""
+        yield from self.model.modules()
+        for stage in self.stages:
+            yield from stage.module.modules()
+
+    def _settle(self) -> None:
+        """Called when the user is about to set a module to train or to evaluate."""
+        if self.error is None and os.getpid() == self._process:
+            self.wait()
+
+
+def _end(runtime: Runner, ranks: Ranks | SingleProcess, process: int) -> None:
+    if os.getpid() == process:  # a child of fork has no threads to end
+        runtime.close()
+        ranks.leave()
+
+
+def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+    """A method of an object that this reference does not keep alive."""
+    held = weakref.WeakMethod(method)
+
+    def call() -> None:
+        there = held()
+        if there is None:
+            raise RuntimeError("the pipeline is gone, and with it what was pushed and not done")
+        there()
+
+    return call
+
+
+def _clip(loop: Loop, norm: float | None, value: float | None) -> None:
+    loop.worker.clip_norm, loop.worker.clip_value = norm, value

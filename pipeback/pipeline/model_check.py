@@ -1,0 +1,105 @@
+"""Model check: whether a model still consists of the modules and weights of which its pipeline was built.
+
+If a module were replaced unnoticed, the pipeline would go on training the old one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from operator import attrgetter, is_
+from typing import Any
+
+from torch import nn
+
+from pipeback.private import handles, listened
+from pipeback.stages.stage import Stage
+
+_needs = attrgetter("requires_grad")
+_COPY = "copy values into the weights in place, or build a new Pipeline"
+
+
+class Places:
+    """Entries of dictionaries, as they are now."""
+
+    def __init__(self, entries: Iterable[tuple[dict[str, Any], str, Any]]) -> None:
+        found = list(entries)
+        self.homes = [home for home, _, _ in found]
+        self.keys = [key for _, key, _ in found]
+        self.values = [value for _, _, value in found]
+
+    def changed(self) -> int | None:
+        """The number of an entry that has been replaced; None if all are as they were."""
+        if all(map(is_, map(dict.get, self.homes, self.keys), self.values)):
+            return None
+        return next(n for n, v in enumerate(self.values) if self.homes[n].get(self.keys[n]) is not v)
+
+
+class ModelCheck:
+    """Checks a model and the stages that were built of it."""
+
+    def __init__(self, model: nn.Module, stages: Sequence[Stage]) -> None:
+        self.stages, self.turn, self._handles = stages, 0, None
+        named = [(f"{name}." if name else "", m._modules) for name, m in model.named_modules()]
+        self.names = [prefix + key for prefix, children in named for key in children]
+        self.modules = Places((children, key, child) for _, children in named for key, child in children.items())
+        self._known: list[tuple[Any, Places]] = [([], Places([])) for _ in stages]  # where the weights were looked for
+        self._weights = [p for stage in stages for p in stage.module.parameters()]
+        trained = {id(p) for stage in stages for p in stage.params}
+        self._trained = [id(p) in trained for p in self._weights]
+
+    def check(self) -> None:
+        """Raise RuntimeError if a module or a weight was replaced, or lies elsewhere in memory.
+
+        To be fast, each call looks at the memory of one weight of every stage, in turn.
+        """
+        n = self.modules.changed()
+        if n is not None:
+            raise RuntimeError(
+                f"module {self.names[n]!r} of the model was replaced or removed after the pipeline was built, which "
+                "trains the one it was built of; build a new Pipeline"
+            )
+        for s, stage in enumerate(self.stages):
+            if stage.home.places is not self._known[s][0]:
+                self._known[s] = stage.home.places, Places((owner, key, p) for owner, key, p, _ in stage.home.places)
+            places = self._known[s][1]
+            n = places.changed()
+            if n is None and stage.home.places:
+                at = self.turn % len(stage.home.places)
+                _, _, p, pointer = stage.home.places[at]
+                there = p.data_ptr() == pointer if stage.home.slot is None else stage.home.slot.intact()
+                n = None if there else at
+            if n is not None:
+                raise RuntimeError(f"{stage.label}: {places.keys[n]} was moved, cast or replaced; {_COPY}")
+        self.turn += 1
+        self._check_hooks()
+        if list(map(_needs, self._weights)) != self._trained:
+            self._check_trained()
+
+    def _check_trained(self) -> None:
+        """Raise RuntimeError if a weight to be trained has no optimizer, or is frozen where this goes unnoticed."""
+        for stage in self.stages:
+            mine, apart = {id(p) for p in stage.params}, stage.home.slot is None and stage.stack is None
+            for name, p in stage.module.named_parameters():
+                if p.requires_grad and id(p) not in mine:
+                    raise RuntimeError(
+                        f"{stage.label}: {name} was frozen when the pipeline was built, which does not train it; build "
+                        "a new Pipeline now that requires_grad is set"
+                    )
+                if not p.requires_grad and id(p) in mine and not apart:
+                    why = "lives in a store" if stage.stack is None else "runs as one with its neighbours"
+                    raise RuntimeError(
+                        f"{stage.label} {why}, where {name} cannot be frozen in between; build a new Pipeline once "
+                        "requires_grad is set"
+                    )
+
+    def _check_hooks(self) -> None:
+        """Raise RuntimeError if hooks were added to stages that run as one."""
+        seen, self._handles = self._handles, handles()
+        stages: Sequence[Stage] = self.stages if seen != self._handles else ()
+        for stage in stages:
+            what = listened(stage.module) if stage.stack is not None and stage.stack.proved else None
+            if what:
+                raise RuntimeError(
+                    f"{stage.label} runs as one with its neighbours, where no hooks are called, but {what} has got "
+                    "some; register hooks before the first push, or build the pipeline with vectorize=False"
+                )

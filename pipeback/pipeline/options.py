@@ -1,0 +1,91 @@
+"""Options: the arguments of `Pipeline` in their long form, and whether they go together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor
+
+from pipeback.methods.base import Method
+from pipeback.pipeline.arguments import Clipping, Debug, MicroBatches, Processes, Splitting, Streaming
+from pipeback.pipeline.option_checks import (
+    at_least_one,
+    check_functions,
+    check_goes_with,
+    check_masters,
+    check_workers,
+    such,
+)
+from pipeback.stages.stage import OptimizerFactory
+from pipeback.streaming.store import Store
+
+
+@dataclass(frozen=True)
+class PipelineOptions:
+    """The arguments of `Pipeline` except the model, in their long form if they have one.
+
+    threads: workers in this process. None: the event loop.
+    """
+
+    loss: Callable[[Any, Any], Tensor] | None
+    optimizer: OptimizerFactory
+    method: str | Method
+    micro_batches: MicroBatches
+    splitting: Splitting
+    example: Any
+    threads: int | None
+    processes: Processes
+    replicas: int | None
+    streaming: Streaming
+    activations: str | Sequence[str] | Mapping[str | int, str]
+    masters: bool
+    compile: bool | dict[str, Any]
+    vectorize: bool | Literal["auto", "cuda_graph"]
+    clipping: Clipping
+    debug: Debug
+
+    def check(self) -> None:
+        """Raise ValueError or TypeError if an option has a wrong type or a value that it cannot take."""
+        such("debug", self.debug, (Debug,), "a pipeback.Debug or None")
+        for group in (self.micro_batches, self.splitting, self.processes, self.streaming, self.clipping, self.debug):
+            group.check()
+        at_least_one("workers", self.threads)
+        at_least_one("replicas", self.replicas)
+        such("compile", self.compile, (bool, dict), "True, False or a dict of options of torch.compile")
+        if self.vectorize not in (True, False, "auto", "cuda_graph"):
+            raise ValueError(f'vectorize must be True, False, "auto" or "cuda_graph", but is {self.vectorize!r}')
+
+    def check_together(self, method: Any, stages: int, replicas: int, ranks: int, store: Store | None) -> None:
+        """Raise ValueError or TypeError if options exclude each other, or do not fit the model, ranks or store.
+
+        stages: how many the model has. replicas, ranks: how many there are. store: the one that holds the weights.
+        """
+        check_functions(method, self.loss, self.optimizer)
+        check_workers(stages, ranks, self.threads)
+        workers = ("workers", self.threads, None, "workers=None")
+        copies = ("replicas", replicas, 1, "replicas=1")
+        if self.loss is None:
+            sized = ("micro_batch_size", self.micro_batches.size, None, "micro_batch_size=None")
+            equal = ("weights", self.micro_batches.weights, "equal", "micro_batch_size=None")
+            finite = ("check_finite", self.debug.check_finite, False, "debug=pipeback.Debug(check_finite=False)")
+            check_goes_with("loss=None", "", (workers, sized, equal, finite, copies))
+        check_masters(self.masters, store)
+        order = self.debug.order
+        among: list[tuple[str, Any, Any, str]] = [
+            workers,
+            copies,
+            ("ranks", ranks, 1, "ranks=1"),
+            ("store", self.streaming.store, None, "store=None"),
+            ("sparsity", self.streaming.sparsity, None, "store=None"),
+            ("loss", "given" if self.loss is not None else None, "given", "a loss, and push"),
+        ]
+        if self.vectorize:
+            kept = "recompute" if self.activations == "recompute" else "device"
+            among.append(("activations", self.activations, kept, f"activations={kept!r}"))
+            among.append(("masters", self.masters, False, "masters=False"))
+            among.append(("order", order, "grouped", 'debug=pipeback.Debug(order="grouped")'))
+            check_goes_with(f"vectorize={self.vectorize!r}", ", or vectorize=False", among)
+        elif order == "skewed":
+            check_goes_with('order="skewed"', "", among)

@@ -1,0 +1,147 @@
+"""Saving: the whole state of a pipeline, saved, shared out over processes, loaded, and kept by a disk store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeback.checkpoint import commits, pipeline_state
+from pipeback.errors import StoreError
+from pipeback.pipeline.build import Built
+from pipeback.pipeline.engine import Engine
+from pipeback.pipeline.outside_loss import Ahead
+from pipeback.runtime.loop import Messages
+from pipeback.stages.joint_optimizer import Options, plain_groups
+from pipeback.stages.stage import Stage
+from pipeback.streaming.disk_store import DiskStore
+
+
+class Saving:
+    """Saves and loads the state of an engine. ahead: micro-batches that have gone forward and not yet backward."""
+
+    def __init__(self, engine: Engine, ahead: Ahead, built: Built) -> None:
+        self._engine, self._ahead = engine, ahead
+        self._weights, self._replicas = built.options.micro_batches.weights, built.replicas
+        self._commits = commits.Commits(engine.method, engine.holding.store)
+
+    # -- the state -----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `Pipeline.state_dict`."""
+        with self._engine.lock:
+            return pipeline_state.merge(self._engine.ranks.gather(self.share(None), "state_dict()"), self.plain())
+
+    def share(self, take: Callable[[Stage, dict[str, Tensor]], None] | None) -> pipeline_state.Share:
+        """As `Pipeline.share`."""
+        engine = self._engine
+        with engine.lock:
+            engine.wait()
+            if self._ahead.count:
+                raise RuntimeError("a micro-batch has gone forward; call backward or forget before taking the state")
+            return pipeline_state.share(engine.holding.mine, engine.loops, engine.holding.saving, take)
+
+    def plain(self) -> dict[str, Any]:
+        """As `Pipeline.plain`."""
+        engine, current = self._engine, self._engine.current
+        if not current.current(engine.optimizers):
+            current = Options(engine.optimizers, engine.arrived)
+        return {
+            "method": type(engine.method).__name__,
+            "method_options": engine.method.options(),
+            "optimizer": [type(opt).__name__ for opt in engine.optimizers],
+            "arrived": engine.arrived,
+            "weights": self._weights,
+            "sparsity": repr(engine.holding.sparsity),
+            "replicas": self._replicas,
+            "seconds": engine.holding.seconds,
+            "groups": {str(current.since): [plain_groups(g) for g in current.groups]},
+            "current": current.since,
+            **({} if engine.traced is None else {"forms": engine.traced.forms()}),
+        }
+
+    def load(self, state_dict: dict[str, Any]) -> None:
+        """As `Pipeline.load_state_dict`."""
+        engine = self._engine
+        with engine.lock:
+            store = engine.holding.store
+            if store is not None and store.closed:
+                raise RuntimeError(
+                    "the store was closed with the pipeline; build a new Pipeline, which goes on from it"
+                )
+            plain = pipeline_state.fits(
+                state_dict, engine.stages, engine.method, engine.optimizers,
+                weights=self._weights, replicas=self._replicas, sparsity=repr(engine.holding.sparsity),
+                size=engine.size,
+            )  # fmt: skip
+            engine.reopen()
+            engine.do(partial(self._take_up, state_dict, plain))
+            engine.remember()
+
+    def would_hold(self, plain: dict[str, Any]) -> list[int] | None:
+        """As `Pipeline.would_hold`."""
+        return self._engine.holding.would_hold(plain["seconds"]) if plain["loops"] else None
+
+    def _take_up(self, saved: dict[str, Any], plain: dict[str, Any]) -> None:
+        engine, holding = self._engine, self._engine.holding
+        pipeline_state.put_options(plain, engine.optimizers)
+        options = pipeline_state.options_of(plain, engine.optimizers)
+        engine.take_up(plain, options[plain["current"]])
+        messages: dict[int, Messages] = {}
+        with torch.enable_grad():
+            for stage in holding.mine:
+                opened = partial(holding.opened, changes=True)
+                loaded = pipeline_state.load(stage, saved, options, opened, holding.present)
+                messages.setdefault(stage.replica, {}).update(loaded)
+        loops = plain["loops"]
+        self._commits.restart(loops[0]["order"]["start"] if loops and not loops[0]["fresh"] else engine.arrived)
+        for loop in engine.start() if loops else ():
+            loop.resume(loops[loop.replica], messages.get(loop.replica, {}), options)
+        places = [place for place in loops[:1] if not place["fresh"]]
+        begun = sum(engine.arrived - place["order"]["start"] for place in places)
+        self._ahead.take_up(begun, sum(place.get("pushed", 1) for place in places))
+
+    # -- a store that survives -----------------------------------------------------------------------------------
+
+    def commit(self) -> None:
+        """As `Pipeline.commit`."""
+        engine = self._engine
+        with engine.lock:
+            store, ranks, holding = engine.holding.store, engine.ranks, engine.holding
+            if not isinstance(store, DiskStore):
+                raise RuntimeError(
+                    'commit: weights are not on disk; use store="disk:FOLDER", or pipeback.checkpoint.save'
+                )
+            if engine.runtime is None and ranks.several:
+                raise RuntimeError("commit: no rank has its stages before the first push; call it afterwards")
+            engine.wait()
+            saving = partial(holding.saving, opened=False)
+            engine.do(partial(commits.commit, store, ranks, holding.mine, engine.loops, self.plain(), saving))
+            self._commits.made(engine.arrived)
+
+    def commit_if_due(self) -> None:
+        """Commit where the store is to do so now."""
+        if self._commits.due(self._engine.arrived):
+            self.commit()
+
+    def drained(self) -> None:
+        """What is pushed from now on fills the pipeline anew."""
+        self._commits.restart(self._engine.arrived)
+        self._ahead.restart()
+        self.commit_if_due()
+
+    def resume(self) -> None:
+        """Take up what the store's folder holds."""
+        engine, store = self._engine, self._engine.holding.store
+        if not isinstance(store, DiskStore) or store.versions.newest is None:
+            return
+        mine = self.would_hold(store.versions.newest["state"]["plain"])
+        saved = commits.found(store, engine.ranks, mine, len(engine.stages))
+        try:
+            self.load(saved or {})
+        except ValueError as error:
+            raise StoreError(f"{store.folder}: {error}; or give the store another folder") from error
+        self._commits.made(engine.arrived)

@@ -1,0 +1,107 @@
+"""Train modes: modules that are set to train or to evaluate while a pipeline still computes with them.
+
+`train()` and `eval()` of such a module wait until what was pushed is done, so that they hold from the next push on.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+from weakref import WeakMethod, WeakSet
+
+from torch import nn
+
+OTHERWISE = (
+    "an attribute of a module was set while it may have been computed with, and it is not known from which micro-batch "
+    "on it holds; call pipe.wait() before it is set, or set modes by train() and eval(), which wait"
+)
+
+
+class Turn:
+    """A lock for one caller at a time, who may take it again."""
+
+    def __init__(self) -> None:
+        self._lock, self._owner, self._depth = threading.RLock(), 0, 0
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._owner = threading.get_ident()
+        self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._owner = 0
+        self._lock.release()
+
+    @property
+    def mine(self) -> bool:
+        """Whether the thread that asks has it."""
+        return self._owner == threading.get_ident()
+
+
+class Modes:
+    """Of the modules of one pipeline. turn: taken by its calls, within which forwards may set their own modules.
+    wait: a method that returns when what was pushed is done.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], turn: Turn, wait: Callable[[], object]) -> None:
+        self._modules, self._turn, self._wait = {id(module) for module in modules}, turn, WeakMethod(wait)
+        self._caller = 0
+        self.pending = False  # whether something may not be done that was pushed
+
+    def pushed(self) -> None:
+        """By the thread that is asked to wait; others are the pipeline's own, or do not know what was pushed."""
+        self.pending, self._caller = True, threading.get_ident()
+
+    def done(self) -> None:
+        """What was pushed."""
+        self.pending = False
+
+    @property
+    def unheard(self) -> bool:
+        """Whether what has been set meanwhile was set without waiting."""
+        return self.pending and self in _listening
+
+    def listen(self) -> None:
+        """Hear of modules that are set, from now on."""
+        with _changing:
+            if not _listening:
+                nn.Module.train = _hearing(nn.Module.train)  # type: ignore[method-assign]
+            _listening.add(self)
+
+    def leave(self) -> None:
+        self.pending = False
+        with _changing:
+            _listening.discard(self)
+            original = getattr(nn.Module.train, "_pipeback_hears", None)
+            if not _listening and original is not None:
+                nn.Module.train = original  # type: ignore[method-assign]
+
+    def hear(self, module: nn.Module) -> None:
+        """It is about to be set."""
+        if self.pending and id(module) in self._modules and threading.get_ident() == self._caller:
+            wait = None if self._turn.mine else self._wait()
+            if wait is not None:
+                wait()
+
+
+_listening: WeakSet[Modes] = WeakSet()
+_changing = threading.Lock()
+
+
+def _hearing(original: Any) -> Any:
+    if hasattr(original, "_pipeback_hears"):  # those who listened are gone and have not left
+        return original
+
+    @functools.wraps(original)
+    def train(self: nn.Module, mode: bool = True) -> nn.Module:
+        for modes in list(_listening):
+            modes.hear(self)
+        found: nn.Module = original(self, mode)
+        return found
+
+    train._pipeback_hears = original  # type: ignore[attr-defined]
+    return train

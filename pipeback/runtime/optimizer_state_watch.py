@@ -1,0 +1,100 @@
+"""Optimizer state watch: tensors taken from an optimizer's state are read again once somebody has replaced them.
+
+A method that predicts from a velocity refers to torch's own momentum buffers, and a step over several stages caches
+them. `optimizer.state.clear()`, `optimizer.load_state_dict(...)` and `state[w]["momentum_buffer"] = ...` replace or
+remove these buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import chain, repeat
+from operator import attrgetter, is_
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeback.methods.base import Method
+from pipeback.stages.stage import Stage
+
+BUFFER = "momentum_buffer"
+
+
+class OptimizerStateWatch:
+    """Watches the state of the optimizers of these stages.
+
+    A list named "velocity" in a method's state that begins with None holds torch's buffers (`momentum.velocity`).
+    """
+
+    def __init__(self, stages: Iterable[Stage], method: Method) -> None:
+        self._stages = [stage for stage in stages if stage.weights]
+        self._known: list[list[Any]] = [[] for _ in self._stages]
+        self._stays = False  # updates have put into the states what they put there
+        self._glance = _Glance(())
+        begin = method.init([torch.empty(0)])
+        # those of a chain are numbered
+        self._names = [name for name, v in begin.items() if name.rpartition("/")[2] == "velocity" and v == [None]]
+
+    def look(self) -> None:
+        """Before operations: react if the state differs from what `remember` has seen; cheap if it does not."""
+        if self._stays and self._glance.same():
+            return
+        for stage, known in zip(self._stages, self._known, strict=True):
+            if not _same(_kept(stage), known):
+                self._take_anew(stage, known)
+                self._stays = False
+
+    def remember(self) -> None:
+        """After operations, with no update under way: remember the state, which these operations have written."""
+        if not self._stays:
+            now = [_kept(stage) for stage in self._stages]
+            self._stays = all(map(_same, now, self._known)) and all(stage.version for stage in self._stages)
+            self._known = now
+            if self._stays:
+                self._glance = _Glance(self._stages)
+
+    def _take_anew(self, stage: Stage, known: list[Any]) -> None:
+        state, first = stage.optimizer.state, stage.weights[0]
+        entry = state.get(first, {})
+        if any(entry is e for e in known) and (BUFFER not in entry or any(entry[BUFFER] is v for v in known)):
+            # a step that remembers the tensors of all weights notices it by the tensors of the first weight
+            copied = stage.home.slot is None  # what a store keeps need not be in memory
+            state[first] = {k: v.clone() if copied and isinstance(v, Tensor) else v for k, v in entry.items()}
+        velocities = [state[w].get(BUFFER) if w in state else None for w in stage.weights]
+        for name in self._names:
+            if not all(map(is_, velocities, stage.state[name])):
+                stage.put_state({**stage.state, name: velocities})
+
+
+class _Glance:
+    """What the optimizer states of these stages hold, in order, compared in one pass over all of them."""
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self._stages = stages
+        self._counts = [len(state) for state in map(_state, stages)]
+        self._values = [value for state in map(_state, stages) for value in state.values()]
+        self._entries = [value for value in self._values if isinstance(value, dict)]
+        self._velocities = [entry.get(BUFFER) for entry in self._entries]
+
+    def same(self) -> bool:
+        """Whether nothing has come, gone or been replaced."""
+        states = list(map(_state, self._stages))  # each time: `load_state_dict` puts another dictionary there
+        return (
+            list(map(len, states)) == self._counts
+            and all(map(is_, chain.from_iterable(map(dict.values, states)), self._values))
+            and all(map(is_, map(dict.get, self._entries, repeat(BUFFER)), self._velocities))
+        )
+
+
+_state = attrgetter("optimizer.state")
+
+
+def _kept(stage: Stage) -> list[Any]:
+    """The optimizer's entries, by identity, and the velocities in them."""
+    entries = [entry for entry in stage.optimizer.state.values() if isinstance(entry, dict)]
+    return [*entries, *[entry.get(BUFFER) for entry in entries]]
+
+
+def _same(some: list[Any], others: list[Any]) -> bool:
+    return len(some) == len(others) and all(map(is_, some, others))

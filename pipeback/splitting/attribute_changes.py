@@ -1,0 +1,197 @@
+"""Attribute changes: finds attributes of modules that a forward sets, since traced stages would not set them again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from types import BuiltinFunctionType, FunctionType
+from typing import Any, ParamSpec, TypeVar
+
+from torch import nn
+
+from pipeback.splitting.call_listeners import instead
+
+Name = tuple[str, str]  # of an attribute: the path of its module, and its own
+Attributes = Mapping[str, tuple[nn.Module, Mapping[str, Any] | None]]  # every module by its path; None of leaves
+NOWHERE = object()
+MACHINERY = set(vars(nn.Module())) - {"training"} | set(vars(nn.Module)) | {"__class__"}  # what torch reads
+PLAIN = bool, int, float, complex, str, type(None), tuple, list, dict, FunctionType, BuiltinFunctionType
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class FirstCall(ValueError):
+    """A forward has set marks, as one does that installs something on its first call."""
+
+
+class Changed(ValueError):
+    """A forward has set these attributes to something else."""
+
+    def __init__(self, message: str, names: Collection[Name]) -> None:
+        super().__init__(message)
+        self.names = names
+
+
+def again(follow: Callable[P, R]) -> Callable[P, R]:
+    """Trace once more if the first call has installed something in the model, or has set attributes."""
+
+    @wraps(follow)
+    def followed(*args: P.args, **kwargs: P.kwargs) -> R:
+        first: ValueError | None = None
+        for left_tries in (2, 1, 0):
+            try:
+                return follow(*args, **kwargs)
+            except (FirstCall, Changed) as error:
+                if not left_tries:
+                    raise
+                first, kwargs["left"] = error, getattr(error, "names", ())
+            except ValueError as error:  # what is set there may be what it stumbles over
+                raise (first if first is not None and type(error) is ValueError else error) from None
+        raise AssertionError
+
+    return followed
+
+
+class Sets:
+    """Records the attributes that a forward sets.
+
+    left: attributes to watch: does the forward read them before it sets them? paths: those of the modules, by identity.
+    """
+
+    def __init__(self, paths: Mapping[int, str], left: Collection[Name]) -> None:
+        self._paths, self._left = paths, left
+        self._set: set[Name] = set()
+        self._read: set[Name] = set()
+        self.decided: set[Name] = set()  # plain ones that were read as they were before, outside of leaves
+
+    @property
+    def held(self) -> set[Name]:
+        """Return the plain attributes that a forward has decided by and has not set itself."""
+        return self.decided - self._set
+
+    @property
+    def harmless(self) -> set[Name]:
+        """Return the attributes that are set before they are read, so that their old values do not matter."""
+        return set(self._left) - self._read
+
+    @contextmanager
+    def heard(
+        self, modules: Iterable[nn.Module], told: Callable[[nn.Module, str], None], inside: Callable[[], bool]
+    ) -> Iterator[None]:
+        """Meanwhile it is told of everything that is set in these modules. inside: whether a leaf is running, or
+        another thread."""
+        kinds = set(map(type, modules))
+        heard = [(kind, self._setting(kind, told), self._getting(kind, inside)) for kind in kinds]
+        with ExitStack() as stack:
+            for kind, setting, getting in heard:
+                stack.enter_context(instead(kind, "__setattr__", setting))
+                stack.enter_context(instead(kind, "__getattribute__", getting))
+            yield
+
+    def _setting(self, kind: type[nn.Module], told: Callable[[nn.Module, str], None]) -> Callable[..., None]:
+        original, paths, known = kind.__setattr__, self._paths, self._set
+
+        def setting(module: nn.Module, key: str, value: Any) -> None:
+            if (path := paths.get(id(module))) is not None:
+                told(module, key)
+                known.add((path, key))
+            original(module, key, value)
+
+        return setting
+
+    def _getting(self, kind: type[nn.Module], inside: Callable[[], bool]) -> Callable[..., Any]:
+        original, paths, known, left, decided = kind.__getattribute__, self._paths, self._set, self._left, self.decided
+
+        def getting(module: nn.Module, key: str) -> Any:
+            value = original(module, key)
+            if key in MACHINERY or (path := paths.get(id(module))) is None or (path, key) in known:
+                return value
+            if (path, key) in left:
+                self._read.add((path, key))
+            plain = isinstance(value, PLAIN)
+            if plain and (path, key) not in decided and not inside() and _held_as_it_is(module, key):
+                decided.add((path, key))
+            return value
+
+        return getting
+
+
+def _held_as_it_is(module: nn.Module, key: str) -> bool:
+    """Whether the key is an attribute of the module or of its class, and not a property."""
+    return key in object.__getattribute__(module, "__dict__") or not isinstance(
+        next((vars(kind)[key] for kind in type(module).__mro__ if key in vars(kind)), None),
+        (property, FunctionType, staticmethod, classmethod),
+    )
+
+
+def attributes(model: nn.Module, leaves: Callable[[str, nn.Module], bool]) -> Attributes:
+    """Return all modules, with the attributes of those that are traced into."""
+    return {path: (module, None if leaves(path, module) else _held(module)) for path, module in model.named_modules()}
+
+
+def check_unchanged(model: nn.Module, before: Attributes, harmless: Collection[Name] = ()) -> None:
+    """Raise ValueError, naming module and attribute, where a forward has set one to something else.
+
+    The error is a `FirstCall` if only marks (None, a bool or a string) have changed, because a second forward sets them
+    to the values that they have then. A number is not a mark, since it may depend on the size of the micro-batch. The
+    error is also a `FirstCall` if a module has replaced another one.
+    """
+    modules = dict(model.named_modules())
+    exchanged = any(modules.get(path) is not module for path, (module, _) in before.items())
+    found = [
+        (path, key, vars(module).get(key))
+        for path, (module, known) in before.items()
+        if known is not None
+        for now in [_held(module)]
+        for key in sorted({*known, *now})
+        if not _same(known.get(key, NOWHERE), now.get(key, NOWHERE))
+    ]
+    for path, key, _ in found:
+        if (path, key) in harmless:
+            module, known = before[path]
+            assert known is not None
+            if key in known:
+                vars(module)[key] = known[key]
+            else:
+                del vars(module)[key]
+    found = [(path, key, value) for path, key, value in found if (path, key) not in harmless]
+    if exchanged:
+        raise FirstCall("a module of the model is another one after its forward")
+    if not found:
+        return
+    path, key, _ = found[0]
+    kind = type(model.get_submodule(path)).__name__
+    name = f"{kind} {path!r}" if path else kind
+    paths = list(dict.fromkeys(each for each, _, _ in found))
+    whole = f"keep the module{'s' * (len(paths) > 1)} whole: stages=pipeback.Splitting(leaves={paths!r})"
+    root = (
+        "set it in a module whose path you give in stages=pipeback.Splitting(leaves=[...]), or keep the whole model "
+        "one stage: stages=pipeback.Splitting(leaves=[''])"
+    )
+    cure = root if "" in paths else whole
+    message = (
+        f"{name} changes self.{key} in its forward, which stages would not do again for each micro-batch; "
+        f"make it a buffer that is changed in place, or {cure}"
+    )
+    if all(isinstance(value, (type(None), bool, str)) for _, _, value in found):
+        raise FirstCall(message)
+    names = {(path, key) for path, key, _ in found}
+    held = any(
+        key in {**model.get_submodule(path)._parameters, **model.get_submodule(path)._buffers} for path, key in names
+    )
+    raise Changed(message, () if held else names)
+
+
+def _held(module: nn.Module) -> dict[str, Any]:
+    """Attributes, parameters and buffers."""
+    return {**vars(module), **module._parameters, **module._buffers}
+
+
+def _same(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    try:
+        return bool(a == b)
+    except Exception:
+        return False

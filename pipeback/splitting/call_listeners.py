@@ -1,0 +1,59 @@
+"""Call listeners: let the tracer intercept calls of modules, of custom autograd functions and under torch.vmap."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipeback.private import maps_heard
+
+_one_at_a_time = threading.Lock()
+_APPLY = torch.autograd.Function.__dict__["apply"]
+
+
+@contextmanager
+def calls_heard(
+    modules: Iterable[nn.Module],
+    called: Callable[..., Any],
+    applied: Callable[..., Any],
+    mapped: Callable[..., Any],
+) -> Iterator[None]:
+    """Meanwhile each is given what would run, and what it would run on, and runs it. modules: whose calls are heard,
+    and those of others of their classes."""
+
+    def apply(function: Any, *args: Any, **kwargs: Any) -> Any:
+        return applied(_APPLY.__get__(None, function), function, args, kwargs)
+
+    with _one_at_a_time, maps_heard(mapped), ExitStack() as stack:
+        stack.callback(setattr, torch.autograd.Function, "apply", _APPLY)
+        for kind, call in [(kind, _call(kind.__call__, called)) for kind in set(map(type, modules))]:
+            stack.enter_context(instead(kind, "__call__", call))
+        torch.autograd.Function.apply = classmethod(apply)
+        yield
+
+
+def _call(original: Callable[..., Any], called: Callable[..., Any]) -> Callable[..., Any]:
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return called(original, module, args, kwargs)
+
+    return call
+
+
+@contextmanager
+def instead(kind: type, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """A context within which a class has this method. A class of modules, not nn.Module: Python visits all of its
+    subclasses, hundreds of them, when it is changed."""
+    own = vars(kind).get(name)
+    setattr(kind, name, function)
+    try:
+        yield
+    finally:
+        if own is None:
+            delattr(kind, name)
+        else:
+            setattr(kind, name, own)

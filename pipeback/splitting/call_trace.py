@@ -1,0 +1,80 @@
+"""Call trace: the record of a forward, call by call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeback.splitting.autocast_regions import Autocast
+from pipeback.tensors.structures import SINGLE, Form, Ref, parts
+
+
+@dataclass(frozen=True)
+class Attribute:
+    """A parameter or buffer that is used outside of the leaf modules, by its name in the model."""
+
+    name: str
+
+
+SINGLE.add(Attribute)
+
+
+@dataclass
+class Call:
+    """One call of a leaf module or of a torch function."""
+
+    target: Any  # the path of the module, or the function
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    where: str  # the path of the module whose forward has made it
+    grad: bool  # False: within torch.no_grad()
+    out: list[int] = field(default_factory=list)  # numbers of the tensors in what it gives
+    form: Any = None  # how those stand in it, with constants between; None: it gives one tensor
+    check: Any = None  # (what it has to give,), where Python decides by it
+    autocast: Autocast = ()  # where it is another one than around the model
+    left: tuple[int | str, ...] = ()  # arguments that it changes: as it leaves them, they stand behind its output
+    _taken: tuple[list[Ref], list[str]] | None = field(default=None, init=False, repr=False, compare=False)
+
+    @property
+    def module(self) -> bool:
+        """Whether a leaf module is called."""
+        return isinstance(self.target, str)
+
+    def refs(self) -> list[Ref]:
+        """The tensors that it takes."""
+        return (self._taken or self._looked())[0]
+
+    def attributes(self) -> list[str]:
+        """The parameters and buffers that it takes, of a function."""
+        return (self._taken or self._looked())[1]
+
+    def _looked(self) -> tuple[list[Ref], list[str]]:
+        leaves = parts((self.args, self.kwargs))
+        refs = [x for x in leaves if type(x) is Ref]
+        self._taken = refs, [x.name for x in leaves if type(x) is Attribute]
+        return self._taken
+
+
+@dataclass
+class CallTrace:
+    """The record of a forward: its calls in order. Tensors have numbers: first the inputs 0, 1, …, then the outputs."""
+
+    calls: list[Call]
+    inputs: int
+    out: list[int]  # numbers of the tensors of the output
+    form: Form
+    constants: dict[str, Tensor]  # tensors that modules hold and that are neither parameter nor buffer, by name
+    forms: list[tuple[torch.Size, torch.dtype]]  # shape and type of every number
+    grads: list[bool]  # whether it needs a gradient
+    changed: set[str]  # buffers and parameters that were changed in place
+    costs: list[float]  # of every call, where work is counted
+    device: torch.device  # of the input
+    decided: set[tuple[str, str]] = field(default_factory=set)  # plain attributes that it has read: module, name
+
+    @property
+    def answers(self) -> list[Any]:
+        """Return the values that Python has decided by."""
+        return [call.check[0] for call in self.calls if call.check is not None]

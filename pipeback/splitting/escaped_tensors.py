@@ -1,0 +1,69 @@
+"""Escaped tensors: tensors that leave a module otherwise than by its return value.
+
+A hook on a layer within a block may collect attention weights or router logits for the model's output, or a block may
+append a tensor to a list of its model. Where a block is recorded as one call, the origin of such a tensor is not seen.
+So the block is traced into, level by level, until it is.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+
+from torch import Tensor
+
+from pipeback.tensors.structures import parts
+
+P = ParamSpec("P")
+R = TypeVar("R")
+S = TypeVar("S")
+
+
+class Escape(ValueError):
+    """A tensor that was made within the module of this path has come out of it by another way."""
+
+    def __init__(self, path: str, message: str) -> None:
+        super().__init__(message)
+        self.path = path
+
+
+class Inside:
+    """Live tensors that were made within modules that are not traced into."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, tuple[weakref.ref[Tensor], str]] = {}
+
+    def note(self, output: Any, path: str) -> None:
+        """A torch function has given this within the module of that path."""
+        for x in (output,) if isinstance(output, Tensor) else parts(output):
+            if isinstance(x, Tensor):
+                self._made[id(x)] = weakref.ref(x), path
+
+    def where(self, tensor: Tensor) -> str | None:
+        """The path of the module that it was made in; None if in none."""
+        found = self._made.get(id(tensor))
+        return found[1] if found is not None and found[0]() is tensor else None
+
+
+def looked_into(follow: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """Follow once more, and look into the module that a tensor has escaped from, and into others of its class.
+
+    Their paths go into self.opened; those in self.whole stay whole.
+    """
+
+    @wraps(follow)
+    def followed(self: S, *args: P.args, **kwargs: P.kwargs) -> R:
+        opened, whole = self.opened, self.whole  # type: ignore[attr-defined]
+        while True:
+            try:
+                return follow(self, *args, **kwargs)
+            except Escape as escape:
+                if escape.path in opened or escape.path in whole:
+                    raise
+                paths = dict(self.model.named_modules())  # type: ignore[attr-defined]
+                kind = type(paths[escape.path])
+                opened.update(path for path, m in paths.items() if type(m) is kind and path not in whole)
+
+    return cast(Callable[Concatenate[S, P], R], followed)

@@ -1,0 +1,97 @@
+"""Known forms: the forms of micro-batches for which a model was traced, and how a saved state writes them.
+
+The form of a micro-batch is everything but the values of its tensors: their shapes and types, the structure that they
+stand in, and the numbers and strings beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipeback.private import pytree
+from pipeback.splitting.branches import Branch
+from pipeback.tensors.copies import replica
+from pipeback.tensors.structures import Form, Ref, opened
+
+
+class Arguments(NamedTuple):
+    """The arguments of a call of a model."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class Known(NamedTuple):
+    """A form of micro-batch for which the model was traced, in one variant."""
+
+    inputs: Form
+    output: Form
+    answers: list[Any]  # what Python has decided by
+    decisions: list[Branch]  # by numbers of the input: where they fall otherwise, it is another variant
+    mark: Tensor | None = None  # of the variant, where there may be others
+
+    def marked(self, x: Any) -> Any:
+        """The tensors of a micro-batch as the stages take them."""
+        return x if self.mark is None else (*tensors_of(x), self.mark)
+
+    @property
+    def decided_last(self) -> str:
+        """What Python decided by last, in words."""
+        call = self.decisions[-1].calls[-1] if self.decisions else None
+        if call is None:
+            shown = self.inputs.fill([f"tensor {n}" for n in range(len(self.inputs.constants))])
+            return f"what is pushed besides tensors is another each time, {shown}; push tensors instead"
+        return f"{call.target.__name__} gave {call.check[0]}"
+
+    def plain(self, training: bool, tensors: Sequence[tuple[Sequence[int], torch.dtype]]) -> dict[str, Any]:
+        """Return the form as plain values, for a saved state. tensors: shape and type of each."""
+        return {
+            "training": training,
+            "tensors": [[list(shape), str(dtype).removeprefix("torch.")] for shape, dtype in tensors],
+            "structure": pytree.treespec_dumps(self.inputs.spec),
+            "constants": [_plain(c) for c in self.inputs.constants],
+            "answers": self.answers,
+            "decisions": [decision.number for decision in self.decisions],
+            "mark": None if self.mark is None else list(self.mark.shape),
+        }
+
+    def as_saved(self, form: Mapping[str, Any]) -> Known:
+        """Return this form with the decisions and the mark that a saved state has of it."""
+        shape = form.get("mark")
+        return self._replace(
+            decisions=[decision for decision in self.decisions if decision.number in form.get("decisions", ())],
+            mark=None if shape is None else torch.zeros(shape, dtype=torch.bool),
+        )
+
+
+def with_own_tensors(arguments: Arguments) -> Arguments:
+    """Return the arguments with cloned tensors, since a model may change its arguments."""
+    tensors, form = opened(tuple(arguments))
+    return Arguments(*form.fill([replica(tensor) for tensor in tensors]))
+
+
+def tensors_of(value: Any) -> tuple[Tensor, ...]:
+    return value if type(value) is tuple else (value,)
+
+
+def example_of(form: Mapping[str, Any]) -> tuple[tuple[Tensor, ...], Form]:
+    """Return tensors of a form that a saved state has as plain values, and the structure that they stand in."""
+    x = tuple(torch.empty(shape, dtype=getattr(torch, kind)) for shape, kind in form["tensors"])
+    constants = tuple(Ref(c["tensor"]) if isinstance(c, dict) else c for c in form["constants"])
+    return x, Form(pytree.treespec_loads(form["structure"]), constants)
+
+
+def _plain(value: Any) -> Any:
+    """What stands in a structure, for JSON."""
+    if isinstance(value, Ref):
+        return {"tensor": value.number}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise ValueError(
+        f"a micro-batch has a {type(value).__name__} in it, {value!r}, which a saved state cannot hold; push tensors, "
+        "numbers and strings"
+    )

@@ -1,0 +1,56 @@
+"""Module inputs: the arguments of a module: structures that it may change, and objects that it reads only in part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from pipeback.private import pytree
+from pipeback.tensors.structures import ABSENT, PLAIN, opened, parts
+
+Key = int | str  # the place of an argument, or its keyword
+
+
+class ModuleInputs:
+    """The arguments of a module, before it runs.
+
+    passed: ids of the tensors that stand in objects and that it has not looked at; `look` says what it looks at.
+    Raises ValueError where an object is handed on twice.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen: set[int] = set()
+        self.args = dict[Key, Any]([*enumerate(args), *kwargs.items()])
+        self.before = {k: opened(v, seen) for k, v in self.args.items() if not isinstance(v, (Tensor, *PLAIN))}
+        self.passed = {id(t) for tensors, form in self.before.values() if form.objects for t in tensors}
+
+    def look(self, *values: Any) -> None:
+        """The module looks at these."""
+        if self.passed:
+            self.passed.difference_update(map(id, parts(values)))
+
+    def placed(self, place: Callable[[Any], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments as they were before it ran, and as they stand in a call."""
+        found = {key: self._placed(key, place) for key in self.args}
+        args = tuple(value for key, value in found.items() if isinstance(key, int))
+        return args, {key: value for key, value in found.items() if isinstance(key, str)}
+
+    def _placed(self, key: Key, place: Callable[[Any], Any]) -> Any:
+        if key not in self.before:
+            return place(self.args[key])
+        tensors, form = self.before[key]
+        known = [ABSENT if form.objects and id(t) in self.passed else place(t) for t in tensors]
+        numbers = iter(known)
+        leaves = [next(numbers) if form.is_tensor(n) else place(c) for n, c in enumerate(form.constants)]
+        return pytree.tree_unflatten(leaves, form.spec)
+
+    def changed(self) -> tuple[Key, ...]:
+        """Arguments that hold other things than before."""
+        return tuple(key for key, before in self.before.items() if not _same(before, opened(self.args[key])))
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two structures hold the same tensors, and equal constants."""
+    return a[1] == b[1] and all(x is y for x, y in zip(a[0], b[0], strict=True))

@@ -1,0 +1,51 @@
+"""Module restore: puts back what a forward changes in its module: buffers, attributes, weights that it writes into."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from pipeback.splitting.attribute_changes import Changed, FirstCall
+from pipeback.splitting.in_place import laid_back
+from pipeback.tensors.layout import put
+
+Home = tuple[dict[str, Tensor | None], str, Tensor, Tensor]  # of a buffer: where it is, and a copy of its values
+
+
+@contextmanager
+def untouched(module: nn.Module, rewritten: Iterable[str] | None = None) -> Iterator[list[Home]]:
+    """The buffers of a module afterwards as before: the same tensors with the same values. Gives where they are.
+
+    So are numbers and tensors in attributes. rewritten: parameters that its forward writes into, likewise; a segment
+    knows which.
+    """
+    modules = list(module.modules())
+    attributes = [(vars(m), dict(vars(m))) for m in modules if "__rewritten__" not in vars(m)]
+    names = getattr(module, "__rewritten__", ()) if rewritten is None else rewritten
+    parameters = [(p, p.data, p.detach().clone()) for p in map(module.get_parameter, names)]
+    homes = [
+        (m._buffers, key, b, b.detach().clone()) for m in modules for key, b in m._buffers.items() if b is not None
+    ]
+    try:
+        yield homes
+    except (Changed, FirstCall):  # the model is traced once more, now that this is set
+        attributes = []
+        raise
+    finally:
+        for owner, key, buffer, value in homes:
+            owner[key] = buffer
+            put(buffer.data, value)  # not seen by graphs that saved the buffer
+        for p, memory, value in parameters:
+            laid_back(p, memory, value)
+        for now, before in attributes:
+            for key, value in before.items():
+                if now.get(key) is not value and _counts(value) and _counts(now.get(key)):
+                    now[key] = value
+
+
+def _counts(value: Any) -> bool:
+    """Whether it is what a forward may count or keep: a number, a tensor, or nothing yet. Marks stay set."""
+    return not isinstance(value, bool) and isinstance(value, (int, float, Tensor, type(None)))

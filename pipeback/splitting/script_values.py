@@ -1,0 +1,94 @@
+"""Script values: functions and values that the text of a stage script cannot name, as objects that it can call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from pipeback.private import pytree
+from pipeback.splitting.stage_script import Name, Script
+from pipeback.tensors.structures import ABSENT, SINGLE, UNSEEN, Form, Ref
+
+
+class Applied:
+    """The call of a custom autograd function."""
+
+    __module__ = "pipeback"
+
+    def __init__(self, function: Any) -> None:
+        self.function, self.__name__ = function, function.__name__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function.apply(*args, **kwargs)
+
+
+class Operator:
+    """An operator of Tensor that no module has under its own name: x ** 2 is `TensorBase.pow` of torch._tensor."""
+
+    __module__ = "pipeback"
+
+    def __init__(self, function: Any) -> None:
+        self.function, self.__name__ = function, function.__name__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
+@lru_cache
+def operator_of(function: Any) -> Any:
+    """The function itself, or an `Operator` where the graph's code could not find it."""
+    inside = getattr(function, "__module__", None) == "torch._tensor"
+    return Operator(function) if inside and function.__qualname__ != f"Tensor.{function.__name__}" else function
+
+
+class Made:
+    """A structure that is made anew for every micro-batch, from the tensors that stand in it."""
+
+    __name__, __module__ = "made", "pipeback"
+
+    def __init__(self, form: Form) -> None:
+        self.expects = form
+        self.form = form._replace(constants=tuple(UNSEEN if c is ABSENT else c for c in form.constants))
+
+    def __call__(self, *tensors: Any) -> Any:
+        return self.form.fill(tensors)
+
+
+def argument(script: Script, filled: Callable[[Any], Any], value: Any, changes: bool) -> Any:
+    """An argument of a call: names of the script where tensors stand, or one that makes the whole of it.
+
+    filled: the name for a `Ref` or a weight, and any other constant as it is. changes: the call does something to the
+    structure.
+    """
+    kind = type(value)
+    if kind in SINGLE:
+        return filled(value)
+    if not changes and (kind is tuple or kind is list):
+        return kind([argument(script, filled, part, False) for part in value])
+    leaves, spec = pytree.tree_flatten(value)
+    leaves = [filled(leaf) for leaf in leaves]
+    if not changes and _plain(spec):
+        return pytree.tree_unflatten(leaves, spec)
+    names = [leaf for leaf in leaves if type(leaf) is Name]
+    numbers = iter(range(len(names)))
+    constants = tuple(Ref(next(numbers)) if type(leaf) is Name else leaf for leaf in leaves)
+    return script.call(Made(Form(spec, constants, True)), names)
+
+
+def _plain(spec: pytree.TreeSpec) -> bool:
+    """Whether a structure is of tuples, lists, dictionaries and sizes alone."""
+    return spec.type in (None, tuple, list, dict, torch.Size) and all(map(_plain, spec.children()))
+
+
+def in_a_row(*values: Any) -> tuple[Any, ...]:
+    """These values as a tuple."""
+    return values
+
+
+def without_gradient(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """What a function gives under torch.no_grad()."""
+    with torch.no_grad():
+        return function(*args, **kwargs)

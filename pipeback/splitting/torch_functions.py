@@ -1,0 +1,61 @@
+"""Torch functions: properties of torch functions that the tracer needs, found out once per function."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from pipeback.splitting.data_sizes import FACTORIES, MAKERS, READERS, TELLING
+from pipeback.splitting.in_place import PROPERTIES, changes, set_property
+from pipeback.splitting.script_values import operator_of
+
+# what asks a tensor for its numbers
+NUMBERS = {
+    "item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__complex__", "__contains__", "equal",
+    "allclose", "is_nonzero",
+}  # fmt: skip
+AWAY = {"numpy", "__array__", "data_ptr", "__dlpack__", "storage", "untyped_storage"}  # these cannot be traced
+
+
+class About(NamedTuple):
+    """A torch function."""
+
+    name: str
+    target: Any  # what a stage calls
+    property: str | None  # the one that is read or set
+    makes: bool  # it may give a tensor whose size depends on values
+    reads: bool  # it tells Python a size of its first argument
+    changes: bool  # it changes what it is given; one with `out=` does so, too
+    acts: bool  # it matters where it gives nothing
+    asks: bool  # it asks for numbers
+    away: bool
+    fills: bool  # of torch.nn.init
+
+
+def about(function: Any) -> About:
+    """What is known about it."""
+    try:
+        return _about(function)
+    except TypeError:  # it has no hash
+        return _about.__wrapped__(function)
+
+
+@lru_cache(4096)
+def _about(function: Any) -> About:
+    name = getattr(function, "__name__", "")
+    held = function.__self__.__name__ if name in ("__get__", "__set__") else None
+    target = operator_of(function) if held is None else getattr if name == "__get__" else set_property
+    maker = name in MAKERS or name in ("__getitem__", "where") or name in FACTORIES
+    in_place = changes(name, {})
+    return About(
+        name,
+        target,
+        held,
+        maker,
+        name in READERS or (name == "__get__" and held in TELLING),
+        in_place and (held is None or held == "data"),
+        in_place and (held is None or held in PROPERTIES),
+        name in NUMBERS,
+        name in AWAY,
+        getattr(function, "__module__", "") == "torch.nn.init",
+    )

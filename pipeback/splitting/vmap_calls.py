@@ -1,0 +1,139 @@
+"""Calls under torch.vmap: one call of a followed model, which is given the tensors that the function holds, too.
+
+A mask of attention is often such a function: it closes over the padding of the micro-batch. A stage makes it anew with
+the tensors of every micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from types import CellType, FunctionType, ModuleType
+from typing import Any
+
+from torch import Tensor, nn, vmap
+
+from pipeback.private import pytree
+from pipeback.tensors.structures import PLAIN, fixed
+
+
+class Place:
+    """Where a tensor stood in what a function holds."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class Mapped:
+    """The call of a function under vmap: (tensors that it holds, arguments, arguments by keyword) -> what it gives.
+
+    options: in_dims, out_dims, randomness, chunk_size. modes: change torch functions meanwhile.
+    """
+
+    __name__, __module__ = "vmap", "pipeback"
+
+    def __init__(self, function: Any, options: Sequence[Any], modes: Sequence[Any]) -> None:
+        self.holds: list[Tensor] = []
+        self.apart = _apart(function, self.holds, [])
+        self.options, self.modes = tuple(options), list(modes)
+
+    @property
+    def expects(self) -> Any:
+        """What it does, to be compared with another's: code, numbers and modules, and where tensors stand."""
+        return _told(self.apart), _told(self.options), [type(mode) for mode in self.modes]
+
+    def __call__(self, holds: Sequence[Tensor], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        in_dims, out_dims, randomness, chunk_size = self.options
+        with ExitStack() as stack:
+            for mode in self.modes:
+                stack.enter_context(mode)
+            function = vmap(_made(self.apart, holds), in_dims, out_dims, randomness, chunk_size=chunk_size)
+            return function(*args, **kwargs)
+
+
+class Function:
+    """A function taken apart: its code, and what it holds."""
+
+    def __init__(self, function: FunctionType, holds: Any) -> None:
+        self.function, self.holds = function, holds
+
+    def made(self, tensors: Sequence[Tensor]) -> FunctionType:
+        old, (cells, defaults, by_keyword) = self.function, _made(self.holds, tensors)
+        new = FunctionType(old.__code__, old.__globals__, old.__name__, defaults, tuple(map(CellType, cells)))
+        new.__kwdefaults__ = by_keyword
+        return new
+
+
+class Partial:
+    """A functools.partial taken apart."""
+
+    def __init__(self, holds: Any) -> None:
+        self.holds = holds
+
+    def made(self, tensors: Sequence[Tensor]) -> Any:
+        function, args, kwargs = _made(self.holds, tensors)
+        return partial(function, *args, **kwargs)
+
+
+def _apart(value: Any, tensors: list[Tensor], within: list[int]) -> Any:
+    """Any value that a function holds, with a `Place` for each tensor, which is added to `tensors`.
+
+    Raises ValueError for what would be used where it stands, such as a module's weights, and for what holds itself.
+    """
+    inner: Callable[[Any], Any] = lambda x: _apart(x, tensors, [*within, id(value)])  # noqa: E731
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return Place(len(tensors) - 1)
+    if id(value) in within:
+        raise ValueError(
+            "a function under torch.vmap calls itself; give the path of the module whose forward does so in "
+            "stages=pipeback.Splitting(leaves=[...])"
+        )
+    if isinstance(value, PLAIN):
+        return value
+    if isinstance(value, FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or ()]
+        return Function(value, inner([cells, value.__defaults__, value.__kwdefaults__]))
+    if isinstance(value, partial):
+        return Partial(inner([value.func, value.args, value.keywords]))
+    if fixed(value) or isinstance(value, ModuleType) or (isinstance(value, nn.Module) and not _holds_tensors(value)):
+        return value
+    if not pytree.tree_is_leaf(value):
+        return pytree.tree_map(inner, value)
+    kind = type(getattr(value, "__self__", value)).__name__
+    raise ValueError(
+        f"a function under torch.vmap holds {kind}, whose tensors would stay those of one micro-batch; give the path "
+        "of the module whose forward does so in stages=pipeback.Splitting(leaves=[...])"
+    )
+
+
+def _holds_tensors(module: nn.Module) -> bool:
+    """Weights, buffers, or tensors as attributes."""
+    own = [value for m in module.modules() for value in vars(m).values()]
+    return any(isinstance(x, Tensor) for x in [*module.parameters(), *module.buffers(), *pytree.tree_leaves(own)])
+
+
+def _made(value: Any, tensors: Sequence[Tensor]) -> Any:
+    """The same with these tensors."""
+
+    def one(x: Any) -> Any:
+        if isinstance(x, Place):
+            return tensors[x.number]
+        return x.made(tensors) if isinstance(x, (Function, Partial)) else x
+
+    return pytree.tree_map(one, value)
+
+
+def _told(value: Any) -> Any:
+    """What `_apart` has given, as values that are equal where they do the same."""
+    if isinstance(value, Place):
+        return Place, value.number
+    if isinstance(value, Function):
+        return Function, value.function.__code__, _told(value.holds)
+    if isinstance(value, Partial):
+        return Partial, _told(value.holds)
+    if pytree.tree_is_leaf(value):
+        return type(value), value
+    leaves, spec = pytree.tree_flatten(value, is_leaf=lambda x: x is not value)
+    return spec, [_told(leaf) for leaf in leaves]

@@ -1,0 +1,100 @@
+"""Flight: a micro-batch between its forward and its backward at one stage, and the values that cross boundaries."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from pipeback.private import catch
+from pipeback.stages.home import Repetition, StackedFlight
+from pipeback.tensors.weight_list import Weights
+
+Value = Any  # what crosses a boundary: a tensor or a tuple of tensors
+
+
+class Flight:
+    """A micro-batch between its forward and its backward at one stage."""
+
+    __slots__ = (
+        "again", "caught", "entry", "leaves", "options", "output", "owned", "row", "target", "tuple_input", "version"
+    )  # fmt: skip
+
+    def __init__(self, leaves: tuple[Tensor, ...], output: Value, target: Any, version: int, tuple_input: bool) -> None:
+        self.tuple_input = tuple_input
+        self.leaves = leaves  # the inputs, cut from the graph of the stage before
+        self.output = output  # on the last stage the loss, else what was sent on
+        self.target = target
+        self.version = version  # the weights F used, counted in updates of this stage
+        self.owned: Weights | None = None  # shifted weights that B will need again
+        self.options: Any = None  # the optimizers' options when the micro-batch was pushed
+        self.entry = 0
+        self.again: Repetition | None = None  # gives B the output, if F has kept no graph
+        self.caught: list[Tensor | None] | None = None  # gradients that lie in memory otherwise than their leaves
+        self.row: StackedFlight | None = None  # where a stack keeps it, if one has done F
+
+    def listen(self) -> None:
+        """Catch gradients whose strides differ from their leaf's. `.grad` would be a copy with the leaf's strides, on
+        which kernels of the stage before would round differently than in one graph.
+        """
+        self.caught = [None] * len(self.leaves)
+        for n, leaf in enumerate(self.leaves):
+            if leaf.requires_grad:
+                dense = leaf.layout is torch.strided and leaf.is_contiguous()
+                strides = leaf.stride() if dense else None  # else `.grad` may have others even so
+                catch(leaf, partial(_catch, self.caught, n, strides))
+
+
+def _catch(caught: list[Tensor | None], n: int, strides: tuple[int, ...] | None, gradient: Tensor) -> None:
+    # one that is not kept need not be copied
+    if gradient.layout is not torch.strided or gradient.stride() != strides:
+        caught[n] = gradient
+
+
+def laid_alike(output: Tensor, gradient: Tensor) -> bool:
+    """Whether a gradient lies in memory as its output does, without gaps."""
+    strides = gradient.stride() if gradient.layout is torch.strided else None
+    return strides == output.stride() and gradient.is_contiguous()
+
+
+def grown(output: Value) -> list[Tensor]:
+    """The tensors of an output from which gradients can start."""
+    return [y for y in (output if isinstance(output, tuple) else (output,)) if y.requires_grad]
+
+
+def cut(output: Value) -> Value:
+    """The values of an output without its graph."""
+    if isinstance(output, tuple):
+        return tuple(part.detach() for part in output)
+    return output.detach()
+
+
+def target_on(device: torch.device | None, target: Any) -> Any:
+    """Move a target to the stage's device, from whichever device it lies on, as is done with an input."""
+    if device is None:
+        return target
+    if isinstance(target, tuple):
+        return tuple(target_on(device, part) for part in target)
+    return target.to(device) if isinstance(target, Tensor) and target.device != device else target
+
+
+class ActivationPolicy(Protocol):
+    """How one stage keeps what its forward (F) leaves for its backward (B), if not on the device."""
+
+    stashes: bool  # whether B uses functions of the weights as F has computed them
+    apart: bool  # whether backwards are done one by one, for memory
+    away: bool  # whether what a graph saved is kept in host memory
+
+    def forward(self, stage: Any, flight: Flight, given: Value) -> Value:
+        """F: run the module on its input, leave in the flight what B needs, and return the output."""
+
+    def adopt(self, flight: Flight) -> None:
+        """Take in a flight from a state, which goes on as it began."""
+
+    def learn(self, stage: Any, x: Value, target: Any) -> None:
+        """Find out in the rehearsal what must be known of the module."""
+
+    def measure(self, stage: Any, flight: Flight, output: Value) -> dict[str, int]:
+        """The bytes of a micro-batch, as `Learnt` has them, given one between F and B and what B differentiates."""

@@ -1,0 +1,21 @@
+"""Learnt: what the rehearsal finds out about a stage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Learnt:
+    """What the rehearsal has found out about a stage; before it, what is safe to assume."""
+
+    mixed: bool = True  # inputs or gradients may come from another device
+    alike: tuple[torch.Size, ...] | None = None  # flat inputs of these forms have gradients that lie in memory alike
+    clones_input: bool = False  # a module that changes its input in place gets a copy
+    changing: tuple[tuple[dict[str, Tensor | None], str], ...] = ()  # buffers that forwards change: where they are
+    activation_bytes: int = 0  # of one micro-batch, on the device
+    host_bytes: int = 0  # the same in host memory, where that is another place
+    repeat_bytes: int = 0  # what a forward done once more holds beyond that, until its backward is done

@@ -1,0 +1,120 @@
+"""Module settings: modes and numbers of modules that decide what a forward computes, and whether it draws random
+numbers.
+
+A dropout probability is one of them. A pipeline is not told when one is set, so it compares them before every push.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from operator import getitem
+from typing import Any, Literal
+
+from torch import nn
+
+_PLAIN = int, float, str, type(None)  # bool is an int
+
+
+class Settings:
+    """Attributes of modules, as they are now.
+
+    which: "modes" are the training modes of the modules, and of the model that a segment belongs to. "numbers" are the
+    other numbers; of the integers only 0 and 1, since the rest are widths and counts. "all" are numbers, strings and
+    functions: everything that graphs traced from these modules contain.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], which: Literal["modes", "numbers", "all"] = "numbers") -> None:
+        every = [vars(module) for module in modules]
+        found = [(home, key, value) for home in every for key, value in home.items() if _is(which, key, value)]
+        self._homes: list[dict[str, Any]] = [home for home, _, _ in found]
+        self._keys = [key for _, key, _ in found]
+        self._values = [value for _, _, value in found]
+        self._own = [home for home in every if which == "all" and "forward" not in home]
+
+    @classmethod
+    def joined(cls, several: Iterable[Settings]) -> Settings:
+        """Return all of theirs in one, so that one pass finds out whether any has changed."""
+        whole = cls(())
+        for each in several:
+            whole._homes += each._homes
+            whole._keys += each._keys
+            whole._values += each._values
+            whole._own += each._own
+        return whole
+
+    def changed(self) -> bool:
+        """Whether one of the attributes has changed or is gone."""
+        try:
+            other = list(map(getitem, self._homes, self._keys)) != self._values
+        except KeyError:
+            return True
+        return other or any("forward" in home for home in self._own)
+
+    @property
+    def values(self) -> list[Any]:
+        """Return the values that were read, in the order of the modules."""
+        return list(self._values)
+
+    def with_values(self, values: Sequence[Any]) -> Settings:
+        """The same attributes, of which these are the values."""
+        other = copy.copy(self)
+        other._values = list(values)
+        return other
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """A context within which the attributes have the values that were read."""
+        every = zip(self._homes, self._keys, self._values, strict=True)
+        odd = [(home, key, value, home[key]) for home, key, value in every if home.get(key, value) != value]
+        for home, key, value, _ in odd:
+            home[key] = value
+        try:
+            yield
+        finally:
+            for home, key, _, now in odd:
+                home[key] = now
+
+    def odd(self) -> Iterator[tuple[dict[str, Any], str]]:
+        """Yield the attributes that have changed: the dict of a module's attributes, and the name."""
+        for home, key, value in zip(self._homes, self._keys, self._values, strict=True):
+            if home.get(key, value) != value:
+                yield home, key
+
+
+def _is(which: str, key: str, value: Any) -> bool:
+    if which == "modes" or key == "training":
+        return which == "modes" and key in ("training", "__setting__")
+    if which == "all":
+        return key == "__setting__" or (not key.startswith("_") and (isinstance(value, _PLAIN) or callable(value)))
+    return type(value) is float or (isinstance(value, int) and value in (0, 1))
+
+
+class Mirror:
+    """Copies of modules, which follow the modes and numbers that are set in the originals.
+
+    modules: the original ones, and those of each copy in the same order; they are alike.
+    """
+
+    def __init__(self, modules: Sequence[Sequence[nn.Module]]) -> None:
+        self._originals = modules[0]
+        self._copies: dict[int, list[dict[str, Any]]] = {}
+        for module, *copies in zip(*modules, strict=True):  # one that two stages share has two copies
+            self._copies.setdefault(id(vars(module)), []).extend(map(vars, copies))
+        self._look()
+
+    def _look(self) -> None:
+        self._settings = Settings(self._originals, "modes"), Settings(self._originals)
+
+    def changed(self) -> bool:
+        """Whether something was set since the copies followed."""
+        return any(settings.changed() for settings in self._settings)
+
+    def follow(self) -> None:
+        """Set in the copies what was set in the original; nobody may compute with them meanwhile."""
+        for settings in self._settings:
+            for home, key in settings.odd():
+                for other in self._copies[id(home)]:
+                    other[key] = home[key]
+        self._look()

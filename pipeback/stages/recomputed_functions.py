@@ -1,0 +1,180 @@
+"""Recomputed functions: functions of the weights that a graph would save are recomputed when B needs them.
+
+    F   (forward)    y = f(x, h(w_F)); for h(w) = 1 + w, g·v/‖v‖, −exp(w), cast(w), … the graph keeps the recipe of h
+    B   (backward)   recomputes h(w_B) from the weights in force at B
+
+So B of plain PB runs entirely on the newest weights, and saved states of micro-batches in flight hold no old ones. All
+operations of F are recorded, which costs time per operation; h has to be cheap: elementwise arithmetic, norms and sums,
+casts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from pipeback.private import identity, in_backward, pytree
+from pipeback.splitting.provenance import WEIGHTS, Provenance, memory_of, written
+from pipeback.stages.compiled import Compiled
+from pipeback.stages.copy_slices import Handle, Handles
+from pipeback.stages.flight import Value
+from pipeback.stages.stage import Stage
+from pipeback.tensors.copies import tensors_in
+
+_CHEAP = {
+    "aten::" + name
+    for name in (
+        "_to_copy", "clone", "_weight_norm_interface", "linalg_vector_norm", "norm", "sum", "mean", "amax", "amin",
+        "cat", "stack", "cumsum", "_unsafe_view",
+    )
+}  # fmt: skip
+
+
+class Part(NamedTuple):
+    """A weight, or a view of it."""
+
+    weight: Tensor
+    size: Any
+    stride: Any
+    offset: int  # within the weight
+
+    def make(self) -> Tensor:
+        w = self.weight.detach()
+        return w.as_strided(self.size, self.stride, w.storage_offset() + self.offset)
+
+
+class Made(NamedTuple):
+    """The output of an operation, or one of its outputs."""
+
+    func: Any
+    args: Any
+    kwargs: Any
+    number: int | None
+
+    def make(self) -> Tensor:
+        args, kwargs = pytree.tree_map(_remade, (self.args, self.kwargs), is_leaf=_is_source)
+        output = self.func(*args, **kwargs)
+        made: Tensor = output if self.number is None else output[self.number]
+        return made
+
+
+def _is_source(value: Any) -> bool:
+    return isinstance(value, (Part, Made))
+
+
+def _remade(value: Any) -> Any:
+    return value.make() if _is_source(value) else value
+
+
+class Recorder(Provenance):
+    """Records, for every function of the weights in a forward, how it is computed."""
+
+    def __init__(self, data: list[Tensor], weights: list[Tensor]) -> None:
+        super().__init__(data, weights)
+        self._trained = weights
+        self._made: dict[Any, Made] = {}
+        self._alive: list[Tensor] = []  # so that no other tensor gets their memory
+        self._changed: set[int] = set()  # memory that was written into
+
+    def source(self, tensor: Tensor) -> Part | Made | None:
+        """How a tensor that depends on the weights alone is computed; None if that is unknown or not cheap."""
+        if memory_of(tensor) in self._changed:
+            return None
+        for w in self._trained:
+            offset = tensor.storage_offset() - w.storage_offset()
+            if identity(w) == identity(tensor) and tensor.dtype == w.dtype and 0 <= offset < max(w.numel(), 1):
+                return Part(w, tensor.shape, tensor.stride(), int(offset))
+        return self._made.get(_place(tensor))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        output = super().__torch_dispatch__(func, types, args, kwargs)
+        changed = [memory_of(tensor) for tensor in written(func, args, kwargs)]
+        self._changed.update(changed)
+        results = output if isinstance(output, (list, tuple)) else [output]
+        made = [t for t in results if isinstance(t, Tensor) and self.of(t) == WEIGHTS]
+        if changed or not made:
+            return output
+        self._alive += made
+        if _cheap(func):
+            unknown = object()
+            given, named = pytree.tree_map(lambda v: self._input(v, unknown), (args, kwargs))
+            if not any(leaf is unknown for leaf in pytree.tree_leaves((given, named), is_leaf=_is_source)):
+                for number, t in enumerate(results):
+                    if isinstance(t, Tensor):
+                        at = number if isinstance(output, (list, tuple)) else None
+                        self._made.setdefault(_place(t), Made(func, given, named, at))
+        return output
+
+    def _input(self, value: Any, unknown: object) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if self.of(value) == WEIGHTS:
+            return self.source(value) or unknown
+        return unknown if memory_of(value) in self._changed else value
+
+
+def _cheap(func: Any) -> bool:
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        return False
+    return torch.Tag.pointwise in func.tags or func.is_view or func._schema.name in _CHEAP
+
+
+def _place(tensor: Tensor) -> Any:
+    return memory_of(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+class Afresh:
+    """What such a stage calls instead of its module."""
+
+    def __init__(self, stage: Stage, inner: Callable[[Value], Value]) -> None:
+        self._stage, self.inner = stage, inner
+        self.handles: Handles | None = None  # of what the last call has saved
+        self.known: set[int] | None = None  # told of memory that somebody who looks in was given
+        self._looked: list[Tensor] = []
+
+    def __call__(self, given: Value) -> Value:
+        if not torch.is_grad_enabled():
+            return self.inner(given)
+        torch.clear_autocast_cache()  # a cached cast would have no recorded origin
+        handles = self.handles = Handles(self._stage.label)
+        recorder = Recorder(tensors_in(given), list(self._stage.params))
+
+        def pack(tensor: Tensor) -> Handle | Part | Made:
+            # views of weights are what autograd would save, too
+            if recorder.of(tensor) == WEIGHTS and not recorder.lives(tensor):
+                return recorder.source(tensor) or handles.pack(tensor)
+            return handles.pack(tensor)
+
+        def unpack(packed: Handle | Part | Made) -> Tensor:
+            return handles.unpack(packed) if isinstance(packed, Handle) else self._again(packed)
+
+        with saved_tensors_hooks(pack, unpack), recorder:
+            output = self.inner(given)
+        torch.clear_autocast_cache()
+        return output
+
+    def look(self, known: set[int]) -> set[int]:
+        """From now on `known` gets the memory of what is made afresh for somebody who looks into a graph."""
+        self.known, self._looked = known, []
+        return known
+
+    def _again(self, source: Part | Made) -> Tensor:
+        with torch.no_grad():
+            made = source.make()
+        if not in_backward() and self.known is not None:
+            self.known.add(identity(made))
+            self._looked.append(made)
+        return made
+
+
+def as_it_was(stage: Stage, afresh: bool) -> Callable[[Value], Value]:
+    """Return what a stage must call to rebuild graphs in flight. afresh: they recomputed functions of the weights."""
+    if isinstance(stage.call, Compiled):
+        return stage.call
+    inner = stage.call.inner if isinstance(stage.call, Afresh) else stage.call
+    return Afresh(stage, inner) if afresh else inner

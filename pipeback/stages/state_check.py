@@ -1,0 +1,91 @@
+"""State check: checks that a saved state belongs to this stage, before anything of it is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeback.stages.masters import HALF
+from pipeback.stages.stage import Stage
+
+_MASTERED = [{half, torch.float32} for half in HALF]
+
+
+class Corrupt(ValueError):
+    """A state that does not fit this pipeline; the message says where and what to do."""
+
+
+def check(stage: Stage, tensors: Mapping[str, Tensor], plain: dict[str, Any]) -> None:
+    """Raise `Corrupt` unless the weights and buffers of the state are this stage's, by name and shape, and the same
+    weights train. Values that belong to a weight are stored by its number among those that do.
+    """
+    whole = named(stage)
+    if not stage.masters.wanted:
+        whole["weight"] = dict(stage.module.named_parameters())  # in a store there may be other shapes
+    for kind, mine in whole.items():
+        theirs = {k.removeprefix(f"{kind}/"): v for k, v in tensors.items() if k.startswith(f"{kind}/")}
+        where = stage.label
+        if different := sorted(set(mine) ^ set(theirs)):
+            has = "the state lacks" if different[0] in mine else "the model lacks"
+            raise Corrupt(
+                f"{where}: {has} {kind} {different[0]!r}; this state belongs to another model; build that one"
+            )
+        for name, value in mine.items():
+            if kind == "weight" and name in _sparse(stage) and value.dtype == theirs[name].dtype:
+                continue  # there may be more survivors there, or fewer
+            piece = kind == "weight" and stage.home.share is not None and stage.home.share.fits(name, theirs[name])
+            if piece and value.dtype == theirs[name].dtype:
+                continue  # of a store's own folder, which has what this rank keeps
+            if value.shape == theirs[name].shape and {value.dtype, theirs[name].dtype} in _MASTERED:
+                raise Corrupt(
+                    f"{where}: {kind} {name!r} is {value.dtype} here, but {theirs[name].dtype} in the state: one of "
+                    "them keeps float32 masters of weights of a half type; build both with the same masters="
+                )
+            if value.shape != theirs[name].shape or value.dtype != theirs[name].dtype:
+                raise Corrupt(
+                    f"{where}: {kind} {name!r} is {tuple(value.shape)} {value.dtype} here, but "
+                    f"{tuple(theirs[name].shape)} {theirs[name].dtype} in the state, which belongs to another model; "
+                    "build that one"
+                )
+    there, now = plain.get("device"), None if stage.device is None else stage.device.type
+    if plain["flights"] and "random" in tensors and there and now and there != now:
+        raise Corrupt(
+            f"{stage.label}: it draws random numbers (dropout and the like), and micro-batches in flight that have "
+            f"drawn on {there} cannot continue on {now}; drain() before state_dict() there, or load where it was saved"
+        )
+    trains = trained(stage)
+    if different := sorted(set(trains) ^ set(plain.get("trained", trains))):
+        here, there = ("trains", "frozen") if different[0] in trains else ("is frozen", "trained")
+        raise Corrupt(
+            f"{stage.label}: weight {different[0]!r} {here} here, but was {there} in the state; set requires_grad as "
+            "it was, and build a new Pipeline"
+        )
+
+
+def trained(stage: Stage) -> list[str]:
+    """The names of the weights that train, in the order of their numbers."""
+    mine = {id(p) for p in stage.params}
+    return [name for name, p in stage.module.named_parameters() if id(p) in mine]
+
+
+def named(stage: Stage) -> dict[str, dict[str, Tensor]]:
+    """The newest weights by name, wherever they live (masters, for those that have them), and the buffers."""
+    return {"weight": _weights(stage), "buffer": dict(stage.module.named_buffers())}
+
+
+def _weights(stage: Stage) -> dict[str, Tensor]:
+    mine: dict[str, Tensor] = dict(stage.module.named_parameters())
+    if stage.masters.wanted:
+        stepped = {id(p): w for p, w in zip(stage.params, stage.weights, strict=True)}
+        return {name: stepped.get(id(p), p) for name, p in mine.items()}
+    flat = stage.home.flat
+    return mine if flat is None else dict(zip(mine, flat.views, strict=True))
+
+
+def _sparse(stage: Stage) -> list[str]:
+    """The names of the weights of which only some entries survive."""
+    names = [name for name, p in stage.module.named_parameters() if p.requires_grad]
+    return [] if stage.home.sparse is None else [names[n] for n in stage.home.sparse.numbers]

@@ -1,0 +1,82 @@
+"""Versions: older versions of a stage's weights, kept as long as something needs them, and its scratch memory."""
+
+from __future__ import annotations
+
+import torch
+
+from pipeback.stages.flight import Flight
+from pipeback.tensors.weight_list import Weights
+
+Flights = dict[int, Flight]  # by micro-batch, in the order of their forwards
+
+
+class Versions:
+    """Kept copies by version, counted in updates of the stage.
+
+    history: how many versions back a later forward may ask for.
+    """
+
+    def __init__(self, history: int) -> None:
+        self.history = history
+        self.kept: dict[int, Weights] = {}
+        self.scratch: Weights | None = None  # room for the newest weights, while shifted ones lie in their place
+        self.peak = 1.0  # copies of the weights, at most
+        self._owned = False  # some flights have shifted weights of their own
+
+    def keep(self, version: int, weights: Weights, flights: Flights) -> Weights | None:
+        """Before U: drop what nothing needs; returns where to copy the newest, `version`, if that will be needed."""
+        self.release(version + 1, version, flights)
+        copy = None
+        if version not in self.kept and weights and (self.history or _needed(version, version, flights)):
+            copy = self.kept[version] = [torch.empty_like(w) for w in weights]
+        self.note_copies(flights)
+        return copy
+
+    def release(self, at: int, newest: int, flights: Flights) -> None:
+        """Drop the versions that no flight uses and that, at version `at`, no later forward may ask for."""
+        for old in list(self.kept):  # as they were kept, and as flights end: the oldest first
+            if old >= at - self.history or _needed(old, newest, flights):
+                return
+            del self.kept[old]
+
+    def past(self, version: int, newest: int) -> Weights:
+        """A kept copy. Raises RuntimeError where there is none."""
+        try:
+            return self.kept[version]
+        except KeyError:
+            kept = [*sorted(self.kept), newest]
+            raise RuntimeError(
+                f"version {version} was asked for, but only {kept} are kept; raise Method.history"
+            ) from None
+
+    def own(self, flight: Flight, weights: Weights) -> None:
+        """Keep the weights on which the forward of a micro-batch ran with its flight, for its backward."""
+        flight.owned, self._owned = weights, True
+
+    def put(self, kept: dict[int, Weights]) -> None:
+        """Replace the kept versions by these."""
+        self.kept = kept
+
+    def lay(self, scratch: Weights | None) -> None:
+        """Use this memory as scratch; its contents do not matter between operations."""
+        self.scratch = scratch
+
+    def copies(self, flights: Flights) -> float:
+        """Copies of the weights held now: the live one, scratch, kept versions and shifted weights in flight."""
+        owned = sum(f.owned is not None for f in flights.values()) if self._owned else 0
+        return 1.0 + (self.scratch is not None) + len(self.kept) + owned
+
+    def note_copies(self, flights: Flights, copies: float | None = None) -> None:
+        """Note how many copies there are now, where `copies` does not say."""
+        self.peak = max(self.peak, self.copies(flights) if copies is None else copies)
+
+
+def _needed(version: int, newest: int, flights: Flights) -> bool:
+    """Whether a flight uses this version, the oldest that is kept or the newest. Later flights have later ones."""
+    last = version == newest
+    for flight in reversed(flights.values()) if last else flights.values():
+        if flight.version < version if last else flight.version > version:
+            return False
+        if flight.version == version and flight.owned is None:
+            return True
+    return False

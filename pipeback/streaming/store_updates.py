@@ -1,0 +1,150 @@
+"""Store updates: gradients leave the device, and one thread steps the optimizers in the store, in the order of updates.
+
+Sums of gradients that are not complete yet leave with their stage, and come back for its next backward or update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from pipeback.stages.gradients import GradientSums
+from pipeback.stages.stage import Stage
+from pipeback.streaming.cuda_copies import CudaCopies
+from pipeback.streaming.shards import ReplicaGroup
+from pipeback.streaming.sparse_index import scatter, unpack
+from pipeback.streaming.store import Store
+from pipeback.streaming.traffic import Meter
+
+Make = Callable[[Sequence[GradientSums]], None]
+
+
+class StoreUpdates:
+    """The updates of a worker's streamed stages; `wait`, `check` and `rest` raise the error of one that failed."""
+
+    def __init__(self, store: Store, column: ReplicaGroup | None, streams: CudaCopies, meter: Meter) -> None:
+        """column: the ranks over whose stores the weights are split."""
+        self.store, self.column = store, column
+        self._streams, self._meter = streams, meter
+        self._thread = ThreadPoolExecutor(1, "pipeback updating")
+        self._updates: dict[int, Future[None]] = {}  # the last of each stage
+
+    # -- updates -------------------------------------------------------------------------------------------------
+
+    def begin(self, stage: Stage, make: Make) -> None:
+        """Send the gradients to the store; wait while more than `prefetch` other updates are under way."""
+        self.check()
+        self.collect(stage, to_device=False)
+        sums = stage.gradients.sums()
+        job = self._owners_job(stage, sums, make) if stage.home.share is not None else self._job(stage, sums, make)
+        while len(pending := [update for update in self._updates.values() if not update.done()]) > self.store.prefetch:
+            with self._meter.stalling():
+                pending[0].result()
+        self._updates[stage.index] = self._thread.submit(job)
+
+    def _job(self, stage: Stage, sums: GradientSums, make: Make) -> Callable[[], None]:
+        sparse, number = stage.home.sparse, stage.version + 1
+        grads, left = self._streams.leave(_surviving(stage, sums.grads))
+        self._meter.add(gradients_out=_bytes(grads))
+
+        def job() -> None:
+            moving, opened = self._meter.moving("store", stage.index), self.store.opened(stage, changes=True)
+            with left(), moving, torch.no_grad(), opened:
+                mine = grads if sparse is None or not sparse.policy.dense_gradient(number) else sparse.gathered(grads)
+                make([GradientSums(mine, sums.number)])
+                if sparse is not None and sparse.policy.due(number):
+                    sparse.change(stage, grads, number)
+
+        return job
+
+    def _owners_job(self, stage: Stage, sums: GradientSums, make: Make) -> Callable[[], None]:
+        """The sums go to their owners first: from device to device, or from host to host."""
+        assert stage.home.share is not None and self.column is not None
+        scatter, version = stage.home.share.scatter, stage.version
+        if self.column.updating.nccl:
+            grads, leave = sums.grads, self._streams.handed(sums.grads)
+        else:
+            (grads, left), leave = self._streams.leave(sums.grads), None
+            self._meter.add(gradients_out=_bytes(grads))
+
+        def job() -> None:
+            if leave is None:
+                with left():
+                    mine, total, sent = scatter(grads, sums.number, version)
+            else:
+                mine, total, sent = leave(lambda: scatter(grads, sums.number, version))
+                self._meter.add(gradients_out=_bytes(mine))
+            self._meter.add(scattered=sent)
+            with self._meter.moving("store", stage.index), torch.no_grad(), self.store.opened(stage, changes=True):
+                make([GradientSums(mine, total)])
+
+        return job
+
+    def wait(self, stage: int, *, stalls: bool = False) -> None:
+        """Wait until the last update of a stage is done. stalls: computing waits for it."""
+        update = self._updates.get(stage)
+        if update is not None:
+            with self._meter.stalling() if stalls else nullcontext():
+                update.result()
+
+    def check(self) -> None:
+        """Drop the updates that are done."""
+        for s, update in list(self._updates.items()):
+            if update.done():
+                update.result()
+                del self._updates[s]
+
+    def rest(self) -> None:
+        """Wait until all updates are done."""
+        with self._meter.stalling():
+            for update in self._updates.values():
+                update.result()
+        self._updates.clear()
+
+    def close(self) -> None:
+        """Stop the thread; an update that has not begun is not made."""
+        self._thread.shutdown(cancel_futures=True)
+
+    # -- sums that are not complete --------------------------------------------------------------------------------
+
+    def spill(self, stage: Stage) -> None:
+        """Take the gradient sums of a stage that leaves the device away, too."""
+        if stage.gradients.count and stage.home.spilled is None and any(g is not None for g in stage.gradients.values):
+            sums, left = self._streams.leave(_surviving(stage, stage.gradients.take()))
+            # where they stay they are autograd's own, and may be the gradient that was sent upstream
+            with left():
+                stage.home.spill([g if g is None or g.is_pinned() else g.clone() for g in sums])
+            self._meter.add(gradients_out=_bytes(sums))
+            self.store.put(stage)
+
+    def collect(self, stage: Stage, *, to_device: bool = True) -> None:
+        """Bring back sums that left with the stage's weights, for B to add to or U to use."""
+        if stage.home.spilled is None:
+            return
+        with self.store.lent(stage, stage.home.spilled):
+            sums = stage.home.bring_sums()
+        assert stage.home.slot is not None
+        device = stage.home.slot.device
+        if to_device:
+            self._meter.add(sums_in=_bytes(sums))
+        sums = [g if g is None or not to_device else g.to(device) for g in sums]
+        indices = [None] * len(sums) if stage.home.sparse is None else stage.home.sparse.packed
+        for n, (p, g, index) in enumerate(zip(stage.params, sums, indices, strict=True)):
+            if index is not None and g is not None and g.shape != p.shape:
+                sums[n] = scatter(g, unpack(index.to(g.device)), torch.empty_like(p, device=g.device))
+        stage.gradients.put(sums)
+
+
+def _surviving(stage: Stage, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    """What is to leave of a gradient: that of the survivors, unless other ones are chosen by the rest."""
+    if stage.home.sparse is None or stage.home.sparse.policy.dense_gradient(stage.version + 1):
+        return grads
+    return stage.home.sparse.gathered(grads)
+
+
+def _bytes(tensors: Sequence[Tensor | None]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors if t is not None)

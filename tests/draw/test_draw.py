@@ -1,0 +1,194 @@
+"""Grids, pictures and the trace of a real run."""
+
+import json
+import sys
+from fractions import Fraction
+from pathlib import Path
+
+import matplotlib
+import pytest
+
+from pipeback import draw
+from pipeback.draw import perfetto as traces
+from pipeback.draw.worker_bands import beside
+from pipeback.schedules.ops import Op
+from pipeback.schedules.programs import fill_drain, flowing, one_f_one_b
+from pipeback.schedules.recording import Recording, Track
+from pipeback.schedules.timeline import UNIT, bubble, timeline
+from tests.helpers.tracing import check_events
+from tests.laws.cases import CASES, STAGES, data, network, pipeline, weights
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+
+
+@pytest.mark.parametrize("ending", ["png", "svg"])
+def test_a_picture_has_a_box_an_operation(ending, tmp_path):
+    ax = draw.picture(timeline(flowing(2), 4, 8), title="PB")
+    assert len(ax.patches) == 2 * 4 * 8
+    assert {text.get_text() for text in ax.texts} == {str(i) for i in range(8)}
+    ax.figure.savefig(tmp_path / f"pb.{ending}")
+    assert (tmp_path / f"pb.{ending}").stat().st_size > 3000
+    plt.close("all")
+
+
+def test_schedules_on_one_axis(tmp_path):
+    figure = draw.compare({"GPipe": fill_drain(4), "PB": flowing(2)}, 4, 20, until=30)
+    titles = [ax.get_title(loc="left") for ax in figure.axes]
+    assert titles[0].startswith("GPipe") and titles[1].startswith("PB")
+    plt.close("all")
+
+
+def test_nothing_to_draw_is_said():
+    with pytest.raises(ValueError, match="nothing to draw"):
+        draw.picture([])
+    pipe = pipeline(network(), "pb")
+    pipe.push(*data(1)[0])
+    with pytest.raises(ValueError, match=r"call pipe.record\(\) before the pushes"):
+        draw.measured(pipe)
+
+
+@pytest.mark.parametrize("workers", [None, 2])
+def test_the_trace_of_a_real_run(workers, tmp_path):
+    """Every operation of the run is in it once, with its time, in the row of its stage, in an order data allows."""
+    silent, pipe = (pipeline(network(), CASES["cerebras"](STAGES), workers=w) for w in (None, workers))
+    pipe.record()
+    for x, y in data(12):
+        silent.push(x, y)
+        pipe.push(x, y)
+    silent.drain()
+    pipe.drain()
+    assert (weights(silent) == weights(pipe)).all()  # measuring changes no bit
+    written = draw.trace(pipe, tmp_path / "run.json", "cerebras")
+    assert json.loads((tmp_path / "run.json").read_text()) == written
+    recording = draw.measured(pipe)
+    assert sorted((s.stage, s.op) for s in recording) == sorted(
+        (s.stage, s.op) for s in timeline(pipe.method.schedule, STAGES, 12)
+    )
+    assert recording[0].op == Op("F", 0) and recording[0].start == 0 and recording.micro_batches() == 12
+    check_events(written, pipe.owner)
+    pipe.close()
+
+
+def test_a_trace_is_read_again(tmp_path):
+    pipe = pipeline(network(), "gpipe", workers=2)
+    pipe.record()
+    pipe.push(*data(1)[0])
+    pipe.drain()
+    draw.trace(pipe, tmp_path / "run.json", "a flush")
+    once, again = draw.measured(pipe), traces.read(tmp_path / "run.json")
+    assert (again.name, again.owner, again.micro_batches()) == ("a flush", pipe.owner, 1)
+    assert [t.name for t in again.tracks] == ["worker 0", "worker 1"] == [t.name for t in once.tracks]
+    assert [(s.stage, s.op) for s in again] == [(s.stage, s.op) for s in once]
+    assert again.idle().share == pytest.approx(once.idle().share, abs=1e-3)
+    pipe.close()
+    for text in ("no JSON", "{}", '{"traceEvents": [], "otherData": {}}'):
+        (tmp_path / "other.json").write_text(text)
+        with pytest.raises(ValueError, match="other.json is not a trace that pipeback wrote"):
+            traces.read(tmp_path / "other.json")
+
+
+def recorded(schedule, stages, micro_batches, costs, owner, delay=0):
+    """What a run would record in which every operation takes its time; each worker is `delay` later than the last."""
+    tracks = [Track(f"rank {w}", w, 0, []) for w in range(max(owner) + 1)]
+    for slot in timeline(schedule, stages, micro_batches, costs, owner):
+        late = delay * owner[slot.stage]
+        tracks[owner[slot.stage]].slots.append(slot._replace(start=slot.start + late, end=slot.end + late))
+    return Recording(tracks, owner)
+
+
+@pytest.mark.parametrize("schedule", [fill_drain, one_f_one_b])
+@pytest.mark.parametrize(("workers", "each", "m"), [(2, 4, 8), (3, 2, 5), (4, 1, 4)])
+def test_the_bubble_of_a_flush_in_closed_form(schedule, workers, each, m):
+    """(W − 1)/(M + W − 1) on W workers, however many stages each has, and flush after flush."""
+    owner = [s // each for s in range(workers * each)]
+    unit = {"F": Fraction(1), "B": Fraction(1), "U": Fraction(0)}
+    for flushes in (1, 3):
+        recording = recorded(schedule(m), len(owner), flushes * m, unit, owner)
+        wanted = (workers - 1) / (m + workers - 1)
+        assert recording.idle().share == pytest.approx(wanted, abs=1e-12)
+        assert recording.predicted().idle().share == pytest.approx(wanted, abs=1e-12)
+        assert bubble(recording, owner) == pytest.approx(wanted, abs=1e-12)
+        assert all(share == pytest.approx(wanted, abs=1e-12) for share in recording.idle().each)
+
+
+def test_fill_and_drain_stand_apart():
+    recording = recorded(flowing(2), 2, 3, UNIT, [0, 1])
+    # 0 │ F0 F1 F2 B0 .  B1 .  B2
+    # 1 │ .  F0 B0 F1 B1 F2 B2 .
+    assert recording.gaps() == [[(4, 5), (6, 7)], [(0, 1), (7, 8)]]
+    assert recording.idle() == (4 / 16, [2 / 8, 2 / 8], 2 / 12, 8)
+    assert recorded(fill_drain(3), 2, 6, UNIT, [0, 1]).idle().steady == (4 + 2) / 28
+    assert recorded(flowing(0), 1, 3, UNIT, [0]).idle() == (0, [0], 0, 6)
+
+
+def test_the_prediction_is_of_what_was_recorded():
+    """Costs are those that were measured, a stage at a time; a recording may begin with micro-batches in flight."""
+    costs = [{"F": 1.0 + s, "B": 3.0, "U": 0.5} for s in range(4)]
+    owner = [0, 0, 1, 1]
+    recording = recorded(flowing(2), 4, 30, costs, owner)
+    for a, b in zip(recording.costs(), costs, strict=True):
+        assert a == pytest.approx(b)
+    for same in (recording.predicted(), recording.in_order()):
+        assert [(s.stage, s.op) for s in same] == [(s.stage, s.op) for s in recording]
+        assert [s.end for s in same] == pytest.approx([s.end for s in recording])
+    late = recorded(flowing(2), 4, 30, costs, owner, delay=50.0)
+    assert late.idle().share > late.in_order().idle().share == pytest.approx(recording.idle().share)
+    middle = Recording([t._replace(slots=t.slots[40:]) for t in recording.tracks], owner)
+    assert len(middle.predicted()) == len(middle) == len(middle.in_order())
+    assert middle.predicted().idle().span <= middle.idle().span
+
+
+def test_what_was_measured_as_text_and_picture(tmp_path):
+    recording = recorded(fill_drain(8), 8, 16, UNIT, [s // 4 for s in range(8)])
+    recording.name = "gpipe"
+    first, head, *rows = draw.summary(recording).splitlines()
+    assert first.startswith("gpipe: 8 stages on 2 workers, 16 micro-batches, 144000.0 ms; the clocks agree within 0 µs")
+    assert head.split()[-4:] == ["rank", "0", "rank", "1"]
+    assert [row.split()[-4:] for row in rows] == [["11.1", "8.8", "11.1", "11.1"]] * 4
+    figure = beside([recording, recording])
+    titles = [ax.get_title(loc="left") for ax in figure.axes]
+    assert titles[:2] == ["gpipe: measured", "gpipe: predicted by the schedule at these costs"] and len(titles) == 4
+    assert figure.axes[0].get_title(loc="right") == "idle 11.1%, between fill and drain 8.8%"
+    assert figure.axes[0].get_yticklabels()[1].get_text() == "rank 1\nstages 4 to 7\nidle 11.1%"
+    figure.savefig(tmp_path / "run.png")
+    plt.close("all")
+    with pytest.raises(ValueError, match="nothing was recorded"):
+        beside([Recording([Track("worker 0", 0, 0, [])], [0])])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["method=pd", "--run"], "unknown method 'pd'; did you mean 'pb'?"),
+        (["pb", "--run", "--ranks", "5"], "ranks=5 is more than stages=4; every rank needs a stage"),
+        (["pb", "--run", "missing/run.json"], "run=missing/run.json: there is no folder missing"),
+        (["pb", "--run", "."], "run=. is a folder; name a file"),
+        (["pb", "--run", "locked.json"], "run=locked.json cannot be written"),
+        (["pb", "--run", "out=run.bmp"], "out=run.bmp must end in one of"),
+        (["pb", "ranks=2"], "ranks= is for a real run; add --run"),
+        (["pb", "--run", "ranks=0"], "ranks must be a whole number of at least 1"),
+        (["pb", "--stages"], "--stages needs a value"),
+        (["pb", "stagess=3"], "did you mean 'stages'?"),
+        (["method=pipedream_2bw:micro_batches=2", "--run"], "micro_batches=2 is too few for 4 stages"),
+        (["trace=nothing.json"], "No such file"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_is_trained(arguments, message, tmp_path, monkeypatch):
+    recipe = pytest.importorskip("pipeback.recipes.draw")
+    monkeypatch.chdir(tmp_path)
+    Path("locked.json").touch()
+    monkeypatch.setattr(recipe.os, "access", lambda path, mode: path.name != "locked.json")  # root may write anywhere
+    monkeypatch.setattr(recipe, "run", lambda *_: pytest.fail("it was trained"))
+    monkeypatch.setattr(sys, "argv", ["pipeback draw", *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        recipe.main()
+    assert message in str(stopped.value) and str(stopped.value).startswith("pipeback draw: ")
+
+
+def test_options_may_be_written_in_three_ways():
+    recipe = pytest.importorskip("pipeback.recipes.draw")
+    other = ["--method", "gpipe,pb", "--stages", "8", "--micro-batches=24", "--run", "--out", "run.png"]
+    wanted = recipe.parsed(["method=gpipe,pb", "stages=8", "micro_batches=24", "run=run.json", "out=run.png"])
+    assert recipe.parsed(other) == wanted
+    assert wanted["ranks"] == 2 and recipe.parsed(["pb", "--run", "stages=1"])["ranks"] == 1

@@ -1,0 +1,81 @@
+"""Pipelines that the event loop runs, and the same with stages that run as one."""
+
+import torch
+from torch import nn
+
+from tests.laws.cases import CASES, data, pipeline, weights
+
+S = 7
+
+
+def block():
+    return nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.Tanh())
+
+
+def model(dtype=torch.float64, make=block):
+    """A first stage and a head of their own, and in between what is alike."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 6), *[make() for _ in range(S - 2)], nn.Linear(6, 6, bias=False)).to(dtype)
+
+
+def doubles(count=50, **options):
+    return data(count, dtype=torch.float64, **options)
+
+
+def trained(case, optimizer="momentum", some=None, build=model, push=None, **options):
+    pipe = pipeline(build(), CASES[case](S), optimizer, **options)
+    losses = [(push or pipe.push)(x, y) for x, y in some or doubles()]
+    flying = weights(pipe)
+    pipe.drain()
+    return pipe, torch.stack([loss.double() for loss in losses]), flying, weights(pipe)
+
+
+def same(found, wanted, within=1e-10):
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=within, atol=within)
+
+
+def turns(case):
+    """2 where stages of even and of odd number take turns."""
+    return getattr(CASES[case](S).schedule, "turns", 0)
+
+
+class Twice(nn.Module):
+    """Two weights whose gradients are one and the same."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        return torch.tanh(self.one(x) + self.other(x))
+
+
+LEAP = ("pb", "pb-slack1", "lwp", "lwp-horizon3", "sc", "sc-horizon2", "cerebras", "spectrain", "spectrain-slack2",
+        "pipedream", "pipedream-slack2", "pipemare", "pipemare-t1", "pipemare-t2")  # fmt: skip
+
+
+def pushed(pipe, sizes=(9, 1, 23, 2, 15), before=lambda n: None):
+    """Losses and weights in flight, and drained; so many micro-batches of three samples a push."""
+    xs, ys = map(torch.cat, zip(*doubles(sum(sizes)), strict=True))
+    losses = []
+    for n, (x, y) in enumerate(zip(*(v.split([3 * size for size in sizes]) for v in (xs, ys)), strict=True)):
+        before(n)
+        losses.append(pipe.push(x, y))
+    flying = weights(pipe)
+    pipe.drain()
+    return [torch.stack([loss.double() for loss in losses]), flying, weights(pipe)]
+
+
+def pipelines(case, optimizer="momentum", build=model, **options):
+    """The event loop's, and one that runs stages as one."""
+    for on in ({}, {"vectorize": True}):
+        method = CASES[case](S) if isinstance(case, str) else case
+        yield pipeline(build(), method, optimizer, **{"micro_batch_size": 3, **options, **on})
+
+
+def decayed(params):
+    """Groups in another order than the weights, of which one decays."""
+    many, few = [p for p in params if p.dim() > 1], [p for p in params if p.dim() < 2]
+    groups = [{"params": few, "lr": 0.003}, {"params": many, "weight_decay": 0.1}]
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=0.01, weight_decay=0.0)

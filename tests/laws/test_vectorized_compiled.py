@@ -1,0 +1,208 @@
+"""Law: compiled ticks and ticks as graphs are the event loop, to rounding."""
+
+from functools import partial
+from itertools import product
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.utils._pytree import tree_map
+
+import pipeback
+from pipeback.vectorized.capture import capture_loss_stage
+from pipeback.vectorized.cuda_graph import CudaGraphed
+from tests.helpers.choice import mostly_rare
+from tests.laws.as_one import LEAP, S, Twice, decayed, doubles, model, pipelines, pushed, same, trained, turns
+from tests.laws.cases import CASES, allowed, pipeline, weights
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*takes its statistics")
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("case", mostly_rare(["pb", "cerebras", "pipedream", "gpipe-4"], "cerebras", "pipedream"))
+def test_recomputed_activations(case, compile, leapt):
+    """On the weights in force at B, as in the event loop; what waits is the input alone."""
+    one, whole = pipelines(case)
+    one = pipeline(model(), CASES[case](S), micro_batch_size=3, activations="recompute")
+    other = pipeline(
+        model(), CASES[case](S), micro_batch_size=3, activations="recompute", vectorize=True, compile=compile
+    )
+    same(pushed(other), pushed(one))
+    pushed(whole)
+    assert (sum(leapt) > 30) == (case in LEAP)
+    assert other.memory().activations < whole.memory().activations
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_weights_with_one_gradient(compile, leapt, monkeypatch):
+    monkeypatch.setattr("pipeback.vectorized.stack.LARGE", 0)
+    one, _ = pipelines("pb", build=partial(model, make=Twice))
+    other = pipeline(model(make=Twice), "pb", micro_batch_size=3, vectorize=True, compile=compile)
+    same(pushed(other), pushed(one))
+    assert sum(leapt) > 30
+
+
+@pytest.mark.parametrize(
+    ("case", "large"),
+    mostly_rare(
+        product(("pb", "cerebras", "sc", "gpipe-4", "spectrain", "pipedream", "pipemare"), (0, 1 << 20)),
+        ("cerebras", 0), ("cerebras", 1 << 20), ("spectrain", 1 << 20), ("pipedream", 0), ("pipemare", 1 << 20),
+    ),
+)  # fmt: skip
+def test_many_micro_batches_a_push_compiled(case, large, leapt, monkeypatch):
+    """large: bytes beyond which weights are stepped outside of what is compiled."""
+    monkeypatch.setattr("pipeback.vectorized.stack.LARGE", large)
+    one, _ = pipelines(case)
+    other = pipeline(model(), CASES[case](S), micro_batch_size=3, vectorize=True, compile=True)
+    same(pushed(other), pushed(one))
+    assert (sum(leapt) > 30) == (case in LEAP)
+
+
+LAYOUTS = (), ("weight_decay", 0.1)
+ALL = *LAYOUTS, ("momentum", 0.5), ("momentum", 0.0), ("lr", 0.03)
+
+
+@pytest.mark.parametrize(("backend", "changes"), [("inductor", LAYOUTS), ("aot_eager", ALL)], ids=lambda v: str(v)[:9])
+def test_what_a_compiled_tick_takes_for_granted_may_change(backend, changes, leapt):
+    """It is not checked at every call: how inputs lie in memory, decays, momentum, whether rates differ by stage.
+
+    Where things lie is compiled in by inductor alone; numbers are by every backend, and one without C++ is soon done.
+    """
+    found = []
+    for on in ({}, {"vectorize": True, "compile": {"backend": backend}}):
+        pipe = pipeline(model(), "pb", micro_batch_size=3, **on)
+        xs, ys = map(torch.cat, zip(*doubles(20 * len(changes)), strict=True))
+        losses = []
+        for n, (x, y) in enumerate(zip(xs.split(60), ys.split(60), strict=True)):
+            for s, optimizer in enumerate(pipe.optimizers if changes[n] else ()):
+                name, value = changes[n]
+                optimizer.param_groups[0][name] = value * (1 + s / 10) if name == "lr" else value
+            losses.append(pipe.push(*(v.t().contiguous().t() if n % 2 else v for v in (x, y))))
+        found.append([torch.stack([loss.double() for loss in losses]), weights(pipe)])
+    same(*reversed(found))
+    assert sum(leapt) > 8 * len(changes)
+
+
+def test_the_graph_of_the_last_stage_does_nothing_twice():
+    """A linear layer and its loss: two transpositions, three products, the loss and its gradient, a bias."""
+    head, (x, y) = nn.Linear(6, 6, dtype=torch.float64), (v[:1] for v in doubles(1)[0])
+    graph = capture_loss_stage(head, mse_loss, x, y)
+    operations = [node for node in graph.__self__.graph.nodes if node.op.startswith("call")]
+    assert len(operations) == 8, graph.__self__.code
+    wanted = mse_loss(head(x), y)
+    wanted.backward()
+    loss, _, *grads = graph(head.weight.detach(), head.bias.detach(), x, y)
+    same([loss, *grads], [wanted.detach(), head.weight.grad, head.bias.grad], 1e-14)
+
+
+def test_adam_of_compiled_ticks(leapt):
+    found = []
+    for on in ({}, {"vectorize": True, "compile": True}):
+        pipe = pipeback.Pipeline(
+            model(),
+            loss=mse_loss,
+            optimizer=decayed,
+            method="pb",
+            micro_batch_size=3,
+            debug=pipeback.Debug(check_finite=True),
+            **on,
+        )
+
+        def slower(n, pipe=pipe):
+            for s, optimizer in enumerate(pipe.optimizers):
+                optimizer.param_groups[0]["lr"] *= 0.9 + 0.01 * s
+
+        found.append(pushed(pipe, before=slower))
+    same(*reversed(found))
+    assert sum(leapt) > 30
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_loss_that_is_not_finite_moves_nothing_of_the_last_stage(compile, leapt):
+    users = model()
+    pipe = pipeline(
+        users, "pb", micro_batch_size=3, vectorize=True, compile=compile, debug=pipeback.Debug(check_finite=True)
+    )
+    xs, ys = map(torch.cat, zip(*doubles(40), strict=True))
+    pipe.push(xs[:60], ys[:60])
+    ys[90] = float("nan")
+    with pytest.raises(RuntimeError, match=r"stage 6 .*micro-batch 30: the loss is nan; lower the rate"):
+        pipe.push(xs[60:], ys[60:])
+    assert sum(leapt) > 5 and all(p.isfinite().all() for p in users.parameters())
+
+
+class Again(CudaGraphed):
+    """A graph as the CPU can play it: the call once more, on what lies where it read, to where it wrote."""
+
+    def captured(self, call):
+        found = call()
+
+        def replay():
+            tree_map(torch.Tensor.copy_, found, call())
+
+        self.count = getattr(self, "count", 0) + 1
+        return replay, found
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "sgd"])
+@pytest.mark.parametrize("case", mostly_rare(["pb", "cerebras", "pipedream", "pipemare"], "cerebras", "pipedream"))
+def test_ticks_as_graphs(case, optimizer, leapt):
+    """What changes from tick to tick is copied to where a graph reads, with rates that change, too."""
+    if not allowed(case, optimizer):
+        return
+    found, graphs = [], []
+    for pipe in pipelines(case, optimizer):
+        for stack in pipe._engine.setting.stacks:
+            stack.fuse = lambda function: graphs.append(Again(function)) or graphs[-1]
+
+        def slower(n, pipe=pipe):
+            for each in pipe.optimizers:
+                each.param_groups[0]["lr"] *= 0.8
+
+        found.append(pushed(pipe, before=slower))
+    same(*reversed(found))
+    assert sum(leapt) > 30 and [graph.count for graph in graphs] == [1] * turns(case)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: ticks as CUDA graphs")
+@pytest.mark.parametrize("case", ["pb", "cerebras"])
+def test_ticks_as_cuda_graphs(case, leapt):
+    xs, ys = (torch.cat(v).cuda() for v in zip(*doubles(50), strict=True))
+    found = []
+    for on in (False, "cuda_graph"):
+        pipe = pipeline(model().cuda(), CASES[case](S), micro_batch_size=3, vectorize=on)
+        pipe.push(xs, ys)
+        found.append(weights(pipe))
+    same([found[1]], [found[0]])
+    assert sum(leapt) > 30
+
+
+def test_packed_rings_without_a_compiler():
+    """As where torch gives a compilation up."""
+    one, _ = pipelines("gpipe-4")
+    with torch._dynamo.config.patch(suppress_errors=True), torch.compiler.set_stance("force_eager"):
+        other = pipeline(model(), CASES["gpipe-4"](S), micro_batch_size=3, vectorize=True, compile=True)
+        found = pushed(other)
+    same(found, pushed(one))
+
+
+@pytest.mark.parametrize("case", ["pb", pytest.param("cerebras", marks=pytest.mark.soak)])
+def test_compiled(case):
+    pytest.importorskip("torch._inductor")
+    _, *wanted = trained(case, some=doubles(25))
+    _, *found = trained(case, some=doubles(25), vectorize=True, compile=True)
+    same(found, wanted)
+
+
+@pytest.mark.soak
+def test_stages_that_are_left_compile_on_their_own():
+    make = lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))  # noqa: E731
+    options = {"some": doubles(9), "build": lambda: model(make=make), "compile": True}
+    _, *wanted = trained("pb", **options)
+    pipe, *found = trained("pb", vectorize="auto", **options)
+    assert (
+        "changes a buffer" in pipe.vectorized["stages 1 … 5"]
+        and pipe._engine.stages[2].call is not pipe._engine.stages[2].module
+    )
+    same(found, wanted, 0)

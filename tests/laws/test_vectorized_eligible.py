@@ -1,0 +1,171 @@
+"""Which stages can run as one, what is said of those that cannot, and what "auto" asks for."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+import pipeback
+from pipeback import methods
+from pipeback.vectorized.stack import Stack
+from tests.laws.as_one import LEAP, S, doubles, model, same, trained
+from tests.laws.cases import CASES, OPTIMIZERS, network, pipeline, weights
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*takes its statistics")
+
+
+class Scaled(nn.Module):
+    def __init__(self, by):
+        super().__init__()
+        self.linear, self.by = nn.Linear(6, 6), by
+
+    def forward(self, x):
+        return self.by * self.linear(x)
+
+
+class Doubled(nn.Module):
+    def forward(self, x):
+        return x, 2 * x
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, pair):
+        return self.linear(pair[0]), pair[1]
+
+
+class Summed(nn.Module):
+    def forward(self, pair):
+        return pair[0] + pair[1]
+
+
+@pytest.mark.parametrize(
+    ("build", "reason"),
+    [
+        (lambda: model(make=lambda: nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.1))), "draws random numbers"),
+        (lambda: model(make=lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))), "changes a buffer"),
+        (
+            lambda: nn.Sequential(*[Scaled(by) for by in (1.0, 2.0, 1.0)], nn.Linear(6, 6)).double(),
+            "something else than",
+        ),
+        (
+            lambda: model(make=lambda: nn.Sequential(nn.Linear(6, 6), Branching())),
+            "torch cannot run them as one",
+        ),
+        (lambda: nn.Sequential(Doubled(), *[Pair() for _ in range(3)], Summed()).double(), "they are given tuple"),
+    ],
+    ids=["dropout", "batch statistics", "another factor", "branches", "pairs"],
+)
+def test_what_does_not_fit_runs_as_it_is(build, reason):
+    torch.manual_seed(0)
+    pipe = pipeline(build(), "pb", vectorize=True)
+    before = weights(pipe)
+    with pytest.raises(ValueError, match=f'vectorize=True: no stages can run as one .*{reason}.*"auto" or False'):
+        pipe.push(*doubles(1)[0])
+    assert torch.equal(weights(pipe), before)
+    torch.manual_seed(0)
+    wanted = trained("pb", build=build, some=doubles(9))
+    torch.manual_seed(0)
+    found = trained("pb", build=build, some=doubles(9), vectorize="auto")
+    assert reason in found[0].vectorized[next(iter(found[0].vectorized))]
+    same(found[1:], wanted[1:], 0)
+
+
+class Branching(nn.Module):
+    def forward(self, x):
+        return x if x.sum() > 0 else -x
+
+
+def test_stages_of_which_none_are_alike():
+    with pytest.raises(
+        ValueError, match='vectorize=True: no neighbouring stages are alike .*vectorize="auto" or False'
+    ):
+        pipeline(nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 6)), "pb", vectorize=True)
+    assert pipeline(nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 6)), "pb", vectorize="auto").vectorized == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"vectorize": "yes"}, 'vectorize must be True, False, "auto" or "cuda_graph"'),
+        ({"vectorize": "cuda_graph"}, 'vectorize="cuda_graph" needs all stages on a CUDA device; move the model'),
+        ({"vectorize": True, "workers": 2}, "vectorize=True does not go with workers=2; use workers=None"),
+        ({"vectorize": True, "store": "host"}, "does not go with store='host'"),
+        ({"vectorize": "auto", "activations": "host"}, "vectorize='auto' does not go with activations='host'"),
+        ({"vectorize": True, "debug": pipeback.Debug(order="random")}, "does not go with order='random'"),
+        ({"vectorize": True, "replicas": 2}, "does not go with replicas=2"),
+        ({"debug": pipeback.Debug(order="skewed"), "workers": 2}, 'order="skewed" does not go with workers=2'),
+    ],
+)
+def test_what_does_not_go_together(options, message):
+    with pytest.raises(ValueError, match=message):
+        pipeline(network(), "pb", **options)
+
+
+def test_what_a_run_as_one_cannot_do():
+    pipe = trained("pb", some=doubles(5), vectorize=True)[0]
+    with pytest.raises(ValueError, match="record: stages that run as one cannot be measured apart"):
+        pipe.record()
+    with torch.autocast("cpu"), pytest.raises(ValueError, match="vectorize: autocast does not reach stages"):
+        pipe.push(*doubles(1)[0])
+    hooked = model()
+    hooked[2].register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="there are hooks on their modules"):
+        pipeline(hooked, "pb", vectorize=True).push(*doubles(1)[0])
+
+
+@pytest.mark.parametrize(
+    ("case", "gain", "as_one"),
+    [("pb", 1.3, True), ("pb", 1.1, False), ("gpipe", 4.0, True), ("gpipe", 1.5, False), ("pipedream", 1.3, True),
+     ("pipedream", 1.1, False), ("pb-slack1", 1.3, True), ("pipedream-vertical", 4.0, False),
+     ("pipedream-vertical", 6.0, True), ("lwp-weight", 2.1, True), ("lwp-weight", 1.9, False)],
+)  # fmt: skip
+def test_auto_asks_for_more_where_ticks_cost_more(case, gain, as_one, monkeypatch):
+    """gain: of F and B alone. Ticks that are gone through stage by stage cost, and twice as many cost more."""
+    monkeypatch.setattr(Stack, "gain", lambda stack: gain)
+    method = methods.create("gpipe", micro_batches=32) if case == "gpipe" else CASES[case](S)
+    pipe = pipeline(model(), method, vectorize="auto")
+    pipe.push(*doubles(1)[0])
+    for told in pipe.vectorized.values():
+        assert told.startswith("as one, F and B " if as_one else "as they are, for as one F and B are "), told
+        assert as_one or (case in LEAP) == ("which pays from 1.2 on" in told)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"clip_norm": 1.0},
+        {"micro_batch_size": pipeback.MicroBatches(weights="samples")},
+        {"optimizer": partial(torch.optim.RMSprop, lr=0.01)},
+    ],
+    ids=["clipped", "samples", "RMSprop"],
+)
+def test_auto_asks_for_more_where_options_forbid_whole_ticks(options, monkeypatch):
+    monkeypatch.setattr(Stack, "gain", lambda stack: 1.5)
+    given = {"loss": mse_loss, "optimizer": OPTIMIZERS["momentum"], **options}
+    pipe = pipeback.Pipeline(model(), method="pb", vectorize="auto", **given)
+    pipe.push(*doubles(1)[0])
+    (told,) = pipe.vectorized.values()
+    assert "which pays from 2 on" in told
+
+
+@pytest.mark.parametrize("vectorize", [True, "auto"])
+@pytest.mark.parametrize("case", ["pb", "pipedream"])
+def test_the_callers_random_state_stays(case, vectorize, leapt):
+    """Stages are compared, measured and made graphs of, on numbers that nobody else draws."""
+    some, state = doubles(60), torch.get_rng_state()
+    pipe = pipeline(model(), case, micro_batch_size=3, vectorize=vectorize)
+    torch.set_rng_state(state)
+    pipe.push(*map(torch.cat, zip(*some, strict=True)))
+    assert torch.equal(torch.get_rng_state(), state) and sum(leapt) > 30
+
+
+def test_auto_tells_what_it_measured():
+    pipe = trained("pb", some=doubles(9), vectorize="auto")[0]
+    (told,) = pipe.vectorized.values()
+    assert "times as fast" in told

@@ -1,0 +1,142 @@
+"""Law: ticks at which all stages do the same, done as one function, are the event loop to rounding."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+import pipeback
+from pipeback.methods.base import described
+from pipeback.methods.cerebras import Cerebras
+from tests.helpers.choice import mostly_rare
+from tests.laws.as_one import LEAP, S, decayed, doubles, model, pipelines, pushed, same
+from tests.laws.cases import CASES, OPTIMIZERS, weights
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*takes its statistics")
+
+
+@pytest.mark.parametrize("case", mostly_rare(CASES, *LEAP, "gpipe-4", "pipemare", "lwp-weight"))
+def test_many_micro_batches_a_push(case, leapt):
+    one, other = pipelines(case)
+    same(pushed(other), pushed(one))
+    assert sorted(other.ledger) == sorted(one.ledger)
+    assert (sum(leapt) > 30) == (case in LEAP)
+    assert other.memory() is not None and [s.peak_flights for s in other._engine.stages] == [
+        s.peak_flights for s in one._engine.stages
+    ]
+
+
+def nudged(params):
+    """Weights of two kinds, the few first, each with rate and decay of its own."""
+    few, many = ([p for p in params if (p.dim() < 2) == low] for low in (True, False))
+    groups = [{"params": few, "lr": 0.01}, {"params": many, "weight_decay": 0.01}]
+    return torch.optim.SGD([group for group in groups if group["params"]], lr=0.02, momentum=0.9)
+
+
+def curious(params):
+    return torch.optim.Adam(params, lr=0.01, amsgrad=True)
+
+
+@pytest.mark.parametrize(
+    "factory", [*OPTIMIZERS.values(), nudged, decayed, curious], ids=[*OPTIMIZERS, "nudged", "decayed", "curious"]
+)
+@pytest.mark.parametrize("changing", [False, True])
+@pytest.mark.parametrize("method", mostly_rare(["pb", "pipedream", "pipemare"], "pb"))
+def test_optimizers_and_rates_of_ticks(method, factory, changing, leapt):
+    """Rates that change at every push, so that rows are stepped with different ones."""
+    found = []
+    for on in (False, True):
+        pipe = pipeback.Pipeline(
+            model(), loss=mse_loss, optimizer=factory, method=CASES[method](S), micro_batch_size=3, vectorize=on
+        )
+
+        def slower(n, pipe=pipe):
+            for s, optimizer in enumerate(pipe.optimizers):
+                optimizer.param_groups[0]["lr"] *= 0.9 + 0.01 * s if changing else 1
+
+        found.append(pushed(pipe, before=slower))
+    same(*reversed(found))
+    assert (sum(leapt) > 30) == (factory is not curious)
+
+
+@pytest.mark.parametrize("case", ["pipedream", "pipemare"])
+def test_adam_where_backwards_run_on_other_weights(case, leapt):
+    found = []
+    for on in (False, True):
+        pipe = pipeback.Pipeline(
+            model(), loss=mse_loss, optimizer=decayed, method=CASES[case](S), micro_batch_size=3, vectorize=on
+        )
+        found.append(pushed(pipe))
+    same(*reversed(found))
+    assert sum(leapt) > 30
+
+
+def test_a_loss_of_the_users_own_is_asked_every_time(leapt):
+    def loss(output, target):
+        loss.calls += 1
+        return (1 + loss.calls % 3) / 4 * mse_loss(output, target)
+
+    found = []
+    for on in (False, True):
+        pipe = pipeback.Pipeline(
+            model(), loss=loss, optimizer=OPTIMIZERS["momentum"], method="pb", micro_batch_size=3, vectorize=on
+        )
+        loss.calls = 0
+        float(pipe.push(*(v[:3] for v in doubles(1)[0])))
+        loss.calls = 0  # however often it was tried
+        found.append(pushed(pipe))
+    same(*reversed(found))
+    assert sum(leapt) > 30
+
+
+def test_micro_batches_of_two_forms(leapt):
+    """Micro-batches of three samples, and one of a single sample among them."""
+    found = []
+    for pipe in pipelines("pb"):
+        xs, ys = map(torch.cat, zip(*doubles(70), strict=True))
+        losses = [pipe.push(x, y).double() for x, y in zip(xs.split(103), ys.split(103), strict=True)]
+        found.append([torch.stack(losses), weights(pipe)])
+    same(*reversed(found))
+    assert sum(leapt) > 30
+
+
+class Louder(nn.Linear):
+    """Twice as loud while it trains."""
+
+    def forward(self, x):
+        return super().forward(x).tanh() * (2.0 if self.training else 1.0)
+
+
+def test_the_mode_may_change(leapt):
+    """What is in flight keeps the mode that it came with, and what comes is computed in its own."""
+
+    def losses(vectorize, modes=(True, False)):
+        def switch(n):
+            pipe._engine.model.train(modes[n])
+
+        still = partial(torch.optim.SGD, lr=0.0, momentum=0.9)
+        pipe = pipeback.Pipeline(
+            model(make=lambda: Louder(6, 6)), loss=mse_loss, optimizer=still, method="pb", micro_batch_size=3,
+            vectorize=vectorize,
+        )  # fmt: skip
+        return pushed(pipe, (30, 30), switch)[0]
+
+    found, wanted = losses(True), losses(False)
+    assert leapt[0] > S
+    assert leapt[-1] > S
+    same(found[1:], wanted[1:])
+    assert not torch.allclose(wanted[1], losses(False, (True, True))[1])
+
+
+def test_hooks_of_a_subclass_are_asked(leapt):
+    class Doubled(Cerebras):
+        def forward_weights(self, weights, state, when):
+            shift = super().forward_weights(weights, state, when)
+            return shift._replace(coefficients=[2 * c for c in shift.coefficients])
+
+    assert described(Cerebras()) and not described(Doubled())
+    one, other = pipelines(Doubled())
+    same(pushed(other), pushed(one))
+    assert not any(leapt)

@@ -1,0 +1,70 @@
+"""Models that cannot be split within a trainer are refused, and their cures work."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+import pipeback
+from tests.lightning.cases import Regression, loader, strategy, trainer, weights
+from tests.lightning.models import Case, case, data
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*use_cache=True"),
+    pytest.mark.filterwarnings("ignore:.*nested tensors"),
+]
+
+
+class Strange(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+
+class Numpy(Strange):
+    def forward(self, x):
+        return self.second(torch.from_numpy(self.first(x).detach().numpy()))
+
+
+class Parts(nn.Module):
+    """Its sequence is not called as such."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+
+    def forward(self, x):
+        for part in self.body:
+            x = x + part(x)
+        return x
+
+
+class Twice(Regression):
+    def training_step(self, batch, batch_idx):
+        return mse_loss(self.model(batch[0]) + self.model(batch[0]), batch[1])
+
+
+@pytest.mark.parametrize(("module", "options", "message"), [
+    (lambda: Regression(Numpy()), {}, "Numpy.forward calls Tensor.numpy.*leaves="),
+    (lambda: Twice(Parts()), {"stages": "layer"}, "called self.model twice.*call it once"),
+    (lambda: Regression(Parts()), {}, "did not call self.model.body.*stages=\"layer\""),
+    (lambda: case("recurrent"), {"stages": ["lsmt"]}, "no module 'lsmt'; did you mean 'lstm'"),
+    (lambda: case("recurrent"), {"stages": pipeback.Splitting(leaves=["lsmt"])},
+     "leaves: Recurrent has no module 'lsmt'"),
+    (lambda: case("recurrent"), {"stages": "layers"}, "did you mean 'layer'"),
+    (lambda: case("recurrent"), {"stages": 9}, "stages=9, but the model has 3 layers"),
+])  # fmt: skip
+def test_bad_input(module, options, message):
+    module = module()
+    before = weights(module)
+    with pytest.raises((ValueError, TypeError), match=message):
+        trainer(strategy("pb", **options)).fit(module, data("recurrent") if isinstance(module, Case) else loader())
+    assert torch.equal(before, weights(module)), "half a step was trained"
+
+
+def test_the_cure_of_parts():
+    plain, ours = Regression(Parts()), Regression(Parts())
+    ours.load_state_dict(plain.state_dict())
+    trainer().fit(plain, loader())
+    trainer(strategy("sgd", stages="layer")).fit(ours, loader())
+    assert torch.equal(weights(plain), weights(ours))

@@ -1,0 +1,159 @@
+"""The registry of methods, plug-ins from outside, composition, and the scaling rule."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import pipeback
+from pipeback import methods
+from pipeback.methods.momentum import spike
+from tests.laws.cases import CASES, data, network, pipeline, weights
+
+NAMES = [
+    "sgd", "gpipe", "one_f_one_b", "pb", "pipedream", "pipedream_2bw", "pipemare", "spectrain", "lwp", "sc", "cerebras",
+]  # fmt: skip
+
+
+def test_the_names_of_the_field():
+    assert methods.available()[: len(NAMES)] == NAMES
+    assert {label.split("-")[0].split("+")[0] for label in CASES} == set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_method_file_opens_with_its_equations(name):
+    module = sys.modules[type(CASES[name](4)).__module__]
+    opening = module.__doc__
+    assert "w" in opening and ("←" in opening or "=" in opening)
+    assert "Weight copies" in opening
+    if name != "sgd":
+        assert "arXiv" in opening
+
+
+def test_unknown_names_and_options_suggest():
+    with pytest.raises(ValueError, match="unknown method 'cerebas'; did you mean 'cerebras'"):
+        methods.create("cerebas")
+    with pytest.raises(ValueError, match="'lwp' has no option 'horizont'; did you mean 'horizon'"):
+        methods.create("lwp", horizont=3)
+    with pytest.raises(ValueError, match="'sgd' has no option 'slack'.*takes none"):
+        methods.create("sgd", slack=1)
+    with pytest.raises(ValueError, match="'pipedream_2bw' needs the option micro_batches="):
+        methods.create("pipedream_2bw")
+
+
+def test_slack_of_every_flowing_method():
+    for name in ("pb", "pipedream", "spectrain", "lwp", "sc", "cerebras"):
+        for slack in (0, 1, 2):
+            assert methods.create(name, slack=slack).delays(4) == [slack * (3 - s) for s in range(4)]
+    assert methods.create("pipemare", t1=False, slack=1).delays(4) == [3, 2, 1, 0]
+    assert methods.create("pipedream_2bw", micro_batches=9, slack=2).delays(4) == [1] * 4
+
+
+def test_2bw_refuses_groups_that_two_versions_cannot_serve():
+    with pytest.raises(ValueError, match=r"micro_batches=3 is too few for 5 stages.*from 5"):
+        pipeline(network(5), methods.create("pipedream_2bw", micro_batches=3))
+
+
+PLUGIN = '''
+import pipeback
+from pipeback.schedules.programs import flowing
+
+class Halved(pipeback.Method):
+    """Predicts half as far as lwp."""
+    copies = "scratch"
+    def __init__(self, slack=2):
+        self.slack, self.schedule = slack, flowing(slack)
+    def init(self, weights):
+        return {"moved": [w * 0 for w in weights]}
+    def forward_weights(self, weights, state, when):
+        return [w + 0.5 * when.delay * d for w, d in zip(weights, state["moved"])]
+    def update(self, weights, optimizer, state, when):
+        before = [w.clone() for w in weights]
+        optimizer.step()
+        return {"moved": [w - b for w, b in zip(weights, before)]}
+'''
+
+
+def test_an_outside_package_adds_a_method(tmp_path):
+    """A real distribution on the path, with an entry point and nothing else."""
+    (tmp_path / "halved.py").write_text(PLUGIN)
+    info = tmp_path / "halved-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: halved\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[pipeback.methods]\nhalved = halved:Halved\n")
+    code = """
+import sys; sys.path.insert(0, sys.argv[1])
+import torch, pipeback
+from tests.laws.cases import data, network, pipeline, weights
+assert "halved" in pipeback.methods.available()
+half, horizon = pipeline(network(), "halved"), None
+from tests.laws import cases
+class Same(pipeback.methods._find("lwp")):
+    def forward_weights(self, weights, state, when):
+        shift = super().forward_weights(weights, state, when)
+        return pipeback.Shift(weights, [0.5 * c for c in shift.coefficients], shift.directions)
+same = pipeline(network(), Same(form="weight"))
+for x, y in data(25):
+    half.push(x, y); same.push(x, y)
+torch.testing.assert_close(weights(half), weights(same), rtol=1e-5, atol=1e-6)
+state = half.state_dict()
+half.drain()
+half.load_state_dict(state)
+print("ok", half.delays)
+"""
+    found = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.strip() == "ok [8, 6, 4, 2, 0]"
+
+
+def test_a_chain_of_methods_in_pieces_is_the_combination_under_its_own_name():
+    whole, chained = (
+        pipeline(network(), method)
+        for method in ("cerebras", pipeback.chain(methods.create("lwp"), methods.create("sc")))
+    )
+    for x, y in data(30):
+        whole.push(x, y)
+        chained.push(x, y)
+    assert torch.equal(weights(whole), weights(chained))
+
+
+def test_a_chain_needs_one_schedule():
+    with pytest.raises(ValueError, match="different schedules; give both the same slack="):
+        pipeback.chain(methods.create("lwp", slack=1), methods.create("sc", slack=2))
+
+
+def test_a_method_that_steps_itself_stands_last():
+    with pytest.raises(ValueError, match="makes the step itself.*put it last"):
+        pipeback.chain(methods.create("sc"), methods.create("lwp", form="weight"))
+    with pytest.raises(ValueError, match="runs forwards on older versions"):
+        pipeline(
+            network(), pipeback.chain(methods.create("lwp", slack=1), methods.create("pipedream", vertical_sync=True))
+        )
+
+
+def test_options_are_checked_when_a_method_is_built():
+    for name, options in [
+        ("lwp", {"horizon": -1}), ("sc", {"horizon": "far"}), ("lwp", {"form": "w"}), ("spectrain", {"version": 3}),
+        ("pipemare", {"anneal": 5, "warmup": 2.5}), ("pipemare", {"anneal": 5, "decay": 1.0}), ("pb", {"slack": -1}),
+        ("pipedream", {"vertical_sync": "no"}), ("gpipe", {"micro_batches": 0}),
+    ]:  # fmt: skip
+        with pytest.raises(ValueError, match="must|is a number of updates|counts micro-batches"):
+            methods.create(name, **options)
+
+
+def test_scaling_rule():
+    rate, momentum = pipeback.scale_hyperparameters(0.1, 0.9, reference=256, size=32)
+    assert (rate, momentum) == (pytest.approx(0.0016355, rel=1e-4), pytest.approx(0.98691628, abs=1e-8))
+    rate, momentum = pipeback.scale_hyperparameters(0.1, 0.9, reference=128, size=1)
+    assert (rate, momentum) == (pytest.approx(6.428e-6, rel=1e-3), pytest.approx(0.99917721, abs=1e-8))
+    assert pipeback.scale_hyperparameters(0.1, 0.9, 32, 32) == (0.1, 0.9)
+    with pytest.raises(ValueError, match="at least 1"):
+        pipeback.scale_hyperparameters(0.1, 0.9, 32, 0)
+    with pytest.raises(ValueError, match=r"momentum must lie in \[0, 1\)"):
+        pipeback.scale_hyperparameters(0.1, 1.0, 32, 1)
+
+
+def test_spike_compensation_without_decay_is_its_limit():
+    assert spike(1.0, 3) == (1.0, 3)
+    assert spike(1 - 1e-9, 3)[1] == pytest.approx(3)

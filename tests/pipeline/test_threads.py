@@ -1,0 +1,123 @@
+"""Losses that nobody waits for, workers in threads, and pipelines that are closed."""
+
+import gc
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import pipeback
+from tests.laws.cases import data, network, pipeline, weights
+
+
+class Slow(nn.Module):
+    def __init__(self, seconds):
+        super().__init__()
+        self.linear, self.seconds = nn.Linear(6, 6), seconds
+
+    def forward(self, x):
+        time.sleep(self.seconds)
+        return self.linear(x)
+
+
+def test_lazy_losses():
+    pipe = pipeline([nn.Linear(6, 6), Slow(0.05), nn.Linear(6, 6)], "pb", workers=2)
+    pipe.push(*data(1)[0])  # the rehearsal is behind us
+    x, y = data(2)[1]
+    begin = time.perf_counter()
+    losses = [pipe.push(x, y) for _ in range(4)]
+    sent = time.perf_counter() - begin
+    assert isinstance(losses[0], torch.Tensor) and losses[0].shape == ()
+    values = [float(loss) for loss in losses]
+    read = time.perf_counter() - begin
+    assert sent < read / 2  # push did not wait for the forwards, reading did
+    assert values == [loss.item() for loss in losses]
+    assert float(sum(losses)) == pytest.approx(sum(values))
+    assert torch.stack(losses).tolist() == values
+    assert f"{losses[0]:.4f}" == f"{values[0]:.4f}" and str(values[0])[:6] in repr(losses[0])
+    assert (losses[0] + 1).item() == pytest.approx(values[0] + 1)
+    assert losses[0] == losses[0] and bool(losses[0] < values[0] + 1)
+    assert losses[0].dtype == torch.float32 and losses[0].detach().numpy().shape == ()
+    assert type(losses[0] * 2) is torch.Tensor
+    pipe.close()
+
+
+def test_threads_stop_with_their_pipeline():
+    gc.collect()  # pipelines of other tests, with their threads
+    before = threading.active_count()
+    pipe = pipeline(network(), "pb", workers=3)
+    for x, y in data(5):
+        pipe.push(x, y)
+    assert threading.active_count() == before + 3
+    del pipe
+    gc.collect()
+    for _ in range(100):
+        if threading.active_count() == before:
+            break
+        time.sleep(0.05)
+    assert threading.active_count() == before
+
+
+def test_a_failed_worker_fails_the_losses_that_wait():
+    class Bomb(nn.Module):
+        def forward(self, x):
+            if bool((x > 1e6).any()):
+                raise RuntimeError("bang")
+            return x
+
+    pipe = pipeline([nn.Linear(6, 6), nn.Identity(), Bomb(), nn.Linear(6, 6)], "pb", workers=2)
+    pipe.push(*data(1)[0])
+    loss = pipe.push(torch.full((3, 6), 1e9), torch.zeros(3, 6))
+    with pytest.raises(pipeback.StageError, match=r"stage 2 \(2\), micro-batch 1: the forward failed: bang"):
+        float(loss)
+
+
+def test_a_closed_pipeline_stands_still_and_its_losses_say_so():
+    pipe = pipeline([nn.Linear(6, 6), Slow(0.02), nn.Linear(6, 6)], "pb", workers=2)
+    losses = [pipe.push(x, y) for x, y in data(6)]
+    pipe.close()
+    frozen = torch.cat([p.detach().flatten().clone() for p in pipe._engine.model.parameters()])
+    time.sleep(0.2)
+    assert torch.equal(frozen, torch.cat([p.detach().flatten() for p in pipe._engine.model.parameters()]))
+    with pytest.raises(RuntimeError, match="closed before this loss was there"):
+        float(losses[-1])
+
+
+@pytest.mark.filterwarnings("ignore:.*takes its statistics")
+def test_a_short_batch_is_looked_at_without_disturbing_the_workers():
+    def run(workers):
+        torch.manual_seed(0)
+        model = [nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6)]
+        pipe = pipeline(model, "pb", workers=workers)
+        for n in (20, 20, 20, 19, 18, 17, 16, 8, 4):
+            pipe.push(*data(1, samples=n)[0])
+        result = weights(pipe)
+        pipe.close()
+        return result
+
+    assert torch.equal(run(None), run(2))
+
+
+def test_several_threads_may_push_and_look():
+    pipe = pipeline(network(), "pb")
+    pipe.push(*data(1)[0])
+    failed = []
+
+    def work(n):
+        try:
+            for x, y in data(15, seed=n):
+                pipe.push(x, y)
+                pipe.state_dict()
+        except Exception as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    pipe.drain()
+    assert sum(r.kind == "B" for r in pipe.ledger) == 5 * 46
