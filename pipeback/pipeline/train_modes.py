@@ -9,7 +9,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
-from weakref import WeakMethod, WeakSet
+from weakref import WeakMethod, WeakSet, finalize
 
 from torch import nn
 
@@ -50,6 +50,7 @@ class Modes:
     def __init__(self, modules: Iterable[nn.Module], turn: Turn, wait: Callable[[], object]) -> None:
         self._modules, self._turn, self._wait = {id(module) for module in modules}, turn, WeakMethod(wait)
         self._caller = 0
+        finalize(self, _restore).atexit = False  # a pipeline that is dropped without being closed
         self.pending = False  # whether something may not be done that was pushed
 
     def pushed(self) -> None:
@@ -68,7 +69,7 @@ class Modes:
     def listen(self) -> None:
         """Hear of modules that are set, from now on."""
         with _changing:
-            if not _listening:
+            if not hasattr(nn.Module.train, "_pipeback_hears"):
                 nn.Module.train = _hearing(nn.Module.train)  # type: ignore[method-assign]
             _listening.add(self)
 
@@ -76,9 +77,7 @@ class Modes:
         self.pending = False
         with _changing:
             _listening.discard(self)
-            original = getattr(nn.Module.train, "_pipeback_hears", None)
-            if not _listening and original is not None:
-                nn.Module.train = original  # type: ignore[method-assign]
+            _restore()
 
     def hear(self, module: nn.Module) -> None:
         """It is about to be set."""
@@ -89,13 +88,18 @@ class Modes:
 
 
 _listening: WeakSet[Modes] = WeakSet()
-_changing = threading.Lock()
+_changing = threading.RLock()  # the garbage collector may come to `_restore` while its thread holds it
+
+
+def _restore() -> None:
+    """Torch's own function, where nobody who listens is alive."""
+    with _changing:
+        original = getattr(nn.Module.train, "_pipeback_hears", None)
+        if original is not None and not list(_listening):  # the list leaves out those that have just gone
+            nn.Module.train = original  # type: ignore[method-assign]
 
 
 def _hearing(original: Any) -> Any:
-    if hasattr(original, "_pipeback_hears"):  # those who listened are gone and have not left
-        return original
-
     @functools.wraps(original)
     def train(self: nn.Module, mode: bool = True) -> nn.Module:
         for modes in list(_listening):

@@ -75,7 +75,7 @@ def test_adam_where_backwards_run_on_other_weights(case, leapt):
 
 def test_a_loss_of_the_users_own_is_asked_every_time(leapt):
     def loss(output, target):
-        loss.calls += 1
+        loss.calls += loss.counted
         return (1 + loss.calls % 3) / 4 * mse_loss(output, target)
 
     found = []
@@ -83,9 +83,9 @@ def test_a_loss_of_the_users_own_is_asked_every_time(leapt):
         pipe = pipeback.Pipeline(
             model(), loss=loss, optimizer=OPTIMIZERS["momentum"], method="pb", micro_batch_size=3, vectorize=on
         )
-        loss.calls = 0
+        loss.calls, loss.counted = 0, False  # rehearsals ask it as often as they can in their time
         float(pipe.push(*(v[:3] for v in doubles(1)[0])))
-        loss.calls = 0  # however often it was tried
+        loss.counted = True
         found.append(pushed(pipe))
     same(*reversed(found))
     assert sum(leapt) > 30

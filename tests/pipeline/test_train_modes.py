@@ -5,12 +5,14 @@ import gc
 import pickle
 import time
 import warnings
+from weakref import WeakSet
 
 import pytest
 import torch
 from torch import nn
 
 import pipeback
+from pipeback.pipeline import train_modes
 from tests.laws.cases import data, everything, pipeline
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*takes its statistics")
@@ -160,9 +162,15 @@ def test_a_forward_that_sets_its_modules(options):
     pipe.close()
 
 
-def test_nobody_hears_when_nobody_works():
+@pytest.fixture
+def nobody_listens(monkeypatch):
+    """Whatever pipelines of other tests are still alive."""
+    monkeypatch.setattr(train_modes, "_listening", WeakSet())
+    monkeypatch.setattr(nn.Module, "train", getattr(nn.Module.train, "_pipeback_hears", nn.Module.train))
+
+
+def test_nobody_hears_when_nobody_works(nobody_listens):
     """torch's own function is there again; a copy of a model is set without its pipeline."""
-    gc.collect()  # pipelines of other tests, which may be waiting for it, hear
     train = nn.Module.train
     made = model()
     with_loop = pipeline(made, "pb", "sgd")
@@ -176,6 +184,12 @@ def test_nobody_hears_when_nobody_works():
         assert not twin.training
         twin.train()
     pipe.close()
+    assert nn.Module.train is train
+    dropped = pipeline(model(), "pb", "sgd", workers=2)
+    dropped.push(*data(1)[0])
+    assert nn.Module.train is not train
+    del dropped
+    gc.collect()
     assert nn.Module.train is train
 
 
