@@ -120,7 +120,7 @@ def table(lines: Iterable[Line]) -> Table:
                        ("sgd − plain", "right"), ("pb", "left"), ("verdict", "left")):  # fmt: skip
         shown.add_column(head, justify=side)  # type: ignore[arg-type]
     for n in lines:
-        rung = n.rung.removesuffix(", its forward followed")
+        rung = n.rung.removesuffix(", its forward traced")
         stages, cutting = str(n.stages or ""), "" if math.isnan(n.cutting) else f"{n.cutting:.1f}"
         values = (n.model, package(n.model), rung, stages, cutting, f"{n.difference:.1g}", n.pb, n.verdict)
         shown.add_row(*map(escape, values), style={"ok": None, "cured": "yellow", "failed": "red"}[n.verdict])

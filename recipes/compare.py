@@ -180,7 +180,9 @@ def main() -> None:
 
     with mistakes("compare"):
         if swept := [w for w in words if w in ("-m", "--multirun") or w.startswith("method=")]:
-            raise ValueError(f"{swept[0]}: it runs methods=[...] x seeds=; `pipeback train -m` sweeps over anything")
+            raise ValueError(
+                f"{swept[0]}: it compares methods=[...] x seeds=; `pipeback train -m` sweeps over anything"
+            )
     sys.argv[1:] = words
     start("compare", task)
     for runs, kept, config in planned:  # none, where Hydra was asked for something else (--help, --cfg job)

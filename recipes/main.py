@@ -22,7 +22,7 @@ COMMANDS = {
 
 def usage() -> str:
     lines = "\n".join(f"  {name:<11}{line}" for name, line in COMMANDS.items())
-    help_ = "pipeback COMMAND --help tells its options; pipeback --version tells which version this is."
+    help_ = "pipeback COMMAND --help shows its options; pipeback --version shows which version this is."
     return f"usage: pipeback COMMAND [OPTION=VALUE ...]\n\n{lines}\n\n{help_}"
 
 

@@ -43,7 +43,7 @@ from pipeback.splitting.split import split_model
 
 METHODS = ("pb", "pipedream", "cerebras")
 QUICK = ("resnet18", "seq2seq", "unet", "gpt2")
-HEADS = ("model", "parameters", "rung", "a stage is a", "stages", "sgd − plain", *METHODS)
+HEADS = ("model", "parameters", "rung", "one stage per", "stages", "sgd − plain", *METHODS)
 
 
 class Row(NamedTuple):
@@ -85,7 +85,7 @@ def main() -> None:
         console.print(table(found))
     for row in found:
         if row.error:
-            console.print(f"[red]{row.model}, a {row.cuts} a stage:[/red] {escape(row.error)}")
+            console.print(f"[red]{row.model}, one stage per {row.cuts}:[/red] {escape(row.error)}")
     sys.exit(0 if all(row.good for row in found) else 1)
 
 
@@ -246,7 +246,7 @@ def cells(row: Row) -> list[str]:
     if row.error and not row.rung:
         return [row.model, f"{row.parameters:,}", "failed", row.cuts, *[""] * (len(HEADS) - 4)]
     losses = [f"{row.last[method]:.3f}" if method in row.last else "failed" for method in METHODS]
-    rung = row.rung.removesuffix(", its forward followed")
+    rung = row.rung.removesuffix(", its forward traced")
     return [row.model, f"{row.parameters:,}", rung, row.cuts, str(row.stages), f"{row.difference:.1g}", *losses]
 
 

@@ -58,8 +58,8 @@ def choose(store: DiskStore, ranks: Ranks | SingleProcess) -> None:
         raise StoreError(f"{store.folder}: the ranks hold no version in common; give the store an empty folder")
     elif any(committed for _, (committed, _) in everywhere):
         raise StoreError(
-            f"{store.root}: a version was committed here, but version-*.json is missing, without which nobody "
-            "knows what lies where; restore the folder from a copy, or give the store an empty one to begin anew"
+            f"{store.root}: a version was committed here, but version-*.json is missing, which says where the "
+            "weights lie; restore the folder from a copy, or give the store an empty one to begin anew"
         )
     elif store.versions.begun[1]:
         warnings.warn(

@@ -43,7 +43,7 @@ def check_output(body: TrainedModule, output: Any, given: Any) -> None:
         raise ValueError(
             f"training_step did not call self.{name}, so there is nothing for the stages to learn from; call it "
             "once and compute the loss from its output (if a module around it does not call it as a whole, but its "
-            'parts, have that one followed: PipelineStrategy(stages="layer"))'
+            'parts, have that module traced: PipelineStrategy(stages="layer"))'
         )
     if not isinstance(loss, Tensor):
         raise ValueError(

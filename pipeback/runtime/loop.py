@@ -306,7 +306,7 @@ def check_progress(saved: dict[str, Any], arrived: int, stages: int) -> None:
     begun = order["arrived"] - order["start"]
     for name in ("fetched", "forwards", "backwards", "updated"):
         if len(order[name]) != stages or not all(type(n) is int for n in order[name]):
-            raise ValueError(f"the state does not say of {stages} stages how far they are ({name}); {_EDITED}")
+            raise ValueError(f"the state does not say how far each of the {stages} stages is ({name}); {_EDITED}")
     counts = zip(order["fetched"], order["forwards"], order["backwards"], order["updated"], strict=True)
     for s, (fetched, forwards, backwards, updated) in enumerate(counts):
         least = 1 + forwards + backwards  # operations taken from the program, the next one included

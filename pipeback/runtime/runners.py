@@ -110,7 +110,7 @@ class TickLoop(EventLoop):
             if len(losses) < len(mbs) and not self.closed:
                 self.settle()
             if len(losses) < len(mbs):
-                raise RuntimeError("the pipeline was closed before this loss was there")
+                raise RuntimeError("the pipeline was closed before this loss was computed")
             return mean([losses[i] for i in mbs], sizes)
 
         return lambda sizes: LazyLoss(partial(read, sizes))
@@ -223,7 +223,7 @@ class Threads:
                 thread.join(timeout=0.05)
         for loop in self.loops:
             loop.worker.residence.close()
-        fail(self.futures, RuntimeError("the pipeline was closed before this loss was there"))
+        fail(self.futures, RuntimeError("the pipeline was closed before this loss was computed"))
 
 
 def deliver(futures: dict[int, Future[Tensor]], replica: int = 0, replicas: int = 1) -> Callable[[int, Tensor], None]:

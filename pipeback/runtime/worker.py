@@ -397,4 +397,4 @@ class Worker:
         return f"{self.stages[self._last].label}, micro-batch {i}: the loss is {loss.item()}; {_CURE}"
 
 
-_CURE = "lower the rate, set clip_norm=, or train on with debug=pipeback.Debug(check_finite=False)"
+_CURE = "lower the learning rate, set clip_norm=, or train on with debug=pipeback.Debug(check_finite=False)"

@@ -156,7 +156,7 @@ def magnitude(what: str, tensor: Tensor | None, at: At, n: int, among: Tensor | 
     if among is not None:
         size = size.masked_fill(~among, 0)
     if size.isnan().any():
-        raise ValueError(f"the {what} of {where} is NaN; training has diverged: lower the rate, or give clip_norm=")
+        raise ValueError(f"the {what} of {where} is NaN: training diverged; lower the learning rate or give clip_norm=")
     return size
 
 

@@ -44,7 +44,7 @@ class Known(NamedTuple):
         call = self.decisions[-1].calls[-1] if self.decisions else None
         if call is None:
             shown = self.inputs.fill([f"tensor {n}" for n in range(len(self.inputs.constants))])
-            return f"what is pushed besides tensors is another each time, {shown}; push tensors instead"
+            return f"what is pushed beside tensors differs from push to push, {shown}; push tensors instead"
         return f"{call.target.__name__} gave {call.check[0]}"
 
     def plain(self, training: bool, tensors: Sequence[tuple[Sequence[int], torch.dtype]]) -> dict[str, Any]:

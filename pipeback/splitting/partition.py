@@ -49,7 +49,7 @@ def split(model: nn.Module | Sequence[nn.Module]) -> list[StagePart]:
                 raise ValueError(f"stage {s} ({name}): {key} has no shape yet; run a lazy module once before training")
             if parameter.is_inference():
                 raise ValueError(
-                    f"stage {s} ({name}): {key} was made in inference mode, which forbids to train it; build the model "
+                    f"stage {s} ({name}): {key} was made in inference mode, which forbids training it; build the model "
                     "outside torch.inference_mode()"
                 )
         parameters, buffers = list(module.named_parameters()), list(module.named_buffers())

@@ -13,7 +13,7 @@ def unmade(who: str, where: str, what: str, value: Tensor) -> ValueError:
     """A tensor that came from nowhere. who: names the module of the path `where`; what: is given the tensor."""
     return ValueError(
         f"{who}.forward gives {what} a tensor {tuple(value.shape)} that no torch function or module has made from its "
-        f"input, as numpy does: {_whole(where)}"
+        f"input (what numpy computes, for example, is not traced); {_whole(where)}"
     )
 
 
@@ -75,8 +75,8 @@ def left_out(model: nn.Module, where: str, target: str) -> ValueError:
     kind, caller = type(model.get_submodule(target)).__name__, model.get_submodule(where)
     who = f"{type(caller).__name__} {where!r}" if where else type(caller).__name__
     return ValueError(
-        f"{who}.forward calls {kind} {target!r} for this micro-batch, which the example does not come to, so that "
-        f"no stage has it; give an example= that comes to it, or keep what calls it whole: "
+        f"{who}.forward calls {kind} {target!r} for this micro-batch, but did not for the example, so that no "
+        f"stage has it; give an example= for which it does, or keep what calls it whole: "
         f"{kept_whole(model, where)}"
     )
 

@@ -244,8 +244,8 @@ class Segment(nn.Module):
             known, form = self.__scripts[key]
             if not known.does(script) or form != portion.form:
                 raise ValueError(
-                    f"{self.__label__}: micro-batches of two forms look alike here, but need other operations; pad "
-                    "them to one form"
+                    f"{self.__label__}: micro-batches of two forms look alike at this stage, but need different "
+                    "operations; pad them to one form"
                 )
             return
         same = (known for known, form in self.__scripts.values() if form == portion.form and known.does(script))

@@ -78,9 +78,9 @@ def split_model(
         program = TracedModel(model, example, cuts, leaves, balance)
     if known is None:
         reasons["c"] = "it is of no family that is known"
-        rung = "d: its forward, followed"
+        rung = "d: its forward, traced"
     else:
-        rung = f"c: {known.name}, its forward followed"
+        rung = f"c: {known.name}, its forward traced"
     return Split(rung, program.parts, model, program, reasons)
 
 

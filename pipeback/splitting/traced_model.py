@@ -290,9 +290,9 @@ class TracedModel:
             yield s, call
         if s != last:
             raise ValueError(
-                f"{type(self.model).__name__} does not come to {self.units[s + 1].start!r} for every micro-batch, or "
-                "in another order, so that stages cannot follow one another; keep the whole model one stage: "
-                "stages=pipeback.Splitting(leaves=[''])"
+                f"{type(self.model).__name__} does not call {self.units[s + 1].start!r} for every micro-batch, or "
+                "calls it in another order, so that stages cannot run one after the other; keep the whole model one "
+                "stage: stages=pipeback.Splitting(leaves=[''])"
             )
 
     # -- from a record to what each segment does -----------------------------------------------------------------
@@ -320,8 +320,8 @@ class TracedModel:
             staged = list(self._staged(record))
             if not all(self.ownership.able(s, call) for s, call in staged):
                 raise ValueError(
-                    f"{type(self.model).__name__}.forward comes to its layers in another order than for the example, "
-                    "so that stages cannot follow one another; keep the whole model one stage: "
+                    f"{type(self.model).__name__}.forward calls its layers in another order than for the example, "
+                    "so that stages cannot run one after the other; keep the whole model one stage: "
                     "stages=pipeback.Splitting(leaves=[''])"
                 )
         except ValueError:

@@ -30,7 +30,7 @@ def unsealed(file: Path) -> Any:
     found = SEALED.fullmatch(text)
     if found is None:
         raise CheckpointError(
-            f"{file}: {len(text)} bytes were found, which begin or end wrongly: truncated or edited; "
+            f"{file}: {len(text)} bytes were found, whose beginning or end is wrong: it was truncated or edited; "
             "restore it from a copy"
         )
     check_digest(file, hashlib.sha256(found[2]).hexdigest(), found[1].decode())

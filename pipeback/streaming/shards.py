@@ -169,7 +169,7 @@ class Shard:
             if other[:2] != told[:2]:
                 raise RuntimeError(
                     f"replica {rank} is at update {other[1]:g} of stage {other[0]:g}, replica {self.index} at update "
-                    f"{version} of stage {self.stage}; every replica must push as many micro-batches"
+                    f"{version} of stage {self.stage}; every replica must push the same number of micro-batches"
                 )
         total = in_order([part[len(head) :] for part in parts])
         spans = [self.span(n) for n in self.trained]

@@ -101,7 +101,7 @@ class SparseLinear:
     def product(self, which: int, x: Tensor) -> Tensor:
         """x Wᵀ, or x W: (N, …) -> (N, …)."""
         if self.laid is None:
-            raise RuntimeError("a sparse weight is not on the device; this is a mistake of pipeback's")
+            raise RuntimeError("a sparse weight is not on the device; this is a bug in pipeback")
         return (self.laid[which] @ x.t()).t().contiguous()
 
     def gradient(self, g: Tensor, x: Tensor) -> Tensor:

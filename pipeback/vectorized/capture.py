@@ -58,7 +58,7 @@ def capture(module: nn.Module, weights: Mapping[str, Tensor], x: Tensor, *, clon
             if not isinstance(y, Tensor):
                 raise Unfit(f"the output is a {type(y).__name__}, and not a tensor")
             if y.shape != x.shape or y.dtype != x.dtype:
-                raise Unfit(f"the output {tuple(y.shape[1:])} has another form than the input {tuple(x.shape[1:])}")
+                raise Unfit(f"the output {tuple(y.shape[1:])} has another shape than the input {tuple(x.shape[1:])}")
             y.backward(torch.ones_like(y))
     except Unfit:
         raise

@@ -145,7 +145,7 @@ class Stack:
         """Of an input. Raises `Unfit` where it is no tensor of floating point."""
         if not isinstance(x, Tensor) or not x.is_floating_point():
             what = str(x.dtype) if isinstance(x, Tensor) else type(x).__name__
-            raise Unfit(f"they are given {what}, and not one tensor of floating point")
+            raise Unfit(f"they are given {what}, and not one floating-point tensor")
         return tuple(x.shape), x.dtype, self.stages[0].module.training + 2 * self._era
 
     def renew(self) -> None:
@@ -172,7 +172,7 @@ class Stack:
                 self._unfit[kind] = told if isinstance(error, Unfit) else f"torch cannot run them as one: {told}"
                 self._rings.pop(kind, None)
                 if self.name in self.told:
-                    self.told[self.name] += f"; micro-batches {tuple(shape)} as they are, for {self._unfit[kind]}"
+                    self.told[self.name] += f"; micro-batches {tuple(shape)} stage by stage: {self._unfit[kind]}"
                 raise Unfit(self._unfit[kind]) from error
         if kind != self._newest:
             self._newest = kind

@@ -151,13 +151,13 @@ def fitting(
     leap = leaps(method) and not seen and all(stack.rows.plain([options] * len(stack.stages)) for stack in kept)
     for stack in list(kept):
         times = min(gains[stack.name], gains[(stack.partner or stack).name])
-        reasons[stack.name] = f"as one, F and B {times:.1f} times as fast"
+        reasons[stack.name] = f"as one, which makes F and B {times:.1f} times as fast"
         full = stack.partner is None and ticks[stack.name] < SPARSE
         enough = WHOLE if leap else ALL if full else SOME
         if vectorize == "auto" and times < enough:
             reasons[stack.name] = (
-                f"as they are, for as one F and B are {times:.2f} times as fast, which pays from {enough:g} on with "
-                f"these options and {method!r}"
+                f"stage by stage, because as one F and B are {times:.2f} times as fast, which pays from {enough:g} on "
+                f"with these options and {method!r}"
             )
             kept.remove(stack)
     if not kept and vectorize != "auto":

@@ -24,7 +24,7 @@ IDEAL = "two copies of pb"
 def main(repeats: int, cases: Iterable[Case] = CASES) -> None:
     for case in cases:
         rates, weights, whole = on_ranks(measured, case, repeats)
-        print(f"two processes, two cores, a thread each: {case.layers} transformer layers of width {case.width}, "
+        print(f"two processes, two cores, one thread each: {case.layers} transformer layers of width {case.width}, "
               f"sequence {case.length}, micro-batch {case.samples}")  # fmt: skip
         table(rates)
         shares = ", ".join(f"{some / whole:.1%}" for some in weights)

@@ -15,7 +15,7 @@ from pipeback.recipes.benches.network import sgd
 from pipeback.recipes.foreign import build
 
 STAGES, COUNT = 12, 6  # micro-batches per turn
-SIZES = {"width 448, 128 samples": (448, 128), "width 8, a sample": (8, 1)}  # milliseconds per stage, and nothing
+SIZES = {"width 448, 128 samples": (448, 128), "width 8, one sample": (8, 1)}  # milliseconds per stage, and nothing
 
 
 class Masked(nn.Module):

@@ -126,7 +126,7 @@ class CIFAR10(Images):
             part = datasets.CIFAR10(root, train=train, download=self.download)
         except RuntimeError as error:
             raise self.missing(
-                "CIFAR-10 (cifar-10-batches-py, or folders train/ and test/ with a folder of images a class)"
+                "CIFAR-10 (cifar-10-batches-py, or folders train/ and test/ with one folder of images per class)"
             ) from error
         return Pictures(torch.from_numpy(part.data).permute(0, 3, 1, 2).contiguous(), torch.tensor(part.targets))
 

@@ -20,7 +20,7 @@ def tables(methods: Sequence[Method], goal: Target | None) -> list[Sheet]:
     found = [sheet("methods", "Every method at its own delay", own or methods, shown, _notes(methods) + over)]
     if own and len(own) < len(methods):
         equal = [m for m in methods if m.equal_delay or m.base == "sgd"]
-        text = "All flowing methods at slack 2, that is, at the delay of pb; sgd for reference." + over
+        text = "Every method but sgd runs at slack 2, that is, at the delay of pb; sgd is the reference." + over
         found.append(sheet("equal_delay", "At equal delay", equal, shown, text))
     if goal is not None:
         found.append(time_to_target(methods, goal))
@@ -84,8 +84,8 @@ def _over(methods: Sequence[Method]) -> str:
 def _notes(methods: Sequence[Method]) -> str:
     stages = {m.facts["stages"] for m in methods if m.facts.get("stages")}
     found = (
-        f"{methods[0].metric.title} and loss on held-out data. "
-        f"Update size: samples per update. D: own updates between forward and gradient, at the first"
+        f"{methods[0].metric.title} and loss are those on held-out data. "
+        f"The update size is in samples. D is the number of updates between forward and gradient, at the first"
         f"{f' of {min(stages)} stages' if len(stages) == 1 else ' stage'}. "
     )
     return found.strip()
@@ -102,8 +102,9 @@ def time_to_target(methods: Sequence[Method], goal: Target) -> Sheet:
         Column("seconds", lambda m: m.until(goal.value, SECONDS), ".1f"),
     ]
     why = f" ({goal.why})" if goal.why else ""
-    notes = (f"Target: {metric.held_out} of {metric.text(goal.value)}{why}; counted at the first measurement there or "
-             f"past it, over the runs that reach it. Seconds: of training, validation excluded.")  # fmt: skip
+    notes = (f"The target is a {metric.held_out} of {metric.text(goal.value)}{why}. The numbers are those of the "
+             f"first measurement at or past it, over the runs that reach it. Seconds are those of training, without "
+             f"validation.")  # fmt: skip
     return sheet("target", f"Time to {metric.text(goal.value)}", methods, shown, notes + _over(methods), dagger=False)
 
 
@@ -117,16 +118,16 @@ def cost(methods: Sequence[Method]) -> Sheet:
         Column("bubble\n%", lambda m: _fact(m, "bubble"), ".1f", 100),
     ]
     micro = next((m.facts["bubble_micro_batches"] for m in methods if m.facts.get("bubble_micro_batches")), None)
-    notes = ("Samples/s: of training, as it was run; utilisation: share of that time spent in forwards, backwards and "
-             "updates. Both compare methods on one machine, not schedules.")  # fmt: skip
+    notes = ("Samples/s are those of training, as it was run; utilisation is the share of that time spent in forwards, "
+             "backwards and updates. Both compare methods on one machine, not schedules.")  # fmt: skip
     if any(m.number("pipeback/weight_copies") for m in methods):
-        notes += (" Weight copies: live weights, kept versions and scratch, at the peak; method state is counted "
-                  "apart, in copies of the weights. Activations: of micro-batches in flight, at the peak.")  # fmt: skip
+        notes += (" Weight copies are live weights, kept versions and scratch, at the peak; method state is counted "
+                  "apart, in copies of the weights. Activations are those in flight, at the peak.")  # fmt: skip
     else:
         notes += " Utilisation, copies of the weights and activations were not logged (callback PipelineMonitor)."
     if micro:
-        notes += (f" Bubble: idle share of the schedule over {micro:,} micro-batches, one worker a stage, F and B of "
-                  f"equal length.")  # fmt: skip
+        notes += (f" The bubble is the idle share of the schedule over {micro:,} micro-batches, with one worker per "
+                  f"stage, and forwards and backwards of equal length.")  # fmt: skip
     return sheet("cost", "Throughput and memory", methods, shown, notes + _over(methods), dagger=False)
 
 
@@ -141,5 +142,5 @@ def differences(methods: Sequence[Method]) -> Sheet | None:
         return None
     scaled = any(name.startswith("optimizer.") for name in head)
     notes = "Rate and momentum are those that the optimizer got, scaled to the update size. " if scaled else ""
-    notes += "What is not shown is the same for all."
+    notes += "Options that are not shown are the same for all."
     return Sheet("options", "Options that differ", head, rows, [list(head), *map(list, rows)], notes)

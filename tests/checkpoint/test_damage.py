@@ -103,7 +103,7 @@ def test_names_that_lead_out_of_the_folder_are_not_followed(two, outside, tmp_pa
     ("name", "value", "found"),
     [
         ("fetched", 10**15, "stage 1 that 1000000000000000 operations were taken from its schedule"),
-        ("fetched", 1.5, "how far they are .fetched."),
+        ("fetched", 1.5, "how far each of the . stages is .fetched."),
         ("forwards", 10**15, "1000000000000000 have gone forward"),
         ("start", -1, "of 10 micro-batches"),
         ("arrived", 10**15, "of 1000000000000000 micro-batches"),

@@ -108,7 +108,9 @@ def test_close_is_seen_at_the_other_end(ends):
     ends[0].ask("send_shapes", "shared", [(2,), (3,)])
     ends[0].ask("close", "shared")
     ends[1].ask("recv_shapes", "shared", [(2,), (3,)])  # what was sent is not lost
-    assert ends[1].ask("waits", "shared")[:3] == ("Broken", "the wire to rank 0 is broken: it has closed its end", 0)
+    assert ends[1].ask("waits", "shared")[:3] == (
+        "Broken", "the connection to rank 0 is broken: it has closed its end", 0
+    )  # fmt: skip
     wire(ends, "shared")
     ends[1].ask("close", "shared")
     assert ends[0].ask("waits", "shared", "send")[2] == 1

@@ -127,7 +127,7 @@ def test_a_loss_that_is_not_finite_moves_nothing_of_the_last_stage(compile, leap
     xs, ys = map(torch.cat, zip(*doubles(40), strict=True))
     pipe.push(xs[:60], ys[:60])
     ys[90] = float("nan")
-    with pytest.raises(RuntimeError, match=r"stage 6 .*micro-batch 30: the loss is nan; lower the rate"):
+    with pytest.raises(RuntimeError, match=r"stage 6 .*micro-batch 30: the loss is nan; lower the learning rate"):
         pipe.push(xs[60:], ys[60:])
     assert sum(leapt) > 5 and all(p.isfinite().all() for p in users.parameters())
 

@@ -132,7 +132,7 @@ def test_auto_asks_for_more_where_ticks_cost_more(case, gain, as_one, monkeypatc
     pipe = pipeline(model(), method, vectorize="auto")
     pipe.push(*doubles(1)[0])
     for told in pipe.vectorized.values():
-        assert told.startswith("as one, F and B " if as_one else "as they are, for as one F and B are "), told
+        assert told.startswith("as one, which makes F and B " if as_one else "stage by stage, because as one"), told
         assert as_one or (case in LEAP) == ("which pays from 1.2 on" in told)
 
 

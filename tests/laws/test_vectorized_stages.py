@@ -169,7 +169,7 @@ def test_what_runs_as_it_is_later_is_told():
     make, shape = STAGES["torn when large"]
     pipe, _ = trained(True, make, shape, [1, 1, 2])
     (told,) = pipe.vectorized.values()
-    assert told.startswith("as one, ") and "; micro-batches (2, 6) as they are, for torch cannot run them" in told
+    assert told.startswith("as one, ") and "; micro-batches (2, 6) stage by stage: torch cannot run them" in told
 
 
 @pytest.mark.parametrize("name", mostly_rare(STAGES, "Conv1d"))

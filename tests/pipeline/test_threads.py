@@ -81,7 +81,7 @@ def test_a_closed_pipeline_stands_still_and_its_losses_say_so():
     frozen = torch.cat([p.detach().flatten().clone() for p in pipe._engine.model.parameters()])
     time.sleep(0.2)
     assert torch.equal(frozen, torch.cat([p.detach().flatten() for p in pipe._engine.model.parameters()]))
-    with pytest.raises(RuntimeError, match="closed before this loss was there"):
+    with pytest.raises(RuntimeError, match="closed before this loss was computed"):
         float(losses[-1])
 
 

@@ -15,7 +15,7 @@ def test_the_table(ending, tmp_path):
     done = pipeback("draw", "model=unet", "stages=block", "method=pb", f"out=unet{ending}", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0] == "unet: 11 stages by d: its forward, followed; D of PipelinedBackpropagation(slack=2)"
+    assert lines[0] == "unet: 11 stages by d: its forward, traced; D of PipelinedBackpropagation(slack=2)"
     (last,) = (line for line in lines if line.split()[:2] == ["10", "head"])
     assert "Conv2d" in last and last.split()[-1] == "0" and "not a: UNet has a forward of its own" in done.stdout
     (total,) = (line for line in lines if line.split()[:1] == ["all"])

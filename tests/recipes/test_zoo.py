@@ -31,7 +31,7 @@ def test_a_model_that_fails(tmp_path, monkeypatch):
     assert done.returncode == 1 and "nan" in done.stdout
     monkeypatch.setattr(zoo, "piped", lambda *given: 1 / 0)
     done = pipeback("zoo", "unet", "micro_batches=1", cwd=tmp_path)
-    assert done.returncode == 1 and "unet, a block a stage: ZeroDivisionError" in done.stdout
+    assert done.returncode == 1 and "unet, one stage per block: ZeroDivisionError" in done.stdout
 
 
 @pytest.mark.parametrize("word, text", [

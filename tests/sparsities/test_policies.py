@@ -126,7 +126,7 @@ def test_nan_is_an_error_that_names_the_tensor():
     weights = tensors()
     weights[3][2, 2] = math.nan
     rule = policy("magnitude")
-    with pytest.raises(ValueError, match="the weight of tensor 3 of stage 1, update 0 is NaN.*lower the rate"):
+    with pytest.raises(ValueError, match="the weight of tensor 3 of stage 1, update 0 is NaN.*lower the learning rate"):
         start(rule, weights)
     rule, at = policy("rigl"), AT._replace(update=100, first=2)
     densities, masks = start(rule, tensors())

@@ -45,7 +45,7 @@ def test_rungs():
     assert rung(torchvision.models.resnet18(), x=torch.randn(2, 3, 32, 32)) == ("c", ["a", "b"])
     assert rung(Deep()) == ("d", ["a", "b", "c"])
     told = str(split_model(tied, "auto", X))
-    assert "2 stages by d: its forward, followed" in told
+    assert "2 stages by d: its forward, traced" in told
     assert "not a: stages 0 and 2 share a parameter (0.weight is 2.weight)" in told
 
 

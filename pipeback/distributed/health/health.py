@@ -255,7 +255,7 @@ class Health:
                 else:
                     self._judge(now)
             except Exception as error:
-                self._settle(self.rank, self._sentence(self.rank, f"its lookout failed: {error!r}"))
+                self._settle(self.rank, self._sentence(self.rank, f"its thread that judges ranks failed: {error!r}"))
             looked = now
             time.sleep(self._pause)
         if self._accused:

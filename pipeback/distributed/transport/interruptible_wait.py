@@ -25,7 +25,7 @@ class Broken(ConnectionError):
         self.peer = peer
 
     def __str__(self) -> str:
-        return f"the wire to rank {self.peer} is broken: {self.args[1]}"
+        return f"the connection to rank {self.peer} is broken: {self.args[1]}"
 
 
 def unbroken(peer: int, call: Callable[[], T]) -> T:

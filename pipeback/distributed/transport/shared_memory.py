@@ -219,4 +219,4 @@ def _host() -> str:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError as error:
-        raise Unavailable(f"this system does not say which it is: {error}") from error
+        raise Unavailable(f"the boot id of this host cannot be read: {error}") from error
