@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import math
-import os
-import platform
-import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 
-import pipeback
 from pipeback.lightning import PipelineStrategy
 from pipeback.lightning.find_stages import find
 from pipeback.methods.base import Method
 from pipeback.recipes import build
+from pipeback.recipes.provenance import provenance
 from pipeback.schedules.timeline import bubble, timeline
 
 MOST = 2000  # micro-batches whose schedule is laid out to measure the bubble
@@ -44,10 +39,7 @@ def facts_of(
         "epochs": config["epochs"],
         "classes": build.facts(data).get("classes"),
         "threads": config["threads"],
-        "torch": str(torch.__version__),
-        "pipeback": pipeback.__version__,
-        "python": platform.python_version(),
-        "machine": machine(trainer),
+        **provenance(trainer.strategy.root_device),
     }
     if not isinstance(strategy, PipelineStrategy):
         return known | {"runtime": "plain Lightning", "method_options": {}, "micro_batch_size": None, "stages": 1,
@@ -71,13 +63,3 @@ def idle(method: Method, stages: int, count: int, config: Mapping[str, Any]) -> 
     per_batch = math.ceil(config["batch_size"] / (config["micro_batch_size"] or config["batch_size"]))
     flow = method.schedule_at(0, per_batch) if method.flush_each_push else method.schedule
     return float(bubble(timeline(flow, stages, count)))
-
-
-def machine(trainer: Trainer) -> str:
-    """Processor, cores and system; the accelerator where there is one."""
-    info = Path("/proc/cpuinfo")
-    found = re.search(r"^model name\s*: (.+)$", info.read_text(), re.MULTILINE) if info.is_file() else None
-    name = found[1] if found else platform.processor() or "unknown processor"
-    device = trainer.strategy.root_device
-    gpu = f", {torch.cuda.get_device_name(device)}" if device.type == "cuda" else ""
-    return f"{name}, {os.cpu_count()} cores{gpu}, {platform.system()} {platform.machine()}"

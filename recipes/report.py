@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import importlib.resources
 import re
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,6 +27,8 @@ from rich.console import Console
 import pipeback
 from pipeback.recipes.command import mistakes, plain, raising
 from pipeback.recipes.command import quoted as quoted_option
+from pipeback.recipes.provenance import command as typed
+from pipeback.recipes.provenance import heading
 from pipeback.recipes.reports import curves, options
 from pipeback.recipes.reports.figures import Picture, pictures
 from pipeback.recipes.reports.heat_maps import MOST, fields
@@ -40,6 +41,8 @@ from pipeback.recipes.reports.tables import differences, tables
 from pipeback.recipes.reports.target import Target
 from pipeback.recipes.reports.target import target as to_reach
 from pipeback.recipes.usage import usage
+
+FACTS = ("date", "commit", "machine", "threads", "torch", "python", "pipeback")  # of a run: where it ran
 
 
 def report(
@@ -63,7 +66,8 @@ def report(
         console.print(table.notes + "\n", style="dim", highlight=False, markup=False)
     for note in notes:
         console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
-    (folder / "tables.md").write_text("\n".join(map(markdown, found)), encoding="utf-8")
+    head = heading(command(sources), options.shared(runs, FACTS))
+    (folder / "tables.md").write_text("\n".join([head, *map(markdown, found)]), encoding="utf-8")
     for table in found:
         save(table, folder / f"{table.name}.csv")
     curves.save(methods, folder)
@@ -94,7 +98,7 @@ def page(
 
 def made(sources: Sequence[Path | str], runs: Sequence[Run]) -> dict[str, str]:
     """How the page was made: by which command, from what; and where the runs ran, as they told."""
-    facts = options.shared(runs, ("runtime", "machine", "threads", "torch", "python", "pipeback"))
+    facts = options.shared(runs, ("runtime", *FACTS))
     names = {"threads": "torch threads", "pipeback": "pipeback of the runs"}
     return {
         "command": command(sources),
@@ -114,9 +118,7 @@ def config(runs: Sequence[Run]) -> dict[str, str] | None:
 
 def command(sources: Sequence[Path | str]) -> str:
     """As it was typed: of the paths, `main` made the list `runs`."""
-    name, *words = sys.argv
-    typed = [part for word in words for part in (map(str, sources) if word.startswith("runs=") else [word])]
-    return f"{'python ' if name.endswith('.py') else ''}{name} {shlex.join(typed)}"
+    return typed(part for word in sys.argv[1:] for part in (map(str, sources) if word.startswith("runs=") else [word]))
 
 
 def console() -> Console:

@@ -10,6 +10,7 @@ FACTS = {
     "update_size": 1, "optimizer": {"name": "SGD", "lr": 0.003, "momentum": 0.997}, "metric": "val/accuracy",
     "mode": "max", "epoch_samples": 320, "epochs": 2, "classes": 10, "bubble": 0.013, "bubble_micro_batches": 320,
     "torch": "2.15.0", "pipeback": "0.1.0", "python": "3.11.7", "machine": "a machine, 2 cores", "threads": 1,
+    "date": "2026-11-22", "commit": "0123abc",
 }  # fmt: skip
 SLACK = {"sgd": 0, "gpipe": 0, "pipedream": 1, "spectrain": 1}
 

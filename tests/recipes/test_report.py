@@ -2,6 +2,7 @@
 
 import csv
 import io
+import shlex
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 
@@ -67,6 +68,12 @@ def test_report_writes_page_pictures_and_numbers(compared):
     stages = list(csv.DictReader((folder / "a page_files" / "stages.csv").read_text().splitlines()))
     assert len(stages) == 6 * 4 * 4 and stages[-1]["stage"] == "3" and float(stages[-4]["gap"]) == 0.75
     assert sorted(p.name for p in folder.iterdir()) == ["a page.html", "a page_files", ODD]  # no clutter
+    tables = (folder / "a page_files" / "tables.md").read_text("utf-8")
+    assert tables.startswith(f"```shell\npipeback report {shlex.quote(ODD)} ")
+    assert (
+        "\n```\n\nMeasured on 2026-11-22 at commit 0123abc (version 0.1.0), on a machine, 2 cores, torch 2.15.0, "
+        "Python 3.11.7, intra-op threads per process: 1.\n\n## Every method at its own delay\n" in tables
+    )
 
 
 def test_page_is_self_contained(compared):
