@@ -1,6 +1,6 @@
-"""The splitting: how any model becomes stages: by its sequence, by declaration, as a known family, or by tracing.
+"""The splitting: turns any model into stages: by its sequence, by declaration, as a known family, or by tracing.
 
-A model is traced (reports say "followed") by running its own forward once and recording the calls.
+A model is traced by running its own forward once and recording the calls.
 
 Floor 2. It may import tensors.
 """

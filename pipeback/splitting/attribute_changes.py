@@ -34,7 +34,7 @@ class Changed(ValueError):
 
 
 def again(follow: Callable[P, R]) -> Callable[P, R]:
-    """Trace once more if the first call has installed something in the model, or has set attributes."""
+    """Wrap a function that traces: it traces once more if the first forward installed something or set attributes."""
 
     @wraps(follow)
     def followed(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -46,7 +46,7 @@ def again(follow: Callable[P, R]) -> Callable[P, R]:
                 if not left_tries:
                     raise
                 first, kwargs["left"] = error, getattr(error, "names", ())
-            except ValueError as error:  # what is set there may be what it stumbles over
+            except ValueError as error:  # the attribute that was set may be what made it fail
                 raise (first if first is not None and type(error) is ValueError else error) from None
         raise AssertionError
 
@@ -56,14 +56,15 @@ def again(follow: Callable[P, R]) -> Callable[P, R]:
 class Sets:
     """Records the attributes that a forward sets.
 
-    left: attributes to watch: does the forward read them before it sets them? paths: those of the modules, by identity.
+    left: attributes for which it also records whether the forward reads them before it sets them. paths: the paths of
+    the modules, by their identity.
     """
 
     def __init__(self, paths: Mapping[int, str], left: Collection[Name]) -> None:
         self._paths, self._left = paths, left
         self._set: set[Name] = set()
         self._read: set[Name] = set()
-        self.decided: set[Name] = set()  # plain ones that were read as they were before, outside of leaves
+        self.decided: set[Name] = set()  # plain attributes that were read before they were set, outside of leaves
 
     @property
     def held(self) -> set[Name]:
@@ -79,8 +80,10 @@ class Sets:
     def heard(
         self, modules: Iterable[nn.Module], told: Callable[[nn.Module, str], None], inside: Callable[[], bool]
     ) -> Iterator[None]:
-        """Meanwhile it is told of everything that is set in these modules. inside: whether a leaf is running, or
-        another thread."""
+        """A context within which `told` is called for every attribute that is set in these modules.
+
+        inside: returns whether a leaf or another thread is running.
+        """
         kinds = set(map(type, modules))
         heard = [(kind, self._setting(kind, told), self._getting(kind, inside)) for kind in kinds]
         with ExitStack() as stack:
@@ -184,7 +187,7 @@ def check_unchanged(model: nn.Module, before: Attributes, harmless: Collection[N
 
 
 def _held(module: nn.Module) -> dict[str, Any]:
-    """Attributes, parameters and buffers."""
+    """Return the attributes, parameters and buffers of a module by their names."""
     return {**vars(module), **module._parameters, **module._buffers}
 
 

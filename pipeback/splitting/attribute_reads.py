@@ -1,4 +1,4 @@
-"""Attribute reads: plain attributes of modules that a forward has decided by; its traced stages know only the outcome.
+"""Attribute reads: plain attributes of modules on which a forward has decided; its stages know only the outcome.
 
 Such an attribute is a number, a string, a mode (`if self.training`) or a function, and tracing has fixed its value.
 When somebody sets another value, the model is traced again; with the old value, the old scripts are used again.
@@ -17,7 +17,7 @@ Name = tuple[str, str]  # of an attribute: the path of its module, and its own
 
 
 class AttributeReads:
-    """Numbers the combinations of values that a forward decides by: equal numbers mean equal values."""
+    """Gives a number to each combination of values on which a forward decides: equal numbers mean equal values."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -46,7 +46,7 @@ class AttributeReads:
 
 @contextmanager
 def modes(model: nn.Module, training: bool | None) -> Iterator[None]:
-    """A context within which every module is in this mode; None: in its own."""
+    """A context within which every module is in this mode (True: training); None leaves each in its own."""
     before = [(m, m.training) for m in model.modules()]
     try:
         for m, _ in before if training is not None else ():
@@ -60,10 +60,10 @@ def modes(model: nn.Module, training: bool | None) -> Iterator[None]:
 def _same(now: list[Any], state: list[Any]) -> bool:
     try:
         return bool(now == state) and list(map(type, now)) == list(map(type, state))
-    except (RuntimeError, ValueError):  # of what has no truth: tensors in a list
+    except (RuntimeError, ValueError):  # lists of tensors cannot be compared by ==
         return all(a is b for a, b in zip(now, state, strict=True))
 
 
 def _kept(value: Any) -> Any:
-    """As it is now: lists and dictionaries may be changed in place."""
+    """Return a copy of lists and dictionaries, which may be changed in place, and any other value itself."""
     return copy.copy(value) if isinstance(value, (list, dict)) else value

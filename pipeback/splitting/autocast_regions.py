@@ -10,7 +10,7 @@ import torch
 
 from pipeback.tensors import accelerators
 
-Autocast = tuple[tuple[str, torch.dtype | None], ...]  # a type for each kind of device; None: switched off
+Autocast = tuple[tuple[str, torch.dtype | None], ...]  # a type for each kind of device; None where it is off
 
 
 def autocasts() -> Autocast:
@@ -28,7 +28,7 @@ def _now(kinds: Iterable[str]) -> Autocast:
 
 
 class Entered:
-    """The beginning of a run of calls under autocast; called again, its end."""
+    """Enters autocast when it is called, before a run of calls in a stage, and leaves it when it is called again."""
 
     __name__, __module__ = "autocast", "pipeback"
 
@@ -45,7 +45,7 @@ class Entered:
             self._stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=dtype is not None))
 
     def close(self) -> None:
-        """Its end, if it has begun."""
+        """Leave autocast if it was entered."""
         if self._stack is not None:
             self._stack.close()
             self._stack = None

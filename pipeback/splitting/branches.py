@@ -24,12 +24,16 @@ MOST = 64  # variants for micro-batches of one form
 
 
 class Branch(NamedTuple):
-    """calls: in their order, the last one asks. constants: tensors that they take by name. number: among all."""
+    """A decision by values of the input.
+
+    calls: those that lead to the decision, in their order; the last one gives the value that decides. constants: the
+    tensors that they take by name. number: the place of the decision among all decisions of the trace.
+    """
 
     calls: list[Call]
     constants: Mapping[str, Tensor]
     number: int
-    device: torch.device | None = None  # where it was traced
+    device: torch.device | None = None  # the device of the traced input
 
     def falls(self, inputs: Sequence[Tensor]) -> Any:
         """Return the deciding value for these inputs."""
@@ -72,8 +76,9 @@ def decisions(record: CallTrace) -> list[Branch]:
 
 
 def told(inputs: Sequence[Tensor], call: Call, before: Sequence[Call], constants: Mapping[str, Tensor]) -> Any:
-    """Return the value that a call asks for, of a model that is traced by shapes alone. Raises ValueError if it depends
-    on weights.
+    """Return the value that a call reads from a tensor, where the model is traced by shapes alone.
+
+    before: the calls before it. Raises ValueError if the value depends on weights.
     """
     decision = _traced(call, before, constants, 0)
     if decision is None:
@@ -87,7 +92,7 @@ def told(inputs: Sequence[Tensor], call: Call, before: Sequence[Call], constants
 
 
 def _traced(asks: Call, before: Sequence[Call], constants: Mapping[str, Tensor], number: int) -> Branch | None:
-    """The calls before that lead from the input to this one; None if others do, too."""
+    """Return the earlier calls that lead from the input to `asks`; None if it also depends on anything else."""
     makers: dict[int, Call] = {}
     changed: set[int] = set()
     for call in before:
@@ -111,7 +116,7 @@ def mark(taken: Sequence[Branch], others: Sequence[Tensor], constants: Sequence[
     """Return the mark that travels beside the values; its shape depends on the branches taken, not on their order.
 
     others: the marks of other variants; in the rare case that one has the same shape, another is chosen. constants:
-    those of what was pushed, if other constants have come before with the same tensors.
+    the numbers and strings that were pushed, if others have been pushed beside tensors of the same shapes.
     """
     told = repr([(_name(d.calls[-1]), d.calls[-1].check) for d in taken])
     number = zlib.crc32((told + repr([*constants]) if constants else told).encode())

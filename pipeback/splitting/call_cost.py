@@ -19,7 +19,7 @@ BYTE, OPERATION = 8.0, 1e5  # in FLOPs
 
 
 class Work(TorchDispatchMode):
-    """Counts the work of all operations that are done meanwhile."""
+    """A context that counts the work of all operations within it."""
 
     def __init__(self) -> None:
         from torch.utils.flop_counter import flop_registry  # imports triton

@@ -23,8 +23,11 @@ def calls_heard(
     applied: Callable[..., Any],
     mapped: Callable[..., Any],
 ) -> Iterator[None]:
-    """Meanwhile each is given what would run, and what it would run on, and runs it. modules: whose calls are heard,
-    and those of others of their classes."""
+    """A context within which calls are intercepted: of modules by `called`, of custom autograd functions by `applied`,
+    and of functions under torch.vmap by `mapped`. Each is given the original function and its arguments, and runs it.
+
+    modules: those whose calls are intercepted, together with all other modules of their classes.
+    """
 
     def apply(function: Any, *args: Any, **kwargs: Any) -> Any:
         return applied(_APPLY.__get__(None, function), function, args, kwargs)
@@ -46,8 +49,11 @@ def _call(original: Callable[..., Any], called: Callable[..., Any]) -> Callable[
 
 @contextmanager
 def instead(kind: type, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """A context within which a class has this method. A class of modules, not nn.Module: Python visits all of its
-    subclasses, hundreds of them, when it is changed."""
+    """A context within which a class has this method.
+
+    It is used on classes of modules rather than on nn.Module, since Python visits all hundreds of subclasses of a class
+    that is changed.
+    """
     own = vars(kind).get(name)
     setattr(kind, name, function)
     try:

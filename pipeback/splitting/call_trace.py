@@ -30,25 +30,25 @@ class Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     where: str  # the path of the module whose forward has made it
-    grad: bool  # False: within torch.no_grad()
-    out: list[int] = field(default_factory=list)  # numbers of the tensors in what it gives
-    form: Any = None  # how those stand in it, with constants between; None: it gives one tensor
-    check: Any = None  # (what it has to give,), where Python decides by it
-    autocast: Autocast = ()  # where it is another one than around the model
-    left: tuple[int | str, ...] = ()  # arguments that it changes: as it leaves them, they stand behind its output
+    grad: bool  # False where it was called within torch.no_grad()
+    out: list[int] = field(default_factory=list)  # numbers of the tensors in its output
+    form: Any = None  # the structure of its output, with the constants in it; None where it is one tensor
+    check: Any = None  # (its value in the trace,), where Python decides by it
+    autocast: Autocast = ()  # the setting, where it differs from that around the model
+    left: tuple[int | str, ...] = ()  # arguments that it changes; they are appended to its output
     _taken: tuple[list[Ref], list[str]] | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def module(self) -> bool:
-        """Whether a leaf module is called."""
+        """Whether it calls a leaf module; otherwise it calls a function."""
         return isinstance(self.target, str)
 
     def refs(self) -> list[Ref]:
-        """The tensors that it takes."""
+        """References to the numbered tensors among its arguments."""
         return (self._taken or self._looked())[0]
 
     def attributes(self) -> list[str]:
-        """The parameters and buffers that it takes, of a function."""
+        """Names of the parameters and buffers among its arguments."""
         return (self._taken or self._looked())[1]
 
     def _looked(self) -> tuple[list[Ref], list[str]]:
@@ -68,11 +68,11 @@ class CallTrace:
     form: Form
     constants: dict[str, Tensor]  # tensors that modules hold and that are neither parameter nor buffer, by name
     forms: list[tuple[torch.Size, torch.dtype]]  # shape and type of every number
-    grads: list[bool]  # whether it needs a gradient
+    grads: list[bool]  # whether each number needs a gradient
     changed: set[str]  # buffers and parameters that were changed in place
-    costs: list[float]  # of every call, where work is counted
-    device: torch.device  # of the input
-    decided: set[tuple[str, str]] = field(default_factory=set)  # plain attributes that it has read: module, name
+    costs: list[float]  # the work of every call, where it is counted
+    device: torch.device  # where the input is
+    decided: set[tuple[str, str]] = field(default_factory=set)  # plain attributes that were read: (module, name)
 
     @property
     def answers(self) -> list[Any]:

@@ -2,7 +2,7 @@
 
 layer      one stage per layer with weights, together with the norms, activations and functions that follow it
 sublayer   the same, but norms are stages of their own
-block      one stage per block of a repeated structure, and stages for what lies before, between and behind blocks
+block      one stage per block of a repeated structure, and stages for the layers before, between and after blocks
 n          n stages of neighbouring units, balanced by time or by memory
 names      a stage begins where the module of that name is first called
 """
@@ -34,14 +34,14 @@ FAMILIES: dict[str, dict[str, tuple[str, ...]]] = {
 
 
 class Family(NamedTuple):
-    """A model that is known."""
+    """A known family of models."""
 
     name: str
-    blocks: tuple[str, ...]  # classes
+    blocks: tuple[str, ...]  # names of the classes of its blocks
 
 
 def family(model: nn.Module) -> Family | None:
-    """The family of a model whose block lists are known: torchvision's, torch's, and those of transformers."""
+    """Return the family of a model of torch, torchvision or transformers; None for any other model."""
     package = type(model).__module__.partition(".")[0]
     for kind in type(model).__mro__:
         if (blocks := FAMILIES.get(package, {}).get(kind.__name__)) is not None:
@@ -52,7 +52,7 @@ def family(model: nn.Module) -> Family | None:
 
 
 def blocks_of(model: nn.Module) -> list[str]:
-    """Paths of the blocks: of a known family, else the composite modules that stand in lists."""
+    """Return the paths of the blocks: those of a known family, or else the composite modules that stand in lists."""
     known = family(model)
     if known is not None:
         found = [path for path, module in model.named_modules() if type(module).__name__ in known.blocks]
@@ -80,7 +80,10 @@ def layer(module: nn.Module) -> bool:
 def leaves(
     blocks: Iterable[str], whole: Iterable[str], opened: Container[str] = ()
 ) -> Callable[[str, nn.Module], bool]:
-    """Whether a module is one call: blocks, what the user wants whole, layers, and what stands in an opened module."""
+    """Return a function that says of a path and a module whether it is one call of the trace.
+
+    Blocks, layers, the modules in `whole` and the children of the modules in `opened` are one call each.
+    """
     kept = {*blocks, *whole}
 
     def leaf(path: str, module: nn.Module) -> bool:
@@ -94,15 +97,15 @@ def leaves(
 class Unit(NamedTuple):
     """Neighbouring calls that stay together."""
 
-    begin: int  # its first call
-    start: str  # what tells that call: the path of a module, or the name of a parameter
-    work: float  # see `work`; 0 where it is not asked for
-    weights: int  # bytes, first used here
-    names: tuple[str, ...]  # modules and parameters with weights
+    begin: int  # the number of its first call
+    start: str  # the module (path) or parameter (name) of that call
+    work: float  # see `call_cost`; 0 where it was not counted
+    weights: int  # bytes of the weights that are first used here
+    names: tuple[str, ...]  # of its modules that have weights, and of its parameters
 
 
 def cut_units(model: nn.Module, record: CallTrace, cuts: Cuts, blocks: Sequence[str]) -> list[Unit]:
-    """The finest stages of this granularity, in the order of the calls. cuts: "layer", "sublayer", "block" or names."""
+    """Return the units of this granularity in the order of the calls. cuts: "layer", "sublayer", "block" or names."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     seen: set[int] = set()
     begins: list[tuple[int, str, list[str]]] = []
@@ -120,7 +123,7 @@ def cut_units(model: nn.Module, record: CallTrace, cuts: Cuts, blocks: Sequence[
                 names.remove(hit)
             starts = hit is not None
         elif not mine and (not call.module or call.target in called or not touched[n]):
-            continue  # a tied layer is one of its own
+            continue  # a layer with tied weights is a unit of its own
         elif cuts == "block":
             block = _within(call, blocks)
             starts, last_block = block != last_block or (call.module and call.target == block), block
@@ -151,7 +154,10 @@ def cut_units(model: nn.Module, record: CallTrace, cuts: Cuts, blocks: Sequence[
 
 
 def joined(units: Sequence[Unit], count: int, by: str) -> list[Unit]:
-    """Join neighbouring units to so many stages, whose largest is as small as possible. by: "time" or "memory"."""
+    """Join neighbouring units to `count` stages, of which the largest is as small as possible.
+
+    by: "time" or "memory". Raises ValueError if there are fewer units than stages.
+    """
     if count > len(units):
         raise ValueError(
             f'stages={count}, but the model has {len(units)} layers to share out; use that or less, or "auto"'
@@ -167,7 +173,7 @@ def joined(units: Sequence[Unit], count: int, by: str) -> list[Unit]:
 
 
 def _by_module(parameters: Mapping[str, nn.Parameter]) -> dict[str, list[str]]:
-    """The names of the parameters within every module, each once."""
+    """Return, for the path of every module, the names of the parameters within it, each once."""
     found: dict[str, dict[int, str]] = {}
     for name, p in parameters.items():
         path = name.rpartition(".")[0]
@@ -178,24 +184,24 @@ def _by_module(parameters: Mapping[str, nn.Parameter]) -> dict[str, list[str]]:
 
 
 def given(parameters: Container[str], call: Call) -> list[str]:
-    """Names of the parameters that a call is given, of those that the model has."""
+    """Return the names of the parameters among the arguments of a call."""
     return [name for name in call.attributes() if name in parameters]
 
 
 def _within(call: Call, blocks: Collection[str]) -> str | None:
-    """The block that a call is, or that it lies in where blocks are looked into."""
+    """Return the path of the block that a call belongs to; None outside of blocks."""
     steps = (call.target if call.module else call.where).split(".")
     paths = (".".join(steps[:n]) for n in range(1, len(steps) + 1))
     return next((path for path in paths if path in blocks), None)
 
 
 def norm(module: nn.Module) -> bool:
-    """Whether it normalises."""
+    """Whether a module is a normalisation layer."""
     return "Norm" in type(module).__name__
 
 
 def chosen(cuts: Any) -> Cuts:
-    """Raises where `stages` is none of what it may be."""
+    """Return `stages` in one form. Raises ValueError, with the nearest valid word, if it is not valid."""
     words = ("auto", "block", "layer", "sublayer")
     names = isinstance(cuts, (list, tuple)) and bool(cuts) and all(isinstance(name, str) for name in cuts)
     number = isinstance(cuts, int) and not isinstance(cuts, bool) and cuts >= 1

@@ -1,4 +1,4 @@
-"""Data sizes: sizes that depend on values: which calls make them, and where a forward reads them.
+"""Data sizes: finds sizes that depend on values: the calls that make them, and the places where a forward reads them.
 
 `kept = h[mask]` has another size for every micro-batch, but tracing would record `len(kept)` as the number that it was
 for the first. So every tensor that depends on such a call is marked, and reading its size becomes a check: a later
@@ -22,7 +22,7 @@ MAKERS = {
 }  # fmt: skip
 FACTORIES = {"arange", "zeros", "ones", "empty", "full", "linspace", "eye", "rand", "randn", "new_zeros", "new_ones"}
 READERS = {"size", "stride", "__len__", "numel", "nelement"}
-TELLING = {"shape", "nbytes"}  # which tell a size, too
+TELLING = {"shape", "nbytes"}  # properties that also tell a size
 
 
 def makes(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -38,7 +38,7 @@ def makes(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def bounded(index: Any, number: Callable[[Tensor], int]) -> Any:
-    """An index with numbers for the tensors that its slices end at: Python asks for these, as int() does."""
+    """Return an index whose slices have numbers in place of tensors. number: reads a tensor, as int() does."""
     if isinstance(index, tuple):
         return tuple(bounded(part, number) for part in index)
     if not ends_at_tensors(index):
@@ -47,10 +47,10 @@ def bounded(index: Any, number: Callable[[Tensor], int]) -> Any:
 
 
 def ends_at_tensors(value: Any) -> bool:
-    """Whether it is a slice that begins, ends or steps at tensors."""
+    """Whether a value is a slice with a tensor as its begin, end or step."""
     return type(value) is slice and any(isinstance(end, Tensor) for end in (value.start, value.stop, value.step))
 
 
 def sizes(tensor: Tensor) -> list[int]:
-    """The size of a tensor, as a state holds it."""
+    """Return the size of a tensor as a list, which is how a saved state holds it."""
     return list(tensor.shape)

@@ -20,11 +20,11 @@ def hand_along(
     mark: Tensor | None,
     checked: Container[int],
 ) -> list[tuple[SegmentWork, list[tuple[Any, Any]]]]:
-    """Of every stage its portion, and (shape, dtype) of each tensor that it takes.
+    """Return for every stage its work, and (shape, dtype) of each tensor that it receives.
 
-    staged: every call of the record with its stage. labels: of the stages. mark: goes along with every micro-batch.
-    checked: numbers of decisions that are asked at the push, not in a stage. Raises ValueError naming a stage that
-    gives nothing.
+    staged: every call of the record with its stage. labels: the names of the stages. mark: a tensor that travels with
+    every micro-batch, if there are variants. checked: numbers of decisions that are evaluated at the push, so that no
+    stage checks them. Raises ValueError naming a stage that gives nothing to a later one.
     """
     n, forms = len(labels), list(record.forms)
     calls: list[list[Call]] = [[] for _ in range(n)]
@@ -32,7 +32,7 @@ def hand_along(
     until = dict.fromkeys(record.out, n)  # the last stage that needs it
     lends: list[dict[str, int]] = [{} for _ in range(n)]
     borrows: list[dict[str, int]] = [{} for _ in range(n)]
-    numbers: dict[int, int] = {}  # of weights that travel
+    numbers: dict[int, int] = {}  # numbers of the weights that travel, by identity
     asked = 0
     for s, call in staged:
         if call.check is None or asked not in checked:

@@ -22,7 +22,7 @@ S = TypeVar("S")
 
 
 class Escape(ValueError):
-    """A tensor that was made within the module of this path has come out of it by another way."""
+    """A tensor that was made within the module of this path has left it otherwise than by its return value."""
 
     def __init__(self, path: str, message: str) -> None:
         super().__init__(message)
@@ -36,21 +36,21 @@ class Inside:
         self._made: dict[int, tuple[weakref.ref[Tensor], str]] = {}
 
     def note(self, output: Any, path: str) -> None:
-        """A torch function has given this within the module of that path."""
+        """Note the output of a torch function that was called within the module of that path."""
         for x in (output,) if isinstance(output, Tensor) else parts(output):
             if isinstance(x, Tensor):
                 self._made[id(x)] = weakref.ref(x), path
 
     def where(self, tensor: Tensor) -> str | None:
-        """The path of the module that it was made in; None if in none."""
+        """Return the path of the module that made a tensor; None if no noted module did."""
         found = self._made.get(id(tensor))
         return found[1] if found is not None and found[0]() is tensor else None
 
 
 def looked_into(follow: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Follow once more, and look into the module that a tensor has escaped from, and into others of its class.
+    """Wrap a function that traces: if a tensor escapes from a module, trace once more, into that module and its class.
 
-    Their paths go into self.opened; those in self.whole stay whole.
+    Paths of such modules are added to self.opened; modules in self.whole are never traced into.
     """
 
     @wraps(follow)

@@ -22,11 +22,11 @@ def check_equal(
 ) -> None:
     """Raise ValueError unless the stages give what the forward does: bit for bit on the CPU.
 
-    x: what the first stage takes. unchanged: a context that puts buffers and random state back.
+    x: the input of the first stage. unchanged: a context that restores buffers and the random state.
     """
     found = []
     for run in (forward, lambda: _chain(stages, x)):
-        with unchanged(), torch.enable_grad():  # which kernels run depends on what needs a gradient
+        with unchanged(), torch.enable_grad():  # which kernels run depends on which tensors need a gradient
             found.append([part.detach() for part in opened(run())[0]])
     for a, b in zip(*found, strict=True):
         if not _equal(a, b):
@@ -55,7 +55,7 @@ def _chain(stages: Sequence[nn.Module], x: Any) -> Any:
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
-    """Every bit on the CPU; kernels of other devices may add in another order from run to run."""
+    """Compare bit for bit on the CPU, and closely elsewhere, where kernels may sum in another order in each run."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     same = torch.isclose(a, b, equal_nan=True) if a.device.type != "cpu" else (a == b) | ((a != a) & (b != b))
@@ -63,7 +63,8 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 
 
 def _given(x: Any, grad: bool, cloned: bool = False) -> Any:
-    """What a stage is given: tensors of its own. cloned: no leaves of the graph, which may not be changed in place."""
+    """Return new tensors for the input of a stage. cloned: make them no leaves of the graph, which autograd forbids to
+    change in place."""
     given = x if type(x) is tuple else (x,)
     parts = tuple(replica(part).requires_grad_(grad and part.is_floating_point()) for part in given)
     parts = tuple(part.clone() for part in parts) if cloned else parts

@@ -1,4 +1,4 @@
-"""In place: calls that matter for their in-place changes, and parameters that a forward writes into.
+"""In place: finds calls that change tensors in place, and parameters that a forward writes into.
 
 A teacher that follows its student (`p.mul_(m).add_(q, alpha=1 - m)`) is written into by every forward. Tracing and the
 rehearsal must leave a model unchanged, so the values of such parameters are saved and put back.
@@ -18,7 +18,7 @@ from pipeback.tensors.structures import PLAIN, fixed
 
 OPERATORS = "add sub mul truediv floordiv mod pow and or xor lshift rshift matmul"
 CHANGING = {"__setitem__", "__delitem__", "__set__", *[f"__i{name}__" for name in OPERATORS.split(" ")]}
-PROPERTIES = {"data", "requires_grad"}  # that are set
+PROPERTIES = {"data", "requires_grad"}  # properties of tensors that a forward may set
 
 
 def changes(name: str, kwargs: Mapping[str, Any]) -> bool:
@@ -28,7 +28,7 @@ def changes(name: str, kwargs: Mapping[str, Any]) -> bool:
 
 
 def set_property(tensor: Tensor, name: str, value: Any) -> None:
-    """As `tensor.name = value`; a parameter's data goes where the parameter lies, which others look at, too."""
+    """Do `tensor.name = value`. A parameter's data is copied into its memory, which other tensors may share."""
     if name == "data" and isinstance(tensor, nn.Parameter) and tensor.shape == value.shape:
         tensor.data.copy_(value)
     else:
@@ -36,7 +36,7 @@ def set_property(tensor: Tensor, name: str, value: Any) -> None:
 
 
 class Hooked:
-    """Has a function hear the gradient of a tensor."""
+    """Registers a function as a hook on the gradient of a tensor."""
 
     __name__, __module__ = "hooked", "pipeback"
 
@@ -49,7 +49,7 @@ class Hooked:
 
 
 def stays(function: Any) -> bool:
-    """Whether a function does the same for every micro-batch, as far as can be seen: it holds numbers and modules."""
+    """Whether a function does the same for every micro-batch, as it holds nothing but numbers and modules."""
     if isinstance(function, MethodType):
         return isinstance(function.__self__, nn.Module)
     if not isinstance(function, FunctionType):
@@ -59,7 +59,7 @@ def stays(function: Any) -> bool:
 
 
 class Kept:
-    """Parameters that are written into, as they were. tell: makes an error of the name of one that trains."""
+    """The old values of parameters that are written into. tell: makes an error from the name of a trainable one."""
 
     def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], tell: Callable[[str], ValueError]) -> None:
         self._named, self._tell = list(parameters), tell
@@ -68,12 +68,14 @@ class Kept:
 
     @property
     def names(self) -> set[str]:
-        """Of those that were written into."""
+        """The names of the parameters that were written into."""
         return set(self._kept)
 
     def look(self, changing: bool, sets: bool, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """A torch function is about to run. changing: whether it is one that changes what it is given; sets: by
-        giving it other memory."""
+        """Save the parameters that a torch function is about to change: its first argument, and `out`.
+
+        changing: whether it changes its first argument. sets: whether it gives that other memory.
+        """
         if not changing and not (kwargs and changes("", kwargs)):
             return
         if self._by_memory is None:
@@ -90,14 +92,14 @@ class Kept:
                         self._kept[key] = p, p.data, p.detach().clone()
 
     def put_back(self) -> None:
-        """They are what they were."""
+        """Restore the memory and the values of all saved parameters."""
         for p, memory, value in self._kept.values():
             laid_back(p, memory, value)
 
 
 @torch.no_grad()
 def laid_back(p: nn.Parameter, memory: Tensor, value: Tensor) -> None:
-    """A parameter lies where it lay, with its value."""
+    """Restore the memory of a parameter and its value."""
     if p.data_ptr() != memory.data_ptr():
         p.data = memory
     memory.copy_(value)

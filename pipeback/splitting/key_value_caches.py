@@ -20,7 +20,7 @@ def caching(model: nn.Module) -> bool:
 
 
 def without_caches(output: Any) -> Any:
-    """What a model gives, with None for its caches."""
+    """Return the output of a model, with None in place of its caches."""
     return pytree.tree_map(lambda x: None if _cache(x) else x, output, is_leaf=_cache)
 
 

@@ -19,7 +19,7 @@ from pipeback.tensors.structures import Form, Ref, opened
 
 
 class Arguments(NamedTuple):
-    """The arguments of a call of a model."""
+    """The positional and keyword arguments of a call of a model."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -30,17 +30,17 @@ class Known(NamedTuple):
 
     inputs: Form
     output: Form
-    answers: list[Any]  # what Python has decided by
-    decisions: list[Branch]  # by numbers of the input: where they fall otherwise, it is another variant
-    mark: Tensor | None = None  # of the variant, where there may be others
+    answers: list[Any]  # the values by which Python decided
+    decisions: list[Branch]  # by values of the input; other outcomes belong to other variants
+    mark: Tensor | None = None  # of the variant; None where there is only one
 
     def marked(self, x: Any) -> Any:
-        """The tensors of a micro-batch as the stages take them."""
+        """Return the tensors of a micro-batch with the mark, as the first stage takes them."""
         return x if self.mark is None else (*tensors_of(x), self.mark)
 
     @property
     def decided_last(self) -> str:
-        """What Python decided by last, in words."""
+        """The last decision of Python, in words."""
         call = self.decisions[-1].calls[-1] if self.decisions else None
         if call is None:
             shown = self.inputs.fill([f"tensor {n}" for n in range(len(self.inputs.constants))])
@@ -86,7 +86,7 @@ def example_of(form: Mapping[str, Any]) -> tuple[tuple[Tensor, ...], Form]:
 
 
 def _plain(value: Any) -> Any:
-    """What stands in a structure, for JSON."""
+    """Return a constant of a structure as a value that JSON has. Raises ValueError if there is none."""
     if isinstance(value, Ref):
         return {"tensor": value.number}
     if value is None or isinstance(value, (bool, int, float, str)):

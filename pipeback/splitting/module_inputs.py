@@ -1,4 +1,4 @@
-"""Module inputs: the arguments of a module: structures that it may change, and objects that it reads only in part."""
+"""Module inputs: records how a module uses its arguments: structures may be changed, objects be read only in part."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Key = int | str  # the place of an argument, or its keyword
 class ModuleInputs:
     """The arguments of a module, before it runs.
 
-    passed: ids of the tensors that stand in objects and that it has not looked at; `look` says what it looks at.
-    Raises ValueError where an object is handed on twice.
+    passed: ids of the tensors that stand in objects and that the module has not used; `look` notes each use. Raises
+    ValueError if an object stands in two places.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -27,12 +27,12 @@ class ModuleInputs:
         self.passed = {id(t) for tensors, form in self.before.values() if form.objects for t in tensors}
 
     def look(self, *values: Any) -> None:
-        """The module looks at these."""
+        """Note that the module uses the tensors in these arguments."""
         if self.passed:
             self.passed.difference_update(map(id, parts(values)))
 
     def placed(self, place: Callable[[Any], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments as they were before it ran, and as they stand in a call."""
+        """Return the arguments, as they were before the module ran, in the form that a recorded call has them."""
         found = {key: self._placed(key, place) for key in self.args}
         args = tuple(value for key, value in found.items() if isinstance(key, int))
         return args, {key: value for key, value in found.items() if isinstance(key, str)}
@@ -47,7 +47,7 @@ class ModuleInputs:
         return pytree.tree_unflatten(leaves, form.spec)
 
     def changed(self) -> tuple[Key, ...]:
-        """Arguments that hold other things than before."""
+        """Return the arguments whose content the module has changed."""
         return tuple(key for key, before in self.before.items() if not _same(before, opened(self.args[key])))
 
 

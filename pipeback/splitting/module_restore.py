@@ -1,4 +1,4 @@
-"""Module restore: puts back what a forward changes in its module: buffers, attributes, weights that it writes into."""
+"""Module restore: restores what a forward changes in its module: buffers, attributes, weights that it writes into."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from pipeback.splitting.attribute_changes import Changed, FirstCall
 from pipeback.splitting.in_place import laid_back
 from pipeback.tensors.layout import put
 
-Home = tuple[dict[str, Tensor | None], str, Tensor, Tensor]  # of a buffer: where it is, and a copy of its values
+Home = tuple[dict[str, Tensor | None], str, Tensor, Tensor]  # (holder, name, buffer, copy of it)
 
 
 @contextmanager
 def untouched(module: nn.Module, rewritten: Iterable[str] | None = None) -> Iterator[list[Home]]:
-    """The buffers of a module afterwards as before: the same tensors with the same values. Gives where they are.
+    """A context that restores the buffers of a module on exit, with tensors and values; it gives their places.
 
-    So are numbers and tensors in attributes. rewritten: parameters that its forward writes into, likewise; a segment
-    knows which.
+    It also restores numbers and tensors in attributes, and the parameters named in `rewritten`, which the forward
+    writes into; a segment knows its own.
     """
     modules = list(module.modules())
     attributes = [(vars(m), dict(vars(m))) for m in modules if "__rewritten__" not in vars(m)]
@@ -31,7 +31,7 @@ def untouched(module: nn.Module, rewritten: Iterable[str] | None = None) -> Iter
     ]
     try:
         yield homes
-    except (Changed, FirstCall):  # the model is traced once more, now that this is set
+    except (Changed, FirstCall):  # the model is traced once more, with this attribute set
         attributes = []
         raise
     finally:
@@ -47,5 +47,5 @@ def untouched(module: nn.Module, rewritten: Iterable[str] | None = None) -> Iter
 
 
 def _counts(value: Any) -> bool:
-    """Whether it is what a forward may count or keep: a number, a tensor, or nothing yet. Marks stay set."""
+    """Whether an attribute is restored: a number, a tensor or None is; a mark (a bool or a string) stays set."""
     return not isinstance(value, bool) and isinstance(value, (int, float, Tensor, type(None)))

@@ -14,25 +14,25 @@ from pipeback.splitting.segment import Lent
 
 
 class Ownership:
-    """Of `count` stages. staged: every call with its stage. changed: names of buffers that the forward changes.
+    """Says which of `count` stages owns what. staged: every call with its stage. changed: buffers that change.
 
-    Raises ValueError, naming layer and cure, where one stage alone can have what several use.
+    Raises ValueError, which names the layer and the cure, if several stages use what only one can hold.
     """
 
     def __init__(
         self, model: nn.Module, staged: Iterable[tuple[int, Call]], count: int, changed: Container[str]
     ) -> None:
         self.model = model
-        self.owner: dict[int, int] = {}  # of parameters, by identity
-        self.names: dict[int, str] = {}  # of parameters: what they are called in the stage that owns them
+        self.owner: dict[int, int] = {}  # the stage that owns each parameter, by identity
+        self.names: dict[int, str] = {}  # the name of each parameter in its stage, by identity
         self.owned: list[dict[str, Any]] = [{} for _ in range(count)]
-        self.copied: list[set[str]] = [set() for _ in range(count)]  # buffers of another stage, read here too
+        self.copied: list[set[str]] = [set() for _ in range(count)]  # copies of other stages' buffers
         where: dict[str, int] = {}
         buffers = dict(model.named_buffers())
         self._parameters = dict(model.named_parameters())
         self._known = {*buffers, *self._parameters}
         calls: list[Call] = []
-        first: dict[str, int] = {}  # of modules and buffers: the call that they are first of
+        first: dict[str, int] = {}  # the number of the first call of each module and buffer
         for s, call in staged:
             calls.append(call)
             for name in call.attributes():
@@ -75,8 +75,10 @@ class Ownership:
                 self.owned[s][call.target] = module
 
     def _again(self, path: str, first: int, second: int, calls: Sequence[Call]) -> None:
-        """A module with weights is called in two stages, which tie them; what else it keeps cannot travel. calls: from
-        the first to the second of it."""
+        """Raise ValueError if a module that two stages call has buffers, since weights can travel and buffers cannot.
+
+        calls: those from its first call to its second.
+        """
         module = self.model.get_submodule(path)
         if kept := next((name for name, _ in module.named_buffers()), None):
             whole = one_call(self.model, (call.where for call in calls))
@@ -87,18 +89,18 @@ class Ownership:
             )
 
     def names_of(self, s: int, parameters: Iterable[str]) -> set[str]:
-        """Those of these parameters that a stage owns, by their names there."""
+        """Return which of these parameters a stage owns, by their names there."""
         found = [self._parameters[name] for name in parameters]
         return {self.names[id(p)] for p in found if self.owner.get(id(p)) == s}
 
     def unknown(self, calls: Iterable[Call]) -> Call | None:
-        """The first call of a module that no stage has: the example did not come to it."""
+        """Return the first call of a module that no stage has, since the example did not call it."""
         return next((c for c in calls if c.module and not any(c.target in own for own in self.owned)), None)
 
     def staged(self, calls: Iterable[Call]) -> list[tuple[int, Call]] | None:
-        """Every call with the first stage that can do it after the calls before; None where no stage can.
+        """Return every call with the first stage that can make it after the calls before; None if no stage can.
 
-        So a micro-batch may leave out what a stage begins with: heads that a model calls in training only.
+        So a micro-batch may skip the first calls of a stage, such as heads that a model calls only in training.
         """
         s, found = 0, []
         for call in calls:
@@ -110,7 +112,7 @@ class Ownership:
         return found
 
     def able(self, s: int, call: Call) -> bool:
-        """Whether a stage has what a call computes with, or is lent it."""
+        """Whether a stage owns or borrows all modules, weights and buffers of a call."""
         if call.module and call.target not in self.owned[s]:
             return False
         own = self.owned[s]
@@ -121,7 +123,7 @@ class Ownership:
         )
 
     def borrowed(self, s: int, call: Call) -> Iterator[tuple[str, nn.Parameter]]:
-        """Weights of earlier stages that a call computes with, by the name that the segment looks them up by."""
+        """Yield the weights of earlier stages that a call uses, by the names under which the segment looks them up."""
         found = self.owned[s].get(call.target) if call.module else None
         if isinstance(found, Lent):
             module = self.model.get_submodule(call.target)

@@ -18,13 +18,13 @@ class StagePart(NamedTuple):
 
 
 def split(model: nn.Module | Sequence[nn.Module]) -> list[StagePart]:
-    """The children of an nn.Sequential, or the modules of a list, one stage each.
+    """Return the children of an nn.Sequential, or the modules of a list, as one stage each.
 
-    Raises TypeError for anything else, ValueError for an empty model, for weights that two stages share and for a
-    stage that is on the meta device in part; nothing is changed.
+    Raises TypeError for any other model, and ValueError for an empty model, for weights that two stages share and for
+    a stage of which only a part is on the meta device. The model is not changed.
     """
     if isinstance(model, nn.Sequential):
-        # not named_children(), which names a module that stands twice (one ReLU, say) only once
+        # not named_children(), which gives a module that occurs twice (one ReLU, say) only once
         parts = [StagePart(name, module) for name, module in zip(model._modules, model, strict=True)]
     elif isinstance(model, (list, tuple, nn.ModuleList)):
         parts = [StagePart(str(n), module) for n, module in enumerate(model)]
@@ -76,7 +76,10 @@ def plain(model: nn.Module) -> bool:
 
 
 def declared(name: str, module: nn.Module) -> list[nn.Module]:
-    """The stages that a module's pipeline_stages() returns. Raises where a weight would be in none of them."""
+    """Return the stages that a module's pipeline_stages() gives.
+
+    Raises TypeError if one is not a module, and ValueError if a trainable weight is in none of them.
+    """
     method: Any = module.pipeline_stages
     parts = list(method())
     known = {id(p) for p in module.parameters() if p.requires_grad}
@@ -96,7 +99,7 @@ def declared(name: str, module: nn.Module) -> list[nn.Module]:
 
 
 def join(parts: list[StagePart], count: int | None) -> list[StagePart]:
-    """So many stages of neighbouring modules, balanced by their weights; None: as they are."""
+    """Return `count` stages of neighbouring modules, balanced by the bytes of their weights; None keeps all stages."""
     if count is None or count == len(parts):
         return parts
     if count > len(parts):
@@ -116,10 +119,10 @@ def join(parts: list[StagePart], count: int | None) -> list[StagePart]:
 
 
 def balance(times: Sequence[float], workers: int) -> list[int]:
-    """The worker of each stage: neighbours together, the slowest worker as fast as can be.
+    """Return the worker of each of S stages: neighbours go together, and the slowest worker is as fast as possible.
 
-    times: seconds of each stage. workers: at most as many as stages. The exact optimum over contiguous groups, by
-    dynamic programming in O(S²·workers); every worker gets at least one stage.
+    times: seconds of each stage. workers: their number, at most S. It is the exact optimum over contiguous groups, by
+    dynamic programming in O(S²·workers); every worker gets at least one stage. Raises ValueError for other `workers`.
     """
     n = len(times)
     if not 1 <= workers <= n:

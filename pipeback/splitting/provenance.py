@@ -16,20 +16,20 @@ from pipeback.private import TorchDispatchMode, identity
 
 NEITHER, DATA, WEIGHTS = 0, 1, 2
 
-# results that do not come from all that an operation is given, by their number: masks; weights laid side by side
+# results, by number, that do not depend on all inputs of an operation: masks, and weights in one buffer
 _APART = {"aten::native_dropout": {1: NEITHER}, "aten::_cudnn_rnn": {4: WEIGHTS}}
 
 
 class Provenance(TorchDispatchMode):
-    """Watches the operations done in it. data: what comes from outside. weights: those that train.
+    """A context that watches all operations in it. data: tensors from outside. weights: the trainable parameters.
 
-    Memory has a provenance, and with it all views of it.
+    Provenance belongs to memory, so that all views of one memory have the same.
     """
 
     def __init__(self, data: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._of = {memory_of(t): DATA for t in data}
-        self._weights: dict[int, list[tuple[int, int]]] = {}  # by their memory, in which others may lie, too
+        self._weights: dict[int, list[tuple[int, int]]] = {}  # byte ranges by memory, which others may share
         for w in weights:
             begin = int(w.storage_offset()) * w.element_size()
             self._weights.setdefault(memory_of(w), []).append((begin, begin + int(w.nbytes)))
@@ -39,11 +39,11 @@ class Provenance(TorchDispatchMode):
         return False  # else torch imports its compiler at the first operation
 
     def lives(self, tensor: Tensor) -> bool:
-        """Whether it lies in the memory of a weight."""
+        """Whether a tensor lies in the memory of a weight."""
         return memory_of(tensor) in self._weights
 
     def of(self, tensor: Tensor) -> int:
-        """NEITHER, DATA, WEIGHTS, or both."""
+        """Return NEITHER, DATA, WEIGHTS or DATA | WEIGHTS."""
         places = self._weights.get(memory_of(tensor))
         if places is None:
             return self._of.get(memory_of(tensor), NEITHER)
@@ -70,13 +70,13 @@ class Provenance(TorchDispatchMode):
 
 
 def _blank(func: Any) -> bool:
-    """Whether an operation looks at shapes alone."""
+    """Whether the result of an operation depends on the shapes of its inputs alone."""
     name = func._schema.name.partition("::")[2]
     return name.endswith("_like") or name.startswith("new_") or name in ("bernoulli_", "normal_", "uniform_", "zero_")
 
 
 def written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
-    """What an operation changes in place."""
+    """Yield the tensors that an operation changes in place."""
     if func._schema.is_mutable:
         for number, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
@@ -92,5 +92,5 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def memory_of(tensor: Tensor) -> int:
-    """What all views of one memory have in common."""
+    """Return a number that all views of one memory, and no other tensors, share."""
     return identity(tensor) if tensor.layout is torch.strided else id(tensor)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 def unmade(who: str, where: str, what: str, value: Tensor) -> ValueError:
-    """A tensor that came from nowhere. who: names the module of the path `where`; what: is given the tensor."""
+    """The error for a tensor of unknown origin. who: names the module at `where`, a path. what: gets the tensor."""
     return ValueError(
         f"{who}.forward gives {what} a tensor {tuple(value.shape)} that no torch function or module has made from its "
         f"input (what numpy computes, for example, is not traced); {_whole(where)}"
@@ -50,20 +50,20 @@ def decided_anew(who: str, whole: str, name: str, found: Any, expected: Any) -> 
 
 
 def kept_whole(model: nn.Module, path: str) -> str:
-    """Return the option that keeps a module, and all of its class (which decide alike), as one call each."""
+    """Return the option that keeps a module, and all of its class (which decide alike), one call each."""
     kind = type(model.get_submodule(path))
     paths = [name for name, module in model.named_modules() if type(module) is kind]
     return f"stages=pipeback.Splitting(leaves={paths!r})" + (" (the whole model is one stage then)" if not path else "")
 
 
 def one_call(model: nn.Module, callers: Iterable[str]) -> str:
-    """Return the option that keeps a row of calls within one module that is not traced into.
+    """Return the option that keeps consecutive calls within one module that is not traced into.
 
     callers: the paths of the modules that make these calls.
     """
     steps = zip(*(path.split(".") for path in callers), strict=False)
     path = ".".join(step[0] for step in takewhile(lambda step: len(set(step)) == 1, steps))
-    while path and isinstance(model.get_submodule(path), (nn.ModuleList, nn.ModuleDict)):  # which nobody calls
+    while path and isinstance(model.get_submodule(path), (nn.ModuleList, nn.ModuleDict)):  # these are never called
         path = path.rpartition(".")[0]
     return "keep all between whole: " + (
         f"stages=pipeback.Splitting(leaves={[path]!r})" + ("" if path else " (the whole model is one stage then)")
@@ -71,7 +71,7 @@ def one_call(model: nn.Module, callers: Iterable[str]) -> str:
 
 
 def left_out(model: nn.Module, where: str, target: str) -> ValueError:
-    """A call of a module that the example does not come to."""
+    """The error for a call of a module that the example did not call."""
     kind, caller = type(model.get_submodule(target)).__name__, model.get_submodule(where)
     who = f"{type(caller).__name__} {where!r}" if where else type(caller).__name__
     return ValueError(

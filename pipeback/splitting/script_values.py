@@ -14,7 +14,7 @@ from pipeback.tensors.structures import ABSENT, SINGLE, UNSEEN, Form, Ref
 
 
 class Applied:
-    """The call of a custom autograd function."""
+    """The call of a custom torch.autograd.Function."""
 
     __module__ = "pipeback"
 
@@ -39,7 +39,7 @@ class Operator:
 
 @lru_cache
 def operator_of(function: Any) -> Any:
-    """The function itself, or an `Operator` where the graph's code could not find it."""
+    """Return the function itself, or an `Operator` where no module has it under its own name."""
     inside = getattr(function, "__module__", None) == "torch._tensor"
     return Operator(function) if inside and function.__qualname__ != f"Tensor.{function.__name__}" else function
 
@@ -58,10 +58,10 @@ class Made:
 
 
 def argument(script: Script, filled: Callable[[Any], Any], value: Any, changes: bool) -> Any:
-    """An argument of a call: names of the script where tensors stand, or one that makes the whole of it.
+    """Return an argument of a call, with names of the script for its tensors, or one name for the whole structure.
 
-    filled: the name for a `Ref` or a weight, and any other constant as it is. changes: the call does something to the
-    structure.
+    filled: returns the name for a `Ref` or a weight, and any other constant itself. changes: whether the call may
+    change the structure.
     """
     kind = type(value)
     if kind in SINGLE:
@@ -79,16 +79,16 @@ def argument(script: Script, filled: Callable[[Any], Any], value: Any, changes: 
 
 
 def _plain(spec: pytree.TreeSpec) -> bool:
-    """Whether a structure is of tuples, lists, dictionaries and sizes alone."""
+    """Whether a structure consists of tuples, lists, dictionaries and sizes alone."""
     return spec.type in (None, tuple, list, dict, torch.Size) and all(map(_plain, spec.children()))
 
 
 def in_a_row(*values: Any) -> tuple[Any, ...]:
-    """These values as a tuple."""
+    """Return the values as a tuple."""
     return values
 
 
 def without_gradient(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """What a function gives under torch.no_grad()."""
+    """Call a function under torch.no_grad() and return its output."""
     with torch.no_grad():
         return function(*args, **kwargs)

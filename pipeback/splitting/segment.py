@@ -24,11 +24,11 @@ from pipeback.splitting.stage_script import Name, Script
 from pipeback.tensors import accelerators
 from pipeback.tensors.structures import Form, Ref, opened
 
-Key = tuple[Any, ...]  # the form of what comes in
+Key = tuple[Any, ...]  # the form of the inputs
 
 
 def key_of(parts: Sequence[Tensor], training: bool, setting: int) -> Key:
-    """What tells micro-batches apart that need another script. setting: a number of `held`."""
+    """Return a key: micro-batches with different keys need different scripts. setting: see `AttributeReads.number`."""
     return (training, setting, *[(part.shape, part.dtype) for part in parts])
 
 
@@ -40,7 +40,7 @@ class Lent(nn.Module):
         self.__module, self.__names__ = (
             (module,),
             tuple(names),
-        )  # in a tuple: not a child, whose weights would be counted
+        )  # in a tuple, so that it is no child, whose weights would be counted
         for name, parameter in module.named_parameters():
             if name not in names:
                 _register(self, name, parameter)
@@ -49,12 +49,12 @@ class Lent(nn.Module):
 
     @property
     def __kind__(self) -> str:
-        """The class of the module."""
+        """The name of the class of the module."""
         return type(self.__module[0]).__name__
 
     def forward(self, weights: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
         (module,) = self.__module
-        if not torch.is_grad_enabled():  # products of matrices choose their way by it, without a graph, too
+        if not torch.is_grad_enabled():  # torch chooses kernels of products by requires_grad, even without a graph
             own = (module.get_parameter(name) for name in self.__names__)
             weights = [w.detach().requires_grad_(p.requires_grad) for w, p in zip(weights, own, strict=True)]
         modes = [] if self.training else [(m, m.training) for m in module.modules()]
@@ -68,7 +68,7 @@ class Lent(nn.Module):
 
 
 class Opened:
-    """Takes the output of a call apart; refuses a structure that differs from that of the trace."""
+    """Returns the tensors in the output of a call; raises if its structure differs from that in the trace."""
 
     __name__, __module__ = "opened", "pipeback"
 
@@ -100,8 +100,11 @@ _Open = Callable[[Any, list[Tensor]], bool]
 
 
 def opener(form: Form) -> _Open | None:
-    """A function that appends the tensors of a structure and says whether it has this form: what `opened` finds, in a
-    fraction of its time. None for structures of other things than tuples, lists and dictionaries."""
+    """Return a function that appends the tensors of a structure to a list and says whether the structure has this form.
+
+    It does what `opened` does in a fraction of the time. None for structures that have more than tuples, lists and
+    dictionaries in them.
+    """
     constants = iter(form.constants)
 
     def build(spec: pytree.TreeSpec) -> _Open | None:
@@ -137,7 +140,7 @@ def _constant(constant: Any, value: Any, found: list[Tensor]) -> bool:
 
 
 class Decided:
-    """Checks a value that Python has decided by; refuses another one than in the trace."""
+    """Checks a value by which Python decides; raises if it differs from that in the trace."""
 
     __name__, __module__ = "decided", "pipeback"
 
@@ -152,7 +155,7 @@ class Decided:
 
 
 class Carried:
-    """A weight that later stages compute with, too, as a micro-batch finds it: a copy, kept while it stays the same."""
+    """Copies a weight for later stages, with its value for this micro-batch; the copy is kept while the value stays."""
 
     __name__, __module__ = "carried", "pipeback"
 
@@ -167,7 +170,7 @@ class Carried:
 
 
 class _Handed(torch.autograd.Function):
-    """The copy, with the weight's gradient."""
+    """Gives the copy; its gradient is passed on to the weight."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, carried: Carried) -> Tensor:
@@ -181,21 +184,24 @@ class _Handed(torch.autograd.Function):
 
 @dataclass
 class SegmentWork:
-    """The work of a segment for one form of micro-batch: `calls` compute the tensors `gives` from `takes` (numbers)."""
+    """The work of a segment for one form of micro-batch: `calls` compute the tensors numbered `gives` from `takes`."""
 
     calls: list[Call]
     takes: list[int]
     gives: list[int]
-    fixed: set[int]  # of what it takes, what needs no gradient: a mask that does may get slower kernels
-    lends: dict[str, int]  # own weights that go on to later stages, and the numbers they get
-    borrows: dict[str, int]  # weights of earlier stages, and the numbers that they came under
+    fixed: set[int]  # inputs without a gradient: a mask that needs one may get slower kernels
+    lends: dict[str, int]  # own weights that travel to later stages, and their numbers
+    borrows: dict[str, int]  # weights of earlier stages, and their numbers
     constants: Mapping[str, Tensor]
     form: Form | None = None  # of the model's output, in the last segment
-    device: torch.device | None = None  # where it was traced; it computes where its input is
+    device: torch.device | None = None  # the device of the trace; it computes where its input is
 
 
 class Segment(nn.Module):
-    """One stage. owned: modules, parameters, buffers of the model by their names; unsaved: buffers in no state_dict."""
+    """One stage of a traced model.
+
+    owned: modules, parameters and buffers of the model by their names. unsaved: buffers that are in no state_dict.
+    """
 
     def __init__(
         self,
@@ -210,7 +216,7 @@ class Segment(nn.Module):
         for name, part in sorted(owned.items(), key=lambda item: isinstance(item[1], Tensor)):  # modules first
             if not _has(self, name):
                 _register(self, name, part, persistent=name not in unsaved)
-        self.__setting__ = 0  # of the model: a number of `held`
+        self.__setting__ = 0  # see `AttributeReads.number`
         self.__rewritten__: set[str] = set()  # parameters that it writes into
         self.__entered: list[Entered] = []  # of all scripts
         self.__carried: dict[str, Carried] = {}
@@ -221,7 +227,8 @@ class Segment(nn.Module):
         found = self.__scripts.get(key_of(parts, self.training, self.__setting__))
         if found is None:
             raise RuntimeError(f"{self.__label__}: {self.__unknown(parts)}")
-        if self.__entered or accelerators.autocast():  # which keeps its copies of leaves, while the model has none here
+        # autocast caches its casts of leaves; the inputs of a stage are leaves here, but not in the model
+        if self.__entered or accelerators.autocast():
             parts = tuple(x.view_as(x) if x.requires_grad and x.is_leaf else x for x in parts)
         try:
             out = found[0].function(*parts)
@@ -238,7 +245,7 @@ class Segment(nn.Module):
         return form.fill(out if type(out) is tuple else (out,))
 
     def __learn__(self, key: Key, portion: SegmentWork) -> None:
-        """Know what to do for a form. Raises ValueError where that cannot be told from another form."""
+        """Learn the work for a form. Raises ValueError if its key is that of a form with other work."""
         script = self.__built(portion)
         if key in self.__scripts:
             known, form = self.__scripts[key]
@@ -249,14 +256,14 @@ class Segment(nn.Module):
                 )
             return
         same = (known for known, form in self.__scripts.values() if form == portion.form and known.does(script))
-        self.__scripts[key] = next(same, script), portion.form  # most forms differ in few stages
+        self.__scripts[key] = next(same, script), portion.form  # the forms of a model differ in few stages
 
     def __script__(self) -> str:
-        """What it does, as Python, for every form that it knows."""
+        """Return its script for every form that it knows, as Python."""
         return "\n".join(f"# {_written(key)}\n{script.code()}\n" for key, (script, _) in self.__scripts.items())
 
     def __left(self) -> None:
-        """No run of calls is under autocast any more."""
+        """Leave every autocast region, as after an error."""
         for entered in self.__entered:
             entered.close()
 
@@ -313,7 +320,7 @@ class Segment(nn.Module):
         return script.end([known[number] for number in portion.gives])
 
     def __autocast(self, script: Script, call: Call, entered: Entered | None) -> Entered | None:
-        """The run of calls under autocast that this one belongs to, which is entered; another one is left."""
+        """Return the autocast region of a call, which the script enters here; it leaves another region first."""
         if call.autocast != (entered.expects if entered is not None else ()):
             for turn in (entered, entered := Entered(call.autocast) if call.autocast else None):
                 if turn is not None:
@@ -324,7 +331,7 @@ class Segment(nn.Module):
     def __called(
         self, script: Script, call: Call, filled: Callable[[Any], Any], known: dict[int, Name], portion: SegmentWork
     ) -> Name:
-        """What one call gives. filled: an argument, with the names of what it refers to."""
+        """Write one call and return the name of its output. filled: gives an argument with names for its tensors."""
         args = [argument(script, filled, arg, n in call.left) for n, arg in enumerate(call.args)]
         kwargs = {k: argument(script, filled, arg, k in call.left) for k, arg in call.kwargs.items()}
         left = [args[k] if isinstance(k, int) else kwargs[k] for k in call.left]
@@ -350,7 +357,7 @@ def _looked_up(root: nn.Module, name: str) -> Tensor:
 
 
 def _has(root: nn.Module, name: str) -> bool:
-    """Whether there is such an attribute, in a module of that path."""
+    """Whether the root has a module, parameter or buffer of that path."""
     for step in name.split("."):
         root = getattr(root, step, None)  # type: ignore[assignment]
     return root is not None

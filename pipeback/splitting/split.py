@@ -25,13 +25,13 @@ from pipeback.tensors.copies import replica
 
 @dataclass
 class Split:
-    """A model's stages. `print` it: which rung, why not those before, and the names of the stages."""
+    """A model's stages. `print` shows the rung that applied, why earlier rungs did not, and the names of the stages."""
 
     rung: str
     parts: list[StagePart]
-    model: nn.Module  # whose they are
-    program: TracedModel | None = None  # of a model whose forward was traced
-    reasons: dict[str, str] = field(default_factory=dict)  # why a rung was left, by its letter
+    model: nn.Module  # the model that was split
+    program: TracedModel | None = None  # None unless a forward was traced
+    reasons: dict[str, str] = field(default_factory=dict)  # why a rung did not apply, by its letter
 
     def __str__(self) -> str:
         reasons = "".join(f"\n  not {letter}: {reason}" for letter, reason in self.reasons.items())
@@ -46,9 +46,12 @@ def split_model(
     leaves: Sequence[str] = (),
     balance: str = "time",
 ) -> Split:
-    """Split a model. stages: see `cut_points`; example: the input of a push, for models whose forward is traced.
+    """Split a model into stages.
 
-    Raises TypeError or ValueError naming the layer, what was found and the cure; nothing is changed.
+    stages: see `cut_points`. example: the input of a push, which models need whose forward is traced. leaves: paths of
+    modules that are not traced into. balance: "time" or "memory", by which a number of stages is balanced.
+
+    Raises TypeError or ValueError naming the layer, what was found and the cure; the model is not changed.
     """
     cuts, reasons = chosen(stages), dict[str, str]()
     if not isinstance(model, nn.Module) or isinstance(model, nn.ModuleList):
@@ -92,10 +95,10 @@ def at_once(
     example: Any = None,
     strict: bool = False,
 ) -> Split | None:
-    """The rungs that need no input, a and b; None where neither holds, and `reasons` say why.
+    """Try the rungs that need no trace, a and b; None if neither applies, with the reasons in `reasons`.
 
-    example: has a sequence tried whether tensors alone cross its boundaries. strict: stages of a sequence that share
-    weights are an error, and no reason to follow it.
+    example: an input, with which a sequence is run to see whether only tensors cross its boundaries. strict: shared
+    weights in the stages of a sequence are an error; otherwise they are a reason to trace it.
     """
     reasons = {} if reasons is None else reasons
     if plain(model) and _whole(cuts) and not leaves:
@@ -125,7 +128,7 @@ def at_once(
 
 
 def _whole(cuts: Cuts) -> bool:
-    """Whether modules of a list stay as they are."""
+    """Whether the cuts keep each module of a list whole."""
     return cuts == "auto" or isinstance(cuts, int)
 
 
@@ -134,7 +137,7 @@ def _count(cuts: Cuts) -> int | None:
 
 
 def _odd(parts: Sequence[StagePart], example: Any) -> str | None:
-    """What crosses a boundary and is neither a tensor nor a tuple of tensors; None if nothing is."""
+    """Say which value crosses a boundary and is neither a tensor nor a tuple of tensors; None if there is none."""
     value = example
     if any(t.is_meta for part in parts for t in part.module.parameters()):
         return None if _simple(value) else "its input is a structure"
@@ -147,7 +150,7 @@ def _odd(parts: Sequence[StagePart], example: Any) -> str | None:
 
 
 def _apart(value: Any) -> Any:
-    """With tensors of its own: a module may change what it is given."""
+    """Return the value with copies of its tensors, since a module may change its input."""
     return tuple(replica(part) for part in value) if isinstance(value, tuple) else replica(value)
 
 

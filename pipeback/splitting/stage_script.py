@@ -1,4 +1,4 @@
-"""Stage script: what a stage does for one form of micro-batch, written as a function in Python.
+"""Stage script: the work of a stage for one form of micro-batch, written as a function in Python.
 
     def forward(x0, x1):
         v2 = m_0(x0, None); x0 = None
@@ -37,48 +37,48 @@ class Name:
 
 
 class Script:
-    """Write it line by line, `end` it, and call its `function`."""
+    """A script under construction: write it line by line, call `end`, and then call its `function`."""
 
     function: Callable[..., tuple[Any, ...]]
 
     def __init__(self) -> None:
         self._inputs: list[Name] = []
-        self._lines: list[tuple[list[Name], bool, str]] = []  # what a line gives, whether as a list, and its text
+        self._lines: list[tuple[list[Name], bool, str]] = []  # (names it defines, whether it unpacks, text)
         self._count = 0
         self._given: dict[int, str] = {}  # the names of globals by identity
         self.held: dict[str, Any] = {}  # modules, parameters, buffers and constants
-        self.others: dict[str, Any] = {}  # functions, and what is no literal
-        self.paths: dict[str, str] = {}  # what is held, by its name in the model
+        self.others: dict[str, Any] = {}  # functions, and values that are no literals
+        self.paths: dict[str, str] = {}  # the path in the model of each value in `held`
         self.source = ""
 
     # -- writing -------------------------------------------------------------------------------------------------
 
     def take(self) -> Name:
-        """The next of its arguments."""
+        """Add an argument to the function."""
         self._inputs.append(self._new("x"))
         return self._inputs[-1]
 
     def part(self, path: str, part: nn.Module | Tensor) -> Name:
-        """A module, weight or buffer of that path."""
+        """Return the name of the module, weight or buffer at that path."""
         if id(part) not in self._given:
             self._given[id(part)] = name = f"m_{len(self.held)}"
             self.held[name], self.paths[name] = part, path
         return Name(self._given[id(part)])
 
     def call(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Name:
-        """A line that calls a function, or a part, and the name of what that gives."""
+        """Write a line that calls a function or a part; return the name of its output."""
         found = self._new("v")
         self._lines.append(([found], False, self._called(function, args, kwargs or {})))
         return found
 
     def unpack(self, function: Any, args: Sequence[Any], count: int) -> list[Name]:
-        """A line that calls a function which gives a list of so many values."""
+        """Write a line that calls a function, which returns a list of `count` values; return their names."""
         found = [self._new("v") for _ in range(count)]
         self._lines.append((found, True, self._called(function, args, {})))
         return found
 
     def end(self, gives: Sequence[Name]) -> Script:
-        """It gives these."""
+        """Write the return of these values, and compile the script."""
         names = [name.text for name in self._inputs]
         for name in gives:
             name.last = len(self._lines)
@@ -130,7 +130,7 @@ class Script:
         return self._other(value)
 
     def _other(self, value: Any) -> str:
-        """What is given to it as it is."""
+        """Return the name of a global that holds this value."""
         if id(value) not in self._given:
             name = re.sub(r"\W", "_", getattr(value, "__name__", type(value).__name__))
             self._given[id(value)] = f"{name}_{len(self.others)}"
@@ -140,7 +140,7 @@ class Script:
     # -- running -------------------------------------------------------------------------------------------------
 
     def _compile(self) -> None:
-        code = _compiled(self.source)  # one of its own: torch.compile counts what it compiles by code
+        code = _compiled(self.source)  # a copy for each script: torch.compile counts recompilations per code object
         around = {"__builtins__": builtins, "__name__": __name__}
         self.function = FunctionType(code.replace(co_filename=code.co_filename), {**around, **self.others, **self.held})
 
@@ -155,11 +155,11 @@ class Script:
         return _again, (kept,)
 
     def code(self) -> str:
-        """As Python, with the paths of the model's modules."""
+        """Return the script as Python, with the paths of the model's modules."""
         return re.sub(r"\bm_\d+\b", lambda found: f"self.{self.paths[found[0]]}", self.source)
 
     def does(self, other: Script) -> bool:
-        """Whether it does the same."""
+        """Whether another script does the same."""
         return (
             self.source == other.source
             and all(a is b for a, b in zip(self.held.values(), other.held.values(), strict=True))
@@ -187,7 +187,7 @@ def _tuple(texts: Iterable[str]) -> str:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Whether two functions or values stand for the same."""
+    """Whether two functions or values are interchangeable."""
     if a is b:
         return True
     if type(a) is not type(b) or bool(getattr(a, "expects", None) != getattr(b, "expects", None)):

@@ -9,7 +9,7 @@ from pipeback.splitting.data_sizes import FACTORIES, MAKERS, READERS, TELLING
 from pipeback.splitting.in_place import PROPERTIES, changes, set_property
 from pipeback.splitting.script_values import operator_of
 
-# what asks a tensor for its numbers
+# functions that give Python the values of a tensor
 NUMBERS = {
     "item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__complex__", "__contains__", "equal",
     "allclose", "is_nonzero",
@@ -18,22 +18,22 @@ AWAY = {"numpy", "__array__", "data_ptr", "__dlpack__", "storage", "untyped_stor
 
 
 class About(NamedTuple):
-    """A torch function."""
+    """The properties of a torch function."""
 
     name: str
-    target: Any  # what a stage calls
-    property: str | None  # the one that is read or set
+    target: Any  # the function that a stage calls
+    property: str | None  # the name of the property that it reads or sets
     makes: bool  # it may give a tensor whose size depends on values
-    reads: bool  # it tells Python a size of its first argument
-    changes: bool  # it changes what it is given; one with `out=` does so, too
-    acts: bool  # it matters where it gives nothing
-    asks: bool  # it asks for numbers
-    away: bool
-    fills: bool  # of torch.nn.init
+    reads: bool  # it gives Python a size of its first argument
+    changes: bool  # it changes its first argument; a call with `out=` changes that, too
+    acts: bool  # it is recorded even if it returns no tensor
+    asks: bool  # it gives Python values of a tensor
+    away: bool  # its result leaves torch
+    fills: bool  # it is a function of torch.nn.init
 
 
 def about(function: Any) -> About:
-    """What is known about it."""
+    """Return the properties of a torch function."""
     try:
         return _about(function)
     except TypeError:  # it has no hash

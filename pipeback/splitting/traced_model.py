@@ -42,7 +42,7 @@ from pipeback.tensors.structures import Form, opened
 
 
 class TracedModel:
-    """A model and its stages. example: the input of a push, of one micro-batch or more.
+    """A model and its stages. example: the input of a push, with at least one micro-batch.
 
     cuts: where to cut, see `cut_points`. whole: paths of modules that are not traced into. by: "time" or "memory", by
     which a given number of stages is balanced. Raises ValueError, which names the layer and the cure.
@@ -59,7 +59,7 @@ class TracedModel:
         self.model, self.cuts = model, chosen(cuts)
         self._check(whole, by)
         self.rewritten: set[str] = set()  # parameters that its forward writes into
-        self.whole, self.opened = set(whole), set[str]()  # paths: what stays whole, and what is looked into after all
+        self.whole, self.opened = set(whole), set[str]()  # paths: modules kept whole, modules traced into after all
         self.family = family(model)
         self.blocks = blocks_of(model) if self.cuts in ("auto", "block") or isinstance(self.cuts, int) else []
         if self.cuts == "block" and not self.blocks:
@@ -69,7 +69,7 @@ class TracedModel:
         self.kind: Cuts = ("block" if self.blocks else "layer") if self.cuts == "auto" else self.cuts
         self.held = AttributeReads(model)
         self._known: dict[Key, Known] = {}
-        self._variants: dict[Key, list[Known]] = {}  # of every form, the ways that the model goes
+        self._variants: dict[Key, list[Known]] = {}  # the variants of every form
         arguments, complete = self.arguments(example), self.complete
         record, known = self._first(arguments, complete, whole, by)
         self.ownership = Ownership(model, self._staged(record), len(self.units), record.changed)
@@ -78,7 +78,7 @@ class TracedModel:
         self.rewritten = record.changed and record.changed.intersection(dict(model.named_parameters()))
         for s, segment in enumerate(self.segments):
             segment.__rewritten__ = self.ownership.names_of(s, self.rewritten)
-            segment.training = model.training  # its modules are the model's, and are in their own modes
+            segment.training = model.training  # the attribute alone: its modules are the model's, in their own modes
         self._copies: list[Sequence[nn.Module]] = [self.segments]
         x = self._take(record, self.enter(arguments)[0], None, known)
         if complete:
@@ -124,7 +124,7 @@ class TracedModel:
     def prepare(self, x: Any, form: Form, training: bool | None) -> Any:
         """Trace the model once more, for tensors like x; return them with the mark of their variant.
 
-        training: the mode of every module; None: as they are set.
+        training: the mode of every module; None: the modes that are set.
         """
         args, kwargs = form.fill(tensors_of(x))
         with modes(self.model, training):
@@ -183,7 +183,7 @@ class TracedModel:
                 labels[s] = unit.names[0] if unit.names and unit.names[0] not in labels else f"{labels[s]}#{s}"
         return [StagePart(label, segment) for label, segment in zip(labels, self.segments, strict=True)]
 
-    # -- following -----------------------------------------------------------------------------------------------
+    # -- tracing -------------------------------------------------------------------------------------------------
 
     def _check(self, whole: Sequence[str], by: str) -> None:
         paths = dict(self.model.named_modules()) if whole else {}
@@ -261,7 +261,7 @@ class TracedModel:
         )
 
     def _label(self, unit: Unit) -> str:
-        """Return a unit's name: its layer; of several, the longest path that holds all their weights, or a range."""
+        """Return a unit's name: that of its layer, or, of several, the longest path that contains them, or a range."""
         if not unit.names or self.kind in ("layer", "sublayer"):
             return unit.names[0] if unit.names else unit.start or "input"
         paths = [name.split(".") for name in unit.names]
@@ -298,7 +298,7 @@ class TracedModel:
     # -- from a record to what each segment does -----------------------------------------------------------------
 
     def _key(self, x: Any, training: bool | None) -> Key:
-        """Of tensors x; training: None: as the model is set."""
+        """Return the key of tensors x. training: the mode of the model; None: the mode that is set."""
         return key_of(tensors_of(x), self.model.training if training is None else training, self.held.number(training))
 
     def _take(self, record: CallTrace, x: Any, training: bool | None, known: Known) -> Any:

@@ -37,11 +37,11 @@ from pipeback.splitting.torch_functions import about
 from pipeback.splitting.vmap_calls import Mapped
 from pipeback.tensors.structures import PLAIN, SINGLE, Form, Ref, fixed, opened, parts
 
-SIMPLE = {int, float, bool, str, type(None), torch.dtype, torch.device}  # stands in a call as it is
-NO_TENSORS = {dict, set, type(None), bool, int, float, str}  # what most attributes are
+SIMPLE = {int, float, bool, str, type(None), torch.dtype, torch.device}  # types that a call records as they are
+NO_TENSORS = {dict, set, type(None), bool, int, float, str}  # types of most attributes
 
 
-@torch.enable_grad()  # what is evaluated first may be trained on later: where a forward forbids gradients, it does so
+@torch.enable_grad()  # a model that is evaluated first may be trained later; a forward may still use no_grad
 def trace_forward(
     model: nn.Module,
     args: Sequence[Any],
@@ -52,14 +52,14 @@ def trace_forward(
     work: Work | None = None,
     left: Collection[Name] = (),
 ) -> tuple[CallTrace, Any]:
-    """Run `model(*args, **kwargs)` and write it down; returns its output, too. leaves: says of a path and module
-    whether its call is one. values: parameters and buffers to run on in place of its own. answers: says what Python
-    is to decide by, where there are shapes only, given the call that asks, those before and the constants. work:
-    counts what calls cost. left: attributes that may be left behind, if the forward sets them before it reads them.
-    Tensors of args and kwargs, in pytree order, are numbers 0, 1, …
+    """Run `model(*args, **kwargs)` and record its calls; return the record and the output. leaves: says of a path and
+    a module whether its call is recorded as one. values: parameters and buffers to use in place of the model's.
+    answers: returns the value by which Python decides where there are shapes only, given the deciding call, the calls
+    before and the constants. work: counts the cost of calls. left: attributes that the forward may leave changed if it
+    sets them before it reads them. The tensors of args and kwargs, in pytree order, have the numbers 0, 1, …
 
-    Raises ValueError naming the module where something cannot be followed: objects that calls would share, state that
-    a forward leaves in a module, values from outside of torch.
+    Raises ValueError naming the module if something cannot be traced: objects that calls would share, state that a
+    forward leaves in a module, values from outside of torch.
     """
     recorder = _Recorder(model, leaves, values, answers, work, left)
     watched = [(name, buffer, buffer._version) for name, buffer in model.named_buffers()]
@@ -87,7 +87,7 @@ def trace_forward(
         raise ValueError(f"{type(model).__name__} returned no tensor, but {type(output).__name__}")
     r, changed = recorder, {name for name, buffer, version in watched if buffer._version != version}
     changed |= set() if recorder.kept is None else recorder.kept.names
-    # a tensor without a gradient has one where something with one was written into it
+    # a tensor without a gradient gets one when a tensor with one is written into it
     grads = [before or tensor.requires_grad for before, tensor in zip(r.grads, r.numbered, strict=True)]
     return CallTrace(
         r.calls, len(given), out, form, r.constants, r.forms, grads, changed, r.costs, device, r.sets.held
@@ -107,7 +107,7 @@ class _Recorder(TorchFunctionMode):
         super().__init__()
         self.model, self.calls = model, list[Call]()
         self.numbers: dict[int, int] = {}
-        self.alive: list[Any] = []  # ids stay theirs
+        self.alive: list[Any] = []  # so that their ids are not reused
         self.numbered: list[Tensor] = []
         self.modules = dict(model.named_modules())
         self.paths = {id(module): path for path, module in self.modules.items()}
@@ -127,13 +127,13 @@ class _Recorder(TorchFunctionMode):
         self.costs: list[float] = []
         self.work = work
         self.answers = answers
-        self.inside = 0  # of a leaf
-        self.leaf_path = ""  # of that leaf
-        self.handed = ModuleInputs((), {})  # what it was called with
-        self.made = Inside()  # what it has made
-        self.shaped = False  # whether the call that runs has made a size that depends on values
-        self.by_values: set[int] = set()  # numbers of the tensors that come of such calls
-        self.checked: set[int] = set()  # those whose size is checked
+        self.inside = 0  # how many leaves are running, one within the other
+        self.leaf_path = ""  # the path of the leaf that runs
+        self.handed = ModuleInputs((), {})  # the arguments of that leaf
+        self.made = Inside()  # tensors that leaves have made
+        self.shaped = False  # whether the running call has made a tensor whose size depends on values
+        self.by_values: set[int] = set()  # numbers of the tensors that depend on such calls
+        self.checked: set[int] = set()  # those of them whose size is checked
         self.stack: list[str] = []
         self.thread = threading.get_ident()
         self.told: Escape | None = None
@@ -147,14 +147,14 @@ class _Recorder(TorchFunctionMode):
         return self.stack[-1] if self.stack else ""
 
     def name(self, path: str) -> str:
-        """A module, as it is told of."""
+        """Return the name of a module in messages."""
         kind = type(self.modules[path]).__name__
         return f"{kind} {path!r}" if path else kind
 
     # -- values --------------------------------------------------------------------------------------------------
 
     def new(self, tensor: Tensor, known: bool = True) -> int:
-        """A number for it, by which it is known from now on."""
+        """Give a tensor a number; `known`: and refer to the tensor by it from now on."""
         number = len(self.forms)
         if known:
             self.numbers[id(tensor)] = number
@@ -165,7 +165,7 @@ class _Recorder(TorchFunctionMode):
 
     @property
     def done(self) -> float:
-        """The work that has been done so far."""
+        """The work that has been counted so far."""
         return 0.0 if self.work is None else self.work.done
 
     def write(self, call: Call, cost: float = 0.0) -> None:
@@ -174,7 +174,7 @@ class _Recorder(TorchFunctionMode):
         self.costs.append(cost)
 
     def known(self, tensor: Tensor) -> int:
-        """The number of a tensor of the output; one that is not a call's gets a call that gives it."""
+        """Return the number of a tensor of the output; an attribute or constant gets a call that returns it."""
         if id(tensor) not in self.numbers:
             placed = self.placed(tensor, "its caller")
             call = Call(_same, (placed,), {}, self.where, True)
@@ -183,7 +183,7 @@ class _Recorder(TorchFunctionMode):
         return self.numbers[id(tensor)]
 
     def placed(self, value: Any, what: str) -> Any:
-        """A value as it stands in a call."""
+        """Return a value as a recorded call holds it. what: names the receiver in errors."""
         if not isinstance(value, Tensor):
             return self.plain(value, self.where, what)
         if id(value) in self.numbers:
@@ -204,7 +204,7 @@ class _Recorder(TorchFunctionMode):
 
     def plain(self, value: Any, where: str, what: str) -> Any:
         if type(value).__module__ == "numpy" and not getattr(value, "ndim", 1):
-            return value.item()  # a number, as Python has it
+            return value.item()  # a scalar of numpy becomes a number of Python
         if (isinstance(value, PLAIN) or fixed(value)) and not ends_at_tensors(value):
             return value
         raise shared(self.name(where), where, what, value)
@@ -220,7 +220,7 @@ class _Recorder(TorchFunctionMode):
         return pytree.tree_map(lambda value: self.placed(value, what), values)
 
     def give(self, call: Call, output: Any, passed: Container[int] = ()) -> None:
-        """Number the tensors of what a call has given. passed: ids of tensors that it has not looked at."""
+        """Number the tensors in the output of a call. passed: ids of tensors that it was given and did not use."""
         if isinstance(output, Tensor):
             call.out = [self.new(output)]
         else:
@@ -232,7 +232,7 @@ class _Recorder(TorchFunctionMode):
         self.shaped = False
 
     def opened(self, value: Any, number: Callable[[Tensor], int], where: str) -> tuple[list[int], Form]:
-        """The numbers of the tensors in what a call, or all of it, has given, and where they stand."""
+        """Return the numbers of the tensors in the output of a call or of the model, and its structure."""
         tensors, form = opened(value)
         for constant in form.constants:
             if not isinstance(constant, Ref):
@@ -255,7 +255,7 @@ class _Recorder(TorchFunctionMode):
             self.made.note(output, self.leaf_path)
             return output
         if known.fills and not self.asks(args, kwargs):
-            return self.unheard(func, args, kwargs)  # of a module that is made in this forward
+            return self.unheard(func, args, kwargs)  # the initialisation of a module that this forward creates
         if name == "__iter__":
             return iter(self.__torch_function__(Tensor.unbind, types, args, kwargs))
         if name in ("__getitem__", "__setitem__"):
@@ -285,7 +285,7 @@ class _Recorder(TorchFunctionMode):
         return output
 
     def set_from_outside(self, module: nn.Module, key: str) -> None:
-        """An attribute is set, perhaps of a leaf, which its stage would not do again."""
+        """Note an error if the forward sets an attribute of a leaf from outside, which no stage would repeat."""
         if not self.inside and self.leaf[id(module)] and threading.get_ident() == self.thread:
             path = self.paths[id(module)]
             self.told = self.told or Escape(
@@ -295,11 +295,11 @@ class _Recorder(TorchFunctionMode):
             )
 
     def apart(self) -> bool:
-        """Whether what happens is of no concern: within a leaf, or in another thread."""
+        """Whether nothing is recorded now, because a leaf or another thread is running."""
         return bool(self.inside) or threading.get_ident() != self.thread
 
     def unheard(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """A call that is not written down, nor what it calls."""
+        """Call a function without recording it or the calls within it."""
         self.inside += 1
         try:
             return func(*args, **kwargs)
@@ -307,13 +307,13 @@ class _Recorder(TorchFunctionMode):
             self.inside -= 1
 
     def answered(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """What others say that Python is to decide by, where there are shapes only."""
+        """Return the value by which Python is to decide where there are shapes only."""
         assert self.answers is not None
         call = Call(target, self.place(args, "a decision"), self.place(kwargs, "a decision"), self.where, False)
         return self.answers(call, self.calls, self.constants)
 
     def check_size(self, tensor: Any) -> None:
-        """Write down that Python has gone by the size of this tensor, where that depends on values."""
+        """Record a check of the size of a tensor, which Python reads, if that size depends on values."""
         number = self.numbers.get(id(tensor))
         if number in self.by_values and number not in self.checked:
             self.checked.add(number)
@@ -322,11 +322,11 @@ class _Recorder(TorchFunctionMode):
             self.write(call)
 
     def asks(self, args: Any, kwargs: Any) -> bool:
-        """Whether what is asked for its numbers belongs to the micro-batch, not to the model."""
+        """Whether one of the arguments is a tensor of the micro-batch rather than of the model."""
         return any(isinstance(x, Tensor) and id(x) in self.numbers for x in parts((args, kwargs)))
 
     def applied(self, original: Callable[..., Any], function: Any, args: Any, kwargs: Any) -> Any:
-        """A custom autograd function, with its own backward."""
+        """Record the call of a custom autograd function, which has its own backward."""
         if threading.get_ident() != self.thread:
             return original(*args, **kwargs)
         if self.inside:
@@ -335,11 +335,11 @@ class _Recorder(TorchFunctionMode):
             self.made.note(output, self.leaf_path)
             return output
         if function is torch.utils.checkpoint.CheckpointFunction:
-            return args[0](*args[2:])  # followed within; stages have activations= for this
+            return args[0](*args[2:])  # traced into; activations= recomputes in stages
         return self.whole(Applied(function), lambda: original(*args, **kwargs), *args, **kwargs)
 
     def whole(self, target: Any, does: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        """What is one call, and not looked into."""
+        """Record a call as one, without the calls within it."""
         what = f"function {target.__name__}"
         placed = self.place(args, what), self.place(kwargs, what)
         call = Call(target, *placed, self.where, torch.is_grad_enabled())
@@ -350,7 +350,7 @@ class _Recorder(TorchFunctionMode):
         return output
 
     def mapped(self, original: Callable[..., Any], function: Any, options: Any, args: Any, kwargs: Any) -> Any:
-        """A function under torch.vmap."""
+        """Record the call of a function under torch.vmap."""
         if self.inside or threading.get_ident() != self.thread:
             return original(function, *options, *args, **kwargs)
         modes = function_modes()

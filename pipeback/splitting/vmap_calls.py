@@ -1,7 +1,7 @@
-"""Calls under torch.vmap: one call of a followed model, which is given the tensors that the function holds, too.
+"""Calls under torch.vmap: each is one call of a traced model, with the tensors that the function closes over as inputs.
 
-A mask of attention is often such a function: it closes over the padding of the micro-batch. A stage makes it anew with
-the tensors of every micro-batch.
+The mask function of an attention layer often closes over the padding of the micro-batch. A stage creates such a
+function anew, with the tensors of every micro-batch.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from pipeback.tensors.structures import PLAIN, fixed
 
 
 class Place:
-    """Where a tensor stood in what a function holds."""
+    """Stands for a tensor that a function holds, by its number among these tensors."""
 
     def __init__(self, number: int) -> None:
         self.number = number
 
 
 class Mapped:
-    """The call of a function under vmap: (tensors that it holds, arguments, arguments by keyword) -> what it gives.
+    """The call of a function under vmap: (tensors that it holds, arguments, keyword arguments) -> its output.
 
-    options: in_dims, out_dims, randomness, chunk_size. modes: change torch functions meanwhile.
+    options: in_dims, out_dims, randomness, chunk_size. modes: torch function modes that are active during the call.
     """
 
     __name__, __module__ = "vmap", "pipeback"
@@ -40,7 +40,7 @@ class Mapped:
 
     @property
     def expects(self) -> Any:
-        """What it does, to be compared with another's: code, numbers and modules, and where tensors stand."""
+        """A value to compare with another call's: its code, numbers and modules, and the places of its tensors."""
         return _told(self.apart), _told(self.options), [type(mode) for mode in self.modes]
 
     def __call__(self, holds: Sequence[Tensor], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -53,7 +53,7 @@ class Mapped:
 
 
 class Function:
-    """A function taken apart: its code, and what it holds."""
+    """A function taken apart: its code and the values that it holds."""
 
     def __init__(self, function: FunctionType, holds: Any) -> None:
         self.function, self.holds = function, holds
@@ -77,9 +77,10 @@ class Partial:
 
 
 def _apart(value: Any, tensors: list[Tensor], within: list[int]) -> Any:
-    """Any value that a function holds, with a `Place` for each tensor, which is added to `tensors`.
+    """Return a value that a function holds, with a `Place` for each tensor, which is added to `tensors`.
 
-    Raises ValueError for what would be used where it stands, such as a module's weights, and for what holds itself.
+    within: ids of the values around it. Raises ValueError for objects whose tensors cannot be replaced, such as modules
+    with weights, and for a value that contains itself.
     """
     inner: Callable[[Any], Any] = lambda x: _apart(x, tensors, [*within, id(value)])  # noqa: E731
     if isinstance(value, Tensor):
@@ -109,13 +110,13 @@ def _apart(value: Any, tensors: list[Tensor], within: list[int]) -> Any:
 
 
 def _holds_tensors(module: nn.Module) -> bool:
-    """Weights, buffers, or tensors as attributes."""
+    """Whether a module has weights, buffers or tensors as attributes."""
     own = [value for m in module.modules() for value in vars(m).values()]
     return any(isinstance(x, Tensor) for x in [*module.parameters(), *module.buffers(), *pytree.tree_leaves(own)])
 
 
 def _made(value: Any, tensors: Sequence[Tensor]) -> Any:
-    """The same with these tensors."""
+    """Return the value with these tensors in the places."""
 
     def one(x: Any) -> Any:
         if isinstance(x, Place):
@@ -126,7 +127,7 @@ def _made(value: Any, tensors: Sequence[Tensor]) -> Any:
 
 
 def _told(value: Any) -> Any:
-    """What `_apart` has given, as values that are equal where they do the same."""
+    """Return the output of `_apart` as values that are equal if the functions do the same."""
     if isinstance(value, Place):
         return Place, value.number
     if isinstance(value, Function):

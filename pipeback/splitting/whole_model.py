@@ -1,7 +1,7 @@
-"""Whole model: a model that is not looked into at all, as one stage: leaves=[""], its path in named_modules().
+"""Whole model: a model that is one stage and is not traced into: leaves=[""], which is its path in named_modules().
 
-Nothing is traced within it, so that whatever it does it does: decisions by values of its own layers, numbers that it
-keeps in attributes, other packages, gradients of its own.
+Its forward simply runs. So it may decide by values of its own layers, keep numbers in attributes, call other packages
+and compute gradients.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ PATH = "model"
 
 
 class WholeModel(nn.Module):
-    """The model as the one module of another one."""
+    """A module whose only child is the model."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class WholeModel(nn.Module):
 
     @property
     def training(self) -> bool:
-        """The user sets the mode of the model itself."""
+        """The mode of the model itself, which the user sets."""
         inner = vars(self).get("_modules", {}).get(PATH)
         return inner is None or inner.training
 
@@ -37,7 +37,7 @@ class WholeModel(nn.Module):
 
 
 def check_one(cuts: Cuts) -> None:
-    """Raise ValueError where more than one stage is asked for."""
+    """Raise ValueError if the cuts ask for more than one stage."""
     if not isinstance(cuts, str) and cuts != 1:
         raise ValueError(
             f"leaves=[''] keeps the whole model one stage, but stages={cuts!r}; give "

@@ -20,13 +20,13 @@ from pipeback.private import fused_adam
 from pipeback.stages.joint_optimizer import Options, groups_of
 from pipeback.stages.stage import Stage
 
-LARGE = 1 << 20  # bytes of the rows of a weight, above which no cache keeps them from one operation to the next
+LARGE = 1 << 20  # bytes of the rows of a weight, above which no cache holds them between operations
 PLAIN = ("amsgrad", "maximize", "capturable", "differentiable", "fused")  # options that must be off
-FIRST, SECOND, STEP = "exp_avg", "exp_avg_sq", "step"  # what torch keeps of a weight
+FIRST, SECOND, STEP = "exp_avg", "exp_avg_sq", "step"  # the names of what torch keeps per weight
 
 
 class Settings(NamedTuple):
-    """What all rows have in common. decays: λ of every weight."""
+    """The options that all rows share. decays: λ of every weight."""
 
     betas: tuple[float, float]
     eps: float
@@ -65,7 +65,7 @@ class AdamStep:
         fused = fused_adam(decoupled=decoupled)
         apart, rest, others = self._apart
         for m in apart:
-            whole = weights[m], grads[m].contiguous(), first[m], second[m]  # torch's does not look at strides
+            whole = weights[m], grads[m].contiguous(), first[m], second[m]  # torch's step ignores strides
             fused(
                 *([*some.unbind()] for some in whole), [], [*steps[m].unbind()],
                 lr=self.rates[m][0], beta1=b1, beta2=b2, weight_decay=decays[m], eps=eps, amsgrad=False, maximize=False,
@@ -76,7 +76,7 @@ class AdamStep:
 
     @cached_property
     def _apart(self) -> tuple[list[int], list[int], Settings]:
-        """Large weights, whose rows torch's fused step goes over once, at one rate; the others, and their settings."""
+        """Return the numbers of large weights, which torch's fused step moves, of the others, and their settings."""
         apart = [
             m for m, (w, rates) in enumerate(zip(self.like, self.rates, strict=True))
             if w.nbytes > LARGE and w.is_cpu and len(set(rates)) == 1
@@ -91,7 +91,7 @@ class AdamStep:
 
 
 def columns(numbers: Sequence[Sequence[float]], like: Sequence[Tensor]) -> list[Tensor]:
-    """A number for every row of every weight, (n, 1, …)."""
+    """Return the numbers of all rows as one tensor (n, 1, …) per weight."""
     return [
         torch.tensor(some, dtype=w.dtype, device=w.device).view(-1, *[1] * (w.dim() - 1))
         for some, w in zip(numbers, like, strict=True)
@@ -105,13 +105,13 @@ def adapted(
     grads: Sequence[Tensor],
     numbers: tuple[Sequence[Tensor]],
 ) -> None:
-    """`Adaptive.move` for a compiler. kept: p and q, and the updates done. numbers: η as columns."""
+    """Do what `AdamStep.move` does, written for a compiler. kept: p, q and the updates done. numbers: η as columns."""
     first, second, steps = kept
     _moved(settings, steps.add_(1), weights, first, second, grads, *numbers)
 
 
 def _moved(settings: Settings, steps: Tensor, *given: Sequence[Tensor]) -> None:
-    """Step weights, of which an operation goes over all rows. given: w, p, q, g and η as columns, of each."""
+    """Step weights with operations over all rows at once. given: for each weight w, p, q, g and η as columns."""
     (b1, b2), eps, decoupled, decays = settings
     t = steps.double()
     roots, sizes = 1 / torch.sqrt(1 - b2**t), -1 / (1 - b1**t)
@@ -127,7 +127,7 @@ def _moved(settings: Settings, steps: Tensor, *given: Sequence[Tensor]) -> None:
 
 
 def settings(stage: Stage, options: Options) -> Settings | None:
-    """What these options of a stage say, if its optimizer is plain Adam or AdamW."""
+    """Return the settings in a stage's options; None unless its optimizer is plain Adam or AdamW."""
     if type(stage.optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
         return None
     decoupled = type(stage.optimizer) is torch.optim.AdamW

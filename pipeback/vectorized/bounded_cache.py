@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 K = TypeVar("K")
 V = TypeVar("V")
-FORMS = 32  # graphs of a form take seconds to make, with a compiler a minute, and some megabytes
+FORMS = 32  # the graphs of a form take seconds to make (with a compiler a minute) and megabytes to keep
 
 
 class BoundedCache(dict[K, V]):

@@ -20,14 +20,14 @@ from pipeback.vectorized.graph_rewrites import Graph, Graphs, constant, direct, 
 
 
 class Unfit(ValueError):
-    """These modules cannot run as one; the message says why, and is put behind "stages 2 … 5: "."""
+    """These modules cannot run as one; the message says why, and is shown after "stages 2 … 5: "."""
 
 
 def capture(module: nn.Module, weights: Mapping[str, Tensor], x: Tensor, *, clones: bool = False) -> Graphs:
     """Return the graphs of n modules like this one.
 
-    weights: (n, …) by name; those that train require a gradient. x: (n, …). clones: the module changes its input in
-    place, and gets a copy. Raises `Unfit` where torch cannot trace n modules at once.
+    weights: (n, …) by name; trainable ones require a gradient. x: (n, …). clones: whether the module changes its
+    input in place and so is given a copy. Raises `Unfit` where torch cannot trace n modules at once.
     """
     from functorch.compile import aot_function, default_partition, make_boxed_func  # takes a second to import
 
@@ -39,7 +39,7 @@ def capture(module: nn.Module, weights: Mapping[str, Tensor], x: Tensor, *, clon
 
     def all_of_them(*given: Tensor) -> Any:
         y = vmap(one)(given[:-1], given[-1])
-        # the backward is written for gradients that lie in memory as this does, and those that come are contiguous
+        # the backward is traced for a gradient with these strides, and the gradients that come are contiguous
         return y.contiguous() if isinstance(y, Tensor) else y
 
     def keep(which: str) -> Callable[[fx.GraphModule, Any], Any]:
@@ -52,7 +52,7 @@ def capture(module: nn.Module, weights: Mapping[str, Tensor], x: Tensor, *, clon
     function = aot_function(all_of_them, keep("forward"), keep("backward"), partition_fn=default_partition)
     given = [w.detach().clone().requires_grad_(w.requires_grad) for w in weights.values()]
     try:
-        # kernels of attention have no rule for n modules at once; in plain operations it has
+        # vmap has no rule for the fused kernels of attention, but has rules for its plain operations
         with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
             y = function(*given, x.detach().clone().requires_grad_())
             if not isinstance(y, Tensor):
@@ -62,7 +62,7 @@ def capture(module: nn.Module, weights: Mapping[str, Tensor], x: Tensor, *, clon
             y.backward(torch.ones_like(y))
     except Unfit:
         raise
-    except Exception as error:  # whatever the user's code and torch make of it
+    except Exception as error:  # the user's code or torch may raise any error
         raise Unfit(f"torch cannot run them as one: {str(error).strip().partition(chr(10))[0]}") from error
     if found.keys() != {"forward", "backward"}:
         raise Unfit("there is nothing to train in them")
@@ -93,13 +93,13 @@ def capture_loss_stage(
 
     try:
         graph = constant(simplified(make_fx(both)(*(p.detach() for p in weights.values()), x, target)))
-    except Exception as error:  # whatever the user's code and torch make of it
+    except Exception as error:  # the user's code or torch may raise any error
         raise Unfit(f"torch cannot write it as one graph: {str(error).strip().partition(chr(10))[0]}") from error
     return direct(graph.forward)
 
 
 def signature(module: nn.Module) -> tuple[Any, ...]:
-    """What modules must have in common to be run as one, as far as it shows."""
+    """Return the visible properties in which modules must agree to run as one."""
     parts = [(type(m).__qualname__, m.extra_repr(), m.training) for m in module.modules()]
     weights = [(tuple(p.shape), p.dtype, p.device, p.requires_grad) for p in module.parameters()]
     return (*parts, *weights)

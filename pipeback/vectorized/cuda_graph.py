@@ -1,7 +1,7 @@
 """CUDA graph: captures a function of tensors once and replays it, which takes one launch instead of hundreds.
 
-Inputs that change from call to call are copied to where the graph reads them, and its outputs are copied from where it
-writes them. Sizes and addresses are fixed in the graph, so everything else stays at its place.
+The graph fixes sizes and addresses. So inputs that change from call to call are copied to the addresses that it reads,
+its outputs are copied from the addresses that it writes, and all other tensors stay where they are.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class CudaGraphed:
             before = [t.clone() for t in places]
             self._warm(call, cuda=places[0].is_cuda)
             self._known[key] = (inside, *self.captured(call))
-            torch._foreach_copy_(places, before)  # nothing was to happen yet
+            torch._foreach_copy_(places, before)  # undo what the warm-up and the capture have changed
         inside, replay, found = self._known.used(key, most=PLACES)
         torch._foreach_copy_(inside, tensors)
         replay()
@@ -60,7 +60,7 @@ class CudaGraphed:
             torch.cuda.current_stream().wait_stream(stream)
 
     def captured(self, call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        """What replays the call, and the tensors that it writes its results to."""
+        """Return a function that replays the call, and the tensors to which it writes its results."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             found = call()

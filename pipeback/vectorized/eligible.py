@@ -1,4 +1,4 @@
-"""Eligible: which methods and losses whole ticks can handle: corrections must be numbers, the loss traceable."""
+"""Eligible: says which methods and losses whole ticks can handle: corrections must be numbers, the loss traceable."""
 
 from __future__ import annotations
 

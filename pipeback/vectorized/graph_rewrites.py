@@ -13,11 +13,11 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, fx
 
-Graph = Callable[..., Any]  # the forward of a GraphModule, whose own call costs as much as an operation
+Graph = Callable[..., Any]  # the forward of a GraphModule; calling the module itself costs an operation more
 aten = torch.ops.aten
 
 
-# what does the same at half of the price of a call: torch's own bindings, which do not look an operator's schema up
+# torch's own bindings of operators, which cost half as much per call, since they do not look up the schema
 BINDINGS: dict[Any, Callable[..., Any]] = {
     aten.mul.Tensor: torch.mul, aten.add.Tensor: torch.add, aten.sub.Tensor: torch.sub, aten.div.Tensor: torch.div,
     aten.mm.default: torch.mm, aten.bmm.default: torch.bmm, aten.addmm.default: torch.addmm,
@@ -27,14 +27,16 @@ BINDINGS: dict[Any, Callable[..., Any]] = {
     aten.sigmoid.default: torch.sigmoid, aten.exp.default: torch.exp, aten.clone.default: torch.clone,
     aten.sum.dim_IntList: torch.sum, aten.native_layer_norm.default: torch.native_layer_norm,
 }  # fmt: skip
-# "reshape": what F has left comes back contiguous, whatever it was when the graph was written
+# "reshape", not "view": tensors saved by F come back contiguous, with other strides than in the trace
 VIEWS = {aten.view.default: "reshape", aten.reshape.default: "reshape", aten.expand.default: "expand"}
 
 
 class Graphs(NamedTuple):
-    """forward: (*weights, X) -> (Y, *saved). backward: (*saved, *made, G) -> (*gradients of the weights, None where
-    frozen; gradient of X). made: (*weights) -> what the backward needs of these alone. Rows come first in all of them,
-    but of a saved tensor, where they may be folded into any dimension.
+    """The forward (F) and the backward (B) of n equal modules as graphs, whose tensors have the n rows as dimension 0.
+
+    forward: (*weights, X) -> (Y, *saved). backward: (*saved, *made, G) -> (*gradients of the weights, None where
+    frozen; gradient of X). made: (*weights) -> tensors that depend on the weights alone and that the backward needs.
+    Only saved tensors may have the rows folded into another dimension.
     """
 
     forward: Graph
@@ -43,7 +45,7 @@ class Graphs(NamedTuple):
 
 
 def split(forward: fx.GraphModule, backward: fx.GraphModule, weights: int) -> Graphs:
-    """Graphs of AOTAutograd's. weights: how many the first inputs of the forward are."""
+    """Return the graphs of AOTAutograd as `Graphs`. weights: the number of weights, which are the first inputs."""
     inputs = [node for node in forward.graph.nodes if node.op == "placeholder"]
     (output,) = (node for node in forward.graph.nodes if node.op == "output")
     y, *saved = output.args[0]
@@ -61,7 +63,7 @@ def split(forward: fx.GraphModule, backward: fx.GraphModule, weights: int) -> Gr
 
 
 def _following(graph: fx.GraphModule, known: set[fx.Node]) -> set[fx.Node]:
-    """The nodes that follow from these and constants alone."""
+    """Return the nodes that depend on these and on constants alone."""
     found = set(known)
     for node in graph.graph.nodes:
         before = node.all_input_nodes
@@ -73,7 +75,7 @@ def _following(graph: fx.GraphModule, known: set[fx.Node]) -> set[fx.Node]:
 def _between(
     graph: fx.GraphModule, inputs: Sequence[fx.Node], wanted: Sequence[fx.Node] | None = None
 ) -> fx.GraphModule:
-    """The part of a graph from these inputs, in this order, to these nodes; None: to its outputs."""
+    """Return the part of a graph that computes the nodes `wanted` (None: its outputs) from these inputs, in order."""
     part, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     others = [node for node in graph.graph.nodes if node.op == "placeholder" and node not in inputs]
     for node in [*inputs, *others]:
@@ -88,8 +90,10 @@ def _between(
 
 
 def _copied(part: fx.Graph, graph: fx.GraphModule, copies: dict[fx.Node, fx.Node]) -> Any:
-    """Put the operations of a graph into another one, where `copies` has its inputs, and then all; returns its outputs
-    there."""
+    """Copy the operations of a graph into another one and return its outputs there.
+
+    copies: the nodes there of its inputs; all its nodes are added.
+    """
     for node in graph.graph.nodes:
         if node.op == "output":
             return fx.map_arg(node.args[0], lambda n: copies[n])
@@ -99,8 +103,10 @@ def _copied(part: fx.Graph, graph: fx.GraphModule, copies: dict[fx.Node, fx.Node
 
 
 def simplified(graph: fx.GraphModule) -> fx.GraphModule:
-    """Without operations that change nothing, and with biases added by the products: an operation costs as much as the
-    arithmetic of a small layer. Gradients of weights come as contiguous as these are."""
+    """Return the graph without operations that change nothing, and with biases added by the matrix products.
+
+    One operation costs as much as the arithmetic of a small layer. Gradients are as contiguous as their weights.
+    """
     part: Any = graph.graph
     for node in list(part.nodes):
         same = _undone(node) if node.op == "call_function" else None
@@ -128,16 +134,16 @@ def simplified(graph: fx.GraphModule) -> fx.GraphModule:
             node.replace_all_uses_with(one)
     part.eliminate_dead_code()
     for node in part.nodes:
-        if _outer(node):  # faster so, and a compiler joins it with what uses it
+        if _outer(node):  # broadcasting is faster, and a compiler fuses it with its users
             node.target = aten.mul.Tensor
         elif node.op == "call_function" and node.target is aten.view.default:
-            node.target = aten.reshape.default  # for a compiler, too, which does not go through `direct`
+            node.target = aten.reshape.default  # here, and not only in `direct`, for the sake of the compiler
     graph.recompile()
     return graph
 
 
 def constant(graph: fx.GraphModule) -> fx.GraphModule:
-    """With the ones that a loss begins its backward with made once."""
+    """Return the graph with constant tensors, such as the ones with which a backward begins, created only once."""
     for node in list(graph.graph.nodes):
         if node.op == "call_function" and node.target is aten.ones_like.default and _shape(node) == ():
             graph.register_buffer("one", torch.ones((), dtype=node.meta["val"].dtype, device=node.meta["val"].device))
@@ -151,13 +157,13 @@ def constant(graph: fx.GraphModule) -> fx.GraphModule:
 
 
 def _turned(node: Any) -> bool:
-    """Whether it is (a b)ᵀ, which as bᵀ aᵀ lies in memory as the weight does whose gradient it is."""
+    """Whether a node is (a b)ᵀ, which written as bᵀ aᵀ has the strides of the weight whose gradient it is."""
     product = node.args[0] if node.target is aten.transpose.int and tuple(node.args[1:]) == (1, 2) else None
     return isinstance(product, fx.Node) and product.target is aten.bmm.default and len(product.users) == 1
 
 
 def _outer(node: Any) -> bool:
-    """Whether it is a product of columns with rows."""
+    """Whether a node is a product of columns with rows."""
     inner = _shape(node.args[0]) if node.op == "call_function" and node.target is aten.bmm.default else None
     return inner is not None and inner[-1] == 1
 
@@ -170,7 +176,7 @@ def _transposed(part: Any, before: Any, matrix: Any) -> Any:
 
 
 def _undone(node: Any) -> fx.Node | None:
-    """What it gives back, where it changes nothing, or only what was changed before."""
+    """Return the node whose value this one returns unchanged, alone or together with the one before; else None."""
     given = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
     if given is None:
         return None
@@ -191,7 +197,7 @@ def _undone(node: Any) -> fx.Node | None:
 
 
 def _joins(node: Any, product: Any, bias: Any) -> bool:
-    """Whether the sum is baddbmm(bias, product): of matrices, of one type, with a bias that is not larger."""
+    """Whether a sum can be baddbmm(bias, product): matrices of one dtype, and a bias that is not larger."""
     if not isinstance(product, fx.Node) or not isinstance(bias, fx.Node) or product.target is not aten.bmm.default:
         return False
     shapes = _shape(node), _shape(product), _shape(bias)
@@ -206,8 +212,9 @@ def _shape(node: Any) -> tuple[int, ...] | None:
 
 
 def recomputing(graphs: Graphs) -> Graphs:
-    """Return graphs that save the inputs only: the backward recomputes the forward on the weights that are in force
-    then. forward: (*weights, X) -> (Y, X). backward: (X, *weights, G) -> as before. made: the weights.
+    """Return graphs that save the inputs only: the backward recomputes the forward on the weights of that time.
+
+    forward: (*weights, X) -> (Y, X). backward: (X, *weights, G) -> the same gradients. made: returns the weights.
     """
     forward, backward, made = (graph.__self__ for graph in graphs)  # type: ignore[attr-defined]
     *names, _ = [node for node in forward.graph.nodes if node.op == "placeholder"]
@@ -227,7 +234,7 @@ def recomputing(graphs: Graphs) -> Graphs:
 
 
 def _inlined(part: Any, graph: fx.GraphModule, given: Sequence[fx.Node]) -> list[Any]:
-    """Put a graph into another one; returns its outputs there."""
+    """Copy a graph into another one with the inputs `given`; return its outputs there."""
     inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
     for node, mine in zip(inputs, given, strict=True):
         mine.meta = node.meta
@@ -235,8 +242,10 @@ def _inlined(part: Any, graph: fx.GraphModule, given: Sequence[fx.Node]) -> list
 
 
 def accumulating(graphs: Graphs, trained: Sequence[int]) -> Graph:
-    """The backward with momentum: (*saved, *made, G, m, m as a tensor, *v) -> gradient of X, and v ← m·v + g in place,
-    of the weights of the numbers `trained`. A gradient that is one product is added by it, and never written apart.
+    """Return the backward with momentum: (*saved, *made, G, m, m as a tensor, *v) -> gradient of X.
+
+    It does v ← m·v + g in place for the weights numbered `trained`. A gradient g that is one matrix product is added to
+    v by that product, and is never a tensor of its own.
     """
     graph: Any = graphs.backward.__self__  # type: ignore[attr-defined]  # the module that it is the forward of
     part, copies = fx.Graph(), dict[fx.Node, fx.Node]()
@@ -250,7 +259,7 @@ def accumulating(graphs: Graphs, trained: Sequence[int]) -> Graph:
     there = [(grads[n], v) for n, v in zip(trained, velocities, strict=True)]
     products = {grad: v for grad, v in there if _product(grad, grads)}
     whole = [v for node, v in products.items() if node.target is aten.bmm.default]
-    if others := [v for v in velocities if v not in whole]:  # torch takes no empty list
+    if others := [v for v in velocities if v not in whole]:  # torch refuses an empty list
         part.call_function(torch._foreach_mul_, (others, factor))
     for node in graph.graph.nodes:
         if node in products:
@@ -269,9 +278,9 @@ def accumulating(graphs: Graphs, trained: Sequence[int]) -> Graph:
 
 
 def direct(forward: Graph) -> Graph:
-    """The same, to be called as it is."""
+    """Return the same graph with cheaper calls of operators, to run it without a compiler."""
     whole = getattr(forward, "__self__", None)
-    if whole is None:  # no graph, but a function around one
+    if whole is None:  # a function around a graph
         return forward
     graph: Any = copy.deepcopy(whole)
     for node in graph.graph.nodes:
@@ -292,7 +301,7 @@ def for_compiler(graphs: Graphs) -> Graphs:
 
 def _left_alone(forward: Graph) -> Graph:
     whole = getattr(forward, "__self__", None)
-    if whole is None:  # no graph, but a function around one
+    if whole is None:  # a function around a graph
         return forward
     graph: Any = copy.deepcopy(whole)
     part = graph.graph
@@ -310,9 +319,10 @@ def _left_alone(forward: Graph) -> Graph:
 
 
 def factored(backward: Graph, which: Sequence[int]) -> tuple[Graph, list[int]]:
-    """A backward that gives, instead of the gradients of these weights, what they are products of: its last outputs,
-    two for each weight of the numbers that come with it. Those of other weights stay, and products of columns with
-    rows, which a compiler makes where they are used.
+    """Return a backward that gives the two factors of gradients that are products, and the numbers of these weights.
+
+    The factors are its last outputs, two per weight. The gradients of other weights stay, as do products of columns
+    with rows, which a compiler computes where they are used.
     """
     graph: Any = copy.deepcopy(backward.__self__)  # type: ignore[attr-defined]
     (output,) = (node for node in graph.graph.nodes if node.op == "output")
@@ -326,18 +336,18 @@ def factored(backward: Graph, which: Sequence[int]) -> tuple[Graph, list[int]]:
 
 
 def _product(grad: Any, given: Sequence[Any]) -> bool:
-    """Whether a gradient is one product, of which nothing else is made, and of one weight of those given."""
+    """Whether a gradient is one product, which is the gradient of one weight only and is not used elsewhere."""
     outer = grad.target is aten.mul.Tensor and _columns(grad)
     return (outer or grad.target is aten.bmm.default) and len(grad.users) == 1 and given.count(grad) == 1
 
 
 def _of_columns(product: Any) -> bool:
-    """Whether it is a product (n, a, 1) · (n, 1, b), by what is known of one of them."""
+    """Whether a product is (n, a, 1) · (n, 1, b), as far as the known shapes tell."""
     left, right = (_shape(a) for a in product.args)
     return (left is not None and left[2] == 1) or (right is not None and right[1] == 1)
 
 
 def _columns(node: Any) -> bool:
-    """Whether it is a product (n, a, 1) · (n, 1, b) of what is broadcast."""
+    """Whether a node is a product (n, a, 1) · (n, 1, b), written as a broadcast multiplication."""
     left, right = (_shape(a) for a in node.args)
     return left is not None and right is not None and len(left) == len(right) == 3 and left[2] == right[1] == 1

@@ -16,15 +16,15 @@ from torch import Tensor
 
 from pipeback.vectorized.graph_rewrites import Graph, Graphs, direct, factored, for_compiler
 
-# of a micro-batch: its shape and type; 1 where it trains, 2 more as often as what modules compute has changed
+# of a micro-batch: shape, dtype, and a number: 1 in training, plus 2 for every change in what the modules compute
 Kind = tuple[tuple[int, ...], torch.dtype, int]
 Turns = list[tuple[int, int]]  # (row, micro-batch)
-ALIGNED = 64  # bytes, as torch lays tensors
-MANY = 4096  # places that are remembered
+ALIGNED = 64  # bytes, the alignment of torch's tensors
+MANY = 4096  # entries of the cache of places
 
 
 class RingBuffers:
-    """`length` slots of `rows` rows."""
+    """Ring buffers of `length` slots, each with `rows` rows, for one kind of micro-batch."""
 
     def __init__(
         self,
@@ -40,24 +40,24 @@ class RingBuffers:
         shape, dtype, _ = kind
         self.written, self.kind, self.rows, self.length = graphs, kind, rows, length
         self.eager = Graphs(*map(direct, graphs))
-        self.graphs = self.eager  # or what a compiler makes of them
-        self.factors: Graph | None = None  # the backward that gives some gradients as factors
-        self.factored: list[int] = []  # of these weights
+        self.graphs = self.eager  # or these graphs compiled
+        self.factors: Graph | None = None  # a backward that gives some gradients as factors
+        self.factored: list[int] = []  # the numbers of these weights
         self.folds, self.shapes = folds, [t.shape for t in saved]
         given = [((rows, t.numel() // rows), t.dtype) for t in saved] + [((rows, *shape), dtype)] * 2
         self._slot = [torch.empty(form, dtype=of, device="meta") for form, of in given]
-        # inputs and gradients: none where rows are no neighbours
+        # rings of inputs and gradients: none where rows are not neighbours
         *self.saved, self.inputs, self.gradients = self._room(length, device)
         self._holds = True
         self._cuts = [(n, 0, ring.shape[-1]) for n, ring in enumerate(self.saved)]
-        self.flights: Sequence[Any] = ()  # what the stages have of a micro-batch in flight, row by row
-        self.made: Sequence[Tensor] | None = None  # what B needs of the weights, where it is views of them
+        self.flights: Sequence[Any] = ()  # of each row, the flight that its stage holds of a micro-batch
+        self.made: Sequence[Tensor] | None = None  # the output of `made`, where it consists of views of the weights
         self._known: dict[tuple[int, ...], Tensor] = {}
         self._slots: list[Tensor] = []
         self._numbers: list[Tensor] = []
         self._left: list[list[Tensor]] = []
-        self._flat: list[Tensor] = []  # the rings of what is left, as matrices
-        # what is left comes as a matrix of that ring
+        self._flat: list[Tensor] = []  # the rings of saved tensors, as matrices
+        # the graphs save one matrix per ring
         self._is_flat = [not dim and t.dim() == 2 and len(t) == rows for t, dim in zip(saved, folds, strict=True)]
 
     @property
@@ -66,9 +66,10 @@ class RingBuffers:
         return [self.saved[n][..., at : at + width] for n, at, width in self._cuts]
 
     def packed(self, large: Sequence[int] = ()) -> RingBuffers:
-        """Rings of graphs that save one matrix (n, elements) of each type: a compiler writes right into it what it
-        computes. Without one it is one more copy. large: weights whose gradients are given as factors by
-        `Rings.factors`.
+        """Return rings for graphs that save one matrix (n, elements) per dtype, into which a compiler writes directly.
+
+        Without a compiler this would take one more copy. large: the numbers of weights whose gradients `factors` gives
+        as factors.
         """
         kinds = list(dict.fromkeys(ring.dtype for ring in self.saved))
         members = [[n for n, ring in enumerate(self.saved) if ring.dtype == kind] for kind in kinds]
@@ -96,7 +97,8 @@ class RingBuffers:
             return factors(*unpacked(given))
 
         for function in (forward, backward):
-            function.__code__ = function.__code__.replace(co_name=function.__name__)  # torch counts what shares code
+            # a code object of its own, since torch counts recompilations per code object
+            function.__code__ = function.__code__.replace(co_name=function.__name__)
         saved = [torch.cat([self.saved[n][0] for n in some], 1) for some in members]
         mine = RingBuffers(
             Graphs(forward, backward, graphs.made), self.kind, saved, [0] * len(saved), rows, self.length,
@@ -113,32 +115,32 @@ class RingBuffers:
         return mine
 
     def alone(self) -> None:
-        """No row gives another one anything."""
+        """Note that no row passes tensors to another one."""
         self._slot[-2:] = [slot[:, :0] for slot in self._slot[-2:]]
         self._holds = False
         self.hold(True)
 
     def leave(self, saved: Sequence[Tensor], some: Turns) -> None:
-        """Keep what F leaves to B."""
+        """Keep the tensors that F saves for B."""
         each = zip(saved, self.folds, strict=True)
         self.write(self.saved, [unfolded(t, dim, self.rows) if dim else t for t, dim in each], some, -1)
 
     def back(self, some: Turns) -> list[Tensor]:
-        """What F has left."""
+        """Return the tensors that F has saved, of these rows."""
         each = zip(self.read(self.saved, some, -1), self.shapes, self.folds, strict=True)
         return [folded(t, shape, dim) if dim else t.view(shape) for t, shape, dim in each]
 
     # -- at a tick at which row r does F of micro-batch f − r and B of b + r ---------------------------------------
 
     def places(self, f: int) -> Tensor:
-        """Where what F leaves belongs, as rows of matrices."""
+        """Return the places for the tensors that F saves at this tick, as row numbers of the matrices."""
         if not self._slots:
             every = torch.arange(self.rows, device=self.inputs.device)
             self._slots = [(n - 2 * every) % self.length * self.rows + every for n in range(self.length)]
         return self._slots[f % self.length]
 
     def left(self, b: int) -> Sequence[Tensor]:
-        """What F has left to B."""
+        """Return the tensors that F has saved for the B of this tick."""
         if not self._left and not any(self.folds):
             both = list(zip(self.saved, self.shapes, strict=True))
             self._left = [[ring[n].view(shape) for ring, shape in both] for n in range(self.length)]
@@ -148,7 +150,7 @@ class RingBuffers:
         return [folded(ring[b % self.length], shape, dim) for ring, shape, dim in each]
 
     def put(self, places: Tensor, saved: Sequence[Tensor]) -> None:
-        """Keep what F leaves to B."""
+        """Keep the tensors that F saves for B."""
         if not self._flat:
             self._flat = [ring.view(self.length * self.rows, -1) for ring in self.saved]
         for ring, t, dim, flat in zip(self._flat, saved, self.folds, self._is_flat, strict=True):
@@ -161,7 +163,7 @@ class RingBuffers:
         return self._numbers[b % self.length]
 
     def write(self, rings: Sequence[Tensor], values: Sequence[Tensor], some: Turns, sign: int) -> None:
-        """Put the value (n, …) of row r, of micro-batch i, to slot i + sign·r."""
+        """Write the value of row r, for micro-batch i, to slot i + sign·r. values: (n, …)."""
         places, rows = self._places(some, sign), None if len(some) == self.rows else [r for r, _ in some]
         for ring, value in zip(rings, values, strict=True):
             value = value.reshape(self.rows, -1)
@@ -169,7 +171,7 @@ class RingBuffers:
             flat.index_copy_(0, places, value if rows is None else value[rows])
 
     def read(self, rings: Sequence[Tensor], some: Turns, sign: int) -> list[Tensor]:
-        """The values (n, elements) of these rows, and whatever lies there for the others."""
+        """Return the values (n, elements) of these rows; those of the other rows are undefined."""
         r, i = some[0]
         slot = (i + sign * r) % self.length
         if all((i + sign * r) % self.length == slot for r, i in some):
@@ -178,7 +180,10 @@ class RingBuffers:
         return [ring.view(self.length * self.rows, -1).index_select(0, places) for ring in rings]
 
     def _places(self, some: Turns, sign: int, *, everywhere: bool = False) -> Tensor:
-        """Where these rows lie in a ring, as rows of a matrix; everywhere: and some place for every other row."""
+        """Return the places of these rows in a ring, as row numbers of a matrix.
+
+        everywhere: also give any place for each of the other rows.
+        """
         rows = [r for r, _ in some] if len(some) < self.rows else []
         key = (sign, everywhere, len(rows), *rows, *[i % self.length for _, i in some])
         found = self._known.get(key)
@@ -192,7 +197,7 @@ class RingBuffers:
         return found
 
     def longer(self, length: int, flying: Sequence[Sequence[int]], waiting: Sequence[Sequence[int]]) -> None:
-        """Make room. flying, waiting: the micro-batches of every row that have gone forward, or are yet to."""
+        """Lengthen the rings. flying, waiting: per row, the micro-batches after their F, and before it."""
         kept = [*((ring, flying, -1) for ring in self.saved), (self.inputs, waiting, 1), (self.gradients, flying, -1)]
         for (old, mbs, sign), new in zip(kept, self._room(length, self.inputs.device), strict=True):
             for row, some in enumerate(mbs):
@@ -203,13 +208,13 @@ class RingBuffers:
         self._forget()
 
     def _room(self, length: int, device: torch.device) -> list[Tensor]:
-        """Memory in one piece, which goes back to the system as a whole: in small ones much of it would stay."""
+        """Return the rings in one piece of memory, which goes back to the system as a whole, unlike small pieces."""
         ends = list(accumulate(-(-slot.nbytes * length // ALIGNED) * ALIGNED for slot in self._slot))
         piece = torch.zeros(ends[-1], dtype=torch.uint8, device=device).untyped_storage()
         found = []
         for at, slot in zip([0, *ends], self._slot, strict=False):
             form = (length, *slot.shape)
-            ring = torch.empty(0, dtype=slot.dtype, device=device)  # a view would keep the memory when it is freed
+            ring = torch.empty(0, dtype=slot.dtype, device=device)  # a view would keep freed memory
             found.append(ring.set_(piece, at // slot.itemsize, form, torch.empty(form, device="meta").stride()))
         return found
 
@@ -232,13 +237,13 @@ class RingBuffers:
 
 
 def unfolded(tensor: Tensor, dim: int, rows: int) -> Tensor:
-    """As a matrix with a row of each."""
+    """Return a tensor whose rows lie along `dim` as a matrix (rows, elements)."""
     apart: Tensor = tensor.unflatten(dim, (rows, -1))
     return apart.movedim(dim, 0).reshape(rows, -1)
 
 
 def folded(matrix: Tensor, shape: Sequence[int], dim: int) -> Tensor:
-    """The inverse."""
+    """Return the inverse of `unfolded`."""
     rows = len(matrix)
     inner = [*shape[:dim], shape[dim] // rows, *shape[dim + 1 :]]
     return matrix.reshape(rows, *inner).movedim(0, dim).reshape(shape)

@@ -1,6 +1,7 @@
-"""Rows: the weights of stages that are alike, as rows of tensors, and the optimizer step over all rows at once.
+"""Rows: keeps the weights of stages that are alike as rows of tensors, and steps all rows at once.
 
-The step of Adam is in `adam_rows`. The step of momentum SGD, with F (the forward) on predicted weights, is here:
+F is the forward, B the backward, U the update, of one micro-batch. The step of Adam is in `adam_rows`. The step of
+momentum SGD, with F on predicted weights, is here:
 
 g ← ∇f + λ·w        v ← m·v + g        w ← w − η·(a·v + b·g)        F on w + c·v        η, a, b, c: a number per row
 """
@@ -37,32 +38,32 @@ class Step:
     decays: tuple[float, ...]  # λ of every weight
     rates: list[list[float]]  # η of every row, of every weight
     like: Sequence[Tensor]  # the weights
-    late: list[list[float]] = field(default_factory=list)  # T of spike compensation, in the same way
+    late: list[list[float]] = field(default_factory=list)  # T of spike compensation, of every row, of every weight
     ahead: Sequence[Tensor] = ()  # c of F on w + c·v
     back: Sequence[Tensor] = ()  # c of B on w + c·v, or on w + c·δ
     drift: Sequence[Tensor] = ()  # 1 − γ of δ ← γ·δ + (1 − γ)·(w' − w)
-    varies: bool = False  # its rates hold for one update only
+    varies: bool = False  # whether its rates hold for one update only
 
     @cached_property
     def rate(self) -> float | None:
-        """η, where it is one number and the step is torch's own."""
+        """η, if it is one number and the step is that of torch.optim.SGD; else None."""
         distinct = {rate for same in self.rates for rate in same}
         return distinct.pop() if len(distinct) == 1 and not self.late else None
 
     @cached_property
     def along(self) -> list[Tensor]:
-        """−η·a of every weight: what v is added with."""
+        """−η·a of every weight, the factor of v."""
         return columns([[-rate * a for rate, (a, _) in some] for some in self._spikes], self.like)
 
     @cached_property
     def against(self) -> list[Tensor]:
-        """−η·b: what g is added with, if it is."""
+        """−η·b of every weight, the factor of g; empty if g is not added."""
         late = [[-rate * b for rate, (_, b) in some] for some in self._spikes] if self.late else []
         return columns(late, self.like) if late else []
 
     @property
     def form(self) -> tuple[Any, ...]:
-        """What a compiled function takes for granted of a step."""
+        """The properties of a step that a compiled function relies on."""
         return bool(self.momentum), self.decays, bool(self.late), bool(self.ahead), bool(self.back)
 
     @property
@@ -75,7 +76,7 @@ class Step:
 
 
 class Rows:
-    """The weights of `stages`, upstream first; each stage's own are the rows from now on."""
+    """The weights of `stages`, upstream first, as tensors (n, …); the stages' own weights become rows of these."""
 
     def __init__(self, stages: Sequence[Stage]) -> None:
         self.stages = list(stages)
@@ -83,14 +84,14 @@ class Rows:
         self.scratch = self._buffers()
         self.trained = [n for n, p in enumerate(stages[0].module.parameters()) if p.requires_grad]
         self.stepped = [self.weights[n] for n in self.trained]
-        self.sums: list[Tensor] | None = None  # gradients of one micro-batch of every stage, where none has its own
-        self._summed: set[int] = set()  # stages whose own are sums of several
+        self.sums: list[Tensor] | None = None  # gradients of one micro-batch per stage, if stages have none
+        self._summed: set[int] = set()  # stages whose own gradients are sums over micro-batches
         self._known: tuple[list[Options], Step | AdamStep | None] = ([], None)
-        self.alone = False  # nobody else can change an optimizer's state now
+        self.alone = False  # whether nobody else can change the optimizers' state now
         self._number: tuple[float, Tensor] | None = None
         self._kept: list[Any] = []
         self._state: dict[str, tuple[list[Tensor], list[list[Tensor]]]] = {}
-        self._first_rows: Sequence[Tensor | None] = [None] * len(self.stages)  # of the first weight's
+        self._first_rows: Sequence[Tensor | None] = [None] * len(self.stages)  # of the momentum buffer
 
     @torch.no_grad()
     def _whole(self) -> list[Tensor]:
@@ -107,7 +108,7 @@ class Rows:
         return found
 
     def _buffers(self) -> list[Tensor]:
-        """The buffers for shifted weights of all stages, if the method has some; the stages' own are these rows."""
+        """The buffers for shifted weights, if the method uses them; the stages' own buffers become rows of these."""
         own = [stage.versions.scratch or () for stage in self.stages]
         if len(own) == 1:
             return [w[None] for w in own[0]]
@@ -117,7 +118,7 @@ class Rows:
         return wholes
 
     def add(self, grads: list[Tensor], rows: Sequence[int]) -> None:
-        """Add gradients (n, …) of a micro-batch of each of these rows to the stages' sums."""
+        """Add gradients (n, …), one micro-batch for each of these rows, to the gradient sums of the stages."""
         whole = len(rows) == len(self.stages)
         if whole and all(not stage.gradients.count for stage in self.stages):
             self.sums = grads
@@ -128,14 +129,14 @@ class Rows:
             self.stages[r].gradients.count_more(1)
 
     def _add_apart(self, grads: Sequence[Sequence[Tensor]], rows: Sequence[int]) -> None:
-        """Add to each stage's own sums: in place where they are sums already, and not somebody's gradients."""
+        """Add to each stage's own sum: in place if it is a sum already, and not somebody else's gradient."""
         begun = [r for r in rows if self.stages[r].gradients.count]
         for r in rows:
             values = self.stages[r].gradients.values
             if r not in begun:
                 self._summed.discard(r)
                 self.stages[r].gradients.replace([some[r] for some in grads])
-            elif any(g is None for g in values):  # of a micro-batch that the stage did on its own
+            elif any(g is None for g in values):  # the stage has run the micro-batch on its own
                 zeros = [torch.zeros_like(some[r]) for some in grads]
                 self.stages[r].gradients.replace([z if g is None else g for z, g in zip(zeros, values, strict=True)])
         for ours in (True, False):
@@ -151,7 +152,7 @@ class Rows:
         self._summed.update(begun)
 
     def apart(self, rows: Sequence[int]) -> None:
-        """Autograd is about to add to the sums of these stages, in place, which must be nobody else's then."""
+        """Give these stages gradient sums of their own, since autograd is about to add to them in place."""
         self.spread()
         for r in rows:
             if self.stages[r].gradients.count and r not in self._summed:
@@ -169,9 +170,9 @@ class Rows:
                 stage.gradients.values[n] = row
 
     def step(self) -> bool:
-        """U of all stages at once, where that is a step of Adam for each, or of momentum SGD. False: nothing was done.
+        """Do U of all stages at once, if each is a step of Adam or of momentum SGD; return whether it was done.
 
-        That of momentum SGD has the bits of a step of each.
+        With momentum SGD the bits are those of one step per stage.
         """
         sums, count = self.sums, self.stages[0].gradients.count
         if sums is None or any(stage.gradients.count != count for stage in self.stages):
@@ -201,8 +202,10 @@ class Rows:
         return found
 
     def follow(self, step: Step, some: Sequence[int] | None = None) -> None:
-        """The step where the velocities have taken up the gradients, but not the decay. some: numbers among those that
-        train; None: all."""
+        """Finish a step whose gradients are already added to the velocities, but whose decay is not.
+
+        some: the numbers of the weights to step, among the trainable ones; None: all.
+        """
         velocities, weights = self._chosen(some, self.velocities()), self._chosen(some, self.stepped)
         for v, w, decay in zip(velocities, weights, self._chosen(some, step.decays), strict=True):
             if decay:
@@ -221,13 +224,13 @@ class Rows:
         return values if some is None else [values[n] for n in some]
 
     def number(self, value: float) -> Tensor:
-        """As a tensor beside the weights; the same one when asked again."""
+        """Return a number as a tensor on the device of the weights, always the same tensor for a number."""
         if self._number is None or self._number[0] != value:
             self._number = value, torch.tensor(value, dtype=self.weights[0].dtype, device=self.weights[0].device)
         return self._number[1]
 
     def move(self, step: Step | AdamStep, grads: Sequence[Tensor], some: Sequence[int] | None = None) -> None:
-        """The step with these gradients. some: see `follow`."""
+        """Step the weights with these gradients. some: see `follow`."""
         if isinstance(step, AdamStep):
             first, second, steps = self.kept(step)
             step.move(self.stepped, first, second, steps, grads)
@@ -249,9 +252,9 @@ class Rows:
     def plain(
         self, options: Sequence[Options], corrected: Callable[[], Correction] | None = None, *others: Options
     ) -> Step | AdamStep | None:
-        """What these options of each stage say, where they ask for momentum SGD, or Adam, that differs in rates alone.
+        """Return the step that the stages' options ask for; None unless all ask for the same Adam or momentum SGD.
 
-        corrected: what a method makes of them and of `others`; it is asked when one of all these is new.
+        The rates may differ. corrected: a method's correction of the step; it is computed anew if any options change.
         """
         if any(hooked(stage.optimizer) for stage in self.stages):
             return None
@@ -298,12 +301,12 @@ class Rows:
         )  # fmt: skip
 
     def _by_weight(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Numbers that come stage by stage, of every weight; none: none of any."""
+        """Turn lists of numbers per stage into lists per weight; an empty list stays empty."""
         count = len(self.stepped)
         return [list(numbers[n::count]) for n in range(count)] if numbers else []
 
     def _common(self, ask: Callable[[Stage, Options], T | None], options: Sequence[Options]) -> T | None:
-        """What is asked of each stage, if all say the same."""
+        """Return what `ask` gives for every stage, if it is the same for all; else None."""
         first, *others = (ask(stage, some) for stage, some in zip(self.stages, options, strict=True))
         return first if all(one == first for one in others) else None
 
@@ -319,7 +322,7 @@ class Rows:
         return self.velocities() if step.momentum else []
 
     def state(self, name: str) -> list[Tensor]:
-        """What the method keeps beside the weights of every stage by this name, as rows; it is these from now on."""
+        """Return the method's state of this name as rows (n, …); the stages' own state becomes these rows."""
         own = [stage.state[name] for stage in self.stages]
         found = self._state.get(name)
         if found is None or not all(map(is_, chain(*own), chain(*found[1]))):
@@ -329,8 +332,10 @@ class Rows:
         return found[0]
 
     def _beside(self, *names: str) -> list[Any]:
-        """What the optimizers of all stages keep beside the weights; whatever one has now, it has from now on as rows
-        of these. Of `STEP` one matrix (weights, n), else a list of tensors (n, …)."""
+        """Return the state of all optimizers as rows; their own state becomes these rows.
+
+        `STEP` is one matrix (weights, n); every other entry is a list of tensors (n, …).
+        """
         if not self.alone and any(
             row is None or stage.optimizer.state.get(stage.weights[0], {}).get(names[0]) is not row
             for stage, row in zip(self.stages, self._first_rows, strict=True)
@@ -344,7 +349,7 @@ class Rows:
                     for name, row in zip(names, mine, strict=True):
                         if entry.get(name) is not None:
                             row.copy_(entry[name])
-                    # another dictionary: who has looked at the old one shall look again
+                    # a new dictionary, so that caches of the old one are not used
                     stage.optimizer.state[stage.weights[m]] = {**entry, **dict(zip(names, mine, strict=True))}
                 self._first_rows = rows[0] if not m else self._first_rows
             self._kept = kept
@@ -354,13 +359,13 @@ class Rows:
 
 
 def _laid(lists: Sequence[Sequence[Tensor]]) -> tuple[list[Tensor], list[list[Tensor]]]:
-    """Lists of tensors alike, one per stage, as tensors (n, …); and the same lists, of rows of these."""
+    """Return lists of tensors of equal shapes, one list per stage, as tensors (n, …), and as lists of their rows."""
     wholes = [torch.stack(list(same)) for same in zip(*lists, strict=True)]
     return wholes, [list(rows) for rows in zip(*(whole.unbind() for whole in wholes), strict=True)]
 
 
 def _groups(stage: Stage, options: Options) -> list[tuple[float, float]] | None:
-    """Momentum and weight decay of every weight, if its optimizer is plain momentum SGD that descends."""
+    """Return momentum and weight decay of every weight; None unless the optimizer is plain momentum SGD."""
     groups = groups_of(stage, options)
     if type(stage.optimizer) is not torch.optim.SGD or not all(
         group and plain_sgd(group) and not group["maximize"] and not isinstance(group["lr"], Tensor) for group in groups

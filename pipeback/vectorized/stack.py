@@ -1,4 +1,4 @@
-"""Stack: stages that are alike run as one. At a tick, their forwards (F) or backwards (B) are one call, each stage on
+"""Stack: runs stages that are alike as one. At a tick, their forwards (F) or backwards (B) are one call, each stage on
 its own micro-batch.
 
 A stack consists of neighbours, or of every second stage where even and odd stages take turns; two such stacks pass
@@ -30,10 +30,10 @@ from pipeback.vectorized.verify import example, gain, verified
 from pipeback.vectorized.weight_ring import WeightRing
 
 Compile = Callable[[Any], Any]
-# forms of micro-batches that there is memory for, those that come next or came last; more while more are in flight: of
-# two there are some in flight at every change, and where runs of three take turns memory is soon there again
+# forms of micro-batches that have memory at once, more only while more are in flight. At a change of form two are in
+# flight; where runs of three forms take turns, memory is soon allocated again
 KINDS = 2
-LARGE = 1 << 20  # bytes of weights above which no cache keeps a gradient until the step: a compiler gains nothing there
+LARGE = 1 << 20  # bytes of weights above which no cache holds a gradient until the step, and a compiler gains nothing
 
 
 class FlightRow(NamedTuple):
@@ -44,14 +44,16 @@ class FlightRow(NamedTuple):
     number: int
 
     def tensors(self, mb: int) -> list[Tensor]:
-        """Copies of a micro-batch's, in the order of the graph."""
+        """Return copies of the saved tensors of a micro-batch, in the order of the graph."""
         rings, at = self.stack.rings(self.kind), mb - self.number
         return [part[at % len(part), self.number].clone() for part in rings.parts]
 
 
 class Stack:
-    """`stages`, upstream first: neighbours, or every second one, and `partner` has those between. length: micro-batches
-    in flight at a stage, to begin with. options: of torch.compile, None without it.
+    """A stack of `stages`, upstream first: neighbours, or every second stage, with the others in the stack `partner`.
+
+    length: slots of the ring buffers at first, at least the micro-batches in flight at a stage. options: those of
+    torch.compile; None: it is not used.
     """
 
     def __init__(self, stages: Sequence[Stage], length: int, options: Options | None = None) -> None:
@@ -59,43 +61,44 @@ class Stack:
         self.first, self.last = stages[0].index, stages[-1].index
         self.numbers = [stage.index for stage in stages]
         self.partner: Stack | None = None
-        self.stash: WeightRing | None = None  # once ticks have needed one
-        self.spare: list[Tensor] = []  # memory for the weights, likewise
-        self.calls = [stage.call for stage in stages]  # what they do on their own
+        self.stash: WeightRing | None = None  # allocated when a tick first needs it
+        self.spare: list[Tensor] = []  # memory for the weights, allocated likewise
+        self.calls = [stage.call for stage in stages]  # the calls of the stages one by one
         self._row_of = {s: r for r, s in enumerate(self.numbers)}
         self.rows = Rows(stages)
         self._length = length
-        self._kinds: dict[int, Kind] = {}  # of the micro-batches between F of the first stage and B of it
-        self.apart: set[int] = set()  # those among them that go through the stages one by one
+        self._kinds: dict[int, Kind] = {}  # of the micro-batches between F and B of the first stage
+        self.apart: set[int] = set()  # those among them that run stage by stage
         self._rings: BoundedCache[Kind, RingBuffers] = BoundedCache()
         self._newest: Kind | None = None
-        self._era = 0  # how often what the modules compute has changed
-        self._unfit: dict[Kind, str] = {}  # why the stages cannot run as one on micro-batches of this kind
-        self.told: dict[str, str] = {}  # what the user is told of stacks, by name
-        self.compile: Compile | None = None  # of both graphs
-        self.fuse: Compile | None = None  # of whole ticks
+        self._era = 0  # how often the computation of the modules has changed
+        self._unfit: dict[Kind, str] = {}  # why the stages cannot run as one, by kind
+        self.told: dict[str, str] = {}  # what the user is told about stacks, by their names
+        self.compile: Compile | None = None  # compiles both graphs
+        self.fuse: Compile | None = None  # compiles whole ticks
         if options is not None:
             self.compile = lambda graph: torch.compile(graph, **options)
             if writes_in_order(options):
                 self.fuse = lambda tick: torch.compile(tick, **of_ticks(options))
-        self.leaps = False  # most ticks are done without `forward` and `backward`, which need no compiler then
+        self.leaps = False  # whether most ticks skip `forward` and `backward`, which then need no compiler
 
     @property
     def one_kind(self) -> Kind | None:
-        """The kind of all that is in flight, if it is one."""
+        """The kind of all micro-batches in flight; None if there are several."""
         kinds = set(self._kinds.values())
         return kinds.pop() if len(kinds) == 1 else None
 
     def moved_on(self, ticks: int, f: int, b: int, options: Mapping[int, Any]) -> None:
-        """Note that so many ticks were done, at the first of which row r did F of f − r and B of b + r. options: those
-        of the micro-batches that have gone forward. Flights that are over are reused for as many new ones.
+        """Note that `ticks` ticks were done; at the first of them row r did F of f − r and B of b + r.
+
+        options: those of the micro-batches whose F was done. Finished flights are reused for as many new ones.
         """
         kind = self.one_kind
         assert kind is not None
         for r, stage in enumerate(self.stages):
             flights, count = stage.flights, f - b - 2 * r
             gone, came = min(count, ticks), max(f - r, b + r + ticks)
-            version = stage.version - (f - r)  # of micro-batch i, as many later
+            version = stage.version - (f - r)  # of micro-batch i: version + i
             for i, flight in enumerate([flights.pop(i) for i in range(b + r, b + r + gone)], came):
                 flight.version, flight.options = version + i, options[i]
                 flights[i] = flight
@@ -113,8 +116,8 @@ class Stack:
 
     @property
     def beside(self) -> int:
-        """Bytes of all stages beside weights and ring buffers in use: for forms of micro-batches that may come back,
-        stashed versions, and weights that are about to be stepped.
+        """Bytes of all stages other than weights and ring buffers in use: for forms of micro-batches that may return,
+        stashed versions, and copies of the weights for the step.
         """
         versions = sum((stage.versions.peak - 1) * stage.bytes() for stage in self.stages)
         stash = 0 if self.stash is None else max(0, self.stash.nbytes - int(versions))
@@ -123,17 +126,17 @@ class Stack:
 
     @property
     def _busy(self) -> set[Kind]:
-        """The kinds of what is in flight, and of what came last."""
+        """The kinds of the micro-batches in flight, and of the last one that came."""
         return {*self._kinds.values(), *([] if self._newest is None else [self._newest])}
 
     @property
     def proved(self) -> bool:
-        """Whether it runs as one: graphs were made of it, and nothing spoke against it."""
+        """Whether the stages run as one: graphs were made for some kind and passed all checks."""
         return bool(self._rings)
 
     @property
     def known(self) -> Kind:
-        """The kind of micro-batch that came first."""
+        """The kind of the first micro-batch."""
         return next(iter(self._rings))
 
     @property
@@ -142,18 +145,18 @@ class Stack:
         return f"stages {self.first}, {second}… {self.last}" if second else f"stages {self.first} … {self.last}"
 
     def kind(self, x: Any) -> Kind:
-        """Of an input. Raises `Unfit` where it is no tensor of floating point."""
+        """Return the kind of an input. Raises `Unfit` if it is not one floating-point tensor."""
         if not isinstance(x, Tensor) or not x.is_floating_point():
             what = str(x.dtype) if isinstance(x, Tensor) else type(x).__name__
             raise Unfit(f"they are given {what}, and not one floating-point tensor")
         return tuple(x.shape), x.dtype, self.stages[0].module.training + 2 * self._era
 
     def renew(self) -> None:
-        """Note that the modules compute something else from now on; micro-batches in flight go on as they began."""
+        """Note that the modules compute something else from now on; micro-batches in flight keep the old graphs."""
         self._era += 1
 
     def rings(self, kind: Kind) -> RingBuffers:
-        """Those of a kind of micro-batch; the graphs are made for it when it first comes.
+        """Return the ring buffers for a kind of micro-batch; its graphs are made when it first comes.
 
         Raises `Unfit` where the stages cannot run as one.
         """
@@ -167,7 +170,7 @@ class Stack:
             device = self.rows.weights[0].device
             try:
                 self.learn(example(shape, dtype, device), kind)
-            except Exception as error:  # whatever the user's code and torch make of it: the stages can run as they are
+            except Exception as error:  # whatever the user's code or torch raises: the stages still run one by one
                 told = str(error).strip().partition("\n")[0]
                 self._unfit[kind] = told if isinstance(error, Unfit) else f"torch cannot run them as one: {told}"
                 self._rings.pop(kind, None)
@@ -180,7 +183,7 @@ class Stack:
         return self._rings[kind]
 
     def _make_room(self, kind: Kind) -> None:
-        """This kind comes: have memory for no others but those in flight and, where these are few, the one before."""
+        """Keep memory for this kind, for those in flight and, if these are few, for the kind before; free all other."""
         busy = {*self._kinds.values(), kind}
         idle = self._rings.idle(busy)
         for old in idle[: max(0, len(busy) + len(idle) - KINDS)]:
@@ -189,14 +192,14 @@ class Stack:
     # -- which micro-batches run as one ----------------------------------------------------------------------------
 
     def as_one(self, ops: Ops, box: Mapping[Name, Message]) -> Ops:
-        """Those of these forwards that are done as one: of micro-batches of a kind that the stages can be run so on."""
+        """Return those of these forwards that are done as one, because their kind of micro-batch allows it."""
         for s, i in ops:
             if s == self.first or (i not in self._kinds and i not in self.apart):
                 self._enter(i, box["F", s, i])
         return [op for op in ops if op[1] not in self.apart] if self.apart else ops
 
     def _enter(self, mb: int, x: Message) -> None:
-        """A micro-batch comes, x in it to one of the stages."""
+        """Note that a micro-batch enters, with the input x of one of the stages."""
         self.apart.discard(mb)
         try:
             kind = self.kind(x)
@@ -208,7 +211,7 @@ class Stack:
             self._kinds[mb] = kind
 
     def restart(self, stage: Stage) -> None:
-        """A state is put into a stage: nothing is in flight at the first, and then at those behind it."""
+        """Forget what is in flight when a state is loaded into the first stage; the states of the others follow."""
         if stage is self.stages[0]:
             self._kinds.clear()
             self.apart.clear()
@@ -216,7 +219,7 @@ class Stack:
     # -- F and B -------------------------------------------------------------------------------------------------
 
     def forward(self, ops: Ops, link: Link) -> None:
-        """F of each (stage, micro-batch): no two of one stage, none feeds another."""
+        """Do F of each (stage, micro-batch); each stage occurs at most once, and none feeds another one."""
         came = {} if self.partner is None else {i: link.recv("F", s, i) for s, i in ops}
         if ops[0][0] == self.first and self.partner is None:
             i = ops[0][1]
@@ -244,7 +247,7 @@ class Stack:
                 stage.take_off(i, flight)
 
     def backward(self, ops: Ops, link: Link) -> None:
-        """B of each (stage, micro-batch), whose flights are rows of this stack."""
+        """Do B of each (stage, micro-batch), whose flights are rows of this stack."""
         came = {i: link.recv("B", s, i) for s, i in ops if self.partner is not None or s == self.last}
         for i, gradient in came.items():
             if gradient is None:
@@ -277,9 +280,9 @@ class Stack:
         return rings.eager if self.leaps else rings.graphs
 
     def _groups(self, ops: Ops) -> dict[Kind, Turns]:
-        """(row, micro-batch) of the operations, by the kind of the micro-batch."""
+        """Return (row, micro-batch) of the operations, by the kind of the micro-batch."""
         rows, kinds = self._row_of, self._kinds
-        if len(self._rings) == 1:  # as it mostly is
+        if len(self._rings) == 1:  # the common case
             return {kinds[ops[0][1]]: [(rows[s], i) for s, i in ops]}
         found: dict[Kind, Turns] = {}
         for s, i in ops:
@@ -287,7 +290,7 @@ class Stack:
         return found
 
     def _joined(self, came: Mapping[int, Tensor], some: Turns) -> Tensor:
-        """What has come for these rows, by micro-batch, as rows; the others are zeros."""
+        """Join the messages that have come for these rows into one tensor (n, …); its other rows are zeros."""
         values = [came[i] for _, i in some]
         if len(some) == len(self.stages):
             return torch.stack(values)
@@ -297,7 +300,7 @@ class Stack:
         return whole
 
     def _hand(self, rings: RingBuffers, to: Tensor, values: Tensor, some: Turns, by: int) -> None:
-        """Give every row's value to the row `by` further, but the one that leaves the stack."""
+        """Pass every row's value to the row `by` further on, except the one that leaves the stack."""
         edge = len(self.stages) - 1 if by > 0 else 0
         if len(some) == len(self.stages) and some[0][1] - some[-1][1] == by * (len(self.stages) - 1):
             slot = (some[0][1] + by * some[0][0] + 1) % rings.length
@@ -315,7 +318,7 @@ class Stack:
         return gain(self.stages, self.rows.weights, self._rings[self.known])
 
     def _more(self, rings: RingBuffers) -> None:
-        """Longer rings."""
+        """Make the rings longer."""
         flying = [
             [i for i, f in s.flights.items() if f.row is not None and f.row.kind == rings.kind] for s in self.stages
         ]
@@ -323,7 +326,7 @@ class Stack:
         rings.longer(2 * rings.length, flying, waiting)
 
     def learn(self, x: Tensor, kind: Kind) -> None:
-        """Have the graphs for micro-batches like x."""
+        """Make and check the graphs for micro-batches like x."""
         rings = self._rings[kind] = verified(
             self.stages, self.rows.weights, self.rows.trained, x, kind, self._length,
             recompute=self.stages[0].keeping is not None,
@@ -341,10 +344,10 @@ class Stack:
         for stage in self.stages:
             stage.learn(activation_bytes=sum(t[0, 0].nbytes for t in waits))
 
-    # -- what waits, for states, and what began elsewhere ------------------------------------------------------------
+    # -- waiting tensors: for states, and from micro-batches that began elsewhere ------------------------------------
 
     def restore(self, stage: Stage, mb: int, kind: Kind, tensors: Sequence[Tensor]) -> FlightRow:
-        """Put back what `Row.tensors` gave."""
+        """Put back the tensors that `FlightRow.tensors` gave."""
         row, rings = self._row_of[stage.index], self.rings(kind)
         while len(stage.flights) + 1 > rings.length:
             self._more(rings)
@@ -355,27 +358,27 @@ class Stack:
         return flight
 
     def waiting(self, name: Name) -> Tensor | None:
-        """A copy of a message to one of the stages from another one of them."""
+        """Return a copy of a message between two of the stages; None if it is not in the rings."""
         place = self._place(name)
         return None if place is None else place.clone()
 
     def take(self, box: dict[Name, Message]) -> None:
-        """Messages to one of the stages that should have come from another one of them."""
+        """Take messages between two of the stages, which came from a state, into the rings."""
         for name in [name for name in box if self.within(name)]:
             if name[2] not in self._kinds and name[2] not in self.apart:
                 self._enter(name[2], box[name])
             place = self._place(name)
-            if place is not None:  # else the stages give it to each other
+            if place is not None:  # otherwise it goes through the link
                 place.copy_(box.pop(name))
 
     def within(self, name: Name) -> bool:
         kind, s, _ = name
         if self.partner is not None:
-            return False  # between stages lies nothing but the link
+            return False  # between these stages there is only the link
         return self.first < s <= self.last if kind == "F" else kind == "B" and self.first <= s < self.last
 
     def forget(self, mb: int) -> None:
-        """B of the first stage was done elsewhere."""
+        """Forget a micro-batch, since B of the first stage was done elsewhere."""
         self._kinds.pop(mb, None)
         self.apart.discard(mb)
 

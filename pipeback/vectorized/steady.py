@@ -31,7 +31,7 @@ from pipeback.vectorized.verify import check_plain, example, judged_alike
 
 
 class Steady:
-    """Runs steady ticks for a worker with `stacks`. judged: called with the loss of every micro-batch."""
+    """Runs steady ticks for a worker with `stacks`. judged: is called with every micro-batch and its loss."""
 
     def __init__(self, worker: Worker, judged: Callable[[int, Tensor], None], stacks: Sequence[Stack]) -> None:
         self.worker, self.judged, self.stacks = worker, judged, list(stacks)
@@ -41,11 +41,11 @@ class Steady:
         self._moving: BoundedCache[tuple[RingBuffers, ...], list[StackTick]] = BoundedCache()
         self._judges: BoundedCache[Any, LossStage | None] = BoundedCache()
         self._judge_rows: Rows | None = None
-        self._examples: BoundedCache[Kind, Tensor] = BoundedCache()  # of what stacks give
-        self._teams: dict[int, StageGroup] = {}  # of one stage
+        self._examples: BoundedCache[Kind, Tensor] = BoundedCache()  # tensors like the outputs of stacks
+        self._teams: dict[int, StageGroup] = {}  # groups of one stage each
         self._fused: BoundedCache[tuple[Any, ...], Any] = (
             BoundedCache()
-        )  # by what is moved, who judges, and how it is stepped
+        )  # by the stacks, the stage with the loss, and the form of the steps
 
     def run(self, order: Order, ticks: int) -> int:
         """Run as many of the next `ticks` ticks as are steady, and return their number."""
@@ -61,7 +61,7 @@ class Steady:
         if self._may_judge:
             x = self._judges_input(forwards[-1])
             if x is None:
-                ticks = 1  # after it, there is one to make a graph for
+                ticks = 1  # after that tick there is an input to make a graph for
             else:
                 target = target_on(self.last.device, self.worker.link.box["Y", self.last.index, forwards[-1]])
                 judge = self._judge(x, target)
@@ -100,7 +100,7 @@ class Steady:
         return stage.stack is None and stage.random.state is None and stage.loss is not None and torchs(stage.loss)
 
     def _judges_input(self, mb: int) -> Any:
-        """Return the last stage's input of a micro-batch, or a tensor of its form; None while its form is unknown."""
+        """Return the last stage's input for a micro-batch, or a tensor like it; None while its shape is unknown."""
         name, stack = ("F", self.last.index, mb), self.worker.stages[self.last.index - 1].stack
         if name in self.worker.link.box:
             return self.worker.link.box[name]

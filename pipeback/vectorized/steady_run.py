@@ -38,9 +38,9 @@ class Turn:
     judge: LossStage | None
     others: list[int]
     steps: list[Step | AdamStep] = field(default_factory=list)
-    varies: bool = False  # the steps hold for one tick
-    fused: Any = None  # what a compiler has made of a tick with such steps
-    fixed: list[Any] = field(default_factory=list)  # what it is given at every tick
+    varies: bool = False  # whether the steps hold for one tick only
+    fused: Any = None  # a compiled tick with steps of this form
+    fixed: list[Any] = field(default_factory=list)  # its arguments that stay the same
     told: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -62,12 +62,12 @@ class Turn:
         return sorted(chain(*(one.stack.numbers for one in self.moving), judges))
 
 
-Asked = tuple[int, Any, Any] | None  # the micro-batch whose loss is made, and what it is made of
+Asked = tuple[int, Any, Any] | None  # a micro-batch, the input and the target of its loss
 
 
 class SteadyRun:
-    """A run of ticks. turns: 1, or 2 where even and odd stages take turns. forwards, backwards: the next micro-batch of
-    every stage.
+    """A run of ticks. turns: 1, or 2 where even and odd stages take turns. forwards, backwards: per stage, the
+    micro-batch of its next F and B.
     """
 
     def __init__(
@@ -84,15 +84,15 @@ class SteadyRun:
         self.worker, self.judged, self.moving = worker, judged, moving
         self.f, self.b, self.options = forwards, backwards, options
         self.count, self.teams = turns, teams
-        self._first = 0 if turns == 1 or backwards[1] > backwards[0] else 1  # of the first turn
-        self.done = 0  # ticks
+        self._first = 0 if turns == 1 or backwards[1] > backwards[0] else 1  # the number of the first turn
+        self.done = 0  # how many ticks were done
         first = next(iter(options.values()))
         self.uniform = all(some is first for some in options.values())
         self.corrects = any(overrides(worker.method, hook) for hook in HOOKS)
         self.stashes = worker.stash
 
     def turn(self, stage: int) -> int:
-        """Return the first tick of the stage."""
+        """Return the first tick at which the stage is busy."""
         return (stage + self._first) % self.count
 
     def rounds(self, stage: int) -> int:
@@ -135,8 +135,9 @@ class SteadyRun:
                     rows.alone = True
 
     def ticks(self, most: int, compiled: Callable[..., Any] | None) -> int:
-        """Run at most so many ticks; stop where a micro-batch or options come that need a new decision. compiled:
-        returns a compiled tick.
+        """Run at most `most` ticks and return their number; stop at inputs or options that need a new decision.
+
+        compiled: returns a compiled tick.
         """
         while self.done < most:
             turn, k = self.turns[self.done % self.count], self.done // self.count
@@ -253,7 +254,7 @@ class SteadyRun:
         return Correction(**numbers, used=each[0].used, varies=any(one.varies for one in each))
 
     def _asked(self, stages: Sequence[Stage], fore: Sequence[Options], back: Sequence[Options], k: int) -> Correction:
-        """Return the corrections of these stages, which one call serves, after k updates."""
+        """Return the corrections for these stages, from one call of the method, after k updates."""
         worker, first = self.worker, stages[0]
         if len(stages) > 1:
             team = StageGroup(stages, worker.delays)
@@ -312,7 +313,7 @@ class SteadyRun:
             one.leave()
 
     def _used(self, numbers: Sequence[int], rounds: int) -> tuple[list[int], list[int]]:
-        """The versions of the weights that so many F and B of these stages ran on, stage by stage in every round."""
+        """Return the versions of the weights on which these stages ran F and B, stage by stage in every round."""
         stages = self.worker.stages
         forward = torch.tensor([stages[s].version for s in numbers]) + torch.arange(rounds)[:, None]
         if not self.stashes:
@@ -324,7 +325,7 @@ class SteadyRun:
         return forward.flatten().tolist(), torch.tensor(every).t().flatten().tolist()
 
     def _count(self, numbers: Sequence[int], rounds: int, used: tuple[list[int], list[int]]) -> None:
-        """Count so many F, B and U of these stages, on these versions."""
+        """Enter F, B and U of these rounds of the stages into the ledger, with the versions `used`."""
         stages, later = self.worker.stages, torch.arange(rounds)[:, None]
         for kind, mbs, versions in zip("FB", (self.f, self.b), used, strict=True):
             done = (torch.tensor([mbs[s] for s in numbers]) + later).flatten().tolist()

@@ -1,10 +1,11 @@
-"""Tick: the steady state of stages that run as one. At a tick every stage, or every second one, does F (forward), B
+"""Tick: runs the steady state of stages that are one. At a tick every stage, or every second one, does F (forward), B
 (backward) and U (update), each of one micro-batch. None of these operations feeds another one at the same tick, so all
 that a stack does at a tick is one function of tensors:
 
     Y, saved ← F(W, X)        G_X, v ← B(saved D ticks ago, W, G), v ← m·v + g        W ← W − η·v
 
-X are the outputs of the stages before at the last tick, G the gradients from the stages behind, and D is the delay.
+X are the outputs of the stages before at the last tick, G the gradients from the stages behind, D the delay in updates,
+W the weights, v the velocities, g the gradients, m the momentum, η the learning rate.
 """
 
 from __future__ import annotations
@@ -32,20 +33,20 @@ Box = dict[Name, Message]
 
 
 class StackTick:
-    """A stack all of whose rows do F, B and U at every tick of theirs."""
+    """A stack whose rows all do F, B and U at each of their ticks."""
 
     def __init__(self, stack: Stack, rings: RingBuffers) -> None:
         self.stack, self.rings, self.kind = stack, rings, rings.kind
-        self.source = self  # whose rows give these their inputs and gradients: itself, or the stages between
+        self.source = self  # the stack whose rows give these their inputs: itself, or its partner
         other = stack.partner
-        self.enters = other is None or stack.first < other.first  # the first row is given its input from outside
-        self.leaves = other is None or stack.last > other.last  # the last row is given its gradient from outside
+        self.enters = other is None or stack.first < other.first  # whether the first row gets its input from outside
+        self.leaves = other is None or stack.last > other.last  # whether the last row gets its gradient from outside
         rows = len(stack.stages)
-        behind = 0 if other is not None and self.enters else 1  # the row of the source behind the first
+        behind = 0 if other is not None and self.enters else 1  # which row of the source is behind the first
         self._inward = slice(0, rows - self.enters)
         self._back = slice(behind, behind + rows - self.leaves)
         self.stash: WeightRing | None = None  # the weights that F used, where B runs on them
-        self.drift: list[Tensor] = []  # δ, where B runs on weights that it shifts
+        self.drift: list[Tensor] = []  # δ, if B runs on weights shifted by it
         self._accumulate = direct(accumulating(self.rings.written, stack.rows.trained)) if stack.fuse is None else None
 
     def take_weights(self) -> None:
@@ -57,22 +58,22 @@ class StackTick:
         self.stash.take()
 
     def take_drift(self) -> None:
-        """Have δ as rows."""
+        """Take over the stages' δ, their averages of w' − w, as rows."""
         self.drift = self.stack.rows.state("drift")
         self.stack.spare = self.stack.spare or list(map(torch.empty_like, self.drift))
 
     def about_to_drift(self) -> None:
-        """The weights will be stepped."""
+        """Remember the weights before the step, from which δ is updated."""
         torch._foreach_copy_(self.stack.spare, self.stack.rows.stepped)
 
     def drifted(self, step: Step | AdamStep) -> None:
-        """The weights have been stepped: δ follows."""
+        """Update δ after the weights were stepped."""
         stack = self.stack
         for d, w, before, share in zip(self.drift, stack.rows.stepped, stack.spare, step.drift, strict=True):
             d.lerp_(torch.sub(w, before, out=before), share)
 
     def begin(self, f: Sequence[int], b: Sequence[int], box: Box) -> None:
-        """Before a tick at which its stages do F of the micro-batches f and B of b: take what waits for them."""
+        """Take the messages that wait for a tick at which row r does F of f − r and B of b + r."""
         rings, first = self.rings, self.stack.first
         if self.source is self:
             self.y = torch.cat([rings.inputs[f[first] % rings.length, 1:], rings.inputs[0, :1]])
@@ -86,7 +87,7 @@ class StackTick:
         self.source.y, self.source.gx = torch.stack(y), torch.stack(gx)
 
     def end(self, f: Sequence[int], b: Sequence[int], box: Box) -> None:
-        """After all ticks before such a one: leave it there."""
+        """Leave the messages for such a tick in `box`, after the ticks before it."""
         rings, first = self.rings, self.stack.first
         if self.source is self:
             rings.inputs[f[first] % rings.length, 1:] = self.y[:-1]
@@ -96,12 +97,12 @@ class StackTick:
         box.update({name: (y if name[0] == "F" else gx)[row] for name, row in self._names(f, b)})
 
     def leave(self) -> None:
-        """After a run of ticks: nothing waits here."""
+        """Let go of all inputs and gradients after a run of ticks."""
         self.y = self.gx = torch.empty(0)
         self.stash, self.drift = None, []
 
     def _names(self, f: Sequence[int], b: Sequence[int]) -> Iterator[tuple[Name, int]]:
-        """The messages that its rows get from the source, and that one's rows."""
+        """Yield the names of the messages that rows get from the source, with the rows there."""
         numbers = self.stack.numbers
         for s, row in zip(numbers[self.enters :], range(len(numbers)), strict=False):
             yield ("F", s, f[s]), row
@@ -109,12 +110,12 @@ class StackTick:
             yield ("B", s, b[s]), row
 
     def fixed(self, step: Step | AdamStep, *, stay: bool) -> tuple[Any, ...]:
-        """What `compiled` is given first: what stays where it is. stay: so must all that is not copied."""
+        """Return the first arguments of `compiled`, which stay in place. stay: all tensors must that are not copied."""
         rings = (self.rings.saved, () if self.stash is None else self.stash.rings) if stay else ((), ())
         return self.stack.rows.weights, self.stack.rows.kept(step), self.drift, *rings
 
     def changing(self, b: int, x: Tensor | None, g: Tensor | None, *, stay: bool) -> tuple[Any, ...]:
-        """What it is given next."""
+        """Return the next arguments of `compiled`: those that change at every tick."""
         rings, stash, source = self.rings, self.stash, self.source
         x, g = None if x is None else x.contiguous(), None if g is None else g.contiguous()
         if stay:
@@ -122,11 +123,11 @@ class StackTick:
         return rings.left(b), () if stash is None else stash.slots(b), x, source.y, g, source.gx
 
     def told(self, step: Step | AdamStep) -> tuple[Any, ...]:
-        """And at last: how the weights are stepped."""
+        """Return the last arguments of `compiled`: the numbers of the step."""
         return step.ahead, step.back, numbers(self.stack.rows, step)
 
     def _joined(self, x: Tensor | None, y: Tensor, g: Tensor | None, gx: Tensor) -> tuple[Tensor, Tensor]:
-        """Inputs and gradients of all rows."""
+        """Return the inputs and the gradients of all rows."""
         inward, back = y[self._inward], gx[self._back]
         return (
             inward if x is None else torch.cat([x[None], inward]), back if g is None else torch.cat([back, g[None]]),
@@ -150,8 +151,8 @@ class StackTick:
         back: Sequence[Tensor],
         numbers: Numbers,
     ) -> tuple[Tensor, list[Tensor], Tensor, Sequence[Tensor]]:
-        """The whole tick, written for a compiler, without `finish`. left, used: the tensors that F saved and the
-        weights it ran on, or the numbers of their slots in `rings` and `stash`.
+        """Do the whole tick but `finish`, written for a compiler. left, used: the tensors that F saved and the weights
+        on which it ran, or the numbers of their slots in `rings` and `stash`.
         """
         forward, backward, made = self.rings.written
         trained, (inward, gradient) = self.stack.rows.trained, self._joined(x, y, g, gx)
@@ -166,7 +167,7 @@ class StackTick:
         return y, leaves, gx, factors
 
     def finish(self, factors: Sequence[Tensor], step: Step | AdamStep) -> None:
-        """The step of the weights whose gradients come as factors."""
+        """Step the weights whose gradients come as factors."""
         rows, pairs = self.stack.rows, list(zip(factors[::2], factors[1::2], strict=True))
         if not pairs or isinstance(step, AdamStep):
             return
@@ -179,7 +180,7 @@ class StackTick:
         rows.follow(step, some)
 
     def eager(self, f: int, b: int, x: Tensor | None, g: Tensor | None, step: Step | AdamStep) -> None:
-        """The whole tick."""
+        """Do the whole tick without a compiler."""
         rows, rings, (forward, backward, made) = self.stack.rows, self.rings, self.rings.eager
         saved, (inward, gradient) = rings.left(b), self._joined(x, self.source.y, g, self.source.gx)
         y, *left = forward(*rows.shifted(step.ahead), inward)
@@ -200,28 +201,28 @@ class StackTick:
 
 
 class LossStage:
-    """The last stage with the loss, whose F and B are of one micro-batch, as one graph."""
+    """The last stage with the loss as one graph, since its F and B are of the same micro-batch."""
 
     def __init__(self, stage: Stage, graph: Graph, rows: Rows, x: Tensor, target: Any, *, check: bool) -> None:
-        """rows: the stage's weights. check: nothing moves where the loss is not finite."""
+        """rows: the stage's weights. check: whether the weights must stay if the loss is not finite."""
         self.stage, self.graph, self.rows, self.check = stage, graph, rows, check
         self.form = form(x, target)
 
     def eager(self, x: Tensor, target: Any, step: Step | AdamStep) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """The loss, the gradient of the input, and those of the weights, (1, …)."""
+        """Return the loss, the gradient of the input, and those of the weights, (1, …)."""
         loss, gx, *grads = self.graph(*[w[0] for w in self.rows.shifted(step.ahead)], x, target)
         return loss, gx, [g[None] for g in grads]
 
     def fixed(self, step: Step | AdamStep, *, stay: bool) -> tuple[Any, ...]:
-        """What `compiled` is given first: what stays where it is."""
+        """Return the first arguments of `compiled`: tensors that stay in place."""
         return self.rows.weights, self.rows.kept(step)
 
     def changing(self, x: Tensor, target: Any) -> tuple[Any, ...]:
-        """What it is given next."""
+        """Return the next arguments of `compiled`: those that change at every tick."""
         return x.contiguous(), target.contiguous()
 
     def told(self, step: Step | AdamStep) -> tuple[Any, ...]:
-        """And at last: how the weights are stepped."""
+        """Return the last arguments of `compiled`: the numbers of the step."""
         return step.ahead, numbers(self.rows, step)
 
     def compiled(
@@ -234,7 +235,7 @@ class LossStage:
         ahead: Sequence[Tensor],
         numbers: Numbers,
     ) -> tuple[Tensor, Tensor]:
-        """F, B and U, for a compiler."""
+        """Do F, B and U, written for a compiler."""
         used = shifted(weights, self.rows.trained, kept, ahead)
         loss, gx, *grads = self.graph(*[w[0] for w in used], x, target)
         grads = [g[None] for g in grads]
@@ -248,21 +249,21 @@ class LossStage:
 
 
 def slots(rings: Sequence[Tensor], at: Slots) -> Sequence[Tensor]:
-    """These slots, or those of this number, written for a compiler."""
+    """Return the slots of this number, written for a compiler; `at` may be the slots themselves."""
     return [ring.index_select(0, at)[0] for ring in rings] if isinstance(at, Tensor) else at
 
 
 def shifted(
     weights: Sequence[Tensor], trained: Sequence[int], velocities: Sequence[Any], by: Sequence[Tensor]
 ) -> list[Tensor]:
-    """w + c·v of those that train, written for a compiler."""
+    """Return the weights, with w + c·v for the trainable ones, written for a compiler."""
     found = list(weights)
     for n, v, c in zip(trained, velocities, by, strict=False):
         found[n] = torch.addcmul(found[n], v, c)
     return found
 
 
-Numbers = tuple[Any, ...]  # of every row: −η·a and −η·b, and m as a tensor; of Adam η
+Numbers = tuple[Any, ...]  # of every row −η·a and −η·b, and m as a tensor; of Adam η
 
 
 def numbers(rows: Rows, step: Step | AdamStep) -> Numbers:
@@ -272,8 +273,10 @@ def numbers(rows: Rows, step: Step | AdamStep) -> Numbers:
 
 
 class How(NamedTuple):
-    """What a compiler is told of a step. step: a function of the weights, what is kept beside them, gradients, numbers;
-    by_factors: whether large gradients may stay factors.
+    """The form of a step for a compiler.
+
+    step: a function of the weights, the optimizer state, the gradients and `numbers`. by_factors: whether large
+    gradients may stay factors.
     """
 
     step: Callable[..., None]
@@ -283,7 +286,7 @@ class How(NamedTuple):
     def of(cls, step: Step | AdamStep) -> How:
         if isinstance(step, AdamStep):
             return cls(partial(adapted, step.settings), False)
-        return cls(partial(descended, step.decays), not step.late)  # a late gradient goes to the weights, too
+        return cls(partial(descended, step.decays), not step.late)  # `late` adds gradients to weights, too
 
 
 def descended(
@@ -293,7 +296,7 @@ def descended(
     grads: Sequence[Tensor | None],
     numbers: Numbers,
 ) -> None:
-    """v ← m·v + g + λ·w, w ← w − η·(a·v + b·g), written for a compiler. No gradient: not here."""
+    """Do v ← m·v + g + λ·w and w ← w − η·(a·v + b·g), written for a compiler; weights without a gradient stay."""
     along, against, momentum = numbers
     for n, (w, g, c, decay) in enumerate(zip(weights, grads, along, decays, strict=True)):
         if g is None:
@@ -308,7 +311,7 @@ def descended(
 
 
 def form(x: Any, target: Any) -> tuple[Any, ...] | None:
-    """What of a micro-batch a graph of the loss is made for; None where it cannot be."""
+    """Return the shapes and dtypes for which a graph of the loss is made; None if there can be no graph."""
     both = (x, target)
     return tuple((v.shape, v.dtype) for v in both) if all(type(v) is Tensor for v in both) else None
 
@@ -319,9 +322,9 @@ def fused(
     steps: Sequence[Step | AdamStep],
     compile: Callable[[Any], Any],
 ) -> Callable[..., Any]:
-    """All stacks and the last stage as one compiled function: (fixed, changing) -> what each `compiled` gives.
+    """Return all stacks and the last stage as one compiled function: (fixed, changing) -> the outputs of `compiled`.
 
-    steps: such ones as theirs.
+    steps: one for each stack and the last stage, of the form for which the function is compiled.
     """
     parts: list[StackTick | LossStage] = [*moving, *([] if judge is None else [judge])]
     calls = [partial(one.compiled, How.of(step)) for one, step in zip(parts, steps, strict=True)]
@@ -331,6 +334,6 @@ def fused(
         every = [partial(call, *some, *rest) for call, some, rest in zip(calls, fixed, changing, strict=True)]
         return side_by_side(every, cuda)
 
-    tick.__code__ = tick.__code__.replace(co_name="tick")  # torch counts what shares code
+    tick.__code__ = tick.__code__.replace(co_name="tick")  # torch counts recompilations per code object
     compiled: Callable[..., Any] = compile(tick)
     return compiled

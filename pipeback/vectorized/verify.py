@@ -22,7 +22,7 @@ from pipeback.vectorized.capture import Unfit, capture
 from pipeback.vectorized.graph_rewrites import Graph, Graphs, recomputing
 from pipeback.vectorized.ring_buffers import Kind, RingBuffers, unfolded
 
-# how far the gradients of both may lie apart, in units of the type's epsilon: sums are made in another order
+# how far the gradients of both may differ, in units of the dtype's epsilon, since sums are in another order
 CLOSE = {torch.float64: 1e-10, torch.float32: 1e-4}
 ROUGH = 0.05
 SCALES = (
@@ -30,7 +30,7 @@ SCALES = (
     0.001,
     30.0,
     1000.0,
-)  # of the inputs that tell stages apart: limits and thresholds show far out or close by
+)  # scales of the test inputs: limits and thresholds show at large or small values
 
 
 def verified(
@@ -43,13 +43,12 @@ def verified(
     *,
     recompute: bool = False,
 ) -> RingBuffers:
-    """Graphs of the stages for micro-batches like x, and the rings between them.
+    """Return ring buffers with graphs of the stages for micro-batches like x.
 
     weights: (n, …), of which those of the numbers `trained` get gradients. length: of the rings, in micro-batches.
-    recompute: B does the forward once more.
-    Raises `Unfit` where the stages cannot run as one.
+    recompute: whether the backward (B) repeats the forward (F). Raises `Unfit` where the stages cannot run as one.
     """
-    like = stages[-1].module  # the first stage of a followed model takes its input without a gradient
+    like = stages[-1].module  # not the first stage: in a traced model its input has no gradient
     pairs = zip([name for name, _ in like.named_parameters()], weights, like.parameters(), strict=True)
     named = {name: w.requires_grad_(p.requires_grad) for name, w, p in pairs}
     xs = x.unsqueeze(0).repeat(len(stages), *(1 for _ in x.shape))
@@ -66,7 +65,7 @@ def verified(
         made = graphs.made(*weights)
         own = {w.untyped_storage().data_ptr() for w in weights}
         if all(t.untyped_storage().data_ptr() in own for t in made):
-            rings.made = made  # they follow what is written into the weights
+            rings.made = made  # they are views, which change with the weights
         _prove(stages, weights, trained, rings, xs, y)
     return rings
 
@@ -100,7 +99,7 @@ def gain(stages: Sequence[Stage], weights: Sequence[Tensor], rings: RingBuffers,
         with torch.no_grad():
             _, *saved = rings.eager.forward(*weights, xs)
             made = rings.eager.made(*weights) if rings.made is None else rings.made
-            copies = [t.clone() for t in saved]  # as into the rings
+            copies = [t.clone() for t in saved]  # as into rings
             rings.eager.backward(*copies, *made, xs)
         _synchronized(xs.device)
         times[0].append(between - begin)
@@ -146,18 +145,18 @@ def _prove(
         raise Unfit("their output does not depend on their input")
     names = [name for name, _ in stages[-1].module.named_parameters()]
     for n in trained:
-        if grads[n] is None:  # an optimizer leaves it alone, which a gradient of zeros would not have it do
+        if grads[n] is None:  # an optimizer skips it, and would not skip zeros
             raise Unfit(f"their {names[n]} is not used, and gets no gradient")
     for r, stage in enumerate(stages):
         out, wanted = _both(stage, stage.module, xs[r], g[r])
-        # one code on one stage's weights has the same bits; in a half type nothing else tells constants apart
+        # the same code on the same weights has the same bits; in half types only bits tell constants apart
         for scale in SCALES:
             mine, own = _both(stage, stage.module, scale * xs[r], g[r])
             same, others = _both(stage, partial(_as, stages[-1].module, stage), scale * xs[r], g[r])
-            first = not stage.index  # nobody asks for the gradient of its input
+            first = not stage.index  # the gradient of its input is not needed
             if not all(map(_same, (mine, *own[first:]), (same, *others[first:]))):
                 raise Unfit(f"{stage.label} computes something else than {stages[-1].label}")
-        if not stage.index:  # nobody asks for the gradient of its input
+        if not stage.index:  # the gradient of its input is not needed
             wanted = (gx[r], *wanted[1:])
         found = [gx[r], *(grads[n][r] for n in trained)]
         for a, b in zip([y[r], *found], [out, *wanted], strict=True):
@@ -168,7 +167,7 @@ def _prove(
 def _both(
     stage: Stage, module: Callable[[Tensor], Tensor], x: Tensor, g: Tensor
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-    """What a module gives for x, and the gradients of x and of the stage's weights."""
+    """Return a module's output for x, and the gradients of x and of the stage's weights."""
     with torch.enable_grad(), untouched(stage.module):
         x = x.clone().requires_grad_()
         out = module(x.clone())  # a copy: the module may change it in place
@@ -176,14 +175,14 @@ def _both(
 
 
 def _as(other: nn.Module, stage: Stage, x: Tensor) -> Tensor:
-    """What another stage's module does with the weights of this one."""
-    names = [name for name, _ in other.named_parameters()]  # of a followed model, each stage has its own
+    """Return the output of another stage's module with the weights of this one."""
+    names = [name for name, _ in other.named_parameters()]  # in a traced model, every stage has its own names
     values: Tensor = functional_call(other, dict(zip(names, stage.module.parameters(), strict=True)), (x,))
     return values
 
 
 def _folds(graphs: Graphs, weights: Sequence[Tensor], xs: Tensor, saved: Sequence[Tensor]) -> list[int]:
-    """The dimension of every saved tensor that the rows lie along: one changes where the input of that row does."""
+    """Return for every saved tensor the dimension of the rows, found by changing the input of one row."""
     possible = [[dim for dim in range(t.dim()) if t.shape[dim] % len(xs) == 0] for t in saved]
     for r in range(len(xs)):
         other = xs.clone()
@@ -208,7 +207,7 @@ def _synchronized(device: torch.device) -> None:
 
 
 def example(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Normal numbers of such a form, always the same; the caller's random state stays what it is."""
+    """Return normal numbers, always the same ones; the caller's random state is not changed."""
     generator = torch.Generator(device).manual_seed(0)
     return torch.randn(shape, generator=generator, device=device, dtype=torch.float64).to(dtype)
 

@@ -1,7 +1,7 @@
-"""Weight ring: holds the weights on which micro-batches in flight have gone forward, for stages that run as one.
+"""Weight ring: holds the weights that the forward (F) of each micro-batch in flight used, for stages that run as one.
 
-The weights of row r for micro-batch i lie in slot r − i. So the weights for all backwards of a tick, which are of
-different micro-batches, lie in one slot, and those that the forwards use are written to two evenly strided runs.
+The weights of row r for micro-batch i lie in slot r − i. So the weights for all backwards (B) of a tick, which are
+of different micro-batches, lie in one slot, and those that the forwards use are written to two evenly strided runs.
 """
 
 from __future__ import annotations
@@ -36,30 +36,30 @@ class WeightRing:
     # -- at a tick at which row r does F of micro-batch f − r and B of b + r ---------------------------------------
 
     def keep(self, f: int) -> None:
-        """What F is going to run on."""
+        """Keep the weights on which F is going to run."""
         slot = -f % self.length
         if slot not in self._ways:
             self._ways[slot] = self._way(slot)
         torch._foreach_copy_(*self._ways[slot])
 
     def used(self, b: int) -> list[Tensor]:
-        """All weights as F used them, for B."""
+        """Return all weights for B, as F used them."""
         found = list(self.rows.weights)
         for n, w in zip(self.rows.trained, self.slots(b), strict=True):
             found[n] = w
         return found
 
     def slots(self, b: int) -> Sequence[Tensor]:
-        """Those that train."""
+        """Return the trainable weights for B, as F used them."""
         return self._slots[-b % self.length]
 
     def slot(self, b: int) -> Tensor:
-        """The number of the slot that B reads, as a tensor of its own: to a compiler one that comes twice is one."""
+        """Return the number of the slot that B reads, as a tensor; not that of `RingBuffers.slot`, for the compiler."""
         number: Tensor = self._numbers[-b % self.length]
         return number
 
     def _way(self, slot: int) -> tuple[list[Tensor], list[Tensor]]:
-        """To which places the rows go: one run up to the last slot, and one from the first."""
+        """Return where the rows go: one run of places up to the last slot, and one from the first slot on."""
         n = len(self.rows.stages)
         turn = min(n, (self.length - slot + 1) // 2)  # rows of the first run
         runs = [(slot, 0, turn), (slot + 2 * turn - self.length, turn, n)]
@@ -72,7 +72,7 @@ class WeightRing:
                     of.append(w.view(n, -1)[begin:end])
         return to, of
 
-    # -- between runs of ticks, when the stages have them ------------------------------------------------------------
+    # -- between runs of ticks, when the stages keep the versions ----------------------------------------------------
 
     def take(self) -> None:
         """Take over the versions that the stages keep."""
@@ -90,7 +90,7 @@ class WeightRing:
             stage.versions.kept[stage.flights[i].version] = place
 
     def _flying(self) -> Iterator[tuple[Stage, int, Weights]]:
-        """Every micro-batch in flight at a stage, and the place for its weights."""
+        """Yield every stage and micro-batch in flight there, with the place for its weights."""
         for r, stage in enumerate(self.rows.stages):
             for i in stage.flights:
                 yield stage, i, self._places[(r - i) % self.length][r]

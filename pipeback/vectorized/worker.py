@@ -30,15 +30,15 @@ from pipeback.vectorized.eligible import leaps
 from pipeback.vectorized.stack import Stack
 from pipeback.vectorized.steady import Steady
 
-LEAST = 2  # stages of a stack
+LEAST = 2  # the fewest stages of a stack
 # the speed-up of F and B from which "auto" runs stages as one where ticks are interpreted stage by stage: it covers the
 # overhead, which is larger where only every second stage is busy at a tick (`pipeback bench auto` measures it)
-ALL, SOME, SPARSE = 2.0, 5.0, 1.4  # with fewer than SPARSE ticks per micro-batch; otherwise; and that limit
+ALL, SOME, SPARSE = 2.0, 5.0, 1.4  # with fewer than SPARSE ticks per micro-batch ALL holds, otherwise SOME
 WHOLE = 1.2  # the same where a tick is one function: a small stack gains little, and its gain is measured roughly
 
 
 def alike(stages: Sequence[Stage]) -> list[list[Stage]]:
-    """Runs of neighbouring stages that look alike, have weights and no loss."""
+    """Return runs of neighbouring stages that look alike and have weights, without the stage with the loss."""
     found: list[list[Stage]] = []
     kinds: list[Any] = []
     for stage in stages:
@@ -73,7 +73,7 @@ def stacked(
             stack.leaps = leaps(method)
             if vectorize == "cuda_graph":
                 stack.fuse = CudaGraphed if stack.fuse is None else partial(_graphed, stack.fuse)
-            for stage in some:  # what is compiled is the stack
+            for stage in some:  # the stack is compiled, not its stages
                 stage.join(stack)
             mine.append(stack)
         if turns == 2:
@@ -141,7 +141,7 @@ def fitting(
         reasons |= learn(stages, stacks, x)
     if again:
         return list(stacks), reasons
-    for stack in stacks:  # both or none
+    for stack in stacks:  # of two partners both run as one, or none
         if stack.partner is not None and stack.partner.name in reasons:
             reasons.setdefault(stack.name, reasons[stack.partner.name])
     kept = [stack for stack in stacks if stack.name not in reasons]
@@ -172,13 +172,16 @@ def fitting(
 
 
 class VectorizedWorker(Worker):
-    """`stacks`: of some of the stages."""
+    """A worker, some of whose stages are in `stacks`.
+
+    F is the forward, B the backward, U the update, each of one micro-batch at one stage.
+    """
 
     def __init__(self, stages: Sequence[Stage], *given: Any, stacks: Sequence[Stack], **named: Any) -> None:
         super().__init__(stages, *given, **named)
         self.stacks = list(stacks)
         self._of = {stage.index: stack for stack in stacks for stage in stack.stages}
-        self._mixed = False  # whether some flights of stacked stages are graphs, from a state
+        self._mixed = False  # whether some flights of stacked stages are autograd graphs, from a state
         self._steady: Steady | None = None
         self._others_apart, self._apart = self._apart, False
 
@@ -188,8 +191,9 @@ class VectorizedWorker(Worker):
         super().record(on)
 
     def leap(self, order: Order, ticks: int) -> int:
-        """Do ticks at which every stage does F, B and U of one micro-batch, as many as can be done at once; return
-        their number. The order counts them.
+        """Do at once as many ticks as possible at which every stage does F, B and U; return their number.
+
+        The order counts them.
         """
         seen = self.replicas or self.watch or self.tracing or self.began or self.samples
         if seen or self.clip_norm or self.clip_value or self._mixed or not self.stacks:
@@ -199,7 +203,7 @@ class VectorizedWorker(Worker):
         return self._steady.run(order, ticks)
 
     def judged(self, i: int, loss: Tensor) -> None:
-        """The last stage has a loss."""
+        """Take the loss of a micro-batch from the last stage."""
         if self.check_finite and not torch.isfinite(loss):
             raise StageError(self._bad_loss(i, loss))
         self.report(i, loss)
@@ -254,7 +258,7 @@ class VectorizedWorker(Worker):
             self._look()
 
     def update(self, ops: Ops) -> None:
-        """U of each: of a whole stack at once, where nothing but the optimizer moves the weights."""
+        """Do U of each (stage, micro-batch), for a whole stack at once if only the optimizer moves the weights."""
         plain = not (self._update_hook or self.stash or self.watch or self.clip_norm or self.clip_value)
         there = {s for s, _ in ops}
         done: set[int] = set()
@@ -274,7 +278,7 @@ class VectorizedWorker(Worker):
         super().settle(stage)
 
     def _lend(self, stack: Stack, ops: Ops) -> None:
-        """Gradients that rows of the stack have left for stages whose flight is a graph."""
+        """Pass gradients from rows of the stack to stages whose flight is an autograd graph."""
         for s, i in ops:
             name = ("B", s, i)
             if name not in self.link.box:
