@@ -29,7 +29,7 @@ from pipeback.pipeline.train_modes import OTHERWISE, Modes, Turn
 from pipeback.plan.budget import check
 from pipeback.plan.survey import survey
 from pipeback.runtime.loop import Batch, Loop
-from pipeback.runtime.runners import EventLoop, Runner, TickLoop
+from pipeback.runtime.runners import EventLoop, Runner, Threads, TickLoop
 from pipeback.runtime.undo import Dropped
 from pipeback.stages.flight import Value
 from pipeback.stages.joint_optimizer import Options
@@ -108,8 +108,10 @@ class Engine:
             self.came(len(batches) // len(self.holding.everywhere))
             try:
                 losses = self.do(partial(runtime.push, first, batches, self.current), harmless=(Dropped,))
-            except Dropped:
+            except Dropped as dropped:
                 self.arrived = runtime.loops[0].order.arrived
+                if isinstance(dropped.__cause__, KeyboardInterrupt):
+                    raise KeyboardInterrupt(str(dropped)) from dropped.__cause__
                 raise
             then()
             weigh = self.by_samples and len(batches) > 1
@@ -182,10 +184,10 @@ class Engine:
         """Do it. An error closes the pipeline, since a wave may be half done, unless it is one of `harmless`."""
         try:
             return what()
-        except harmless:
-            raise
         except BaseException as error:
-            self.error = error
+            # an interrupt that has ended a thread is raised here, too
+            if not isinstance(error, harmless) or (isinstance(self.runtime, Threads) and error in self.runtime.failure):
+                self.error = error
             raise
 
     def close(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -74,8 +74,11 @@ class Evaluation:
             if engine.error is None:
                 engine.wait()
             for loop in engine.loops if engine.error is not None else ():
-                with suppress(Exception):  # whatever it is, the error before it is the one to be told
+                try:
                     loop.worker.residence.rest()
+                except BaseException as error:  # whatever it is, the error before it is the one to be told
+                    if not isinstance(error, Exception) and error is not engine.error:
+                        raise
             with engine.holding.shown(changes=changes):
                 yield
 

@@ -78,10 +78,10 @@ class Loop:
             if not at_end:
                 try:
                     worker.run(order.advance(i + 1))
-                except StageError as error:
-                    if first is None or mark is None:
-                        raise
-                    raise self._dropped(error, first, mark, len(batches) - n) from error.__cause__
+                except (StageError, KeyboardInterrupt) as error:
+                    if first is not None and mark is not None:
+                        self._take_back(error, first, mark, len(batches) - n)
+                    raise
         if at_end:
             worker.run(order.advance(order.arrived + len(batches)))
         self._remember()
@@ -91,13 +91,16 @@ class Loop:
     def _mark(self, n: int) -> Mark:
         return self._marks[n].put(self.worker, self.order, (self.fresh, self.pushed))
 
-    def _dropped(self, error: StageError, first: Mark, mark: Mark, behind: int) -> StageError:
-        """Take back the micro-batch whose forward failed with `error`, and the `behind` - 1 after it, if possible; a
-        flush is taken back as a whole push. Returns the exception to raise.
+    def _take_back(self, error: StageError | KeyboardInterrupt, first: Mark, mark: Mark, behind: int) -> None:
+        """Take back the micro-batch whose forward failed with `error`, and the `behind` - 1 after it; a flush is taken
+        back as a whole push. Raises `Dropped` if that was possible.
         """
+        failed, self.worker.failed = self.worker.failed, None
+        if isinstance(error, KeyboardInterrupt) and failed is None:
+            return  # an update may be half done
         whole = self.method.flush_each_push and first.empty and first.within_reach(self.worker)
         if not whole and not mark.within_reach(self.worker):
-            return error
+            return
         mark = first if whole else mark
         mark.restore(self.worker)
         self.fresh, self.pushed = mark.more
@@ -108,7 +111,11 @@ class Loop:
         before = self.order.arrived - first.order["arrived"]
         rest = f", nor on the {behind - 1} behind it, but on the {before} before it" if before or behind > 1 else ""
         rest = ", nor on the others of this push" if whole else rest
-        return Dropped(f"{error}; nothing was trained on it{rest}, and others may be pushed")
+        told, cause = str(error), error.__cause__
+        if failed is not None and isinstance(error, KeyboardInterrupt):
+            s, i = failed
+            told, cause = f"{self.worker.stages[s].label}, micro-batch {i}: the forward was stopped", error
+        raise Dropped(f"{told}; nothing was trained on it{rest}, and others may be pushed") from cause
 
     def drain(self) -> None:
         """Finish what is in flight; the schedule begins anew with the next micro-batch."""

@@ -56,20 +56,19 @@ class Worker:
     ) -> None:
         self.stages = {stage.index: stage for stage in stages}
         self.count = stages[0].stages
-        self.method, self.delays, self.link = method, delays, link
+        self.method, self.delays, self.link, self.replicas = method, delays, link, replicas
         self.clip_norm, self.clip_value, self.samples, self.check_finite = clip_norm, clip_value, samples, check_finite
-        self.replicas = replicas
         self._due: dict[int, tuple[int, Callable[[], Tensor]]] = {}  # updates whose sums are on their way, by stage
         self.watch: Watch | None = None
         self.options: dict[int, Options] = {}  # by micro-batch, until the last own stage has gone forward
         self.entries: dict[int, int] = {}  # the version of stage 0 at which a micro-batch entered
-        self.entered = 0  # updates of stage 0, seen in the order
-        self.start = self.base = 0
+        self.start = self.base = self.entered = 0  # entered: updates of stage 0, seen in the order
         self.report: Callable[[int, Tensor], None] = lambda mb, loss: None  # called by the last stage
         self.sizes: dict[int, int] = {}  # samples of a micro-batch, where they weigh
         self.ledger = Ledger()
         self.began: Callable[[tuple[str, int, int]], None] | None = None  # told of every operation (kind, stage, mb)
         self.tracing = False
+        self.failed: tuple[int, int] | None = None  # the (stage, micro-batch) whose forward has raised
         self.trace: list[tuple[float, float, int, str, int]] = []  # (start, end, stage, kind, micro-batch), seconds
         self.stash = method.copies == "stash"
         self.residence = residence or ResidentWeights(self.stages, method)
@@ -84,9 +83,7 @@ class Worker:
 
     def record(self, on: bool) -> None:
         """Measure every operation from now on."""
-        if on:
-            self.trace = []
-        self.tracing = on
+        self.trace, self.tracing = [] if on else self.trace, on
         self.residence.record(on)
 
     # -- the loop ------------------------------------------------------------------------------------------------
@@ -164,7 +161,10 @@ class Worker:
                 self.began(("F", s, i))
             try:
                 y = stage.forward(i, x, link.recv("Y", s, i) if stage.judges else None)
-            except Exception as error:
+            except (Exception, KeyboardInterrupt) as error:
+                self.failed = s, i
+                if isinstance(error, KeyboardInterrupt):
+                    raise
                 raise self._failed("forward", stage, i, error) from error
             flight = stage.flights[i]
             flight.options = self.options[i]
