@@ -1,4 +1,4 @@
-"""The runtime: it decides which worker runs which operation, and when: workers, loops, links, event loop and threads.
+"""The runtime decides which worker runs which operation, and when: workers, loops, links, event loop and threads.
 
 The operations are F (the forward of a micro-batch at a stage), B (its backward) and U (the update of the weights).
 

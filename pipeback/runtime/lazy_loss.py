@@ -25,7 +25,7 @@ class LazyLoss(Tensor):
         return loss
 
     def value(self) -> Tensor:
-        """The loss itself; waits for it, and raises what made it fail."""
+        """Return the loss; wait for it, and raise the error if it failed."""
         return self._read()
 
     @classmethod

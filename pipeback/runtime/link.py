@@ -1,4 +1,4 @@
-"""How stages exchange tensors. Messages are named (kind, stage, micro-batch), `stage` being the receiver.
+"""Link: the exchange of tensors between stages. Messages are named (kind, stage, micro-batch) by the receiving stage.
 
 kind "F" carries the activation into a stage, "B" the gradient of its output, "Y" the target into the last stage and
 "E" an activation of an evaluation.
@@ -28,17 +28,17 @@ class Link(Protocol):
     def recv(self, kind: str, stage: int, mb: int) -> Message: ...
 
     def wait(self, kind: str, stage: int, mb: int) -> None:
-        """Return when `recv` would."""
+        """Wait until the message is here, without receiving it."""
         ...
 
     @property
     def box(self) -> dict[Name, Message]:
-        """Messages that are here and not yet received, by name."""
+        """The messages that have arrived and were not received, by name."""
         ...
 
 
 class LocalLink:
-    """Sender and receiver are one worker: a dictionary."""
+    """The link of a single worker, which is sender and receiver: a dictionary."""
 
     def __init__(self) -> None:
         self.box: dict[Name, Message] = {}
@@ -60,11 +60,11 @@ class Wire(Protocol):
     """One direction between two workers: messages arrive in the order in which they were sent."""
 
     def send(self, name: Name, message: Message, mark: int = 0) -> None:
-        """Return as soon as the message may be changed; waits only while too many have not been received."""
+        """Send a message; return as soon as it may be changed. Waits only while too many are not received."""
         ...
 
     def recv(self) -> tuple[Name, Message, int]:
-        """The next message and its mark; waits for it."""
+        """Wait for the next message and return its name, the message and its mark."""
         ...
 
     def close(self) -> None: ...
@@ -98,7 +98,7 @@ class WireLink:
     ) -> None:
         self.box: dict[Name, Message] = {}
         self.worker, self.owner, self.out, self.into, self.watched, self.mark = worker, owner, out, into, watched, mark
-        self.marks: dict[int, int] = {}  # of the micro-batches that have not gone forward here
+        self.marks: dict[int, int] = {}  # of the micro-batches whose forward is still to come here
         self.last = max(s for s, w in enumerate(owner) if w == worker)
         self.blocked: Callable[[], None] = lambda: None  # called when this worker has to wait for another
 
@@ -135,7 +135,7 @@ class WireLink:
                     self._check(key[2], self._mark(key[2]) ^ mark, worker)
 
     def _check(self, mb: int, differs: int, worker: int) -> None:
-        """Raise `OtherBatch` where a micro-batch has another mark than at the worker that it comes from."""
+        """Raise `OtherBatch` if the mark of a micro-batch differs from that at the worker that sent it."""
         if not differs:
             return
         if differs % (1 << _START):
@@ -156,7 +156,7 @@ class WireLink:
         )
 
     def _mark(self, mb: int) -> int:
-        """Pass the mark on with the activation; after the last worker nobody needs it."""
+        """Return the mark to send on with the activation; the last worker drops it."""
         return self.marks.pop(mb, 0) if self.last == len(self.owner) - 1 else self.marks.get(mb, 0)
 
 
@@ -196,7 +196,7 @@ class ThreadWire:
 
 
 def links(owner: list[int], wire: Callable[[], Wire]) -> list[WireLink]:
-    """A link for every worker of one process, neighbours joined by a wire in each direction."""
+    """Return a link for every worker of one process; a wire in each direction joins neighbours."""
     pairs = {(a, b) for a, b in pairwise(owner) if a != b}
     wires = {pair: wire() for a, b in pairs for pair in ((a, b), (b, a))}
     return [

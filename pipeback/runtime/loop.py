@@ -43,11 +43,11 @@ class Loop:
         """
         self.worker, self.order, self.method, self.replica, self.owner = worker, order, method, replica, owner
         self.at_once = at_once
-        self._marks = Mark(), Mark()  # before a push, and before a later micro-batch of it
-        self.fresh = True  # the next micro-batch begins the schedule anew
-        self.pushed = 1  # micro-batches that it was begun for
-        self._rested = True  # nothing goes on elsewhere
-        self._waves: Iterator[Wave] = iter(())  # what may still be done, from the updates that are due on
+        self._marks = Mark(), Mark()  # the states before a push, and before a later micro-batch of it
+        self.fresh = True  # whether the next micro-batch begins the schedule anew
+        self.pushed = 1  # the micro-batches of the push that began the schedule
+        self._rested = True  # whether no operation is running elsewhere
+        self._waves: Iterator[Wave] = iter(())  # the operations that may still run, from the updates that are due on
 
     def push(self, batches: Sequence[Batch], options: Options) -> None:
         """Admit micro-batches one by one, and do every operation that may then run."""
@@ -60,9 +60,9 @@ class Loop:
         elif (self.owner is not None or self.at_once) and order.empty:
             order.restart(
                 self._schedule(len(batches), at_once=self.at_once)
-            )  # the last push may have been part of a flush, or this one is
+            )  # the last push or this one may be part of a flush
         last = worker.count - 1
-        at_end = self.at_once or order.policy == "skewed"  # where the order of what is done does not change
+        at_end = self.at_once or order.policy == "skewed"  # with these the order of operations does not change
         for n, (x, target, size) in enumerate(batches):
             i = order.arrived + (n if at_end else 0)
             if n and able:
@@ -118,7 +118,7 @@ class Loop:
         raise Dropped(f"{told}; nothing was trained on it{rest}, and others may be pushed") from cause
 
     def drain(self) -> None:
-        """Finish what is in flight; the schedule begins anew with the next micro-batch."""
+        """Finish the micro-batches in flight; the schedule begins anew with the next one."""
         self.settle()
         if not self.fresh:
             self.worker.run(self.order.close(self.order.arrived))
@@ -131,8 +131,8 @@ class Loop:
     def forward(self, xs: Sequence[Value], options: Options, expected: int) -> None:
         """Run F of the next micro-batches at every stage; several of them run at one stage before the next stage.
 
-        The order is told of them with the backward, so that they can still be forgotten. No other operation can run
-        before these forwards: everything that was allowed has been done, and stages downstream wait for them.
+        The order counts them only with the backward, so that they can still be forgotten. No other operation can run
+        before these forwards: all that were allowed have been done, and stages downstream wait for them.
         """
         self.settle()
         if self.fresh:
@@ -150,7 +150,7 @@ class Loop:
             worker.run([Wave("F", [(s, i)]) for s in range(count) for i in mbs])
 
     def forget(self, which: Collection[int], of: int) -> None:
-        """Some of the `of` micro-batches that have just gone forward get no backward; those after them move up."""
+        """Drop the micro-batches `which` of the last `of`, whose forwards were done; those after them move up."""
         first = self.order.arrived
         for stage in self.worker.stages.values():
             flights = [stage.flights.pop(first + n) for n in range(of)]
@@ -158,7 +158,7 @@ class Loop:
             stage.flights.update(enumerate(kept, first))
 
     def backward(self, gradients: Sequence[Value]) -> None:
-        """Run the backwards that may run now; the updates that follow them are left to `settle`."""
+        """Run the backwards that may run now; `settle` does the updates after them."""
         worker, first = self.worker, self.order.arrived
         last = worker.count - 1
         for i, gradient in enumerate(gradients, first):
@@ -181,7 +181,7 @@ class Loop:
         worker.run(up_to_an_update())
 
     def _without_forwards(self, waves: Iterator[Wave], first: int, count: int) -> list[Wave]:
-        """Take the forwards of these micro-batches, which have been done, from the waves; returns what was between."""
+        """Remove the forwards of these micro-batches, which have been done, from the waves; return the other waves."""
         undone = {(s, i) for s in range(self.worker.count) for i in range(first, first + count)}
         between = []
         while undone:
@@ -200,7 +200,7 @@ class Loop:
         return between
 
     def settle(self) -> None:
-        """Do every operation that may run, apart from those that a schedule which is over still has in its program."""
+        """Do every operation that may run, except those left in the program of a schedule that has ended."""
         self._look()
         waves, self._waves = self._waves, iter(())
         self.worker.run(waves if self.fresh else chain(waves, self.order.rest()))
@@ -215,7 +215,7 @@ class Loop:
         self._remember()
 
     def _look(self) -> None:
-        """Take up what the user has written into weights and optimizers; not allowed while other threads work."""
+        """Take over what the user has written into weights and optimizers; no other thread may work meanwhile."""
         if self._rested or self.worker.residence.joins:
             for changes in self.worker.outside:
                 changes.look()
@@ -235,9 +235,9 @@ class Loop:
         self.fresh = False
 
     def _schedule(self, pushed: int, *, at_once: bool = False) -> Schedule:
-        """Another one with the same weights only for what is over with the push: what lies between is as ever.
+        """Return the schedule for a push: the method's own, or one that gives the same weights if flushes end with it.
 
-        at_once: weights that come to the device come once forward and once backward, if all is forward first.
+        at_once: all forwards come first, so that weights are fetched to the device once for F and once for B.
         """
         schedule = self.method.schedule_at(self.order.arrived, pushed)
         if pushed % flush(schedule):
@@ -246,10 +246,10 @@ class Loop:
             return fill_drain(flush(schedule))
         return schedule if self.owner is None else by_worker(schedule, self.owner)
 
-    # -- where it stands -----------------------------------------------------------------------------------------
+    # -- progress ------------------------------------------------------------------------------------------------
 
     def waiting(self) -> Messages:
-        """Messages sent to the own stages and not received, by name; the pipeline must be quiet."""
+        """Return the messages to own stages that were not received, by name; no operation may be running."""
         link, order = self.worker.link, self.order
         for s in self.worker.stages:
             if s:
@@ -276,7 +276,7 @@ class Loop:
         }
 
     def resume(self, saved: dict[str, Any], messages: Messages, options: dict[int, Options]) -> None:
-        """Go on from where `progress` was taken, with the entries that all workers remembered."""
+        """Continue from saved `progress`, with the entries that all workers remembered."""
         worker = self.worker
         self.pushed = saved.get("pushed", 1)
         self.order.resume(self.method.schedule_at(saved["order"]["start"], self.pushed), saved["order"])
@@ -308,7 +308,7 @@ def merge_progress(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def check_progress(saved: dict[str, Any], arrived: int, stages: int) -> None:
-    """Raise ValueError unless a loop of so many stages may stand there after `arrived` micro-batches."""
+    """Raise ValueError unless this progress is possible for `stages` stages after `arrived` micro-batches."""
     order = saved["order"]
     begun = order["arrived"] - order["start"]
     for name in ("fetched", "forwards", "backwards", "updated"):

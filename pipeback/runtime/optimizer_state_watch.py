@@ -1,4 +1,4 @@
-"""Optimizer state watch: tensors taken from an optimizer's state are read again once somebody has replaced them.
+"""Optimizer state watch: reads tensors taken from an optimizer's state again when somebody has replaced them.
 
 A method that predicts from a velocity refers to torch's own momentum buffers, and a step over several stages caches
 them. `optimizer.state.clear()`, `optimizer.load_state_dict(...)` and `state[w]["momentum_buffer"] = ...` replace or
@@ -30,10 +30,10 @@ class OptimizerStateWatch:
     def __init__(self, stages: Iterable[Stage], method: Method) -> None:
         self._stages = [stage for stage in stages if stage.weights]
         self._known: list[list[Any]] = [[] for _ in self._stages]
-        self._stays = False  # updates have put into the states what they put there
+        self._stays = False  # whether updates have created all entries of the states
         self._glance = _Glance(())
         begin = method.init([torch.empty(0)])
-        # those of a chain are numbered
+        # the names in a chain of methods have numbers
         self._names = [name for name, v in begin.items() if name.rpartition("/")[2] == "velocity" and v == [None]]
 
     def look(self) -> None:
@@ -58,8 +58,8 @@ class OptimizerStateWatch:
         state, first = stage.optimizer.state, stage.weights[0]
         entry = state.get(first, {})
         if any(entry is e for e in known) and (BUFFER not in entry or any(entry[BUFFER] is v for v in known)):
-            # a step that remembers the tensors of all weights notices it by the tensors of the first weight
-            copied = stage.home.slot is None  # what a store keeps need not be in memory
+            # a step that caches the tensors of all weights compares those of the first weight
+            copied = stage.home.slot is None  # the state of a store may be out of memory
             state[first] = {k: v.clone() if copied and isinstance(v, Tensor) else v for k, v in entry.items()}
         velocities = [state[w].get(BUFFER) if w in state else None for w in stage.weights]
         for name in self._names:
@@ -68,7 +68,7 @@ class OptimizerStateWatch:
 
 
 class _Glance:
-    """What the optimizer states of these stages hold, in order, compared in one pass over all of them."""
+    """A record of the optimizer states of these stages, which is compared with them in one pass."""
 
     def __init__(self, stages: Sequence[Stage]) -> None:
         self._stages = stages
@@ -78,8 +78,8 @@ class _Glance:
         self._velocities = [entry.get(BUFFER) for entry in self._entries]
 
     def same(self) -> bool:
-        """Whether nothing has come, gone or been replaced."""
-        states = list(map(_state, self._stages))  # each time: `load_state_dict` puts another dictionary there
+        """Whether no entry was added, removed or replaced."""
+        states = list(map(_state, self._stages))  # read each time, since `load_state_dict` replaces the dictionary
         return (
             list(map(len, states)) == self._counts
             and all(map(is_, chain.from_iterable(map(dict.values, states)), self._values))
@@ -91,7 +91,7 @@ _state = attrgetter("optimizer.state")
 
 
 def _kept(stage: Stage) -> list[Any]:
-    """The optimizer's entries, by identity, and the velocities in them."""
+    """Return the optimizer's entries, by identity, and the velocities in them."""
     entries = [entry for entry in stage.optimizer.state.values() if isinstance(entry, dict)]
     return [*entries, *[entry.get(BUFFER) for entry in entries]]
 

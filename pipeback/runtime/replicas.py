@@ -20,10 +20,10 @@ from pipeback.tensors import accelerators
 
 
 class Replicas(Protocol):
-    """The sum over the replicas of one worker's stages."""
+    """Sums vectors of one worker's stages over the replicas."""
 
     def start(self, stage: int, mine: Tensor) -> Callable[[], Tensor]:
-        """Begin to sum a vector that every replica has, in one order of stages; the function returned waits for it."""
+        """Begin to sum a vector over the replicas, which call this in the same order; return a function that waits."""
         ...
 
 
@@ -60,7 +60,7 @@ class ThreadReplicas:
 
 
 class OneReplica:
-    """What one of `ThreadReplicas` sees of them."""
+    """The view that one replica has of `ThreadReplicas`."""
 
     def __init__(self, all_of_them: ThreadReplicas, replica: int) -> None:
         self.all, self.replica = all_of_them, replica
@@ -84,7 +84,7 @@ class RankReplicas:
 
     def start(self, stage: int, mine: Tensor) -> Callable[[], Tensor]:
         if accelerators.away(mine.device) and not accelerators.direct(mine.device):
-            mine = mine.cpu()  # which is as far as gloo reaches
+            mine = mine.cpu()  # gloo sums in host memory
         share = -(-mine.numel() // self.count)
         padded = torch.nn.functional.pad(mine, (0, share * self.count - mine.numel()))
         theirs = torch.empty_like(padded)
@@ -101,7 +101,7 @@ class RankReplicas:
 
 
 def in_order(parts: list[Tensor]) -> Tensor:
-    """Their sum, from the first to the last."""
+    """Return the sum of the parts, added from the first to the last."""
     total = parts[0].clone()
     for part in parts[1:]:
         total += part

@@ -1,6 +1,6 @@
 """Rounded weights: half-precision weights on the device are rounded from float32 masters beside them. masters=True.
 
-    F, B   on round(w̃), w̃ = what the method makes of the masters w        U   w ← step(w, g),  then round(w)
+    F, B   on round(w̃), w̃ = the method's weights from the masters w        U   w ← step(w, g),  then round(w)
 
 F is the forward, B the backward and U the update. As in `ResidentWeights`, the weights that the method chooses are
 written to the masters' memory; then the half weights, which graphs refer to, are rounded from it. Between operations

@@ -22,7 +22,7 @@ from pipeback.runtime.undo import Dropped
 from pipeback.stages.flight import Value
 from pipeback.stages.joint_optimizer import Options
 
-Read = Callable[[list[int] | None], Tensor]  # sizes, if they weigh, -> the mean loss of a push
+Read = Callable[[list[int] | None], Tensor]  # samples per micro-batch (None: equal weights) -> mean loss of a push
 Command = Callable[[Loop], Any]
 
 
@@ -40,12 +40,12 @@ class Runner(Protocol):
 
 
 class EventLoop:
-    """The event loop: everything in the caller's thread."""
+    """The event loop: it runs every operation in the caller's thread."""
 
     def __init__(self, loop: Loop) -> None:
         self.loop, self.loops = loop, [loop]
         self.owner = [0] * loop.worker.count
-        self.losses: dict[int, Any] = {}  # where the loss is computed outside: outputs
+        self.losses: dict[int, Any] = {}  # outputs instead, if the loss is computed outside
         loop.worker.report = self.losses.__setitem__
 
     def push(self, first: int, batches: Sequence[Batch], options: Options) -> Read:
@@ -96,7 +96,7 @@ class TickLoop(EventLoop):
     def __init__(self, loop: Loop) -> None:
         super().__init__(loop)
         self.settle: Callable[[], None] = self.wait
-        self.due: dict[int, dict[int, Tensor]] = {}  # where the loss of a micro-batch goes to: one place per push
+        self.due: dict[int, dict[int, Tensor]] = {}  # where the loss of a micro-batch is put, one dictionary per push
         self.closed = False
         loop.worker.report = self._arrived
 
@@ -133,7 +133,7 @@ class Commands(queue.Queue[Any]):
         self.room, self.most, self.taken = threading.Semaphore(depth), max(1, depth - 2), 0
 
     def offer(self, command: Command, seconds: float) -> bool:
-        """Put it, if there is room within this time."""
+        """Put a command, if there is room within `seconds`; return whether it was put."""
         there = self.room.acquire(timeout=seconds)
         if there:
             self.put(command)
@@ -150,7 +150,7 @@ class Commands(queue.Queue[Any]):
 class Threads:
     """One thread per worker, each with its own loop; commands go through bounded queues.
 
-    closed: set by whatever ends the pipeline, so that links stop waiting. check: raises what others have found.
+    closed: an event that ends the pipeline, at which links stop waiting. check: raises the errors of other ranks.
     """
 
     def __init__(
@@ -229,14 +229,14 @@ class Threads:
 def deliver(futures: dict[int, Future[Tensor]], replica: int = 0, replicas: int = 1) -> Callable[[int, Tensor], None]:
     def arrived(mb: int, loss: Tensor) -> None:
         future = futures.pop(mb * replicas + replica, None)
-        if future is not None:  # else the pipeline is being closed
+        if future is not None:  # None while the pipeline is being closed
             future.set_result(loss)
 
     return arrived
 
 
 def fail(futures: dict[int, Future[Tensor]], error: BaseException) -> None:
-    """Give the error to whoever waits for one of these losses, or reads it later."""
+    """Raise the error in all that wait for one of these losses, or read it later."""
     for mb in list(futures):
         future = futures.pop(mb, None)
         if future is not None and not future.done():
@@ -250,7 +250,7 @@ def _serve(
     failure: list[BaseException],
     futures: dict[int, Future[Tensor]],
 ) -> None:
-    """Run a worker thread: it does commands until it is told to stop; the first error of any worker closes all."""
+    """Run a worker thread, which does commands until it is stopped; the first error of a worker stops all workers."""
     while True:
         command = commands.take()
         try:

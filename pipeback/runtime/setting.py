@@ -1,4 +1,4 @@
-"""What every loop of a pipeline is built with."""
+"""Setting: the arguments with which every loop of a pipeline is built."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 class Setting(NamedTuple):
-    """What every loop of a pipeline is built with."""
+    """The arguments with which every loop of a pipeline is built."""
 
     delays: Sequence[int]
     order: str
@@ -15,4 +15,4 @@ class Setting(NamedTuple):
     link: str
     threads: int | None  # workers in this process; None: the event loop
     worker: dict[str, Any]  # options of `Worker`
-    stacks: Sequence[Any] = ()  # of stages that run as one
+    stacks: Sequence[Any] = ()  # stacks of stages that run as one

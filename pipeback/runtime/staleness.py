@@ -30,15 +30,15 @@ class Watch:
 
     def __init__(self, stages: int) -> None:
         nan = math.nan
-        self.first = 0  # of the stages that are seen here: a micro-batch is followed from there on
+        self.first = 0  # the first of these stages, from which a micro-batch is followed
         self.gap, self.update, self.delay = [nan] * stages, [nan] * stages, [nan] * stages
         self._clips: list[list[Tensor]] = [[] for _ in range(stages)]
         self._updates = [0] * stages
-        # the time in which a stage's newest weights can be read
+        # a context in which a stage's newest weights can be read
         self.newest: Callable[[Stage], AbstractContextManager[None]] = lambda stage: nullcontext()
         self._follow = False
         self._mb = -1
-        self._used: dict[int, tuple[int, Weights]] = {}  # version and weights of F, by stage
+        self._used: dict[int, tuple[int, Weights]] = {}  # version and weights that F used, by stage
         self._measure: set[int] = set()  # stages whose next update is measured
         self._before: dict[int, Weights] = {}
 
@@ -47,7 +47,7 @@ class Watch:
         self._follow = not self._used
 
     def mark(self) -> None:
-        """Count the clipped updates anew from here on, and measure the next update of every stage."""
+        """Restart the count of clipped updates, and measure the next update of every stage."""
         self._measure = set(range(len(self.gap)))
         self._clips = [[] for _ in self.gap]
         self._updates = [0] * len(self.gap)
@@ -60,7 +60,7 @@ class Watch:
             for clips, updates in zip(self._clips, self._updates, strict=True)
         ]
 
-    # -- told by the worker: F while its weights are in place, B while the newest still are ------------------------
+    # -- calls by the worker: at F with its weights in place, at B with the newest still in place ------------------
 
     def forward(self, ops: Sequence[tuple[Stage, int]]) -> None:
         for stage, mb in ops:
@@ -96,7 +96,7 @@ class Watch:
 
 
 def _newest(stage: Stage) -> Weights:
-    """The newest weights, dense."""
+    """Return the newest weights as dense tensors."""
     sparse = stage.home.sparse
     return (
         stage.weights

@@ -1,4 +1,4 @@
-"""Undo: a micro-batch whose forward fails is taken back, as if it had not come, if no stage has gone on meanwhile."""
+"""Undo: takes a micro-batch back whose forward fails, as if it had not come, unless a stage has gone on meanwhile."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Mark:
         self._values: list[Tensor] = []
 
     def put(self, worker: Worker, order: Order, more: Any) -> Mark:
-        """Set the mark at the present moment. more: anything else to remember with it."""
+        """Remember the present state. more: anything else to remember with it."""
         self.more, self.order = more, order.state()
         self.worker = worker.start, worker.base, worker.entered
         self.stages = list(map(_STANDS, _in(worker)))
@@ -59,7 +59,7 @@ class Mark:
         )
 
     def restore(self, worker: Worker) -> None:
-        """Put the stages back to where they stood at the mark."""
+        """Restore the state that the stages had at the mark."""
         first = self.order["arrived"]
         worker.start, worker.base, worker.entered = self.worker
         for known in (worker.options, worker.sizes, worker.entries):
@@ -78,7 +78,7 @@ class Mark:
 
 
 def able(worker: Worker, order: Order) -> bool:
-    """Whether all stages are here, no thread computes with them meanwhile, and their forwards leave their weights."""
+    """Whether all stages are here, no other thread uses them, and no forward writes into their weights."""
     return (
         type(worker) is Worker
         and len(worker.stages) == worker.count

@@ -1,4 +1,4 @@
-"""Weight provider: puts the weights into place that forwards (F) and backwards (B) run on.
+"""Weight provider: puts the weights into place on which forwards (F) and backwards (B) run.
 
 Graphs refer to the storage of the live weights, so other weights are written there for the duration of an operation.
 `ResidentWeights` is the provider for weights that stay on their device.
@@ -26,7 +26,7 @@ class HookCall(NamedTuple):
     """A question to the method: which weights do these stages run an operation on?"""
 
     team: StageGroup
-    mb: int  # of the first stage
+    mb: int  # the micro-batch at the first stage
     when: When
 
 
@@ -34,14 +34,14 @@ Ask = Callable[[Kind, Ops], list[HookCall]]
 
 
 class WeightProvider(Protocol):
-    """The interface that a worker uses; `held` is what `forward` or `backward` returned, empty if nothing to undo."""
+    """The interface that a worker uses. held: the value of `forward` or `backward`, empty if there is no undo."""
 
     ask: Ask  # set by the worker
     joins: bool  # whether one call of a hook or an optimizer may serve several stages
 
     @property
     def moves(self) -> list[tuple[float, float, str, int]]:
-        """What was recorded: (start, end, "fetch" or "store", stage), seconds."""
+        """The recorded transfers: (start, end, "fetch" or "store", stage), in seconds."""
 
     def ahead(self, waves: Iterable[Wave]) -> Iterable[Wave]: ...
     def forward(self, ops: Ops) -> Sequence[Any]: ...
@@ -74,7 +74,7 @@ class ResidentWeights:
         return waves
 
     def forward(self, ops: Ops) -> list[Held]:
-        """Put the weights into place that these forwards run on."""
+        """Put the weights into place on which these forwards run."""
         if not self._forward_hook:
             return []
         held: list[Held] = []
@@ -92,7 +92,7 @@ class ResidentWeights:
         return held
 
     def after_forward(self, held: Sequence[Held], ops: Ops) -> None:
-        """Put the newest weights back; the flights remember the weights that they ran on."""
+        """Put the newest weights back; the flights keep the weights that they used."""
         mbs = dict(ops)
         with torch.no_grad():
             for h in held:
@@ -111,7 +111,7 @@ class ResidentWeights:
         forget_casts()
 
     def backward(self, ops: Ops) -> tuple[list[Held], dict[int, int]]:
-        """Put the weights into place that these backwards run on; return also the older versions, by stage."""
+        """Put the weights into place on which these backwards run; also return the older versions, by stage."""
         if not self._backward_hook:
             return [], {}
         held: list[Held] = []
@@ -119,7 +119,7 @@ class ResidentWeights:
         with torch.no_grad():
             for team, mb, when in self.ask("B", ops):
                 stage = team.first
-                used = stage.used(mb) if self._stash else None  # one stage a team
+                used = stage.used(mb) if self._stash else None  # one stage per team
                 chosen = self.method.backward_weights(team.weights, used, team.state, when)
                 if chosen is used:
                     versions[stage.index] = stage.flights[mb].version
@@ -140,31 +140,31 @@ class ResidentWeights:
                 h.undo()
 
     def update(self, stages: Sequence[Stage], make: Callable[[Sequence[GradientSums]], None]) -> None:
-        """Make the update of these stages, here and now."""
+        """Do the update of these stages at once."""
         make([stage.gradients.sums() for stage in stages])
 
     def ready(self, kind: Kind, stage: int, mb: int) -> None:
-        """What an operation runs on is always there."""
+        """Do nothing, since the weights of an operation are always there."""
 
     def record(self, on: bool) -> None:
-        """There is nothing to measure."""
+        """Do nothing, since there are no transfers to measure."""
 
     def newest(self, stage: Stage) -> AbstractContextManager[None]:
-        """The time in which `stage.weights` are the newest, and can be read: always."""
+        """A context in which `stage.weights` are the newest and can be read, as they always can."""
         return nullcontext()
 
     def collect(self, stage: Stage) -> None:
-        """The sums of gradients are where backward left them."""
+        """Do nothing, since the gradient sums stay where backward left them."""
 
     def rest(self) -> None:
-        """Nothing is ever under way."""
+        """Do nothing, since no transfer is ever running."""
 
     def close(self) -> None:
-        """Nothing to let go."""
+        """Do nothing, since there is nothing to free."""
 
 
 class Held:
-    """The live weights hold something else; `buffer` holds the current ones, or swaps with them."""
+    """The live weights hold other values for now; `buffer` holds the current ones, or is swapped with them."""
 
     __slots__ = ("buffer", "swap", "team", "version")
 
@@ -199,13 +199,13 @@ def _place(team: StageGroup, chosen: Weights | Shift, *, stash: bool) -> Held:
 
 
 def _swap(a: Weights, b: Weights) -> None:
-    """Exchange contents, never storage: graphs in flight refer to it."""
+    """Exchange the values and not the storages, to which graphs in flight refer."""
     kept = [w.detach().clone() for w in a]
     torch._foreach_copy_(a, b)
     torch._foreach_copy_(b, kept)
 
 
 def forget_casts() -> None:
-    """Under autocast, torch keeps copies of weights by identity; ours change in place."""
+    """Clear torch's autocast cache, which keeps casts of weights by identity although they change in place."""
     if accelerators.autocast():
         torch.clear_autocast_cache()

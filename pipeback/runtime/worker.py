@@ -34,7 +34,7 @@ from pipeback.stages.team import StageGroup
 from pipeback.tensors.layout import Message
 from pipeback.tensors.weight_list import Weights
 
-_Step = tuple[StageGroup, int, Sequence[Options], When | None]  # who steps, and at which micro-batch's numbers
+_Step = tuple[StageGroup, int, Sequence[Options], When | None]  # who steps, and with the options of which micro-batch
 
 
 class Worker:
@@ -58,15 +58,15 @@ class Worker:
         self.count = stages[0].stages
         self.method, self.delays, self.link, self.replicas = method, delays, link, replicas
         self.clip_norm, self.clip_value, self.samples, self.check_finite = clip_norm, clip_value, samples, check_finite
-        self._due: dict[int, tuple[int, Callable[[], Tensor]]] = {}  # updates whose sums are on their way, by stage
+        self._due: dict[int, tuple[int, Callable[[], Tensor]]] = {}  # updates whose sums are being computed, by stage
         self.watch: Watch | None = None
-        self.options: dict[int, Options] = {}  # by micro-batch, until the last own stage has gone forward
+        self.options: dict[int, Options] = {}  # by micro-batch, until F of the last own stage is done
         self.entries: dict[int, int] = {}  # the version of stage 0 at which a micro-batch entered
-        self.start = self.base = self.entered = 0  # entered: updates of stage 0, seen in the order
+        self.start = self.base = self.entered = 0  # entered: updates of stage 0, counted in the order
         self.report: Callable[[int, Tensor], None] = lambda mb, loss: None  # called by the last stage
-        self.sizes: dict[int, int] = {}  # samples of a micro-batch, where they weigh
+        self.sizes: dict[int, int] = {}  # samples of each micro-batch, if these weight the mean
         self.ledger = Ledger()
-        self.began: Callable[[tuple[str, int, int]], None] | None = None  # told of every operation (kind, stage, mb)
+        self.began: Callable[[tuple[str, int, int]], None] | None = None  # called before each (kind, stage, mb)
         self.tracing = False
         self.failed: tuple[int, int] | None = None  # the (stage, micro-batch) whose forward has raised
         self.trace: list[tuple[float, float, int, str, int]] = []  # (start, end, stage, kind, micro-batch), seconds
@@ -74,12 +74,12 @@ class Worker:
         self.residence = residence or ResidentWeights(self.stages, method)
         self.residence.ask = self._asked
         self._update_hook = overrides(method, "update")
-        self._steps: dict[tuple[bool, tuple[int, ...]], list[StageGroup]] = {}  # who is updated together
-        self._alone = {s.index: StageGroup([s], delays) for s in stages}  # in all waves one: it may count its steps
-        self._hooks: dict[tuple[int, ...], list[StageGroup]] = {}  # whose F or B one call of a hook serves
+        self._steps: dict[tuple[bool, tuple[int, ...]], list[StageGroup]] = {}  # groups that are updated together
+        self._alone = {s.index: StageGroup([s], delays) for s in stages}  # always the same: it may count steps
+        self._hooks: dict[tuple[int, ...], list[StageGroup]] = {}  # groups that share one call of a hook
         self._first, self._last = min(self.stages), max(self.stages)
         self._apart = any(stage.keeping is not None and stage.keeping.apart for stage in stages)
-        self.outside = OptimizerStateWatch(stages, method), WeightWriteWatch(stages)  # what a user may change meanwhile
+        self.outside = OptimizerStateWatch(stages, method), WeightWriteWatch(stages)  # they notice changes by the user
 
     def record(self, on: bool) -> None:
         """Measure every operation from now on."""
@@ -109,11 +109,11 @@ class Worker:
             else:
                 for s, i in ops:
                     if kind == "F" or (kind == "B" and not mine[s].judges):
-                        self.link.wait(kind, s, i)  # waiting is not working
+                        self.link.wait(kind, s, i)  # so that waiting does not count as working
                     self.settle(s)
                     self.residence.ready(kind, s, i)
                     if kind == "U" and self.replicas is not None:
-                        do([(s, i)])  # only begun; `settle` does it
+                        do([(s, i)])  # this only begins it; `settle` does it
                     else:
                         self._measured(do, s, kind, i)
 
@@ -131,7 +131,7 @@ class Worker:
                 self.entries[i] = self.entered
 
     def forward(self, ops: Ops) -> None:
-        """F of each (stage, micro-batch), in the order given."""
+        """Do F of each (stage, micro-batch), in the order given."""
         stages, residence = self.stages, self.residence
         held = residence.forward(ops)
         try:
@@ -151,7 +151,7 @@ class Worker:
                 stages[s].versions.note_copies(stages[s].flights)
 
     def _forward(self, ops: Ops) -> list[Flight]:
-        """F on what is in place; returns what went off."""
+        """Do F on the weights in place; return the new flights."""
         link, stages = self.link, self.stages
         flights: list[Flight] = []
         for s, i in ops:
@@ -180,7 +180,7 @@ class Worker:
         return flights
 
     def backward(self, ops: Ops) -> None:
-        """B of each (stage, micro-batch)."""
+        """Do B of each (stage, micro-batch)."""
         stages = self.stages
         if self.watch is not None:
             self.watch.backward([(stages[s], i) for s, i in ops])
@@ -199,7 +199,7 @@ class Worker:
                 stages[s].release()
 
     def _backward(self, ops: Ops) -> None:
-        """B on what is in place, as one autograd call."""
+        """Do B on the weights in place, as one autograd call."""
         link, stages = self.link, self.stages
         roots: list[Tensor] = []
         seeds: list[Tensor] = []
@@ -226,7 +226,7 @@ class Worker:
                 link.send("B", s - 1, i, upstream)
 
     def _count(self, stage: Stage, i: int) -> None:
-        """Correct the count where micro-batches are weighted by samples: the backward has counted this one as 1."""
+        """Count the samples of a micro-batch, if these weight the mean; the backward has counted it as 1."""
         if self.samples:
             size = self.sizes.pop(i) if stage.index == self._first else self.sizes[i]
             stage.gradients.count_more(size - 1)
@@ -251,7 +251,7 @@ class Worker:
                 self.residence.collect(self.stages[s])
                 self._due[s] = i, self.replicas.start(s, self.stages[s].gradients.packed())
                 if not self.residence.joins:
-                    self.settle(s)  # what is fetched ahead must know of every update
+                    self.settle(s)  # a prefetch must know of every update
 
     def settle(self, stage: int | None = None) -> None:
         """Do the update of a stage (of all) whose gradients the replicas were still summing.
@@ -264,7 +264,7 @@ class Worker:
             self._measured(self.update, s, "U", mb)
 
     def update(self, ops: Ops) -> None:
-        """U of each (stage, micro-batch): joined into one step where method and optimizers allow it."""
+        """Do U of each (stage, micro-batch), as one step if method and optimizers allow it."""
         numbers = tuple([s for s, _ in ops])
         stages = [self.stages[s] for s in numbers]
         if self.began is not None:
@@ -294,9 +294,9 @@ class Worker:
         kept: Sequence[Weights | None],
         sums: Sequence[GradientSums],
     ) -> None:
-        """Make the update of these stages, whose gradients sum up to `sums`, where their weights are.
+        """Do the update of these stages, whose gradients sum up to `sums`, where their weights are.
 
-        kept: where the weights before are copied to.
+        kept: where the weights before the update are copied to.
         """
         grads: dict[int, Sequence[Tensor | None]] = {}
         with torch.no_grad():
@@ -340,13 +340,13 @@ class Worker:
         some = [stage for stage in stages if stage.weights]
         if joined:
             return [StageGroup(some, self.delays)] if some else []
-        # one for every stage, whatever wave it is in: its optimizer may count its steps
+        # always the same group per stage: its optimizer may count its steps
         return [self._alone[stage.index] for stage in some]
 
     # -- which weights F and B run on ----------------------------------------------------------------------------
 
     def _asked(self, kind: Kind, ops: Ops) -> list[HookCall]:
-        """Return the questions to the hooks before these operations: one for all stages that a call serves."""
+        """Return the calls of hooks before these operations; one call may serve several stages."""
         mbs = dict(ops)
         asked = []
         for team in self._served(ops):
@@ -359,7 +359,7 @@ class Worker:
         return asked
 
     def _served(self, ops: Ops) -> list[StageGroup]:
-        """The stages that one call of a hook serves: all of the wave, or one by one."""
+        """Return the groups of stages that one call of a hook serves: all stages of the wave, or each by itself."""
         numbers = tuple([s for s, _ in ops])
         teams = self._hooks.get(numbers)
         if teams is None:
@@ -367,16 +367,16 @@ class Worker:
             teams = self._hooks[numbers] = self._teams([self.stages[s] for s in numbers], joined)
         return teams
 
-    # -- naming what failed --------------------------------------------------------------------------------------
+    # -- errors --------------------------------------------------------------------------------------------------
 
     def _failed(self, what: str, stage: Stage, mb: int, error: Exception) -> StageError:
         return StageError(f"{stage.label}, micro-batch {mb}: the {what} failed: {error}")
 
     def _culprit(self, ops: Ops, flights: Sequence[Flight], error: Exception) -> str:
-        """Which backward of a joined call failed.
+        """Name the backward of a joined call that failed.
 
-        Autograd goes from the newest graph to the oldest, and a graph that is done has given its input a gradient: it
-        was the newest of those that are not done.
+        Autograd goes from the newest graph to the oldest, and a finished graph has given its input a gradient. So the
+        newest unfinished graph has failed.
         """
         undone = [op for op, f in zip(ops, flights, strict=True) if all(x.grad is None for x in f.leaves)]
         s, i = max(undone or ops[:1], key=lambda op: (op[1], op[0]))
@@ -387,7 +387,7 @@ class Worker:
             flight = self.stages[s].flights.get(i)
             if flight is None or s == self._last:
                 continue
-            given = self.stages[s + 1].flights[i].leaves  # the output: not every flight keeps its own
+            given = self.stages[s + 1].flights[i].leaves  # not every flight keeps its own output
             if not all(bool(torch.isfinite(part).all()) for part in given):
                 where = self.stages[s].label
                 return f"{where}, micro-batch {i}: the output is not finite (the loss is {loss.item()}); {_CURE}"

@@ -1,4 +1,4 @@
-"""The tensors: lists of weights, how they lie in memory, devices, and nested structures of them.
+"""The tensors: lists of weights, the layout of tensors in memory, devices, and nested structures of tensors.
 
 Floor 1. It knows no stage and no method, and imports only `private`.
 """

@@ -1,7 +1,7 @@
 """Accelerators: devices that are not the CPU, whichever torch drives. The one module that knows them by name.
 
-    has streams     CUDA, ROCm, XPU and what registers itself as torch asks: work is queued and ordered by events
-    has none        MPS: one queue, copies to the host wait
+    has streams     CUDA, ROCm, XPU and devices registered through torch's interface: work is queued, ordered by events
+    has none        MPS: there is one queue, and copies to the host wait
 
 Everything goes through `torch.accelerator` and `torch.get_device_module(device)`.
 """
@@ -18,18 +18,18 @@ import torch.distributed as dist
 
 
 def away(device: torch.device | None) -> bool:
-    """Whether a device is an accelerator: it has values, and the CPU does not compute them."""
+    """Whether a device is an accelerator, that is, neither the CPU nor the meta device."""
     return device is not None and device.type not in ("cpu", "meta")
 
 
 def kinds() -> tuple[str, ...]:
-    """Types of device on which something may be computed here."""
+    """Return the types of the devices on which this process can compute."""
     found = torch.accelerator.current_accelerator()
     return ("cpu",) if found is None else ("cpu", found.type)
 
 
 def autocast() -> bool:
-    """Whether this thread is inside `torch.autocast` for any device that is here."""
+    """Whether this thread is inside `torch.autocast` for any of these types of device."""
     return any(torch.is_autocast_enabled(kind) for kind in kinds())
 
 
@@ -46,17 +46,17 @@ def _streams(kind: str) -> bool:
 
 
 def has_streams(device: torch.device | None) -> bool:
-    """Whether work there is queued in streams, so that copies go beside it, through pinned memory."""
+    """Whether work on a device is queued in streams, so that copies through pinned memory can run beside it."""
     return device is not None and away(device) and _streams(device.type)
 
 
 def current(device: torch.device) -> torch.Stream:
-    """The stream that this thread's work on a device goes to."""
+    """Return the current stream of this thread on a device."""
     return torch.accelerator.current_stream(device)
 
 
 def in_use() -> torch.Stream | None:
-    """The stream of this thread on its device; None before anything has been done on an accelerator."""
+    """Return the current stream of this thread on its device; None before an accelerator was used."""
     found = torch.accelerator.current_accelerator()
     if found is None or not getattr(torch.get_device_module(found), "is_initialized", bool)():
         return None
@@ -67,7 +67,7 @@ def in_use() -> torch.Stream | None:
 def on(stream: torch.Stream) -> Iterator[None]:
     """A context within which this thread's work goes to `stream`; other threads may use it at the same time."""
     index, before = torch.accelerator.current_device_index(), torch.accelerator.current_stream(stream.device)
-    torch.accelerator.set_stream(stream)  # and its device
+    torch.accelerator.set_stream(stream)  # this sets the device, too
     try:
         yield
     finally:
@@ -79,7 +79,7 @@ def on(stream: torch.Stream) -> Iterator[None]:
 
 
 class _Module:
-    """The random state of a device whose default generator only its module knows."""
+    """The random state of a device whose default generator is known to its module alone."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self._module = device, torch.get_device_module(device)
@@ -93,13 +93,13 @@ class _Module:
 
 
 def generator(device: torch.device | None) -> Any:
-    """The generator that operators on a device draw from by default; of None, on the CPU."""
+    """Return the default generator of a device; None stands for the CPU."""
     if device is None or not away(device):
         return torch.default_generator
     module = torch.get_device_module(device)
     if not hasattr(module, "default_generators"):
         return _Module(device)
-    if not module.default_generators:  # of CUDA there are none before it is in use
+    if not module.default_generators:  # CUDA has none before it is initialised
         module.init()
     return module.default_generators[torch.accelerator.current_device_index() if device.index is None else device.index]
 
@@ -114,7 +114,7 @@ def forked(devices: Iterable[torch.device | None]) -> Iterator[None]:
 
 
 def random_states() -> dict[str, list[torch.Tensor]]:
-    """The random state of every accelerator, by its type; nothing before one is in use."""
+    """Return the random states of all accelerators by their type; nothing before one is in use."""
     found = torch.accelerator.current_accelerator(check_available=True)
     if found is None:
         return {}
@@ -123,7 +123,7 @@ def random_states() -> dict[str, list[torch.Tensor]]:
 
 
 def set_random_states(saved: dict[str, Any]) -> None:
-    """Set what `random_states` gave; it is left out where there is another number of accelerators of that type."""
+    """Set the states of `random_states`; those of a type are skipped if its number of accelerators differs."""
     for kind, now in random_states().items():
         if len(saved.get(kind, ())) == len(now):
             for n, state in enumerate(saved[kind]):
@@ -134,7 +134,7 @@ def set_random_states(saved: dict[str, Any]) -> None:
 
 
 def room(device: torch.device) -> int | None:
-    """Bytes of memory that a device has; None where nobody says."""
+    """Return the bytes of memory of a device; None if it does not tell."""
     if not away(device):
         return None
     properties = getattr(torch.get_device_module(device), "get_device_properties", None)
@@ -145,12 +145,12 @@ def room(device: torch.device) -> int | None:
 
 
 def direct(device: torch.device | None) -> bool:
-    """Whether NCCL moves tensors between devices of this type, never through the host's memory."""
+    """Whether NCCL moves tensors between devices of this type, so that they do not pass through host memory."""
     return device is not None and device.type == "cuda"
 
 
 def take_local(rank: int) -> str:
-    """If NCCL is there, this process takes the GPU of its number on this host. Returns the backend to use."""
+    """Return the backend for process groups; with NCCL, this process takes the GPU of its number on this host."""
     if not (torch.cuda.is_available() and dist.is_nccl_available()):
         return "gloo"
     torch.cuda.set_device(rank % torch.cuda.device_count())
@@ -158,5 +158,5 @@ def take_local(rank: int) -> str:
 
 
 def mine() -> torch.device:
-    """The device of this process where NCCL is in use."""
+    """Return the GPU of this process, where NCCL is in use."""
     return torch.device("cuda", torch.cuda.current_device())

@@ -1,4 +1,4 @@
-"""A checksum of tensors and plain values, by which ranks notice that they differ."""
+"""Checksum: a number computed from tensors and plain values, by which ranks notice that these differ."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def checksum(values: Sequence[Any], most: int = 1 << 20) -> int:
-    """A checksum of form and content; of tensors with more than `most` bytes it takes 16 windows."""
+    """Return a checksum of shapes, dtypes and content; of tensors with more than `most` bytes it reads 16 windows."""
     crc = 0
     for value in values:
         if isinstance(value, Tensor):

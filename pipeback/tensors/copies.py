@@ -1,4 +1,4 @@
-"""Copies of tensors that lie in memory as the original does."""
+"""Copies: copies of tensors with the layout in memory of the originals."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pipeback.tensors.layout import LINE, form_of
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors of what is one, or a tuple with some in it."""
+    """Return the tensors in a value that is a tensor or a tuple."""
     return [part for part in (value if isinstance(value, tuple) else (value,)) if isinstance(part, Tensor)]
 
 
 def pieces(tensor: Tensor) -> tuple[Tensor, ...]:
-    """What of a tensor lies in memory: itself, or the indices and values of a sparse one."""
+    """Return the tensors that hold the memory of a tensor: itself, or the indices and values of a sparse one."""
     kind = tensor.layout
     if kind is torch.strided:
         return (tensor,)
@@ -32,7 +32,7 @@ def pieces(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def made_of(layout: torch.layout, shape: Sequence[int], coalesced: bool, parts: Sequence[Tensor]) -> Tensor:
-    """The sparse tensor that has these `pieces`."""
+    """Return the sparse tensor that has these `pieces`."""
     if layout is torch.sparse_coo:
         indices, values = parts
         return torch.sparse_coo_tensor(indices, values, tuple(shape), is_coalesced=coalesced)
@@ -41,12 +41,12 @@ def made_of(layout: torch.layout, shape: Sequence[int], coalesced: bool, parts: 
 
 
 def lies_in(tensor: Tensor, known: Container[int]) -> bool:
-    """Whether all of a tensor lies in these storages."""
+    """Whether a tensor, with all its pieces, lies in these storages."""
     return all(identity(piece) in known for piece in pieces(tensor))
 
 
 def equal(a: Tensor, b: Tensor) -> bool:
-    """What torch.equal says, of sparse tensors, too: of these the indices and values as they lie."""
+    """Return what torch.equal does; of sparse tensors, compare the stored indices and values."""
     if a.layout is torch.strided:
         return b.layout is torch.strided and torch.equal(a, b)
     alike = a.layout == b.layout and a.shape == b.shape
@@ -54,12 +54,12 @@ def equal(a: Tensor, b: Tensor) -> bool:
 
 
 def storages(tensors: Sequence[Tensor]) -> set[int]:
-    """The storages under the tensors, which keep their identity while their memory is away."""
+    """Return the ids of the tensors' storages, which stay the same while the memory is freed."""
     return {identity(piece) for t in tensors if t.numel() for piece in pieces(t)}
 
 
 def replica(tensor: Tensor, device: torch.device | None = None) -> Tensor:
-    """A copy that lies in memory as the original does: strides, and place within 64 bytes."""
+    """Return a copy with the strides of the original and its offset within 64 bytes."""
     device = device or tensor.device
     if tensor.layout is not torch.strided or not tensor.numel():
         return tensor.detach().to(device, copy=True)

@@ -1,4 +1,4 @@
-"""Flat buffer: the weights of a stage lie one after the other in one run of bytes, so that one copy moves them all."""
+"""Flat buffer: keeps the weights of a stage one after the other in one run of bytes, so that one copy moves all."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pipeback.tensors.layout import lines
 
 
 class Span(NamedTuple):
-    """Where one tensor lies in a run of bytes."""
+    """The place of one tensor in a run of bytes."""
 
-    begin: int  # bytes
+    begin: int  # byte at which it begins
     dtype: torch.dtype
     shape: Sequence[int]
     stride: Sequence[int]
@@ -36,9 +36,9 @@ class FlatBuffer:
 
     @classmethod
     def like(cls, likes: Sequence[Tensor], device: torch.device, *, pinned: bool = False, least: int = 0) -> FlatBuffer:
-        """For tensors like these, each at a 64-byte line and with its strides, because kernels round by place.
+        """Make a buffer for tensors like these, each at a multiple of 64 bytes and with its strides.
 
-        least: bytes, should there be more than the tensors need.
+        Kernels round differently at other offsets and strides. least: the least size of the buffer in bytes.
         """
         begins, end = places(likes)
         spans = [Span(at, like.dtype, like.shape, dense(like)) for at, like in zip(begins, likes, strict=True)]
@@ -46,7 +46,7 @@ class FlatBuffer:
 
     @property
     def here(self) -> bool:
-        """Whether it has memory now."""
+        """Whether the memory is allocated."""
         return not self.nbytes or bool(self.memory.untyped_storage().nbytes())
 
     def fill(self) -> None:

@@ -34,11 +34,11 @@ def fitting(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     finally:
         optimizer.param_groups = groups
         for group, (first, *_) in zip(groups, split, strict=True):
-            group.update(first, params=group["params"])  # a subclass may count there
+            group.update(first, params=group["params"])  # a subclass may keep counts in it
 
 
 def fused_sgd_step(state: Any, weights: Sequence[Tensor], group: Group) -> None:
-    """The fused step of SGD for some weights of a group, all of which have gradients."""
+    """Do the fused step of SGD for some weights of a group, all of which have gradients."""
     for part in _parts(state, {**group, "params": weights}):
         entries = [state[w] for w in part] if group["momentum"] else []
         buffers: list[Tensor | None] = [entry.get("momentum_buffer") for entry in entries]
@@ -52,7 +52,7 @@ def fused_sgd_step(state: Any, weights: Sequence[Tensor], group: Group) -> None:
 
 
 def _parts(state: Any, group: Group) -> list[list[Tensor]]:
-    """The weights of a fused group that have gradients; those with and those without a momentum buffer, if any."""
+    """Return the weights of a fused group that have gradients: those with a momentum buffer, and those without."""
     weights = [w for w in group["params"] if w.grad is not None]
     for w in weights:
         w.grad = _laid(w.grad, w)

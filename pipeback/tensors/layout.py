@@ -1,4 +1,4 @@
-"""Layout: how a tensor lies in memory, and how a message is packed into one run of bytes.
+"""Layout: describes how a tensor lies in memory, and packs a message into one run of bytes.
 
 Kernels round differently at other strides and at other offsets within a cache line. So a tensor that comes from another
 process must lie in memory as the one that was sent does. Its layout travels with it, and only its elements are sent:
@@ -20,7 +20,7 @@ LINE = 64  # bytes: a cache line, and what the allocator of the CPU aligns to
 
 
 class Layout(NamedTuple):
-    """shift: elements from the 64-byte line before the tensor to its first element."""
+    """The layout of a tensor. shift: elements between the last multiple of 64 bytes and its first element."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -28,7 +28,7 @@ class Layout(NamedTuple):
     shift: int
 
     def empty(self, device: torch.device | None = None) -> Tensor:
-        """A new tensor of this form, values undefined, in memory of its own."""
+        """Return a new tensor of this layout with undefined values."""
         if 0 in self.shape:
             return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
         span = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
@@ -36,7 +36,7 @@ class Layout(NamedTuple):
         return memory.as_strided(self.shape, self.stride, self.shift)
 
     def elements(self, tensor: Tensor) -> Tensor:
-        """A view of the tensor, which has this form: every element once, in the order of memory."""
+        """Return a view of a tensor of this layout that has every element once, in the order of memory."""
         tensor = tensor.detach()
         if tensor.is_contiguous():
             return tensor.view(-1)
@@ -45,13 +45,13 @@ class Layout(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that travel."""
+        """The bytes that are sent."""
         sizes = (size for size, stride in zip(self.shape, self.stride, strict=True) if stride or not size)
         return prod(sizes) * self.dtype.itemsize
 
 
 def put(tensor: Tensor, value: Tensor) -> None:
-    """Copy values of its shape into a tensor, which may be expanded, as a buffer that repeats a row is."""
+    """Copy values into a tensor of the same shape, which may be expanded, like a buffer that repeats one row."""
     if tensor.layout is torch.strided and 0 in tensor.stride():
         index = tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())
         tensor, value = tensor[index], value[index]
@@ -60,27 +60,27 @@ def put(tensor: Tensor, value: Tensor) -> None:
 
 @lru_cache(1024)
 def _walk(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[tuple[Any, ...], list[int]]:
-    """The index that takes dimensions of one value once, and the others' order, widest stride first."""
+    """Return an index that takes expanded dimensions once, and the other dimensions by falling stride."""
     one = [size == 1 or not step for size, step in zip(shape, stride, strict=True)]
     steps = [step for step, single in zip(stride, one, strict=True) if not single]
     return tuple(0 if single else slice(None) for single in one), sorted(range(len(steps)), key=lambda n: -steps[n])
 
 
 def form_of(tensor: Tensor) -> Layout:
-    """The form of a tensor with strides; TypeError for sparse and other layouts."""
+    """Return the layout of a strided tensor. Raises TypeError for sparse and other tensors."""
     if tensor.layout is not torch.strided:
         raise TypeError(f"a tensor of layout {tensor.layout} does not travel between stages; use .to_dense()")
     shift, rest = divmod(tensor.data_ptr() % LINE, tensor.element_size())
-    if rest or not tensor.numel():  # bytes read at an odd place: no allocation could put it there
+    if rest or not tensor.numel():  # at an odd byte, which no allocation gives
         shift = 0
     return Layout(tensor.dtype, tuple(tensor.shape), tensor.stride(), shift)
 
 
 class MessageLayout(NamedTuple):
-    """A message without the values of its tensors; None and numbers stand in it as JSON (1, 1.0 and true differ)."""
+    """A message without the values of its tensors; None and numbers are kept as JSON (1, 1.0 and true differ)."""
 
     parts: tuple[Layout | str, ...]
-    alone: bool  # the message is its only part, not a tuple
+    alone: bool  # whether the message is its only part, rather than a tuple
 
     def to_bytes(self) -> bytes:
         parts = [part if isinstance(part, str) else [str(part.dtype)[6:], *part[1:]] for part in self.parts]
@@ -93,13 +93,13 @@ class MessageLayout(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that `pack` fills; every tensor begins at a multiple of 64."""
+        """The bytes that `pack` fills; every tensor begins at a multiple of 64."""
         return _places(self)[1]
 
     def pack(self, message: Message, buffer: Tensor, start: int = 0) -> None:
-        """Copy the elements of the message, whose outline this is, to the bytes of `buffer` that begin at `start`.
+        """Copy the elements of a message with this layout to the bytes of `buffer` that begin at `start`.
 
-        buffer: a flat uint8 tensor in this host's memory, long enough.
+        buffer: a flat uint8 tensor in this host's memory, with at least `nbytes` bytes from `start` on.
         """
         for tensor, form, at, size in self._tensors(message):
             at += start
@@ -110,7 +110,7 @@ class MessageLayout(NamedTuple):
                 buffer[at : at + size].view(form.dtype).view(elements.shape).copy_(elements)
 
     def unpack(self, buffer: Tensor, start: int = 0, device: torch.device | None = None) -> Message:
-        """The message, its tensors new on `device`, or in this host's memory."""
+        """Return the message, with new tensors on `device` (None: in this host's memory)."""
         message = self.empty(device)
         for tensor, form, at, size in self._tensors(message):
             at += start
@@ -122,19 +122,19 @@ class MessageLayout(NamedTuple):
         return message
 
     def _tensors(self, message: Message) -> list[tuple[Tensor, Layout, int, int]]:
-        """Those that have elements, each with its form, and where its bytes begin and how many there are."""
+        """Return the tensors that have elements, each with its layout, its first byte and its bytes."""
         parts = (message,) if self.alone else message
         return [(parts[n], form, at, size) for n, form, at, size in _places(self)[0]]
 
     def empty(self, device: torch.device | None = None) -> Message:
-        """The message, with the values of its tensors undefined."""
+        """Return the message with new tensors, whose values are undefined."""
         parts = tuple(json.loads(part) if isinstance(part, str) else part.empty(device) for part in self.parts)
         return parts[0] if self.alone else parts
 
 
 @lru_cache(1024)
 def _places(outline: MessageLayout) -> tuple[list[tuple[int, Layout, int, int]], int]:
-    """Part, form, begin and bytes of every tensor that has elements; and the bytes of all."""
+    """Return (part, layout, begin, bytes) of every tensor that has elements, and the bytes of all."""
     places, at = [], 0
     for n, form in enumerate(outline.parts):
         if isinstance(form, Layout) and form.nbytes:
@@ -144,7 +144,7 @@ def _places(outline: MessageLayout) -> tuple[list[tuple[int, Layout, int, int]],
 
 
 def outline_of(message: Message) -> MessageLayout:
-    """TypeError when there is something else in it than tensors, numbers and Nones."""
+    """Return the layout of a message. Raises TypeError if it has more than tensors, numbers and Nones in it."""
     alone = not isinstance(message, tuple)
     return MessageLayout(tuple(_part(part) for part in ((message,) if alone else message)), alone)
 
@@ -164,7 +164,7 @@ def _form(dtype: str, shape: list[int], stride: list[int], shift: int) -> Layout
 
 
 def _plain(tensor: Tensor) -> bool:
-    """Whether its bytes are its elements, so that a small one need not go through four calls of torch."""
+    """Whether the bytes of a tensor are its elements in order, so that a small one is copied in one call."""
     return tensor.is_contiguous() and tensor.device.type == "cpu" and not (tensor.is_conj() or tensor.is_neg())
 
 

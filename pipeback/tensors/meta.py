@@ -1,4 +1,4 @@
-"""Meta: weights on the meta device have shapes and no values.
+"""Meta: moves weights to and from the meta device, where they have shapes and no values.
 
 A model may be built there, so that no process ever holds the whole of it; stages that other ranks hold stay there.
 Parameters keep their identity when they are moved, so optimizers and others that refer to them are not affected.
@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 
 def absent(module: nn.Module) -> bool:
-    """Whether its weights and buffers are on the meta device; a module without any is here."""
+    """Whether a module has weights or buffers, and these are on the meta device."""
     return any(tensor.is_meta for tensor in _tensors(module))
 
 
 def move(tensors: Iterable[Tensor], device: torch.device | str) -> None:
-    """Give every tensor memory on `device`, without its values: to the meta device to let go, from it to take up."""
+    """Move tensors to `device` without their values: to the meta device to free memory, from it to allocate it."""
     for tensor in tensors:
         tensor.grad = None
         other: Tensor = torch.empty_like(tensor.detach(), device=device)
@@ -32,9 +32,9 @@ def move(tensors: Iterable[Tensor], device: torch.device | str) -> None:
 
 @contextmanager
 def unreferenced(module: nn.Module) -> Iterator[None]:
-    """Meanwhile no weak references, which nn.LSTM and the like keep to their weights, hinder those from being moved.
+    """A context without the weak references that nn.LSTM and the like keep to their weights, which prevent a move.
 
-    Afterwards they refer to the module's own weights, where a copy may have referred to the original's.
+    On exit they refer to the module's own weights, even in a copy, where they may have referred to the original's.
     """
     recurrent: list[Any] = [m for m in module.modules() if isinstance(m, nn.RNNBase)]
     for m in recurrent:
@@ -98,11 +98,11 @@ def _reset(layer: nn.Module, where: str) -> None:
 
 
 def _tensors(module: nn.Module) -> list[Tensor]:
-    """Weights and buffers, each once."""
+    """Return the weights and buffers of a module, each once."""
     return [*module.parameters(), *module.buffers()]
 
 
 def shaped(tensor: Tensor) -> Tensor:
-    """Its shape, under a fake mode; what has no device yet is for the CPU."""
+    """Return a tensor of the same shape for use under a fake mode; a meta tensor becomes one on the CPU."""
     device = "cpu" if tensor.is_meta else tensor.device
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=device, requires_grad=tensor.requires_grad)

@@ -1,4 +1,4 @@
-"""Structures: where tensors stand in nested tuples, lists, dictionaries and objects, and what else stands there.
+"""Structures: takes nested tuples, lists, dictionaries and objects apart into tensors and the rest.
 
 An object of a class written in Python (a dataclass, a cache, a dictionary with methods) is taken apart into its
 attributes and, if it is a list or a dictionary, its items. A stage makes a new object for every micro-batch.
@@ -19,16 +19,16 @@ from pipeback.private import pytree
 
 PLAIN = (int, float, bool, complex, str, bytes, type(None), type(...), torch.dtype, torch.device, torch.memory_format,
          torch.layout, torch.Size, slice, range)  # fmt: skip
-# types of what is taken as it is, so that nobody has to ask whether it can be taken apart
+# types of values that are never taken apart
 SINGLE = {Tensor, nn.Parameter, *PLAIN} - {torch.Size}
-# what stands in the attributes of objects, too: the same for every micro-batch
+# these may stand in attributes of objects, too; they are the same for every micro-batch
 FIXED = (type, Enum, types.FunctionType, types.BuiltinFunctionType)
 MADE_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 
 
 @dataclass(frozen=True)
-class Ref:  # not a tuple: those are opened
-    """A tensor, by its number."""
+class Ref:  # not a tuple, since tuples are taken apart
+    """A reference to a tensor by its number."""
 
     number: int
 
@@ -49,19 +49,19 @@ def parts(value: Any) -> list[Any]:
 
 
 class Object:
-    """An object taken apart. values: of its attributes, by `names`, then of what it holds, by `keys` if these are."""
+    """An object taken apart. values: those of its attributes, by `names`, then its items, by `keys` if it has keys."""
 
     def __init__(self, kind: Any, names: Sequence[str], keys: Sequence[Any] | None, values: Sequence[Any]) -> None:
         self.kind, self.names, self.keys, self.values = kind, tuple(names), keys and tuple(keys), list(values)
 
     def made(self) -> Any:
-        """The object itself, a new one."""
+        """Return a new object with these values."""
         values = [made(value) for value in self.values]
         if issubclass(self.kind, tuple):
             return tuple.__new__(self.kind, values)
         found: Any = self.kind.__new__(self.kind)
         for name, value in zip(self.names, values, strict=False):
-            object.__setattr__(found, name, value)  # frozen dataclasses have another one
+            object.__setattr__(found, name, value)  # frozen dataclasses refuse plain assignment
         held = values[len(self.names) :]
         if isinstance(found, dict):
             dict.update(found, zip(self.keys or (), held, strict=True))
@@ -88,25 +88,25 @@ pytree.register_pytree_node(
 
 
 class Form(NamedTuple):
-    """Where tensors stand, and what else stands there."""
+    """A structure without its tensors: where they stand, and the constants that stand elsewhere."""
 
     spec: pytree.TreeSpec
-    constants: tuple[Any, ...]  # of every place; `Ref(n)` is the n-th tensor
-    objects: bool = False  # whether there are any
+    constants: tuple[Any, ...]  # one for every place; `Ref(n)` is the n-th tensor
+    objects: bool = False  # whether the structure has objects in it
 
     def is_tensor(self, place: int) -> bool:
         """Whether a tensor stands at this place."""
         return isinstance(self.constants[place], Ref)
 
     def fill(self, tensors: Sequence[Any]) -> Any:
-        """The structure with these tensors."""
+        """Return the structure with these tensors."""
         leaves = [tensors[c.number] if isinstance(c, Ref) else c for c in self.constants]
         found = pytree.tree_unflatten(leaves, self.spec)
         return made(found) if self.objects else found
 
 
 def opened(value: Any, seen: set[int] | None = None) -> tuple[list[Tensor], Form]:
-    """Return the tensors of a structure, in order, and its form. seen: ids of objects already found in it."""
+    """Return the tensors of a structure, in order, and its form. seen: ids of objects found so far."""
     leaves, spec = pytree.tree_flatten(value, is_leaf=_packed)
     objects = any(type(x) not in SINGLE and openable(x) for x in leaves)
     if objects:
@@ -122,12 +122,12 @@ def fixed(value: Any) -> bool:
 
 
 def _packed(value: Any) -> bool:
-    """Whether it is a tuple that cannot be made of other things than tensors."""
+    """Whether a value is a tuple that can be made of tensors only."""
     return isinstance(value, nn.utils.rnn.PackedSequence)
 
 
 def openable(value: Any) -> bool:
-    """Whether it is an object that can be taken apart and made anew."""
+    """Whether a value is an object that can be taken apart and made anew."""
     if _packed(value):
         return True
     if isinstance(value, (Tensor, nn.Module, torch.Generator, Ref, *PLAIN, *FIXED)):
@@ -141,7 +141,7 @@ def openable(value: Any) -> bool:
 
 
 def apart(value: Any, seen: set[int]) -> Any:
-    """A structure with its objects taken apart. Raises ValueError where one stands in two places, or in itself."""
+    """Return a structure with its objects taken apart. Raises ValueError if one stands in two places, or in itself."""
 
     def open_it(x: Any) -> Any:
         kind = type(x)
@@ -171,7 +171,7 @@ def apart(value: Any, seen: set[int]) -> Any:
 
 
 def made(value: Any) -> Any:
-    """A structure with its objects made anew."""
+    """Return a structure with its objects made anew."""
     if type(value) in SINGLE:
         return value
     is_object: Callable[[Any], bool] = lambda x: isinstance(x, Object)  # noqa: E731
@@ -179,7 +179,7 @@ def made(value: Any) -> Any:
 
 
 class Absent(Tensor):
-    """Stands in an object for a tensor that the module it is given to does not look at."""
+    """Takes the place of a tensor in an object if the module that receives the object does not use this tensor."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -190,7 +190,7 @@ class Absent(Tensor):
 
 
 class Nothing(Enum):
-    """What stands for it where a call is written down."""
+    """The marker for `Absent` in a recorded call."""
 
     ABSENT = "absent"
 

@@ -1,4 +1,4 @@
-"""Lists of weights, with arithmetic over all of them in one call; in a strip of memory this is one operation.
+"""Weight list: lists of weights, with arithmetic over all of them in one call: one operation if they lie in a strip.
 
 add_scaled   w ← w + c·x        copy   w ← x        exchange   w ↔ x
 """
@@ -13,16 +13,16 @@ from torch import Tensor
 
 from pipeback.tensors.flat_buffer import FlatBuffer, places
 
-# rooms of a strip
+# the names of the rooms of a strip
 WEIGHTS, SCRATCH, VELOCITIES, GRADIENTS, DECAYED = "weights", "scratch", "velocities", "gradients", "decayed"
 Weights = list[Tensor]  # the trainable parameters of a stage, in the order of module.parameters()
 
 
 class WeightList(list[Tensor]):
-    """The weights of one stage or of several, or what goes with them; remembers what joint calls over them need."""
+    """The weights of one or several stages, or tensors like these; caches what joint calls over them need."""
 
-    velocities: list[Tensor] | None = None  # their momentum buffers, once all have one
-    strip: Arena | None = None  # they lie there, in its room of this name, from this number on
+    velocities: list[Tensor] | None = None  # their momentum buffers; None until all have one
+    strip: Arena | None = None  # the arena in which they lie, if any: its room and first number
     name, first = "", 0
     _ones: list[Tensor] | None = None
     _factor: tuple[float, Tensor] | None = None
@@ -33,7 +33,7 @@ class WeightList(list[Tensor]):
 
     @property
     def ones(self) -> list[Tensor]:
-        """A 1 beside each weight, of its dtype and on its device."""
+        """A tensor 1 per weight, of its dtype and on its device."""
         if self._ones is None:
             kinds = {(w.dtype, w.device) for w in self}
             units = {kind: torch.ones((), dtype=kind[0], device=kind[1]) for kind in kinds}
@@ -41,7 +41,7 @@ class WeightList(list[Tensor]):
         return self._ones
 
     def factor(self, value: float) -> float | Tensor:
-        """The factor as foreach multiplies by it fastest: a 0-d tensor on the CPU, with the bits of the number."""
+        """Return a factor in the form that foreach multiplies by fastest: on the CPU a 0-d tensor of the same bits."""
         unit = self.ones[0]
         plain = unit.device.type == "cpu" and unit.dtype in (torch.float32, torch.float64)
         if not plain or any(one is not unit for one in self.ones):
@@ -51,12 +51,12 @@ class WeightList(list[Tensor]):
         return self._factor[1]
 
     def forget(self) -> None:
-        """The weights lie elsewhere now."""
+        """Forget all caches, since the weights lie elsewhere now."""
         self.velocities = self._ones = self._factor = self._chosen = self.strip = self._flat = self._runs = None
         self._rooms = {}
 
     def only(self, numbers: Sequence[int]) -> WeightList:
-        """Some of them; the same bundle when asked again."""
+        """Return the weights of these numbers; always the same list for the same numbers."""
         if self._chosen is None or self._chosen[0] != tuple(numbers):
             found = WeightList(self[n] for n in numbers)
             if self.strip is not None and list(numbers) == list(range(numbers[0], numbers[0] + len(numbers))):
@@ -71,7 +71,7 @@ class WeightList(list[Tensor]):
         self._flat, self._runs, self._rooms = None, None, {}
 
     def runs(self, begins: tuple[int, ...]) -> WeightList:
-        """Vectors, each of the weights from one of these numbers up to the next; the same ones when asked again."""
+        """Return vectors, each with the weights from one of these numbers up to the next; always the same ones."""
         if self._runs is None or self._runs[0] != begins:
             assert self.strip is not None
             ends = (*begins[1:], len(self))
@@ -81,13 +81,13 @@ class WeightList(list[Tensor]):
 
     @property
     def flat(self) -> Tensor | None:
-        """All of them, and the gaps between, as one vector; None where they do not lie one after the other."""
+        """All weights, with the gaps between them, as one vector; None unless they lie one after the other."""
         if self._flat is None and self.strip is not None and self:
             self._flat = self.strip.flat(self.name, self.first, len(self))
         return self._flat
 
     def room(self, name: str) -> WeightList:
-        """What lies beside them in another room of their strip, zeros to begin with; the same when asked again."""
+        """Return the tensors beside them in another room of their strip, at first zeros; always the same list."""
         assert self.strip is not None
         found = self._rooms.get(name)
         if found is None:
@@ -96,7 +96,7 @@ class WeightList(list[Tensor]):
 
 
 def joined(bundles: Iterable[Sequence[Tensor]]) -> WeightList:
-    """One after the other, in a strip if they follow each other there."""
+    """Return the lists as one, which is in a strip if they follow each other there."""
     some = [bundle for bundle in bundles if len(bundle)]
     found = WeightList(w for bundle in some for w in bundle)
     first = some[0] if some else None
@@ -113,12 +113,12 @@ def joined(bundles: Iterable[Sequence[Tensor]]) -> WeightList:
 
 
 def chosen(values: Sequence[Any], numbers: Sequence[int]) -> Any:
-    """Some of them, still in a strip if they are neighbours there."""
+    """Return the values of these numbers, still in a strip if they are neighbours there."""
     return values.only(numbers) if isinstance(values, WeightList) else [values[n] for n in numbers]
 
 
 def alike(*lists: Sequence[Any]) -> bool:
-    """Whether all of them lie in strips, and alike."""
+    """Whether all lists lie in strips, as vectors of the same shape."""
     first = len(lists[0]), getattr(lists[0], "flat", None)
     return first[1] is not None and all(
         isinstance(some, WeightList)
@@ -129,15 +129,15 @@ def alike(*lists: Sequence[Any]) -> bool:
 
 
 def whole(*lists: Sequence[Any]) -> list[Any]:
-    """The same lists; where all lie alike in strips, of one vector each."""
+    """Return the lists, each as one vector if all of them lie in strips in the same way."""
     return [[some.flat] for some in lists] if alike(*lists) else list(lists)  # type: ignore[attr-defined]
 
 
 def add_scaled(weights: Weights, coefficients: Sequence[float], directions: Sequence[Tensor | None]) -> None:
     """w ← w + c·x in place for every weight that has a direction: one call, one rounding for any number of weights."""
-    # c·x is rounded, then the sum: not x·c with a factor of one, which some kernels fuse for long tensors only
+    # c·x is rounded before the sum; with a factor of one, some kernels would fuse both for long tensors only
     if alike(weights, directions):
-        # neighbours with one coefficient are one vector
+        # neighbours with the same coefficient are one vector
         begins = (0, *(n for n in range(1, len(weights)) if coefficients[n] != coefficients[n - 1]))
         coefficients = [coefficients[n] for n in begins]
         weights, directions = (some.runs(begins) for some in (weights, directions))  # type: ignore[attr-defined]
@@ -157,7 +157,7 @@ def copy(weights: Weights, values: Sequence[Tensor]) -> None:
 
 
 class Arena:
-    """`likes`: tensors of one dtype on one device. Each of its rooms has a place for something beside each of them."""
+    """A strip of memory for tensors like `likes`, of one dtype on one device; each room has a place for each."""
 
     def __init__(self, likes: Sequence[Tensor]) -> None:
         self.likes = list(likes)
@@ -167,23 +167,23 @@ class Arena:
         self._rooms: dict[str, FlatBuffer] = {}
 
     def room(self, name: str, first: int, count: int) -> WeightList:
-        """What lies in the room beside `count` weights from that number on."""
+        """Return the tensors of a room for `count` weights from the number `first` on."""
         found = WeightList(self._flat(name).views[first : first + count])
         found.lie(self, name, first)
         return found
 
     def flat(self, name: str, first: int, count: int) -> Tensor:
-        """The same as one vector, with the gaps."""
+        """Return the same as one vector, with the gaps."""
         whole = self._flat(name).memory.view(self.likes[0].dtype)
         return whole[self._cuts[first] : self._cuts[first + count]]
 
     @property
     def beside(self) -> int:
-        """Bytes that no stage counts for its own."""
+        """The bytes that no stage counts as its own."""
         return sum(self._rooms[name].nbytes for name in (GRADIENTS, DECAYED) if name in self._rooms)
 
     def _flat(self, name: str) -> FlatBuffer:
         if name not in self._rooms:
             self._rooms[name] = flat = FlatBuffer.like(self.likes, self.likes[0].device)
-            flat.memory.zero_()  # the gaps, too: whatever is done to a zero leaves a number
+            flat.memory.zero_()  # with the gaps, so that arithmetic on them gives no NaN
         return self._rooms[name]
