@@ -1,4 +1,4 @@
-"""The checkpoints: the whole state of a pipeline, and its files, which are whole or not there at all.
+"""The checkpoints: the whole state of a pipeline, and its files, which are complete or absent.
 
 Floor 7. It may import distributed and all rooms below.
 """

@@ -1,4 +1,4 @@
-"""Commits: when a disk store keeps everything, how all ranks do so together, and how a pipeline goes on from it."""
+"""Commits: say when a disk store commits, commit on all ranks together, and resume a pipeline from a commit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pipeback.streaming.store import Store
 
 
 class Commits:
-    """Decides when a version is due.
+    """Decides when a version of a disk store is due.
 
     It is due at each flush of methods that flush, and else every `DiskStore.commit_every` micro-batches.
     """
@@ -30,26 +30,26 @@ class Commits:
         self._method, self._store = method, store if isinstance(store, DiskStore) else None
         self._flush = 1 if method.flush_each_push else flush(method.schedule)  # micro-batches
         self._made = 0  # micro-batches that had arrived at the last commit
-        self._began = 0  # and when the schedule last began anew
+        self._began = 0  # micro-batches that had arrived when the schedule last began anew
 
     def due(self, arrived: int) -> bool:
-        """Whether a version is due once so many have arrived. This is counted, so that all ranks and threads agree."""
+        """Whether a version is due once `arrived` micro-batches have come; all ranks and threads agree on it."""
         if self._store is None:
             return False
         flushed = (arrived - self._began) % self._flush == 0
         return disk_store.due(self._method, self._store.commit_every, arrived - self._made, flushed)
 
     def made(self, arrived: int) -> None:
-        """A version was made that contains all micro-batches that had arrived."""
+        """Note that a version was made with all micro-batches that had arrived."""
         self._made = arrived
 
     def restart(self, arrived: int) -> None:
-        """The schedule begins anew with the next micro-batch."""
+        """Note that the schedule begins anew with the next micro-batch."""
         self._began = arrived
 
 
 def choose(store: DiskStore, ranks: Ranks | SingleProcess) -> None:
-    """Go on from the newest version that the folders of all ranks hold, if they hold any."""
+    """Resume from the newest version that the folders of all ranks hold, if they hold any."""
     everywhere = ranks.gather((store.versions.numbers, store.versions.begun), "Pipeline()")
     common = set.intersection(*(there for there, _ in everywhere))
     if common:
@@ -72,7 +72,7 @@ def choose(store: DiskStore, ranks: Ranks | SingleProcess) -> None:
 def found(
     store: DiskStore, ranks: Ranks | SingleProcess, mine: Sequence[int] | None, count: int
 ) -> dict[str, Any] | None:
-    """The state that was chosen, or None. mine: the stages that this rank will hold; None: all `count` stages."""
+    """Return the chosen state, or None. mine: the stages that this rank will hold; None: all `count` stages."""
     saved = store.versions.state()
     if saved is None:
         return None
@@ -93,7 +93,7 @@ def commit(
     plain: dict[str, Any],
     saving: pipeline_state.Opened,
 ) -> None:
-    """Keep everything as it is; the pipeline must be quiet. The version before is removed once all ranks have this one.
+    """Commit the whole state; no operation may be running. The version before is removed once all ranks have this one.
 
     saving: a context in which a stage's micro-batches in flight can be saved.
     """

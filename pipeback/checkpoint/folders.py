@@ -1,9 +1,9 @@
-"""A folder of checkpoints: which are whole, which is newest, and how a new one takes its place.
+"""Folders: finds whole checkpoints in a folder and the newest of them, and adds new ones.
 
 A checkpoint is a folder `step-00001234` with some files and a `state.json` that names each file's bytes and SHA-256.
-It grows in `.step-00001234.partial` and gets its name by one rename, when every byte is on the disk. Other names
-live for moments only, unless a process is killed then: `.step-00001234.replaced` while another of the same step takes
-its place (still a checkpoint), `.step-00001234.removed` while it is deleted.
+It is written in `.step-00001234.partial` and gets its name by one rename, when every byte is on the disk. Other names
+exist for moments only, unless a process is killed then: `.step-00001234.replaced` while another checkpoint of the same
+step takes its place (it is still a checkpoint), and `.step-00001234.removed` while it is deleted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 from pipeback.errors import CheckpointError
 from pipeback.streaming.sealed_file import naming, sealed, sync, unsealed
 
-FORMAT = 1  # of the files; the state within has its own
+FORMAT = 1  # the format of the files; the state in them has its own
 STATE = "state.json"
 NAME = re.compile(r"step-\d{8,}|\.step-\d{8,}\.replaced")
 LEFT = re.compile(r"\.step-\d{8,}\.(partial|removed)")
@@ -31,7 +31,7 @@ HEAD = re.compile(rb'\{"sha256": "[0-9a-f]{64}",\n"checkpoint": \{"format": \d+,
 
 
 class Draft:
-    """A checkpoint that is being written, in `partial`; `path` is where it will be."""
+    """A checkpoint that is being written in the folder `partial`; its final path is `path`."""
 
     def __init__(self, folder: Path, step: int) -> None:
         self.folder, self.path = folder, folder / f"step-{step:08d}"
@@ -39,7 +39,7 @@ class Draft:
         self._lock: int | None = None
 
     def open(self) -> None:
-        """Clear away what killed runs left, make the partial folder and hold it as long as this process lives."""
+        """Remove the remains of killed runs, make the partial folder, and lock it while this process lives."""
         with naming(self.folder):
             if not self.folder.is_dir():
                 self.folder.mkdir(parents=True)
@@ -56,9 +56,9 @@ class Draft:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def finish(self, content: dict[str, Any]) -> None:
-        """All files are on the disk and `content["files"]` describes them: seal it, and give the folder its name."""
+        """Write state.json and give the folder its name. content: its "files" describes the files on the disk."""
         for name, facts in content["files"].items():
-            _check_size(self.partial / name, facts["size"])  # what another rank wrote is seen from here
+            _check_size(self.partial / name, facts["size"])  # so that files of other ranks are visible here
         number = 1 + max((n for path in newest_first(self.folder) if (n := _number(path)) < math.inf), default=0)
         document = {"format": FORMAT, "number": number, **content}
         _json_only(document, "checkpoint")
@@ -83,15 +83,15 @@ class Draft:
         sync(self.folder)
 
     def close(self) -> None:
-        """Leave nothing half-written; only the process that opened the folder does something here."""
+        """Remove an unfinished folder, if this process has opened it."""
         if self._lock is not None:
-            shutil.rmtree(self.partial, ignore_errors=True)  # not there any more when it was finished
+            shutil.rmtree(self.partial, ignore_errors=True)  # it is gone if the checkpoint was finished
             os.close(self._lock)
             self._lock = None
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Remove what is older than the newest `keep` whole ones, and what was replaced."""
+    """Remove checkpoints older than the newest `keep` whole ones, and replaced ones."""
     kept, found = list(islice(whole(folder), keep)), newest_first(folder)
     older = found[found.index(kept[-1]) + 1 :] if len(kept) == keep else []
     for path in [*older, *(path for path in found if path.suffix == ".replaced" and path not in older)]:
@@ -104,12 +104,12 @@ def prune(folder: Path, keep: int) -> None:
 
 
 def candidates(path: Path) -> list[Path]:
-    """The checkpoints that a path may mean: itself if it is a checkpoint, else those in the folder, newest first."""
+    """Return the checkpoints for a path: the path itself if it is one, else those in the folder, newest first."""
     return [path] if NAME.fullmatch(path.name) or (path / STATE).exists() else newest_first(path)
 
 
 def newest_first(folder: Path) -> list[Path]:
-    """All checkpoints in the order in which they were saved, not by step: a run may have gone back to an older one.
+    """Return all checkpoints by the time of saving, not by step, since a run may have gone back to an older one.
 
     Checkpoints that do not record their place come first.
     """
@@ -118,7 +118,7 @@ def newest_first(folder: Path) -> list[Path]:
 
 
 def whole(folder: Path) -> Iterator[Path]:
-    """The checkpoints that pass `look`, newest first."""
+    """Yield the checkpoints that pass `look`, newest first."""
     for path in newest_first(folder):
         with suppress(CheckpointError):
             look(path)
@@ -126,7 +126,7 @@ def whole(folder: Path) -> Iterator[Path]:
 
 
 def look(path: Path) -> dict[str, Any]:
-    """What state.json says; its own content and the other files' sizes are checked, else CheckpointError."""
+    """Return the content of state.json. Raises CheckpointError if it or the size of another file is wrong."""
     file = path / STATE
     document: dict[str, Any] = unsealed(file)
     if document["format"] != FORMAT:
@@ -161,7 +161,7 @@ def _number(path: Path) -> float:
 
 
 def _alive(path: Path) -> bool:
-    """Whether a process holds this folder."""
+    """Whether a living process has locked this folder."""
     try:
         opened = os.open(path, os.O_RDONLY)
     except OSError:
@@ -178,7 +178,7 @@ def _alive(path: Path) -> bool:
 
 
 def _json_only(value: Any, where: str) -> None:
-    """Raise TypeError for what JSON would refuse, or turn into something else without a word."""
+    """Raise TypeError for a value that JSON would refuse or silently change."""
     if isinstance(value, dict):
         for key, inner in value.items():
             if not isinstance(key, str):

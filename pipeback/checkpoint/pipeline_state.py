@@ -1,9 +1,9 @@
-"""The state of a whole pipeline: one layout for every runtime, number of workers and store.
+"""Pipeline state: the state of a whole pipeline, in one layout for every runtime, number of workers and store.
 
-    {"format": 2, "stages": [tensors by name, a stage each], "plain": JSON values}
+    {"format": 2, "stages": [tensors by name, one dictionary per stage], "plain": JSON values}
 
-Further replicas stand beside the first: tensors under replica/R/…, plain values in "replicas". They have its weights,
-so only what differs is kept: buffers, gradient sums, random streams, micro-batches in flight and messages.
+Further replicas are kept beside the first: tensors under replica/R/…, plain values in "replicas". They have the same
+weights, so only the rest is kept: buffers, gradient sums, random streams, micro-batches in flight and messages.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Opened = Callable[[Stage], AbstractContextManager[None]]
 
 
 class StageShare(NamedTuple):
-    """One stage of one replica."""
+    """The state of one stage of one replica."""
 
     stage: int
     replica: int
@@ -38,7 +38,7 @@ class StageShare(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What one process holds of a state: its stages, where its loops are, and options by `Options.since`."""
+    """The part of a state that one process holds: its stages, the progress of its loops, and options by `since`."""
 
     parts: list[StageShare]
     loops: dict[int, Plain]  # by replica
@@ -52,11 +52,11 @@ def share(
     take: Callable[[Stage, stage_state.Tensors], None] | None = None,
     copy: bool = True,
 ) -> Share:
-    """Copies of the part of the state in these stages and loops; the pipeline must be quiet.
+    """Return copies of the state of these stages and loops; no operation may be running.
 
-    opened: a context in which a stage is in host memory. take: a function that is given the tensors of each stage in
-    turn; the share then holds none. copy=False: weights and state are those in use, which need not be in memory; where
-    they are split over ranks, they are this rank's pieces.
+    opened: a context in which a stage is in host memory. take: is called with the tensors of each stage in turn; the
+    share then holds none. copy=False: the tensors are those in use, which may be out of memory; if they are split over
+    ranks, they are this rank's pieces.
     """
     groups: dict[int, Any] = {}
 
@@ -78,7 +78,7 @@ def share(
         own = partial(_own, stage)
         if stage.home.share is None or stage.home.flat is None:
             tensors = {k: v for k, v in tensors.items() if own(k)}
-        elif copy:  # else this rank's store keeps its pieces
+        elif copy:  # otherwise this rank's store keeps its pieces
             tensors = stage.home.share.whole(tensors, own)
         if take is not None:
             take(stage, tensors)
@@ -88,12 +88,12 @@ def share(
 
 
 def _own(stage: Stage, name: str) -> bool:
-    """Whether this replica's part of the state has the tensor."""
+    """Whether a tensor belongs to the part of the state that this replica keeps."""
     return not (stage.replica and name.startswith(COMMON))
 
 
 def merge(shares: Sequence[Share], plain: Plain) -> dict[str, Any]:
-    """The state from the shares of all processes. plain: what belongs to no stage."""
+    """Return the state from the shares of all processes. plain: the values that belong to no stage."""
     parts = sorted((part for each in shares for part in each.parts), key=lambda part: (part.stage, part.replica))
     count = 1 + max(part.stage for part in parts)
     tensors: list[stage_state.Tensors] = [{} for _ in range(count)]
@@ -120,9 +120,10 @@ def merge(shares: Sequence[Share], plain: Plain) -> dict[str, Any]:
 
 
 def load(stage: Stage, state: dict[str, Any], options: dict[int, Options], opened: Opened, present: Opened) -> Messages:
-    """Put a stage's part of the state into the stage; returns the messages that wait for it.
+    """Load a stage's part of the state into the stage; return the messages that wait for it.
 
-    opened: a context in which a stage is in host memory and may be changed. present: one in which it is on its device.
+    opened: a context in which a stage is in host memory and may be changed. present: a context in which it is on its
+    device.
     """
     tensors, plain = state["stages"][stage.index], state["plain"]["stages"][stage.index]
     tensors = _part(stage, tensors)
@@ -137,7 +138,7 @@ def load(stage: Stage, state: dict[str, Any], options: dict[int, Options], opene
 
 
 def _part(stage: Stage, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """What a stage's own replica takes of the tensors of all."""
+    """Return the tensors of a stage's own replica among those of all replicas."""
     if not stage.replica:
         return tensors
     prefix = f"replica/{stage.replica}/"
@@ -146,7 +147,7 @@ def _part(stage: Stage, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
 
 
 def options_of(plain: Plain, optimizers: Sequence[Any]) -> dict[int, Options]:
-    """The options that the state's micro-batches were pushed under, by `Options.since`."""
+    """Return the options with which the state's micro-batches were pushed, by `Options.since`."""
     return {
         int(since): Options(
             optimizers,
@@ -161,7 +162,7 @@ def options_of(plain: Plain, optimizers: Sequence[Any]) -> dict[int, Options]:
 
 
 def put_options(plain: Plain, optimizers: Sequence[Any]) -> None:
-    """Give the optimizers the options that they had when the state was taken."""
+    """Set the options of the optimizers to those in the state."""
     for opt, groups in zip(optimizers, plain["groups"][str(plain["current"])], strict=True):
         for group, saved in zip(opt.param_groups, groups, strict=True):
             group.update(restored(saved, group))
@@ -178,7 +179,7 @@ def fits(
     sparsity: str,
     size: int | None,
 ) -> Plain:
-    """The plain values of a state, if it fits such a pipeline. Raises ValueError that says what differs.
+    """Return the plain values of a state that fits this pipeline. Raises ValueError, which says what differs.
 
     size: samples per micro-batch, which may differ from the state's.
     """
@@ -230,6 +231,6 @@ def fits(
     for place in plain["loops"]:
         check_progress(place, plain["arrived"], len(stages))
     for stage, tensors, mine in zip(stages, state["stages"], plain["stages"], strict=True):
-        if tensors:  # a checkpoint of which only the own stages were read has no others
+        if tensors:  # other stages are empty if only own ones were read
             state_check.check(stage, _part(stage, tensors), mine)
     return plain

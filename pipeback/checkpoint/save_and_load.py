@@ -1,12 +1,12 @@
-"""Checkpoints: the state of a pipeline in files, whole or not there at all.
+"""Save and load: writes the state of a pipeline to files that are complete or absent, and reads it.
 
     FOLDER/step-00001234/            1234 micro-batches had arrived
         stage-000.safetensors        the tensors of stage 0, distinct elements only, in logical order
         …
         state.json                   plain values; bytes and SHA-256 of every file; how each tensor lies in memory
 
-Every rank writes the stages it holds; what differs in further replicas lies in stage-000.replica-1.safetensors and so
-on. The layout knows stages only, so it opens on any number of ranks and workers.
+Every rank writes its own stages. The tensors that differ in further replicas are in stage-000.replica-1.safetensors
+and so on. The layout knows stages only, so it opens on any number of ranks and workers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from pipeback.tensors.layout import Layout, form_of
 
 __all__ = ["CheckpointError", "latest", "load", "read", "save"]
 
-# what every version of safetensors can name; others are stored as their bytes
+# dtypes that every version of safetensors has; tensors of other dtypes are stored as bytes
 NATIVE = {
     getattr(torch, name)
     for name in ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
@@ -63,7 +63,7 @@ def save(pipe: Any, folder: str | Path, *, keep: int = 2, facts: Any = None) -> 
     try:
         crew.together(draft.open, only=0)
         holders = crew.gather(pipe.held)
-        taken = {part for parts in holders[: crew.me] for part in parts}  # before the first push all hold everything
+        taken = {part for parts in holders[: crew.me] for part in parts}  # before the first push all hold all
         files, share = crew.together(lambda: _written(pipe, draft.partial, taken))
         light = share._replace(parts=[part for part in share.parts if part[:2] not in taken])
         everything = crew.gather((dict(files), light))
@@ -78,7 +78,7 @@ def save(pipe: Any, folder: str | Path, *, keep: int = 2, facts: Any = None) -> 
             folders.prune(draft.folder, keep)
     except CheckpointError:
         draft.close()
-        crew.gather(None)  # nobody goes on before the partial folder is gone
+        crew.gather(None)  # no rank continues until the partial folder is gone
         raise
     finally:
         draft.close()
@@ -86,7 +86,7 @@ def save(pipe: Any, folder: str | Path, *, keep: int = 2, facts: Any = None) -> 
 
 
 def load(pipe: Any, path: str | Path) -> Any:
-    """Load a checkpoint, or the newest whole one of a folder, into `pipe`; returns its facts. Every rank calls this.
+    """Load a checkpoint, or the newest whole one of a folder, into `pipe`; return its facts. Every rank calls this.
 
     Each rank reads the stages that it will hold. Contents are checked before anything changes. In a folder, damaged
     checkpoints are skipped with a warning.
@@ -110,12 +110,12 @@ def load(pipe: Any, path: str | Path) -> Any:
 
 
 def latest(folder: str | Path) -> Path | None:
-    """The newest whole checkpoint, judged by state.json and the sizes of the files; None if there is none."""
+    """Return the newest whole checkpoint, judged by state.json and the sizes of the files; None if there is none."""
     return next(folders.whole(Path(folder)), None)
 
 
 def read(path: str | Path, stages: Collection[int] | None = None) -> dict[str, Any]:
-    """The state in a checkpoint, for `Pipeline.load_state_dict`; tensors are on the CPU, their content checked.
+    """Return the state in a checkpoint for `Pipeline.load_state_dict`; its tensors are on the CPU and were checked.
 
     stages: read the tensors of these stages only; the dictionaries of the others are empty. Raises CheckpointError.
     """
@@ -139,9 +139,9 @@ class _Crew:
         return values
 
     def together(self, what: Callable[[], T], *, only: int | None = None, patiently: bool = True) -> T:
-        """This rank's result of `what()`, or None where `only` another does it; one rank's fault is raised by all.
+        """Return the result of `what()`, or None if `only` another rank calls it; all ranks raise an error of one.
 
-        patiently: it may last longer than ranks wait for each other; a thread does it, and this one shows life.
+        patiently: it may last longer than ranks wait for each other, so another thread does it while this one beats.
         """
         result: Any = None
         cause = fault = None
@@ -169,7 +169,7 @@ class _Crew:
 
 
 def _nothing() -> Any:
-    """What a rank does while another one works."""
+    """Do nothing, while another rank works."""
 
 
 # -- tensors in files ----------------------------------------------------------------------------------------------
@@ -200,13 +200,13 @@ def _written(
 
 
 def _each(items: Iterable[S], what: Callable[[S], T]) -> list[T]:
-    """The results of `what(item)`, two at once: one is hashed while the other waits for the disk."""
+    """Return the results of `what(item)`, two at once: one is hashed while the other waits for the disk."""
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(what, items))
 
 
 def _write(folder: Path, part: StageShare) -> tuple[str, dict[str, Any]]:
-    """Write the tensors of a stage to the disk; returns the file's name and what state.json says about it."""
+    """Write the tensors of a stage to the disk; return the file's name and its description for state.json."""
     name, sparse = _file(part.stage, part.replica), _sparse(part.tensors)
     tensors = {k: t for k, t in part.tensors.items() if k not in sparse} | {
         f"{key}#{n}": piece for key in sparse for n, piece in enumerate(copies.pieces(part.tensors[key]))
@@ -214,7 +214,7 @@ def _write(folder: Path, part: StageShare) -> tuple[str, dict[str, Any]]:
     with sealed_file.naming(file := folder / name):
         forms = {key: _form(key, tensor) for key, tensor in tensors.items()}
         _safetensors().save_file(_packed(tensors), file)
-        file.chmod(folder.stat().st_mode & 0o666)  # safetensors lets nobody else read it, whatever the umask
+        file.chmod(folder.stat().st_mode & 0o666)  # safetensors makes it private, whatever the umask
         sealed_file.sync(file)
         size, digest = file.stat().st_size, sealed_file.digest(file)
     held = {"tensors": forms, **({"sparse": sparse} if sparse else {})}
@@ -222,7 +222,7 @@ def _write(folder: Path, part: StageShare) -> tuple[str, dict[str, Any]]:
 
 
 def _sparse(tensors: Tensors) -> dict[str, list[Any]]:
-    """Layout, shape and whether it is coalesced, of every sparse tensor, whose indices and values are stored."""
+    """Return layout, shape and whether it is coalesced of every sparse tensor; its indices and values are stored."""
     return {
         key: [str(t.layout).removeprefix("torch."), list(t.shape), t.layout is torch.sparse_coo and t.is_coalesced()]
         for key, t in tensors.items()
@@ -231,7 +231,7 @@ def _sparse(tensors: Tensors) -> dict[str, list[Any]]:
 
 
 class _Stages(Sequence[Tensors]):
-    """The tensors of every stage, read when they are asked for; those of the last one are remembered."""
+    """The tensors of every stage, read on access; those of the last stage that was read are cached."""
 
     def __init__(self, path: Path, files: Sequence[tuple[str, dict[str, Any]]], count: int) -> None:
         self._path, self._files, self._count = path, files, count
@@ -244,7 +244,7 @@ class _Stages(Sequence[Tensors]):
         if stage >= self._count:
             raise IndexError(stage)
         if self._last[0] != stage:
-            self._last = (-1, {})  # before the next are read
+            self._last = (-1, {})  # freed before the next are read
             self._last = stage, self.read(stage)
         return self._last[1]
 
@@ -256,9 +256,9 @@ class _Stages(Sequence[Tensors]):
 def _read(
     path: Path, choose: Callable[[dict[str, Any]], Collection[int] | None], *, in_turn: bool = False
 ) -> tuple[dict[str, Any], Any]:
-    """State and facts of a checkpoint. choose: plain values of the state -> the stages to read, None: all.
+    """Return state and facts of a checkpoint. choose: plain values of the state -> the stages to read, None: all.
 
-    in_turn: a stage's tensors are only read when they are asked for; the content of all is checked now.
+    in_turn: a stage's tensors are read on access; the content of all files is checked now.
     """
     try:
         document = folders.look(path)
@@ -282,8 +282,8 @@ def _check(file: Path, facts: dict[str, Any]) -> None:
 def _tensors(file: Path, facts: dict[str, Any]) -> Tensors:
     with sealed_file.naming(file):
         tensors = {}
-        prefix = f"replica/{facts['replica']}/" if facts["replica"] else ""  # as `state.merge` names them
-        with _safetensors().safe_open(file, framework="pt") as stored:  # mapped, so that memory holds one copy
+        prefix = f"replica/{facts['replica']}/" if facts["replica"] else ""  # as `pipeline_state.merge` names them
+        with _safetensors().safe_open(file, framework="pt") as stored:  # the file is mapped, so memory holds one copy
             for name, (dtype, shape, stride, shift) in facts["tensors"].items():
                 form = Layout(getattr(torch, dtype), tuple(shape), tuple(stride), shift)
                 tensors[prefix + name] = tensor = form.empty(torch.device("cpu"))
@@ -308,12 +308,12 @@ def _form(name: str, tensor: Tensor) -> list[Any]:
 
 
 def _once(tensor: Tensor) -> Tensor:
-    """The tensor with one element along expanded dimensions."""
+    """Return the tensor with one element along expanded dimensions."""
     return tensor[tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())]
 
 
 def _packed(tensors: Tensors) -> Tensors:
-    """The distinct elements, contiguous, on the CPU and in memory of their own, as safetensors wants them."""
+    """Return the distinct elements, contiguous, on the CPU and in memory of their own, as safetensors requires."""
     packed, memory = {}, set()
     for name, tensor in tensors.items():
         values = _once(tensor.detach()).resolve_conj().resolve_neg().cpu().contiguous()

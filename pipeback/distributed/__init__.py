@@ -1,4 +1,4 @@
-"""The processes of a pipeline: how they come together, which stages each holds, transports and health.
+"""The processes of a pipeline: they meet, divide the stages, exchange tensors, and watch each other's health.
 
 Floor 6. It may import streaming and all rooms below.
 """

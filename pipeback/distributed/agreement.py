@@ -1,4 +1,4 @@
-"""Agreement: the ranks of a pipeline must have the same model, method and options; the first rank's values are used."""
+"""Agreement: checks that ranks have the same model, method and options, and gives them the first rank's values."""
 
 from __future__ import annotations
 

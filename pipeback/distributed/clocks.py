@@ -23,19 +23,19 @@ from pipeback.schedules.ops import Op
 from pipeback.schedules.recording import Move, Track
 from pipeback.schedules.timeline import Slot
 
-ROUNDS = 20  # questions; the first ones find sockets and threads asleep
+ROUNDS = 20  # questions per rank; the first ones must wake sockets and threads
 
 
 class Reading(NamedTuple):
-    """The clock `time.perf_counter` of this process beside that of the first rank, in seconds."""
+    """The clock `time.perf_counter` of this process compared with that of the first rank, in seconds."""
 
-    here: float  # when it was read, on the own clock
+    here: float  # the time of the reading on this process's clock
     ahead: float = 0.0  # by how much the first rank's clock is ahead
-    uncertainty: float = 0.0  # how much `ahead` may be off, either way
+    uncertainty: float = 0.0  # the error of `ahead` is at most this, in either direction
 
 
 def read(ranks: Ranks | SingleProcess) -> Reading:
-    """Compare the clocks of all ranks; every rank calls it. Raises RankError for a rank that does not come."""
+    """Compare the clocks of all ranks; every rank calls it. Raises RankError for a rank that does not call it."""
     here = time.perf_counter()
     if not isinstance(ranks, Ranks):
         return Reading(here)
@@ -74,7 +74,7 @@ class Between(NamedTuple):
     after: Reading
 
     def __call__(self, moment: float) -> float:
-        """A time of this process's clock, on the first rank's clock."""
+        """Convert a time of this process's clock to the first rank's clock."""
         (then, ahead, _), (now, later, _) = self
         share = (moment - then) / (now - then) if now > then else 0.0
         return moment + ahead + (later - ahead) * share
@@ -85,7 +85,7 @@ class Between(NamedTuple):
 
 
 def tracks(ranks: Ranks | SingleProcess, loops: Sequence[Loop], owner: Sequence[int], before: Reading) -> list[Track]:
-    """The operations that all workers have run since `before`, on the first rank's clock; every rank calls it.
+    """Return the operations that all workers have run since `before`, on the first rank's clock; every rank calls it.
 
     loops: those of this process. owner: the worker of each stage.
     """

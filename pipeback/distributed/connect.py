@@ -1,4 +1,4 @@
-"""Connect: choose the transport between ranks: shared memory for CPU stages of one host, else torch.distributed."""
+"""Connect: chooses the transport between ranks: shared memory for CPU stages of one host, else torch.distributed."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from pipeback.tensors.checksum import checksum
 from pipeback.tensors.layout import Message
 
 WORDS = {"F": "the activation", "B": "the gradient", "E": "the evaluation"}
-LOSSES = 1024  # that may be unreceived: see `Processes`, which gathers them
+LOSSES = 1024  # losses that may be unreceived: `RankRunner` sends several at once
 Ends = tuple[int, int, str]  # sender, receiver and kind: F downstream, B upstream, L losses and outputs
 
 
 def connect(
     ranks: Ranks, owner: list[int], bound: int, closed: threading.Event, transport: str, devices: set[str]
 ) -> tuple[WireLink, list[Wire]]:
-    """The link of this rank to its neighbours, and the wires for losses and outputs. Every rank calls it.
+    """Return the link of this rank to its neighbours, and the wires for losses and outputs. Every rank calls it.
 
     bound: how many messages may wait to be received. devices: the kinds of device that this rank's stages are on.
     """
     line, me = ranks.line, ranks.index
 
     def pulse() -> None:
-        if closed.is_set() or ranks.health.own is not None:  # which its own thread raises
+        if closed.is_set() or ranks.health.own is not None:  # its own thread raises that error
             raise Closed
         ranks.health.check()
         link.blocked()
@@ -67,7 +67,7 @@ def connect(
 def _shared(
     ranks: Ranks, ends: list[Ends], bound: int, pulse: Callable[[], None], transport: str, devices: set[str]
 ) -> dict[Ends, Wire]:
-    """Wires over shared memory, for those ends of this rank that can have them."""
+    """Return wires over shared memory, for those ends of this rank that can have them."""
     wires: dict[Ends, Wire] = {}
     able = transport in ("auto", "shared_memory") and devices == {"cpu"} and bool(ranks.facts[ranks.rank].place)
     offers: dict[Ends, Any] = {}
@@ -88,10 +88,10 @@ def _shared(
 
 
 def _grouped(ranks: Ranks, ends: list[Ends], bound: int, pulse: Callable[[], None], direct: bool) -> dict[Ends, Wire]:
-    """Wires over process groups, one per direction: NCCL has no tags."""
+    """Return wires over process groups, one group per direction, since NCCL has no tags."""
     wires: dict[Ends, Wire] = {}
     for kind in "FBL":
-        # whoever listens for losses may do so for days
+        # a rank may wait for losses for days
         group = ranks.group(ranks.line, "gloo", 1e8 if kind == "L" else None)
         payload = ranks.group(ranks.line, "nccl") if direct and kind != "L" else None
         for a, b, k in ends:
@@ -104,7 +104,7 @@ def _grouped(ranks: Ranks, ends: list[Ends], bound: int, pulse: Callable[[], Non
 
 
 def _mark(mb: int, x: Message, target: Message) -> int:
-    """A number that tells micro-batches apart. On an accelerator, content is only read now and then: that waits."""
+    """Return a number that differs between micro-batches. Content on an accelerator is read rarely, as that waits."""
     parts = [*(x if isinstance(x, tuple) else (x,)), *(target if isinstance(target, tuple) else (target,))]
     seldom = mb >= 16 and mb % 64
     return checksum([p.shape if isinstance(p, Tensor) and seldom and p.device.type != "cpu" else p for p in parts])

@@ -1,4 +1,4 @@
-"""Held stages: which stages this process has, and how it gets and gives up their weights."""
+"""Held stages: the stages that this process holds; gets, shows and frees their weights."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ from pipeback.tensors import meta
 
 
 class HeldStages:
-    """The stages of a pipeline, for every replica in this process; stages of other processes are on the meta device.
+    """The stages of a pipeline, for every replica in this process. Stages of other processes are on the meta device.
 
-    init: gives a module from the meta device its values; None: its layers do. device: where such a stage is put.
+    init: gives a module from the meta device its values; None: the `reset_parameters` of its layers do. device: the
+    device on which such a stage is put.
     shards: every replica's store keeps a slice of each stage.
     """
 
@@ -49,41 +50,41 @@ class HeldStages:
         self.store, self.sparsity, self.skip_zeros, self.shards = store, sparsity, skip_zeros, shards
         self.workers = ranks.count if ranks.several else workers or 1
         self.stages = everywhere[0]
-        self.compute: torch.device | None = None  # where stages of a store compute; None: where their module is
-        self.seconds = [1.0] * len(self.stages)  # of F and B of each stage, once measured
-        self.owner: list[int] | None = None  # over processes, once each holds its own stages only
+        self.compute: torch.device | None = None  # the device where stages of a store compute; None: that of the module
+        self.seconds = [1.0] * len(self.stages)  # seconds of F (forward) and B (backward) of each stage, once measured
+        self.owner: list[int] | None = None  # the worker of each stage, once each process holds its own only
 
     def balance(self) -> list[int]:
-        """The worker of each stage."""
+        """Return the worker of each stage."""
         return balance(self.seconds, self.workers)
 
     def would_hold(self, seconds: list[float]) -> list[int] | None:
-        """The stages that this process will hold if so many seconds are measured per stage; None: all."""
+        """Return the stages that this process will hold, given the measured seconds per stage; None: all."""
         if not self.ranks.several or len(seconds) != len(self.stages):
             return None
         return [s for s, worker in enumerate(balance(seconds, self.workers)) if worker == self.ranks.index]
 
     @property
     def mine(self) -> list[Stage]:
-        """The stages that this process holds, of all its replicas."""
+        """Return the stages that this process holds, of all its replicas."""
         if self.owner is not None:
             return [stage for stage in self.stages if self.owner[stage.index] == self.ranks.index]
         return [stage for stages in self.everywhere for stage in stages]
 
     def hide(self) -> None:
-        """Remove the gradients that were shown to the caller who computes the loss outside."""
+        """Remove the gradients that were shown to a caller who computes the loss outside the pipeline."""
         for stage in self.mine:
             stage.gradients.hide()
 
     def initialise(self, stage: Stage) -> None:
-        """Give a stage from the meta device its values; further replicas in this process get those of the first."""
+        """Initialise a stage from the meta device; further replicas in this process get the values of the first."""
         first = self.stages[stage.index]
         if stage is not first and not self.ranks.several:
             with self.present(first), torch.no_grad():
                 values = [t.detach().clone() for t in (*first.module.parameters(), *first.module.buffers())]
             stage.take_up(self.method, partial(_filled, values=values, device=self.device))
             return
-        # not the stream that the stage's random layers will draw from
+        # another stream than that of the stage's random layers
         seed = (stage.random.seed * 1_000_003 + stage.index + 0x5EED) % 2**63
         init = self.init
         if isinstance(init, (str, Path)):
@@ -92,7 +93,7 @@ class HeldStages:
 
     @contextmanager
     def present(self, stage: Stage) -> Iterator[None]:
-        """A context in which a stage that no process holds yet has its weights."""
+        """A context in which a stage has its weights that no process holds yet."""
         if stage.home.slot is not None and self.store is not None and not stage.home.slot.flat.here:
             stage.home.slot.arrive()
             try:
@@ -111,7 +112,7 @@ class HeldStages:
             stage.let_go()
 
     def opened(self, stage: Stage, *, changes: bool = False) -> AbstractContextManager[None]:
-        """A context in which all that is kept of a stage is in memory; afterwards the store keeps `changes`."""
+        """A context in which all state of a stage is in memory. changes: whether the store keeps it on exit."""
         if self.store is None or stage.home.slot is None:
             return nullcontext()
         return self.store.opened(stage, changes=changes, whole=True)
@@ -127,27 +128,27 @@ class HeldStages:
             yield
 
     def values(self, stage: Stage) -> dict[str, Tensor]:
-        """Copies of a stage's newest weights and buffers, dense and on the CPU, by name."""
+        """Return copies of a stage's newest weights and buffers, dense and on the CPU, by name."""
         with self.present(stage):
             return {name: value.detach().to("cpu", copy=True) for name, value in stage.module.state_dict().items()}
 
     def whole(self, model: nn.Module) -> nn.Module:
-        """A copy of the user's model with the newest weights of all stages; every rank calls this."""
-        # buffers (batch statistics) differ between replicas: the first one's count
+        """Return a copy of the user's model with the newest weights of all stages; every rank calls this."""
+        # buffers, such as batch statistics, differ between replicas; those of the first are used
         own = {s.index: self.values(s) for s in self.mine if self.shards or not s.replica}
         parts = self.ranks.gather({} if self.ranks.replica else own, "model")
         whole = copy.deepcopy(model)
         meta.move([t for t in (*whole.parameters(), *whole.buffers()) if t.is_meta], "cpu")
         for buffer in whole.buffers():
-            buffer.data = buffer.data.contiguous()  # one that was expanded cannot be written into
+            buffer.data = buffer.data.contiguous()  # an expanded buffer cannot be written into
         values = [(self.stages[s].names, found) for part in parts for s, found in part.items()]
         named = {names[key]: value for names, found in values for key, value in found.items()}
-        whole.load_state_dict(named, strict=False)  # what no stage computes with is as it was
+        whole.load_state_dict(named, strict=False)  # tensors that no stage uses stay as they were
         return whole
 
     @contextmanager
     def shown(self, *, changes: bool = False) -> Iterator[None]:
-        """A context in which parameters of stages in a store show their values there; nothing is on the device."""
+        """A context in which parameters show the values that the store has; no stage is on the device."""
         with ExitStack() as stack:
             for stage in self.mine:
                 if stage.home.slot is not None and stage.home.flat is not None:
@@ -159,7 +160,7 @@ class HeldStages:
             yield
 
     def lay(self) -> None:
-        """Lay the small weights of each worker into one strip. Graphs in flight would still refer to the old places."""
+        """Move the small weights of each worker into one strip, before any graph refers to their old places."""
         if self.store is not None:
             return
         owner = self.balance()
@@ -169,7 +170,7 @@ class HeldStages:
                 lay_contiguously([stage for stage in mine if stage.stack is None and not stage.flights])
 
     def share_out(self, *, values: bool) -> None:
-        """Over processes: keep this rank's stages only. values: whether new ones of a meta model get their values."""
+        """Keep this rank's stages only, over processes. values: whether stages from the meta device are initialised."""
         if not self.ranks.several:
             return
         self.owner = self.balance()
@@ -185,15 +186,15 @@ class HeldStages:
         self.take_up()
 
     def column(self) -> ReplicaGroup | None:
-        """The ranks over whose stores this rank's stages are split."""
+        """The group of ranks over whose stores this rank's stages are split; None: they are not split."""
         if not self.shards or not isinstance(self.ranks, Ranks):
             return None
         return self.ranks.column(self.mine[0].device or torch.device(self.device))
 
     def take_up(self) -> None:
-        """Give the stages that this process keeps their values, and put them into the store, if there is one.
+        """Initialise the stages that this process keeps, and put them into the store, if there is one.
 
-        Stage by stage, so that a model from the meta device that lives in a store is never in memory as a whole.
+        It goes stage by stage, so that a model from the meta device that lives in a store is never whole in memory.
         """
         sparse: list[list[SparseWeights | None]] = []
         if self.store is not None and self.sparsity is not None:

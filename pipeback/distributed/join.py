@@ -1,4 +1,4 @@
-"""Join: how the processes of torch.distributed come together, and which of them form which pipeline."""
+"""Join: initialises torch.distributed, and arranges its processes into pipelines."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def wanted(mesh: DeviceMesh | None) -> bool:
 def join(timeout: float = 30.0) -> None:
     """Initialise torch.distributed from the environment of torchrun or `srun`, unless this was done already.
 
-    Under torchrun `Pipeline` calls this by itself. timeout: seconds. Raises RuntimeError that names the address of the
-    master, if that does not answer.
+    Under torchrun `Pipeline` calls this by itself. timeout: seconds. Raises RuntimeError, which names the address of
+    the master, if that does not answer.
     """
     if dist.is_initialized():
         return
@@ -40,7 +40,7 @@ def join(timeout: float = 30.0) -> None:
     store: dict[str, Any] = {}
     try:
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            # torchrun's store outlives a restart, and the ranks would look for each other at their old addresses
+            # torchrun's store outlives a restart and still holds the old addresses of the ranks
             address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             tcp = dist.TCPStore(address, port, is_master=False, timeout=limit)
             store["store"] = dist.PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", tcp)
@@ -54,7 +54,7 @@ def join(timeout: float = 30.0) -> None:
 
 
 def _slurm(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that torch.distributed reads, from those that `srun` sets: rank 0 is on the job's first host."""
+    """Return the variables that torch.distributed reads from those of `srun`; rank 0 is on the job's first host."""
     first = re.sub(r"\[(\w+)[^\]]*\]", r"\1", environment.get("SLURM_STEP_NODELIST", "127.0.0.1"), count=1)
     return {
         "RANK": environment["SLURM_PROCID"],
@@ -66,14 +66,14 @@ def _slurm(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def default_device() -> torch.device:
-    """The device for a stage from the meta device: this rank's accelerator if the ranks have some, else the CPU."""
+    """Return the device for a stage from the meta device: this rank's accelerator if there is one, else the CPU."""
     if dist.is_available() and dist.is_initialized() and "nccl" in str(dist.get_backend_config()):
         return accelerators.mine()
     return torch.device("cpu")
 
 
 def layout(mesh: DeviceMesh | None, replicas: int | None) -> list[list[int]]:
-    """Global ranks by replica and worker."""
+    """Return the global ranks by replica and worker. Raises TypeError or ValueError for a wrong mesh or number."""
     if not isinstance(mesh, DeviceMesh | None):
         raise TypeError(
             f"mesh must be None or a DeviceMesh, but is {type(mesh).__name__}; for example "

@@ -27,16 +27,16 @@ from pipeback.stages.flight import Value
 from pipeback.stages.joint_optimizer import Options
 from pipeback.stages.stage import Stage
 
-# Losses that nobody waits for may gather: to send them one by one, and to be woken by each, costs the loops more than
-# the losses do.
-MOST = 16  # as many at once, as long as the last rank has not to wait for anything
-NAP = 0.05  # seconds until another rank looks again
+# Losses that nobody waits for are sent together: to send and receive them one by one would cost more than computing
+# them.
+MOST = 16  # the most losses in one message, as long as the last rank need not wait for anything
+NAP = 0.05  # seconds between two looks of another rank
 
 
 class RankRunner:
-    """This rank's part of a pipeline.
+    """Runs this rank's part of a pipeline.
 
-    results: the wires for losses and outputs; on the last rank to every other one, on the others from the last one.
+    results: the wires for losses and outputs, from the last rank to every other rank.
     """
 
     def __init__(
@@ -47,13 +47,13 @@ class RankRunner:
         self.relays = 0
         self.thread = Threads([loop], owner, closed, check=ranks.health.check)
         loop.worker.began = ranks.health.working
-        # what was pushed is done before the script ends, and before its rank leaves
+        # pushed micro-batches are done before the script ends and its rank leaves
         self.at_exit = Finalize(None, _finish, args=(weakref.ref(self),), exitpriority=20)
         self.last = ranks.index == ranks.count - 1
         self.judge = ranks.line[-1]
         self.listener: threading.Thread | None = None
-        self.wanted = threading.Event()  # somebody waits for a loss or an output
-        self.losses: list[Tensor] = []  # of the last micro-batches, in order; not sent yet
+        self.wanted = threading.Event()  # set while somebody waits for a loss or an output
+        self.losses: list[Tensor] = []  # losses that were not sent yet, in order
         self.newest = -1
         if self.last:
             keep = loop.worker.report
@@ -81,7 +81,7 @@ class RankRunner:
         return lambda sizes: LazyLoss(lambda: mean([self._result(f, "a loss") for f in futures], sizes))
 
     def forward(self, mb: int, xs: Sequence[Value], options: Options, expected: int) -> list[Value]:
-        """F of micro-batches whose loss is computed outside; their outputs on the last rank, None elsewhere."""
+        """Run F (forward) of micro-batches whose loss is computed outside; outputs on the last rank, else None."""
         self.ranks.health.pushed = mb + len(xs)
         outputs: list[Future[Any]] = [Future() for _ in xs]
         if self.last:
@@ -93,7 +93,7 @@ class RankRunner:
         self.tell(lambda loop: loop.backward(gradients))
 
     def step(self, flush: bool) -> None:
-        """Do the updates that are due, and end a flush with them; returns at once."""
+        """Begin the updates that are due, without waiting for them. flush: whether they end a flush."""
         self.tell(Loop.drain if flush else Loop.settle)
 
     def wait(self) -> None:
@@ -105,7 +105,7 @@ class RankRunner:
         self.wait()
 
     def relay(self, x: Value, do: Callable[[Sequence[Stage], Value], Value], *, back: bool) -> Value:
-        """Hand a value through the stages of all ranks, each doing its part; `back`: every rank gets the result."""
+        """Pass a value through the stages of all ranks. do: a rank's part. back: whether every rank gets the result."""
         number, self.relays = self.relays, self.relays + 1
         result: Future[Value] = Future()
         self.outputs[number] = result
@@ -141,7 +141,7 @@ class RankRunner:
         return [*link.out.values(), *link.into.values()]
 
     def tell(self, command: Command) -> None:
-        """Have the loop's thread do it; an error there ends all ranks."""
+        """Send the loop's thread a command; an error in it ends all ranks."""
 
         def told(loop: Loop) -> None:
             failure: BaseException
@@ -168,12 +168,12 @@ class RankRunner:
 
     def _publish(self, name: Name, value: Value) -> None:
         for wire in self.results:
-            with suppress(ConnectionError):  # that rank has ended its part
+            with suppress(ConnectionError):  # the receiver has ended its part
                 wire.send(name, value)
 
     def _listen(self) -> None:
         keep = deliver(self.thread.futures)
-        with suppress(Closed, ConnectionError, RankError):  # whoever waits finds out why on its own
+        with suppress(Closed, ConnectionError, RankError):  # the threads that wait learn the reason by themselves
             while not self.closed.is_set():
                 begin = time.monotonic()
                 (kind, _, mb), value, _ = self.results[0].recv()
@@ -182,11 +182,11 @@ class RankRunner:
                         keep(n, loss)
                 else:
                     self.outputs.pop(mb).set_result(value)
-                if time.monotonic() - begin > NAP / 100:  # none lay ready
+                if time.monotonic() - begin > NAP / 100:  # no loss was ready
                     self.wanted.wait(NAP)
 
     def _result(self, future: Future[Any], what: str) -> Any:
-        """The value that the last rank sends; raises the error that has ended the pipeline meanwhile."""
+        """Return the value that the last rank sends; raise the error that has ended the pipeline meanwhile."""
         if future.done():
             return future.result()
         with self.ranks.health.waiting(self.judge, what):
@@ -195,7 +195,7 @@ class RankRunner:
                     self.wanted.set()
                     with suppress(TimeoutError):
                         return future.result(timeout=0.2)
-                    self.thread.raise_failure()  # the health of the ranks judges how long this may last
+                    self.thread.raise_failure()  # `Health` judges how long this may last
             finally:
                 self.wanted.clear()
 
@@ -203,5 +203,5 @@ class RankRunner:
 def _finish(processes: weakref.ref[RankRunner]) -> None:
     own = processes()
     if own is not None and not own.closed.is_set() and script_error() is None:
-        with suppress(Exception):  # told by the health of the ranks, or by the loop's own error when it came
+        with suppress(Exception):  # `Health` or the loop has already reported the error
             own.wait()

@@ -1,4 +1,4 @@
-"""Ranks: the processes of a pipeline, its replicas included; how they find each other and agree.
+"""Ranks: the processes of a pipeline, with those of its replicas; they find each other and agree on options.
 
 The processes are those of torch.distributed. Torchrun, SLURM or Lightning starts them, and every rank runs the same
 script. Rank r of a pipeline is its worker r: the first ranks hold the first stages, and the last one computes the loss.
@@ -31,12 +31,12 @@ from pipeback.runtime.replicas import RankReplicas
 from pipeback.streaming.shards import Collective, ReplicaGroup
 from pipeback.tensors import accelerators
 
-# pipelines built in a process group, by its weak reference: every rank builds them in the same order
+# how many pipelines were built in a process group, by a weak reference to it; every rank builds them in one order
 _built: list[Any] = [lambda: None, 0]
 
-PATIENT = 7 * 24 * 3600.0  # seconds of a group whose waits the health of the ranks ends
-REFUSED = "refused"  # on the board: which rank does not come, and why
-SLOW = 15.0  # seconds more for first connections: the store asks for the caller's name, and a name service may be slow
+PATIENT = 7 * 24 * 3600.0  # seconds; the timeout of groups whose waits `Health` ends
+REFUSED = "refused"  # the key on the board that says which rank does not come, and why
+SLOW = 15.0  # additional seconds for first connections, in which the store asks a name service, which may be slow
 
 
 class SingleProcess:
@@ -44,7 +44,7 @@ class SingleProcess:
 
     several = False
     index, count, replica, replicas = 0, 1, 0, 1
-    place = None  # among several
+    place = None  # its number among several processes
 
     def gather(self, value: Any, what: str) -> list[Any]:
         return [value]
@@ -63,18 +63,18 @@ class Ranks:
     """The ranks of one pipeline.
 
     table    global ranks by replica and worker; this rank is among them
-    timeout  seconds after which a rank that does not answer is given up; every other rank then raises a `RankError`
+    timeout  seconds after which every rank raises a `RankError` for a rank that does not answer
     """
 
     several = True
 
     def __init__(self, table: list[list[int]], timeout: float, board: dist.Store | None = None) -> None:
-        """board: see `_board`, where it was asked for already."""
+        """board: the store of `_board`, if the caller has it already."""
         self.timeout = timeout
         self.rank = dist.get_rank()
         self.everyone = [rank for row in table for rank in row]
         self.replica, self.index = next((r, row.index(self.rank)) for r, row in enumerate(table) if self.rank in row)
-        self.table, self.line = table, table[self.replica]  # line: the ranks of the own replica, first stages first
+        self.table, self.line = table, table[self.replica]  # line: the ranks of this replica, by their stages
         self.count, self.replicas = len(self.line), len(table)
         self.place = self.replica * self.count + self.index
         self.others = [rank for rank in self.everyone if rank != self.rank]
@@ -85,7 +85,7 @@ class Ranks:
         self._column: ReplicaGroup | None = None
 
     def _meet(self, board: dist.Store) -> tuple[dist.Store, dict[int, RankIdentity]]:
-        """The pipeline's store and the facts of all ranks; raises RuntimeError naming ranks that have not come."""
+        """Return the pipeline's store and the facts of all ranks. Raises RuntimeError naming ranks that do not come."""
         first = self.everyone[0]
         facts = {
             rank: RankIdentity(*json.loads(text))
@@ -101,8 +101,9 @@ class Ranks:
         return store, facts
 
     def _all(self, board: dist.Store, what: str, mine: str, seconds: float) -> dict[int, bytes]:
-        """What every rank has written on the board. Raises RuntimeError naming ranks that have not, and RankError at
-        once if a rank writes that it will not come.
+        """Return the text that every rank has written on the board.
+
+        Raises RuntimeError naming ranks that have not, and RankError at once if a rank writes that it will not come.
         """
         board.set(f"{what} {self.rank}", mine)
         names, deadline = {rank: f"{what} {rank}" for rank in self.everyone}, time.monotonic() + seconds
@@ -123,7 +124,7 @@ class Ranks:
         return {rank: board.get(name) for rank, name in names.items()}
 
     def group(self, ranks: Sequence[int], backend: str, seconds: float | None = None) -> dist.ProcessGroup:
-        """A process group of these ranks, all of which call this. seconds: the time limit of its operations."""
+        """Return a process group of these ranks, all of which call this. seconds: the time limit of its operations."""
         with self.health.calling("Pipeline(...)"), self.health.waiting(self.others, "a process group"):
             try:
                 made = dist.new_group(
@@ -138,7 +139,7 @@ class Ranks:
                 raise self.lost(self.others, "a process group") from error
 
     def sums(self, device: torch.device | None) -> RankReplicas | None:
-        """The sum over the replicas, which hold the same stages, for gradients on this device."""
+        """Return the sum over the replicas of these stages, for gradients on this device; None for one replica."""
         if self.replicas > 1 and self._sums is None:
             column = [row[self.index] for row in self.table]
             backend = "nccl" if accelerators.direct(device) else "gloo"
@@ -146,7 +147,7 @@ class Ranks:
         return self._sums
 
     def column(self, device: torch.device) -> ReplicaGroup:
-        """The replicas of these stages, each with a slice of them in its store; they compute on this device."""
+        """Return the group of the replicas of these stages, each with a slice in its store; they are on `device`."""
         if self._column is None:
             ranks = [row[self.index] for row in self.table]
             nccl = accelerators.direct(device) and "nccl" in str(dist.get_backend_config())
@@ -163,13 +164,13 @@ class Ranks:
         column = [row[self.index] for row in self.table]
         with self.health.waiting(column, what):
             try:
-                assert work is not None  # it was started as asynchronous
+                assert work is not None  # since it is asynchronous
                 work.wait()
             except RuntimeError as error:
                 raise self.lost(column, what) from error
 
     def _polled(self, work: dist.Work | None) -> None:
-        """Wait as long as no rank is at fault: writing a checkpoint may take long from stage to stage."""
+        """Wait for work without a time limit, until a rank is at fault: a checkpoint may take long per stage."""
         column, pause = [row[self.index] for row in self.table], 1e-5
         with self.health.waiting(column, "the replicas' state"):
             assert work is not None
@@ -183,11 +184,11 @@ class Ranks:
                 raise self.lost(column, "the replicas' state") from error
 
     def leave(self) -> None:
-        """This rank has finished its part."""
+        """Note that this rank has finished its part."""
         self.health.leave()
 
     def lost(self, on: Sequence[int], what: str) -> BaseException:
-        """The error for a wait that torch.distributed has given up."""
+        """Return the error for a wait that torch.distributed has given up."""
         return self.health.blame(on, what, self.timeout)
 
     def failed(self, error: BaseException) -> None:
@@ -198,14 +199,14 @@ class Ranks:
             self.health.fail(self.rank, str(error) if known else f"{type(error).__name__}: {error}")
 
     def told(self, error: BaseException) -> BaseException:
-        """The error that this rank raises for an error in its loop, after it has told the others."""
+        """Tell the other ranks about an error in this rank's loop; return the error to raise."""
         if isinstance(error, Broken):
             return self.health.blame(error.peer, "its messages", 0.0)
         self.failed(error)
         return error
 
     def gather(self, value: Any, what: str) -> list[Any]:
-        """The values of all ranks, by replica and worker. Every rank calls it; what: the public call around it."""
+        """Return the values of all ranks, by replica and worker. Every rank calls it. what: names the public call."""
         found: list[Any] = [None] * len(self.everyone)
         self.health.check()
         with self.health.calling(what), self.health.waiting(self.others, what):
@@ -243,7 +244,7 @@ class Ranks:
 
 
 def meet(mesh: DeviceMesh | None, replicas: int | None, timeout: float) -> Ranks | SingleProcess:
-    """The ranks of the pipeline that this process builds, once all of them have come to build it.
+    """Return the ranks of the pipeline that this process builds, once all of them have come to build it.
 
     If one of the arguments is wrong, this raises the error, and tells the other ranks, which would otherwise wait.
     """
@@ -269,7 +270,7 @@ def meet(mesh: DeviceMesh | None, replicas: int | None, timeout: float) -> Ranks
 
 
 def _board() -> dist.Store:
-    """A part of the default group's store, which every rank reaches. torch has no public name for it."""
+    """Return a part of the default group's store, which every rank reaches; torch has no public name for it."""
     group, number = dist.group.WORLD, 0
     if _built[0]() is group:
         number = _built[1] + 1

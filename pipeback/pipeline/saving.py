@@ -1,4 +1,4 @@
-"""Saving: the whole state of a pipeline, saved, shared out over processes, loaded, and kept by a disk store."""
+"""Saving: saves and loads the whole state of a pipeline, splits it over processes, and commits it to a disk store."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pipeback.streaming.disk_store import DiskStore
 
 
 class Saving:
-    """Saves and loads the state of an engine. ahead: micro-batches that have gone forward and not yet backward."""
+    """Saves and loads the state of an engine. ahead: micro-batches between a call of forward and that of backward."""
 
     def __init__(self, engine: Engine, ahead: Ahead, built: Built) -> None:
         self._engine, self._ahead = engine, ahead
@@ -31,12 +31,12 @@ class Saving:
     # -- the state -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """As `Pipeline.state_dict`."""
+        """Do what `Pipeline.state_dict` does."""
         with self._engine.lock:
             return pipeline_state.merge(self._engine.ranks.gather(self.share(None), "state_dict()"), self.plain())
 
     def share(self, take: Callable[[Stage, dict[str, Tensor]], None] | None) -> pipeline_state.Share:
-        """As `Pipeline.share`."""
+        """Do what `Pipeline.share` does."""
         engine = self._engine
         with engine.lock:
             engine.wait()
@@ -45,7 +45,7 @@ class Saving:
             return pipeline_state.share(engine.holding.mine, engine.loops, engine.holding.saving, take)
 
     def plain(self) -> dict[str, Any]:
-        """As `Pipeline.plain`."""
+        """Do what `Pipeline.plain` does."""
         engine, current = self._engine, self._engine.current
         if not current.current(engine.optimizers):
             current = Options(engine.optimizers, engine.arrived)
@@ -64,7 +64,7 @@ class Saving:
         }
 
     def load(self, state_dict: dict[str, Any]) -> None:
-        """As `Pipeline.load_state_dict`."""
+        """Do what `Pipeline.load_state_dict` does."""
         engine = self._engine
         with engine.lock:
             store = engine.holding.store
@@ -82,7 +82,7 @@ class Saving:
             engine.remember()
 
     def would_hold(self, plain: dict[str, Any]) -> list[int] | None:
-        """As `Pipeline.would_hold`."""
+        """Do what `Pipeline.would_hold` does."""
         return self._engine.holding.would_hold(plain["seconds"]) if plain["loops"] else None
 
     def _take_up(self, saved: dict[str, Any], plain: dict[str, Any]) -> None:
@@ -104,10 +104,10 @@ class Saving:
         begun = sum(engine.arrived - place["order"]["start"] for place in places)
         self._ahead.take_up(begun, sum(place.get("pushed", 1) for place in places))
 
-    # -- a store that survives -----------------------------------------------------------------------------------
+    # -- commits of a disk store ---------------------------------------------------------------------------------
 
     def commit(self) -> None:
-        """As `Pipeline.commit`."""
+        """Do what `Pipeline.commit` does."""
         engine = self._engine
         with engine.lock:
             store, ranks, holding = engine.holding.store, engine.ranks, engine.holding
@@ -123,18 +123,18 @@ class Saving:
             self._commits.made(engine.arrived)
 
     def commit_if_due(self) -> None:
-        """Commit where the store is to do so now."""
+        """Commit if a version of the store is due."""
         if self._commits.due(self._engine.arrived):
             self.commit()
 
     def drained(self) -> None:
-        """What is pushed from now on fills the pipeline anew."""
+        """Note that the pipeline is empty, so that the next push fills it anew."""
         self._commits.restart(self._engine.arrived)
         self._ahead.restart()
         self.commit_if_due()
 
     def resume(self) -> None:
-        """Take up what the store's folder holds."""
+        """Resume from the version in the store's folder, if it holds one."""
         engine, store = self._engine, self._engine.holding.store
         if not isinstance(store, DiskStore) or store.versions.newest is None:
             return

@@ -1,4 +1,4 @@
-"""Byte sizes: bytes as people write them, "1.5 GB" or "512 MiB", and back."""
+"""Byte sizes: reads sizes as people write them, "1.5 GB" or "512 MiB", and writes them so."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ _POWERS = {"": 1, "B": 1} | {
 
 
 def parsed(name: str, size: int | float | str | None) -> int | None:
-    """Bytes, from a number or from text with a decimal unit (kB, MB, GB, TB) or a binary one (KiB, MiB; K, M).
+    """Return bytes from a number or from text with a decimal unit (kB, MB, GB, TB) or a binary one (KiB, MiB; K, M).
 
-    name: the option's, for the error. None stays None. Raises ValueError or TypeError that says what may be written.
+    name: the name of the option, for the error. None stays None. Raises ValueError or TypeError, which says how a size
+    is written.
 
     >>> parsed("device_memory", "1.5 GB"), parsed("device_memory", "512 MiB")
     (1500000000, 536870912)
@@ -40,7 +41,7 @@ def parsed(name: str, size: int | float | str | None) -> int | None:
 
 
 def written(size: float) -> str:
-    """A number of bytes in three digits and a binary unit.
+    """Return a number of bytes as text, with three digits and a binary unit.
 
     >>> written(1500), written(3 * 1024**3), written(17), written(1023.9 * 1024)
     ('1.46 KiB', '3.00 GiB', '17 B', '1.00 MiB')

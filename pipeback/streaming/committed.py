@@ -1,7 +1,7 @@
-"""Committed versions in the folder of a disk store; each records where its tensors lie.
+"""Committed: the committed versions in the folder of a disk store; each records where its tensors lie.
 
-    version-00000012.json    which region of which file is what, its CRC-32, and plain values
-    committed                there is, or was, such a version
+    version-00000012.json    for each tensor its file, region and CRC-32; and plain values
+    committed                this file exists once a version was committed
 
 One rename gives a version its name. The version before it is removed once all ranks have the new one.
 """
@@ -24,7 +24,7 @@ FORMAT = 1
 
 
 class CommittedVersions:
-    """number: commits that the folder has seen. newest: what the version records from which training resumes."""
+    """The versions in one folder. number: how many commits it has seen. newest: the content of the newest version."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -33,12 +33,12 @@ class CommittedVersions:
 
     @property
     def numbers(self) -> set[int]:
-        """The numbers of the versions there: one, or two after a kill while ranks were committing."""
+        """Return the numbers of the versions: one, or two if processes were killed while ranks committed."""
         return {int(path.stem.removeprefix("version-")) for path in self.folder.glob("version-*.json")}
 
     @property
     def begun(self) -> tuple[bool, bool]:
-        """Whether the folder says that anything was committed to it; whether there are pages of stages."""
+        """Whether a version was ever committed to the folder, and whether there are pages of stages."""
         return (self.folder / "committed").exists(), any(self.folder.glob("stage-*.pages"))
 
     def choose(self, number: int) -> None:
@@ -74,22 +74,22 @@ class CommittedVersions:
     def _file(self, number: int) -> Path:
         return self.folder / f"version-{number:08d}.json"
 
-    # -- what the newest one holds -------------------------------------------------------------------------------
+    # -- the content of the newest version -----------------------------------------------------------------------
 
     def pages(self, stage: int, replica: int) -> Path:
-        """The file that holds the pages of a stage."""
+        """Return the file that holds the pages of a stage."""
         return self.folder / f"stage-{stage:03d}{f'.replica-{replica}' if replica else ''}.pages"
 
     def regions(self, stage: int, replica: int) -> dict[str, Region]:
-        """The regions of a stage's file, by name."""
+        """Return the regions of a stage's file, by name."""
         return _regions(self._stages.get(f"{stage}/{replica}", {}))
 
     def lacks(self, stages: Iterable[int], replica: int) -> list[int]:
-        """Those of a replica's stages that the newest version does not hold."""
+        """Return those of a replica's stages that the newest version does not hold."""
         return [s for s in stages if f"{s}/{replica}" not in self._stages]
 
     def state(self) -> dict[str, Any] | None:
-        """The state that `Pipeline.load_state_dict` takes; its tensors are read when they are asked for."""
+        """Return the state for `Pipeline.load_state_dict`, whose tensors are read on access; None without a version."""
         if self.newest is None:
             return None
         plain = self.newest["state"]["plain"]
@@ -112,7 +112,7 @@ class CommittedVersions:
 
 
 class _Stored(Mapping[str, Tensor]):
-    """Tensors by name, read when they are asked for; the region that was read last is remembered."""
+    """Tensors by name, read on access; the region that was read last is cached."""
 
     def __init__(self, parts: dict[str, tuple[Path, str, Region, list[Any]]]) -> None:
         self._parts = parts
@@ -137,7 +137,7 @@ def _regions(described: Mapping[str, Any]) -> dict[str, Region]:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Whatever goes wrong with files is a StoreError that begins with the path."""
+    """A context that turns every error with files into a StoreError that begins with the path."""
     try:
         yield
     except (OSError, CheckpointError) as error:

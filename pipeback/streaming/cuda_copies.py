@@ -1,4 +1,4 @@
-"""CUDA copies: copy to and from an accelerator while it computes. On other devices the copies are made at once."""
+"""CUDA copies: copies to and from an accelerator while it computes. On other devices it copies at once."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from pipeback.tensors import accelerators
 from pipeback.tensors.accelerators import on
 
 Scattered = tuple[list[Tensor | None], float, int]  # see `Shard.scatter`
-Left = Callable[[], AbstractContextManager[None]]  # entered by whoever reads what has left
+Left = Callable[[], AbstractContextManager[None]]  # entered to read the gradients that have left
 
 
 class CudaCopies:
-    """On each device one stream brings weights, another takes gradients away, and events order both with computing.
+    """Copies with two streams per device, one for weights and one for gradients; events order both with computing.
 
     Weights that live on the device on which they are used are copied in the stream that computes.
     """
 
     def __init__(self, stages: Iterable[Stage]) -> None:
-        self._beside: dict[torch.device, tuple[torch.Stream, torch.Stream]] = {}  # in, out
-        self._stay: set[torch.device] = set()  # whose weights live there
-        self._here: dict[torch.device, torch.Stream] = {}  # that compute
+        self._beside: dict[torch.device, tuple[torch.Stream, torch.Stream]] = {}  # (in, out)
+        self._stay: set[torch.device] = set()  # devices on which weights live
+        self._here: dict[torch.device, torch.Stream] = {}  # the streams that compute
         for stage in stages:
             if stage.home.slot is None or stage.home.flat is None:
                 continue
@@ -39,7 +39,7 @@ class CudaCopies:
         self._free: dict[DeviceSlot, torch.Event] = {}
 
     def given(self, slot: DeviceSlot) -> None:
-        """Something will be copied to the slot, whose memory operations queued before may still read."""
+        """Note that the slot will be overwritten, whose memory operations in the queue may still read."""
         device = _device(slot)
         if device in self._beside:
             self._free[slot] = accelerators.current(device).record_event()
@@ -61,12 +61,12 @@ class CudaCopies:
             self._ready[slot] = into.record_event()
 
     def arrived(self, slot: DeviceSlot) -> None:
-        """Operations from now on wait for the copy."""
+        """Have all later operations wait for the copy."""
         if slot in self._ready:
             accelerators.current(_device(slot)).wait_event(self._ready.pop(slot))
 
     def leave(self, grads: Sequence[Tensor | None]) -> tuple[list[Tensor | None], Left]:
-        """Gradients copied to where their weights live; they may be read inside the context returned second."""
+        """Return gradients copied to where their weights live, and a context in which they may be read."""
         device = next((g.device for g in grads if g is not None), None)
         if not accelerators.away(device):
             return list(grads), nullcontext
@@ -92,7 +92,7 @@ class CudaCopies:
         return host, lambda: _after(event)
 
     def handed(self, grads: Sequence[Tensor | None]) -> Callable[[Callable[[], Scattered]], Scattered]:
-        """A wrapper for another thread to call: exchanges gradients on the device, then has them in host memory."""
+        """Return a function for another thread, which exchanges gradients on the device and copies them to the host."""
         device = next((g.device for g in grads if g is not None), accelerators.mine())
         _, out = self._beside[device]
         ready = accelerators.current(device).record_event()
@@ -118,5 +118,5 @@ def _after(event: torch.Event) -> Iterator[None]:
 
 
 def _device(slot: DeviceSlot) -> torch.device:
-    """With its number, which the user may have left out."""
+    """Return the device with its number, which the user may have left out."""
     return slot.flat.memory.device

@@ -1,11 +1,11 @@
-"""DiskStore: weights, gradients and optimizer state in files. The newest whole version survives whatever happens.
+"""DiskStore: weights, gradients and optimizer state in files. The newest committed version survives a kill at any time.
 
     FOLDER/lock                     held by the process that uses the folder. Over processes, FOLDER holds one folder
                                     per rank, rank-0, rank-1, …, each with the files of that rank's store
     FOLDER/stage-000.pages          regions of stage 0: see `pages`
     FOLDER/version-00000012.json    the last committed version: see `committed`
 
-A commit writes the state of what is in flight beside the regions that exist already, waits for the disk, and adds a
+A commit writes the state of the micro-batches in flight beside the existing regions, waits for the disk, and adds a
 version. Regions that a committed version names are not overwritten until all ranks have committed the next one, so a
 whole version is left whenever processes are killed.
 """
@@ -38,7 +38,7 @@ from pipeback.streaming.store import HostStore, Store, copy_newest, move_in
 from pipeback.tensors.flat_buffer import FlatBuffer
 
 SELDOM = 256  # micro-batches between commits of methods that never flush
-SMALL = 4096  # bytes: what is smaller stays in memory, as a step counter does
+SMALL = 4096  # bytes: smaller tensors, such as step counters, stay in memory
 
 
 class DiskStore(Store):
@@ -65,11 +65,11 @@ class DiskStore(Store):
     ) -> None:
         self.folder, self.prefetch, self.fused, self.commit_every = Path(folder), prefetch, fused, commit_every
         self.device_memory, self.host_memory = device_memory, host_memory
-        self.budgets  # noqa: B018 (raises where they cannot be read)
+        self.budgets  # noqa: B018 (it raises if they are invalid)
         self.root = self.folder
         self.versions = CommittedVersions(self.folder)
         self._pages: dict[tuple[int, int], Pages] = {}  # by stage and replica
-        self._housed: dict[tuple[int, int], dict[str, int]] = {}  # names of what lies in pages -> its storage
+        self._housed: dict[tuple[int, int], dict[str, int]] = {}  # name of each tensor in pages -> its storage
         self._depth: dict[tuple[int, int], int] = {}
         self._locks: dict[tuple[int, int], threading.RLock] = {}
         self._lock: int | None = None
@@ -108,7 +108,7 @@ class DiskStore(Store):
         return torch.device("cpu")
 
     def shown(self, home: FlatBuffer) -> None:
-        """NaN: the weights are not in memory."""
+        """Return None, for NaN: the weights are not in memory."""
 
     @contextmanager
     def opened(self, stage: Stage, *, changes: bool = False, whole: bool = False) -> Iterator[None]:
@@ -137,13 +137,13 @@ class DiskStore(Store):
             self._put_away(stage, only=names)
 
     def put(self, stage: Stage) -> None:
-        """Take in what is new of a stage: sums that left the device, shifted weights that B will need."""
+        """Store the new tensors of a stage: gradient sums from the device, and shifted weights that B will need."""
         with self._locks[_key(stage)]:
-            # not older weights, which an update may still have to copy there
+            # older weights stay, since an update may still have to copy to them
             self._put_away(stage, only=[name for name, _ in _all(stage) if name.startswith(("grad/", "used/"))])
 
     def read(self, stage: Stage, slot: DeviceSlot) -> int:
-        """Read the newest weights to the device. Returns the bytes that travelled to it."""
+        """Read the newest weights to the device and return the bytes that were copied."""
         assert stage.home.flat is not None
         if not slot.nbytes:
             return 0
@@ -162,7 +162,7 @@ class DiskStore(Store):
         self.closed = True
 
     def unlocked(self) -> None:
-        """Let the lock go; it stays where another process has it, too."""
+        """Release the lock; if another process also holds it, it stays."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -181,7 +181,7 @@ class DiskStore(Store):
                 pages.read(name, tensor)
 
     def _put_away(self, stage: Stage, *, changed: bool = False, only: Container[str] | None = None) -> None:
-        """Write what is new, and what may have changed, and give its memory away."""
+        """Write new tensors, and those that may have changed, and free their memory."""
         key = _key(stage)
         housed, pages, here = self._housed[key], self._pages[key], dict(_all(stage))
         base = {name for name, _ in _base(stage)} if changed else ()
@@ -197,10 +197,10 @@ class DiskStore(Store):
             del housed[name]
             pages.drop(name)
 
-    # -- versions of the whole -----------------------------------------------------------------------------------
+    # -- versions ------------------------------------------------------------------------------------------------
 
     def begin(self, stage: Stage, tensors: dict[str, Tensor]) -> dict[str, Any]:
-        """Write those tensors of a stage's state that do not lie here yet; returns what the commit says of them."""
+        """Write the tensors of a stage's state that are not in its pages yet; return what the commit says of them."""
         key = _key(stage)
         housed, pages = self._housed[key], self._pages[key]
         regions = {storage: name for name, storage in housed.items()}
@@ -220,11 +220,11 @@ class DiskStore(Store):
         return {"tensors": described, "regions": {name: list(region) for name, region in pages.newest.items()}}
 
     def finish(self, stages: dict[str, Any], state: dict[str, Any]) -> None:
-        """All stages have begun: a version of these is committed, and so is the one before."""
+        """Commit a version, after `begin` of every stage; the version before stays, too."""
         self.versions.add(stages, state)
 
     def forget(self) -> None:
-        """Every rank has this version: others are not needed any more."""
+        """Remove the other versions, since every rank has this one."""
         self.versions.forget()
         for pages in self._pages.values():
             pages.commit()
@@ -239,9 +239,9 @@ def due(method: Method, commit_every: int | None, arrived: int, flushed: bool) -
 
 
 def create(store: str | Store | None) -> Store | None:
-    """The store for the argument `store`; None: weights stay on the device.
+    """Return the store for the argument `store`; None: weights stay on the device.
 
-    Raises ValueError that lists what may be given.
+    Raises ValueError, which lists the valid values.
     """
     if store is None or isinstance(store, Store):
         return store
@@ -255,7 +255,7 @@ def create(store: str | Store | None) -> Store | None:
 
 
 def _base(stage: Stage) -> Iterator[tuple[str, Tensor]]:
-    """What an update changes: weights, optimizer and method state, each storage once."""
+    """Yield the tensors that an update changes: weights, optimizer and method state, each storage once."""
     assert stage.home.flat is not None
     yield "home", stage.home.flat.memory
     seen = set()
@@ -272,7 +272,7 @@ def _base(stage: Stage) -> Iterator[tuple[str, Tensor]]:
 
 
 def _all(stage: Stage) -> Iterator[tuple[str, Tensor]]:
-    """Older weights and sums of gradients besides, which do not change."""
+    """Yield these and all others: older weights and gradient sums, which do not change."""
     yield from _base(stage)
     kept = {f"version/{v}": weights for v, weights in stage.versions.kept.items()}
     kept.update({f"used/{mb}": f.owned for mb, f in stage.flights.items() if f.owned is not None})
@@ -299,7 +299,8 @@ def _key(stage: Stage) -> tuple[int, int]:
 def _give_memory_back() -> None:
     """Have the C library return blocks of a MiB and more as soon as they are freed.
 
-    Else glibc raises this bound to what it sees freed, up to 32 MiB, and keeps the blocks of stages that have gone.
+    Otherwise glibc raises this bound to the size of freed blocks, up to 32 MiB, and keeps the memory of stages that
+    have left.
     """
     with suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD of malloc.h

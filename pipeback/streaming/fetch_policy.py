@@ -1,4 +1,4 @@
-"""Fetch policy: which stages come to the device, when, and with which weights. It has no tensors and no threads.
+"""Fetch policy: decides which stages come to the device, when, and with which weights, without tensors or threads.
 
     operations   F0  F0 │ F1 │ F2 │ B2 │ …        consecutive operations of one stage are a visit
     needed            the stages of this visit and of the `prefetch` next ones; they are fetched when it begins
@@ -17,33 +17,33 @@ from pipeback.methods.base import Method, Past, overrides
 from pipeback.schedules.ops import Kind, Op
 from pipeback.schedules.order import Wave
 
-Choice = int | Literal["newest", "used", "shifted"]  # a version, or weights that are nobody else's
+Choice = int | Literal["newest", "used", "shifted"]  # a version, or shifted weights, which are no version
 Fetch = TypeVar("Fetch")
 
 
 class Driver(Protocol[Fetch]):
-    """Brings and holds the weights of stages; a `Fetch` is the driver's record of one that it has begun."""
+    """Brings and holds the weights of stages. A `Fetch` is the driver's record of a fetch that it has begun."""
 
     def comes(self, stage: int) -> bool:
-        """Whether the stage is one of its own, with weights that come to the device."""
+        """Whether the stage belongs to this driver and has weights that come to the device."""
 
     def lies(self, stage: int) -> bool:
         """Whether the newest weights of the stage lie on the device."""
 
     def found(self, stage: int) -> Fetch:
-        """The fetch of newest weights that lie there already."""
+        """Return a finished fetch for newest weights that lie there already."""
 
     def fetch(self, stage: int, op: Op, asks: bool) -> Fetch:
-        """Begin to bring the weights that `op` runs on; `asks`: the method chooses them."""
+        """Begin to bring the weights on which `op` runs. asks: whether the method chooses them."""
 
     def end(self, fetch: Fetch) -> None:
-        """Wait until a fetch has ended that nobody has come to use, whether it failed or not."""
+        """Wait until an unused fetch has ended, whether it failed or not."""
 
     def admit(self, stage: int) -> None:
-        """Give the stage its place on the device."""
+        """Give the stage a place on the device."""
 
     def dismiss(self, stage: int) -> None:
-        """Take the place away, and what belongs to the stage with it."""
+        """Free the stage's place, and all its tensors there."""
 
 
 class FetchPolicy(Generic[Fetch]):
@@ -53,17 +53,17 @@ class FetchPolicy(Generic[Fetch]):
     """
 
     def __init__(self, driver: Driver[Fetch], prefetch: int, asks: Mapping[Kind, bool], needs_entry: bool) -> None:
-        """asks: whether the method chooses what an F or B runs on. needs_entry: see `Method`."""
+        """asks: whether the method chooses the weights of a forward (F) or backward (B). needs_entry: see `Method`."""
         self.driver, self.prefetch, self.asks, self.needs_entry = driver, prefetch, asks, needs_entry
         self.here: list[int] = []
         self.peak_stages = 0
-        self._needed: set[int] = set()  # by the visit at hand and those that come
-        self._fetches: dict[int, tuple[Op | None, Fetch]] = {}  # begun and not yet used, by stage
+        self._needed: set[int] = set()  # stages needed by this visit and the next ones
+        self._fetches: dict[int, tuple[Op | None, Fetch]] = {}  # fetches that were begun and not used, by stage
 
     # -- looking ahead -------------------------------------------------------------------------------------------
 
     def ahead(self, waves: Iterable[Wave]) -> Iterator[Wave]:
-        """The same operations one by one; when a visit begins, what it and the next ones run on is fetched."""
+        """Yield the operations one by one; at the begin of a visit, fetch the weights for it and the next ones."""
         source, queue, visits = _singles(waves), deque[Wave](), deque[tuple[int, Op]]()
         at, more, pulled = -1, True, -1
         while True:
@@ -88,23 +88,23 @@ class FetchPolicy(Generic[Fetch]):
             yield wave
 
     def _plan(self, visits: Iterable[tuple[int, Op]]) -> None:
-        """The first of these visits begins, the others come: as many are fetched as there is room for."""
-        chosen: dict[int, Op] = {}  # a stage's first visit: after it, it may need something else
+        """Begin the first of these visits, and fetch for as many of the others as there is room for."""
+        chosen: dict[int, Op] = {}  # the first operation of a stage: after it, the stage may need other weights
         for t, op in visits:
             if len(chosen) <= self.prefetch:
                 chosen.setdefault(t, op)
         self._needed = set(chosen)
         for t, op in chosen.items():
-            # what a method with `needs_entry` is asked for may not be known before its turn comes
+            # the answer of a method with `needs_entry` may be unknown until its turn comes
             if op.kind != "U" and not (self.asks[op.kind] and self.needs_entry):
                 self.begin(t, op)
 
     # -- one operation -------------------------------------------------------------------------------------------
 
     def begin(self, stage: int, op: Op) -> Fetch:
-        """Have what the operation runs on brought, unless it is there or on its way."""
+        """Begin to bring the weights of an operation, unless they are there or on their way."""
         asks = self.asks[op.kind]
-        key = op if asks else None  # where the method is not asked, all operations run on the newest weights
+        key = op if asks else None  # a method that is not asked runs all operations on the newest weights
         if stage in self._fetches:
             before, fetch = self._fetches[stage]
             if before == key:
@@ -119,7 +119,7 @@ class FetchPolicy(Generic[Fetch]):
         return fetch
 
     def use(self, stage: int, op: Op) -> Fetch:
-        """What the operation, whose turn has come, runs on: its driver waits for it."""
+        """Return the fetch for an operation whose turn has come; the driver waits for it."""
         if stage not in self._needed:
             self._needed = {stage}
         fetch = self.begin(stage, op)
@@ -129,7 +129,7 @@ class FetchPolicy(Generic[Fetch]):
     # -- room ----------------------------------------------------------------------------------------------------
 
     def vacate(self) -> None:
-        """Let all stages go from the device."""
+        """Remove all stages from the device."""
         self._needed = set()
         while self.here:
             self._dismiss(self.here[0])
@@ -151,14 +151,14 @@ class FetchPolicy(Generic[Fetch]):
 
 
 class Brings(NamedTuple):
-    """Which weights an operation finds on the device."""
+    """The weights that an operation finds on the device."""
 
-    version: int  # that the operation counts as run on: shifted weights are of the newest one
-    lies: int | None  # the version that lies there; None: weights that are no version
+    version: int  # the version that counts as used; shifted weights have the newest
+    lies: int | None  # the version on the device; None if shifted weights are there
 
 
 def brings(choice: Choice, newest: int, used: int | None = None, *, owned: bool = False) -> Brings:
-    """What a choice means. used: the version that the micro-batch's F ran on, whose weights were shifted if `owned`."""
+    """Return the weights for a choice. used: the version that the micro-batch's F used; owned: these were shifted."""
     if choice == "used" and used is not None:
         return Brings(used, None if owned else used)
     if choice == "shifted":
@@ -168,7 +168,7 @@ def brings(choice: Choice, newest: int, used: int | None = None, *, owned: bool 
 
 
 def choice_of(chosen: object, newest: object, used: object | None) -> Choice:
-    """The choice that a method's answer means, given the newest weights and, if it keeps them, those that F used."""
+    """Return a method's answer as a choice, given the newest weights and, if it keeps them, those that F used."""
     if chosen is used:
         return "used"
     if chosen is newest:
@@ -177,7 +177,7 @@ def choice_of(chosen: object, newest: object, used: object | None) -> Choice:
 
 
 def asks(method: Method) -> dict[Kind, bool]:
-    """Whether a method is asked for the weights of F and of B."""
+    """Return whether a method chooses the weights of F, and of B."""
     return {
         "F": overrides(method, "forward_weights"),
         "B": overrides(method, "backward_weights") or method.copies == "stash",

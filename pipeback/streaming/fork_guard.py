@@ -1,4 +1,4 @@
-"""Fork guard: a child of fork() has a copy of everything except its parent's threads.
+"""Fork guard: refuses a pipeline in a child of fork(), which has copies of everything but its parent's threads.
 
 A pipeline with threads or a store would hang in the child, and both would hold the lock of a store's folder. So the
 child's calls raise an error, and it releases the lock, which stays with the parent.
@@ -24,7 +24,7 @@ def refuse(process: int) -> None:
 
 
 def locks(store: Any) -> None:
-    """A child is to call `store.unlocked()`."""
+    """Have children call `store.unlocked()`, which releases their copy of the lock."""
     _locked.add(store)
 
 

@@ -1,4 +1,4 @@
-"""Pages: regions of a file that are replaced and never overwritten, so that a commit is one small step.
+"""Pages: keeps regions of a file that are replaced and never overwritten, so that a commit is one small step.
 
 committed   A0 B0 C0                 what a process that is killed now finds
 written     A0 B0 C0 A1 C1           new versions lie beside the old ones, and may be overwritten themselves
@@ -18,11 +18,11 @@ from torch import Tensor
 
 from pipeback.errors import StoreError
 
-PAGE = 4096  # bytes: regions begin at multiples of it
+PAGE = 4096  # bytes; regions begin at multiples of a page
 
 
 class Region(NamedTuple):
-    """at, size: bytes; crc: CRC-32 of the content."""
+    """A region of a file. at: its first byte; size: in bytes; crc: the CRC-32 of its content."""
 
     at: int
     size: int
@@ -44,7 +44,7 @@ class Pages:
             raise StoreError(
                 f"{path}: {size} bytes were found, {end} were committed: it was truncated; restore it from a copy"
             )
-        self._free: list[tuple[int, int]] = []  # (begin, end) of what nothing lies in
+        self._free: list[tuple[int, int]] = []  # (begin, end) of the free places
         self._end = end
         self._collect()
 
@@ -70,7 +70,7 @@ class Pages:
         self.read_bytes += region.size
 
     def drop(self, name: str) -> None:
-        """The region of this name is not needed any more."""
+        """Free the region of this name at the next commit."""
         old = self.newest.pop(name, None)
         if old is not None:
             self._release(name, old)
@@ -81,7 +81,7 @@ class Pages:
             os.fsync(self._file)
 
     def commit(self) -> None:
-        """The newest regions are committed: the caller has recorded them in a file that outlives this process."""
+        """Make the newest regions the committed ones, after the caller has recorded them in a file."""
         self.committed = dict(self.newest)
         self._collect()
 
@@ -95,9 +95,9 @@ class Pages:
             self._free.append((region.at, _end(region)))
 
     def _allocate(self, size: int) -> int:
-        """The smallest free place that is large enough, or the end of the file."""
+        """Return the smallest free place that is large enough, or else the end of the file."""
         if not size:
-            return 0  # nothing is written, which must not count as missing
+            return 0  # an empty region must not count as missing
         need = paged(size)
         fitting = [place for place in self._free if place[1] - place[0] >= need]
         if not fitting:
@@ -121,7 +121,7 @@ class Pages:
 
 
 def read(path: Path, name: str, region: Region) -> Tensor:
-    """A committed region, whichever process holds the file: (size,), uint8. Raises StoreError as `Pages.read`."""
+    """Return a committed region, also of another process's file: (size,), uint8. Raises StoreError if it is damaged."""
     memory = torch.empty(region.size, dtype=torch.uint8)
     with _naming(path), open(path, "rb") as file:
         _fill(file.fileno(), path, name, region, memory)
@@ -144,7 +144,7 @@ def _fill(file: int, path: Path, name: str, region: Region, memory: Tensor) -> N
 
 
 def paged(size: int) -> int:
-    """The bytes that a region of this size takes in a file."""
+    """Return the bytes that a region of this size takes in a file."""
     return -(-size // PAGE) * PAGE
 
 
@@ -158,7 +158,7 @@ def _bytes(memory: Tensor) -> memoryview:
 
 
 class _naming:
-    """Whatever the system refuses is a StoreError that begins with the path."""
+    """A context that turns every OSError into a StoreError that begins with the path."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

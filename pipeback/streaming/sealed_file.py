@@ -1,4 +1,4 @@
-"""A JSON file with its own SHA-256 before it, and files that are on the disk when a call returns."""
+"""Sealed file: JSON files that begin with their own SHA-256, and calls that return once a file is on the disk."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ SEALED = re.compile(rb'\{"sha256": "([0-9a-f]{64})",\n"checkpoint": (.*)\}\n', r
 
 
 def sealed(document: Any) -> bytes:
-    """JSON with its own SHA-256 before it."""
+    """Return a document as JSON, with its SHA-256 before it."""
     body = json.dumps(document).encode()
     return b'{"sha256": "' + hashlib.sha256(body).hexdigest().encode() + b'",\n"checkpoint": ' + body + b"}\n"
 
 
 def unsealed(file: Path) -> Any:
-    """The document in a file of `sealed`, else CheckpointError."""
+    """Return the document in a file that `sealed` wrote. Raises CheckpointError if the file is damaged."""
     with naming(file):
         text = file.read_bytes()
     found = SEALED.fullmatch(text)
@@ -64,7 +64,7 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Whatever goes wrong is a CheckpointError that begins with the path."""
+    """A context that turns every error into a CheckpointError that begins with the path."""
     try:
         yield
     except CheckpointError:

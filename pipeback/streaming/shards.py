@@ -1,4 +1,4 @@
-"""Shards: the ranks of all replicas of a stage keep it in their stores together, 1/R in each.
+"""Shards: splits a stage over the stores of the ranks of all R replicas, with 1/R of it in each.
 
     store of rank 0   A A · ·         a stage's run of bytes is cut at cache lines; a rank keeps the weights, the
     store of rank 1   · · B B         optimizer's and the method's state of its slice, as vectors
@@ -27,16 +27,16 @@ from pipeback.tensors import accelerators
 from pipeback.tensors.flat_buffer import FlatBuffer, Span, dense, places
 from pipeback.tensors.layout import LINE
 
-# what an elementwise optimizer keeps once per parameter, whatever its shape
+# optimizer state that is one number per parameter
 SCALARS = {"step", "eta", "mu", "mu_product"}
 
 
 class Collective(NamedTuple):
-    """A process group, and how to wait for its work: raises what names the rank that does not answer."""
+    """A process group, and a function that waits for its work or raises an error naming a rank that is silent."""
 
     group: dist.ProcessGroup
     wait: Callable[[dist.Work | None], None]
-    nccl: bool = False  # its tensors are on the device; else in host memory
+    nccl: bool = False  # whether its tensors are on the device; otherwise they are in host memory
 
 
 class ReplicaGroup(NamedTuple):
@@ -44,14 +44,14 @@ class ReplicaGroup(NamedTuple):
 
     fetching: Collective
     updating: Collective
-    keeping: Collective  # in host memory, while neither of the others is used, and for norms
-    stalled: Callable[[str], AbstractContextManager[None]]  # the time in which a thread waits for the others
+    keeping: Collective  # a group in host memory, for states and norms
+    stalled: Callable[[str], AbstractContextManager[None]]  # a context in which a thread waits for the other ranks
 
 
 class Shard:
     """One rank's slice of a stage's run of bytes (`FlatBuffer`), and where all other slices are.
 
-    column: set whenever the ranks have come together.
+    column: the group of the ranks that share the stage, set once they have met.
     """
 
     def __init__(self, stage: int, named: Sequence[tuple[str, nn.Parameter]], index: int, count: int) -> None:
@@ -76,10 +76,10 @@ class Shard:
         assert self.column is not None
         return self.column
 
-    # -- where things are ----------------------------------------------------------------------------------------
+    # -- places --------------------------------------------------------------------------------------------------
 
     def span(self, n: int, rank: int | None = None) -> tuple[int, int]:
-        """The elements of parameter n, in the order of memory, that a rank (None: this one) keeps: [first, last)."""
+        """Return the elements [first, last) of parameter n, in the order of memory, of a rank (None: this one)."""
         rank = self.index if rank is None else rank
         size, number = self.dtypes[n].itemsize, self.shapes[n].numel()
         edges = (rank * self.share - self.begins[n]) // size, ((rank + 1) * self.share - self.begins[n]) // size
@@ -87,7 +87,7 @@ class Shard:
         return low, high
 
     def home(self, device: torch.device, *, pinned: bool) -> FlatBuffer:
-        """Memory for this rank's slice: `views` are vectors, some of them empty."""
+        """Return memory for this rank's slice, whose `views` are vectors, some of them empty."""
         spans = []
         for n, (begin, dtype) in enumerate(zip(self.begins, self.dtypes, strict=True)):
             low, high = self.span(n)
@@ -96,7 +96,7 @@ class Shard:
         return FlatBuffer(spans, self.share, device, pinned=pinned)
 
     def cut(self, n: int, whole: Tensor, rank: int | None = None) -> Tensor:
-        """A rank's piece of a tensor shaped like parameter n, as a vector in the order of memory."""
+        """Return a rank's piece of a tensor shaped like parameter n, as a vector in the order of memory."""
         low, high = self.span(n, rank)
         return self._run(n, whole)[low:high]
 
@@ -107,7 +107,7 @@ class Shard:
         return whole.detach().as_strided((whole.numel(),), (1,))
 
     def cut_state(self, stage: Stage) -> None:
-        """Cut state that the optimizer began with (Adagrad's, for instance) to this rank's slice."""
+        """Cut the initial state of an optimizer, such as Adagrad's, to this rank's slice."""
         for n, w in zip(self.trained, stage.weights, strict=True):
             state = stage.optimizer.state.get(w, {})
             for key, value in state.items():
@@ -135,10 +135,10 @@ class Shard:
     def scatter(
         self, grads: Sequence[Tensor | None], number: float, version: int
     ) -> tuple[list[Tensor | None], float, int]:
-        """This rank's slice of the gradient sums of all ranks, added in the order of the ranks.
+        """Return this rank's slice of the gradient sums of all ranks, added in the order of the ranks.
 
         grads: of the trainable parameters. number: micro-batches (or samples) in them. version: updates before this
-        one, on which all ranks must agree. Returns also the total number, and the bytes that were sent to others.
+        one, on which all ranks must agree. It also returns the total number, and the bytes sent to other ranks.
         """
         if not grads:
             return [], number, 0
@@ -185,7 +185,7 @@ class Shard:
         return sums, counted, (len(given) - mine) * given.element_size()
 
     def norm(self, grads: Sequence[Tensor | None]) -> Tensor:
-        """The Euclidean norm over all owners' slices, their squares added in the order of the ranks."""
+        """Return the Euclidean norm over all owners' slices, whose squares are added in the order of the ranks."""
         group, wait, _ = self._joined().keeping
         square = torch.zeros((), dtype=torch.float64)
         for g in grads:
@@ -198,7 +198,7 @@ class Shard:
     # -- state ---------------------------------------------------------------------------------------------------
 
     def number(self, name: str, tensor: Tensor | None = None) -> int | None:
-        """The parameter whose shape the tensor `name` of a state has (see `stage_state`), if slices of it are kept."""
+        """Return the parameter of which `name`, a tensor of a state (see `stage_state`), keeps a slice; else None."""
         kind, _, rest = name.partition("/")
         if kind == "weight":
             return self.names[rest]
@@ -210,7 +210,7 @@ class Shard:
         return None
 
     def whole(self, tensors: Mapping[str, Tensor], keep: Callable[[str], bool]) -> dict[str, Tensor]:
-        """A stage's state with whole tensors in the place of this rank's pieces; every rank of the column calls it.
+        """Return a stage's state with whole tensors in place of this rank's pieces; every rank of the column calls it.
 
         keep: whether this rank wants a tensor, by name. Tensors come one after the other, so the others are freed soon.
         """
@@ -238,7 +238,7 @@ class Shard:
         return whole
 
     def pieces(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """This rank's pieces of a state, cut when they are asked for; pieces are left as they are."""
+        """Return this rank's pieces of a state, which are cut on access; tensors that are pieces already stay."""
         return _Pieces(self, tensors)
 
     def fits(self, name: str, tensor: Tensor) -> bool:
@@ -256,7 +256,7 @@ class _Pieces(Mapping[str, Tensor]):
         if n is None:
             return tensor
         low, high = self._shard.span(n)
-        # a vector as long as the piece is one, or all of a parameter that lies in one slice
+        # a vector of this length is the piece already, or a whole parameter that lies in one slice
         return tensor if tensor.shape == (high - low,) else self._shard.cut(n, tensor).clone()
 
     def __iter__(self) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Where the survivors of a sparse tensor are, in as few bytes as may be; and between dense and surviving values.
+"""Sparse index: packs the places of the survivors of a sparse tensor into few bytes, and converts their values.
 
     packed = header | body        all bytes; the header is two 64-bit numbers: 4·N + form, and K
 
@@ -11,7 +11,7 @@
 N entries, K survivors; entries are counted in row-major order whatever the strides. `pack` takes the shortest form:
 with float32 values, a tensor of density 0.1 takes 0.125 of its dense bytes (0.131 with a bitmap), one of 0.01 0.013.
 
-Numbers are in this machine's byte order. Everything works on the device that its argument is on; reading a header there
+Numbers are in this machine's byte order. Every function works on the device of its argument; reading a header there
 waits for the device.
 """
 
@@ -34,7 +34,7 @@ class Header(NamedTuple):
 
 
 def pack(mask: Tensor) -> Tensor:
-    """A boolean mask of any shape as a flat uint8 tensor, in the shortest form."""
+    """Return a boolean mask of any shape as a flat uint8 tensor, in the shortest form."""
     flat = mask.reshape(-1)
     index = flat.nonzero().view(-1)
     size, count = len(flat), len(index)
@@ -56,7 +56,7 @@ def header(packed: Tensor) -> Header:
 
 
 def unpack(packed: Tensor) -> Tensor:
-    """The flat index of the survivors, ascending, int64: (K,). Raises ValueError when the bytes are damaged."""
+    """Return the flat index of the survivors, ascending, int64: (K,). Raises ValueError if the bytes are damaged."""
     form, size, count = header(packed)
     body = packed[HEADER:]
     if form == ALL:
@@ -79,14 +79,14 @@ def unpack(packed: Tensor) -> Tensor:
 
 
 def unpack_mask(packed: Tensor) -> Tensor:
-    """The flat boolean mask: (N,)."""
+    """Return the flat boolean mask: (N,)."""
     mask = torch.zeros(header(packed).size, dtype=torch.bool, device=packed.device)
     mask[unpack(packed)] = True
     return mask
 
 
 def nbytes(size: int, count: int) -> int:
-    """Bytes that `pack` takes at most for `count` survivors among `size` entries, wherever they are."""
+    """Return the most bytes that `pack` can take for `count` survivors among `size` entries."""
     if count == size:
         return HEADER
     gaps = [dtype.itemsize * (count + (size - count) // most) for dtype, most in _CODES.values()]
@@ -94,7 +94,7 @@ def nbytes(size: int, count: int) -> int:
 
 
 def gather(dense: Tensor, index: Tensor) -> Tensor:
-    """The surviving values of a dense tensor of any strides: (K,)."""
+    """Return the surviving values of a dense tensor of any strides: (K,)."""
     return dense.detach().reshape(-1).index_select(0, index)
 
 

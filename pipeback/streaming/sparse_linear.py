@@ -2,9 +2,8 @@
 
     y = W x + b      ∂x = Wᵀ ∂y      ∂W = ∂y xᵀ at the survivors only
 
-by products with compressed rows (torch.sparse), of a weight that survives in few places. The sums are made in another
-order than a dense product makes them, so the last bits differ. Where an update wants the whole gradient (RigL), it is
-dense. From which sparsity on it pays is measured: `gain`.
+The products use compressed rows (torch.sparse). They sum in another order than dense products, so the last bits differ.
+If an update needs the whole gradient (RigL), that is dense. `gain` measures from which sparsity on this pays.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ from torch import Tensor, nn
 
 from pipeback.streaming.sparse_index import scatter, unpack
 
-ROWS = 64  # samples with which it is measured whether skipping pays
+ROWS = 64  # samples in the measurement of `gain`
 
 
 class Pattern(NamedTuple):
-    """Where the survivors of a weight (out, in) are: by rows, and by columns with the survivors in that order."""
+    """The places of the survivors of a weight (out, in), by rows and by columns."""
 
-    places: Tensor  # in the flat weight
-    rows: tuple[Tensor, Tensor]  # begin of every row, columns
-    columns: tuple[Tensor, Tensor]  # begin of every column, rows
+    places: Tensor  # indices in the flat weight
+    rows: tuple[Tensor, Tensor]  # (begin of every row, columns)
+    columns: tuple[Tensor, Tensor]  # (begin of every column, rows)
     order: Tensor
 
     @staticmethod
@@ -38,7 +37,7 @@ class Pattern(NamedTuple):
         return Pattern(index, (_begins(row, shape[0]), column), (_begins(column[order], shape[1]), row[order]), order)
 
     def weight(self, values: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:
-        """W and Wᵀ with these survivors."""
+        """Return W and Wᵀ with these survivors."""
         return (
             _compressed(*self.rows, values, shape),
             _compressed(*self.columns, values[self.order], torch.Size(reversed(shape))),
@@ -46,15 +45,15 @@ class Pattern(NamedTuple):
 
 
 class SparseLinear:
-    """Replaces the forward of an nn.Linear. Its weight is the survivors that were laid last.
+    """Replaces the forward of an nn.Linear, whose weight has the survivors that were laid last.
 
-    whole: whether the coming update needs the gradient of the zeros too.
+    whole: whether the next update also needs the gradient of the zeros.
     """
 
     def __init__(self, layer: nn.Linear, whole: Callable[[], bool]) -> None:
         self.shape, self.whole = layer.weight.shape, whole
         self.laid: tuple[Tensor, Tensor] | None = None
-        self.now: Pattern | None = None  # of the newest survivors, whose gradient is wanted
+        self.now: Pattern | None = None  # of the newest survivors, which get the gradient
         self._patterns: dict[int, tuple[Tensor, Pattern]] = {}
         parent = self
 
@@ -80,12 +79,12 @@ class SparseLinear:
         self._layer, self._apply = layer, Product.apply
 
     def arrive(self) -> None:
-        """From now on the layer computes with sparse products."""
+        """Have the layer compute with sparse products from now on."""
         layer, apply = self._layer, self._apply
         layer.forward = lambda input: apply(input, layer.weight, layer.bias)  # type: ignore[method-assign]
 
     def lay(self, values: Tensor, packed: Tensor, newest: Tensor | None) -> None:
-        """Make these survivors, at these places, the weight. newest: the packed index of the newest ones."""
+        """Make these survivors the weight. packed: the index of their places; newest: that of the newest survivors."""
         assert newest is not None
         self._patterns = {
             key: found for key, found in self._patterns.items() if found[0] is packed or found[0] is newest
@@ -94,18 +93,18 @@ class SparseLinear:
         self.now = self._pattern(newest, values.device)
 
     def leave(self) -> None:
-        """The weight has left the device, and the layer is an ordinary one again."""
+        """Make the layer an ordinary one again, since its weight leaves the device."""
         self.laid = None
         self._layer.__dict__.pop("forward", None)
 
     def product(self, which: int, x: Tensor) -> Tensor:
-        """x Wᵀ, or x W: (N, …) -> (N, …)."""
+        """Return x Wᵀ or x W: (N, …) -> (N, …)."""
         if self.laid is None:
             raise RuntimeError("a sparse weight is not on the device; this is a bug in pipeback")
         return (self.laid[which] @ x.t()).t().contiguous()
 
     def gradient(self, g: Tensor, x: Tensor) -> Tensor:
-        """∂W: (out, in), zero where nothing survives."""
+        """Return ∂W: (out, in), zero where nothing survives."""
         if self.now is None or self.whole():
             return g.t() @ x
         begins, columns = self.now.rows
@@ -122,7 +121,10 @@ class SparseLinear:
 
 @lru_cache(64)
 def gain(shape: torch.Size, density: float, dtype: torch.dtype, device: torch.device) -> float:
-    """How many times as fast F and B of such a linear layer are without its zeros; 0 if these cannot be left out."""
+    """Return how many times as fast F (forward) and B (backward) of such a linear layer are without its zeros.
+
+    It is 0 if torch has no sparse products for this device and dtype.
+    """
     generator = torch.Generator().manual_seed(0)
     layer = nn.Linear(shape[1], shape[0], dtype=dtype, device=device)
     mask = torch.rand(shape, generator=generator) < density
@@ -147,7 +149,7 @@ def gain(shape: torch.Size, density: float, dtype: torch.dtype, device: torch.de
         skipping.laid = pattern.weight(layer.weight.detach().flatten()[index], layer.weight.shape)
         skipping.now = pattern
         return dense / seconds()
-    except (RuntimeError, NotImplementedError):  # a torch without sparse products for this device or type
+    except (RuntimeError, NotImplementedError):  # torch has no sparse products for this device or dtype
         return 0.0
 
 
@@ -158,6 +160,6 @@ def _compressed(begins: Tensor, places: Tensor, values: Tensor, shape: torch.Siz
 
 
 def _begins(numbers: Tensor, count: int) -> Tensor:
-    """Where each number's run begins, and the end: (count + 1,)."""
+    """Return where the run of each number begins, and the end: (count + 1,)."""
     sizes = torch.bincount(numbers, minlength=count)
     return torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])

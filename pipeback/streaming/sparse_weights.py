@@ -1,4 +1,4 @@
-"""Sparse weights: the survivors of a stage's weights, and their way to the device and back.
+"""Sparse weights: keeps the survivors of a stage's weights, and converts them to the dense form on the device.
 
 In the store a sparse weight is the vector of its surviving values, with a packed index of where they belong; the
 optimizer and the method see that vector. On the device it is dense, with zeros elsewhere, and no mask is in the graph.
@@ -19,19 +19,19 @@ from pipeback.streaming.sparse_index import gather, header, pack, scatter, unpac
 from pipeback.streaming.sparse_linear import SparseLinear, gain
 from pipeback.tensors.flat_buffer import FlatBuffer
 
-GAIN = 1.1  # zeros are skipped where that is faster by so much
+GAIN = 1.1  # zeros are skipped if that is faster by this factor
 Packed = tuple[Tensor | None, ...]  # an index for each trainable weight; None: it is dense
 
 
 class SparseWeights:
-    """Which of a stage's weights survive, now and in the older versions that are still needed."""
+    """The index of the surviving weights of a stage, now and in the older versions that are still needed."""
 
     def __init__(
         self, policy: Sparsity, numbers: Sequence[int], densities: Sequence[float], at: At, skip: bool | str
     ) -> None:
         """numbers: the sparsified ones among the stage's trainable weights, with their densities.
 
-        skip: whether zeros of linear layers are not computed; "auto": where that was measured to be faster.
+        skip: whether linear layers skip their zeros; "auto": those for which this was measured to be faster.
         """
         self.skip = skip
         self.policy, self.numbers, self.densities, self.at = policy, list(numbers), list(densities), at
@@ -39,27 +39,27 @@ class SparseWeights:
 
     @property
     def packed(self) -> Packed:
-        """The index of the newest weights."""
+        """The index of the newest weights, per trainable weight."""
         return self.changes[-1][1]
 
     def packed_at(self, version: int) -> Packed:
-        """The index of the weights after so many updates."""
+        """Return the index of the weights after `version` updates."""
         return next(packed for since, packed in reversed(self.changes) if since <= version)
 
     def begin(self, weights: Sequence[Tensor], where: torch.device) -> None:
-        """Choose the first survivors among dense weights; the index is put on the device where they will live."""
+        """Choose the first survivors among dense weights. where: the device on which they and the index will live."""
         masks = self.policy.masks([weights[n] for n in self.numbers], self.densities, self.at)
         self.changes = [(0, self._packed(len(weights), [mask.to(where) for mask in masks]))]
 
     def gathered(self, dense: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The survivors of dense tensors, on the devices of these; tensors that are not sparse are left as they are."""
+        """Return the survivors of tensors, on the devices of these; those of dense weights are returned unchanged."""
         return [
             t if t is None or index is None else gather(t, unpack(index.to(t.device)))
             for t, index in zip(dense, self.packed, strict=True)
         ]
 
     def skipping(self, stage: Stage, device: torch.device) -> dict[int, SparseLinear]:
-        """The linear layers whose zeros are not computed, by the number of their weight."""
+        """Return the linear layers that skip their zeros, by the number of their weight."""
         if self.skip is False:
             return {}
         layers = {id(m.weight): m for m in stage.module.modules() if type(m) is nn.Linear}
@@ -71,7 +71,7 @@ class SparseWeights:
         return found
 
     def cut_state(self, stage: Stage) -> None:
-        """Cut state that the optimizer began with (Adagrad's, for instance) to the survivors."""
+        """Cut the initial state of an optimizer, such as Adagrad's, to the survivors."""
         for n in self.numbers:
             state, index = stage.optimizer.state.get(stage.weights[n], {}), self.packed[n]
             for key, value in state.items():
@@ -79,7 +79,7 @@ class SparseWeights:
                     state[key] = gather(value, unpack(index))
 
     def dense(self, stage: Stage) -> list[Tensor]:
-        """All parameters of the stage as they are on a device, with zeros where no weight survives."""
+        """Return all parameters of the stage in their dense form, with zeros where no weight survives."""
         assert stage.home.flat is not None and stage.home.slot is not None
         indices, found = iter(self.packed), []
         for p, view in zip(stage.home.slot.params, stage.home.flat.views, strict=True):
@@ -89,14 +89,14 @@ class SparseWeights:
         return found
 
     def expanded(self, stage: Stage, n: int, value: Tensor) -> Tensor:
-        """The dense form of a tensor that belongs to the survivors of weight n, on the tensor's device."""
+        """Return the dense form of a tensor with one value per survivor of weight n."""
         index = self.packed[n]
         if index is None:
             return value
         return scatter(value, unpack(index.to(value.device)), value.new_empty(stage.params[n].shape))
 
     def gather_into(self, stage: Stage, dense: Sequence[Tensor]) -> None:
-        """Copy the survivors of the tensors that `dense` gave, and that the caller has changed, to the weights."""
+        """Copy the survivors of tensors from `dense`, which the caller has changed, to the weights."""
         assert stage.home.flat is not None and stage.home.slot is not None
         indices = iter(self.packed)
         for p, view, value in zip(stage.home.slot.params, stage.home.flat.views, dense, strict=True):
@@ -106,14 +106,14 @@ class SparseWeights:
 
     @property
     def index_bytes(self) -> int:
-        """Bytes of the index, as it travels with the survivors."""
+        """The bytes of the index that travels with the survivors."""
         return sum(index.numel() for index in self.packed if index is not None)
 
     def change(self, stage: Stage, gradients: Sequence[Tensor | None], update: int) -> None:
-        """After an update that is due: choose other survivors.
+        """Choose other survivors after an update, if a change is due.
 
-        Those that stay keep their values and optimizer state; others begin at zero. gradients: dense, if the policy
-        needs them. Older indices that no version needs are dropped.
+        Survivors that stay keep their values and optimizer state; new ones begin at zero. gradients: dense ones, if the
+        policy needs them. Older indices that no version needs are dropped.
         """
         old, weights = self.packed, stage.weights
         places = [unpack(index) if index is not None else None for index in old]
@@ -129,14 +129,14 @@ class SparseWeights:
             return gather(self._dense(value, place, old[n]), unpack(index))
 
         values = [moved(n, w.data) if n in self.numbers else w.data for n, w in enumerate(weights)]
-        fresh: dict[int, Tensor] = {}  # by the identity of what it replaces: a method may keep the optimizer's tensors
+        fresh: dict[int, Tensor] = {}  # by the identity of the tensor it replaces, which a method may also hold
         for n in self.numbers:
             w, state = weights[n], stage.optimizer.state.get(weights[n], {})
             kept = [some[n] for some in stage.state.values() if isinstance(some, list)]
             for value in (*state.values(), *kept):
                 if isinstance(value, Tensor) and value.shape == w.shape and id(value) not in fresh:
                     fresh[id(value)] = moved(n, value)
-            if state:  # a new dictionary, by which whoever has joined the optimizers notices
+            if state:  # a new dictionary, by which a joint optimizer notices the change
                 stage.optimizer.state[w] = {key: fresh.get(id(value), value) for key, value in state.items()}
         stage.put_state(
             {
@@ -150,7 +150,7 @@ class SparseWeights:
         self.changes = [*self.changes[oldest:], (update, new)]
 
     def restore(self, stage: Stage, changes: Sequence[tuple[int, Packed]]) -> None:
-        """Take up indices as they were saved; the stage's weights get room for their survivors."""
+        """Restore saved indices, and give the stage's weights room for their survivors."""
         assert stage.home.flat is not None
         where = stage.home.flat.memory.device
         self.changes = [(since, tuple(None if p is None else p.to(where) for p in packed)) for since, packed in changes]
@@ -183,10 +183,10 @@ def _rehome(stage: Stage, values: Sequence[Tensor]) -> None:
 
 
 def choose(policy: Sparsity, stages: Sequence[Stage], skip: bool | str = False) -> list[SparseWeights | None]:
-    """The sparse weights of each stage, with densities that are shared out over the whole model.
+    """Return the sparse weights of each stage, with densities that are distributed over the whole model.
 
     Raises ValueError if there is nothing to sparsify, if a pattern of `exclude` names no parameter, and if an optimizer
-    looks at whole matrices.
+    uses whole matrices.
     """
     chosen: list[list[int]] = []
     shapes, names = [], []

@@ -1,7 +1,7 @@
-"""Store: where the weights and the optimizer state of stages live.
+"""Store: keeps the weights and the optimizer state of stages.
 
-Outside the device, a stage's weights lie in one run of bytes. What F and B run on is copied to the device for them;
-gradients come back, and the optimizer makes its step on the weights in the store.
+Outside the device, a stage's weights lie in one run of bytes. For a forward (F) or backward (B) the weights are copied
+to the device; gradients come back, and the optimizer steps the weights in the store.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ class Store(ABC):
     fused: bool = False
     device_memory: int | str | None = None
     host_memory: int | str | None = None
-    closed = False  # for good
+    closed = False  # whether it was closed, for good
 
     @property
     def budgets(self) -> tuple[int | None, int | None]:
-        """The bytes on the device and in host memory that training may take."""
+        """The bytes that training may take on the device and in host memory; None: no limit."""
         return byte_sizes.parsed("device_memory", self.device_memory), byte_sizes.parsed(
             "host_memory", self.host_memory
         )
 
     @abstractmethod
     def open(self, place: int | None = None) -> None:
-        """Called once, before the first stage is held. place: the number of this process among several."""
+        """Open the store, once, before the first stage is held. place: the number of this process among several."""
 
     @abstractmethod
     def close(self) -> None:
@@ -58,45 +58,45 @@ class Store(ABC):
     def hold(self, stage: Stage, method: Method, device: torch.device, sparse: SparseWeights | None = None) -> None:
         """Take in a stage that will compute on `device`: its weights, optimizer state and method state.
 
-        sparse: decides which of the weights survive.
+        sparse: chooses which of the weights survive; None: all.
         """
 
     @abstractmethod
     def where(self, device: torch.device) -> torch.device:
-        """The device on which the weights of a stage live that computes on `device`."""
+        """Return the device on which the weights live of a stage that computes on `device`."""
 
     @abstractmethod
     def shown(self, home: FlatBuffer) -> list[torch.Tensor] | None:
-        """What a stage's parameters show while they are not on the device; None: NaN."""
+        """Return the tensors that a stage's parameters show while they are not on the device; None: NaN."""
 
     @abstractmethod
     def opened(self, stage: Stage, *, changes: bool = False, whole: bool = False) -> AbstractContextManager[None]:
-        """A context in which weights, optimizer state and method state are in memory; afterwards `changes` are kept.
+        """A context in which weights, optimizer state and method state are in memory.
 
-        whole: older weights and sums of gradients are in memory too.
+        changes: whether they are stored on exit. whole: older weights and gradient sums are in memory, too.
         """
 
     @abstractmethod
     def lent(self, stage: Stage, tensors: Sequence[torch.Tensor | None]) -> AbstractContextManager[None]:
-        """A context in which these tensors, older weights or sums of gradients of a stage, are in memory."""
+        """A context in which these tensors, older weights or gradient sums of a stage, are in memory."""
 
     @abstractmethod
     def put(self, stage: Stage) -> None:
-        """Store what is new of a stage: gradient sums that left the device, and shifted weights that B will need."""
+        """Store the new tensors of a stage: gradient sums from the device, and shifted weights that B will need."""
 
     @abstractmethod
     def read(self, stage: Stage, slot: DeviceSlot) -> int:
-        """Copy the newest weights to the device. Returns how many bytes were copied."""
+        """Copy the newest weights to the device and return the bytes that were copied."""
 
 
 class _MemoryStore(Store):
     """A store whose weights are always in memory."""
 
     def open(self, place: int | None = None) -> None:
-        """There is nothing to open."""
+        """Do nothing, since there is nothing to open."""
 
     def close(self) -> None:
-        """There is nothing to let go of."""
+        """Do nothing, since there is nothing to release."""
 
     def hold(self, stage: Stage, method: Method, device: torch.device, sparse: SparseWeights | None = None) -> None:
         move_in(self, stage, method, device, sparse)
@@ -108,7 +108,7 @@ class _MemoryStore(Store):
         return nullcontext()
 
     def put(self, stage: Stage) -> None:
-        """It is there already."""
+        """Do nothing, since the tensors are there already."""
 
     def read(self, stage: Stage, slot: DeviceSlot) -> int:
         return copy_newest(stage, slot)
@@ -127,7 +127,7 @@ class HostStore(_MemoryStore):
     host_memory: int | str | None = None
 
     def __post_init__(self) -> None:
-        self.budgets  # noqa: B018 (raises where they cannot be read)
+        self.budgets  # noqa: B018 (it raises if they are invalid)
 
     def where(self, device: torch.device) -> torch.device:
         return torch.device("cpu")
@@ -137,27 +137,27 @@ class HostStore(_MemoryStore):
 
 
 class DeviceStore(_MemoryStore):
-    """Everything stays on the device. Sparse weights are there twice: the survivors, and a dense form to compute with.
+    """Keeps everything on the device. Sparse weights are there twice: the survivors, and a dense form to compute with.
 
     Only a pipeline with sparsity and no other store has this one.
     """
 
-    prefetch = 1 << 30  # all stages
+    prefetch = 1 << 30  # so that all stages are on the device
 
     def where(self, device: torch.device) -> torch.device:
         return device
 
     def shown(self, home: FlatBuffer) -> None:
-        """NaN: survivors have another shape."""
+        """Return None, for NaN: the survivors have another shape than the parameters."""
 
 
 def move_in(store: Store, stage: Stage, method: Method, device: torch.device, sparse: SparseWeights | None) -> None:
-    """Lay the weights of a stage, which is to compute on `device`, into one run of bytes where the store wants them.
+    """Move the weights of a stage, which will compute on `device`, into one run of bytes in the store.
 
     sparse: chooses which of the weights survive.
     """
     if store.fused:
-        _fuse(stage)  # or nothing is moved
+        _fuse(stage)  # first, since it may raise
     params = list(stage.module.parameters())
     mine = [p.detach() for p in stage.params]
     where = store.where(device)
@@ -186,10 +186,9 @@ def move_in(store: Store, stage: Stage, method: Method, device: torch.device, sp
 
 
 def copy_newest(stage: Stage, slot: DeviceSlot) -> int:
-    """Copy the newest weights, which are in memory, to the device: dense ones by one copy.
+    """Copy the newest weights from memory to the device, dense ones by one copy, and return the bytes.
 
-    Of weights that are split over ranks, each copies its own slice and all gather the whole. Returns the bytes that
-    travelled.
+    If the weights are split over ranks, each rank copies its own slice, and all ranks gather the whole.
     """
     assert stage.home.flat is not None
     if stage.home.share is not None:
@@ -202,10 +201,7 @@ def copy_newest(stage: Stage, slot: DeviceSlot) -> int:
 
 
 def lay(stage: Stage, slot: DeviceSlot, weights: Weights, version: int) -> int:
-    """Copy weights to the device one by one; of sparse ones the survivors of this version, with their index.
-
-    Returns the bytes that travelled.
-    """
+    """Copy weights to the device one by one and return the bytes; sparse ones travel as survivors with their index."""
     assert stage.home.flat is not None
     if stage.home.share is not None:
         return _lay_slice(stage, slot, weights)
@@ -237,7 +233,7 @@ def _lay_slice(stage: Stage, slot: DeviceSlot, weights: Weights) -> int:
 
 
 def _follow(stage: Stage) -> None:
-    """What an optimizer has begun with, as Adagrad does, lies where its weights are; a counter stays where it was."""
+    """Move the initial state of an optimizer, such as Adagrad's, to where its weights are; counters stay."""
     for w in stage.weights:
         for key, value in stage.optimizer.state.get(w, {}).items():
             if isinstance(value, torch.Tensor) and value.dim() and value.device != w.device:

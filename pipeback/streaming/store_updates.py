@@ -1,6 +1,6 @@
-"""Store updates: gradients leave the device, and one thread steps the optimizers in the store, in the order of updates.
+"""Store updates: takes gradients off the device; one thread steps the optimizers in the store in the order of updates.
 
-Sums of gradients that are not complete yet leave with their stage, and come back for its next backward or update.
+Incomplete gradient sums leave the device with their stage, and come back for its next backward (B) or update (U).
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ class StoreUpdates:
     """The updates of a worker's streamed stages; `wait`, `check` and `rest` raise the error of one that failed."""
 
     def __init__(self, store: Store, column: ReplicaGroup | None, streams: CudaCopies, meter: Meter) -> None:
-        """column: the ranks over whose stores the weights are split."""
+        """column: the group of ranks over whose stores the weights are split; None: they are not split."""
         self.store, self.column = store, column
         self._streams, self._meter = streams, meter
         self._thread = ThreadPoolExecutor(1, "pipeback updating")
-        self._updates: dict[int, Future[None]] = {}  # the last of each stage
+        self._updates: dict[int, Future[None]] = {}  # the last update of each stage
 
     # -- updates -------------------------------------------------------------------------------------------------
 
     def begin(self, stage: Stage, make: Make) -> None:
-        """Send the gradients to the store; wait while more than `prefetch` other updates are under way."""
+        """Send the gradients to the store; wait while more than `prefetch` other updates are running."""
         self.check()
         self.collect(stage, to_device=False)
         sums = stage.gradients.sums()
@@ -62,7 +62,7 @@ class StoreUpdates:
         return job
 
     def _owners_job(self, stage: Stage, sums: GradientSums, make: Make) -> Callable[[], None]:
-        """The sums go to their owners first: from device to device, or from host to host."""
+        """Return an update that first sends the sums to their owners, from device to device or from host to host."""
         assert stage.home.share is not None and self.column is not None
         scatter, version = stage.home.share.scatter, stage.version
         if self.column.updating.nccl:
@@ -85,14 +85,14 @@ class StoreUpdates:
         return job
 
     def wait(self, stage: int, *, stalls: bool = False) -> None:
-        """Wait until the last update of a stage is done. stalls: computing waits for it."""
+        """Wait until the last update of a stage is done. stalls: whether computing waits for it."""
         update = self._updates.get(stage)
         if update is not None:
             with self._meter.stalling() if stalls else nullcontext():
                 update.result()
 
     def check(self) -> None:
-        """Drop the updates that are done."""
+        """Forget the updates that are done."""
         for s, update in list(self._updates.items()):
             if update.done():
                 update.result()
@@ -106,23 +106,23 @@ class StoreUpdates:
         self._updates.clear()
 
     def close(self) -> None:
-        """Stop the thread; an update that has not begun is not made."""
+        """Stop the thread; updates that have not begun are dropped."""
         self._thread.shutdown(cancel_futures=True)
 
-    # -- sums that are not complete --------------------------------------------------------------------------------
+    # -- incomplete sums -------------------------------------------------------------------------------------------
 
     def spill(self, stage: Stage) -> None:
-        """Take the gradient sums of a stage that leaves the device away, too."""
+        """Take the gradient sums of a stage off the device, which its weights leave."""
         if stage.gradients.count and stage.home.spilled is None and any(g is not None for g in stage.gradients.values):
             sums, left = self._streams.leave(_surviving(stage, stage.gradients.take()))
-            # where they stay they are autograd's own, and may be the gradient that was sent upstream
+            # if they stay, they are autograd's tensors, and may be the gradient that was sent upstream
             with left():
                 stage.home.spill([g if g is None or g.is_pinned() else g.clone() for g in sums])
             self._meter.add(gradients_out=_bytes(sums))
             self.store.put(stage)
 
     def collect(self, stage: Stage, *, to_device: bool = True) -> None:
-        """Bring back sums that left with the stage's weights, for B to add to or U to use."""
+        """Bring back sums that left with the stage's weights, to which B adds or which U uses."""
         if stage.home.spilled is None:
             return
         with self.store.lent(stage, stage.home.spilled):
@@ -140,7 +140,7 @@ class StoreUpdates:
 
 
 def _surviving(stage: Stage, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-    """What is to leave of a gradient: that of the survivors, unless other ones are chosen by the rest."""
+    """Return the gradients that are to leave: those of the survivors, or whole ones if they choose the survivors."""
     if stage.home.sparse is None or stage.home.sparse.policy.dense_gradient(stage.version + 1):
         return grads
     return stage.home.sparse.gathered(grads)

@@ -7,9 +7,10 @@
 Only a stage's own next fetch waits for its update. At most `prefetch + 1` stages are on the device. `fetch_policy`
 decides what is fetched and when; the updates are `store_updates`.
 
-If a stage's weights are split over the stores of several ranks (`shards`), a fetch gathers them, and an update begins
-by sending the sums of gradients to the owners. Both threads then wait for other ranks, so what they do, and in which
-order, must follow from the operations alone. This is why nothing stays on the device between two runs of operations.
+F is the forward, B the backward, U the update. If a stage's weights are split over the stores of several ranks
+(`shards`), a fetch gathers them, and an update begins by sending the gradient sums to the owners. Both threads then
+wait for other ranks, so their actions and the order of these must depend on the operations alone. This is why nothing
+stays on the device between two runs of operations.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ from pipeback.tensors.weight_list import Weights, add_scaled
 class Brought(NamedTuple):
     """The weights that were brought for an operation."""
 
-    version: int  # that the operation counts as run on: shifted weights are of the newest one
-    owned: Weights | None = None  # shifted weights that B will need again
+    version: int  # the version that counts as used; shifted weights have the newest
+    owned: Weights | None = None  # shifted weights that B needs again
 
 
 class StreamedWeights:
@@ -53,7 +54,7 @@ class StreamedWeights:
     def __init__(
         self, stages: Mapping[int, Stage], method: Method, store: Store, column: ReplicaGroup | None = None
     ) -> None:
-        """column: the ranks over whose stores the weights are split."""
+        """column: the group of ranks over whose stores the weights are split; None: they are not split."""
         self.stages, self.method, self.store, self.column = stages, method, store, column
         self.ask: Ask = lambda kind, ops: []
         self._stash = method.copies == "stash"
@@ -67,17 +68,17 @@ class StreamedWeights:
     # -- operations ----------------------------------------------------------------------------------------------
 
     def ahead(self, waves: Iterable[Wave]) -> Iterator[Wave]:
-        """The same operations one by one; meanwhile the weights of the next stages are fetched."""
+        """Yield the operations one by one, while the weights of the next stages are fetched."""
         begin = time.perf_counter()
         try:
             yield from self._policy.ahead(waves)
             if self.column is not None:
-                self._policy.vacate()  # whether somebody calls `rest` now must not change what is fetched next
+                self._policy.vacate()  # so that a call of `rest` here does not change the next fetches
         finally:
             self._meter.add(seconds=time.perf_counter() - begin)
 
     def forward(self, ops: Ops) -> list[Brought]:
-        """Bring the weights of this forward."""
+        """Wait for the weights of this forward."""
         ((s, i),) = ops
         return [self._bring(s, Op("F", i))]
 
@@ -85,7 +86,7 @@ class StreamedWeights:
         """Record in the flight which weights it used."""
         ((s, i),) = ops
         flight = self.stages[s].flights.get(i)
-        if flight is not None:  # else its forward has failed
+        if flight is not None:  # None if its forward has failed
             flight.version = held[0].version
             if held[0].owned is not None:
                 self.stages[s].versions.own(flight, held[0].owned)
@@ -93,17 +94,17 @@ class StreamedWeights:
         forget_casts()
 
     def backward(self, ops: Ops) -> tuple[list[Brought], dict[int, int]]:
-        """Bring the weights of this backward, and the sums of gradients that it adds to."""
+        """Wait for the weights of this backward, and for the gradient sums to which it adds."""
         ((s, i),) = ops
         brought = self._bring(s, Op("B", i))
         self._updates.collect(self.stages[s])
         return [brought], {s: brought.version}
 
     def after_backward(self, held: Sequence[Brought]) -> None:
-        """The weights stay until their room is needed."""
+        """Do nothing, since the weights stay until their room is needed."""
 
     def collect(self, stage: Stage) -> None:
-        """Bring back the sums of gradients that left the device."""
+        """Bring back the gradient sums that left the device."""
         self._updates.collect(stage)
 
     def update(self, stages: Sequence[Stage], make: Callable[[Sequence[GradientSums]], None]) -> None:
@@ -136,14 +137,14 @@ class StreamedWeights:
             yield
 
     def rest(self) -> None:
-        """Wait until nothing is under way and all weights are in the store; raises the error of what failed."""
+        """Wait until no transfer is running and all weights are in the store; raise the error of a failed transfer."""
         begin = time.perf_counter()
         self._updates.rest()
         self._policy.vacate()
         self._meter.add(seconds=time.perf_counter() - begin)
 
     def close(self) -> None:
-        """Stop the threads, and let all stages go from the device, whatever has happened."""
+        """Stop the threads, and remove all stages from the device, also after an error."""
         self._fetching.shutdown(cancel_futures=True)
         self._updates.close()
         while self._policy.here:
@@ -154,7 +155,7 @@ class StreamedWeights:
         """The traffic since the beginning."""
         return self._meter.traffic._replace(peak_stages=self._policy.peak_stages, peak_bytes=self._peak_bytes)
 
-    # -- what the policy decides ---------------------------------------------------------------------------------
+    # -- the driver of the policy --------------------------------------------------------------------------------
 
     def comes(self, stage: int) -> bool:
         return stage in self.stages and self._slot(stage).nbytes > 0
@@ -181,7 +182,7 @@ class StreamedWeights:
         self._peak_bytes = max(self._peak_bytes, sum(self._slot(s).nbytes for s in self._policy.here))
 
     def dismiss(self, stage: int) -> None:
-        """Let a stage go from the device, and with it the sums of its gradients."""
+        """Remove a stage from the device, together with its gradient sums."""
         slot = self._slot(stage)
         self._streams.arrived(slot)
         self._updates.spill(self.stages[stage])
@@ -209,7 +210,7 @@ class StreamedWeights:
         return brought
 
     def _fetch(self, stage: Stage, slot: DeviceSlot, op: Op, asked: Sequence[HookCall], version: int) -> Brought:
-        """In the fetching thread: ask the method, and copy what it chooses."""
+        """Ask the method in the fetching thread, and copy the weights that it chooses."""
         self._updates.wait(stage.index)
         with self._meter.moving("fetch", stage.index), torch.no_grad(), self._streams.fetching(slot):
             if not asked:
@@ -252,13 +253,13 @@ class StreamedWeights:
         return Brought(what.version)
 
     def _copy(self, stage: Stage, slot: DeviceSlot, version: int) -> None:
-        """The newest weights, straight from the store."""
+        """Copy the newest weights directly from the store."""
         sent = self.store.read(stage, slot)
         slot.content = version
         self._meter.add(weights_in=sent, fetches=1, gathered=_others(stage))
 
     def _place(self, stage: Stage, slot: DeviceSlot, chosen: Weights | Shift, version: int) -> None:
-        """Copy weights that are in host memory, shifted there or on the way."""
+        """Copy weights from host memory, shifted there or on the device."""
         if (
             isinstance(chosen, Shift)
             and slot.device.type == "cpu"
@@ -278,7 +279,7 @@ class StreamedWeights:
 
 
 def _shift(weights: Weights, chosen: Weights | Shift) -> None:
-    """w ← what was chosen; `weights` are the newest ones."""
+    """Set `weights`, which are the newest ones, to the chosen ones."""
     if isinstance(chosen, Shift):
         add_scaled(weights, chosen.coefficients, chosen.directions)
     else:
@@ -286,5 +287,5 @@ def _shift(weights: Weights, chosen: Weights | Shift) -> None:
 
 
 def _others(stage: Stage) -> int:
-    """Bytes of a stage's weights that other ranks' stores have."""
+    """Return the bytes of a stage's weights in other ranks' stores."""
     return 0 if stage.home.share is None else stage.home.share.nbytes - stage.home.share.share

@@ -1,4 +1,4 @@
-"""Traffic: what streaming has moved and how long computing waited for it. Meter: counts this, from any thread."""
+"""Traffic: the bytes that streaming has moved, and how long computing waited for it; a `Meter` counts this."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ class Traffic(NamedTuple):
     fetches: int = 0  # times that a stage's weights came
     stall: float = 0.0  # seconds in which computing waited for weights, gradients or the store
     seconds: float = 0.0  # seconds of all that was run
-    peak_stages: int = 0  # stages on the device at most, of one worker
-    peak_bytes: int = 0  # bytes of weights on the device at most
+    peak_stages: int = 0  # the most stages on the device at once, of one worker
+    peak_bytes: int = 0  # the most bytes of weights on the device at once
     read: int = 0  # bytes read from files
     written: int = 0  # bytes written to files
 
     def since(self, before: Traffic) -> Traffic:
-        """The traffic since `before`; peaks are those of the whole time."""
+        """Return the traffic since `before`; the peaks are those of the whole time."""
         more = {name: getattr(self, name) - getattr(before, name) for name in Traffic._fields if "peak" not in name}
         return self._replace(**more)
 
 
 class Meter:
-    """Counts what the threads of one worker move and wait for.
+    """Counts the transfers and the waits of the threads of one worker.
 
     stalled: a context that is entered during a wait, for the health of ranks. moves: (start, end, "fetch" or "store",
     stage).
@@ -44,20 +44,20 @@ class Meter:
         self._stalled, self._lock, self._recording = stalled, threading.Lock(), False
 
     def add(self, **more: float) -> None:
-        """So much has come to the counts of these names."""
+        """Add to the counts of these names."""
         with self._lock:
             old = self.traffic
             self.traffic = old._replace(**{name: getattr(old, name) + value for name, value in more.items()})
 
     def record(self, on: bool) -> None:
-        """Note every move from now on."""
+        """Record every transfer from now on, or stop."""
         if on:
             self.moves = []
         self._recording = on
 
     @contextmanager
     def moving(self, kind: str, stage: int) -> Iterator[None]:
-        """The time in which a stage's weights are fetched, or updated in the store."""
+        """A context in which a stage's weights are fetched, or updated in the store; its time is recorded."""
         begin = time.perf_counter()
         yield
         if self._recording:
@@ -65,7 +65,7 @@ class Meter:
 
     @contextmanager
     def stalling(self) -> Iterator[None]:
-        """The time in which computing waits for weights, gradients or the store."""
+        """A context in which computing waits for weights, gradients or the store; its time is counted."""
         begin = time.perf_counter()
         try:
             with nullcontext() if self._stalled is None else self._stalled("the store"):
@@ -75,7 +75,7 @@ class Meter:
 
 
 def together(parts: Iterable[Traffic]) -> Traffic:
-    """The traffic of several workers: sums, the largest number of stages that one worker had, and the longest time."""
+    """Return the traffic of several workers: sums, but the maximum of the peak of stages and of the seconds."""
     some = list(parts) or [Traffic()]
     sums = {name: sum(getattr(part, name) for part in some) for name in Traffic._fields}
     return Traffic(**sums)._replace(

@@ -1,4 +1,4 @@
-"""The health of ranks: who is alive, doing what, and at fault.
+"""The health of ranks: which ranks are alive, what each is doing, and which one is at fault.
 
 It imports nothing of pipeback but `errors`.
 """

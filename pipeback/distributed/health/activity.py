@@ -29,16 +29,16 @@ class Activity:
         self._waits: dict[int, Wait] = {}
 
     def working(self, what: Any) -> None:
-        """The loop thread begins an operation, (kind, stage, micro-batch) or words; cheap."""
+        """Note that the loop thread begins an operation: (kind, stage, micro-batch) or words; this is cheap."""
         self._work = (what, time.monotonic(), threading.get_ident())
 
     def idle(self) -> None:
-        """The loop thread has nothing to do."""
+        """Note that the loop thread has nothing to do."""
         self._work = (None, time.monotonic(), threading.get_ident())
 
     @contextmanager
     def calling(self, what: str) -> Iterator[None]:
-        """The caller's thread is in a public call, such as "push()", rather than in its own code."""
+        """A context in which the caller's thread is in a public call, such as "push()", rather than in its own code."""
         outer = self._call[0]
         self._call = (outer or what, time.monotonic())
         try:
@@ -48,10 +48,11 @@ class Activity:
 
     @contextmanager
     def waiting(self, on: int | Sequence[int], what: str, seconds: float = 0.0) -> Iterator[None]:
-        """This thread waits for ranks, `seconds` already, for `what` ("micro-batch 17 at stage 3", "state_dict()").
+        """A context in which this thread waits for the ranks `on`, already for `seconds`.
 
-        Only for waits without which the rank cannot go on: a thread that listens all day is not waiting. Whoever waits
-        calls `check` now and then; the lookout judges how long the wait may last.
+        what: what it waits for, such as "micro-batch 17 at stage 3" or "state_dict()". It is only for waits without
+        which the rank cannot go on, and not for a thread that always listens. A waiting thread calls `check` now and
+        then; the lookout (see `health`) judges how long the wait may last.
         """
         on = [r for r in ([on] if isinstance(on, int) else on) if r != self.rank]
         wait = Wait(on, what, time.monotonic() - seconds, threading.get_ident())
@@ -62,24 +63,24 @@ class Activity:
             del self._waits[id(wait)]
             work, _, thread = self._work
             if thread == wait.thread:
-                self._work = (work, time.monotonic(), thread)  # the wait was within an operation, and is no part of it
+                self._work = (work, time.monotonic(), thread)  # the operation continues, without the time of the wait
 
     def waits(self) -> list[Wait]:
         return [wait for wait in list(self._waits.values()) if wait.on]
 
     def status(self) -> Heartbeat:
-        """The content of a beat, except for what the health of the rank adds."""
+        """Return the content of a beat, except for the fields that `Health` adds."""
         now, (work, since, thread), (call, called) = time.monotonic(), self._work, self._call
         waits = self.waits()
         if work is not None and all(wait.thread != thread for wait in waits):
-            # whatever the other threads wait for: the loop goes on
+            # the loop runs, whatever other threads wait for
             return Heartbeat(doing=f"in {_words(work)}", seconds=now - since)
         told = [(wait.on, wait.what, now - wait.since) for wait in waits]
         return Heartbeat(doing=f"in {call or 'its own code'}", seconds=now - max(since, called), waits=told)
 
 
 def _words(what: Any) -> str:
-    """An operation in words: (kind, stage, micro-batch), or words already."""
+    """Return an operation in words. what: (kind, stage, micro-batch), or words already."""
     if isinstance(what, str):
         return what
     kind, stage, mb = what

@@ -1,4 +1,4 @@
-"""Blame: which rank is at fault when ranks wait for one another, judged by what each says that it is doing."""
+"""Blame: finds the rank at fault when ranks wait for one another, from what each reports that it is doing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pipeback.distributed.health.heartbeat import Heartbeat
 
 
 class Verdict(NamedTuple):
-    """`rank` is at fault, `what` describes the fault, and nothing has moved for `seconds`."""
+    """The rank at fault, `what` it has done in words, and the `seconds` for which nothing has moved."""
 
     rank: int
     what: str
@@ -20,12 +20,13 @@ class Verdict(NamedTuple):
 def blame(
     rank: int, on: Sequence[int], what: str, seconds: float, statuses: Mapping[int, Heartbeat], timeout: float
 ) -> Verdict:
-    """`rank` has waited for the ranks `on` for `seconds`: follow the chain of waits to a rank that does not wait.
+    """Follow the chain of waits from `rank`, which waits for the ranks `on`, to a rank that does not wait.
 
-    If all ranks wait, their calls do not match. statuses: of all ranks, in pipeline order. timeout: for the message.
+    If all ranks wait, their calls do not match. seconds: how long `rank` has waited. statuses: those of all ranks, in
+    pipeline order. timeout: for the message.
     """
     seen: set[int] = set()
-    waited = dict.fromkeys(on, (seconds, rank, what))  # the longest wait for a rank: how long, whose, what for
+    waited = dict.fromkeys(on, (seconds, rank, what))  # the longest wait for a rank: (seconds, who, what)
     todo = list(on)
     while todo:
         r = todo.pop()
@@ -35,7 +36,7 @@ def blame(
         for others, thing, lasted in statuses[r].waits:
             todo += others
             waited |= {o: (lasted, r, thing) for o in others if o not in waited or waited[o][0] < lasted}
-    # a rank has been in the way for as long as it does the same and is waited for
+    # a rank has blocked others for as long as it does the same thing while they wait
     ways = {r: waited[r][0] if s.left else min(s.seconds, waited[r][0]) for r, s in statuses.items() if r in seen}
     ends = {r: lasted for r, lasted in ways.items() if not statuses[r].waits}
     if ends:
@@ -46,7 +47,7 @@ def blame(
 
 
 def ended(waiter: int, what: str) -> str:
-    """The message about a rank that has left while another still waits for it."""
+    """Return the message about a rank that has left while another still waits for it."""
     return (
         f"has left the pipeline (its script has ended, or closed it) while rank {waiter} waits for it ({what}): "
         "do all ranks push the same batches?"
@@ -54,7 +55,7 @@ def ended(waiter: int, what: str) -> str:
 
 
 def silent(seconds: float, stopped: bool, timeout: float) -> str:
-    """The message about a rank whose beats are not heard."""
+    """Return the message about a rank whose beats do not arrive."""
     since = f"has not answered for {seconds:.1f} s: "
     if stopped:
         return since + "its process is stopped (SIGSTOP, a debugger)"
@@ -82,7 +83,7 @@ def _end(status: Heartbeat, waiter: int, what: str, timeout: float) -> str:
 
 
 def _mismatch(seen: Mapping[int, Heartbeat], timeout: float) -> Verdict:
-    """All ranks wait: name the odd one out first, and the call that each rank is in."""
+    """Return the verdict if all ranks wait: it names the rank whose call differs, and the call of each rank."""
     calls = Counter(status.waits[0][1] for status in seen.values())
     odd = min(reversed(list(seen)), key=lambda r: calls[seen[r].waits[0][1]])
     told = "; ".join(

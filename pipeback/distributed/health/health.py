@@ -1,16 +1,16 @@
-"""Health: which rank is at fault when a pipeline over processes stands still, told to every rank.
+"""Health: finds the rank at fault when a pipeline over processes stands still, and tells every rank.
 
 Each rank writes beats into a store: a number that grows, and what the rank is doing. A rank has two threads for this:
-the *talker* does all that goes through the store, and may hang there with it; the *lookout* never blocks and judges
-what is known:
+the *talker* makes all calls of the store, and may hang in them; the *lookout* never blocks, and judges from what is
+known when a rank is at fault:
 
     a process of this host has ended without a word      at once
     somebody waits for a rank that has left              after `GRACE`
-    no beat of a rank is heard                           after 0.8 of the timeout
-    a wait has lasted so long, and so has what the       after 0.8 of the timeout
-    rank at the end of the chain of waits is doing
+    no beat of a rank arrives                            after 0.8 of the timeout
+    a wait lasts so long, and the rank at the end of     after 0.8 of the timeout
+    the chain of waits has done the same as long
 
-The first fault written into the store is everybody's. No clock of one host is compared with that of another.
+All ranks report the first fault that is written into the store. The clocks of different hosts are never compared.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from pipeback.distributed.health.blame import Verdict, blame, ended, silent
 from pipeback.distributed.health.heartbeat import Heartbeat, RankIdentity
 from pipeback.errors import RankError
 
-GRACE = 2.0  # seconds within which what was sent before a rank left, or the reason of a broken connection, arrives
+GRACE = 2.0  # seconds within which messages of a rank that has left, or the reason of a broken connection, arrive
 
 
 class Health:
     """The health of the ranks of one pipeline, as one of them sees it.
 
-    store: the pipeline's own, served by ranks[0] (`host_store`, `join_store`). rank: the own global rank. ranks: all
-    global ranks, in pipeline order. facts: of each rank. timeout: seconds within which a fault is found.
+    store: the pipeline's own, served by ranks[0] (`host_store`, `join_store`). rank: its global number. ranks:
+    all global ranks, in pipeline order. facts: the identity of each rank. timeout: seconds until a fault is found.
     """
 
     def __init__(
@@ -51,25 +51,25 @@ class Health:
         self.calling, self.waiting = self.activity.calling, self.activity.waiting
         self.pushed = 0  # micro-batches, set by the pipeline
         self.failed = threading.Event()
-        self.own: BaseException | None = None  # what has ended this rank's part; known here before its thread raises it
+        self.own: BaseException | None = None  # the error that has ended this rank's part, before its thread raises it
         self._store, self._host, self._here = store, self.ranks[0], facts[rank].place
         self._limit, self._beat = 0.8 * timeout, min(1.0, timeout / 6)
-        self._pause = min(0.2, timeout / 10)  # of the lookout; the talker's are longer, for its looks cost more
+        self._pause = min(0.2, timeout / 10)  # of the lookout; the talker pauses longer, since its calls cost more
         now = time.monotonic()
         self._statuses = dict.fromkeys(self.ranks, Heartbeat())
-        self._changed = dict.fromkeys(self.ranks, now)  # when the status was last seen to change
-        self._heard = self._asked = now  # when the store last answered, and when that was asked
-        self._gone: dict[int, float] = {}  # processes that have ended, when that was seen
-        self._left: dict[int, float] = {}  # ranks that have left, likewise
+        self._changed = dict.fromkeys(self.ranks, now)  # when the status of each rank last changed
+        self._heard = self._asked = now  # when the store last answered, and when it was asked for that
+        self._gone: dict[int, float] = {}  # when it was seen that a process has ended
+        self._left: dict[int, float] = {}  # when it was seen that a rank has left
         self._accused: tuple[int, str] | None = None  # the fault to be written
         self._fault: tuple[int, str] | None = None
-        self._broken: tuple[float, str] | None = None  # the store failed: when, why
+        self._broken: tuple[float, str] | None = None  # (when, why) the store failed
         self._leaving = False
-        self._called: str | None = None  # what is to be met for
+        self._called: str | None = None  # the name of the meeting for which this rank waits
         self._met = threading.Event()
-        self._deadline = float("inf")  # of the store's host, for the others to take notice
+        self._deadline = float("inf")  # until when the store's host waits for the others to learn the fault
         self._wake, self._lock = threading.Event(), threading.Lock()
-        # `atexit` would do but for forked processes of multiprocessing, which leave it out
+        # not `atexit`, which forked processes of multiprocessing skip
         self._at_exit = Finalize(None, self._exit, exitpriority=10)
         _OPEN.add(self)
         self._talker = threading.Thread(target=self._talk, daemon=True, name="pipeback talker")
@@ -78,41 +78,41 @@ class Health:
         self._lookout.start()
 
     def check(self) -> None:
-        """Raise the fault, if there is one: a RankError or, on the rank at fault, its own error. Cheap."""
+        """Raise the fault, if there is one: a RankError or, on the rank at fault, its own error. This is cheap."""
         if self.failed.is_set():
             raise self._error()
 
     def meet(self, what: str) -> None:
-        """Return when every rank has called this, or after the timeout; raise the fault of one that will not.
+        """Return when every rank has called this, or after the timeout; raise the fault of a rank that will not.
 
-        Unlike in a collective of torch.distributed, which would last until its timeout.
+        A collective of torch.distributed would wait until its timeout instead.
         """
         self._met.clear()
         self._called, deadline = what, time.monotonic() + self.timeout
         self._wake.set()
         while not (self._met.wait(self._pause / 10) or self.failed.is_set() or time.monotonic() > deadline):
-            if not self._talker.is_alive():  # its host has ended
+            if not self._talker.is_alive():  # the store's host has ended
                 break
         self._called = None
         self.check()
 
     def fail(self, rank: int, what: str) -> BaseException:
-        """Tell all ranks that `rank` is at fault; returns the error to raise: that of the first fault anywhere."""
+        """Tell all ranks that `rank` is at fault; return the error to raise, which is that of the first fault."""
         self._accuse(rank, what)
         if not self.failed.wait(self.timeout):
             self._settle(rank, self._sentence(rank, what))
         return self._error()
 
     def blame(self, on: int | Sequence[int], what: str, seconds: float) -> BaseException:
-        """A transport gave up a wait for `on`, after the timeout or as its connection broke: who is at fault?
+        """Return the error after a transport gave up a wait for `on`, by its timeout or since the connection broke.
 
-        seconds: what the wait has lasted, if this thread is not `waiting`, which knows better.
+        seconds: how long the wait has lasted; inside `waiting` the time since its begin is used.
         """
         own = [time.monotonic() - w.since for w in self.activity.waits() if w.thread == threading.get_ident()]
         seconds = max(own, default=seconds)
         broke = seconds < self._limit
         with self.waiting(on, what, seconds):
-            # the reason of a break is better known elsewhere; after the timeout only fresh beats are missing
+            # another rank may know the reason of a break; after the timeout, only fresh beats are missing
             if self.failed.wait(GRACE + 1 if broke else 1.5 * self._beat):
                 return self._error()
             on = [on] if isinstance(on, int) else [r for r in on if r != self.rank]
@@ -123,11 +123,12 @@ class Health:
             return self.fail(verdict.rank, verdict.what)
 
     def leave(self) -> None:
-        """This rank ends its part; not a fault unless somebody waits for it. Returns at once.
+        """End this rank's part, which is no fault unless another rank waits for it. Returns at once.
 
-        A process takes with it what it has sent and nobody has taken, and the first rank the store; so the end of a
-        script waits until all others have left or know the fault, at most the timeout. Who trains on after that is on
-        its own: it still sees processes of its host end and judges its own waits, but hears nothing from other hosts.
+        When a process ends, messages that it has sent and nobody has received are lost, and so is the store of the
+        first rank. So the end of a script waits until all others have left or know the fault, at most the timeout. A
+        rank that trains on after that still sees processes of its host end and judges its own waits, but gets no news
+        from other hosts.
         """
         if not self._leaving:
             self._deadline = min(self._deadline, time.monotonic() + self.timeout)
@@ -135,17 +136,17 @@ class Health:
             self._wake.set()
 
     def ended_by(self, error: BaseException) -> None:
-        """An error ends the script of this rank; it is the fault, unless one is known already."""
+        """Report the error that ends the script of this rank as the fault, unless one is known already."""
         if not (self._leaving or self.failed.is_set()):
             self.fail(self.rank, f"its script ended with {type(error).__name__}: {error}")
 
     def _exit(self) -> None:
-        """At the end of the script. An error that ended it is the fault, unless one is known already."""
+        """Run at the end of the script, whose error is the fault, unless one is known already."""
         error = script_error()
         if error:
             self.ended_by(error)
         self.leave()
-        # a thread that wakes up while Python ends could end the process with a signal; the talker may hang, though
+        # a thread that wakes up while Python ends could crash the process; but the talker may hang, so wait briefly
         self._talker.join(self.timeout + 1)
         self._lookout.join(1)
 
@@ -164,11 +165,11 @@ class Health:
             if self._accused is None:
                 self._accused = (rank, self._sentence(rank, what))
         if not self._lookout.is_alive():
-            self._settle(*self._accused)  # this rank has left, and there is nobody to tell
+            self._settle(*self._accused)  # this rank has left, and can tell nobody
         self._wake.set()
 
     def _settle(self, rank: int, message: str) -> None:
-        """Accept this as the fault, as the store says it; or by our own judgement if the store does not answer."""
+        """Accept a fault, which comes from the store or, if that does not answer, from this rank's own judgement."""
         with self._lock:
             if self._fault is None:
                 self._fault = (rank, message)
@@ -180,15 +181,15 @@ class Health:
 
     def _talk(self) -> None:
         try:
-            store = self._store  # nobody else calls it: a call that blocks holds the connection's lock
-            store.set_timeout(timedelta(seconds=10 * self.timeout + 60))  # the lookout is who judges
+            store = self._store  # only this thread calls it, since a blocking call holds the connection's lock
+            store.set_timeout(timedelta(seconds=10 * self.timeout + 60))  # the lookout judges, not the store
             names = ["fault", *(f"beat {r}" for r in self.ranks)]
             for name in names:
-                store.compare_set(name, "", "")  # reading what is not there would block
+                store.compare_set(name, "", "")  # reading a missing key would block
             beat, due, over = 0, 0.0, False
             while not (over and self._all_over()):
                 begun = time.monotonic()
-                accused = self._fault or self._accused  # a fault settled here is told when the store answers again
+                accused = self._fault or self._accused  # a fault settled here is written when the store answers again
                 if accused:
                     store.compare_set("fault", "", json.dumps(accused))
                 over = self._done()
@@ -196,7 +197,7 @@ class Health:
                     beat, due = beat + 1, begun + self._beat
                     store.set(f"beat {self.rank}", self._status(beat, over).dump())
                 if not over or self.rank == self._host:
-                    self._read(*store.multi_get(names))  # and so the beat has arrived
+                    self._read(*store.multi_get(names))  # and so this rank's beat has arrived
                 self._asked, self._heard = begun, time.monotonic()
                 if self._leaving or not self.failed.is_set():
                     self._call(store, time.monotonic() + self._beat / 2)
@@ -206,7 +207,7 @@ class Health:
             self._broken = (time.monotonic(), (str(error).splitlines() or [repr(error)])[0])
 
     def _call(self, store: dist.Store, until: float) -> None:
-        """Pause; meanwhile tell that this rank has come to a meeting, and look for the others."""
+        """Pause; meanwhile write that this rank has come to a meeting, and read who else has."""
         while (what := self._called) and time.monotonic() < until and not (self._leaving or self._accused):
             store.set(f"{what} {self.rank}", "")
             if store.check([f"{what} {rank}" for rank in self.ranks]):
@@ -249,7 +250,7 @@ class Health:
             now = time.monotonic()
             try:
                 if now - looked > self._limit / 2:
-                    # this process was stopped itself, or could not run: it has heard nobody, which says nothing
+                    # this process itself was stopped or could not run, so that missing beats mean nothing
                     self._heard = now
                     self._changed = dict.fromkeys(self.ranks, now)
                 else:
@@ -259,7 +260,7 @@ class Health:
             looked = now
             time.sleep(self._pause)
         if self._accused:
-            self._settle(*self._accused)  # the talker may have ended without having seen it
+            self._settle(*self._accused)  # the talker may have ended before it could write it
 
     def _judge(self, now: float) -> None:
         verdict = self._missing(now) or self._silent(now) or self._stuck(now)
@@ -267,27 +268,27 @@ class Health:
         if told:
             if verdict:
                 self._accuse(*verdict)
-        elif verdict:  # there is no store to write it into
+        elif verdict:  # the store does not answer
             self._settle(verdict[0], self._sentence(*verdict))
         elif self._accused and self._statuses[self._host].over:
             self._settle(*self._accused)
 
     def _missing(self, now: float) -> tuple[int, str] | None:
-        """A process of this host that has ended without a message."""
+        """Return a rank of this host whose process has ended without a message, and the fault, if there is one."""
         for r in self.ranks:
             if r != self.rank and not self._statuses[r].over and self.facts[r].gone(self._here):
                 since = self._gone.setdefault(r, now)
-                # it may have left first, which an answer to a later question tells
+                # it may have left properly, which a later answer of the store tells
                 if self._asked > since or self._broken or now - since > 1:
                     return r, "its process has ended without leaving the pipeline (killed by a signal, out of memory?)"
         return None
 
     def _silent(self, now: float) -> tuple[int, str] | None:
-        """A rank whose beats are not heard; the rank without which no beat is heard comes first."""
+        """Return a rank whose beats do not arrive, and the fault; the host of the store comes first."""
         host, store = self._host, "it holds the store of the pipeline, which "
         if self._broken:
             if self._statuses[host].over or now - self._broken[0] < 0.5:
-                return None  # see `leave`; or perhaps its process is just ending
+                return None  # it has left, or its process may just be ending
             return host, f"{store}does not answer any more ({self._broken[1]})"
         silence = {r: self._heard - self._changed[r] for r in self.ranks if not self._statuses[r].over}
         silence[self.rank] = 0.0
@@ -300,7 +301,7 @@ class Health:
         return None
 
     def _stuck(self, now: float) -> tuple[int, str] | None:
-        """A rank for which this rank waits in vain."""
+        """Return the rank at fault for a wait of this rank that lasts too long, and the fault."""
         for on, what, since, _ in self.activity.waits():
             for r in on:
                 if self._statuses[r].left and now - max(since, self._left.setdefault(r, now)) > GRACE:
@@ -319,12 +320,12 @@ class Health:
         return blame(self.rank, on, what, seconds, statuses, self.timeout)
 
 
-_OPEN: WeakSet[Health] = WeakSet()  # of this process
+_OPEN: WeakSet[Health] = WeakSet()  # those of this process
 
 
 @contextmanager
 def script() -> Iterator[None]:
-    """What a child of multiprocessing was started for: an error that ends it is told to all ranks."""
+    """A context around the work of a child of multiprocessing: an error that ends it is told to all ranks."""
     try:
         yield
     except Exception as error:
@@ -334,13 +335,13 @@ def script() -> Iterator[None]:
 
 
 def script_error() -> BaseException | None:
-    """At the end of a script, the error that ended it.
+    """Return, at the end of a script, the error that ended it; None if there was none.
 
     From Python 3.13 on, a child of multiprocessing has forgotten it by then: see `script`.
     """
     if hasattr(sys, "ps1"):
         return None
-    error = sys.exc_info()[1] or getattr(sys, "last_value", None)  # multiprocessing's children; main scripts
+    error = sys.exc_info()[1] or getattr(sys, "last_value", None)  # in children of multiprocessing; in scripts
     if isinstance(error, SystemExit):
         return error.__context__ if error.code else None
     return error

@@ -1,4 +1,4 @@
-"""The transports: one direction between two ranks, over torch.distributed or memory that both share.
+"""The transports: wires in one direction between two ranks, over torch.distributed or shared memory.
 
 It may import runtime's link and tensors.
 """

@@ -1,6 +1,6 @@
-"""A message as one frame of bytes: its name, its outline unless known, and its elements.
+"""Frame: a message as one run of bytes: its name, its layout unless that is known, and its elements.
 
-Both ends remember the last outline of every kind, so that as a rule a frame is its header and the elements.
+Both ends remember the last layout of every kind of message, so that most frames are a header and the elements.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from torch import Tensor
 from pipeback.runtime.link import Name
 from pipeback.tensors.layout import Message, MessageLayout, lines, outline_of
 
-# stage, micro-batch, mark, bytes of the outline (0: as the last of this kind), bytes of the next frame (only in an
-# announcement), kind
+# stage, micro-batch, mark, bytes of the layout (0: it is that of the last message of this kind), bytes of the next
+# frame (only in an announcement), kind
 _HEADER = struct.Struct("<qqqqq8s")
-SMALLEST = lines(_HEADER.size)  # bytes of a frame
+SMALLEST = lines(_HEADER.size)  # the least bytes of a frame
 
 
 class Frame(NamedTuple):
@@ -26,7 +26,7 @@ class Frame(NamedTuple):
     message: Message
     mark: int
     outline: MessageLayout
-    text: bytes  # the outline, where the other end does not know it
+    text: bytes  # the layout; empty if the other end knows it
 
     @property
     def nbytes(self) -> int:
@@ -41,13 +41,16 @@ class Frame(NamedTuple):
 
 
 class Writer:
-    """The outlines that the sender remembers."""
+    """Makes frames; it remembers the layouts that it has sent."""
 
     def __init__(self) -> None:
         self._last: dict[str, MessageLayout] = {}
 
     def frame(self, name: Name, message: Message, mark: int = 0) -> Frame:
-        """The frame of a message, which must be sent, or both ends' outlines differ. TypeError if it cannot travel."""
+        """Return the frame of a message, which must then be sent, as both ends remember the same layouts.
+
+        Raises TypeError if the message cannot travel.
+        """
         outline = outline_of(message)
         text = b""
         if self._last.get(name[0]) != outline:
@@ -57,13 +60,13 @@ class Writer:
 
 
 class Reader:
-    """The outlines that the receiver remembers."""
+    """Reads frames; it remembers the layouts that it has received."""
 
     def __init__(self) -> None:
         self._last: dict[str, MessageLayout] = {}
 
     def read(self, buffer: Tensor, device: torch.device | None = None) -> tuple[Name, Message, int]:
-        """The message of a frame, copied out of it, and its mark."""
+        """Return the name, the message, copied out of the frame, and the mark."""
         stage, mb, mark, size, _, kind = _HEADER.unpack(_start(buffer, _HEADER.size))
         name = (kind.rstrip(b"\0").decode(), stage, mb)
         if size:
@@ -78,7 +81,7 @@ def announce(buffer: Tensor, nbytes: int) -> None:
 
 
 def announced(buffer: Tensor) -> int:
-    """The bytes of the next frame if this one is an announcement, else 0."""
+    """Return the bytes of the next frame if this one is an announcement, else 0."""
     return int(_HEADER.unpack(_start(buffer, _HEADER.size))[4])
 
 

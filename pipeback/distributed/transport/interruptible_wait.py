@@ -1,4 +1,4 @@
-"""Waits for other processes that can be ended: by a pulse, by close(), or by the end of the other process."""
+"""Interruptible wait: waits for another process that end by a pulse, by close(), or when that process ends."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-Pulse = Callable[[], None]  # called at least every 0.2 s while a wire waits; what it raises ends the wait
+Pulse = Callable[[], None]  # called at least every 0.2 s while a wire waits; an error that it raises ends the wait
 SLICE = 0.2  # seconds between two pulses
 T = TypeVar("T")
 
 
 class Broken(ConnectionError):
-    """The other end of a wire, rank `peer`, has gone or let go of it; or this end has."""
+    """A wire is broken: rank `peer` at the other end has ended or closed it, or this end has."""
 
     def __init__(self, peer: int, what: str) -> None:
         super().__init__(peer, what)
@@ -29,7 +29,7 @@ class Broken(ConnectionError):
 
 
 def unbroken(peer: int, call: Callable[[], T]) -> T:
-    """What a call of torch.distributed returns; it raises RuntimeError when the peer has gone."""
+    """Return the result of a call of torch.distributed; its RuntimeError for a lost peer becomes `Broken`."""
     try:
         return call()
     except RuntimeError as error:
@@ -39,14 +39,14 @@ def unbroken(peer: int, call: Callable[[], T]) -> T:
 class InterruptibleWait:
     """Waits for works of gloo, of which torch can neither interrupt the wait nor say whether it would be short.
 
-    So a second thread calls the pulse. When it raises, a receive with hardly any time is begun: gloo closes the
-    connections of its group when the time is up, and with them ends the wait. The group is of no use afterwards.
+    So a second thread calls the pulse. When it raises, a receive with a tiny time limit is begun. When that has passed,
+    gloo closes the connections of its group, which ends the wait. The group cannot be used afterwards.
     """
 
     def __init__(self, group: Any, peer: int, pulse: Pulse) -> None:
         self.group, self.peer, self.pulse = group, peer, pulse
         self.waiting = False
-        self.error: BaseException | None = None  # what has ended the wait
+        self.error: BaseException | None = None  # the error that has ended the wait
         self.end = threading.Event()
         self.thread: threading.Thread | None = None
 
@@ -76,7 +76,7 @@ class InterruptibleWait:
         except BaseException as error:
             self.error = error
             self.end.set()
-            with suppress(RuntimeError, ValueError):  # ValueError: somebody has destroyed the group
+            with suppress(RuntimeError, ValueError):  # ValueError: the group was destroyed
                 nothing: Any = dist.irecv(torch.empty(1), self.peer, group=self.group)
                 nothing.wait(timedelta(milliseconds=1))
 
@@ -85,7 +85,7 @@ class InterruptibleWait:
 
 
 def _watch(vigil: weakref.ref[InterruptibleWait], end: threading.Event) -> None:
-    """Ends with the vigil, so that a wire that nobody closed leaves no thread behind."""
+    """Call the pulse until the wait object is gone, so that a wire that nobody closed leaves no thread behind."""
     while True:
         ended = end.wait(SLICE)
         if (here := vigil()) is not None:

@@ -1,7 +1,8 @@
-"""Wires between processes: one direction between two ranks, first in, first out; one thread sends, one receives.
+"""Process group: wires over process groups, each in one direction between two ranks, first in, first out.
 
-`SharedWire` (ring.py) joins processes of one host, `GlooWire` any two over a process group, and `DirectWire` moves
-tensors from accelerator to accelerator. Shapes may change with any message, and both ends of a message lie alike.
+`GlooWire` joins any two processes, and `DirectWire` moves tensors from accelerator to accelerator; for processes of one
+host there is `SharedWire` (shared_memory.py). One thread sends and one receives. Shapes may change with any message,
+and a tensor has the same layout in memory at both ends.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ __all__ = ["Broken", "DirectWire", "GlooWire", "Pulse", "Wire"]
 
 Works = list[tuple[Any, Tensor]]  # torch.distributed.Work, and the memory that it reads or fills
 
-SMALL = 1 << 16  # bytes: a frame of so much costs little more than a smaller one
+SMALL = 1 << 16  # bytes; a frame of this size costs little more than a smaller one
 
 
 class GlooWire:
@@ -33,9 +34,9 @@ class GlooWire:
     The receive of the next frame is always posted, with a size that both ends know. A message that does not fit, or
     that would leave most of it empty, is announced in a frame of the old size.
 
-    group: a process group in which nothing else goes from one to the other. peer: global rank of the other end.
+    group: a process group with no other traffic from one to the other. peer: global rank of the other end.
     sender: whether this end sends. bound: messages that may be unreceived before `send` waits; one more may be on its
-    way. pulse: called every 0.2 s of a wait, from another thread; what it raises ends the wait, and with it the group.
+    way. pulse: called every 0.2 s of a wait, from another thread; its error ends the wait, and with it the group.
     device: where received tensors are put. Raises Broken when the peer ends or the group's timeout has passed.
     """
 
@@ -50,14 +51,14 @@ class GlooWire:
         self._pin = accelerators.has_streams(device)  # copies to and from pinned memory are faster
         self._spare: deque[Tensor] = deque(maxlen=bound)
         self._writer, self._reader = Writer(), Reader()
-        self._sent: deque[Works] = deque()  # by message
+        self._sent: deque[Works] = deque()  # the works of each message
         if not sender:
             self._posted = self._post(dist.irecv)
 
     def send(self, name: Name, message: Message, mark: int = 0) -> None:
         frame = self._writer.frame(name, message, mark)
         if len(self._sent) >= self.bound:
-            # gloo says that a send is complete only after wait()
+            # gloo reports a send as complete only after wait()
             for work, buffer in self._sent.popleft():
                 self._vigil.wait(work)
                 self._spare.append(buffer)
@@ -79,13 +80,13 @@ class GlooWire:
                 break
             self._size = size
             self._posted = self._post(dist.irecv)
-        self._posted = self._post(dist.irecv)  # the next one comes while this one is read
+        self._posted = self._post(dist.irecv)  # so that the next frame arrives while this one is read
         message = self._reader.read(buffer, self.device)
         self._spare.append(buffer)
         return message
 
     def close(self) -> None:
-        """End waits. What the other end has not taken is lost when this process ends; a receive may stay posted."""
+        """End waits. Messages that were not received are lost when this process ends; a receive may stay posted."""
         self._vigil.close()
 
     def _post(self, start: Callable[..., Any], fill: Callable[[Tensor], None] | None = None) -> tuple[Any, Tensor]:
@@ -105,9 +106,9 @@ class _Bounded(Wire, Protocol):
 
 
 class DirectWire:
-    """Tensors from device to device, never through the host's memory (NCCL).
+    """Sends tensors from device to device (NCCL), so that they do not pass through the host's memory.
 
-    control: a wire in the same direction, for names and outlines. group: a process group in which nothing else goes
+    control: a wire in the same direction, for names and layouts. group: a process group in which nothing else goes
     from one to the other, and whose backend moves tensors on `device`; its timeout bounds their waits. peer: global
     rank of the other end. device: where received tensors are put; None: the current accelerator, if there is one.
     """

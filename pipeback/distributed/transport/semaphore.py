@@ -1,4 +1,4 @@
-"""Semaphores between processes: POSIX's, in memory that both map. Linux alone has all that is needed."""
+"""Semaphore: POSIX semaphores in memory that two processes map. Only Linux has all that this needs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 import time
 from functools import cache
 
-SIZE = 64  # bytes to set aside for one; sem_t has 32
+SIZE = 64  # bytes reserved for a semaphore; sem_t has 32
 
 
 class Unavailable(OSError):
@@ -18,7 +18,7 @@ class Unavailable(OSError):
 
 
 class Semaphore:
-    """The semaphore at a place of a mapping. `value`: make it, with this value."""
+    """The semaphore at byte `at` of a mapping. value: creates it with this value; None: it exists."""
 
     def __init__(self, memory: mmap.mmap, at: int, value: int | None = None) -> None:
         self._sleepy, self._quick = _libc()
@@ -30,7 +30,10 @@ class Semaphore:
         self._quick.sem_post(self._here)
 
     def take(self, seconds: float = 0.0) -> bool:
-        """Whether it could be taken in this time. A signal ends the wait early, so that Python can handle it."""
+        """Take the semaphore, and return whether that was possible within `seconds`.
+
+        A signal ends the wait early, so that Python can handle it.
+        """
         if not self._quick.sem_trywait(self._here):
             return True
         if seconds <= 0:
@@ -49,14 +52,14 @@ class _Time(ctypes.Structure):
 
 @cache
 def _libc() -> tuple[ctypes.CDLL, ctypes.CDLL]:
-    """The C library, letting other threads of Python run during a call, and not.
+    """Return the C library twice: its calls release Python's lock in the first, and keep it in the second.
 
-    What returns at once keeps the lock: a thread that gives it up may wait 5 ms for one that computes.
+    Calls that return at once keep the lock, since a thread that releases it may wait 5 ms for one that computes.
     """
     if not sys.platform.startswith("linux") or ctypes.sizeof(ctypes.c_void_p) != 8:
         raise Unavailable("shared memory needs Linux on 64 bits")
     sleepy, quick = ctypes.CDLL(None, use_errno=True), ctypes.PyDLL(None, use_errno=True)
-    if not hasattr(sleepy, "sem_clockwait"):  # timed by a clock that nobody sets; glibc 2.30, of 2019
+    if not hasattr(sleepy, "sem_clockwait"):  # it waits by a clock that is never set; glibc 2.30 (2019) has it
         raise Unavailable("shared memory needs a C library with sem_clockwait, such as glibc 2.30")
     sleepy.sem_clockwait.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.POINTER(_Time))
     return sleepy, quick

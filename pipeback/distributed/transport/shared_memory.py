@@ -1,12 +1,12 @@
-"""Processes of one host: memory that both map, and semaphores in it.
+"""Shared memory: a wire between processes of one host, over memory that both map, with semaphores in it.
 
 The sender copies a message into a slot and posts `filled`; the receiver copies it out and posts `free`:
 
     control   token | free, filled | processes, closed | the last `bound` messages | which slots are free
-    data      slot | slot | ...       a slot too small for a message is laid anew at the end of the file
+    data      slot | slot | ...       a slot that is too small for a message moves to the end of the file
 
-The lowest free slot is taken, so that two processes in step touch the memory of one. The file has no name (memfd):
-when both processes have ended it is gone, however they ended.
+The lowest free slot is taken, so that two processes in step use the memory of one slot. The file has no name (memfd),
+so that it is gone when both processes have ended, in whatever way.
 """
 
 from __future__ import annotations
@@ -29,34 +29,34 @@ from pipeback.tensors.layout import Message
 
 __all__ = ["Address", "SharedWire", "Unavailable"]
 
-_FREE, _FILLED = 128, 256  # the semaphores: not in one line, nor in two that are fetched together
-_PID, _CLOSED, _MESSAGES = 384, 400, 512  # both the sender's and the receiver's: a number, a byte
+_FREE, _FILLED = 128, 256  # the semaphores, in cache lines that are not fetched together
+_PID, _CLOSED, _MESSAGES = 384, 400, 512  # two process numbers and two bytes, of sender and receiver; the messages
 _PROCESS = struct.Struct("<q")
-_MESSAGE = struct.Struct("<qqqq")  # its number from 1, its slot, where it begins, bytes
+_MESSAGE = struct.Struct("<qqqq")  # its number from 1 on, its slot, its first byte, its bytes
 
 
 class Address(NamedTuple):
-    """Where a receiver finds the memory."""
+    """The address at which a receiver finds the memory."""
 
-    host: str  # the kernel that runs there
+    host: str  # the boot id of the running system
     pid: int
     fd: int
     inode: int
-    token: bytes  # what the memory begins with
+    token: bytes  # the first bytes of the memory
     bound: int
 
 
 class SharedWire:
-    """Made by `offer` in the sender and by `accept` in the receiver.
+    """A wire over shared memory; `offer` makes the sender's end and `accept` the receiver's.
 
     peer: global rank of the other end, for errors. bound: messages that may be unreceived before `send` waits. pulse:
-    called every 0.1 s of a wait; what it raises ends it. device: where received tensors are put. Raises Broken within
-    0.3 s when the other process has ended; what it had sent is received first.
+    called every 0.1 s of a wait; its error ends the wait. device: where received tensors are put. Raises Broken within
+    0.3 s when the other process has ended; messages that it had sent are received first.
     """
 
     _closed = True
-    _gone = False  # the other process has ended
-    _process: int | None = None  # a descriptor that becomes readable when it ends
+    _gone = False  # whether the other process has ended
+    _process: int | None = None  # a descriptor that becomes readable when that process ends
 
     def __init__(self, memory: int, bound: int, peer: int, pulse: Pulse, sender: bool) -> None:
         self._memory = memory
@@ -67,15 +67,15 @@ class SharedWire:
         self._free = Semaphore(self._control, _FREE, bound if sender else None)
         self._filled = Semaphore(self._control, _FILLED, 0 if sender else None)
         self._flags = _MESSAGES + bound * _MESSAGE.size  # a byte for every slot: 1 when free
-        self._slots = [(0, 0)] * bound  # where each begins, and its bytes; the sender lays them
-        self._end = 0  # of the last
+        self._slots = [(0, 0)] * bound  # (first byte, bytes) of each slot; the sender sets them
+        self._end = 0  # of the last slot
         self._count = 0  # messages that have passed this end
         self._writer, self._reader = Writer(), Reader()
         self._closed = False
 
     @classmethod
     def offer(cls, *, peer: int, bound: int, pulse: Pulse) -> tuple[SharedWire, Address]:
-        """The sender's end, and what to tell the receiver; Unavailable where this system cannot share memory."""
+        """Return the sender's end and its address. Raises Unavailable if this system cannot share memory."""
         if bound < 1:
             raise ValueError(f"bound: messages that may be unreceived, at least 1; got {bound}")
         try:
@@ -91,7 +91,7 @@ class SharedWire:
 
     @classmethod
     def accept(cls, address: Address, *, peer: int, pulse: Pulse, device: torch.device | None = None) -> SharedWire:
-        """The receiver's end; Unavailable where the sender's memory cannot be reached from here."""
+        """Return the receiver's end. Raises Unavailable if the sender's memory cannot be reached from here."""
         wire = cls(_open(address), address.bound, peer, pulse, False)
         wire.device = device
         _PROCESS.pack_into(wire._control, _PID + 8, os.getpid())
@@ -117,7 +117,7 @@ class SharedWire:
         self._take(self._filled)
         place = _MESSAGES + self._count % self.bound * _MESSAGE.size
         number, slot, begin, size = _MESSAGE.unpack_from(self._control, place)
-        if number != self._count + 1:  # there is none: close() has posted
+        if number != self._count + 1:  # there is no message: close() has posted
             self._filled.post()
             raise Broken(self.peer, "it has closed its end")
         self._count += 1
@@ -128,7 +128,7 @@ class SharedWire:
         return message
 
     def close(self) -> None:
-        """End waits at both ends. What was sent can still be received; the memory goes with the object."""
+        """End waits at both ends. Sent messages can still be received; the memory is freed with the object."""
         if not self._closed:
             self._closed = True
             self._control[_CLOSED + (not self._sender)] = 1
@@ -144,7 +144,7 @@ class SharedWire:
     # -- memory --------------------------------------------------------------------------------------------------
 
     def _lay(self, slot: int, size: int) -> int:
-        """Where the slot begins, which has `size` bytes or more from now on."""
+        """Return where the slot begins, which has at least `size` bytes from now on."""
         begin, room = self._slots[slot]
         if size > room:
             begin, room = self._end, 1 << max(12, (size - 1).bit_length())
@@ -163,19 +163,19 @@ class SharedWire:
     # -- waiting -------------------------------------------------------------------------------------------------
 
     def _take(self, semaphore: Semaphore) -> None:
-        seconds = 0.0  # as a rule there is something
+        seconds = 0.0  # mostly there is something at once
         while not semaphore.take(seconds):
             if self._gone:
                 raise Broken(self.peer, "its process has ended")
             self._pulse()
-            self._gone = seconds > 0 and self._ended()  # what it sent before is still here: look once more
+            self._gone = seconds > 0 and self._ended()  # its last messages may still be here, so look once more
             seconds = SLICE
         if self._closed:
             semaphore.post()
             raise Broken(self.peer, "closed at this end")
 
     def _ended(self) -> bool:
-        """Whether the other process has; where the system cannot tell, the pulse must."""
+        """Whether the other process has ended; if the system cannot tell, only the pulse ends the wait."""
         if self._process is None and (pid := _PROCESS.unpack_from(self._control, _PID + 8 * self._sender)[0]):
             try:
                 self._process = os.pidfd_open(pid)
@@ -191,12 +191,12 @@ class SharedWire:
 
 
 def _open(address: Address) -> int:
-    """A descriptor of the sender's memory."""
+    """Return a descriptor of the sender's memory."""
     if address.host != _host():
         raise Unavailable("the two processes are on different hosts")
     path = f"/proc/{address.pid}/fd/{address.fd}"
     try:
-        # in another container the number may be that of another process, whose files are not to be touched
+        # in another container the number may belong to another process, whose files must not be touched
         same = os.stat(path).st_ino == address.inode
         memory = os.open(path, os.O_RDWR | os.O_CLOEXEC) if same else -1
     except OSError as error:
@@ -209,13 +209,13 @@ def _open(address: Address) -> int:
 
 
 def _control(bound: int) -> int:
-    """Bytes of the first part of the memory: whole pages."""
+    """Return the bytes of the first part of the memory, in whole pages."""
     size = _MESSAGES + bound * (_MESSAGE.size + 1)
     return -(-size // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
 
 
 def _host() -> str:
-    """What tells a running system from every other."""
+    """Return the boot id, which differs between all running systems."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError as error:
