@@ -8,13 +8,17 @@ from types import SimpleNamespace
 
 from pipeback.checkpoint import pipeline_state
 from pipeback.tensors.layout import form_of
+from tests.helpers.processes import in_a_new_process
 from tests.laws.cases import data, network, pipeline
 
 ROOT = Path(__file__).parents[2]
 
 
-def process(name, folder, *before):
-    command = [*before, sys.executable, "-m", "tests.helpers.checkpoint_faults", name, str(folder)]
+def process(function, folder, *before):
+    """What one of `checkpoint_faults` returns in a process of its own. before: a command that the process runs in."""
+    if not before:
+        return in_a_new_process(function, folder)
+    command = [*before, sys.executable, "-m", "tests.helpers.checkpoint_faults", function.__name__, str(folder)]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert found.returncode == 0, found.stderr
     return found.stdout

@@ -9,7 +9,7 @@ from pipeback import checkpoint
 from pipeback.checkpoint.save_and_load import CheckpointError
 from pipeback.tensors.layout import form_of
 from tests.checkpoint.saved import Held, process, same, trained
-from tests.helpers.checkpoint_faults import LAYERS, METHODS, layered
+from tests.helpers.checkpoint_faults import LAYERS, METHODS, layered, resume
 from tests.laws.cases import data, everything
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*takes its statistics")
@@ -32,7 +32,7 @@ def test_resume_in_a_new_process(tmp_path):
         torch.save(torch.cat([wanted, everything(pipe)]), path / "wanted.pt")
         pipe.close()
     (tmp_path / "new").rmdir()
-    rows = process("resume", tmp_path).splitlines()
+    rows = process(resume, tmp_path)
     assert len(rows) == len(LAYERS) * len(METHODS) and [row for row in rows if not row.startswith("True")] == []
 
 

@@ -13,6 +13,7 @@ from pipeback import checkpoint
 from pipeback.checkpoint import folders
 from pipeback.checkpoint.save_and_load import CheckpointError
 from tests.checkpoint.saved import names, process, trained
+from tests.helpers import checkpoint_faults
 from tests.laws.cases import data
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*takes its statistics")
@@ -130,12 +131,12 @@ def test_bad_arguments(tmp_path, monkeypatch):
 
 def test_killed_at_any_moment(tmp_path):
     """25 times SIGKILL: what is newest is whole and right, and the end is that of a run without kills."""
-    found = process("kills", tmp_path)
+    found = process(checkpoint_faults.kills, tmp_path)
     assert "in the end []" in found and int(found.split()[1]) >= 15
 
 
 def test_a_file_that_cannot_be_written(tmp_path):
-    assert "trained on" in process("limit", tmp_path)
+    assert "trained on" in process(checkpoint_faults.limit, tmp_path)
 
 
 def test_a_full_disk(tmp_path):
@@ -143,4 +144,4 @@ def test_a_full_disk(tmp_path):
     inside = ["unshare", "-rm", "sh", "-c", script, str(tmp_path)]
     if not shutil.which("unshare") or subprocess.run([*inside, "true"], capture_output=True).returncode:
         pytest.skip("a small file system needs user namespaces, which are not allowed here")
-    assert "trained on" in process("full", tmp_path / "runs", *inside)
+    assert "trained on" in process(checkpoint_faults.full, tmp_path / "runs", *inside)

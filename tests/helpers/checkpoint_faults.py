@@ -70,8 +70,9 @@ def layered(layer: str, method: str, seed: int = 0, **options):
     return pipe, batches
 
 
-def resume(folder: Path) -> None:
+def resume(folder: Path) -> list[str]:
     """In a new process: load what `test_resume_in_a_new_process` has saved, train on, and compare."""
+    rows = []
     for path in sorted(folder.iterdir()):
         layer, method, workers = path.name.split("-")
         pipe, batches = layered(layer, method, seed=99, workers=int(workers) or None)
@@ -81,13 +82,14 @@ def resume(folder: Path) -> None:
         found = everything(pipe)
         pipe.drain()
         wanted = torch.load(path / "wanted.pt")
-        print(torch.equal(torch.cat([found, everything(pipe)]), wanted), path.name)
+        rows.append(f"{torch.equal(torch.cat([found, everything(pipe)]), wanted)} {path.name}")
+    return rows
 
 
 STEPS, KILLS = 45, 25
 
 
-def kills(folder: Path) -> None:
+def kills(folder: Path) -> str:
     """Train and save after every micro-batch; killed at any moment, and resumed from the newest whole checkpoint."""
     batches = data(STEPS)
     whole = pipeline(network(), "cerebras")
@@ -115,7 +117,7 @@ def kills(folder: Path) -> None:
         else:
             assert before == 0
     hidden = [path.name for path in folder.iterdir() if path.name.startswith(".")]
-    print("killed", killed, "left behind", sorted(left), "in the end", hidden)
+    return f"killed {killed} left behind {sorted(left)} in the end {hidden}"
 
 
 def train_and_save(folder: Path, batches: list) -> None:
@@ -131,17 +133,17 @@ def train_and_save(folder: Path, batches: list) -> None:
         checkpoint.save(pipe, folder, facts={"at": n + 1}, keep=1 + n % 2)
 
 
-def limit(folder: Path) -> None:
+def limit(folder: Path) -> str:
     """No file may grow beyond 4 kB."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def set_limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
 
-    refused(folder, set_limit, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, before), "File too large")
+    return refused(folder, set_limit, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, before), "File too large")
 
 
-def full(folder: Path) -> None:
+def full(folder: Path) -> str:
     """The disk is full (a small tmpfs that the caller has mounted)."""
     ballast = folder.parent / "ballast"
 
@@ -149,10 +151,10 @@ def full(folder: Path) -> None:
         free = shutil.disk_usage(folder).free
         ballast.write_bytes(bytes(max(0, free - 3 * 4096)))  # so that the first files still go in
 
-    refused(folder, fill, ballast.unlink, "No space left")
+    return refused(folder, fill, ballast.unlink, "No space left")
 
 
-def refused(folder: Path, begin, end, cause: str) -> None:
+def refused(folder: Path, begin, end, cause: str) -> str:
     """A save that fails: the one before stays, nothing is left behind, and training goes on with the same bits."""
     whole, pipe = (pipeline(network(width=32), "pipedream") for _ in range(2))
     batches = data(20, width=32)
@@ -167,7 +169,6 @@ def refused(folder: Path, begin, end, cause: str) -> None:
                 checkpoint.save(pipe, folder)
             except CheckpointError as error:
                 assert cause in str(error) and "rank 0 (" in str(error) and ".safetensors" in str(error), error
-                print(error)
             else:
                 raise AssertionError("the save should have failed")
             finally:
@@ -177,9 +178,9 @@ def refused(folder: Path, begin, end, cause: str) -> None:
     other = pipeline(network(seed=3, width=32), "pipedream")
     checkpoint.load(other, checkpoint.save(pipe, folder))
     assert torch.equal(everything(other), everything(pipe))
-    print("trained on to the same bits")
+    return "trained on to the same bits"
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    {f.__name__: f for f in (resume, kills, limit, full)}[sys.argv[1]](Path(sys.argv[2]))
+    print({f.__name__: f for f in (resume, kills, limit, full)}[sys.argv[1]](Path(sys.argv[2])))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import multiprocessing
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 IMPORTED = ["torch._dynamo", "pipeback.distributed.join", "tests.laws.cases"]
@@ -17,3 +19,9 @@ def forked() -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*IMPORTED, *([LIGHTNING] if importlib.util.find_spec("lightning") else [])])
     return context
+
+
+def in_a_new_process(function: Callable[..., Any], *arguments: Any, seconds: float = 120.0) -> Any:
+    """What a function returns in a process that has trained nothing yet; raises what it raises there."""
+    with ProcessPoolExecutor(1, forked()) as pool:
+        return pool.submit(function, *arguments).result(seconds)

@@ -1,16 +1,16 @@
-"""What test_disk runs in processes of its own.
+"""What the tests of the store on disk run in processes of its own, which they kill.
 
-python -m tests.helpers.store_runs FOLDER METHOD PUSHES   trains on from wherever the folder stands, prints a digest
-
-With RANK and WORLD_SIZE in the environment it is one of so many replicas, and pushes its part of every batch.
+A process trains on from wherever the folder stands, and tells what it does, line by line, and a digest in the end. With
+RANK and WORLD_SIZE in its environment it is one of so many replicas, and pushes its part of every batch.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ import pipeback
 from pipeback import methods
 from pipeback.streaming import disk_store
 from pipeback.streaming.disk_store import DiskStore
+from tests.helpers.processes import forked
 from tests.laws.cases import everything
 
 WIDTH, SAMPLES = 32, 4
@@ -59,23 +60,44 @@ def digest(pipe: pipeback.Pipeline) -> str:
     return hashlib.sha256(everything(pipe).numpy().tobytes()).hexdigest()
 
 
-def train(folder: Path, method: str, pushes: int) -> pipeback.Pipeline:
+def train(folder: Path, method: str, pushes: int, tell: Callable[[str], Any] = print) -> pipeback.Pipeline:
     ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     if ranks > 1:
         pipeback.join()
     pipe = build(folder, method, **({"replicas": ranks} if ranks > 1 else {}))
     if pipe.arrived:
-        print("resumed at", pipe.arrived, flush=True)
+        tell(f"resumed at {pipe.arrived}")
     for n in range(pipe.arrived // (4 // ranks), pushes):
         pipe.push(*(part.chunk(ranks)[rank] for part in batch(n)))
-        print("pushed", n, flush=True)
+        tell(f"pushed {n}")
     return pipe
 
 
-if __name__ == "__main__":
+def _run(told: Any, environment: dict[str, str], *what: Any) -> None:
+    os.environ.update(environment)
     torch.set_num_threads(1)
-    pipe = train(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
+    pipe = train(*what, told.send)
     if pipe.ranks.several:
         pipe.drain()  # graphs that were restored keep no batch statistics
-    print("digest", digest(pipe), flush=True)
+    told.send(f"digest {digest(pipe)}")
     pipe.close()
+
+
+def start(folder: Path, method: str, pushes: int, **environment: str) -> tuple[Any, Iterator[str]]:
+    """Start such a process; it and its lines, which end when it does."""
+    start: Any = forked()
+    ours, theirs = start.Pipe(duplex=False)
+    process = start.Process(target=_run, args=(theirs, environment, folder, method, pushes), daemon=True)
+    process.start()
+    theirs.close()
+    return process, _lines(ours)
+
+
+def _lines(told: Any) -> Iterator[str]:
+    with told:
+        while True:
+            try:
+                line = told.recv()
+            except EOFError:
+                return
+            yield line

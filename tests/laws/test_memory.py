@@ -11,7 +11,7 @@ from tests.helpers.collecting import frozen
 from tests.laws.cases import CASES, STAGES, data, network, pipeline
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def quick_collections():
     with frozen():
         yield

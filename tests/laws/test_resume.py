@@ -1,7 +1,5 @@
 """Law: save at any micro-batch, in flight, load in a new process, and train on: the same bits."""
 
-import subprocess
-import sys
 from itertools import product
 
 import pytest
@@ -11,40 +9,35 @@ from torch import nn
 import pipeback
 from pipeback.tensors import copies
 from tests.helpers.choice import mostly_rare, rare
+from tests.helpers.processes import in_a_new_process
 from tests.laws.cases import CASES, OPTIMIZERS, STAGES, allowed, data, everything, network, pipeline
 
-CHILD = """
-import sys, torch
-from tests.laws import cases
-from tests.laws.test_resume import LAYERS, layered
-torch.set_num_threads(int(sys.argv[2]))
-for line in torch.load(sys.argv[1], weights_only=True):
-    label, optimizer, layer = line["label"], line["optimizer"], line["layer"]
-    if layer is None:
-        method = cases.CASES[label](cases.STAGES)
-        pipe = cases.pipeline(cases.network(seed=99), method, optimizer, workers=line["workers"])
-        batches = cases.data(24)
-    else:
-        pipe, batches = layered(layer, label, seed=99, activations=line["activations"])
-    pipe.load_state_dict(line["state"])
-    for x, y in batches[line["at"]:]:
-        pipe.push(x, y)
-    line["result"] = cases.everything(pipe)
-    pipe.drain()
-    line["drained"] = cases.everything(pipe)
-    same = torch.equal(line["result"], line["wanted"]) and torch.equal(line["drained"], line["wanted_drained"])
-    print(same, label, layer, line["at"])
-"""
+
+def resumed(path, threads):
+    """In a new process: load every state, train on, and compare."""
+    torch.set_num_threads(threads)
+    rows = []
+    for line in torch.load(path, weights_only=True):
+        label, optimizer, layer = line["label"], line["optimizer"], line["layer"]
+        if layer is None:
+            pipe = pipeline(network(seed=99), CASES[label](STAGES), optimizer, workers=line["workers"])
+            batches = data(24)
+        else:
+            pipe, batches = layered(layer, label, seed=99, activations=line["activations"])
+        pipe.load_state_dict(line["state"])
+        for x, y in batches[line["at"] :]:
+            pipe.push(x, y)
+        same = torch.equal(everything(pipe), line["wanted"])
+        pipe.drain()
+        rows.append((same and torch.equal(everything(pipe), line["wanted_drained"]), label, layer, line["at"]))
+    return rows
 
 
-def in_a_new_process(lines, tmp_path):
+def all_resume(lines, tmp_path):
     torch.save(lines, tmp_path / "states.pt")
-    command = [sys.executable, "-c", CHILD, str(tmp_path / "states.pt"), str(torch.get_num_threads())]
-    found = subprocess.run(command, capture_output=True, text=True)
-    assert found.returncode == 0, found.stderr
-    rows = found.stdout.splitlines()
+    rows = in_a_new_process(resumed, tmp_path / "states.pt", torch.get_num_threads(), seconds=3600)
     assert len(rows) == len(lines)
-    assert [row for row in rows if not row.startswith("True")] == []
+    assert [row for row in rows if not row[0]] == []
 
 
 def record(pipe, batches, at, label, optimizer="momentum", workers=None, layer=None, activations="device"):
@@ -70,7 +63,7 @@ def test_every_method_in_a_new_process(tmp_path):
                 at = 9 + n % 9
                 pipe = pipeline(network(), CASES[case](STAGES), optimizer)
                 lines.append(record(pipe, data(24), at, case, optimizer, workers=2 if n % 4 == 0 else None))
-    in_a_new_process(lines, tmp_path)
+    all_resume(lines, tmp_path)
 
 
 class Attention(nn.Module):
@@ -147,7 +140,7 @@ def test_every_kind_of_activations_in_a_new_process(every, tmp_path):
             for method in ("pb", "pipedream") if every else (("pb", "pipedream")[(n + m) % 2],):
                 pipe, batches = layered(layer, method, activations=kind)
                 lines.append(record(pipe, batches, 10 + n % 5, method, layer=layer, activations=kind))
-    in_a_new_process(lines, tmp_path)
+    all_resume(lines, tmp_path)
 
 
 def taken_up(state, kind, layer, method, batches):
@@ -193,9 +186,7 @@ def test_what_is_in_flight_goes_on_as_it_began(layer, method):
 @pytest.mark.soak
 @pytest.mark.parametrize("case", CASES)
 def test_every_moment(case, tmp_path):
-    in_a_new_process(
-        [record(pipeline(network(), CASES[case](STAGES)), data(24), at, case) for at in range(1, 24)], tmp_path
-    )
+    all_resume([record(pipeline(network(), CASES[case](STAGES)), data(24), at, case) for at in range(1, 24)], tmp_path)
 
 
 def test_saving_changes_nothing_and_later_pushes_do_not_change_the_state():

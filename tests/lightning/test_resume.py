@@ -1,5 +1,6 @@
 """Law: killed and resumed equals uninterrupted, bit for bit, with micro-batches in flight."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.helpers.choice import mostly_rare
+from tests.helpers.processes import forked
 from tests.laws.cases import CASES, FEW, STAGES, network
 from tests.lightning.cases import Regression, dataset, dropout_network, loader, strategy, trainer, weights
 
@@ -110,26 +112,24 @@ def test_between_the_steps_of_an_accumulation(tmp_path):
     assert torch.equal(weights(whole), weights(resumed))
 
 
-KILLED = """
-import sys, os, signal, torch
-import lightning.pytorch as pl
-from tests.lightning.test_resume import Drawing, StatefulDataLoader, checkpoints, fit, shuffled, strategy
-torch.set_num_threads(1)
-
 class Kill(pl.Callback):
     def on_train_batch_end(self, trainer, *rest):
         if trainer.global_step == 13:
             os.kill(os.getpid(), signal.SIGKILL)
 
-fit(strategy("cerebras"), Drawing(), shuffled(StatefulDataLoader),
-    callbacks=[checkpoints(sys.argv[1], every_n_train_steps=5), Kill()])
-"""
+
+def killed(folder):
+    torch.set_num_threads(1)
+    kept = [checkpoints(folder, every_n_train_steps=5), Kill()]
+    fit(strategy("cerebras"), Drawing(), shuffled(StatefulDataLoader), callbacks=kept)
 
 
 def test_killed_and_resumed_in_another_process(tmp_path):
     torch.set_num_threads(1)
-    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, text=True)
-    assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
+    process = forked().Process(target=killed, args=(tmp_path,))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
     (*_, last) = saved(tmp_path)
     assert last.stem == "1-10"
     whole, resumed = Drawing(), Drawing()

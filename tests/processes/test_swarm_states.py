@@ -2,11 +2,7 @@
 stores on disk resume, also where all ranks are killed.
 """
 
-import os
 import random
-import signal
-import subprocess
-import sys
 import time
 
 import pytest
@@ -15,7 +11,7 @@ import torch
 from pipeback import checkpoint
 from pipeback.streaming import disk_store
 from tests.helpers.choice import rare
-from tests.helpers.store_runs import batch, build, digest
+from tests.helpers.store_runs import batch, build, digest, start
 from tests.laws.cases import CASES, STAGES, data, pipeline
 from tests.processes.cases import differences, drawing, settled
 from tests.processes.crew import Failed, free_port
@@ -109,23 +105,19 @@ def test_stores_on_disk_resume(crew, tmp_path):
 def killed(folder, method, pushes, after):
     """Two ranks that are killed together some seconds after their first commit; None: they end by themselves."""
     port = str(free_port())
-    common = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
-    command = [sys.executable, "-m", "tests.helpers.store_runs", str(folder), method, str(pushes)]
-    ranks = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**common, "RANK": str(n)}) for n in range(2)
-    ]
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    (first, told), (second, _) = (start(folder, method, pushes, **common, RANK=str(n)) for n in range(2))
     lines = []
-    for line in ranks[0].stdout:
+    for line in told:
         lines.append(line)
         # a push has two micro-batches of each rank, and every fifth commits
         if after is not None and sum(each.startswith("pushed") for each in lines) == 4:
             time.sleep(after)
-            for rank in ranks:
-                rank.send_signal(signal.SIGKILL)
+            for rank in (first, second):
+                rank.kill()
             break
-    for rank in ranks:
-        rank.wait(60)
-        rank.stdout.close()
+    for rank in (first, second):
+        rank.join(60)
     return lines
 
 
@@ -146,4 +138,4 @@ def test_all_ranks_killed_at_random_moments(method, kills, pushes, tmp_path):
     for n in range(pushes):
         pipe.push(*batch(n))
     pipe.drain()
-    assert lines[-1] == f"digest {digest(pipe)}\n"
+    assert lines[-1] == f"digest {digest(pipe)}"

@@ -2,9 +2,6 @@
 
 import os
 import random
-import signal
-import subprocess
-import sys
 import time
 
 import pytest
@@ -15,7 +12,7 @@ from pipeback.streaming import sealed_file
 from pipeback.streaming.disk_store import DiskStore
 from pipeback.streaming.pages import Pages
 from tests.helpers.choice import rare
-from tests.helpers.store_runs import batch, build, digest, train
+from tests.helpers.store_runs import batch, build, digest, start, train
 from tests.laws.cases import CASES, STAGES, data, network, pipeline
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*takes its statistics")
@@ -24,24 +21,24 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*takes its statistics")
 def killed_and_resumed(folder, method, pushes, kills, seed):
     """Train in processes that are killed at random moments; the lines of the last one, which ends by itself."""
     draw = random.Random(seed)
-    command = [sys.executable, "-m", "tests.helpers.store_runs", str(folder), method, str(pushes)]
     seen = set()
     for _ in range(kills):
-        run = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        run, lines = start(folder, method, pushes)
         pushed = 0
-        for line in run.stdout:  # from the third push on, when something is committed, wherever it is then
+        for line in lines:  # from the third push on, when something is committed, wherever it is then
             if line.startswith("resumed"):
                 seen.add(int(line.split()[-1]))
             pushed += line.startswith("pushed")
             if pushed == 3:
                 break
         time.sleep(draw.uniform(0.0, 0.25))
-        run.send_signal(signal.SIGKILL)
-        run.wait()
-        run.stdout.close()
-    last = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert last.returncode == 0, last.stderr
-    return last.stdout.splitlines(), seen
+        run.kill()
+        run.join()
+    last, lines = start(folder, method, pushes)
+    told = list(lines)
+    last.join()
+    assert last.exitcode == 0, told
+    return told, seen
 
 
 def uninterrupted(folder, method, pushes):
