@@ -36,6 +36,14 @@ class Ledger(Sequence[Record]):
         for column in (self._who, self._mb, self._version):
             del column[: -self.limit]
 
+    def forget(self, first: int) -> None:
+        """Drop the newest records, those of the micro-batches from `first` on."""
+        n = len(self._mb)
+        while n and self._mb[n - 1] >= first:
+            n -= 1
+        for column in (self._who, self._mb, self._version):
+            del column[n:]
+
     def __len__(self) -> int:
         return min(len(self._who), self.limit)
 

@@ -53,7 +53,7 @@ class Loop:
         """Admit micro-batches one by one, and do every operation that may then run."""
         order, worker, link = self.order, self.worker, self.worker.link
         self._look()
-        able = undo.able(worker, order) and not self.at_once and self.owner is None
+        able = undo.able(worker, order) and self.owner is None
         first = mark = self._mark(0) if able else None
         if self.fresh:
             self._begin(len(batches), at_once=self.at_once)
@@ -65,7 +65,7 @@ class Loop:
         at_end = self.at_once or order.policy == "skewed"  # with these the order of operations does not change
         for n, (x, target, size) in enumerate(batches):
             i = order.arrived + (n if at_end else 0)
-            if n and able:
+            if n and able and not at_end:
                 mark = self._mark(1)
             worker.options[i] = options
             if worker.samples:
@@ -76,14 +76,9 @@ class Loop:
             if last in worker.stages:
                 link.send("Y", last, i, target)
             if not at_end:
-                try:
-                    worker.run(order.advance(i + 1))
-                except (StageError, KeyboardInterrupt) as error:
-                    if first is not None and mark is not None:
-                        self._take_back(error, first, mark, len(batches) - n)
-                    raise
+                self._let_in(i + 1, first, mark, len(batches) - n)
         if at_end:
-            worker.run(order.advance(order.arrived + len(batches)))
+            self._let_in(order.arrived + len(batches), first, mark, len(batches))
         self._remember()
         if self.method.flush_each_push:
             self.drain()
@@ -91,17 +86,28 @@ class Loop:
     def _mark(self, n: int) -> Mark:
         return self._marks[n].put(self.worker, self.order, (self.fresh, self.pushed))
 
+    def _let_in(self, arrived: int, first: Mark | None, mark: Mark | None, behind: int) -> None:
+        """Do what may be done once so many micro-batches have arrived; `behind` of this push were not let in before."""
+        try:
+            self.worker.run(self.order.advance(arrived))
+        except (StageError, KeyboardInterrupt) as error:
+            if first is not None and mark is not None:
+                self._take_back(error, first, mark, behind)
+            raise
+
     def _take_back(self, error: StageError | KeyboardInterrupt, first: Mark, mark: Mark, behind: int) -> None:
         """Take back the micro-batch whose forward failed with `error`, and the `behind` - 1 after it; a flush is taken
         back as a whole push. Raises `Dropped` if that was possible.
         """
         failed, self.worker.failed = self.worker.failed, None
-        if isinstance(error, KeyboardInterrupt) and failed is None:
-            return  # an update may be half done
-        whole = self.method.flush_each_push and first.empty and first.within_reach(self.worker)
-        if not whole and not mark.within_reach(self.worker):
-            return
+        kind, s, i = failed or ("", 0, 0)
+        if kind == "update" or (isinstance(error, KeyboardInterrupt) and kind != "forward"):
+            return  # weights may be half changed
+        pushed = mark.order["arrived"] - first.order["arrived"] + behind
+        whole = self.at_once or (self.method.flush_each_push and first.empty and first.within_reach(self.worker))
         mark = first if whole else mark
+        if not mark.within_reach(self.worker):
+            return
         mark.restore(self.worker)
         self.fresh, self.pushed = mark.more
         self.order.resume(self.method.schedule_at(mark.order["start"], self.pushed), mark.order)
@@ -110,10 +116,9 @@ class Loop:
             self.drain()
         before = self.order.arrived - first.order["arrived"]
         rest = f", nor on the {behind - 1} behind it, but on the {before} before it" if before or behind > 1 else ""
-        rest = ", nor on the others of this push" if whole else rest
+        rest = ", nor on the others of this push" if whole and pushed > 1 else rest
         told, cause = str(error), error.__cause__
-        if failed is not None and isinstance(error, KeyboardInterrupt):
-            s, i = failed
+        if isinstance(error, KeyboardInterrupt):
             told, cause = f"{self.worker.stages[s].label}, micro-batch {i}: the forward was stopped", error
         raise Dropped(f"{told}; nothing was trained on it{rest}, and others may be pushed") from cause
 

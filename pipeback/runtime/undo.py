@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from pipeback.errors import StageError
-from pipeback.runtime.weight_provider import ResidentWeights
 from pipeback.runtime.worker import Worker
 from pipeback.schedules.order import Order
 
@@ -60,8 +59,10 @@ class Mark:
 
     def restore(self, worker: Worker) -> None:
         """Restore the state that the stages had at the mark."""
+        worker.residence.rest()  # what was fetched for micro-batches that have not come
         first = self.order["arrived"]
         worker.start, worker.base, worker.entered = self.worker
+        worker.ledger.forget(first)
         for known in (worker.options, worker.sizes, worker.entries):
             for mb in [mb for mb in known if mb >= first]:
                 del known[mb]
@@ -71,6 +72,7 @@ class Mark:
         for stage, (stream, _, count, options, peak, _) in zip(_in(worker), self.stages, strict=True):
             if self.empty:
                 stage.gradients.take()
+                stage.home.bring_sums()
             stage.go_back(first, stream, count, options, peak)
         for (owner, key), buffer, then in zip(self._homes, self._buffers, self._values, strict=True):
             owner[key] = buffer
@@ -78,14 +80,14 @@ class Mark:
 
 
 def able(worker: Worker, order: Order) -> bool:
-    """Whether all stages are here, no other thread uses them, and no forward writes into their weights."""
+    """Whether all stages are here, no other thread or rank uses them, and no forward writes into their weights."""
     return (
         type(worker) is Worker
         and len(worker.stages) == worker.count
         and worker.replicas is None
         and worker.watch is None
-        and order.policy == "grouped"
-        and isinstance(worker.residence, ResidentWeights)
+        and worker.residence.alone
+        and order.policy == ("grouped" if worker.residence.joins else "streaming")
         and not any(vars(stage.module).get("__rewritten__") for stage in _in(worker))
     )
 

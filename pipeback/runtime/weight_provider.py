@@ -38,6 +38,7 @@ class WeightProvider(Protocol):
 
     ask: Ask  # set by the worker
     joins: bool  # whether one call of a hook or an optimizer may serve several stages
+    alone: bool  # whether no other rank takes part in what it does
 
     @property
     def moves(self) -> list[tuple[float, float, str, int]]:
@@ -60,7 +61,7 @@ class WeightProvider(Protocol):
 class ResidentWeights:
     """Weights that stay on the device; shifted and older ones take their place for the duration of an operation."""
 
-    joins = True
+    joins = alone = True
 
     def __init__(self, stages: Mapping[int, Stage], method: Method) -> None:
         self.stages, self.method = stages, method

@@ -68,7 +68,7 @@ class Worker:
         self.ledger = Ledger()
         self.began: Callable[[tuple[str, int, int]], None] | None = None  # called before each (kind, stage, mb)
         self.tracing = False
-        self.failed: tuple[int, int] | None = None  # the (stage, micro-batch) whose forward has raised
+        self.failed: tuple[str, int, int] | None = None  # the operation that has raised (its kind, stage, micro-batch)
         self.trace: list[tuple[float, float, int, str, int]] = []  # (start, end, stage, kind, micro-batch), seconds
         self.stash = method.copies == "stash"
         self.residence = residence or ResidentWeights(self.stages, method)
@@ -162,13 +162,12 @@ class Worker:
             try:
                 y = stage.forward(i, x, link.recv("Y", s, i) if stage.judges else None)
             except (Exception, KeyboardInterrupt) as error:
-                self.failed = s, i
+                told = self._failed("forward", stage, i, error)
                 if isinstance(error, KeyboardInterrupt):
                     raise
-                raise self._failed("forward", stage, i, error) from error
-            flight = stage.flights[i]
-            flight.options = self.options[i]
-            flights.append(flight)
+                raise told from error
+            flights.append(stage.flights[i])
+            flights[-1].options = self.options[i]
             if not stage.last:
                 link.send("F", s + 1, i, y)
             elif self.check_finite and stage.judges and not torch.isfinite(y):
@@ -369,7 +368,8 @@ class Worker:
 
     # -- errors --------------------------------------------------------------------------------------------------
 
-    def _failed(self, what: str, stage: Stage, mb: int, error: Exception) -> StageError:
+    def _failed(self, what: str, stage: Stage, mb: int, error: BaseException) -> StageError:
+        self.failed = what, stage.index, mb
         return StageError(f"{stage.label}, micro-batch {mb}: the {what} failed: {error}")
 
     def _culprit(self, ops: Ops, flights: Sequence[Flight], error: Exception) -> str:

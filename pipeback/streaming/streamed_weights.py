@@ -56,6 +56,7 @@ class StreamedWeights:
     ) -> None:
         """column: the group of ranks over whose stores the weights are split; None: they are not split."""
         self.stages, self.method, self.store, self.column = stages, method, store, column
+        self.alone = column is None
         self.ask: Ask = lambda kind, ops: []
         self._stash = method.copies == "stash"
         self._policy = FetchPolicy[Future[Brought]](self, store.prefetch, asks(method), method.needs_entry)

@@ -125,6 +125,7 @@ def test_a_flush_that_is_a_push_is_taken_back_as_a_whole(method, backward):
             flush(plain, some)
         assert torch.equal(flush(hurt, some), flush(plain, some))
     assert torch.equal(everything(hurt), everything(plain))
+    assert list(hurt.ledger) == list(plain.ledger)
 
 
 @pytest.mark.filterwarnings("ignore:.*takes its statistics")
