@@ -1,1 +1,1 @@
-"""The command line of pipeback, and what it runs; installed as `pipeback.recipes`."""
+"""The commands of pipeback and their parts; installed as `pipeback.recipes`."""

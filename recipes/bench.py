@@ -1,20 +1,20 @@
-"""Speed and memory, as ratios within one run: everything compared is interleaved, medians are printed.
+"""Measures speed and memory as ratios within one run: contenders take turns, and medians are printed.
 
     make bench                                 # all sections
-    pipeback bench processes repeats=9         # some; each is a file of benches/
+    pipeback bench processes repeats=9         # some sections; each is a file of benches/
     pipeback bench table networks=resnet20,narrow repeats=3 out=some.json
 
-table       everything side by side: plain loops, our runtimes, torch.distributed.pipelining (the pages show it)
-            options: networks= contenders= out=FILE read=FILE page=true; benches/table.py says what is what
-scaling     cost of a micro-batch and stage by number of stages, delay and method; memory beside the predicted
+table       everything side by side: plain loops, our runtimes, torch.distributed.pipelining (the docs show it)
+            options: networks= contenders= out=FILE read=FILE page=true; benches/table.py explains them
+scaling     cost per micro-batch and stage, by number of stages, delay and method; memory, measured and predicted
             options: stages= methods= slack=
 event_loop  one process, one thread, micro-batch 1: 20 blocks of width 64 and ResNet-20 over the plain PyTorch loop
 vectorized  stages that are alike run as one, with and without torch.compile, over the plain loop
-auto        vectorize=True and "auto" over the event loop, by method; and the F and B that "auto" goes by
+auto        vectorize=True and "auto" over the event loop, by method; and the speed-up by which "auto" decides
 threads     two threads on two cores against two independent single-process copies that run at once
-processes   two ranks against two such copies and against torch.distributed.pipelining; memory of a rank
+processes   two ranks against two such copies and against torch.distributed.pipelining; memory per rank
 streaming   stores in host memory and on disk against resident weights; bytes of sparse weights; fetches of PB
-splitting   seconds of cutting resnet50 into stages; what handing dictionaries and long skips along costs
+splitting   seconds of cutting resnet50 into stages; the cost of passing dictionaries and long skips along
 memory      weight copies and method state, measured and declared; memory after 100 and after 10,000 micro-batches
 lightning   the strategy, batches of 64 cut into 64 micro-batches: samples per second over Pipeline.push's
 imports     `import pipeback` beyond `import torch`
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def parsed(arguments: list[str]) -> tuple[int, list[str], dict[str, dict[str, str]]]:
-    """Repeats, sections and options of each; all sections where none is named."""
+    """Return repeats, sections and the options of each section; all sections if none is named."""
     if any(argument in ("-h", "--help") for argument in arguments):
         print(__doc__)
         sys.exit()

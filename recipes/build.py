@@ -1,4 +1,4 @@
-"""Builds what the entries of a config name: data, model, task, optimizer, method, sparsity."""
+"""Builds the objects that a config describes: data, model, task, optimizer, method, sparsity."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Optimizers = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 def make(group: str, options: Entry, **given: Any) -> Any:
-    """Make what the entry or its `_target_` names, with its options and the arguments `given`."""
+    """Make the object that an entry of a group or its `_target_` names, with its options and the arguments `given`."""
     if "_target_" in options:
         return instantiate(dict(options), **given)
     rest = {k: v for k, v in options.items() if k != "name"}
@@ -41,7 +41,7 @@ def data(options: Entry, batch_size: int, seed: int) -> LightningDataModule:
 
 
 def facts(data: LightningDataModule) -> dict[str, Any]:
-    """The facts of the data that a model builder needs."""
+    """Return the facts of the data that a model builder needs."""
     return getattr(data, "facts", {})
 
 
@@ -50,18 +50,18 @@ def epoch_samples(data: LightningDataModule, batch_size: int) -> int:
 
 
 def parameters(group: str, options: Entry) -> dict[str, inspect.Parameter]:
-    """The parameters of what the entry names."""
+    """Return the parameters of the function or class that the entry names."""
     target = get_object(options["_target_"]) if "_target_" in options else named(group, options["name"])
     return dict(inspect.signature(target).parameters)
 
 
 def model(options: Entry, facts: Mapping[str, Any], seed: int) -> nn.Module:
-    """Make the model, with the same weights for every method. It gets those facts of the data that it takes."""
+    """Make the model, with the same weights for every method, from its options and the facts of the data."""
     known = parameters("model", options)
     given = {k: v for k, v in facts.items() if options.get(k) is None}
     needed = {p.name for p in known.values() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
     if needed <= {*given, *options} and not any(p.kind is p.VAR_KEYWORD for p in known.values()):
-        given = {k: v for k, v in given.items() if k in known}  # otherwise the builder says what is missing
+        given = {k: v for k, v in given.items() if k in known}  # a builder raises an error for a missing fact
     torch.manual_seed(seed)
     return make("model", {k: v for k, v in options.items() if k not in given}, **given)
 
@@ -71,7 +71,7 @@ def task(options: Entry, model: nn.Module, optimizer: Callable[[Iterable[nn.Para
 
 
 def method(options: Entry | Method | str) -> Method:
-    """A method from its conf entry: a name with options (null: the library's default), or a chain of such."""
+    """Make a method from its conf entry: a name with options (null: the library's default), or a chain of these."""
     if isinstance(options, Method):
         return options
     if isinstance(options, str):
@@ -97,14 +97,14 @@ def sparsity(options: Entry | Sparsity | str | None) -> Sparsity | None:
 
 
 def update_size(method: Method | None, batch_size: int, micro_batch_size: int | None) -> int:
-    """Samples per update. batch_size: samples per step of Lightning. None: plain training, one update per step."""
+    """Return samples per update. batch_size: samples per step of Lightning. method None: one update per step."""
     if method is None or method.flush_each_push:
         return batch_size
     return min(micro_batch_size or batch_size, batch_size) * (getattr(method, "micro_batches", None) or 1)
 
 
 def optimizer(options: Entry, update_size: int) -> tuple[Optimizers, dict[str, Any]]:
-    """params -> optimizer, and its hyper-parameters; those of momentum SGD are scaled to the update size."""
+    """Return a function params -> optimizer, and its hyper-parameters, scaled to the update size for momentum SGD."""
     if "_target_" in options:
         found = {k: v for k, v in options.items() if k not in ("_target_", "warmup", "decay", "_partial_")}
         return partial(_instantiated, {**found, "_target_": options["_target_"]}), dict(options)
@@ -126,9 +126,9 @@ def _instantiated(entry: Entry, params: Iterable[nn.Parameter]) -> torch.optim.O
 
 
 def scheduled(build: Optimizers, options: Entry, batches: Callable[[], float]) -> Callable[..., Any]:
-    """params -> what `configure_optimizers` returns: the optimizer, its rate by `optimizer.warmup` and `.decay`.
+    """Return a function for `configure_optimizers`: params -> the optimizer, with a rate by `warmup` and `decay`.
 
-    batches: returns their number in the whole training; called when it begins. The result can be pickled.
+    batches: returns the number of batches in the training; it is called when that begins. The result can be pickled.
     """
     warmup, decay = options.get("warmup") or 0, options.get("decay")
     if decay not in (None, "linear", "cosine"):

@@ -15,8 +15,9 @@ from torch import Tensor
 
 
 class Measure(Callback):
-    """Logs samples_seen and wall_time (seconds of training, validation left out) beside every other number, and has
-    the end of each epoch validated, whatever the interval.
+    """Logs samples_seen and wall_time (seconds of training, without validation) beside every other number.
+
+    It also has Lightning validate at the end of each epoch, whatever the interval.
     """
 
     def __init__(self) -> None:
@@ -96,7 +97,7 @@ class StopWhenNotFinite(Callback):
 
 
 class Lines(Callback):
-    """Prints what was measured, one line per validation."""
+    """Prints the measurements, one line per validation."""
 
     def __init__(self) -> None:
         self._losses: list[float] = []
@@ -118,7 +119,7 @@ class Lines(Callback):
 
 
 class ProgressFile(Callback):
-    """Writes into a JSON file how far the run is, for the progress bars of a comparison."""
+    """Writes the progress of the run to a JSON file, for the progress bars of a comparison."""
 
     def __init__(self, file: Path, every: float = 0.3) -> None:
         self.file, self.every, self._next = file, every, 0.0
@@ -133,7 +134,7 @@ class ProgressFile(Callback):
 
 
 def tell(file: Path, **values: Any) -> None:
-    """Replace the file as a whole, so that a reader sees the old or the new one."""
+    """Replace the file as a whole, so that a reader sees either the old or the new one."""
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_suffix(".part")
     part.write_text(json.dumps(values))
@@ -146,7 +147,7 @@ def loss_of(outputs: Any) -> float | None:
 
 
 def length(batch: Any) -> int:
-    """The samples in a batch: the length of its first tensor."""
+    """Return the samples in a batch: the length of its first tensor."""
     if isinstance(batch, Tensor):
         return len(batch) if batch.dim() else 1
     parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()

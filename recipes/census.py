@@ -2,12 +2,12 @@
 
 Each model is cut into blocks and trained by method=sgd beside a plain loop, on the same micro-batches. A model is
 
-    ok        the largest difference of a loss, a weight or a buffer is 0
-    cured     it was refused, the message named options as they are typed, and with these it is ok
-    failed    it was refused without a cure that works, or crashed, or another number came out
+    ok        if the largest difference of a loss, a weight or a buffer is 0
+    cured     if it was refused with options to type in the message, and is ok with these
+    failed    if it was refused without a cure that works, or crashed, or gave another number
 
-The table also says whether plain pb trains the model (it may refuse one that computes something from weights alone),
-and how long cutting takes: the processor time of `split_model`, over that of one forward-and-backward pass of the model
+The table also says whether plain pb trains the model (it may refuse a model that computes tensors from weights alone),
+and how long cutting takes: the CPU time of `split_model`, divided by that of one forward-and-backward pass of the model
 on the same micro-batch.
 """
 
@@ -31,11 +31,11 @@ from pipeback import Splitting
 from pipeback.recipes.foreign.case import Case
 from pipeback.recipes.foreign.others import package
 
-# stages= in a message, as it is typed, in its short form or its long one
+# the option stages= in a message, in its short or its long form
 TYPED = re.compile(
     r"\bstages=(pipeback\.Splitting\((?:\d+, )?leaves=\[(?!\.)[^\]]*\]\)|\[[^\]]*\]|\"[^\"]*\"|'[^']*'|\d+)"
 )
-TRIES = 4  # messages that are followed, one after the other
+TRIES = 4  # how many cures are tried, one after the other
 
 # a model, method and options of Pipeline -> its stages, the rung of its split, and the largest difference
 Trained = Callable[[Case, str, dict[str, Any]], tuple[int, str, float]]
@@ -51,13 +51,13 @@ class Line(NamedTuple):
     rung: str = ""
     stages: int = 0
     difference: float = math.nan
-    pb: str = ""  # "trains", "a function of weights", or the name of another error
-    said: str = ""  # what it was refused with, or failed with
-    cutting: float = math.nan  # in forward-and-backward passes
+    pb: str = ""  # "trains", "function of weights", or the name of an error
+    said: str = ""  # the message of the refusal or the failure
+    cutting: float = math.nan  # the time of cutting, in forward-and-backward passes
 
 
 def line(name: str, build: Callable[[str], Case], train: Trained, passes: Passes) -> Line:
-    """Cut and train a model; if it is refused, do what the message says and try again."""
+    """Cut and train a model; if it is refused, try again with the options in the message."""
     splitting = Splitting("block")
     said, bare = "", False
     try:
@@ -84,13 +84,13 @@ def line(name: str, build: Callable[[str], Case], train: Trained, passes: Passes
 
 
 def _bare(batch: Callable[[Any], tuple[Any, Any]], generator: Any) -> tuple[Any, Any]:
-    """Micro-batches that ask for no key-value cache."""
+    """Return a micro-batch that asks for no key-value cache."""
     x, y = batch(generator)
     return {**x, "use_cache": False}, y
 
 
 def cure(message: str, splitting: Splitting) -> Splitting:
-    """The options with those that a message names as they are typed; leaves are added to earlier ones."""
+    """Return the options with those in a message; its leaves are added to earlier ones."""
     for typed in TYPED.findall(message):
         found = Splitting(ast.literal_eval(typed)) if not typed.startswith("pipeback") else _long(typed)
         leaves = tuple(dict.fromkeys([*splitting.leaves, *found.leaves]))
@@ -114,7 +114,7 @@ def _pb(case: Case, splitting: Splitting, train: Trained) -> str:
 
 
 def table(lines: Iterable[Line]) -> Table:
-    """A table with one row per model."""
+    """Return a table with one row per model."""
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for head, side in (("model", "left"), ("from", "left"), ("rung", "left"), ("stages", "right"), ("cutting", "right"),
                        ("sgd − plain", "right"), ("pb", "left"), ("verdict", "left")):  # fmt: skip
@@ -128,7 +128,7 @@ def table(lines: Iterable[Line]) -> Table:
 
 
 def counts(lines: Iterable[Line]) -> str:
-    """The number of models per verdict, in a sentence or two."""
+    """Return the number of models per verdict, in a sentence or two."""
     lines = list(lines)
     found, pb = Counter(n.verdict for n in lines), Counter(n.pb for n in lines if n.pb)
     single = sum(n.stages == 1 for n in lines)
@@ -142,7 +142,7 @@ def counts(lines: Iterable[Line]) -> str:
 
 
 def cutting(lines: Iterable[Line]) -> str:
-    """How long cutting takes at the median of each kind, in a sentence."""
+    """Say in a sentence how long cutting takes, at the median of each kind of model."""
     found: dict[str, list[float]] = {"vision": [], "transformers": []}
     for n in lines:
         if not math.isnan(n.cutting):

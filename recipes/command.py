@@ -22,8 +22,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 import pipeback
 
-TRACEBACK = "HYDRA_FULL_ERROR"  # set to 1 by the user: Hydra, and we, show the traceback
-ONE_LINE = "PIPEBACK_ONE_LINE"  # set where it was us who set the other
+TRACEBACK = "HYDRA_FULL_ERROR"  # if the user sets it to 1, Hydra and these commands show tracebacks
+ONE_LINE = "PIPEBACK_ONE_LINE"  # set if these commands set the other one, and not the user
 MISTAKES = (ValueError, TypeError, CompactHydraException, OmegaConfBaseException)
 
 
@@ -52,7 +52,7 @@ def raising() -> Iterator[None]:
 
 @contextmanager
 def mistakes(command: str) -> Iterator[None]:
-    """A mistake in the input ends the command with one line, unless HYDRA_FULL_ERROR=1 asks for the traceback."""
+    """A context in which a mistake in the input ends the command with one line, unless HYDRA_FULL_ERROR=1 is set."""
     full = os.environ.get(TRACEBACK) == "1" and ONE_LINE not in os.environ
     try:
         yield
@@ -112,13 +112,13 @@ def explained(error: BaseException) -> str:
 
 
 def in_one_line(error: BaseException) -> str:
-    """The message without what only Hydra's developers need."""
+    """Return the message without the parts for Hydra's developers."""
     lines = [line.strip() for line in str(error).splitlines()]
     return " ".join(line for line in lines if line and not line.startswith(("full_key:", "object_type=", "See https:")))
 
 
 def unexpected(error: InstantiationException, cause: BaseException) -> str | None:
-    """Name an option that a `_target_` does not take, and a similar one that it takes."""
+    """Return a message about an option that a `_target_` does not take, with a similar one; None for other errors."""
     target = re.search(r"Error in call to target '([\w.]+)'", str(error))
     option = re.search(r"unexpected keyword argument '(\w+)'", str(cause))
     if target is None or option is None:
@@ -128,7 +128,7 @@ def unexpected(error: InstantiationException, cause: BaseException) -> str | Non
 
 
 def no_option(key: str, there: Iterable[Any]) -> str:
-    """data.rot -> there is no option data.rot; did you mean 'data.root'?   there: what stands at its place"""
+    """data.rot -> there is no option data.rot; did you mean 'data.root'?   there: the config at its place"""
     prefix, dot, name = key.rpartition(".")
     values: dict[Any, Any] = plain(there, resolve=False) if isinstance(there, DictConfig) else dict.fromkeys(there)
     known = [str(k) for k in values if k != "hydra"]
@@ -148,7 +148,7 @@ def suggestion(name: Any, known: Iterable[Any], prefix: str = "") -> str:
 
 
 def plain(config: DictConfig, resolve: bool = True) -> dict[str, Any]:
-    """The config as plain values, with interpolations resolved."""
+    """Return the config as plain values, with interpolations resolved."""
     values = OmegaConf.to_container(config, resolve=resolve)
     assert isinstance(values, dict)
     return {str(k): v for k, v in values.items()}

@@ -4,7 +4,7 @@
     python recipes/compare.py methods=[sgd,pb,{pb:{slack:1}},cerebras] seeds=3 model.depth=29
 
 This does the same as `pipeback train -m method=sgd,pb,... seed=0,1,2`, but checks everything before it starts, shows
-progress bars, and ends with `pipeback report`. Under `out` there are a folder per run and report.html. A run that fails
+progress bars, and ends with `pipeback report`. `out` holds a folder per run, and report.html. A run that fails
 or diverges does not stop the others.
 """
 
@@ -40,7 +40,7 @@ from pipeback.recipes.train import as_yaml, quiet, run, task_of, trainer_of
 ALL = ("sgd", "pb", "sc", "lwp", "cerebras", "lwp_w_sc", "pipedream", "spectrain", "pipemare", "gpipe", "one_f_one_b",
        "pipedream_2bw", "pipedream_slack2", "spectrain_slack2")  # fmt: skip
 FEW = ("sgd", "pb", "cerebras", "gpipe")
-OWN = re.compile(r"(methods|seeds|seed|jobs|keep|out)=")  # options that `train` is not given as they are
+OWN = re.compile(r"(methods|seeds|seed|jobs|keep|out)=")  # options that are not passed on to `train` unchanged
 
 
 class Run(NamedTuple):
@@ -50,7 +50,7 @@ class Run(NamedTuple):
 
 
 def plan(config: Mapping[str, Any], words: list[str]) -> list[Run]:
-    """List the runs. Every method is built once here, so that a mistake shows before anything starts."""
+    """List the runs. Every method is built once here, so that a mistake is reported before anything starts."""
     data = build.data(config["data"], config["batch_size"], config["seed"])
     asked, labels = config["methods"], []
     for label in map(entry, asked or (FEW if config["quick"] else ALL)):
@@ -58,17 +58,17 @@ def plan(config: Mapping[str, Any], words: list[str]) -> list[Run]:
         try:
             task_of(values, data, trainer_of({**values, "logger": {}, "callbacks": {}})[0])
         except ValueError as error:
-            if asked is None and label != "sgd":  # sgd runs with any optimizer, so its error is one of the config
+            if asked is None and label != "sgd":  # sgd runs with any optimizer, so its error is an error of the config
                 continue
             raise ValueError(str(error) if label in str(error) else f"{label}: {error}") from error
         labels.append(label)
-    # the longest first would fill two processes best, but readers wait for sgd and pb, and seeds belong together
+    # longest first would use two processes best, but readers wait for sgd and pb, and seeds belong together
     seeds = range(config["seed"], config["seed"] + config["seeds"])
     return [Run(label, seed, Path(config["out"]) / f"{label}-seed{seed}") for seed in seeds for label in labels]
 
 
 def composed(words: list[str], label: str, seed: int) -> dict[str, Any]:
-    """The config of one run, as `pipeback train` will make it."""
+    """Return the config of one run, as `pipeback train` composes it."""
     return check(hydra.compose("train", [*words, f"method={label}", f"seed={seed}", f"label={label}"]))
 
 
@@ -83,7 +83,7 @@ def done(run: Run, words: list[str]) -> bool:
 
 
 def entry(method: Any) -> str:
-    """The name of an entry of the group method; for {pb: {slack: 1}} one is made and called pb-slack1."""
+    """Return the name of an entry of the group method; for {pb: {slack: 1}} an entry pb-slack1 is made."""
     if isinstance(method, str):
         return method
     if not isinstance(method, Mapping) or not all(isinstance(options, Mapping) for options in method.values()):
@@ -95,7 +95,7 @@ def entry(method: Any) -> str:
 
 
 def train_words(words: list[str], out: Path) -> list[str]:
-    """The options as `pipeback train` takes them."""
+    """Return the options as `pipeback train` takes them."""
     kept = [word for word in words if not OWN.match(word)]
     callbacks = [] if any(word.startswith("callbacks=") for word in kept) else ["callbacks=minimal"]
     return [*kept, *callbacks, f"out={literal(f'{out}/${{label}}-seed${{seed}}')}"]
@@ -128,7 +128,7 @@ def work(values: dict[str, Any]) -> None:
 
 
 def compare(runs: list[Run], kept: set[str], config: Mapping[str, Any], words: list[str], console: Console) -> None:
-    """Run what is not in a kept folder, then write the report."""
+    """Do the runs that are not in a kept folder, then write the report."""
     out = Path(config["out"])
     planned = {each.out for each in runs}
     todo = [each for each in runs if str(each.out) not in kept]
@@ -136,7 +136,7 @@ def compare(runs: list[Run], kept: set[str], config: Mapping[str, Any], words: l
         (each.out / "progress.json").unlink(missing_ok=True)
     for old in out.glob("*/progress.json"):
         if old.parent not in planned and not config["keep"]:
-            shutil.rmtree(old.parent)  # of an earlier comparison: it would mix into this one's tables
+            shutil.rmtree(old.parent)  # a run of an earlier comparison, which would enter this one's tables
     if kept:
         console.print(f"{len(kept)} of {len(runs)} runs are there already", highlight=False)
 
@@ -158,7 +158,7 @@ def compare(runs: list[Run], kept: set[str], config: Mapping[str, Any], words: l
                 raise SystemExit("pipeback compare: a process died (out of memory?); try jobs=1") from error
     seconds, plural = time.perf_counter() - began, "" if len(todo) == 1 else "s"
     console.print(f"{len(todo)} run{plural} in {seconds:.0f} s\n", highlight=False)
-    sys.argv[1:] = words  # as it was typed, for the page
+    sys.argv[1:] = words  # as typed, for the report
     failed = [run for run in runs if state(run.out).get("state") == "failed"]
     if len(failed) < len(runs):
         report([out], out / "report.html", console)
@@ -185,10 +185,10 @@ def main() -> None:
             )
     sys.argv[1:] = words
     start("compare", task)
-    for runs, kept, config in planned:  # none, where Hydra was asked for something else (--help, --cfg job)
+    for runs, kept, config in planned:  # empty if Hydra was asked for something else (--help, --cfg job)
         with mistakes("compare"):
             console = report_console()
-            console.file = sys.stdout  # as it is now: a run in this process has its own
+            console.file = sys.stdout  # the present one: a run in this process has its own
             compare(runs, kept, config, words, console)
 
 

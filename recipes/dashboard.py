@@ -28,7 +28,7 @@ AXES = {
     "trainer/global_step": "steps (batches)",
     "wall_time": "seconds of training",
 }
-FIRST_STAGE = {  # of the first stage, the stalest one: twenty stages of ten methods are no readable panel
+FIRST_STAGE = {  # panels of the first stage, which is the stalest; all stages of ten methods would be unreadable
     "pipeback/gap/stage_00": "gap ‖w now − w used‖, stage 0",
     "pipeback/delay/stage_00": "delay in updates, stage 0",
     "pipeback/update_norm/stage_00": "norm of an update, stage 0",
@@ -45,7 +45,7 @@ KINDS = ("workspace", "report")
 
 
 def sections(metric: str) -> dict[str, list[Any]]:
-    """Title -> panels. Lines are means over the runs of a method, areas one standard deviation."""
+    """Return title -> panels. Lines are means over the runs of a method, areas one standard deviation."""
     import wandb_workspaces.reports.v2 as wr
 
     together: dict[str, Any] = {
@@ -97,7 +97,7 @@ def document(options: Mapping[str, Any]) -> Any:
     import wandb_workspaces.reports.v2 as wr
     from wandb_workspaces import expr
 
-    # a run set that names its project asks W&B for it at once; one that does not is of the report's own project
+    # a run set without a project uses that of the report; naming it would ask W&B at once
     of = {"entity": options["entity"], "project": options["project"]} if not options["out"] else {}
     blocks: list[Any] = [wr.P("Lines and bars are means over the runs of a method, with one standard deviation.")]
     for name, panels in sections(options["metric"]).items():
@@ -120,12 +120,12 @@ def title(options: Mapping[str, Any]) -> str:
 
 
 def specification(thing: Any) -> dict[str, Any]:
-    """What would be sent to W&B. The one private name here: wandb-workspaces shows it before saving in no other way."""
+    """Return the specification for W&B; wandb-workspaces has no public name for it before saving."""
     return thing._to_model().model_dump(mode="json", by_alias=True, exclude_none=True)
 
 
 def dashboard(options: Mapping[str, Any]) -> str:
-    """Write the dashboard to `out`, or save it to W&B; returns where it is."""
+    """Write the dashboard to `out`, or save it to W&B; return its file or address."""
     if options["kind"] not in KINDS:
         raise ValueError(f"kind must be {' or '.join(KINDS)}, but is {options['kind']!r}")
     make = workspace if options["kind"] == "workspace" else document

@@ -1,24 +1,24 @@
-"""Draw the schedule of a method, what was measured when it ran, or the stages of a model: text, pictures, and traces.
+"""Draws the schedule of a method, a measured run of it, or the stages of a model, as text, pictures and traces.
 
     pipeback draw method=pb stages=4 micro_batches=8                         # a text grid
     pipeback draw method=gpipe,one_f_one_b,pb stages=5 micro_batches=40 until=52 out=schedules.png
     pipeback draw method=gpipe,pb stages=8 ranks=2 micro_batches=24 --run run.json out=run.png
     pipeback draw method=gpipe stages=8 micro_batches=4 store=host --run run.json out=streaming.png
-    pipeback draw trace=run.json out=run.png                                 # what was recorded before, once more
+    pipeback draw trace=run.json out=run.png                                 # a recorded run, once more
     pipeback draw model=resnet50 stages=block method=cerebras out=stages.png # stages: layers, FLOPs, seconds, delays
 
 --run trains linear layers of one size on that many processes of this machine, from an empty pipeline until it is empty
-again, and prints how much the ranks idled beside what the schedule predicts. It writes a trace a method (run-gpipe.json
-and run-pb.json; run.json if there is one method), and the timelines as a picture to `out`. With store= weights are
-streamed, all micro-batches are pushed at once, and the picture shows what overlaps. For a script of your own:
+again, and prints how much the ranks idled beside what the schedule predicts. It writes one trace per method
+(run-gpipe.json and run-pb.json; run.json if there is one method), and the timelines as a picture to `out`. With store=,
+weights are streamed, all micro-batches are pushed at once, and the picture shows what overlaps. For your own script:
 pipe.record() before the pushes, and pipeback.draw.trace(pipe, "run.json") on every rank after them.
 
-model= is a model of `pipeback zoo` or of conf/model; stages= then is auto, block, layer, sublayer or a number, and a
-micro-batch is rehearsed: seconds, activations and FLOPs (of products, convolutions and attention) are of that. out= may
-end in .txt or .md, too. For a pipeline of your own: pipe.breakdown(x, y), a row per stage.
+model= is a model of `pipeback zoo` or of conf/model; stages= is then auto, block, layer, sublayer or a number. One
+micro-batch is rehearsed to measure seconds, activations and FLOPs (of products, convolutions and attention). out= may
+also end in .txt or .md. For your own pipeline, pipe.breakdown(x, y) gives a row per stage.
 
-Traces are for ui.perfetto.dev. Options of a method go behind its name: method=pipedream:slack=2. For gpipe and
-one_f_one_b, flush= is the flush.
+Traces are for ui.perfetto.dev. Options of a method go after its name: method=pipedream:slack=2. flush= is the number of
+micro-batches per flush of gpipe and one_f_one_b.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def parsed(arguments: list[str]) -> dict[str, Any]:
 
 
 def of_model(options: dict[str, Any], given: set[str]) -> dict[str, Any]:
-    """The options beside model=. Raises ValueError for those that do not go with it."""
+    """Return the options that go with model=. Raises ValueError for options that do not."""
     for name in ("micro_batches", "until", "width", "run", "ranks", "store", "trace"):
         if name in given:
             raise ValueError(
@@ -108,7 +108,7 @@ def of_model(options: dict[str, Any], given: set[str]) -> dict[str, Any]:
 
 
 def plain(arguments: list[str]) -> list[str]:
-    """All as name=value, which may be written --name=value or --name value too; a bare --run is run=run.json."""
+    """Return all options as name=value, from --name=value and --name value, too; a bare --run is run=run.json."""
     found, rest = [], list(arguments)
     while rest:
         word = rest.pop(0)
@@ -128,7 +128,7 @@ def plain(arguments: list[str]) -> list[str]:
 
 
 def begins(word: str) -> bool:
-    """Whether an option begins here, rather than being the value of the one before."""
+    """Whether a word begins an option, and is not the value of the one before."""
     name, given, _ = word.partition("=")
     return word.startswith("--") or (bool(given) and name in OPTIONS) or word in pipeback.methods.available()
 
@@ -180,7 +180,7 @@ def show(options: dict[str, Any]) -> None:
 
 
 def tell(recordings: list[Recording], out: str | None) -> None:
-    """What was measured beside what is predicted, as text and, if `out` names a file, as a picture."""
+    """Show the measured run beside the prediction, as text and, if `out` names a file, as a picture."""
     for recording in recordings:
         print(draw.summary(recording), end="\n\n")
     if out:
@@ -193,7 +193,7 @@ def tell(recordings: list[Recording], out: str | None) -> None:
 
 
 def picturable(out: str | None, more: Sequence[str] = ()) -> None:
-    """Raise ValueError where a picture cannot be written: it is made last."""
+    """Raise ValueError if a picture cannot be written there, since it is drawn last."""
     if out is None:
         return
     from matplotlib.backend_bases import FigureCanvasBase
@@ -205,7 +205,7 @@ def picturable(out: str | None, more: Sequence[str] = ()) -> None:
 
 
 def files(path: str, entries: list[str]) -> dict[str, Path]:
-    """The trace of each method, all of which can be written."""
+    """Return the file of each method's trace. Raises ValueError if one cannot be written."""
     first = Path(path)
     found = {
         entry: first if len(entries) == 1 else first.with_stem(f"{first.stem}-{re.sub('[^0-9a-z_]+', '-', entry)}")
@@ -217,7 +217,7 @@ def files(path: str, entries: list[str]) -> dict[str, Path]:
 
 
 def writable(option: str, path: Path) -> None:
-    """Raise ValueError before anything is trained, rather than after."""
+    """Raise ValueError if a file cannot be written, before anything is trained."""
     if path.is_dir():
         raise ValueError(f"{option}={path} is a folder; name a file")
     if not path.parent.is_dir():

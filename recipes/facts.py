@@ -1,4 +1,4 @@
-"""What there is to know of a run before it starts: its hparams.yaml, and the config of a W&B run."""
+"""Facts: the facts of a run that are known before it starts, for hparams.yaml and the config of a W&B run."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from pipeback.recipes import build
 from pipeback.recipes.provenance import provenance
 from pipeback.schedules.timeline import bubble, timeline
 
-MOST = 2000  # micro-batches whose schedule is laid out to measure the bubble
+MOST = 2000  # the most micro-batches for which the bubble is measured on the schedule
 
 
 def facts_of(
     config: Mapping[str, Any], trainer: Trainer, task: LightningModule, data: LightningDataModule, update_size: int,
     hyperparameters: Mapping[str, Any],
 ) -> dict[str, Any]:  # fmt: skip
-    """Flat names. delays: of each stage, in updates. bubble: the idle share of the schedule, one worker a stage."""
+    """Return facts by flat names. delays: of each stage, in updates. bubble: the idle share of one worker per stage."""
     strategy, samples = trainer.strategy, build.epoch_samples(data, config["batch_size"])
     known = {
         "method": config["label"],

@@ -1,4 +1,4 @@
-"""Bars to watch a comparison by: one for everything, one for each run that is under way, with its loss."""
+"""Live: progress bars for a comparison: one for all runs, and one with its loss for each run in progress."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ENDS = ("finished", "diverged", "failed")
 
 
 def state(folder: Path) -> dict[str, Any]:
-    """What a run has last told of itself; {} before it has begun."""
+    """Return the last progress that a run has written; {} before it has begun."""
     try:
         return json.loads((folder / "progress.json").read_text())
     except FileNotFoundError:
@@ -35,7 +35,7 @@ def state(folder: Path) -> dict[str, Any]:
 
 
 class Live:
-    """While it is entered, a thread looks at the files that the runs write. runs: folder -> name of the run."""
+    """A context in which a thread reads the progress files of the runs. runs: folder -> name of the run."""
 
     def __init__(self, runs: Mapping[Path, str], console: Console, every: float = 0.3) -> None:
         self.runs, self.every = dict(runs), every

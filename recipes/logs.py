@@ -1,4 +1,4 @@
-"""The loggers of a run: what they are told before it begins, and after it has ended."""
+"""Logs: prepares the loggers of a run before it begins, and closes them after it has ended."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 
-AXES = ("samples_seen", "wall_time")  # what W&B may draw a curve over, besides the step
+AXES = ("samples_seen", "wall_time")  # x axes that W&B offers besides the step
 
 
 def begin(loggers: Iterable[Logger], facts: Mapping[str, Any], ckpt_path: str | None) -> None:
-    """Log the facts; a run that goes on from a checkpoint keeps the rows from before it."""
+    """Log the facts; a run that resumes from a checkpoint keeps the rows from before it."""
     for logger in loggers:
         before = rows_before(ckpt_path, Path(logger.log_dir)) if isinstance(logger, CSVLogger) else []
         logger.log_hyperparams(dict(facts))
@@ -26,7 +26,7 @@ def begin(loggers: Iterable[Logger], facts: Mapping[str, Any], ckpt_path: str | 
 
 
 def rows_before(ckpt_path: str | None, folder: Path) -> list[tuple[int, dict[str, float]]]:
-    """What was logged in this folder before the checkpoint from which the run goes on; Lightning would delete it."""
+    """Return the rows in this folder from before the checkpoint of a resumed run, which Lightning would delete."""
     log = folder / "metrics.csv"
     if ckpt_path is None or not log.is_file():
         return []
@@ -39,4 +39,4 @@ def rows_before(ckpt_path: str | None, folder: Path) -> list[tuple[int, dict[str
 def end(loggers: Iterable[Logger]) -> None:
     for logger in loggers:
         if isinstance(logger, WandbLogger):
-            logger.experiment.finish()  # else the next run of a sweep in this process would be logged into this one
+            logger.experiment.finish()  # otherwise the next run of a sweep in this process would log into this one

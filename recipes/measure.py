@@ -1,4 +1,4 @@
-"""A real run to be looked at: linear layers of one size on processes of this machine, every operation measured."""
+"""Measure: a run of linear layers on processes of this machine, with every operation measured, for a picture."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pipeback
 from pipeback import draw
 
 WIDTH, SAMPLES = 512, 64
-WARM = 3  # micro-batches before anything is measured: the first ones find cold caches and allocate
+WARM = 3  # micro-batches before the measurement, which warm caches and allocate memory
 
 
 def run(
@@ -38,7 +38,7 @@ def run(
         elastic_launch(config, train)(methods, stages, count, store)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        message: Any = failure.message  # @record makes a dictionary of it
+        message: Any = failure.message  # @record turns the message into a dictionary
         words = message.get("message") if isinstance(message, dict) else message
         raise RuntimeError(f"rank {rank} failed: {words}") from error
     return None
@@ -48,14 +48,14 @@ def run(
 def train(
     methods: Mapping[str, tuple[pipeback.Method, str]], stages: int, count: int, store: str | None = None
 ) -> None:
-    """On every rank: from an empty pipeline until it is empty again, so that nothing else is in the trace."""
+    """Train on every rank, from an empty pipeline until it is empty again, so that the trace has nothing else."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     x, y = torch.randn(SAMPLES, WIDTH), torch.randn(SAMPLES, WIDTH)
     for name, (method, path) in methods.items():
         model = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(stages)])
         for _ in range(WARM):
-            model(x).sum().backward()  # the stages are placed by their first times
+            model(x).sum().backward()  # warm up, since the first measured times place the stages on ranks
         model.zero_grad()
         pipe = pipeback.Pipeline(
             model,
@@ -69,7 +69,7 @@ def train(
             pipe.push(x, y)
         pipe.drain()
         pipe.record()
-        # with a store all in one push, so that a stage that has come is used for as much as there is
+        # with a store all in one push, so that a fetched stage serves as many micro-batches as possible
         for _ in range(count if store is None else 1):
             pipe.push(*((x, y) if store is None else (x.repeat(count, 1), y.repeat(count, 1))))
         pipe.drain()

@@ -2,17 +2,16 @@
 
     pipeback plan stages=12 width=1024 store=host micro_batches=32          # linear layers of one size
     pipeback plan method=gpipe store=disk device_memory="512 MiB" run=10    # and train 10 pushes: measured beside it
-    pipeback plan experiment=shakespeare method=pb store=host run=20        # of conf/, with Hydra's overrides
+    pipeback plan experiment=shakespeare method=pb store=host run=20        # a config of conf/, with Hydra's overrides
 
-store=          device, host, disk (a temporary folder) or disk:FOLDER (its own, empty at first)
+store=          device, host, disk (a temporary folder) or disk:FOLDER (a folder of its own, empty at first)
 prefetch=       stages fetched ahead of the one at work
-device_memory=, host_memory=    budgets, "1.5 GB": what does not fit is refused, with the nearest setting that does
-run=            pushes to train; what they moved and waited for is printed beside the prediction
+device_memory=, host_memory=    budgets, such as "1.5 GB"; a plan beyond them is refused, with the nearest that fits
+run=            pushes to train; the bytes and the waiting that were measured are printed beside the prediction
 method=, stages=, width=, samples= (of a micro-batch), micro_batches= (of a push), optimizer= (of torch.optim)
 
-Options of a method go behind its name: method=pipedream:slack=2. With experiment=, everything but store, prefetch,
-budgets and run goes to Hydra, as in `pipeback train`; a push is a batch. For a script of your own:
-print(pipe.plan(x, y)).
+Options of a method go after its name: method=pipedream:slack=2. With experiment=, everything but store, prefetch,
+budgets and run goes to Hydra, as in `pipeback train`, and a push is a batch. In a script: print(pipe.plan(x, y)).
 """
 
 from __future__ import annotations
@@ -40,12 +39,12 @@ from pipeback.streaming.store import HostStore, Store
 
 TEXTS = {"method": "pb", "store": "host", "optimizer": "SGD", "device_memory": None, "host_memory": None}
 NUMBERS = {"stages": 8, "width": 512, "samples": 4, "micro_batches": 16, "prefetch": 1, "run": 0}
-OURS = ("store", "prefetch", "device_memory", "host_memory", "run")  # beside experiment=
+OURS = ("store", "prefetch", "device_memory", "host_memory", "run")  # options of this command beside experiment=
 LEAST = {"prefetch": 0, "run": 0}
 
 
 class Case(NamedTuple):
-    """What is trained, and a push of it."""
+    """A training and one push of it."""
 
     model: nn.Module
     loss: Callable[[Any, Any], Tensor]
@@ -89,7 +88,7 @@ def parsed(words: list[str]) -> dict[str, Any]:
 
 
 def built_in(options: dict[str, Any]) -> Case:
-    """Linear layers of one size."""
+    """Return a training of linear layers of one size."""
     width, samples, count = options["width"], options["samples"], options["micro_batches"]
     kinds = {name: kind for name, kind in vars(torch.optim).items() if isinstance(kind, type)}
     if options["optimizer"] not in kinds:
@@ -110,7 +109,7 @@ def built_in(options: dict[str, Any]) -> Case:
 
 
 def method(entry: str, count: int) -> pipeback.Method:
-    """pipedream:slack=2; what groups of micro-batches, does so by the push."""
+    """Return a method from text such as pipedream:slack=2; methods with groups have one group per push."""
     name, *rest = entry.split(":")
     given: dict[str, Any] = {"anneal": 100} if name == "pipemare" else {}
     if name == "pipedream_2bw":
@@ -122,7 +121,7 @@ def method(entry: str, count: int) -> pipeback.Method:
 
 
 def composed(words: list[str]) -> Case:
-    """Of conf/: data, model, loss, optimizer and method, as `pipeback train` puts them together."""
+    """Return a training of conf/, with data, model, loss, optimizer and method as in `pipeback train`."""
     from hydra import compose, initialize_config_module
     from hydra.errors import HydraException
 
@@ -133,7 +132,7 @@ def composed(words: list[str]) -> Case:
     offer_installed_methods()
     try:
         with initialize_config_module("pipeback.conf", version_base="1.3"):
-            # what only a run of Hydra knows
+            # values that are known only within a run of Hydra
             config = compose("train", [*ordered([quoted(word) for word in words]), "label=plan", "out=."])
     except HydraException as error:
         raise ValueError(explained(error)) from error
@@ -149,7 +148,7 @@ def composed(words: list[str]) -> Case:
 
 @contextmanager
 def stored(options: dict[str, Any]) -> Iterator[Store | None]:
-    """The store, whose temporary folder is gone afterwards."""
+    """A context with the store, whose temporary folder is removed on exit."""
     kind, _, folder = options["store"].partition(":")
     given = {name: options[name] for name in ("prefetch", "device_memory", "host_memory")}
     if kind == "device" and not folder:
@@ -178,7 +177,7 @@ def show(case: Case, options: dict[str, Any], console: Console) -> None:
             plan = pipe.plan(case.x, case.y)
             console.print(title(plan), style="bold")
             console.print(table(rows(plan)))
-            check(plan.facts, plan.micro_batches)  # as the first push would
+            check(plan.facts, plan.micro_batches)  # the check of the first push
             if pushes:
                 exact = pipe.plan(pushes=pushes)
                 for _ in range(fills(plan.facts, plan.micro_batches)):

@@ -1,4 +1,4 @@
-"""Where numbers come from: date, commit, versions, machine and command, which every file of results begins with."""
+"""Provenance: date, commit, versions, machine and command, with which every file of results begins."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import pipeback
 
 
 def provenance(device: torch.device | None = None) -> dict[str, Any]:
-    """Of what is measured now, in this process; device: the accelerator that it is measured on."""
+    """Return the provenance of a measurement in this process. device: the accelerator that it uses, if any."""
     return {
         "date": datetime.date.today().isoformat(),
         "commit": commit(),
@@ -31,7 +31,7 @@ def provenance(device: torch.device | None = None) -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The commit of this package, with "-dirty" where files differ from it; None outside its repository."""
+    """Return the commit of this package, with "-dirty" if files differ from it; None outside its repository."""
     here = Path(__file__)
     git = ["git", "-C", str(here.parent)]
     try:
@@ -43,7 +43,7 @@ def commit() -> str | None:
 
 
 def machine(device: torch.device | None = None) -> str:
-    """Processor, cores and system; the accelerator where there is one."""
+    """Return processor, cores, accelerator (if there is one) and system."""
     info = Path("/proc/cpuinfo")
     found = re.search(r"^model name\s*: (.+)$", info.read_text(), re.MULTILINE) if info.is_file() else None
     name = found[1].strip() if found else platform.processor() or "unknown processor"
@@ -52,13 +52,13 @@ def machine(device: torch.device | None = None) -> str:
 
 
 def command(words: Iterable[str] | None = None) -> str:
-    """As it was typed; words: what was typed behind its name, where `main` has rewritten that."""
+    """Return the command as it was typed. words: its arguments as they were typed, if `main` has changed them."""
     name, *known = sys.argv
     return f"{'python ' if name.endswith('.py') else ''}{name} {shlex.join(known if words is None else words)}".strip()
 
 
 def heading(command: str, facts: Mapping[str, Any]) -> str:
-    """The first lines of a file of results, in Markdown. facts: of `provenance`; `threads`, `load`."""
+    """Return the first lines of a file of results, in Markdown. facts: those of `provenance`, `threads` and `load`."""
     sentence = {
         "date": " on {}", "commit": " at commit {}", "pipeback": " (version {})", "machine": ", on {}",
         "torch": ", torch {}", "python": ", Python {}", "threads": ", intra-op threads per process: {}",

@@ -1,11 +1,12 @@
-"""Tables, pictures and one self-contained page from finished runs, wherever they were logged.
+"""Makes tables, pictures and one self-contained page from finished runs, wherever they were logged.
 
     pipeback report outputs/compare/digits
     pipeback report outputs/train/digits/pb-seed0 wandb/offline-run-20260101_120000-abcdefgh -o both.html
     pipeback report wandb:entity/project/group target=90% title="From the API" -o report.html
 
-Run folders (metrics.csv of CSVLogger or an offline W&B run) and folders that hold such. Beside report.html, in
-report_files: every picture as PNG, every table as CSV and together in tables.md, curves.csv and stages.csv.
+It takes run folders (with metrics.csv of CSVLogger or an offline W&B run) and folders of such folders. Beside
+report.html, report_files holds every picture as PNG, every table as CSV, all tables in tables.md, and curves.csv and
+stages.csv.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ def report(
 ) -> None:
     """Write the page and, in <page>_files beside it, its pictures and numbers; print the tables.
 
-    target: value of the metric whose time is told, such as 0.9 or "90%"; None: 5 % short of the reference's last.
+    target: the value of the metric for the time to target, such as 0.9 or "90%"; None: 5 % short of the last value of
+    the reference.
     """
     runs, notes = read(sources)
     methods = gather(runs)
@@ -97,7 +99,7 @@ def page(
 
 
 def made(sources: Sequence[Path | str], runs: Sequence[Run]) -> dict[str, str]:
-    """How the page was made: by which command, from what; and where the runs ran, as they told."""
+    """Return facts of the page: the command, the sources, and where the runs ran, as they recorded it."""
     facts = options.shared(runs, ("runtime", *FACTS))
     names = {"threads": "torch threads", "pipeback": "pipeback of the runs"}
     return {
@@ -109,7 +111,7 @@ def made(sources: Sequence[Path | str], runs: Sequence[Run]) -> dict[str, str]:
 
 
 def config(runs: Sequence[Run]) -> dict[str, str] | None:
-    """The resolved config of one run: what differs in the others stands in a table."""
+    """Return the resolved config of one run; a table shows what differs in the others."""
     run = next((run for run in runs if run.config), None)
     if run is None:
         return None
@@ -117,12 +119,12 @@ def config(runs: Sequence[Run]) -> dict[str, str] | None:
 
 
 def command(sources: Sequence[Path | str]) -> str:
-    """As it was typed: of the paths, `main` made the list `runs`."""
+    """Return the command as it was typed, with the paths that `main` has put into the list `runs`."""
     return typed(part for word in sys.argv[1:] for part in (map(str, sources) if word.startswith("runs=") else [word]))
 
 
 def console() -> Console:
-    """Wide enough for a table when the output goes to a file."""
+    """Return a console that is wide enough for a table if the output goes to a file."""
     wide = Console()
     return wide if wide.is_terminal else Console(width=170)
 
@@ -142,7 +144,7 @@ def run(settings: DictConfig) -> None:
 
 
 def beside(source: str) -> Path:
-    """Where the page goes if no place is given: into the first folder, or here for runs from the API."""
+    """Return the default folder of the page: the first source, or the current folder for runs from the API."""
     if source.startswith("wandb:"):
         return Path("report.html")
     folder = Path(source).expanduser()
@@ -150,7 +152,7 @@ def beside(source: str) -> Path:
 
 
 def main() -> None:
-    """Hydra knows no positional arguments: paths become the list `runs`, -o becomes `out=`."""
+    """Run the command. Hydra has no positional arguments, so paths become the list `runs`, and -o becomes `out=`."""
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(usage(__doc__, "report"))
         return
@@ -180,7 +182,7 @@ def as_options(words: list[str]) -> list[str]:
 
 
 def literal(text: str) -> str:
-    """As a value of Hydra's grammar, whatever characters a path has."""
+    """Return text as a value in Hydra's grammar, whatever characters it has."""
     if re.fullmatch(r"[\w./-]+", text, re.ASCII):
         return text
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"

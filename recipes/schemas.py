@@ -1,8 +1,8 @@
-"""What may stand in a config: dataclasses for the options at its top, and for the entries of our own groups.
+"""Schemas: check a config against dataclasses, for its top-level options and for the entries of our own groups.
 
-An entry names a class or function (`name: digits`), so its dataclass is made from the signature of that: nothing is
-said twice, and a user's own entry with `_target_` is left to Hydra. Hydra itself refuses unknown options on the command
-line; what is checked here is the composed config, files of the user's included, without need of Hydra's ConfigStore.
+An entry names a class or function (`name: digits`), so its dataclass is made from the signature of that, and nothing is
+written twice. A user's own entry with `_target_` is left to Hydra. Hydra refuses unknown options on the command line;
+the check here is of the composed config, with the user's own files, and does not need Hydra's ConfigStore.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Train:
     trainer: Any
     logger: Any
     callbacks: Any
-    methods: Any = None  # an experiment may say what `pipeback compare` is to compare
+    methods: Any = None  # the methods that an experiment gives to `pipeback compare`
 
     def __post_init__(self) -> None:
         for name in ("epochs", "max_steps", "batch_size", "micro_batch_size", "threads"):
@@ -60,7 +60,7 @@ class Train:
 
 @schema
 class Compare(Train):
-    """The options that `pipeback compare` has besides; conf/compare.yaml says what they mean."""
+    """The additional options of `pipeback compare`; conf/compare.yaml says what they mean."""
 
     seeds: int = 1
     jobs: int = 2
@@ -77,7 +77,7 @@ def at_least_one(name: str, value: int | None) -> None:
         raise ValueError(f"{name} must be a whole number of at least 1, but is {value}")
 
 
-# what the commands themselves hand to the things that entries name, and options that are ours
+# arguments that the commands pass themselves, and options that are not passed on
 GIVEN = {"data": ("batch_size", "seed"), "task": ("model", "optimizer"), "optimizer": ("params",)}
 OURS: dict[str, list[tuple[str, Any]]] = {
     "optimizer": [("reference", Optional[int]), ("warmup", Optional[int]), ("decay", Optional[str])]  # noqa: UP045
@@ -85,9 +85,9 @@ OURS: dict[str, list[tuple[str, Any]]] = {
 
 
 def check(config: DictConfig, options: type[Train] = Train) -> dict[str, Any]:
-    """The config as plain values of the right types. Raises ValueError that says what was probably meant."""
+    """Return the config as plain values of the right types. Raises ValueError, which says what was probably meant."""
     values = typed(options, config, "")
-    OmegaConf.to_object(values)  # __post_init__
+    OmegaConf.to_object(values)  # this runs __post_init__
     found = OmegaConf.to_container(values, resolve=True)
     assert isinstance(found, dict)
     result = {str(k): v for k, v in found.items()}
@@ -98,7 +98,7 @@ def check(config: DictConfig, options: type[Train] = Train) -> dict[str, Any]:
 
 
 def check_sparsity_reaches(trainer: Any, sparsity: Mapping[str, Any]) -> None:
-    """Raise ValueError if a sparsity was chosen that the trainer does not hand to a pipeline: it would train dense."""
+    """Raise ValueError if the trainer would ignore the chosen sparsity, and so train dense."""
     if sparsity.get("name") == "none":
         return
     chosen = f"sparsity={sparsity.get('name', sparsity.get('_target_'))}"
@@ -106,7 +106,7 @@ def check_sparsity_reaches(trainer: Any, sparsity: Mapping[str, Any]) -> None:
     if not isinstance(strategy, Mapping):
         raise ValueError(f"{chosen} is of a pipeline, but trainer.strategy={strategy} has none; choose sparsity=none")
     if not str(strategy.get("_target_", "")).endswith(".PipelineStrategy"):
-        return  # of the user's own, who may hand it on in another way
+        return  # the user's own, which may pass it on in another way
     store = strategy.get("store")
     if not isinstance(store, Mapping):
         place = "null" if store is None else store
@@ -121,7 +121,7 @@ def check_sparsity_reaches(trainer: Any, sparsity: Mapping[str, Any]) -> None:
 
 
 def entry(group: str, options: Any) -> dict[str, Any]:
-    """An entry of one of our groups, checked against what it names; one with `_target_` as it is."""
+    """Return an entry of a group, checked against the signature of what it names; one with `_target_` unchanged."""
     if not isinstance(options, Mapping):
         raise ValueError(f"{group} must be an entry of conf/{group} or name and options, but is {options!r}")
     if "_target_" in options:
@@ -143,7 +143,7 @@ def typed(options: type, given: DictConfig, prefix: str) -> DictConfig:
         if key not in known:
             raise ValueError(no_option(f"{prefix}{key!s}", known))
     try:
-        # resolved first: an interpolation is checked as what it stands for
+        # resolved first, so that the value of an interpolation is checked
         plain = OmegaConf.create(OmegaConf.to_container(given, resolve=True))
         merged = OmegaConf.merge(OmegaConf.structured(options), plain)
     except OmegaConfBaseException as error:
@@ -153,7 +153,7 @@ def typed(options: type, given: DictConfig, prefix: str) -> DictConfig:
 
 
 def signature_of(group: str, name: Any) -> type | None:
-    """A dataclass with the parameters of what `name` means in this group; None if it takes any."""
+    """Return a dataclass with the parameters of the entry `name` of this group; None if it takes any."""
     if group == "method":
         known(group, pipeback.methods.available(), name)
         parameters: Iterable[inspect.Parameter] = pipeback.methods.options(name).values()
@@ -174,7 +174,7 @@ PLAIN = {"str": str, "bool": bool, "int": int, "float": float}
 
 
 def kind(annotation: Any, default: Any) -> Any:
-    """The type as OmegaConf can check it; None is always allowed and stands for the default."""
+    """Return the type as OmegaConf can check it; None is always allowed and stands for the default."""
     text = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
     if (hint := PLAIN.get(text.removesuffix(" | None"))) is not None:
         return Optional[hint]  # noqa: UP045
@@ -184,7 +184,7 @@ def kind(annotation: Any, default: Any) -> Any:
 
 
 def named(group: str, name: Any) -> Callable[..., Any]:
-    """What an entry's `name` means. Raises ValueError with the names there are."""
+    """Return the class or function that an entry's `name` means. Raises ValueError, which lists the names."""
     things = table(group)
     known(group, things, name)
     return things[name]
@@ -196,7 +196,7 @@ def known(group: str, names: Iterable[str], name: Any) -> None:
 
 
 def table(group: str) -> Mapping[str, Any]:
-    """Imported when asked for: these need Lightning."""
+    """Return the classes or functions of a group by name; they are imported here since they need Lightning."""
     if group == "optimizer":
         return {k: v for k, v in vars(torch.optim).items() if isinstance(v, type)}
     if group == "data":

@@ -1,4 +1,4 @@
-"""The stages of a model, as a table in the terminal or as a picture: what `pipeback draw model=...` shows."""
+"""Stages: the stages of a model as a table in the terminal or as a picture, for `pipeback draw model=...`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from pipeback.streaming.byte_sizes import written
 
 TEXTS = (".txt", ".md")
 BAR = 8  # characters of the largest bar
-# what a model of conf/model takes, and facts of such data
+# facts of data for the models of conf/model, by a parameter that such models take
 FACTS: dict[str, dict[str, int]] = {
     "inputs": {"inputs": 64, "classes": 10},
     "channels": {"channels": 3, "classes": 10, "size": 32},
@@ -34,13 +34,13 @@ FACTS: dict[str, dict[str, int]] = {
 
 
 def names() -> list[str]:
-    """Models of recipes/foreign and of conf/model."""
+    """Return the names of the models of recipes/foreign and of conf/model."""
     ours = (file.name for file in (resources.files("pipeback.conf") / "model").iterdir())
     return [*WHERE, *sorted(name.removesuffix(".yaml") for name in ours if name.endswith(".yaml"))]
 
 
 def case(name: str) -> Case:
-    """A model of either kind, as its configuration has it, and a micro-batch for it."""
+    """Return a model of either kind, with its default options, and micro-batches for it."""
     if name in WHERE:
         return build(name)
     if name not in names():
@@ -71,7 +71,7 @@ def case(name: str) -> Case:
 
 
 def show(name: str, stages: Any, method: pipeback.Method, out: str | None) -> None:
-    """Split the model, rehearse a micro-batch and print the table; `out` gets it as text or as a picture."""
+    """Split the model, rehearse a micro-batch and print the table; `out`, if given, gets it as text or as a picture."""
     torch.set_num_threads(1)
     chosen = case(name)
     x, y = chosen.batch(torch.Generator().manual_seed(0))
@@ -125,7 +125,7 @@ def total(rows: Sequence[StageRow]) -> list[str]:
 
 
 def flops(number: int) -> str:
-    """1234567 -> 1.23 M; nothing that is counted: a dash."""
+    """1234567 -> 1.23 M; 0 -> a dash."""
     if not number:
         return "–"
     for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
@@ -152,7 +152,7 @@ def markdown(rows: Sequence[StageRow]) -> str:
 
 
 def picture(rows: Sequence[StageRow], title: str, path: Path) -> None:
-    """A bar per stage in every panel; the first stage is on top."""
+    """Draw a bar per stage in every panel; the first stage is on top."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -205,7 +205,7 @@ def picture(rows: Sequence[StageRow], title: str, path: Path) -> None:
 
 
 def short(text: str, most: int = 34, end: bool = True) -> str:
-    """Its end (of a long path that tells most), or its beginning."""
+    """Return the end of a text that is too long (of a path it says most), or its beginning."""
     if len(text) <= most:
         return text
     return f"…{text[-most + 1 :]}" if end else f"{text[: most - 1]}…"

@@ -1,15 +1,15 @@
-"""Sweeps (-m) over anything: every job is a run, and every run has a folder of its own."""
+"""Sweep: sweeps (-m) over any options; every job is a run with a folder of its own."""
 
 from __future__ import annotations
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-TOLD = ("method", "seed", "experiment")  # by label, seed and name
+TOLD = ("method", "seed", "experiment")  # these are in the default folder, as label, seed and name
 GROUPS = ("data", "model", "task", "optimizer", "trainer", "logger", "callbacks")
 
 
 def folder_for_each(words: list[str]) -> list[str]:
-    """The command line with an `out` that tells the jobs apart, where method and seed do not."""
+    """Return the command line with an `out` that differs between the jobs, if method and seed do not."""
     if not {"-m", "--multirun"} & set(words):
         return words
     given = [word for word in words if "=" in word and not word.startswith("-")]

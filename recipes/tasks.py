@@ -1,4 +1,4 @@
-"""What is learnt: ordinary LightningModules, which know nothing of pipelines.
+"""Tasks: what a model learns, as ordinary LightningModules, which do not depend on pipelines.
 
 `TASKS` maps the name in a conf/task entry to a class. `Task(model, optimizer, **options)`: `optimizer` gets the
 parameters and returns what `configure_optimizers` may return. Validation measures are means over all validation
@@ -24,9 +24,9 @@ Optimizers = Callable[[Iterable[nn.Parameter]], Any]
 
 
 class Task(LightningModule):
-    """A subclass gives `loss` and, if it has more to measure, `measures`.
+    """A base class; a subclass defines `loss` and, for further measures, `measures`.
 
-    metric, mode: what methods are compared by, and which end of it is good
+    metric, mode: the measure by which methods are compared, and whether "max" or "min" is better
     """
 
     metric = "val/loss"
@@ -40,7 +40,7 @@ class Task(LightningModule):
 
     @staticmethod
     def loss(output: Tensor, target: Tensor) -> Tensor:
-        """The mean loss of a batch."""
+        """Return the mean loss of a batch."""
         raise NotImplementedError
 
     def configure_optimizers(self) -> Any:
@@ -69,7 +69,7 @@ class Task(LightningModule):
             self.log(f"val/{name}", value, prog_bar=f"val/{name}" == self.metric)
 
     def measures(self) -> dict[str, float]:
-        """What is logged at the end of a validation, under val/."""
+        """Return what is logged under val/ at the end of a validation."""
         count = max(self.sums["count"], 1)
         return {"loss": self.sums["loss"] / count, "accuracy": self.sums["right"] / count}
 
@@ -96,7 +96,7 @@ class Classification(Task):
 
 
 class LanguageModel(Task):
-    """Logits (B, T, tokens), targets (B, T), -100 where there is none. Logs val/loss, val/perplexity, val/accuracy."""
+    """Logits (B, T, tokens), targets (B, T), -100 if not predicted. Logs val/loss, val/perplexity, val/accuracy."""
 
     metric = "val/perplexity"
 
@@ -106,13 +106,13 @@ class LanguageModel(Task):
 
     def measures(self) -> dict[str, float]:
         found = super().measures()
-        return {**found, "perplexity": math.exp(min(found["loss"], 700))}  # a diverged run has a finite one
+        return {**found, "perplexity": math.exp(min(found["loss"], 700))}  # finite for a diverged run, too
 
 
 class Translation(LanguageModel):
     """A language model of pairs, source first. Logs val/bleu too: sacrebleu's, of greedy translations.
 
-    sentences: so many of the validation sentences are translated. They come from the data module.
+    sentences: how many of the data module's validation sentences are translated.
     """
 
     metric = "val/bleu"

@@ -1,4 +1,4 @@
-"""Train one method and watch it: an ordinary Lightning program, put together from the groups of conf/.
+"""Trains one method and logs it: an ordinary Lightning program, composed from the groups of conf/.
 
     pipeback train experiment=digits method=cerebras
     pipeback train -m experiment=digits method=cerebras,pb,sgd seed=0,1     # hydra/launcher=joblib: side by side
@@ -43,7 +43,7 @@ from pipeback.recipes.schemas import check
 from pipeback.recipes.sweep import folder_for_each
 from pipeback.tensors.meta import absent
 
-# true, but no news to whom the recipes serve: the data are in memory, and a folder is written anew on purpose
+# warnings that do not apply here: the data are in memory, and a folder is overwritten on purpose
 QUIET = (
     "does not have many workers", "Checkpoint directory .* exists", "log directory .* exists", "Experiment logs dir",
     "LeafSpec", "set_vital", "smaller than the logging interval", "The number of training batches", "GPU available",
@@ -53,7 +53,7 @@ Record = dict[str, Any]
 
 
 def run(config: Mapping[str, Any], more: Iterable[Callback] = (), say: Callable[[str], None] = print) -> Record:
-    """One run, from its checked config to its files. Returns what it came to: see `outcome`."""
+    """Do one run, from its checked config to its files; return its `outcome`."""
     torch.set_num_threads(config["threads"])
     seed_everything(config["seed"], verbose=False)
     data = build.data(config["data"], config["batch_size"], config["seed"])
@@ -91,19 +91,19 @@ def run(config: Mapping[str, Any], more: Iterable[Callback] = (), say: Callable[
 
 @rank_zero_only
 def tell(plan: str) -> None:
-    """As a function of a file it can be sent to other processes."""
+    """Print the plan; a function of a module can be sent to other processes."""
     print(plan)
 
 
 def trainer_of(config: Mapping[str, Any], more: Iterable[Callback] = ()) -> tuple[Trainer, Measure]:
-    """The Trainer of the group, with the loggers and callbacks of theirs, and the callback that counts."""
+    """Return the Trainer of its group, with the loggers and callbacks of theirs, and the callback `Measure`."""
     measure = Measure()
     callbacks: list[Callback] = [measure, *objects("callbacks", config), *more]
     loggers = objects("logger", config)
     if not isinstance(config["trainer"].get("strategy"), Mapping):
-        callbacks = [c for c in callbacks if not isinstance(c, PipelineMonitor)]  # nothing to monitor
+        callbacks = [c for c in callbacks if not isinstance(c, PipelineMonitor)]  # there is no pipeline to monitor
     if not loggers:
-        callbacks = [c for c in callbacks if not isinstance(c, LearningRateMonitor)]  # nowhere to log
+        callbacks = [c for c in callbacks if not isinstance(c, LearningRateMonitor)]  # there is no logger
     shown = {
         "enable_progress_bar": any(isinstance(c, ProgressBar) for c in callbacks),
         "enable_checkpointing": any(isinstance(c, Checkpoint) for c in callbacks),
@@ -115,7 +115,7 @@ def trainer_of(config: Mapping[str, Any], more: Iterable[Callback] = ()) -> tupl
 
 
 def objects(group: str, config: Mapping[str, Any]) -> list[Any]:
-    """What the entries of a group of Lightning objects make, in their order."""
+    """Make the objects of a group of Lightning objects, in the order of its entries."""
     try:
         return [instantiate(OmegaConf.create(each)) for each in (config[group] or {}).values() if each]
     except ModuleNotFoundError as error:
@@ -125,7 +125,7 @@ def objects(group: str, config: Mapping[str, Any]) -> list[Any]:
 def task_of(
     config: Mapping[str, Any], data: LightningDataModule, trainer: Trainer
 ) -> tuple[LightningModule, int, Record]:
-    """The LightningModule, the update size and the optimizer's options for it; what does not fit is found here."""
+    """Return the LightningModule, the update size and the optimizer's options, and raise errors of all of them here."""
     pipeline = trainer.strategy if isinstance(trainer.strategy, PipelineStrategy) else None
     method = build.method(pipeline.options.method) if pipeline else None
     step = config["batch_size"] * trainer.accumulate_grad_batches
@@ -137,21 +137,21 @@ def task_of(
     task = build.task(config["task"], build.model(config["model"], build.facts(data), config["seed"]), configured)
     if pipeline and method and not pipeline.several and not absent(task):
         stages = find(task, pipeline.options.module, pipeline.options.splitting).stages
-        pipeback.Pipeline(stages, loss=None, optimizer=optimizer, method=method)  # its checks; fit builds its own
+        pipeback.Pipeline(stages, loss=None, optimizer=optimizer, method=method)  # for its checks; fit builds its own
     return task, size, hyperparameters
 
 
 def outcome(trainer: Trainer, task: LightningModule, data: LightningDataModule, measure: Measure) -> Record:
-    """Whether the run diverged; else what the drained model comes to, measured and logged once more.
+    """Return whether the run diverged; if not, also the measures of the drained model, which are logged once more.
 
-    Of a model that memory may not hold: what the last validation came to.
+    For a model that memory may not hold, they are those of the last validation.
     """
     if any(isinstance(c, StopWhenNotFinite) and c.stopped for c in trainer.callbacks):  # type: ignore[attr-defined]
         return {"diverged": True, "measures": {}}
-    if absent(task):  # its weights are in files
+    if absent(task):  # the weights are in files
         last = {k: float(v) for k, v in trainer.callback_metrics.items()}
     else:
-        found = trainer.validate(task, datamodule=data, verbose=False)  # [], if there is nothing to validate on
+        found = trainer.validate(task, datamodule=data, verbose=False)  # [] if there are no validation data
         last = {k: v for each in found for k, v in each.items()}
     measures = {k: v for k, v in last.items() if k.startswith("val/")}
     return {
@@ -173,7 +173,7 @@ def quiet() -> None:
 
 
 def job(config: DictConfig) -> None:
-    """One run, alone or of a sweep. A mistake ends it with one line."""
+    """Do one run, alone or of a sweep. A mistake ends it with one line."""
     with mistakes("train"):
         values = check(config)
         if any(word.startswith("methods=") for word in HydraConfig.get().overrides.task):
@@ -184,7 +184,7 @@ def job(config: DictConfig) -> None:
         say = rank_zero_only(Console(highlight=False, soft_wrap=True).print)
         try:
             run(values, say=say)
-        except MisconfigurationException as error:  # Lightning's word for a mistake
+        except MisconfigurationException as error:  # Lightning's error for a mistake of the user
             raise ValueError(str(error)) from error
         shown = f"; `pipeback report {values['out']}` shows it" if values["logger"] else ""
         say(f"written to {values['out']}{shown}")
@@ -197,6 +197,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from pipeback.recipes import train  # not __main__: what is sent to other processes has to be found there
+    from pipeback.recipes import train  # not __main__, since other processes import the functions that are sent to them
 
     train.main()

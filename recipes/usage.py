@@ -1,4 +1,4 @@
-"""What `pipeback <command> --help` prints: the command's own words, and its options with their meaning."""
+"""Usage: the output of `pipeback <command> --help`, which is the command's docstring and its options."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 
 
 def usage(doc: str | None, config: str) -> str:
-    """The docstring of a recipe, and the top-level options of conf/<config>.yaml as they stand there."""
+    """Return the docstring of a recipe, and the top-level options of conf/<config>.yaml with their comments."""
     text = importlib.resources.files("pipeback.conf").joinpath(f"{config}.yaml").read_text("utf-8")
     options = [line for line in text.splitlines() if re.match(r"(?!defaults|hydra)\w+:", line)]
     width = max((len(line.partition("#")[0].rstrip()) for line in options), default=0)

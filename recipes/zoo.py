@@ -1,17 +1,17 @@
-"""Models that nobody here wrote: each is split, and trained by several methods; sgd must equal plain PyTorch.
+"""Splits models of other packages and trains them by several methods; sgd must equal plain PyTorch.
 
-    pipeback zoo                             # all of them, 20 micro-batches
-    pipeback zoo resnet18 gpt2 t5            # some
-    pipeback zoo micro_batches=50 lr=0.001   # longer, or faster
+    pipeback zoo                             # all models, 20 micro-batches
+    pipeback zoo resnet18 gpt2 t5            # some models
+    pipeback zoo micro_batches=50 lr=0.001   # more micro-batches, another rate
     pipeback zoo --quick                     # four models, 6 micro-batches
     pipeback zoo --others                    # a census of 200 more: torchvision, timm, transformers (recipes/census.py)
     pipeback zoo --others resnet34 T5ForConditionalGeneration   # the census of some
-    pipeback zoo --markdown                  # the table of the README
+    pipeback zoo --markdown                  # the table of docs/results/zoo.md
 
-Each model (recipes/foreign/) is split a block a stage and a layer a stage, where that makes sense. A plain loop and
-method=sgd train it on the same micro-batches: the largest difference of a loss or a weight must be 0. pb, pipedream and
-cerebras train it too; their last loss must be finite. Weights are random and nothing is downloaded. A model that fails
-is shown with its error, and the exit status is 1.
+Each model (recipes/foreign/) is split with one stage per block and with one stage per layer, where that makes sense. A
+plain loop and method=sgd train it on the same micro-batches: the largest difference of a loss or a weight must be 0.
+pb, pipedream and cerebras train it too; their last loss must be finite. Weights are random and nothing is downloaded.
+A model that fails is shown with its error, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def main() -> None:
     except ValueError as error:
         sys.exit(f"pipeback zoo: {error}")
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", ".*takes its statistics from")  # few pictures per micro-batch are meant here
+    warnings.filterwarnings("ignore", ".*takes its statistics from")  # micro-batches of few images are intended here
     console = Console(highlight=False, stderr=options["markdown"])
     if not console.is_terminal:
         console.width = 150
@@ -90,8 +90,8 @@ def main() -> None:
 
 
 def counted(names: Sequence[str], options: dict[str, Any], console: Console) -> int:
-    """The census of these models; the exit status."""
-    warnings.filterwarnings("ignore")  # of other packages, about sizes that nobody would choose
+    """Run the census of these models; return the exit status."""
+    warnings.filterwarnings("ignore")  # warnings of other packages about the unusual sizes
     train, lines = partial(trained, count=options["micro_batches"], lr=options["lr"]), []
     for n, name in enumerate(names, 1):
         with console.status(f"{n} of {len(names)}: {name}"):
@@ -105,7 +105,7 @@ def counted(names: Sequence[str], options: dict[str, Any], console: Console) -> 
 
 
 def trained(case: Case, method: str, options: dict[str, Any], count: int, lr: float) -> tuple[int, str, float]:
-    """Stages, rung and difference to the plain loop of a model that is trained with these options."""
+    """Train a model with these options; return its stages, its rung and the difference to the plain loop."""
     pipe, losses = piped(case, method, count=count, lr=lr, **options)
     if method != "sgd" and not all(map(math.isfinite, losses)):
         raise ArithmeticError(f"a loss of {method} is not finite")
@@ -114,18 +114,18 @@ def trained(case: Case, method: str, options: dict[str, Any], count: int, lr: fl
 
 
 def passes(case: Case, options: dict[str, Any]) -> float:
-    """How many forward-and-backward passes of this model cutting it takes, in time of the processor."""
+    """Return the CPU time of cutting a model, in forward-and-backward passes of it."""
     model = copy.deepcopy(case.model)
     x, y = batches(case, 1)[0]
     one = lambda: case.loss(called(model, x), y).backward()  # noqa: E731
-    one()  # what comes up at a first call is nobody's time
+    one()  # the overhead of the first call does not count
     splitting: pipeback.Splitting = options["stages"]
     cutting = _took(lambda: split_model(model, splitting.stages, x, splitting.leaves, splitting.balance))
     return cutting / median(_took(one) for _ in range(3))
 
 
 def _took(do: Callable[[], Any]) -> float:
-    """Seconds of the processor; what Python collects meanwhile is not of this call."""
+    """Return the CPU seconds of a call, without garbage collection."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -138,7 +138,7 @@ def _took(do: Callable[[], Any]) -> float:
 
 
 def parsed(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """Models, all of them where none is named, and options."""
+    """Return the models (all of them if none is named) and the options."""
     if any(word in ("-h", "--help") for word in words):
         print(f"{__doc__}\nmodels: {', '.join(WHERE)}\nothers: {', '.join(OTHERS)}")
         sys.exit()
@@ -168,7 +168,7 @@ def parsed(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
 
 
 def rows(name: str, count: int, lr: float) -> Iterator[Row]:
-    """A row a granularity of this model."""
+    """Yield a row per granularity of this model."""
     try:
         case = build(name)
     except Exception as error:
@@ -205,7 +205,7 @@ def sgd(lr: float) -> Any:
 
 
 def plain(case: Case, count: int, lr: float) -> tuple[torch.nn.Module, list[float]]:
-    """The loop that everybody writes: the trained model, and its losses."""
+    """Train a model by a plain PyTorch loop; return it and its losses."""
     model = copy.deepcopy(case.model)
     optimizer = sgd(lr)(model.parameters())
     losses = []
@@ -221,7 +221,7 @@ def plain(case: Case, count: int, lr: float) -> tuple[torch.nn.Module, list[floa
 def piped(
     case: Case, method: str, stages: str, count: int, lr: float, **options: Any
 ) -> tuple[pipeback.Pipeline, list[float]]:
-    """The same through a pipeline."""
+    """Train it through a pipeline; return the pipeline and the losses."""
     data = batches(case, count)
     pipe = pipeback.Pipeline(
         copy.deepcopy(case.model), loss=case.loss, optimizer=sgd(lr), method=method, stages=stages,
@@ -233,7 +233,7 @@ def piped(
 
 
 def difference(found: tuple[torch.nn.Module, list[float]], expected: tuple[torch.nn.Module, list[float]]) -> float:
-    """The largest of all losses, weights and buffers; infinite where one is not a number."""
+    """Return the largest difference of all losses, weights and buffers; infinite if one is NaN."""
     pairs: list[tuple[Tensor, Tensor]] = [(torch.tensor(found[1]), torch.tensor(expected[1]))]
     others = expected[0].state_dict()
     pairs += [(value, others[key]) for key, value in found[0].state_dict().items()]
@@ -242,7 +242,7 @@ def difference(found: tuple[torch.nn.Module, list[float]], expected: tuple[torch
 
 
 def cells(row: Row) -> list[str]:
-    """What stands in the columns."""
+    """Return the texts of the columns of a row."""
     if row.error and not row.rung:
         return [row.model, f"{row.parameters:,}", "failed", row.cuts, *[""] * (len(HEADS) - 4)]
     losses = [f"{row.last[method]:.3f}" if method in row.last else "failed" for method in METHODS]

@@ -19,7 +19,7 @@ from pipeback.tensors.weight_list import DECAYED, GRADIENTS, VELOCITIES, WeightL
 
 
 def scale_hyperparameters(rate: float, momentum: float, reference: int, size: int) -> tuple[float, float]:
-    """Rate and momentum for another update size: keeps the decay time and the total step a sample.
+    """Rate and momentum for another update size: keeps the decay time and the total step per sample.
 
         m = m_r^(N/N_r)          η = η_r · (N/N_r) · (1 − m)/(1 − m_r)
 

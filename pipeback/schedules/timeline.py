@@ -42,7 +42,7 @@ def timeline(
     """Run `micro_batches` through the schedule, everything as early as programs, data and workers allow.
 
     costs: time of F, B and U, one mapping for all stages or one per stage.
-    workers: the worker that owns each stage (default: one worker a stage); a worker runs one operation at a time, of
+    workers: the worker that owns each stage (default: one worker per stage); a worker runs one operation at a time, of
     those ready the one that can start first, a backward before a forward, then the oldest micro-batch.
     Yields slots in order of their start. Sending takes no time.
     """

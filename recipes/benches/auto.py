@@ -1,4 +1,4 @@
-"""How well `vectorize="auto"` decides: the gain of running stages as one, beside the gain that it measured.
+"""Compares the gain of running stages as one with the gain that `vectorize="auto"` measures to decide.
 
 Methods whose ticks are interpreted stage by stage are included. F is the forward of a stage, B its backward. The gain
 of F and B alone is measured when the first micro-batch comes.

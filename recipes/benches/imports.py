@@ -1,4 +1,4 @@
-"""`import pipeback` beyond `import torch`."""
+"""Times `import pipeback` beyond `import torch`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import sys
 
 
 def main(repeats: int) -> None:
-    """Seconds of an import in a new process, torch there already."""
+    """Time the import in new processes that have imported torch."""
     code = (
         "import time, torch; a = time.perf_counter(); import pipeback; pipeback.Pipeline; b = time.perf_counter(); "
         "print(b - a)"
     )
-    # compiled once, as Python does where nobody forbids it
+    # once before, so that Python has compiled all modules
     env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     some = [
         float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env).stdout)

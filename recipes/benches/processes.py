@@ -52,7 +52,7 @@ def table(rates: Rates) -> None:
         print(f"{name:<20}{1e3 / statistics.median(some):>18.2f}{ratio(some, rates[IDEAL])}")
     first = FLUSHES[0]
     peers = (rates[f"{peer.__name__} {first}"] for peer in PEERS.values())
-    better = max(peers, key=statistics.median)  # not round by round: noise would make one that nobody can choose
+    better = max(peers, key=statistics.median)  # of all rounds: the best of each round would be chosen by noise
     for link in ("threads", "gloo", "shared_memory"):
         over(f"pb, {link}", rates, better, f"the better peer at {first}")
     for flush in FLUSHES:

@@ -50,7 +50,7 @@ class Case(NamedTuple):
         return next(row for row in self.rows if row.name == name)
 
     def ratios(self, row: Row, name: str) -> list[float]:
-        """Rates over those of another row in the same rounds; over the ideal, times the number of workers."""
+        """Return rates over those of another row in the same rounds; the ideal counts once per worker."""
         times = row.workers if name == IDEAL else 1
         return [a / (times * b) for a, b in zip(row.rates, self.row(name).rates, strict=True)] if row.rates else []
 

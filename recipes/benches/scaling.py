@@ -94,11 +94,11 @@ def grown(rank: int, store: str, name: str, slack: int, sizes: list[int], repeat
     def filled(stages: int) -> None:
         pipes[stages] = pipeline(create(name, stages, slack=slack), stages, WIDTH, micro_batch_size=1)
         method = pipes[stages].method
-        rounds = 2 if method.copies == "stash" else 1  # what is in flight has used as many versions only then
+        rounds = 2 if method.copies == "stash" else 1  # with stashing, all versions are kept only after a second round
         for _ in range(0, rounds * max(in_flight(method.schedule, stages)) + 1, TURN):
             pipes[stages].push(x, y)
 
-    filled(2)  # everything that is loaded or made only once
+    filled(2)  # load and create everything that exists only once
     for stages in sizes:
         resident[stages] = peak(partial(filled, stages))
     seconds = interleaved({str(stages): partial(pipes[stages].push, x, y) for stages in sizes}, repeats)

@@ -15,11 +15,11 @@ from pipeback.recipes.benches.network import sgd
 from pipeback.recipes.foreign import build
 
 STAGES, COUNT = 12, 6  # micro-batches per turn
-SIZES = {"width 448, 128 samples": (448, 128), "width 8, one sample": (8, 1)}  # milliseconds per stage, and nothing
+SIZES = {"width 448, 128 samples": (448, 128), "width 8, one sample": (8, 1)}  # ms per stage; next to none
 
 
 class Masked(nn.Module):
-    """y + relu(linear(norm(x)·mask)), the mask kept here, and y = x but in the last block, which adds its input."""
+    """x + relu(linear(norm(x)·mask)), with a mask of its own."""
 
     def __init__(self, width: int, samples: int) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ def handed(name: str, width: int, samples: int, repeats: int) -> None:
     for pipe, x in pipes.values():
         pushed(pipe, x, y, 3 * STAGES)
     seconds: dict[str, list[float]] = {key: [] for key in pipes}
-    for _ in range(4 * repeats):  # short turns, and seconds of this thread: what others do on the machine counts less
+    for _ in range(4 * repeats):  # short turns, in CPU seconds of this thread: other load counts less
         for key, (pipe, x) in pipes.items():
             begin = time.thread_time()
             pushed(pipe, x, y, count)

@@ -1,9 +1,9 @@
-"""Everything side by side: plain loops, every runtime of one method, and torch.distributed.pipelining, in one run.
+"""Compares plain loops, every runtime of one method, and torch.distributed.pipelining, in one run.
 
-    pipeback bench table repeats=5                        # all of it
+    pipeback bench table repeats=5                        # all rows
     pipeback bench table networks=resnet20,narrow contenders=pb,threads out=some.json
-    pipeback bench table page=true                        # all of it, into results.json and docs/results/speed.md
-    pipeback bench table read=some.json                   # measures nothing: prints what was found then
+    pipeback bench table page=true                        # all rows, into results.json and docs/results/speed.md
+    pipeback bench table read=some.json                   # prints earlier results without measuring
 
 Contenders take turns in two processes of one thread each; those of one process run on the first while the second
 waits. A turn is some micro-batches with the pipeline full, or whole flushes. Numbers are medians of the turns; ratios
@@ -90,7 +90,7 @@ ENTRIES = {
     "torch_gpipe": theirs("gpipe"),
     "torch_1f1b": theirs("one_f_one_b"),
 }
-ALWAYS = ("plain", "apart")  # what the others are compared with
+ALWAYS = ("plain", "apart")  # the rows with which the others are compared
 NEVER = "every stage is another graph, and the compiler takes minutes; contenders=compiled does it"
 
 

@@ -12,7 +12,7 @@ from pipeback.recipes.data.loading import Data, Samples
 class Digits(Data):
     """x (B, 64) float32, y (B,) class; 20 % are held out, always the same ones.
 
-    root     a folder with another digits.csv.gz of the same layout (64 pixels and the label a row)
+    root     a folder with another digits.csv.gz of the same layout (64 pixels and the label per row)
     samples  train on the first so many only
     scaling  of the pixels: "standard" (mean 0, deviation 1), "unit" (0 to 1) or "symmetric" (-1 to 1)
     """
@@ -38,7 +38,7 @@ class Digits(Data):
         order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
         held_out, train = order[: len(x) // 5], order[len(x) // 5 :][: self.samples]
         if self.scaling == "standard":
-            # one mean and deviation for all pixels: a pixel that is nearly always blank must not become a loud one
+            # one mean and deviation for all pixels, so that a pixel that is nearly always blank does not become large
             x = (x - x[train].mean()) / x[train].std()
         else:
             x = x / 16 if self.scaling == "unit" else x / 8 - 1

@@ -1,4 +1,4 @@
-"""Finding the files of a data set, and what to say where they are missing."""
+"""Files: finds the files of a data set, and raises an error that says where to get them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def find(root: str, names: tuple[str, ...], origin: str) -> Path:
-    """The first of these files in the folder `root`, or one folder below it."""
+    """Return the first of these files in the folder `root`, or one folder below it. origin: where to get it."""
     folder = Path(root).expanduser()
     for name in names:
         for file in [folder / name, *sorted(folder.glob(f"*/{name}"))]:
@@ -16,7 +16,7 @@ def find(root: str, names: tuple[str, ...], origin: str) -> Path:
 
 
 def given(file: str, origin: str) -> Path:
-    """The file that the option data.file names."""
+    """Return the file that the option data.file names. origin: where to get it."""
     path = Path(file).expanduser()
     if not path.is_file():
         raise ValueError(f"data.file={file}: there is no such file; {origin}")

@@ -1,4 +1,4 @@
-"""Images in files: kept as bytes, standardised and (optionally) varied a whole batch at a time.
+"""Images: data sets of images in files, kept as bytes, standardised and (optionally) augmented per batch.
 
 x (B, channels, size, size) float32 of mean 0 and deviation 1 over all pixels of the training images; y (B,) class.
 """
@@ -16,7 +16,7 @@ from pipeback.recipes.data.pictures import Pictures, by_class, packed
 
 
 class Images(Data):
-    """A subclass gives `read(train)`, `classes` and the sizes.
+    """A base class; a subclass defines `read(train)`, `classes` and the sizes.
 
     root         the folder of the files
     download     fetch them into root where they are missing (torchvision does)
@@ -28,7 +28,7 @@ class Images(Data):
 
     classes = 10
     channels, size = 1, 28
-    flips = True  # whether the mirror image of a class belongs to it
+    flips = True  # whether the mirror image of an image belongs to the same class
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Images(Data):
             return (x.flatten(1) if self.flat else x), labels
 
         def varied(pixels: Tensor, labels: Tensor, rows: Tensor) -> Batch:
-            # drawn from a stream that belongs to the batch: a run that is resumed needs no state for it
+            # a random stream per batch, so that a resumed run needs no state for it
             number = sum((i + 1) * row for i, row in enumerate(rows.tolist()))
             stream = torch.Generator().manual_seed((self.seed * 1_000_003 + number) % 2**63)
             return standardised(vary(pixels, size // 8, self.flips, stream), labels, rows)
@@ -72,7 +72,7 @@ class Images(Data):
         return Samples(x, y, varied if self.augment else standardised), Samples(val_x, val_y, standardised)
 
     def generated(self, train: bool) -> Pictures:
-        """One random pattern of 4x4 squares a class, and noise upon it: a model can learn it in seconds."""
+        """Return one random pattern of 4x4 squares per class, plus noise, which a model can learn in seconds."""
         count = 512 if train else 128
         squares = torch.rand(self.classes, self.channels, 4, 4, generator=torch.Generator().manual_seed(0))
         places = torch.arange(self.size) * 4 // self.size
@@ -111,7 +111,7 @@ class FashionMNIST(MNIST):
 
 
 class CIFAR10(Images):
-    """50,000 and 10,000 photographs of 32x32 pixels: torchvision's files, or folders of images a class."""
+    """50,000 and 10,000 photographs of 32x32 pixels: torchvision's files, or one folder of images per class."""
 
     channels, size = 3, 32
 
@@ -132,7 +132,7 @@ class CIFAR10(Images):
 
 
 def statistics(pixels: Tensor) -> tuple[float, float]:
-    """Mean and deviation of bytes, from their histogram: exact, and without a copy in float."""
+    """Return mean and deviation of bytes from their histogram, which is exact and makes no copy in float."""
     counts = torch.bincount(pixels.flatten(), minlength=256).double()
     values = torch.arange(256, dtype=torch.float64)
     mean = (counts * values).sum() / counts.sum()
@@ -140,7 +140,7 @@ def statistics(pixels: Tensor) -> tuple[float, float]:
 
 
 def vary(pixels: Tensor, shift: int, flips: bool, stream: torch.Generator) -> Tensor:
-    """(B, C, H, W), each image moved by up to `shift` pixels both ways, empty pixels 0, and half of them mirrored."""
+    """Shift each image of (B, C, H, W) by up to `shift` pixels in both directions (new ones are 0), and mirror half."""
     n, _, height, width = pixels.shape
     if flips:
         mirrored = torch.rand(n, 1, 1, 1, generator=stream) < 0.5

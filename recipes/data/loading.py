@@ -1,4 +1,4 @@
-"""Tensors in memory, read in whole batches: what all data of the recipes have in common."""
+"""Loading: tensors in memory, read in whole batches, which all data of the recipes share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 Batch = tuple[Tensor, Tensor]
 
-try:  # its loader and its sampler have a state: a run goes on in the middle of an epoch
+try:  # its loader and sampler have a state, so that a run can resume in the middle of an epoch
     from torchdata.stateful_dataloader import StatefulDataLoader as Loader
     from torchdata.stateful_dataloader.sampler import RandomSampler
 except ImportError:
@@ -22,9 +22,9 @@ except ImportError:
 
 
 class Samples(Dataset[Batch]):
-    """Inputs x (N, …) and targets y (N, …); a batch is one indexing operation, never N.
+    """Inputs x (N, …) and targets y (N, …), of which one indexing operation takes a batch.
 
-    prepare: (x, y, indices) of a batch -> what the model gets, (x, y)
+    prepare: (x, y, indices) of a batch -> (x, y) for the model
     """
 
     def __init__(self, x: Tensor, y: Tensor, prepare: Callable[[Tensor, Tensor, Tensor], Batch] | None = None) -> None:
@@ -44,14 +44,14 @@ class Samples(Dataset[Batch]):
 
 
 def as_it_is(batch: Any) -> Any:
-    return batch  # Samples.__getitems__ has put it together already
+    return batch  # Samples.__getitems__ has already made a batch
 
 
 class Data(LightningDataModule):
-    """Training and validation samples. A subclass gives `load()`, which returns both and sets `facts`.
+    """Training and validation samples. A subclass defines `load()`, which returns both and sets `facts`.
 
-    batch_size  samples of a training batch
-    seed        of the order of the training samples
+    batch_size  samples per training batch
+    seed        seed of the order of the training samples
     """
 
     validation_batch = 256
@@ -91,7 +91,7 @@ class Data(LightningDataModule):
 
     @property
     def epoch_samples(self) -> int:
-        """Training samples per epoch."""
+        """Return the training samples per epoch."""
         return len(self.training)
 
     def train_dataloader(self) -> DataLoader[Batch]:
@@ -102,14 +102,14 @@ class Data(LightningDataModule):
         return {"order": self.order.get_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Of a checkpoint: Lightning gives the loader its state back in mid-epoch, but not at the end of an epoch."""
+        """Load a checkpoint's state: Lightning restores the loader within an epoch, but not at its end."""
         self.order.set_state(state["order"])
 
     def val_dataloader(self) -> DataLoader[Batch]:
         return self._loader(self.validation, self.validation_batch)
 
     def _loader(self, samples: Samples, batch_size: int, **options: Any) -> DataLoader[Batch]:
-        # a generator of its own: a loader draws a number per epoch, which the model's random layers must not notice
+        # a generator of its own, since a loader draws a number per epoch, which must not change the model's dropout
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "'set_vital'")  # torchdata 0.11 calls what torch 2.15 deprecates
             return Loader(samples, batch_size=batch_size, collate_fn=as_it_is, generator=torch.Generator(), **options)

@@ -1,4 +1,4 @@
-"""Pairs of sentences: reading them, and parting them so that what validates was never trained on."""
+"""Pairs: reads pairs of sentences, and splits them so that no validation sentence is trained on."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class _Row(NamedTuple):
 
 
 def split(pairs: Iterable[Pair], held_out: float, max_length: int) -> tuple[list[Pair], list[Pair]]:
-    """Pairs for training and for validation, each in the order of a hash: any first part of them is a fair choice.
+    """Return pairs for training and for validation, each in the order of a hash, so that any first part is random.
 
-    Those whose source (by another hash) is in the share `held_out` validate. What one of them says in either language
-    is in no training pair, however it is written there. Pairs with a sentence above max_length are left out.
+    Pairs whose source (by another hash) falls into the share `held_out` are for validation. Their sentences, in either
+    language and with any punctuation, are in no training pair. Pairs with a sentence above max_length are left out.
     """
     parts: tuple[list[_Row], list[_Row]] = ([], [])
     for pair in pairs:
@@ -37,34 +37,34 @@ def split(pairs: Iterable[Pair], held_out: float, max_length: int) -> tuple[list
         if max(len(source), len(target)) <= max_length:
             row = _Row(number("\t".join(pair)), pair, plain(target))
             parts[number(plain(source)) < held_out].append(row)
-    said = {row.second for row in parts[1]}  # one target may belong to several sources, on both sides
+    said = {row.second for row in parts[1]}  # a target may have several sources, for training and for validation
     training = [row.pair for row in sorted(parts[0]) if row.second not in said]
     return training, [row.pair for row in sorted(parts[1])]
 
 
 def tokens(sentence: str) -> list[str]:
-    """Words and signs, in lower case."""
+    """Return words and punctuation marks, in lower case."""
     return WORD.findall(sentence.lower())
 
 
 def plain(words: Iterable[str]) -> str:
-    """What is said, without signs: the same for "Go!" and "go"."""
+    """Return the words without punctuation: the same text for "Go!" and "go"."""
     return " ".join(word for word in words if word[0].isalnum())
 
 
 def number(text: str) -> float:
-    """From 0 to 1, depending on the text alone."""
+    """Return a number from 0 to 1 that depends on the text alone."""
     return zlib.crc32(text.encode()) / 2**32
 
 
 def common(sentences: Iterable[str], count: int) -> list[str]:
-    """The `count` most frequent words; equally frequent ones in the order of the alphabet."""
+    """Return the `count` most frequent words; equally frequent ones in alphabetical order."""
     counts = Counter(word for sentence in sentences for word in tokens(sentence))
     return sorted(counts, key=lambda word: (-counts[word], word))[:count]
 
 
 def read(file: Path) -> Iterator[Pair]:
-    """The first two columns of a tab-separated file, or of the first such file in a .zip."""
+    """Yield the first two columns of a tab-separated file, or of the first such file in a .zip."""
     for row, line in enumerate(_lines(file), 1):
         columns = line.split("\t")
         if len(columns) < 2:
@@ -83,7 +83,7 @@ def _lines(file: Path) -> list[str]:
 
 
 def generated() -> Iterator[Pair]:
-    """600 sentences of a small grammar."""
+    """Yield 600 pairs of sentences from a small grammar."""
     who = ["I|ich", "you|du", "Tom|Tom", "Mary|Maria", "the teacher|der Lehrer", "a child|ein Kind"]
     does = ["saw|sah", "found|fand", "bought|kaufte", "forgot|vergaß", "drew|zeichnete"]
     which = ["the old|das alte", "the new|das neue", "the small|das kleine", "a red|ein rotes"]

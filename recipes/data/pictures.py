@@ -1,4 +1,4 @@
-"""Images in files that torchvision's data sets do not read as they are."""
+"""Pictures: reads images from files that torchvision's data sets do not read directly."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def packed(folder: Path, part: str) -> Pictures | None:
 
 
 def unpacked(file: Path) -> Tensor:
-    """Bytes in MNIST's format: a header of 4 bytes, the last of them the rank, 4 bytes a dimension, the values."""
+    """Return the values in MNIST's format: 4 bytes, of which the last is the rank; 4 bytes per dimension; values."""
     content = bytearray(gzip.decompress(file.read_bytes()))
     rank = content[3]
     shape = struct.unpack(f">{rank}I", content[4 : 4 + 4 * rank])
@@ -34,7 +34,7 @@ def unpacked(file: Path) -> Tensor:
 
 
 def by_class(folder: Path) -> Pictures:
-    """All images of a torchvision ImageFolder, in an order that mixes the classes and is always the same."""
+    """Return all images of a torchvision ImageFolder, always in the same order, which mixes the classes."""
     from torchvision.datasets import ImageFolder
     from torchvision.transforms.functional import pil_to_tensor
 

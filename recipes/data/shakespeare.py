@@ -1,4 +1,4 @@
-"""A text as characters: windows of it, and in each the next character is to be guessed at every place."""
+"""Shakespeare: a text as windows of characters; a model predicts the next character at every position."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Shakespeare(Data):
     """x (B, context) int64 characters, y (B, context) the characters that follow. The last 10 % of the text validate.
 
     root         the folder of tinyshakespeare.txt;  file: any text instead
-    context      characters the model sees
+    context      characters per window
     samples      train on the first so many windows only;  val_samples: validate on the first so many
     builtin      the topics of Python's own help instead, for a trial without files
     """
@@ -50,7 +50,7 @@ class Shakespeare(Data):
         return self.windows(data[:border], self.samples), self.windows(data[border:], self.val_samples)
 
     def windows(self, data: Tensor, most: int | None) -> Samples:
-        """One after another, so that every character is a target once."""
+        """Return windows that do not overlap, so that every character is a target once."""
         count = (len(data) - 1) // self.context
         if count < 1:
             raise ValueError(f"data.context={self.context} is too long for a text of {len(data)} characters")

@@ -1,6 +1,6 @@
-"""Pairs of sentences as one sequence each: source words, a separator, target words, the end.
+"""Translation: pairs of sentences as one sequence each: source words, a separator, target words, the end.
 
-Only what follows the separator is to be guessed. Tokens: 0 padding, 1 separator, 2 end, 3 unknown; then the target's
+A model predicts only the words after the separator. Tokens: 0 padding, 1 separator, 2 end, 3 unknown; then the target's
 words, so that a model has outputs for these only; then the source's.
 """
 
@@ -17,7 +17,7 @@ from pipeback.recipes.data.loading import Data, Samples
 from pipeback.recipes.data.pairs import Pair, common, generated, read, split, tokens
 
 PADDING, SEPARATOR, END, UNKNOWN = range(4)
-IGNORED = -100  # as a target: not to be guessed; what cross_entropy leaves out by default
+IGNORED = -100  # the target of positions that are not predicted, which cross_entropy ignores by default
 ORIGIN = (
     "they are Tatoeba's sentence pairs through manythings.org/anki; other tab-separated .txt, .tsv or .zip: data.file="
 )
@@ -31,15 +31,15 @@ class Sentences(NamedTuple):
 
 
 class Translation(Data):
-    """x (B, 2 * max_length + 1) int64 tokens; y the same shape, the next token where it is the target's, else -100.
+    """x (B, 2 * max_length + 1) int64 tokens; y of the same shape: the next token if it is a target word, else -100.
 
     root         the folder of deu.txt or deu-eng.zip;  file: other tab-separated pairs
     reverse      true: from the second column to the first
     max_length   longest sentence in words and signs, on both sides; pairs with a longer one are left out
     pairs        train on so many pairs only, chosen by hash
     vocabulary   known words of each language, the most frequent of the training pairs; lower case
-    held_out     share of the sentences of the first column that validate, chosen by hash; what one of them says, in
-                 either language, is in no training pair
+    held_out     share of the sentences of the first column that validate, chosen by hash; their sentences, in either
+                 language, are in no training pair
     val_samples  validate on so many pairs only
     builtin      a few generated pairs instead, for a trial without files
     """
@@ -81,7 +81,7 @@ class Translation(Data):
         return self.encoded(training), self.encoded(self.pairs_held_out)
 
     def split(self) -> tuple[list[Pair], list[Pair]]:
-        """Pairs for training and for validation, in the direction of the translation."""
+        """Return pairs for training and for validation, in the direction of the translation."""
         if self.builtin:
             rows = generated()
         else:
@@ -108,7 +108,7 @@ class Translation(Data):
         return [known.get(word, UNKNOWN) for word in tokens(sentence)]
 
     def sentences(self, count: int) -> Sentences:
-        """The first `count` validation sentences, to be translated and compared with what is in the data."""
+        """Return the first `count` validation sentences with their references, for translation."""
         _ = self.validation
         some = self.pairs_held_out[:count]
         prompts = torch.full((len(some), self.max_length + 1), PADDING)
@@ -118,7 +118,7 @@ class Translation(Data):
         return Sentences(prompts, (prompts != PADDING).sum(1), [pair.target for pair in some])
 
     def text(self, numbers: Iterable[int]) -> str:
-        """The words of these tokens, up to the end."""
+        """Return the words of these tokens, up to the end token."""
         words = []
         for number in numbers:
             if number in (END, PADDING):

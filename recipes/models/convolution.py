@@ -1,4 +1,7 @@
-"""Networks for images, a convolution a stage. GroupNorm, because batch statistics of a micro-batch are poor."""
+"""Convolution: networks for images with one convolution per stage.
+
+They use GroupNorm, because the batch statistics of a micro-batch are poor.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +65,7 @@ def head(width: int, classes: int) -> nn.Sequential:
 def resnet20(channels: int, classes: int, size: int, width: int = 16, groups: int = 4) -> nn.Sequential:
     """ResNet-20 for small images (He et al., arXiv 1512.03385, section 4.2) in 20 stages: 19 convolutions and a head.
 
-    A skip crosses the border inside its block beside the activations, as the second of a pair.
+    Within a block, the skip crosses the stage boundary beside the activation, as the second tensor of a pair.
     width: channels of the first third; the others have two and four times as many.
     """
     stages: list[nn.Module] = [Convolution(channels, width, groups)]
@@ -75,7 +78,7 @@ def resnet20(channels: int, classes: int, size: int, width: int = 16, groups: in
     return nn.Sequential(*stages, head(inside, classes))
 
 
-# channels of the convolutions in units of `width`; M halves the picture
+# channels of the convolutions in units of `width`; M halves the image
 PLANS = {
     8: "1 1 M 2 2 M 4 4 4",
     11: "1 M 2 M 4 4 M 8 8 M 8 8",

@@ -1,4 +1,4 @@
-"""What a model has to know of the data; and what to say when the data are of another kind."""
+"""Facts: checks that a model gets the kind of data that it is for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KINDS = {
 
 
 def takes(kind: str) -> Callable[[Callable[..., nn.Sequential]], Callable[..., nn.Sequential]]:
-    """The decorated builder is for data that have the fact `kind`; data of another kind are an error that says so."""
+    """Return a decorator for builders of models that need the fact `kind`; other data raise ValueError."""
 
     def decorate(build: Callable[..., nn.Sequential]) -> Callable[..., nn.Sequential]:
         @wraps(build)

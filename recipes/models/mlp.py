@@ -22,7 +22,7 @@ class Residual(nn.Module):
 
 @takes("inputs")
 def residual_mlp(inputs: int, classes: int, width: int = 64, depth: int = 19) -> nn.Sequential:
-    """`depth` residual blocks and a head; in front a linear stage where the input is not `width` wide."""
+    """Return `depth` residual blocks and a head, after a linear stage if the input is not `width` wide."""
     stem = [] if inputs == width else [nn.Linear(inputs, width)]
-    head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, classes))  # the sum of so many blocks is large
+    head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, classes))  # the sum of many blocks is large
     return nn.Sequential(*stem, *(Residual(width) for _ in range(depth)), head)

@@ -1,4 +1,4 @@
-"""A decoder-only transformer, a block a stage."""
+"""Transformer: a decoder-only transformer with one block per stage."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipeback.recipes.models.facts import takes
 
 
 class Embedding(nn.Module):
-    """Tokens (B, T) -> token + learned position (B, T, width), T up to `context`."""
+    """Tokens (B, T) -> token + learned position (B, T, width), T at most `context`."""
 
     def __init__(self, vocabulary: int, context: int, width: int) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)): (B, T, width) -> (B, T, width). No place sees a later one."""
+    """x + attention(norm(x)), then x + mlp(norm(x)): (B, T, width) -> (B, T, width). It is causal."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -62,9 +62,10 @@ def transformer(
 ) -> nn.Sequential:
     """Tokens (B, T) -> logits (B, T, outputs): embedding, `depth` blocks, norm and head; depth + 2 stages.
 
-    Pre-norm blocks. Weights start as torch makes them, larger than is common for transformers: what the updates of a
-    delay change must be a small part of them. The head has weights of its own: shared with the embedding, first and
-    last stage would have to be updated together. outputs: how many tokens can be predicted, the first ones (None: all).
+    The blocks are pre-norm. Weights have torch's initialisation, which is larger than is common for transformers, so
+    that the updates within a delay change only a small part of them. The head has weights of its own: if it shared
+    those of the embedding, the first and the last stage would have to be updated together. outputs: only the first
+    `outputs` tokens can be predicted (None: all).
     """
     if width % heads:
         raise ValueError(f"model.heads={heads} does not divide model.width={width}")
@@ -84,9 +85,10 @@ def gpt(
     dropout: float = 0.0,
     meta: bool = False,
 ) -> nn.Sequential:
-    """`transformer` by the numbers of GPTs: about 12 · layers · width² weights. heads: None: of 64 numbers each.
+    """Return a `transformer` by the sizes of GPTs, with about 12 · layers · width² weights.
 
-    meta: without values, which a pipeline with a store gives each stage when it takes it in.
+    heads: None: as many as have 64 numbers each. meta: build it on the meta device; a pipeline with a store then
+    initialises each stage when it stores it.
     """
     heads = heads or max(1, width // 64)
     with torch.device("meta") if meta else nullcontext():

@@ -1,1 +1,1 @@
-"""What the report is made of: runs read and gathered, numbers, tables, pictures."""
+"""The parts of the report: reading and grouping runs, numbers, tables, pictures."""

@@ -1,4 +1,4 @@
-"""Bars, a row per method: time to target, throughput and memory."""
+"""Bars: pictures with one bar per method: time to target, throughput and memory."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from pipeback.recipes.reports.runs import SAMPLES, SECONDS, STEPS, Method, has
 from pipeback.recipes.reports.style import INK, RED, Paint, grid, names, plain_numbers, ticks
 from pipeback.recipes.reports.target import Target
 
-Bar = tuple[str, str, Callable[[Method], Sequence[float]]]  # title, form, one number a seed
+Bar = tuple[str, str, Callable[[Method], Sequence[float]]]  # title, format, one number per seed
 
 
 def draw_bars(methods: Sequence[Method], bars: Sequence[Bar], none: str, paint: Paint, narrow: bool) -> plt.Figure:
-    """A panel of horizontal bars each, one per method; whiskers are one deviation; `none` where there is no number."""
+    """Draw a panel of horizontal bars per measure, one bar per method; whiskers are one deviation.
+
+    none: the text where a method has no number.
+    """
     height = 0.26 * len(methods) + 0.95
     figure, axes = grid(len(bars), narrow, len(bars), height, sharey=not narrow)
     for ax, (title, form, numbers) in zip(axes, bars, strict=True):
@@ -28,7 +31,7 @@ def draw_bars(methods: Sequence[Method], bars: Sequence[Bar], none: str, paint: 
                 continue
             mean, deviation = pair[0], pair[1] or 0.0
             ax.barh(y, mean, height=0.62, color=paint[m], alpha=0.85)
-            if deviation > 0.005 * longest:  # else it would be a speck
+            if deviation > 0.005 * longest:  # otherwise it would be a dot
                 _, caps, (whisker,) = ax.errorbar(mean, y, xerr=deviation, color=INK, lw=1.1, capsize=2)
                 for part in (*caps, whisker):
                     part.set_path_effects([withStroke(linewidth=2.4, foreground="white")])
@@ -44,7 +47,7 @@ def draw_bars(methods: Sequence[Method], bars: Sequence[Bar], none: str, paint: 
 
 
 def time_bars(methods: Sequence[Method], goal: Target) -> list[Bar]:
-    """Samples and seconds to the target, as far as any run tells them; steps where none tells samples."""
+    """Return samples and seconds to the target, if any run logged them; steps if none logged samples."""
     told = any(has(run, SAMPLES) for m in methods for run in m.runs)
     found: list[Bar] = [
         ("samples" if told else "steps", ",.0f", lambda m: m.until(goal.value, SAMPLES if told else STEPS)),
@@ -54,7 +57,7 @@ def time_bars(methods: Sequence[Method], goal: Target) -> list[Bar]:
 
 
 def cost_bars(methods: Sequence[Method]) -> list[Bar]:
-    """Throughput, weight copies, method state and activations, as far as they were logged and are not all zero."""
+    """Return throughput, weight copies, method state and activations, if they were logged and are not all zero."""
     found: list[Bar] = [
         ("samples / second", ",.0f", lambda m: m.rates),
         ("weight copies", ".3g", lambda m: m.number("pipeback/weight_copies")),

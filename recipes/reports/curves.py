@@ -1,4 +1,4 @@
-"""The numbers behind the pictures as CSV: every held-out measurement, and what was monitored of every stage."""
+"""Curves: the numbers of the pictures as CSV: every held-out measurement, and the monitored values per stage."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STAGE = re.compile(r"pipeback/(\w+)/stage_(\d+)$")
 
 
 def save(methods: Sequence[Method], folder: Path) -> None:
-    """curves.csv, a line per measurement; stages.csv, a line per stage and step, if stages were monitored."""
+    """Write curves.csv, a line per measurement, and stages.csv, a line per stage and step, if stages were monitored."""
     metric = methods[0].metric.column
     shown = ["step", SAMPLES, SECONDS, metric, *(["val/loss"] if metric != "val/loss" else [])]
     with open(folder / "curves.csv", "w", newline="", encoding="utf-8") as lines:
@@ -34,7 +34,7 @@ def save(methods: Sequence[Method], folder: Path) -> None:
 
 
 def stages(methods: Sequence[Method]) -> tuple[dict[tuple[object, ...], dict[str, float]], list[str]]:
-    """(method, seed, step, stage) -> value by kind (delay, gap, ...); and the kinds."""
+    """Return (method, seed, step, stage) -> value by kind (delay, gap, ...), and the kinds."""
     found: dict[tuple[object, ...], dict[str, float]] = {}
     kinds: dict[str, None] = {}
     for m in methods:

@@ -1,4 +1,4 @@
-"""The pictures of a report, as files and as data of the page; where there is nothing to draw, why."""
+"""Figures: the pictures of a report, as files and as data for the page, or the reason why there is none."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Draw = Callable[[bool], plt.Figure]  # narrow -> the figure
 
 
 class Picture(NamedTuple):
-    """Data of the page; `missing` says why there is none."""
+    """The data of a picture for the page; `missing` says why there is none."""
 
     wide: str = ""
     narrow: str = ""
@@ -32,7 +32,7 @@ class Picture(NamedTuple):
 
 
 def pictures(methods: Sequence[Method], goal: Target | None, folder: Path) -> dict[str, Picture]:
-    """By name, drawn wide and narrow; the wide ones are written to the folder."""
+    """Return the pictures by name, drawn wide and narrow; the wide ones are written to the folder."""
     paint = Paint(methods)
     drawn: dict[str, Draw | str] = {"schedules": draw_schedules, "final": partial(draw_final, methods, paint)}
     for axis in (SAMPLES, STEPS, SECONDS):
@@ -68,7 +68,7 @@ def drawing(draw: Draw | str, file: Path) -> Picture:
 
 
 def png(figure: plt.Figure, file: Path | None = None) -> str:
-    """As what stands in the page; written to the file, if one is given."""
+    """Return a figure as PNG for the page; also write it to the file, if one is given."""
     content = io.BytesIO()
     figure.savefig(content, format="png")
     plt.close(figure)

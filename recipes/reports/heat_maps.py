@@ -1,4 +1,4 @@
-"""Heat maps, stage by step, one panel per method: how stale the weights are, in updates and as a distance.
+"""Heat maps: pictures of stage by step, one panel per method, of the staleness in updates and as a distance.
 
 The numbers are those of PipelineMonitor: pipeback/delay/stage_03, pipeback/gap/stage_03, ...
 """
@@ -18,7 +18,7 @@ from pipeback.recipes.reports.runs import Method
 from pipeback.recipes.reports.style import NARROW, WIDE
 
 TITLES = {"gap": "‖w now − w used‖", "delay": "delay, updates"}
-MOST = 16  # panels of a picture
+MOST = 16  # the most panels of a picture
 
 
 class Field(NamedTuple):
@@ -26,11 +26,11 @@ class Field(NamedTuple):
 
     steps: np.ndarray
     values: np.ndarray
-    unstable: bool = False  # its weights ran away
+    unstable: bool = False  # whether its weights diverged
 
 
 def field(method: Method, kind: str) -> Field | None:
-    """What the method's runs logged of each stage; None if they did not."""
+    """Return the values of this kind that the method's runs logged per stage; None if they did not."""
     pattern = re.compile(rf"pipeback/{kind}/stage_(\d+)$")
     cells: dict[tuple[int, float], list[float]] = {}
     for run in method.runs:
@@ -50,14 +50,14 @@ def field(method: Method, kind: str) -> Field | None:
 
 
 def fields(methods: Sequence[Method], kind: str) -> tuple[dict[str, Field], list[str]]:
-    """Of the methods with something to show; and the labels of those whose weights were never stale."""
+    """Return the fields of methods that logged this kind, and the labels of those without staleness."""
     found = {m.label: f for m in methods if (f := field(m, kind)) is not None}
     fresh = [label for label, f in found.items() if not np.nanmax(np.nan_to_num(f.values), initial=0.0) > 0]
     return {label: f for label, f in found.items() if label not in fresh}, fresh
 
 
 def draw_fields(found: dict[str, Field], kind: str, narrow: bool) -> plt.Figure:
-    """One colour scale for all panels, that of the stable methods; zero (no staleness) is left white."""
+    """Draw all panels with one colour scale, that of the stable methods; zero (no staleness) is white."""
     shown = dict(list(found.items())[:MOST])
     across = min(2 if narrow else 4 if len(shown) > 6 or len(shown) == 4 else 3, len(shown))
     down = -(-len(shown) // across)
@@ -81,7 +81,7 @@ def draw_fields(found: dict[str, Field], kind: str, narrow: bool) -> plt.Figure:
         values = np.ma.masked_invalid(np.where(f.values > 0, f.values, np.nan))
         mesh = ax.pcolormesh(edges(f.steps), np.arange(len(values) + 1) - 0.5, values, norm=norm, cmap=colours,
                              rasterized=True)  # fmt: skip
-        ax.invert_yaxis() if n == 0 else None  # shared: once for all
+        ax.invert_yaxis() if n == 0 else None  # the axis is shared, so this is done once
         ax.set_title(label)
         ax.xaxis.set_major_locator(MaxNLocator(3, integer=True))
         ax.yaxis.set_major_locator(MaxNLocator(5, integer=True))
@@ -100,7 +100,7 @@ def draw_fields(found: dict[str, Field], kind: str, narrow: bool) -> plt.Figure:
 
 
 def edges(steps: np.ndarray) -> np.ndarray:
-    """Around the steps: half-way to each neighbour."""
+    """Return the edges of the cells of these steps, half-way to each neighbour."""
     if len(steps) == 1:
         return np.array([steps[0] - 0.5, steps[0] + 0.5])
     middle = (steps[1:] + steps[:-1]) / 2

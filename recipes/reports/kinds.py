@@ -1,4 +1,4 @@
-"""The kinds of schedule, as pictures and as text: one method of each, small enough to draw."""
+"""Kinds: the kinds of schedule as pictures and as text, with one small example of each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pipeback.schedules.programs import fill_drain, flowing, one_f_one_b
 from pipeback.schedules.timeline import bubble, timeline
 
 STAGES, MICRO_BATCHES = 4, 8
-# name, what it is, its schedule; flushes of as many micro-batches as there are stages
+# name, description, schedule; flushes have as many micro-batches as there are stages
 KINDS: tuple[tuple[str, str, Schedule], ...] = (
     ("gpipe", "fill, drain, update", fill_drain(STAGES)),
     ("one_f_one_b", "early backwards, the same bubble", one_f_one_b(STAGES)),
@@ -21,7 +21,7 @@ KINDS: tuple[tuple[str, str, Schedule], ...] = (
 
 
 def grids() -> list[tuple[str, str]]:
-    """Title and text grid of each kind."""
+    """Return title and text grid of each kind."""
     return [(f"{name}: {what}", grid(schedule, STAGES, MICRO_BATCHES)) for name, what, schedule in KINDS]
 
 
@@ -36,7 +36,7 @@ def draw_schedules(narrow: bool) -> plt.Figure:
         ax.set_xlabel("time, in forwards" if n == len(KINDS) - 1 else "")
         ax.set_xticks(range(0, int(span) + 1, 8 if narrow else 4))
         if (legend := ax.get_legend()) and (n or narrow):
-            legend.remove()  # one for all
+            legend.remove()  # one legend serves all panels
     if narrow:
         handles, labels = [p[0] for p in axes[0].containers], ["forward", "backward"]
         figure.legend(handles, labels, loc="outside lower right", ncols=2, frameon=False)

@@ -1,4 +1,4 @@
-"""What is compared: a logged column, which way is better, and how its numbers are written."""
+"""Metric: the logged column by which methods are compared, whether more is better, and its number format."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 NAMES = {"accuracy": "accuracy", "bleu": "BLEU", "perplexity": "perplexity", "loss": "loss"}
-GUESSES = ("val/accuracy", "val/bleu", "val/perplexity", "val/loss")  # looked for where a run names no metric
-SHORT = 0.05  # the default target is so much short of the reference's final value
+GUESSES = ("val/accuracy", "val/bleu", "val/perplexity", "val/loss")  # tried in this order if a run names no metric
+SHORT = 0.05  # the default target is this share short of the reference's final value
 
 
 class Metric(NamedTuple):
-    """column: as logged. mode: max or min, which is better."""
+    """A metric. column: its logged name. mode: "max" or "min", whichever is better."""
 
     column: str
     mode: str = "max"
 
     @property
     def share(self) -> bool:
-        """Whether it runs from 0 to 1 and is shown in percent."""
+        """Whether it lies between 0 and 1 and is shown in percent."""
         return self.column.rpartition("/")[2] == "accuracy"
 
     @property
@@ -48,7 +48,7 @@ class Metric(NamedTuple):
         return ".1f" if self.share or self.name == "BLEU" else ".3f" if self.name == "loss" else ".2f"
 
     def text(self, value: float) -> str:
-        """With its unit: 97.1 %."""
+        """Return a value with its unit: 97.1 %."""
         return number(value * self.scale, self.form) + self.unit
 
     def best(self, values: Iterable[float]) -> float:
@@ -58,15 +58,15 @@ class Metric(NamedTuple):
         return value >= target if self.mode == "max" else value <= target
 
     def ahead(self, value: float) -> float:
-        """A key to sort by: what is better comes first."""
+        """Return a sort key, by which better values come first."""
         return -value if self.mode == "max" else value
 
     def short_of(self, value: float) -> float:
-        """The default target: 5 % short of this value."""
+        """Return the default target: 5 % short of this value."""
         return value - SHORT * abs(value) if self.mode == "max" else value + SHORT * abs(value)
 
     def parse(self, text: object) -> float:
-        """The target as the user wrote it: 0.9, 90% or 23.5."""
+        """Return the target that the user wrote as 0.9, 90% or 23.5. Raises ValueError for other text."""
         written = str(text).strip()
         percent = written.endswith("%")
         try:
@@ -88,21 +88,21 @@ def number(value: float, form: str) -> str:
 
 
 def spread(values: Sequence[float], form: str, scale: float = 1.0) -> str:
-    """Mean, and standard deviation over seeds where there are several."""
+    """Return the mean and, over several seeds, the standard deviation, as text."""
     if not values:
         return "–"
     mean, deviation = mean_and_deviation(values)
     if abs(scale * mean) >= 10_000 and not form.startswith(","):
-        form = ".0e"  # it would fill the page
+        form = ".0e"  # it would be too long otherwise
     text = number(scale * mean, form)
     return text if deviation is None else f"{text} ±{number(scale * deviation, form)}"
 
 
 def mean_and_deviation(values: Sequence[float]) -> tuple[float, float | None]:
-    """The mean; the sample's standard deviation, None for one value."""
+    """Return the mean and the standard deviation of the sample, which is None for one value."""
     if len(values) == 1:
         return values[0], None
     if min(values) == max(values):
-        return values[0], 0.0  # not a rounding error
+        return values[0], 0.0  # exactly, without rounding errors
     mean = math.fsum(values) / len(values)
     return mean, math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1))

@@ -1,4 +1,4 @@
-"""The options of runs: flat, what tells runs of one method apart, and in what methods differ."""
+"""Options: the options of runs by flat names, and the options in which runs or methods differ."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 
 from pipeback.recipes.reports.sources import Run, canonical
 
-# of the config, what makes a run another one; the rest says where and how it was run
+# the options of a config that define a run; the rest says where and how it was run
 CHOSEN = ("model", "data", "task", "optimizer", "method", "trainer",
           "batch_size", "micro_batch_size", "epochs", "max_steps")  # fmt: skip
-# the same of runs without a config
+# the same for runs without a config
 FACTS = ("method_options", "optimizer", "batch_size", "micro_batch_size", "epochs", "stages")
-# no matter to the numbers; the strategy repeats the method
+# options that do not change the numbers; the strategy repeats the method
 ASIDE = ("seed", "root", "default_root_dir", "strategy", "accelerator", "log_every_n_steps", "enable_progress_bar")
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} as {"a.b": 1}; what has no value is left out."""
+    """{"a": {"b": 1}} -> {"a.b": 1}; options without a value are left out."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         if name in ASIDE or value is None:
@@ -30,19 +30,19 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def chosen(run: Run, config: bool) -> dict[str, Any]:
-    """What someone chose for this run, from its config or else from its facts."""
+    """Return the options that define this run, from its config or else from its facts."""
     source, names = (run.config, CHOSEN) if config else (run.facts, FACTS)
     return flat({name: source[name] for name in names if name in source})
 
 
 def differing(found: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The names whose values are not the same in all."""
+    """Return the names whose values differ between the dictionaries."""
     names = dict.fromkeys(name for each in found for name in each)
     return [name for name in names if len({canonical(each.get(name)) for each in found}) > 1]
 
 
 def told_apart(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """Label -> runs that differ in the seed alone. A label names the method, and what differs, if anything does."""
+    """Return label -> runs that differ in the seed alone. A label has the method and the options that differ."""
     experiments = {run.facts.get("experiment") for run in runs}
     by_label: dict[str, list[Run]] = {}
     for run in runs:
@@ -67,9 +67,9 @@ def text(value: Any) -> str:
 
 
 def table(groups: Mapping[str, Sequence[Run]]) -> tuple[list[str], list[list[str]]]:
-    """Names of the options in which methods differ, and their values, a row per method.
+    """Return the names of the options in which methods differ, and their values, a row per method.
 
-    Options that differ within a method (by seed) are left out, and so are those that follow from others.
+    Options that differ within a method (by seed) are left out, and so are those that others determine.
     """
     known = {label: [_all(run) for run in runs] for label, runs in groups.items()}
     within = {name for each in known.values() for name in differing(each)}
@@ -80,14 +80,14 @@ def table(groups: Mapping[str, Sequence[Run]]) -> tuple[list[str], list[list[str
 
 
 def _all(run: Run) -> dict[str, Any]:
-    """Of a run: the method's options in one word, and the rest of the config; rates as the optimizer got them."""
+    """Return the options of a run: the method's as one text, the rates as the optimizer got them, and the rest."""
     given = {**run.config, **{name: run.facts[name] for name in ("optimizer", *FACTS[2:5]) if name in run.facts}}
     listed = flat({name: given[name] for name in CHOSEN if name in given and name != "method"})
     return {"options": written(run.facts.get("method_options") or {}), **listed}
 
 
 def written(method: Mapping[str, Any]) -> str:
-    """{"name": "pipedream", "slack": 2} as slack=2; a chain as its parts."""
+    """{"name": "pipedream", "slack": 2} -> slack=2; a chain is written part by part."""
     if "chain" in method:
         return " + ".join(f"{part.get('name', '')} {written(part)}".strip() for part in method["chain"])
     return (
@@ -96,7 +96,7 @@ def written(method: Mapping[str, Any]) -> str:
 
 
 def shared(runs: Sequence[Run], names: Iterable[str]) -> dict[str, str]:
-    """Facts that all runs have; where they differ, all that was found."""
+    """Return the facts of these names; if runs differ, all values that were found."""
     found = {}
     for name in names:
         values = dict.fromkeys(text(run.facts[name]) for run in runs if run.facts.get(name) is not None)

@@ -1,4 +1,4 @@
-"""Held-out values as pictures: curves over samples, steps or seconds, and what they come to in the end."""
+"""Plots: pictures of held-out values: curves over samples, steps or seconds, and final values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ AXES = {SAMPLES: "samples seen", STEPS: "steps (batches)", SECONDS: "training ti
 
 
 def draw_curves(methods: Sequence[Method], axis: str, paint: Paint, narrow: bool) -> plt.Figure:
-    """The metric over samples, steps or seconds: means over seeds, the band from the worst seed to the best."""
+    """Draw the metric over samples, steps or seconds: means over seeds, with a band from the worst seed to the best."""
     shown, metric = paint.shown, methods[0].metric
     across = 2 if len(shown) in (2, 4) else 3
     height = 3.9 if narrow else 4.0 if len(shown) == 1 else 3.9
@@ -46,25 +46,25 @@ def draw_curves(methods: Sequence[Method], axis: str, paint: Paint, narrow: bool
 
 
 def _legend(ax: Axes, panel: Sequence[Method], beside: bool, width: float) -> None:
-    """Beside the one wide panel; else below, in as many columns as the names leave room for. width: inches."""
+    """Draw the legend beside a single wide panel, or else below, in as many columns as fit. width: inches."""
     if not ax.lines:
         return
     if beside:
         ax.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, handlelength=1.8)
         return
-    longest = 0.075 * max(len(m.label) for m in panel) + 0.45  # inches: letters, and the line before them
+    longest = 0.075 * max(len(m.label) for m in panel) + 0.45  # inches, of the letters and of the line before them
     ax.legend(loc="upper left", bbox_to_anchor=(-0.04, -0.15), ncols=max(1, min(4, int((width - 0.4) / longest))),
               frameon=False, handlelength=1.6, columnspacing=1.1, borderaxespad=0.2)  # fmt: skip
 
 
 def _curve(ax: Axes, m: Method, axis: str, paint: Paint) -> list[float]:
-    """Draws it. Returns the means that the y axis is to show: not of the first steps, nor of what failed."""
+    """Draw a curve. Return the means that the y axis must show, without those of first steps and failed runs."""
     curve = m.curve(axis)
     if not curve.x:
         return []
     colour, dash = paint.of[m.label]
     if m.label == "one_f_one_b":
-        dash = DASHES[1]  # it runs over gpipe, which is to show through
+        dash = DASHES[1]  # dashed, so that gpipe below it stays visible
     mean = curve.mean
     marker = "o" if len(curve.x) < 4 else None
     ax.plot(curve.x, mean, color=colour, ls=dash, lw=1.5 if m.base in REFERENCES else 1.9, label=m.label, marker=marker)
@@ -73,7 +73,7 @@ def _curve(ax: Axes, m: Method, axis: str, paint: Paint) -> list[float]:
     if any(len(v) > 1 for v in curve.values):
         ax.fill_between(curve.x, [min(v) for v in curve.values], [max(v) for v in curve.values],
                         color=colour, alpha=0.12, lw=0)  # fmt: skip
-    return mean[len(mean) // 5 :]  # by measurements, not by x, so that all three pictures show the same range
+    return mean[len(mean) // 5 :]  # by the number of measurements, so that all three pictures show the same range
 
 
 def _limits(ax: Axes, share: bool, seen: Sequence[float]) -> None:
@@ -94,7 +94,7 @@ def _limits(ax: Axes, share: bool, seen: Sequence[float]) -> None:
 
 
 def draw_final(methods: Sequence[Method], paint: Paint, narrow: bool) -> plt.Figure:
-    """The last held-out value, best first: a small dot a seed, their mean, one deviation each way."""
+    """Draw the last held-out values, best first: a small dot per seed, their mean, and one deviation each way."""
     metric = methods[0].metric
     kept = [m for m in methods if m.finals and not m.fate]
     kept.sort(key=lambda m: metric.ahead(mean_and_deviation(m.finals)[0]), reverse=True)

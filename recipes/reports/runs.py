@@ -1,4 +1,4 @@
-"""Runs gathered by method: curves, final values, divergence, and when a value was reached."""
+"""Runs: groups runs by method, with curves, final values, divergence and the time to a value."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipeback.recipes.reports import options
 from pipeback.recipes.reports.metric import GUESSES, Metric, mean_and_deviation
 from pipeback.recipes.reports.sources import Run
 
-# the order of the rows; a family shares a panel of the picture, the references stand in every one
+# the order of the rows; a family shares a panel of a picture, and the references are in every panel
 REFERENCES = ("sgd", "pb")
 FAMILIES = {
     "Spike compensation, weight prediction": ("sc", "lwp", "cerebras", "lwp_w_sc"),
@@ -21,11 +21,11 @@ FAMILIES = {
     "Update size above one": ("gpipe", "one_f_one_b", "pipedream_2bw"),
 }
 KNOWN = (*REFERENCES, *(name for family in FAMILIES.values() for name in family))
-SAMPLES, STEPS, SECONDS = "samples_seen", "step", "wall_time"  # what a curve may run over
+SAMPLES, STEPS, SECONDS = "samples_seen", "step", "wall_time"  # the x axes of curves
 
 
 class Curve(NamedTuple):
-    """x: mean position of each point. values: at each point, one a seed that got there."""
+    """A curve over seeds. x: the mean position of each point. values: per point, one value per seed that got there."""
 
     x: list[float]
     values: list[list[float]]
@@ -59,18 +59,18 @@ class Method:
 
     @property
     def delay(self) -> int | None:
-        """Of the first stage, in updates."""
+        """The delay of the first stage, in updates."""
         delays = self.facts.get("delays")
         return int(delays[0]) if delays else None
 
     @cached_property
     def diverged(self) -> list[bool]:
-        """Of each run, whether a loss stopped being finite."""
+        """Per run, whether its loss became infinite or NaN."""
         return [math.isfinite(end(run)) for run in self.runs]
 
     @property
     def unstable(self) -> bool:
-        """Whether its loss ends well above that of guessing, if it is not yet infinite."""
+        """Whether its loss is finite, but ends well above that of guessing."""
         classes = self.facts.get("classes")
         return bool(self.losses and classes) and mean_and_deviation(self.losses)[0] > 2 * math.log(classes)
 
@@ -82,16 +82,16 @@ class Method:
 
     @property
     def fate(self) -> str:
-        """In a word, where there is no value worth a place in a picture."""
+        """A word in place of the final value, if that is not worth showing."""
         if all(self.diverged):
             return "diverged"
         return "unstable" if self.unstable else "" if self.finals else "unfinished"
 
     @cached_property
     def held_out(self) -> list[list[tuple[float, float]]]:
-        """Of each run: (step, value) of the metric, until it diverged if it did.
+        """Per run, (step, value) of the metric, until it diverged if it did.
 
-        Of two measurements after the same samples the later counts: at the end, the one of the drained pipeline.
+        Of two measurements after the same samples the later counts: at the end, that is the one after the drain.
         """
         found = []
         for run in self.runs:
@@ -107,7 +107,7 @@ class Method:
         return [p[-1][1] for p, diverged in zip(self.held_out, self.diverged, strict=True) if p and not diverged]
 
     def after(self, epoch: int) -> list[float]:
-        """Held-out value at the end of that epoch, one per run that got there without diverging."""
+        """Return the held-out value at the end of an epoch, one per run that got there without diverging."""
         found = []
         for run, points, diverged in zip(self.runs, self.held_out, self.diverged, strict=True):
             if not diverged and points and run.facts.get("epoch_samples") and has(run, SAMPLES):
@@ -117,7 +117,7 @@ class Method:
         return found
 
     def curve(self, axis: str) -> Curve:
-        """Held-out values over samples, steps or seconds: where any seed was measured, interpolated for the others."""
+        """Return held-out values over samples, steps or seconds, at the points of all seeds, with interpolation."""
         chosen = [(run, points) for run, points in zip(self.runs, self.held_out) if points and has(run, axis)]
         places: dict[float, list[tuple[float, float]]] = {}
         grid = sorted({step for _, points in chosen for step, _ in points})
@@ -130,12 +130,12 @@ class Method:
         return Curve([mean_and_deviation(xs)[0] for xs, _ in columns], [list(ys) for _, ys in columns])
 
     def number(self, column: str) -> list[float]:
-        """The last value of a column, one per run that has it."""
+        """Return the last value of a column, one per run that has it."""
         return [value for run in self.runs if (value := run.last(column)) is not None and math.isfinite(value)]
 
     @property
     def rates(self) -> list[float]:
-        """Samples per second of training, one per run."""
+        """The samples per second of training, one per run."""
         found = []
         for run in self.runs:
             samples, seconds = run.last(SAMPLES), run.last(SECONDS)
@@ -144,17 +144,17 @@ class Method:
         return found
 
     def first(self, target: float) -> list[float | None]:
-        """The step at which each run was first measured at the target or past it; None where it never was."""
+        """Return the step of each run's first measurement at or past the target; None if there was none."""
         return [next((s for s, v in points if self.metric.reached(v, target)), None) for points in self.held_out]
 
     def until(self, target: float, axis: str) -> list[float]:
-        """Samples (or seconds) to the target, one per run that reached it."""
+        """Return samples, steps or seconds to the target, one per run that reached it."""
         return [at(run, axis, [step])[0] for run, step in zip(self.runs, self.first(target))
                 if step is not None and has(run, axis)]  # fmt: skip
 
 
 def end(run: Run) -> float:
-    """The step at which a loss stopped being finite; infinity if none did."""
+    """Return the step at which a loss became infinite or NaN; infinity if none did."""
     steps = (row["step"] for row in run.rows for name, v in row.items() if "loss" in name and not math.isfinite(v))
     return next(steps, math.inf)
 
@@ -164,25 +164,25 @@ def has(run: Run, axis: str) -> bool:
 
 
 def at(run: Run, axis: str, steps: Sequence[float]) -> list[float]:
-    """Where the run was on that axis at these steps; between logged points, interpolated."""
+    """Return the run's positions on an axis at these steps, interpolated between logged points."""
     if axis == STEPS:
         return list(steps)
-    known = dict(run.values(axis))  # of two at one step, the later
+    known = dict(run.values(axis))  # of two values at one step, the later
     order = sorted(known)
     return [float(x) for x in np.interp(steps, order, [known[step] for step in order])]
 
 
 def gather(runs: Sequence[Run]) -> list[Method]:
-    """The runs by method; runs of one name that differ in more than the seed stay apart, told apart by what differs."""
+    """Group runs by method; runs of one name that differ in more than the seed get labels with what differs."""
     metric = compared(runs)
-    # by seed: folders that W&B made within one second stand in any order
+    # by seed, since folders that W&B made within one second have no order
     runs = sorted(runs, key=lambda run: str(run.facts.get("seed", "")).rjust(12))
     methods = [Method(label, some, metric) for label, some in options.told_apart(runs).items()]
     return sorted(methods, key=lambda m: (KNOWN.index(m.base) if m.base in KNOWN else len(KNOWN), m.label))
 
 
 def compared(runs: Sequence[Run]) -> Metric:
-    """The metric that all of them name, or, where they name none, the first known one that they logged."""
+    """Return the metric that all runs name or, if they name none, the first known one that they logged."""
     found: dict[Metric, list[str]] = {}
     for run in runs:
         named = run.facts.get("metric") or next((name for name in GUESSES if name in run.columns), None)

@@ -1,4 +1,4 @@
-"""A table of methods: as text for the page, the terminal and Markdown, and as numbers for CSV."""
+"""Sheet: a table of methods, as text for the page, the terminal and Markdown, and as numbers for CSV."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Numbers = Callable[[Method], Sequence[float]]
 
 
 class Column(NamedTuple):
-    """name: with its unit, over two lines. numbers: one a seed. text: where the cell is not their mean and spread."""
+    """A column. name: with its unit, on two lines. numbers: one per seed. text: the cell, if not mean and spread."""
 
     name: str
     numbers: Numbers
@@ -31,7 +31,7 @@ class Column(NamedTuple):
 
 
 class Sheet(NamedTuple):
-    """head, rows: as text. numbers: the same as a CSV file holds it, its own head first."""
+    """A table. head, rows: texts. numbers: the rows of the CSV file, with its own head first."""
 
     name: str
     title: str
@@ -43,7 +43,7 @@ class Sheet(NamedTuple):
 
 def sheet(name: str, title: str, methods: Sequence[Method], shown: Sequence[Column], notes: str,
            dagger: bool = True) -> Sheet:  # fmt: skip
-    """A dagger marks what was unstable."""
+    """Return a table of methods. dagger: mark unstable methods with a dagger."""
     shown = [c for c in shown if c.text or any(c.numbers(m) for m in methods)]
     marked = [m for m in methods if dagger and m.unstable]
     if marked:
@@ -53,7 +53,7 @@ def sheet(name: str, title: str, methods: Sequence[Method], shown: Sequence[Colu
 
 
 def _numbers(methods: Sequence[Method], shown: Sequence[Column]) -> list[list[object]]:
-    """A mean and, where seeds differ, a deviation a column; empty where there is none."""
+    """Return a mean and, if seeds differ, a deviation per column; empty cells where there is none."""
     found: list[list[object]] = [["method", "runs"], *([m.label, len(m.runs)] for m in methods)]
     for c in shown:
         pairs = [
@@ -68,7 +68,7 @@ def _numbers(methods: Sequence[Method], shown: Sequence[Column]) -> list[list[ob
 
 
 def terminal(table: Sheet) -> Table:
-    """Without its notes."""
+    """Return the table for the terminal, without its notes."""
     shown = Table(title=table.title, box=box.SIMPLE_HEAD, pad_edge=False)
     for n, name in enumerate(table.head):
         shown.add_column(name, justify="right" if n else "left", style="" if n else "bold", vertical="bottom",

@@ -1,7 +1,7 @@
-"""Finished runs, read from where they were logged: folders of CSV logs here, W&B in wandb_runs.
+"""Sources: reads finished runs from folders of CSV logs, and from W&B by `wandb_runs`.
 
-A folder is a run if it holds metrics.csv (beside it hparams.yaml, the facts, and config.yaml, the resolved config)
-or the file of an offline W&B run. Other folders are searched for such folders.
+A folder is a run if it holds metrics.csv (beside hparams.yaml, which has the facts, and config.yaml, the resolved
+config) or the file of an offline W&B run. Other folders are searched for such folders.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ DEPTH = 4  # folders below a source: <experiment>/<run>/wandb/offline-run-*
 
 
 class Run:
-    """One run: what is known of it, and what it logged.
+    """One run: its facts and its logged numbers.
 
     facts: flat names (method, seed, stages, delays, ...). rows: logged numbers by column, `step` among them, in order.
-    config: the resolved Hydra config, {} where it is not known. origin: where it was found.
+    config: the resolved Hydra config, {} if it is not known. origin: where it was found.
     """
 
     def __init__(self, facts: dict[str, Any], rows: list[Row], config: dict[str, Any], origin: str) -> None:
         self.facts, self.rows, self.config, self.origin = facts, rows, config, origin
 
     def values(self, column: str) -> list[tuple[float, float]]:
-        """(step, value) wherever the column was logged."""
+        """Return (step, value) of each row in which the column was logged."""
         return [(row["step"], row[column]) for row in self.rows if column in row]
 
     def last(self, column: str) -> float | None:
-        """The summary of a column: its last value."""
+        """Return the last value of a column; None if it has none."""
         return next((row[column] for row in reversed(self.rows) if column in row), None)
 
     @cached_property
@@ -45,7 +45,7 @@ class Run:
 
     @cached_property
     def identity(self) -> str:
-        """The same for one run that was logged in two places: who it is, and all its losses and held-out numbers."""
+        """A text that is the same for a run in two logs: its method, its seed, all its losses and held-out numbers."""
         who = [self.facts.get(name) for name in ("experiment", "method", "method_options", "seed", "optimizer")]
         kept = [[(k, v) for k, v in sorted(row.items()) if k == "step" or "loss" in k or k.startswith("val")]
                 for row in self.rows]  # fmt: skip
@@ -54,7 +54,7 @@ class Run:
 
 
 def read(sources: Sequence[Path | str]) -> tuple[list[Run], list[str]]:
-    """All runs of these folders and wandb:entity/project/group sources, each once; and notes on what was left out."""
+    """Return all runs of these folders and wandb:entity/project/group sources, each once, and notes on omissions."""
     found: list[Run] = []
     offline: list[Path] = []
     for source in sources:
@@ -80,7 +80,7 @@ def read(sources: Sequence[Path | str]) -> tuple[list[Run], list[str]]:
 
 
 def folders(source: Path) -> list[Path]:
-    """The folders of runs at and below this one."""
+    """Return the folders of runs at and below this one. Raises ValueError if there are none."""
     if source.is_file() and (source.name == "metrics.csv" or source.suffix == ".wandb"):
         source = source.parent
     if not source.exists():
@@ -101,13 +101,13 @@ def _below(folder: Path, depth: int) -> Iterator[Path]:
     if (folder / "metrics.csv").is_file() or any(folder.glob("*.wandb")):
         yield folder
     elif depth:
-        for child in sorted(folder.iterdir()):  # W&B's latest-run is a link to one of the others
+        for child in sorted(folder.iterdir()):  # without links: W&B's latest-run is a link to another run
             if child.is_dir() and not child.is_symlink() and not child.name.startswith((".", "checkpoints")):
                 yield from _below(child, depth - 1)
 
 
 def from_csv(folder: Path) -> Run:
-    """What Lightning's CSVLogger wrote: a cell is empty where nothing was logged."""
+    """Read a run of Lightning's CSVLogger, whose cells are empty where nothing was logged."""
     file = folder / "metrics.csv"
     with open(file, newline="", encoding="utf-8") as lines:
         rows = list(_numbers(csv.DictReader(lines), file))
@@ -126,7 +126,7 @@ def _numbers(lines: Iterable[dict[str, Any]], file: Path) -> Iterator[Row]:
 
 
 def _mapping(file: Path) -> dict[str, Any]:
-    """{} where the file is missing."""
+    """Return the mapping in a YAML file; {} if the file is missing."""
     try:
         found = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -137,13 +137,13 @@ def _mapping(file: Path) -> dict[str, Any]:
 
 
 def config_beside(folder: Path) -> dict[str, Any]:
-    """Of an offline run in <run>/wandb/offline-run-*: <run>/config.yaml, if it is this run's alone."""
+    """Return <run>/config.yaml for an offline run in <run>/wandb/offline-run-*, if it belongs to this run alone."""
     alone = len(list(folder.parent.glob("offline-run-*"))) == 1
     return _mapping(folder.parent.parent / "config.yaml") if alone else {}
 
 
 def canonical(value: Any) -> str:
-    """The same for what is the same: W&B keeps 1.0 as 1."""
+    """Return the same text for equal values: W&B stores 1.0 as 1."""
     return json.dumps(_floats(value), sort_keys=True, default=str)
 
 

@@ -1,4 +1,4 @@
-"""How the pictures of a report look: colours, panels, letters. Each picture is drawn wide and narrow.
+"""Style: colours, panels and letters of the pictures of a report. Each picture is drawn wide and narrow.
 
 Wide pictures put panels side by side, for a desktop; narrow ones stack them, for a telephone, at the same letter size.
 """
@@ -14,12 +14,12 @@ import matplotlib
 from pipeback.recipes.reports.runs import FAMILIES, KNOWN, REFERENCES, Method
 
 matplotlib.use("Agg")
-from matplotlib import pyplot as plt  # the backend is chosen first
+from matplotlib import pyplot as plt  # after the backend is chosen
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-WIDE, NARROW = 11.2, 4.0  # inches: the width of the page's text, and of a telephone
-# Okabe and Ito's colours, told apart by colour-blind readers; within a family no two methods share one
+WIDE, NARROW = 11.2, 4.0  # inches: the widths of the page's text and of a telephone
+# Okabe and Ito's colours, which colour-blind readers can distinguish; methods of one family differ in colour
 COLOURS = {
     "sgd": "#000000", "pb": "#8C8C8C",
     "sc": "#E69F00", "lwp": "#56B4E9", "cerebras": "#D55E00", "lwp_w_sc": "#009E73",
@@ -27,18 +27,18 @@ COLOURS = {
     "gpipe": "#0072B2", "one_f_one_b": "#E69F00", "pipedream_2bw": "#009E73",
 }  # fmt: skip
 SPARE = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-DASHES: tuple[Any, ...] = ("-", (0, (4, 1.5)), (0, (1, 1)), (0, (6, 1.5, 1, 1.5)))  # once the colours are used up
+DASHES: tuple[Any, ...] = ("-", (0, (4, 1.5)), (0, (1, 1)), (0, (6, 1.5, 1, 1.5)))  # used when all colours are taken
 RED, INK = "#B00020", "#333B45"
 STYLE = {"font.family": "DejaVu Sans", "font.size": 9.5, "axes.titlesize": 10, "axes.titlelocation": "left",
          "axes.labelsize": 9.5, "xtick.labelsize": 9, "ytick.labelsize": 9, "legend.fontsize": 9,
          "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#8A939E", "axes.labelcolor": INK,
          "xtick.color": INK, "ytick.color": INK, "xtick.major.size": 3, "ytick.major.size": 3,
          "axes.axisbelow": True, "grid.color": "#E6E9ED", "grid.linewidth": 0.8, "savefig.dpi": 150}  # fmt: skip
-TOGETHER = 7  # so many methods share one panel
+TOGETHER = 7  # the most methods that share one panel
 
 
 class Paint:
-    """Colour and dash of every method, the same in every picture; methods of one panel never share both."""
+    """The colour and dash of every method, the same in every picture; methods of one panel differ in one of them."""
 
     def __init__(self, methods: Sequence[Method]) -> None:
         self.shown = panels(methods)
@@ -52,7 +52,7 @@ class Paint:
 
     @staticmethod
     def _free(method: Method, taken: Sequence[tuple[str, Any]]) -> tuple[str, Any]:
-        """Its own colour; where that is taken, one that is not; then other dashes."""
+        """Return the method's own colour if it is free, else a free one, else one with other dashes."""
         own = COLOURS.get(method.base)
         for dash in DASHES:
             for colour in filter(None, (own, *SPARE)):
@@ -65,7 +65,7 @@ class Paint:
 
 
 def panels(methods: Sequence[Method]) -> dict[str, list[Method]]:
-    """Title -> methods; few share one panel, many get a panel a family, the references stand in every one."""
+    """Return title -> methods: one panel for a few methods, else a panel per family; references are in every panel."""
     if len(methods) <= TOGETHER:
         return {"": list(methods)}
     own = [m for m in methods if not m.equal_slack]
@@ -78,7 +78,7 @@ def panels(methods: Sequence[Method]) -> dict[str, list[Method]]:
 
 
 def grid(count: int, narrow: bool, across: int, height: float, **options: Any) -> tuple[plt.Figure, list[Axes]]:
-    """A figure of so many panels, `across` side by side, or one above the other if it is to be narrow."""
+    """Return a figure with `count` panels, `across` side by side, or one above the other if it is narrow."""
     across = 1 if narrow else min(across, count)
     down = math.ceil(count / across)
     size = (NARROW if narrow else WIDE, height * down)
@@ -90,12 +90,12 @@ def grid(count: int, narrow: bool, across: int, height: float, **options: Any) -
 
 
 def ticks(most: int) -> MaxNLocator:
-    """At round numbers."""
+    """Return a locator of at most `most` ticks at round numbers."""
     return MaxNLocator(most, steps=[1, 2, 2.5, 5, 10])
 
 
 def names(ax: Axes, labels: Sequence[str]) -> None:
-    """A row per method."""
+    """Label a row per method."""
     ax.set_yticks(range(len(labels)), labels)
     ax.set_ylim(-0.6, len(labels) - 0.4)
     ax.tick_params(axis="y", length=0)
@@ -104,5 +104,5 @@ def names(ax: Axes, labels: Sequence[str]) -> None:
 
 
 def plain_numbers(ax: Axes) -> None:
-    """1,000 and 0.25 on the x axis, no powers."""
+    """Write numbers on the x axis as 1,000 and 0.25, without powers."""
     ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.10g}"))

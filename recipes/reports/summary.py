@@ -1,4 +1,4 @@
-"""A comparison in a few sentences: what was run, what came out best, what failed."""
+"""Summary: a comparison in a few sentences: what was run, which methods were best, which failed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pipeback.recipes.reports.target import Target
 
 
 def lead(methods: Sequence[Method]) -> str:
-    """20 stages, 1,438 training samples, 3 epochs, 3 seeds."""
+    """Return the sizes of the comparison: "20 stages, 1,438 training samples, 3 epochs, 3 seeds"."""
     parts = [count(len(methods), "method")]
     for name, one in (("stages", "stage"), ("epoch_samples", "training sample"), ("epochs", "epoch")):
         values = sorted({m.facts[name] for m in methods if (m.facts.get(name) or 0) > 0})
@@ -28,7 +28,7 @@ def count(number: int, thing: str) -> str:
 
 
 def glance(methods: Sequence[Method], goal: Target | None) -> dict[str, str]:
-    """What a hurried reader wants: name -> sentence."""
+    """Return the main results: name -> sentence."""
     metric, found = methods[0].metric, {}
     finished = [m for m in methods if m.finals and not m.fate]
     if finished and len(methods) > 1:
@@ -61,7 +61,7 @@ def told(method: Method) -> str:
 
 
 def divergence(methods: Sequence[Method]) -> str:
-    """How many runs stopped with a loss that is not finite, and of which methods."""
+    """Say how many runs stopped with a loss that is not finite, and of which methods."""
     runs, failed = sum(len(m.runs) for m in methods), [m for m in methods if any(m.diverged)]
     parts = [f"{m.label} {sum(m.diverged)} of {len(m.runs)}" for m in failed]
     total = sum(sum(m.diverged) for m in failed)
@@ -69,7 +69,7 @@ def divergence(methods: Sequence[Method]) -> str:
 
 
 def unfinished(methods: Sequence[Method]) -> list[str]:
-    """Notes on runs that ended earlier than others and did not diverge: their last values are something else."""
+    """Return notes on runs that ended early without diverging, whose last values are not comparable."""
     ends = [(run.last(SAMPLES) or 0.0, m, run) for m in methods for run in m.runs]
     most = max(samples for samples, _, _ in ends)
     stopped = {id(run) for m in methods for run, diverged in zip(m.runs, m.diverged, strict=True) if diverged}

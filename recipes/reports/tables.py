@@ -1,4 +1,4 @@
-"""The tables of a report: held-out values, at equal delay, time to target, cost, and the options that differ."""
+"""Tables: the tables of a report: held-out values, at equal delay, time to target, cost, differing options."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipeback.recipes.reports.target import Target
 
 
 def tables(methods: Sequence[Method], goal: Target | None) -> list[Sheet]:
-    """Every method at its own delay; at equal delay, if there are runs made for that; time to target; cost."""
+    """Return the tables: methods at their own delays, at equal delay if there are such runs, time to target, cost."""
     over = _over(methods)
     own = [m for m in methods if not m.equal_slack]
     shown = columns(methods)
@@ -57,7 +57,7 @@ def columns(methods: Sequence[Method]) -> list[Column]:
 
 
 def epochs(last: int) -> list[int]:
-    """Those that have a column: all of a few, else the first, the middle and the last."""
+    """Return the epochs that have a column: all of a few, else the first, the middle and the last."""
     return list(range(1, last + 1)) if last <= 4 else [1, (last + 1) // 2, last]
 
 
@@ -136,7 +136,7 @@ def _reached(goal: Target) -> Callable[[Method], str]:
 
 
 def differences(methods: Sequence[Method]) -> Sheet | None:
-    """The options in which methods differ; None for one method, and where there is no difference."""
+    """Return the options in which methods differ; None for one method, or if there is no difference."""
     head, rows = options.table({m.label: m.runs for m in methods})
     if len(methods) < 2 or len(head) < 2:
         return None

@@ -1,4 +1,4 @@
-"""The value whose time is told: as the user gave it, or a little short of what the reference reaches."""
+"""Target: the value for the time to target, from the user or a little short of the reference's final value."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pipeback.recipes.reports.runs import Method
 
 
 def reference(methods: Sequence[Method]) -> Method | None:
-    """What the others are measured by: sgd; without it the best synchronous method, or the best of all."""
+    """Return the method that is the reference: sgd; without it the best synchronous method, or the best of all."""
     finished = sorted((m for m in methods if m.finals and not m.fate), key=_rank)
     synchronous = [m for m in finished if m.delay == 0]
     return next((m for m in finished if m.base == "sgd"), next(iter([*synchronous, *finished]), None))
@@ -22,11 +22,11 @@ def _rank(method: Method) -> float:
 
 class Target(NamedTuple):
     value: float
-    why: str  # "", or what it was made from
+    why: str  # how it was chosen; "" if the user gave it
 
 
 def target(methods: Sequence[Method], given: Any = None) -> Target | None:
-    """What is to be reached: as the user gave it, or 5 % short of the reference's final value."""
+    """Return the target: the user's, or 5 % short of the reference's final value; None without a reference."""
     metric = methods[0].metric
     if given is not None:
         return Target(metric.parse(given), "")

@@ -1,7 +1,7 @@
-"""Runs logged to Weights & Biases: offline ones from their folders, others through the API.
+"""W&B runs: reads runs of Weights & Biases: offline ones from their folders, others through the API.
 
-Offline files are read by `wandb leet inspect --json`, W&B's own reader: a process per run, two thirds of a second each,
-so several at once. Rows and facts are the same as those in a CSV log, names of W&B's own taken away.
+`wandb leet inspect --json`, W&B's own reader, reads offline files in one process per run of two thirds of a second, so
+several run at once. Rows and facts are those of a CSV log, without W&B's own names.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 READERS = 4
-STEP = "trainer/global_step"  # what Lightning's WandbLogger calls the step
+STEP = "trainer/global_step"  # the name of the step in Lightning's WandbLogger
 Row = dict[str, float]
 Logged = tuple[dict[str, Any], list[Row], str]  # facts, rows, where it was found
 
@@ -29,7 +29,7 @@ def offline(folders: Sequence[Path]) -> list[Logged]:
 
 
 def inspect(folder: Path) -> str:
-    """The records of the run, a JSON object a line."""
+    """Return the records of the run, one JSON object per line."""
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(next(folder.glob("*.wandb")))]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
@@ -53,7 +53,7 @@ def parsed(lines: str, folder: Path) -> tuple[dict[str, Any], list[Row]]:
 
 
 def from_api(source: str) -> list[Logged]:
-    """The runs of wandb:entity/project, or of one group of them: wandb:entity/project/group."""
+    """Return the runs of wandb:entity/project, or of one group of them: wandb:entity/project/group."""
     entity, _, rest = source.removeprefix("wandb:").partition("/")
     project, _, group = rest.partition("/")
     if not entity or not project:
@@ -75,7 +75,7 @@ def from_api(source: str) -> list[Logged]:
 
 
 def row(item: Mapping[str, Any]) -> Row:
-    """Numbers by column; {} for a row of media alone. NaN and infinity come as texts."""
+    """Return numbers by column; {} for a row that has only media. NaN and infinity come as texts."""
     found: Row = {}
     for name, value in item.items():
         if name.startswith("_") or isinstance(value, bool | None):
@@ -83,7 +83,7 @@ def row(item: Mapping[str, Any]) -> Row:
         try:
             found["step" if name == STEP else name] = float(value)
         except (TypeError, ValueError):
-            continue  # a table or a picture
+            continue  # a table or an image
     if found and "step" not in found:
         found["step"] = float(item.get("_step", 0))
     return found

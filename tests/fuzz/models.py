@@ -1,4 +1,4 @@
-"""The models that are fuzzed: lists of layers a stage, small, of kinds that keep different things for the backward.
+"""The models that are fuzzed: small lists of layers per stage, of kinds that keep different things for the backward.
 
 All take x (N, 6) and give (N, 6). Layers of `RANDOM` models draw numbers or keep statistics: the recurrence leaves
 those out, and they are compared with the event loop alone.

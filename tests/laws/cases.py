@@ -84,7 +84,7 @@ def pipeline(model: nn.Module, method: Any, optimizer: str = "momentum", **optio
     )
 
 
-FLUSHES = (4, 8, 2, 4, 2, 4, 3, 1, 8)  # micro-batches a push
+FLUSHES = (4, 8, 2, 4, 2, 4, 3, 1, 8)  # micro-batches per push
 
 
 def weights(pipe: pipeback.Pipeline) -> torch.Tensor:

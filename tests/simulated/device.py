@@ -1,6 +1,6 @@
 """The simulated accelerator of `device.cpp` as torch's accelerator of this process: `sim:0` and `sim:1`.
 
-Call `register` before the first backward of a process, in a process of its own: there is one accelerator a process.
+Call `register` before the first backward of a process, in a process of its own, since a process has one accelerator.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SOURCE = Path(__file__).with_name("device.cpp")
 
 
 def missing() -> str | None:
-    """What it takes to build it, and is not there."""
+    """Return why the simulated accelerator cannot be built here; None if it can."""
     for tool in ("g++", "ninja"):
         if shutil.which(tool) is None:
             return f"the simulated accelerator is compiled, and there is no {tool}"

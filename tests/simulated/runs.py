@@ -190,7 +190,7 @@ def compared(run: dict[str, Any]) -> str:
 
 
 def main(folder: Path) -> None:
-    """Read a line of JSON a run, and answer each with one. folder: where the compiled device is."""
+    """Read one line of JSON per run, and answer each with one. folder: where the compiled device is."""
     sim.register(folder)
     if "RANK" in os.environ:
         pipeback.join()
