@@ -7,7 +7,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
-from docstrings import as_restructured_text  # noqa: E402
+from docstrings import as_restructured_text, without_fields  # noqa: E402
 from pictures import draw_all  # noqa: E402
 
 import pipeback  # noqa: E402
@@ -62,4 +62,5 @@ html_theme_options = {
 
 def setup(app):
     app.connect("autodoc-process-docstring", as_restructured_text)
+    app.connect("autodoc-skip-member", without_fields)
     draw_all(HERE / "_static" / "pictures")

@@ -57,6 +57,10 @@ def quieten(monkeypatch):
 
 DOCSTRING = """Train `model`; w_ and *all* stay as they are.
 
+It returns nothing.
+model, x: a module, and
+what it gets
+
 What is trained
 model       a module, or
             several
@@ -67,6 +71,11 @@ micro_batch_size  samples
 | K | anneal |
 | d | decay  |"""
 PAGE = r"""Train ``model``\ ; w\_ and \*all\* stay as they are.
+
+It returns nothing.
+
+``model``, ``x``: a module, and
+what it gets
 
 **What is trained**
 
@@ -96,6 +105,19 @@ def test_docstrings_are_converted_as_they_look(monkeypatch):
     from docstrings import converted
 
     assert "\n".join(converted(DOCSTRING.splitlines())).strip() == PAGE
+
+
+def test_the_comments_of_a_named_tuple_tell_its_fields(monkeypatch):
+    monkeypatch.syspath_prepend(pages.DOCS)
+    from docstrings import commented_fields
+
+    found = dict(commented_fields(pipeback.Memory))
+    assert list(found) == list(pipeback.Memory._fields)
+    assert found["state"] == ["the method's own state, in copies of the weights"] and len(found["beside"]) > 1
+    assert [name for name, _ in commented_fields(pipeback.pipeline.breakdown.StageRow)] == [
+        "layers", "parameters", "seconds", "activations", "delay"
+    ]  # fmt: skip
+    assert not commented_fields(pipeback.Record)
 
 
 def test_every_method_has_a_page():

@@ -25,13 +25,13 @@ class StageRow(NamedTuple):
 
     stage: int
     name: str
-    layers: str  # those with weights: "2 Conv2d, 2 GroupNorm"
-    parameters: int  # that it owns, frozen ones included
+    layers: str  # layers with weights: "2 Conv2d, 2 GroupNorm"
+    parameters: int  # number of parameters that the stage owns, frozen ones included
     forward_flops: int
     backward_flops: int
-    seconds: float  # of F and B
+    seconds: float  # time of the forward (F) and the backward (B)
     activations: int  # bytes that F leaves to B
-    delay: int  # D, in updates
+    delay: int  # the delay D, in updates
 
 
 def breakdown(

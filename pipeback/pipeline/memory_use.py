@@ -15,11 +15,11 @@ class Memory(NamedTuple):
     copies: float  # copies of the weights at the peak, weighted by stage size; 1.0 = the live ones alone
     state: float  # the method's own state, in copies of the weights
     activations: int  # bytes kept for backwards on the device at the peak: one micro-batch's, times those in flight
-    host: int = 0  # the same in host memory, with activations="host"; of "recompute", states of random streams
-    rounded: int = 0  # with masters: bytes of the weights of a half type, which `weights` has as float32
-    # bytes beside small weights that lie in one run of memory: gradients, and these decayed; of stages that run as one,
-    # places for more stashed versions than there are, for weights that are about to be stepped, and for micro-batches
-    # of the form that came before
+    host: int = 0  # the same in host memory, with activations="host"; with "recompute", states of random streams
+    rounded: int = 0  # with masters: bytes of the rounded weights of a half type; `weights` counts their float32 copies
+    # bytes held beside all this. For small weights, which lie in one run of memory: their gradients, also with weight
+    # decay. For stages that run as one: places for more older versions than there are, for weights that are about to be
+    # stepped, and for micro-batches of the shape that came before
     beside: int = 0
 
 
