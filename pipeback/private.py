@@ -2,7 +2,7 @@
 
 * `pytree`: structures of tensors as users nest them. torch's own functions take them apart by it, so it knows the same.
 * `TorchDispatchMode`: to see each operator. `FakeTensorMode`, `unset_fake_temporarily`: to run a model without values.
-* `function_modes`, `maps_heard`: who changes torch functions, and calls under torch.vmap, where a model is followed.
+* `function_modes`, `maps_heard`: who changes torch functions, and calls under torch.vmap, where a model is traced.
 * `identity`: which memory a tensor lies in, also while that memory is away and has no address.
 * `shown`: what a node of a graph has saved, with the handles that put something else in its place.
 * `numbers_of`: the numbers that a node has saved.

@@ -6,7 +6,7 @@
         state.json                   plain values; bytes and SHA-256 of every file; how each tensor lies in memory
 
 Every rank writes its own stages. The tensors that differ in further replicas are in stage-000.replica-1.safetensors
-and so on. The layout knows stages only, so it opens on any number of ranks and workers.
+and so on. The layout is by stages alone, so a checkpoint loads on any number of ranks and workers.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def save(pipe: Any, folder: str | Path, *, keep: int = 2, facts: Any = None) -> 
 
     keep   how many whole checkpoints remain in the folder, the new one included; older ones are removed after it is
            whole
-    facts  any JSON values of the caller (rank 0's count); `load` returns them
+    facts  any JSON values of the caller, of which those of rank 0 are saved; `load` returns them
 
     Raises CheckpointError on every rank if any rank fails. Earlier checkpoints stay, and training can go on.
     """

@@ -20,7 +20,7 @@ from pipeback.tensors.layout import Message
 
 WORDS = {"F": "the activation", "B": "the gradient", "E": "the evaluation"}
 LOSSES = 1024  # losses that may be unreceived: `RankRunner` sends several at once
-Ends = tuple[int, int, str]  # sender, receiver and kind: F downstream, B upstream, L losses and outputs
+Ends = tuple[int, int, str]  # (sender, receiver, kind): F activations, B gradients, L losses and outputs
 
 
 def connect(

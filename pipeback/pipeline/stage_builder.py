@@ -49,7 +49,7 @@ class StageBuilder(NamedTuple):
         return stages
 
     def twins(self, parts: Sequence[StagePart], program: TracedModel | None, replicas: int) -> Iterator[list[Stage]]:
-        """The stages of every further replica in this process, on copies. program: of a followed model."""
+        """The stages of every further replica in this process, on copies. program: that of a traced model."""
         for replica in range(1, replicas):
             copies = [part._replace(module=copy.deepcopy(part.module)) for part in parts]
             if program is not None:

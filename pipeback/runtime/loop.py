@@ -1,6 +1,7 @@
 """Loop: one worker's loop. The order says which operations may run, and the worker does those of its own stages.
 
-The progress of a loop is plain data, which a saved state contains.
+An operation is F (forward), B (backward) or U (update) of a micro-batch at a stage. The progress of a loop is plain
+data, which a saved state contains.
 """
 
 from __future__ import annotations

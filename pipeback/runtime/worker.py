@@ -1,7 +1,7 @@
 """Worker: runs the operations of some stages wave by wave, and calls the hooks of the method for them.
 
-The operations of a wave belong to different stages, so they may be joined: into one autograd call, one foreach call,
-one optimizer step. Joining changes no bit; it only pays Python's overhead once instead of once per stage.
+The operations of a wave, all F (forward), B (backward) or U (update), are of different stages, so they may be joined
+into one autograd call or one optimizer step. This changes no bit, and saves the overhead of Python per stage.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class Changed(ValueError):
 
 
 def again(follow: Callable[P, R]) -> Callable[P, R]:
-    """Wrap a function that traces: it traces once more if the first forward installed something or set attributes."""
+    """Wrap a function that traces: trace again, at most twice, if a forward installed something or set attributes."""
 
     @wraps(follow)
     def followed(*args: P.args, **kwargs: P.kwargs) -> R:

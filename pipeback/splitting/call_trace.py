@@ -60,7 +60,7 @@ class Call:
 
 @dataclass
 class CallTrace:
-    """The record of a forward: its calls in order. Tensors have numbers: first the inputs 0, 1, …, then the outputs."""
+    """The record of a forward: its calls in order. Tensors have numbers: the inputs 0, 1, …, then the outputs."""
 
     calls: list[Call]
     inputs: int

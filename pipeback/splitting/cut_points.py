@@ -101,7 +101,7 @@ class Unit(NamedTuple):
     start: str  # the module (path) or parameter (name) of that call
     work: float  # see `call_cost`; 0 where it was not counted
     weights: int  # bytes of the weights that are first used here
-    names: tuple[str, ...]  # of its modules that have weights, and of its parameters
+    names: tuple[str, ...]  # names of its modules with weights, and of its parameters
 
 
 def cut_units(model: nn.Module, record: CallTrace, cuts: Cuts, blocks: Sequence[str]) -> list[Unit]:
@@ -201,7 +201,7 @@ def norm(module: nn.Module) -> bool:
 
 
 def chosen(cuts: Any) -> Cuts:
-    """Return `stages` in one form. Raises ValueError, with the nearest valid word, if it is not valid."""
+    """Return `stages` if it is valid. Raises ValueError, with the nearest valid word, if it is not."""
     words = ("auto", "block", "layer", "sublayer")
     names = isinstance(cuts, (list, tuple)) and bool(cuts) and all(isinstance(name, str) for name in cuts)
     number = isinstance(cuts, int) and not isinstance(cuts, bool) and cuts >= 1

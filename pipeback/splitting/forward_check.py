@@ -63,8 +63,11 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 
 
 def _given(x: Any, grad: bool, cloned: bool = False) -> Any:
-    """Return new tensors for the input of a stage. cloned: make them no leaves of the graph, which autograd forbids to
-    change in place."""
+    """Return new tensors for the input of a stage.
+
+    grad: whether they need a gradient. cloned: clone them once more, since autograd forbids to change leaves of its
+    graph in place.
+    """
     given = x if type(x) is tuple else (x,)
     parts = tuple(replica(part).requires_grad_(grad and part.is_floating_point()) for part in given)
     parts = tuple(part.clone() for part in parts) if cloned else parts

@@ -17,7 +17,7 @@ Home = tuple[dict[str, Tensor | None], str, Tensor, Tensor]  # (holder, name, bu
 
 @contextmanager
 def untouched(module: nn.Module, rewritten: Iterable[str] | None = None) -> Iterator[list[Home]]:
-    """A context that restores the buffers of a module on exit, with tensors and values; it gives their places.
+    """A context that restores the buffers of a module on exit, the tensors and their values; it yields their places.
 
     It also restores numbers and tensors in attributes, and the parameters named in `rewritten`, which the forward
     writes into; a segment knows its own.

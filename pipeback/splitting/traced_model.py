@@ -102,7 +102,7 @@ class TracedModel:
         return Arguments((x,) if one else x, {})
 
     def enter(self, x: Any) -> tuple[Any, Form]:
-        """Return the tensors of what was pushed, as the first stage takes them, and the structure they stood in."""
+        """Return the tensors that were pushed, as the first stage takes them, and the structure around them."""
         tensors, form = opened(tuple(self.arguments(x)))
         if not tensors:
             raise TypeError(f"push takes tensors, or structures with tensors in them, but got {type(x).__name__}")

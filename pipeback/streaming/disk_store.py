@@ -137,7 +137,7 @@ class DiskStore(Store):
             self._put_away(stage, only=names)
 
     def put(self, stage: Stage) -> None:
-        """Store the new tensors of a stage: gradient sums from the device, and shifted weights that B will need."""
+        """Store the new tensors of a stage: gradient sums from the device, and shifted weights for the backward."""
         with self._locks[_key(stage)]:
             # older weights stay, since an update may still have to copy to them
             self._put_away(stage, only=[name for name, _ in _all(stage) if name.startswith(("grad/", "used/"))])

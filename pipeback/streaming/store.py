@@ -82,7 +82,7 @@ class Store(ABC):
 
     @abstractmethod
     def put(self, stage: Stage) -> None:
-        """Store the new tensors of a stage: gradient sums from the device, and shifted weights that B will need."""
+        """Store the new tensors of a stage: gradient sums from the device, and shifted weights that B needs again."""
 
     @abstractmethod
     def read(self, stage: Stage, slot: DeviceSlot) -> int:

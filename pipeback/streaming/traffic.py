@@ -17,9 +17,9 @@ class Traffic(NamedTuple):
     sums_in: int = 0  # bytes of partial sums that came back
     gathered: int = 0  # bytes of weights that came from other ranks' stores
     scattered: int = 0  # bytes of gradients that went to other ranks
-    fetches: int = 0  # times that a stage's weights came
+    fetches: int = 0  # how often a stage's weights were brought to the device
     stall: float = 0.0  # seconds in which computing waited for weights, gradients or the store
-    seconds: float = 0.0  # seconds of all that was run
+    seconds: float = 0.0  # seconds in which operations ran, with their waits
     peak_stages: int = 0  # the most stages on the device at once, of one worker
     peak_bytes: int = 0  # the most bytes of weights on the device at once
     read: int = 0  # bytes read from files

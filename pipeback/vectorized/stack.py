@@ -37,7 +37,7 @@ LARGE = 1 << 20  # bytes of weights above which no cache holds a gradient until 
 
 
 class FlightRow(NamedTuple):
-    """What the forward of a stacked stage has saved for its backward, as a row of the stack."""
+    """The tensors that the forward of a stacked stage has saved for its backward, as a row of the stack."""
 
     stack: Stack
     kind: Kind

@@ -22,7 +22,7 @@ FLUSHES = (4, 8)  # micro-batches between two steps
 
 
 class Task(Protocol):
-    """What is trained, on micro-batches of `samples`; each contender trains `turn` of them in its turn."""
+    """A model and its data, in micro-batches of `samples`; each contender trains `turn` of them in its turn."""
 
     @property
     def samples(self) -> int: ...
@@ -216,7 +216,7 @@ def entering(value: Tensor | tuple[Tensor, ...]) -> Any:
 
 
 class Part(nn.Sequential):
-    """Some of the stages; torch hands a tuple that crosses a boundary over as arguments."""
+    """Some of the stages; torch passes a tuple that crosses a boundary as several arguments."""
 
     def forward(self, *args: Any) -> Any:
         return super().forward(args[0] if len(args) == 1 else args)

@@ -41,7 +41,7 @@ WIDTH, TURN = 8, 4  # micro-batches per turn
 
 
 class Point(NamedTuple):
-    """The measurements of a pipeline with so many stages."""
+    """The measurements of a pipeline with this number of stages."""
 
     stages: int
     flying: int  # micro-batches in flight, summed over the stages

@@ -31,7 +31,7 @@ class Masked(nn.Module):
 
 
 class Handing(nn.Module):
-    """The same on a dictionary, in which mask and skip travel with x."""
+    """The same block on a dictionary, in which mask and skip travel with x."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Handed(nn.Module):
 
 
 class Head(nn.Linear):
-    """The head of the above, whose skip is at hand."""
+    """The head of the plain stages, which adds its own input in place of the skip."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x + x)

@@ -11,7 +11,7 @@ are of the same round.
 
 samples/s       of training: forward, backward, and an update after every `update` samples
 of plain        over the plain PyTorch loop's, momentum SGD by foreach, an update per micro-batch
-of ideal        over workers × those of `stages apart`: F of each stage by itself, B of each by itself, and one step,
+of ideal        over workers × those of `stages apart`: each forward by itself, each backward by itself, and one step,
                 one after the other in one thread. That is the arithmetic of a pipeline and nothing else. Rows
                 that merge the calls of several stages may exceed it: a plain loop's backward, stages that run as one
 peak MB         resident memory at its highest above what the process held before the contender was built, one turn
@@ -50,12 +50,12 @@ def loop(label: str, build: Callable[..., Contender], **options: Any) -> Entry:
 
 
 def one(label: str, **options: Any) -> Entry:
-    """Pipelined backpropagation in one process and thread."""
+    """Return a row of pipelined backpropagation in one process and thread."""
     return Entry(label, lambda task, *_: pushed(task, "pb", **options))
 
 
 def two(label: str, ranks: bool, **options: Any) -> Entry:
-    """The same on two workers."""
+    """Return a row of pipelined backpropagation on two workers."""
     return Entry(
         label, lambda task, *_: pipelined(task, "pb", task.turn, fill=True, **options), workers=RANKS, ranks=ranks
     )

@@ -25,11 +25,11 @@ class Network(NamedTuple):
     shape: tuple[int, ...]
     turns: dict[int, int]  # samples of a micro-batch -> micro-batches per turn, a multiple of the flush
     classes: int | None = None  # None: the target is like the input
-    compiles: bool = True  # else every stage is a graph of its own, and the compiler takes minutes
+    compiles: bool = True  # False: every stage is a graph of its own, and the compiler takes minutes
 
 
 class Task(NamedTuple):
-    """A network, and micro-batches of so many samples."""
+    """A network, and micro-batches of this many samples."""
 
     network: Network
     samples: int

@@ -88,7 +88,7 @@ def take_turns(contenders: Mapping[str, Contender], repeats: int) -> Rates:
     for turn in range(-WARM, repeats):
         for name, contender in contenders.items():
             gc.collect()
-            everywhere(None)  # nobody runs ahead
+            everywhere(None)  # so that no rank runs ahead
             each = [contender.run() for _ in range(times[name])]
             seconds = everywhere(statistics.fmean(each))
             if turn < 0:

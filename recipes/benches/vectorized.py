@@ -42,7 +42,7 @@ class Transformer(nn.Module):
 
 
 class Case(NamedTuple):
-    """So many stages of one width, and micro-batches of one shape."""
+    """A number of stages of one width, and micro-batches of one shape."""
 
     name: str
     block: Callable[[int], nn.Module]
@@ -112,7 +112,7 @@ def model(case: Case) -> nn.Sequential:
 
 
 def blocks(block: Callable[[int], nn.Module], count: int, width: int) -> nn.Sequential:
-    """So many of them, and a linear head."""
+    """Return `count` blocks and a linear head."""
     torch.manual_seed(0)
     return nn.Sequential(*[block(width) for _ in range(count)], nn.Linear(width, width))
 

@@ -13,7 +13,7 @@ class Digits(Data):
     """x (B, 64) float32, y (B,) class; 20 % are held out, always the same ones.
 
     root     a folder with another digits.csv.gz of the same layout (64 pixels and the label per row)
-    samples  train on the first so many only
+    samples  train on this many samples only, the first ones
     scaling  of the pixels: "standard" (mean 0, deviation 1), "unit" (0 to 1) or "symmetric" (-1 to 1)
     """
 

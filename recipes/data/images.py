@@ -20,7 +20,7 @@ class Images(Data):
 
     root         the folder of the files
     download     fetch them into root where they are missing (torchvision does)
-    samples      train on the first so many only;  val_samples: validate on the first so many
+    samples      train on this many samples only, the first ones;  val_samples: the same for validation
     augment      shift by up to 1/8 of the size and flip, at random
     flat         x as (B, features), for models of vectors
     builtin      a few generated images instead, for a trial without files

@@ -61,7 +61,7 @@ class Data(LightningDataModule):
         super().__init__()
         self.batch_size, self.seed = batch_size, seed
         self.facts: dict[str, Any] = {}
-        """What a model builder has to know: after `setup`."""
+        """The facts that a model builder needs; they exist after `setup`."""
         self.parts: tuple[Samples, Samples] | None = None
         self.order = torch.Generator().manual_seed(seed)
 

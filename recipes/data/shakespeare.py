@@ -19,7 +19,7 @@ class Shakespeare(Data):
 
     root         the folder of tinyshakespeare.txt;  file: any text instead
     context      characters per window
-    samples      train on the first so many windows only;  val_samples: validate on the first so many
+    samples      train on this many windows only, the first ones;  val_samples: the same for validation
     builtin      the topics of Python's own help instead, for a trial without files
     """
 

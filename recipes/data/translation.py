@@ -36,11 +36,11 @@ class Translation(Data):
     root         the folder of deu.txt or deu-eng.zip;  file: other tab-separated pairs
     reverse      true: from the second column to the first
     max_length   longest sentence in words and signs, on both sides; pairs with a longer one are left out
-    pairs        train on so many pairs only, chosen by hash
+    pairs        train on this many pairs only, chosen by hash
     vocabulary   known words of each language, the most frequent of the training pairs; lower case
     held_out     share of the sentences of the first column that validate, chosen by hash; their sentences, in either
                  language, are in no training pair
-    val_samples  validate on so many pairs only
+    val_samples  validate on this many pairs only
     builtin      a few generated pairs instead, for a trial without files
     """
 

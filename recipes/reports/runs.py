@@ -54,7 +54,7 @@ class Method:
 
     @property
     def equal_delay(self) -> bool:
-        """Whether it runs at slack 2: by its counted delays, or because the runs were made for that."""
+        """Whether the method runs at slack 2, by its counted delays or since the runs were made for that."""
         return self.equal_slack or bool(self.facts.get("slack2"))
 
     @property

@@ -19,7 +19,7 @@ class Wait(NamedTuple):
 
 
 class Activity:
-    """What this rank is doing. A pipeline has a loop thread and the caller's thread, which both record it."""
+    """Records what this rank is doing. A pipeline has a loop thread and the caller's thread, which both record it."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
