@@ -23,12 +23,10 @@ imports     `import pipeback` beyond `import torch`
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 
-import torch
-
 from pipeback.recipes.benches.network import settle
+from pipeback.recipes.provenance import command, heading, load, provenance
 
 SECTIONS = {
     name: name for name in (
@@ -42,11 +40,9 @@ OPTIONS = {"table": ("networks", "contenders", "out", "read", "page"), "scaling"
 def main() -> None:
     repeats, chosen, options = parsed(sys.argv[1:])
     settle()
-    load = f", load {os.getloadavg()[0]:.1f} before" if hasattr(os, "getloadavg") else ""
-    print(
-        f"torch {torch.__version__}, {os.cpu_count()} cores{load}, one intra-op thread, no subnormal numbers; "
-        f"medians of {repeats}"
-    )
+    if "table" not in chosen:  # which tells its own, of now or of the file that it reads
+        print(heading(command(), provenance() | {"threads": 1, "load": load()}))
+        print(f"Medians of {repeats}; in brackets the smallest and the largest. No subnormal numbers.")
     for name in chosen:
         print(flush=True)
         importlib.import_module(f"pipeback.recipes.benches.{SECTIONS[name]}").main(repeats, **options.get(name, {}))

@@ -51,6 +51,11 @@ def machine(device: torch.device | None = None) -> str:
     return f"{name}, {os.cpu_count()} cores{gpu}, {platform.system()} {platform.machine()}"
 
 
+def load() -> float | None:
+    """What else the machine does now: processes that want to run, over the last minute."""
+    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
+
+
 def command(words: Iterable[str] | None = None) -> str:
     """Return the command as it was typed. words: its arguments as they were typed, if `main` has changed them."""
     name, *known = sys.argv

@@ -39,6 +39,8 @@ import pipeback
 from pipeback.recipes import census
 from pipeback.recipes.foreign import OTHERS, WHERE, build
 from pipeback.recipes.foreign.case import Case, called
+from pipeback.recipes.markdown import table as in_markdown
+from pipeback.recipes.provenance import command, heading, provenance
 from pipeback.splitting.split import split_model
 
 METHODS = ("pb", "pipedream", "cerebras")
@@ -265,8 +267,9 @@ def table(found: Sequence[Row]) -> Table:
 
 
 def markdown(found: Sequence[Row]) -> str:
-    rule = ["---" if n in (0, 2, 3) else "---:" for n in range(len(HEADS))]
-    return "\n".join(f"| {' | '.join(line)} |" for line in (HEADS, rule, *map(cells, found)))
+    """The table, and above it where its numbers come from."""
+    head = heading(command(), provenance() | {"threads": 1})
+    return f"{head}\n{in_markdown(HEADS, list(map(cells, found)), left=(0, 2, 3))}"
 
 
 if __name__ == "__main__":

@@ -72,18 +72,6 @@ def test_the_readme_is_short_and_names_every_method():
     assert [name for name in pipeback.methods.available() if f"| `{name}` |" not in text] == []
 
 
-def test_the_readme_shows_rows_of_the_page_on_digits():
-    text = (pages.ROOT / "README.md").read_text("utf-8")
-    page = (pages.ROOT / "docs" / "results" / "digits.md").read_text("utf-8")
-    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if "±" in line]
-    assert len(rows) == 5
-    for name, delay, *accuracies, copies, bubble in rows:
-        method, _, size = name.partition(", update size ")
-        start = f"| {method} | {size or 1} | {delay} | {' | '.join(accuracies)} | "
-        (row,) = (line for line in page.splitlines() if line.startswith(start) and line.endswith(f"| {bubble} |"))
-        assert f" | {copies} | " in row.removeprefix(start)
-
-
 def test_the_method_of_the_guide_obeys_a_law(tmp_path, monkeypatch):
     """A method that is written as the guide says equals plain torch on one stage, bit for bit."""
     monkeypatch.chdir(tmp_path)

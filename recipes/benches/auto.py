@@ -11,7 +11,6 @@ auto       samples per second with vectorize="auto" over those of the event loop
 from __future__ import annotations
 
 import re
-import statistics
 from collections.abc import Iterable
 from functools import partial
 
@@ -19,18 +18,17 @@ import torch
 
 from pipeback.recipes.benches import vectorized
 from pipeback.recipes.benches.network import create
-from pipeback.recipes.benches.turns import interleaved
+from pipeback.recipes.benches.turns import interleaved, spread
 from pipeback.recipes.benches.vectorized import Case, pipeline, pushed
+from pipeback.recipes.markdown import table
 
 METHODS = ("pb", "pipemare", "gpipe", "one_f_one_b", "pipedream", "spectrain")
 CASES = tuple(case for case in vectorized.CASES if case.name in ("20 x 64", "20 x 256", "12 blocks, d 64, T 16"))
 
 
 def main(repeats: int, cases: Iterable[Case] = CASES) -> None:
-    print(
-        f"{'over the event loop':<36}{'as one':>8}{'   spread':>14}{'F and B':>12}{'auto':>8}{'   spread':>14}  chose"
-    )
     for case in cases:
+        rows = []
         x, y = torch.randn(2, case.turn * case.shape[0], *case.shape[1:])
         for name in METHODS:
             pipes = {
@@ -42,9 +40,7 @@ def main(repeats: int, cases: Iterable[Case] = CASES) -> None:
             }
             told, chose = (next(iter(pipes[on].vectorized.values())) for on in (True, "auto"))
             gain = re.search(r"([\d.]+) times", told)
-            print(f"{case.name + ': ' + name:<36}{spread(ratios['True'])}{gain[1] if gain else '':>12}"
-                  f"{spread(ratios['auto'])}  {chose.partition(',')[0]}", flush=True)  # fmt: skip
-
-
-def spread(ratios: list[float]) -> str:
-    return f"{statistics.median(ratios):>8.2f}{min(ratios):>7.2f} … {max(ratios):<4.2f}"
+            rows.append([f"`{name}`", spread(ratios["True"]), gain[1] if gain else "", spread(ratios["auto"]),
+                         chose.partition(",")[0]])  # fmt: skip
+        head = [f"{case.name}, over the event loop", "as one", "F and B", "auto", "it chose"]
+        print("\n" + table(head, rows, left=(0, 4)), flush=True)

@@ -9,7 +9,8 @@ from torch import nn
 from pipeback.recipes.benches.contenders import Contender, plain, pushed
 from pipeback.recipes.benches.network import create, network
 from pipeback.recipes.benches.tasks import NETWORKS, Network, Task
-from pipeback.recipes.benches.turns import take_turns
+from pipeback.recipes.benches.turns import spread, take_turns
+from pipeback.recipes.markdown import table
 
 METHODS = ("pb", "cerebras", "sgd", "sc", "lwp", "pipedream", "spectrain", "pipemare", "gpipe", "one_f_one_b")
 RESNET = NETWORKS["resnet20"]
@@ -29,17 +30,17 @@ CASES = {
 
 
 def main(repeats: int) -> None:
-    print(f"{'one process, one thread, micro-batch 1':<42}{'stages':>8}{'ms/micro-batch':>18}"
-          f"{'of the plain loop':>20}{'   spread':>16}")  # fmt: skip
+    print("One process, one thread, micro-batch 1.")
     for words, (task, methods) in CASES.items():
         runs: dict[str, Contender] = {"plain loop": plain(task, task.turn)}
         for name in methods:
             runs[name] = pushed(task, create(name, len(task.model())))
         seconds = {name: [1 / rate for rate in some] for name, some in take_turns(runs, repeats).items()}
+        rows = []
         for name, some in seconds.items():
             ratios = [a / b for a, b in zip(seconds["plain loop"], some, strict=True)]
             pipe = runs[name].pipe
-            count = len(pipe.delays) if pipe else ""
-            print(f"{words + ': ' + name:<42}{count:>8}{statistics.median(some) * 1e3:>18.3f}"
-                  f"{statistics.median(ratios):>20.2f}{min(ratios):>10.2f} … {max(ratios):.2f}",
-                  flush=True)  # fmt: skip
+            count = len(pipe.delays) if pipe else "–"
+            label = f"`{name}`" if pipe else name
+            rows.append([label, count, f"{statistics.median(some) * 1e3:.2f}", spread(ratios)])
+        print("\n" + table([words, "stages", "ms/micro-batch", "of the plain loop"], rows), flush=True)

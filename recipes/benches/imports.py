@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-import statistics
 import subprocess
 import sys
+
+from pipeback.recipes.benches.turns import spread
 
 
 def main(repeats: int) -> None:
@@ -20,4 +21,4 @@ def main(repeats: int) -> None:
         float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env).stdout)
         for _ in range(min(repeats, 5))
     ]
-    print(f"import pipeback, with its Pipeline, beyond import torch: {statistics.median(some) * 1e3:.0f} ms")
+    print(f"import pipeback, with its Pipeline, beyond import torch: {spread([1e3 * s for s in some], '.0f')} ms.")

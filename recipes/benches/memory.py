@@ -9,11 +9,12 @@ from torch import Tensor
 
 from pipeback import methods
 from pipeback.recipes.benches.network import pipeline
+from pipeback.recipes.markdown import table
 
 
 def main(repeats: int, stages: int = 20) -> None:
-    print(f"weight copies and method state at the peak, {stages} stages of width 64, micro-batch 1")
-    print(f"{'':<16}{'copies':>8}{'declared':>10}{'state':>8}{'declared':>10}")
+    print(f"Weight copies and method state at the peak, {stages} stages of width 64, micro-batch 1.\n")
+    rows = []
     x, y = torch.randn(1, 64), torch.randint(0, 10, (1,))
     for name in methods.available():
         pipe = pipeline(name, stages)
@@ -22,14 +23,16 @@ def main(repeats: int, stages: int = 20) -> None:
         found, method = pipe.memory(), pipe.method
         sizes = [sum(p.numel() for p in part.parameters()) for part in pipe.model.children()]
         declared = sum(method.held(s, stages) * size for s, size in enumerate(sizes)) / sum(sizes)
-        print(f"{name:<16}{found.copies:>8.2f}{declared:>10.2f}{found.state:>8.2f}{method.state_copies:>10.2f}")
+        some = (found.copies, declared, found.state, method.state_copies)
+        rows.append([f"`{name}`", *(f"{number:.2f}" for number in some)])
+    print(table(["method", "copies", "declared", "state", "declared"], rows))
     pipe = pipeline("cerebras", 4)
     held = []
     for done, goal in ((0, 100), (100, 10_000)):
         for _ in range(done, goal):
             pipe.push(x, y)
         held.append(alive())
-    print(f"\ntensors held after 100 micro-batches: {held[0]:,} bytes; after 10,000: {held[1]:,} bytes")
+    print(f"\nTensors held after 100 micro-batches: {held[0]:,} bytes; after 10,000: {held[1]:,} bytes.")
 
 
 def alive() -> int:

@@ -12,7 +12,8 @@ import statistics
 from collections.abc import Iterable
 
 from pipeback.recipes.benches.contenders import FLUSHES, PEERS, Case, alone, together
-from pipeback.recipes.benches.turns import Rates, everywhere, join, on_ranks, take_turns
+from pipeback.recipes.benches.turns import Rates, everywhere, join, on_ranks, spread, take_turns
+from pipeback.recipes.markdown import table
 
 CASES = (
     Case("large", width=256, length=64, samples=4, turn=48),
@@ -24,11 +25,11 @@ IDEAL = "two copies of pb"
 def main(repeats: int, cases: Iterable[Case] = CASES) -> None:
     for case in cases:
         rates, weights, whole = on_ranks(measured, case, repeats)
-        print(f"two processes, two cores, one thread each: {case.layers} transformer layers of width {case.width}, "
-              f"sequence {case.length}, micro-batch {case.samples}")  # fmt: skip
-        table(rates)
+        print(f"\n{case.layers} transformer layers of width {case.width}, sequence {case.length}, "
+              f"micro-batch {case.samples}:\n")  # fmt: skip
+        print("\n\n".join(tables(rates)))
         shares = ", ".join(f"{some / whole:.1%}" for some in weights)
-        print(f"weights that a rank holds, of {whole / 1e6:.1f} MB: {shares}\n", flush=True)
+        print(f"\nWeights that a rank holds, of {whole / 1e6:.1f} MB: {shares}.", flush=True)
 
 
 def measured(rank: int, store: str, case: Case, repeats: int) -> tuple[Rates, list[int], int]:
@@ -46,26 +47,24 @@ def measured(rank: int, store: str, case: Case, repeats: int) -> tuple[Rates, li
     return rates, weights, sum(p.nbytes for p in case.model().parameters())
 
 
-def table(rates: Rates) -> None:
-    print(f"{'':<20}{'ms/micro-batch':>18}{'of two copies':>16}{'   spread':>16}")
-    for name, some in rates.items():
-        print(f"{name:<20}{1e3 / statistics.median(some):>18.2f}{ratio(some, rates[IDEAL])}")
+def tables(rates: Rates) -> tuple[str, str]:
+    """All over two copies, and ours over their peers."""
+    rows = [[name, f"{1e3 / statistics.median(some):.2f}", over(some, rates[IDEAL])] for name, some in rates.items()]
     first = FLUSHES[0]
     peers = (rates[f"{peer.__name__} {first}"] for peer in PEERS.values())
     better = max(peers, key=statistics.median)  # of all rounds: the best of each round would be chosen by noise
-    for link in ("threads", "gloo", "shared_memory"):
-        over(f"pb, {link}", rates, better, f"the better peer at {first}")
+    links = (f"pb, {link}" for link in ("threads", "gloo", "shared_memory"))
+    beside = [[name, f"the better peer at {first}", over(rates[name], better)] for name in links]
     for flush in FLUSHES:
         for name, peer in PEERS.items():
-            theirs = f"{peer.__name__} {flush}"
-            over(f"{name} {flush}", rates, rates[theirs], theirs)
+            ours, theirs = f"{name} {flush}", f"{peer.__name__} {flush}"
+            beside.append([ours, theirs, over(rates[ours], rates[theirs])])
+    return (
+        table(["", "ms/micro-batch", "of two copies"], rows),
+        table(["", "over", "samples per second"], beside, left=(0, 1)),
+    )
 
 
-def over(name: str, rates: Rates, theirs: list[float], whose: str) -> None:
-    print(f"{name:<20}{'over ' + whose:>26}{ratio(rates[name], theirs, 8)}")
-
-
-def ratio(some: list[float], others: list[float], width: int = 16) -> str:
-    """The median of the rounds' ratios, and their spread."""
-    ratios = [a / b for a, b in zip(some, others, strict=True)]
-    return f"{statistics.median(ratios):>{width}.2f}{min(ratios):>10.2f} … {max(ratios):.2f}"
+def over(some: list[float], others: list[float]) -> str:
+    """The ratios of the rounds."""
+    return spread([a / b for a, b in zip(some, others, strict=True)])

@@ -1,26 +1,23 @@
-"""The results of the section `table`: as a file, as text, and as tables of docs/results/speed.md.
+"""The results of the section `table`: as a file, as text, and as the tables that docs/results/speed.md shows.
 
 The file holds what was measured, samples per second of every round; everything that is printed is computed from it.
 """
 
 from __future__ import annotations
 
-import datetime
 import json
-import os
-import platform
-import re
 import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
+from pipeback.recipes.benches.turns import spread
+from pipeback.recipes.markdown import table
+from pipeback.recipes.provenance import heading
 
-FILE = Path(__file__).with_name("results.json")
-PAGE = Path(__file__).parents[2] / "docs" / "results" / "speed.md"
-BEGIN, END = "<!-- written by `pipeback bench table page=true`: do not edit -->", "<!-- end of what it wrote -->"
+FILE = Path(__file__).parents[2] / "docs" / "results" / "data" / "speed" / "table.json"
+TABLES = FILE.with_suffix(".md")  # what docs/results/speed.md shows
 PLAIN, IDEAL = "plain", "apart"  # the rows that the others are compared with
 NONE = "–"
 
@@ -56,25 +53,10 @@ class Case(NamedTuple):
 
 
 class Results(NamedTuple):
-    machine: dict[str, Any]
+    machine: dict[str, Any]  # of recipes/provenance.py, and `threads`, `load` and `command`
     repeats: int
     seconds: float  # of the whole run
     cases: list[Case]
-
-
-def machine() -> dict[str, Any]:
-    """The machine, the versions of packages, and the load before the run."""
-    return {
-        "date": datetime.date.today().isoformat(), "cpu": cpu(), "cores": os.cpu_count(), "threads": 1,
-        "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
-        "torch": torch.__version__, "python": platform.python_version(), "system": platform.system(),
-    }  # fmt: skip
-
-
-def cpu() -> str:
-    told = Path("/proc/cpuinfo")
-    found = re.search(r"model name\s*:\s*(.+)", told.read_text()) if told.exists() else None
-    return found[1].strip() if found else platform.processor() or platform.machine()
 
 
 # -- the file ----------------------------------------------------------------------------------------------------------
@@ -101,7 +83,7 @@ def load(path: str | Path) -> Results:
 
 def of(ratios: Sequence[float]) -> str:
     """The median of the ratios and their spread."""
-    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} … {max(ratios):.2f})" if ratios else NONE
+    return spread(ratios) if ratios else NONE
 
 
 def cells(case: Case, row: Row) -> list[str]:
@@ -120,7 +102,7 @@ def title(case: Case) -> str:
 
 def text(found: Results) -> str:
     """The results as text for the terminal."""
-    lines = [under(found)]
+    lines = [heading(found.machine["command"], found.machine), medians(found)]
     for case in found.cases:
         lines += ["", title(case), line("", COLUMNS)]
         lines += [line(row.label.replace("`", ""), cells(case, row)) for row in case.rows]
@@ -133,57 +115,39 @@ def line(label: str, columns: Sequence[str]) -> str:
     return f"{label:<34}" + "".join(f"{cell:>{width}}" for cell, width in zip(columns, widths, strict=True))
 
 
-def under(found: Results) -> str:
-    """A sentence that says on what machine this was measured."""
-    m = found.machine
-    load = "" if m.get("load") is None else f", load {m['load']} before"
-    return (
-        f"Medians of {found.repeats} interleaved turns (smallest … largest), {m['cores']} cores of {m['cpu']}, "
-        f"{m['threads']} intra-op thread per process, torch {m['torch']}, Python {m['python']}, {m['date']}{load}"
-    )
+def medians(found: Results) -> str:
+    return f"Medians of {found.repeats} interleaved turns (smallest … largest)."
 
 
-def block(found: Results) -> str:
+def tables(found: Results) -> str:
     """The tables of docs/results/speed.md: contenders over the plain loop, then everything."""
     first: dict[str, str] = {}
     for case in found.cases:
         first |= {row.name: row.label for row in case.rows if row.name not in first}
     heads = [f"{case.network}, {case.micro_batch}" for case in found.cases]
-    lines = [BEGIN, "", row_of(["of plain, at micro-batch", *heads]), rule(len(heads))]
+    rows = []
     for name, label in first.items():
         mine = [next((row for row in case.rows if row.name == name), None) for case in found.cases]
         cells_ = [of(case.ratios(row, PLAIN)) if row else NONE for case, row in zip(found.cases, mine, strict=True)]
-        lines.append(row_of([label, *cells_]))
+        rows.append([label, *cells_])
     about = {
         case.network: f"{case.words}, {case.stages} stages, {case.parameters:,} parameters" for case in found.cases
     }
-    lines += ["", *(f"* {name}: {words}" for name, words in about.items())]
-    lines += ["", under(found) + ".", "", "### Samples per second, over the ideal, peak memory"]
+    lines = [heading(found.machine["command"], found.machine), table(["of plain, at micro-batch", *heads], rows), ""]
+    lines += [*(f"* {name}: {words}" for name, words in about.items()), "", medians(found), ""]
+    lines += ["### Samples per second, over the ideal, peak memory"]
     for case in found.cases:
-        lines += ["", row_of([f"{case.network}, micro-batch {case.micro_batch}", *COLUMNS]), rule(len(COLUMNS))]
-        lines += [row_of([row.label, *cells(case, row)]) for row in case.rows]
+        head = [f"{case.network}, micro-batch {case.micro_batch}", *COLUMNS]
+        lines += ["", table(head, [[row.label, *cells(case, row)] for row in case.rows])]
         notes = [f"{row.label}: {row.note}." for row in case.rows if row.note]
         lines += ["", " ".join(notes)] if notes else []
-    return "\n".join([*lines, "", END])
+    return "\n".join([*lines, ""])
 
 
-def row_of(columns: Sequence[str]) -> str:
-    return f"| {' | '.join(columns)} |"
-
-
-def rule(numbers: int) -> str:
-    return row_of(["---", *["---:"] * numbers])
-
-
-def between(document: str) -> str:
-    """The generated block of the document, including its marks."""
-    begin, end = document.find(BEGIN), document.find(END)
-    if begin < 0 or end < begin:
-        sys.exit(f"pipeback bench: page=true: {PAGE} has no line {BEGIN!r} with {END!r} behind it; run it there "
-                 "where pipeback is developed")  # fmt: skip
-    return document[begin : end + len(END)]
-
-
-def into_page(found: Results) -> None:
-    document = PAGE.read_text("utf-8") if PAGE.exists() else ""
-    PAGE.write_text(document.replace(between(document), block(found)), "utf-8")
+def publish(found: Results) -> None:
+    """Write the files that the page shows."""
+    if not FILE.parents[1].is_dir():
+        sys.exit(f"pipeback bench: page=true: there is no folder {FILE.parents[1]}; run it where pipeback is developed")
+    FILE.parent.mkdir(exist_ok=True)
+    save(found, FILE)
+    TABLES.write_text(tables(found), "utf-8")

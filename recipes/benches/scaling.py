@@ -33,7 +33,8 @@ from pipeback import methods
 from pipeback.plan.training_plan import Plan
 from pipeback.recipes.benches.network import create, pipeline
 from pipeback.recipes.benches.peaks import peak
-from pipeback.recipes.benches.turns import interleaved, on_ranks
+from pipeback.recipes.benches.turns import interleaved, on_ranks, spread
+from pipeback.recipes.markdown import table
 from pipeback.schedules.timeline import in_flight
 
 SIZES, METHODS, SLACKS = (10, 50, 100), ("pb", "cerebras", "pipedream", "pipemare"), (1, 2)
@@ -60,7 +61,7 @@ class Point(NamedTuple):
 
 def main(repeats: int, stages: str = "", methods: str = "", slack: str = "") -> None:
     sizes, slacks = numbers("stages", stages, SIZES, 2), numbers("slack", slack, SLACKS, 0)
-    print(f"one process, one thread, stages of width {WIDTH}, micro-batch 1")
+    print(f"One process, one thread, stages of width {WIDTH}, micro-batch 1.")
     for name in named(methods):
         for ahead in slacks:
             points = on_ranks(grown, name, ahead, sizes, repeats, ranks=1)
@@ -127,7 +128,7 @@ def power(sizes: Sequence[int], costs: Sequence[float]) -> float:
 
 
 def text(name: str, slack: int, points: Sequence[Point]) -> str:
-    lines = [f"{name}, slack {slack}"]
+    lines = [f"`{name}`, slack {slack}"]
     if len(points) > 1:
         sizes = [p.stages for p in points]
         held = [p.resident for p in points if p.resident is not None and p.resident > 0]
@@ -135,16 +136,12 @@ def text(name: str, slack: int, points: Sequence[Point]) -> str:
         if len(held) == len(points):
             flying = power([p.flying for p in points], held)
             lines[0] += f"; resident memory by what is in flight: power {flying:.2f}"
-    lines.append(
-        f"{'stages':>8}{'in flight':>11}{'µs':>9}{'  spread':>18}{'copies':>10}{'declared':>10}"
-        f"{'MB counted':>12}{'planned':>10}{'resident':>10}{'KB in flight':>14}"
-    )
+    head = ["stages", "in flight", "µs", "copies", "declared", "MB counted", "planned", "resident", "KB in flight"]
+    rows: list[list[object]] = []
     for p in points:
         each = [1e6 * seconds / TURN / p.stages for seconds in p.seconds]
         beyond = None if p.resident is None else (p.resident * 1e6 - p.planned) / 1e3 / max(1, p.flying)
-        lines.append(
-            f"{p.stages:>8}{p.flying:>11,}{statistics.median(each):>9.1f}{min(each):>10.1f} … {max(each):<5.1f}"
-            f"{p.copies:>10.2f}{p.declared:>10.2f}{p.counted / 1e6:>12.2f}{p.planned / 1e6:>10.2f}"
-            + ("".join(f"{'–':>{w}}" for w in (10, 14)) if beyond is None else f"{p.resident:>10.1f}{beyond:>14.2f}")
-        )
-    return "\n".join(lines)
+        of_memory = (p.copies, p.declared, p.counted / 1e6, p.planned / 1e6)
+        told = ["–", "–"] if beyond is None else [f"{p.resident:.1f}", f"{beyond:.2f}"]
+        rows.append([p.stages, f"{p.flying:,}", spread(each, ".1f"), *(f"{number:.2f}" for number in of_memory), *told])
+    return "\n".join([*lines, "", table(head, rows, left=())])

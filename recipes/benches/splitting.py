@@ -13,6 +13,7 @@ from torch.nn.functional import mse_loss
 import pipeback
 from pipeback.recipes.benches.network import sgd
 from pipeback.recipes.foreign import build
+from pipeback.recipes.markdown import table
 
 STAGES, COUNT = 12, 6  # micro-batches per turn
 SIZES = {"width 448, 128 samples": (448, 128), "width 8, one sample": (8, 1)}  # ms per stage; next to none
@@ -72,7 +73,8 @@ def kept(width: int, samples: int) -> Tensor:
 
 
 def main(repeats: int) -> None:
-    print("torchvision's resnet50, a Pipeline built and a first micro-batch of 2 pictures rehearsed")
+    print("torchvision's resnet50: a Pipeline is built and a first micro-batch of 2 pictures rehearsed.\n")
+    rows = []
     case = build("resnet50")
     x, y = case.batch(torch.Generator().manual_seed(0))
     for cuts in case.cuts:
@@ -84,16 +86,16 @@ def main(repeats: int) -> None:
             pipe.plan(x, y)
             seconds.append((built, time.perf_counter() - begin))
         split, ready = (statistics.median(some) for some in zip(*seconds, strict=True))
-        print(f"{f'one stage per {cuts}, {pipe.stages} stages':<30}{split:>6.2f} s to split{ready:>8.2f} s until ready")
+        rows.append([f"one stage per {cuts}", pipe.stages, f"{split:.2f}", f"{ready:.2f}"])
+    print(table(["resnet50", "stages", "seconds to split", "seconds until ready"], rows))
     print(f"\n{STAGES} stages that hand on a dictionary with a mask and a long skip, over an nn.Sequential of the same "
-          "arithmetic; pb, CPU time")  # fmt: skip
-    print(f"{'':<24}{'ms/stage':>12}{'of the plain stages':>22}{'  quartiles':>16}{'µs/boundary':>16}")
-    for name, (width, samples) in SIZES.items():
-        handed(name, width, samples, repeats)
+          "arithmetic; `pb`, time of the processor.\n")  # fmt: skip
+    rows = [[name, *handed(*size, repeats)] for name, size in SIZES.items()]
+    print(table(["", "ms/stage", "of the plain stages (quartiles)", "µs/boundary"], rows))
 
 
-def handed(name: str, width: int, samples: int, repeats: int) -> None:
-    """Run turns of both models."""
+def handed(width: int, samples: int, repeats: int) -> list[str]:
+    """Run turns of both models; the cells of a row."""
     torch.manual_seed(0)
     x, y = torch.randn(2, samples, width)
     mask = kept(width, samples)
@@ -120,8 +122,8 @@ def handed(name: str, width: int, samples: int, repeats: int) -> None:
     more = statistics.median(a - b for a, b in zip(seconds["handed"], seconds["plain"], strict=True))
     own = statistics.median(seconds["handed"]) / count
     low, *_, high = statistics.quantiles(ratios, n=4)
-    print(f"{name:<24}{own / STAGES * 1e3:>12.3f}{statistics.median(ratios):>22.3f}"
-          f"{low:>10.3f} … {high:.3f}{more / count / (STAGES - 1) * 1e6:>16.1f}")  # fmt: skip
+    return [f"{own / STAGES * 1e3:.3f}", f"{statistics.median(ratios):.3f} ({low:.3f} … {high:.3f})",
+            f"{more / count / (STAGES - 1) * 1e6:.1f}"]  # fmt: skip
 
 
 def pushed(pipe: pipeback.Pipeline, x: Any, y: Tensor, count: int) -> None:

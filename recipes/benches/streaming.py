@@ -12,6 +12,8 @@ from torch import nn
 
 import pipeback
 from pipeback import schedules, sparsities
+from pipeback.recipes.benches.turns import spread
+from pipeback.recipes.markdown import table
 from pipeback.schedules.order import Order
 from pipeback.streaming.disk_store import DiskStore
 from pipeback.streaming.sparse_linear import ROWS, gain
@@ -19,23 +21,22 @@ from pipeback.streaming.store import HostStore
 
 WIDTH, STAGES, SAMPLES, MICRO_BATCHES = 1024, 8, 256, 4  # stages of 20 ms and more, 4.2 MB each
 METHODS = ("gpipe", "pb", "cerebras")
+STICKY = "changing stage only when blocked"
 
 
 def main(repeats: int) -> None:
-    print(f"streamed: {STAGES} linear stages of width {WIDTH}, {SAMPLES} samples, pushes of {MICRO_BATCHES}; AdamW")
-    print(f"{'':30} {'of resident':>12} {'spread':>16} {'stall':>7}")
+    print(f"{STAGES} linear stages of width {WIDTH}, {SAMPLES} samples per micro-batch, pushes of {MICRO_BATCHES} "
+          "micro-batches.\n")  # fmt: skip
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
         for method in METHODS:
             stores: dict[str, Any] = {"resident": None, "host": HostStore(), "host, 2 ahead": HostStore(prefetch=2)}
             if method == "gpipe":
                 stores["disk, commits"] = DiskStore(folder)
                 stores["disk"] = DiskStore(f"{folder}/seldom", commit_every=10**6)
-            compare(method, stores, repeats)
-    print()
-    sparse()
-    skipped(repeats)
-    print()
-    visits()
+            rows += compare(method, stores, repeats)
+    print(table(["", "ms per resident stage", "samples/s, of resident", "waiting"], rows), flush=True)
+    print("\n" + table(["", "measured"], [*sparse(), *skipped(repeats), *visits()]))
 
 
 def pipeline(method: str, store: Any, **options: Any) -> pipeback.Pipeline:
@@ -52,7 +53,7 @@ def pipeline(method: str, store: Any, **options: Any) -> pipeback.Pipeline:
     )  # fmt: skip
 
 
-def compare(method: str, stores: dict[str, Any], repeats: int) -> None:
+def compare(method: str, stores: dict[str, Any], repeats: int) -> list[list[str]]:
     """Time pushes with every store over those with resident weights, taken in turns."""
     x, y = torch.randn(2, SAMPLES * MICRO_BATCHES, WIDTH)
     pipes = {name: pipeline(method, store) for name, store in stores.items()}
@@ -73,20 +74,18 @@ def compare(method: str, stores: dict[str, Any], repeats: int) -> None:
         seconds.append(took["resident"] / 2 / MICRO_BATCHES / STAGES)
         for name in pipes:
             ratios[name].append(took["resident"] / took[name])
-    for name, some in ratios.items():
-        if name == "resident":
-            print(f"{method}, {1e3 * statistics.median(seconds):.1f} ms per stage")
-            continue
+    rows = []
+    for name in [name for name in ratios if name != "resident"]:
         after = pipes[name].traffic()
         stall = (after.stall - before[name].stall) / (after.seconds - before[name].seconds)
-        print(
-            f"{f'  {name}':30} {statistics.median(some):12.2f} {f'{min(some):.2f} … {max(some):.2f}':>16} {stall:7.1%}"
-        )
+        rows.append([f"`{method}`, {name}", f"{1e3 * statistics.median(seconds):.1f}", spread(ratios[name]),
+                     f"{stall:.1%}"])  # fmt: skip
     for pipe in pipes.values():
         pipe.close()
+    return rows
 
 
-def sparse() -> None:
+def sparse() -> list[list[str]]:
     """Count the bytes to the device with 90 % of zeros, over those of dense weights."""
     x, y = torch.randn(2, SAMPLES, WIDTH)
     sent = []
@@ -98,25 +97,26 @@ def sparse() -> None:
         sent.append((traffic.weights_in, traffic.gradients_out))
         pipe.close()
     (dense_in, dense_out), (in_, out) = sent
-    print(f"90 % sparse: {in_ / dense_in:.3f} of the dense bytes to the device, {out / dense_out:.3f} back")
+    return [["bytes to the device at 90 % sparsity, of the dense ones", f"{in_ / dense_in:.3f}"],
+            ["bytes back from the device", f"{out / dense_out:.3f}"]]  # fmt: skip
 
 
-def skipped(repeats: int) -> None:
+def skipped(repeats: int) -> list[list[str]]:
     """Time forward and backward of a linear layer without its zeros, as with `skip_zeros`, against dense ones."""
+    rows = []
     for sparsity in (0.8, 0.85, 0.9, 0.95, 0.98):
         shape, density = torch.Size((WIDTH, WIDTH)), 1 - sparsity
         gains = []
         for _ in range(repeats):
             gain.cache_clear()
             gains.append(gain(shape, density, torch.float32, torch.device("cpu")))
-        print(
-            f"{sparsity:.0%} zeros that are not computed, {ROWS} rows: {statistics.median(gains):.2f} times as fast "
-            f"({min(gains):.2f} … {max(gains):.2f})"
-        )
+        rows.append([f"speed of products without their {sparsity:.0%} zeros, {ROWS} rows", spread(gains)])
+    return rows
 
 
-def visits(stages: int = 20, count: int = 400) -> None:
+def visits(stages: int = 20, count: int = 400) -> list[list[str]]:
     """Count how often weights are fetched per stage and micro-batch of pipelined backpropagation."""
+    rows = []
     for policy, near in (("sticky", 1), ("streaming", 1), ("streaming", 2), ("streaming", 4)):
         order = Order(schedules.flowing(2), stages, policy=policy, near=near)
         here: list[int] = []
@@ -125,6 +125,7 @@ def visits(stages: int = 20, count: int = 400) -> None:
             s = wave.ops[0][0]
             fetched += s not in here
             here = [*(other for other in here if other != s), s][-near - 1 :]
-        ahead = f", {near} ahead" if policy == "streaming" else ""
-        times = fetched / stages / count
-        print(f"pb, {stages} stages, order {policy}{ahead}: {times:.2f} fetches per stage and micro-batch")
+        by = f"in the order that stores have, `prefetch={near}`" if policy == "streaming" else STICKY
+        rows.append([f"fetches of `pb` per stage and micro-batch, {stages} stages, {by}",
+                     f"{fetched / stages / count:.2f}"])  # fmt: skip
+    return rows

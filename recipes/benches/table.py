@@ -2,7 +2,7 @@
 
     pipeback bench table repeats=5                        # all rows
     pipeback bench table networks=resnet20,narrow contenders=pb,threads out=some.json
-    pipeback bench table page=true                        # all rows, into results.json and docs/results/speed.md
+    pipeback bench table page=true                        # all rows, into the files that docs/results/speed.md shows
     pipeback bench table read=some.json                   # prints earlier results without measuring
 
 Contenders take turns in two processes of one thread each; those of one process run on the first while the second
@@ -31,6 +31,7 @@ from pipeback.recipes.benches.contenders import PEERS, RANKS, Contender, apart, 
 from pipeback.recipes.benches.peaks import peak
 from pipeback.recipes.benches.tasks import NETWORKS, Task, tasks
 from pipeback.recipes.benches.turns import everywhere, join, on_ranks, take_turns
+from pipeback.recipes.provenance import command, load, provenance
 
 FLUSH = 8  # micro-batches between two steps of the flush schedules
 
@@ -110,9 +111,7 @@ def main(repeats: int, networks: str = "", contenders: str = "", out: str = "", 
     if out:
         results.save(found, out)
     if page == "true":
-        if not read:
-            results.save(found, results.FILE)
-        results.into_page(found)
+        results.publish(found)
 
 
 def chosen(option: str, given: str, known: dict[str, Any]) -> list[str]:
@@ -127,7 +126,7 @@ def chosen(option: str, given: str, known: dict[str, Any]) -> list[str]:
 def measured(wanted: list[Task], names: list[str], repeats: int, every: bool = False) -> results.Results:
     """Measure the rows. every: also those that take minutes to compile."""
     begin = time.perf_counter()
-    machine = results.machine()
+    machine = {"command": command(), **provenance(), "threads": 1, "load": load()}
     found = []
     for task in wanted:
         left_out = {} if every or task.network.compiles else {"compiled": NEVER}

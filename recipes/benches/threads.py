@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import multiprocessing
-import statistics
 import time
 from typing import Any
 
 import torch
 
 from pipeback.recipes.benches.network import pipeline, settle
+from pipeback.recipes.benches.turns import spread
+from pipeback.recipes.markdown import table
 
 WIDE, DEEP, SAMPLES = 512, 9, 128  # eight blocks of a few milliseconds and a small head: four blocks per worker
 
@@ -41,11 +42,9 @@ def main(repeats: int, count: int = 12) -> None:
     for mine, _ in pipes:
         mine.send(None)
     pipe.close()
-    print(
-        f"two threads, two cores: {DEEP} stages of width {WIDE}, {SAMPLES} samples, {max(stage) * 1e3:.1f} ms per stage"
-    )
-    print(f"pb, workers=2: {statistics.median(ratios):.2f} of two independent copies at once "
-          f"({min(ratios):.2f} … {max(ratios):.2f})")  # fmt: skip
+    print(f"Two threads on two cores: {DEEP} stages of width {WIDE}, {SAMPLES} samples, "
+          f"{max(stage) * 1e3:.1f} ms per stage.\n")  # fmt: skip
+    print(table(["", "of two independent copies at once"], [["`pb`, `workers=2`", spread(ratios)]]))
 
 
 def copy(connection: Any, count: int) -> None:

@@ -8,7 +8,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -102,6 +102,11 @@ def interleaved(runs: Mapping[str, Callable[[], object]], repeats: int) -> dict[
     """Run all in turn in this process; returns the seconds of every run."""
     rates = take_turns({name: Contender(partial(timed, run), 1) for name, run in runs.items()}, repeats)
     return {name: [1 / rate for rate in some] for name, some in rates.items()}
+
+
+def spread(some: Sequence[float], form: str = ".2f") -> str:
+    """The median, and in brackets the smallest and the largest."""
+    return f"{statistics.median(some):{form}} ({min(some):{form}} … {max(some):{form}})"
 
 
 def timed(run: Callable[[], object]) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import statistics
 import time
 import warnings
 from typing import Any
@@ -14,6 +13,8 @@ from torch.nn.functional import cross_entropy
 
 import pipeback
 from pipeback.recipes.benches.network import create, network, pipeline, sgd
+from pipeback.recipes.benches.turns import spread
+from pipeback.recipes.markdown import table
 
 
 def main(repeats: int, count: int = 8) -> None:
@@ -53,7 +54,8 @@ def main(repeats: int, count: int = 8) -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.manual_seed(0)
     batches: Any = [(torch.randn(64, 64), torch.randint(0, 10, (64,))) for _ in range(count * (repeats + 1))]
-    print("Lightning with the strategy, batches of 64 micro-batches of one sample, 20 stages of width 64")
+    print("Lightning with the strategy: batches of 64 micro-batches of one sample, 20 stages of width 64.\n")
+    rows = []
     for name in ("pb", "cerebras"):
         for watched in (False, True):
             paired = Paired(pipeline(name, micro_batch_size=1))
@@ -70,6 +72,5 @@ def main(repeats: int, count: int = 8) -> None:
                 sum(paired.push[n : n + count]) / sum(paired.fit[n : n + count])
                 for n in range(0, len(paired.fit), count)
             ]
-            label = name + (" with PipelineMonitor" if watched else "")
-            print(f"{label:<32}{statistics.median(ratios):.2f} of Pipeline.push's samples/s "
-                  f"({min(ratios):.2f} … {max(ratios):.2f})")  # fmt: skip
+            rows.append([f"`{name}`" + (" with `PipelineMonitor`" if watched else ""), spread(ratios)])
+    print(table(["", "of the samples/s of `Pipeline.push`"], rows))

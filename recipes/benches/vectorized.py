@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss, scaled_dot_product_attention
 
 import pipeback
-from pipeback.recipes.benches.turns import interleaved
+from pipeback.recipes.benches.turns import interleaved, spread
+from pipeback.recipes.markdown import table
 
 
 class Linear(nn.Sequential):
@@ -69,18 +70,18 @@ adamw: Factory = partial(torch.optim.AdamW, lr=1e-5, foreach=True)
 
 
 def main(repeats: int, cases: Iterable[Case] = CASES, compiled: bool = True) -> None:
-    print("one process, one thread, update size one: samples over the plain loop's")
+    print("One process, one thread, update size one: samples per second over those of the plain loop.")
     for case in cases:
-        print(f"\n{case.name}\n{'':<26}{'ms/micro-batch':>18}{'of the plain loop':>20}{'   spread':>16}")
         runs, compiling = contenders(case, compiled)
         seconds = interleaved(runs, repeats)
+        rows = []
         for name, some in seconds.items():
             base = seconds["plain loop, AdamW" if "AdamW" in name else "plain loop"]
             ratios = [a / b for a, b in zip(base, some, strict=True)]
-            print(f"{name:<26}{statistics.median(some) / case.turn * 1e3:>18.3f}{statistics.median(ratios):>20.2f}"
-                  f"{min(ratios):>10.2f} … {max(ratios):.2f}")  # fmt: skip
+            rows.append([name, f"{statistics.median(some) / case.turn * 1e3:.3f}", spread(ratios)])
+        print("\n" + table([case.name, "ms/micro-batch", "of the plain loop"], rows), flush=True)
         if compiled:
-            print(f"the first push of pb, compiled: {compiling:.1f} s", flush=True)
+            print(f"\nThe first push of `pb`, compiled: {compiling:.1f} s.", flush=True)
 
 
 def contenders(case: Case, compiled: bool) -> tuple[dict[str, Callable[[], Any]], float]:

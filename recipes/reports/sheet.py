@@ -11,6 +11,7 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
+from pipeback.recipes.markdown import table as in_markdown
 from pipeback.recipes.reports.metric import mean_and_deviation, spread
 from pipeback.recipes.reports.runs import Method
 
@@ -79,10 +80,8 @@ def terminal(table: Sheet) -> Table:
 
 
 def markdown(table: Sheet) -> str:
-    lines = [f"## {table.title}", "", "| " + " | ".join(table.head).replace("\n", " ") + " |"]
-    lines.append("| --- |" + " ---: |" * (len(table.head) - 1))
-    lines += ["| " + " | ".join(row) + " |" for row in table.rows]
-    return "\n".join([*lines, "", table.notes, ""])
+    written = in_markdown([name.replace("\n", " ") for name in table.head], table.rows)
+    return "\n".join([f"## {table.title}", "", written, "", table.notes, ""])
 
 
 def save(table: Sheet, file: Path) -> None:

@@ -76,12 +76,17 @@ def run(page, scope, code=None):
 
 
 def commands(page):
-    """The commands of a page's shell blocks, without comments, as lists of words."""
+    """The commands of a page's shell blocks."""
     for block in blocks(page, "shell"):
-        for line in block.text.replace("\\\n", " ").splitlines():
-            for part in line.partition("#")[0].split("; "):
-                if words := shlex.split(part):
-                    yield words
+        yield from commands_of(block.text)
+
+
+def commands_of(text):
+    """The commands of a shell block, without comments, as lists of words."""
+    for line in text.replace("\\\n", " ").splitlines():
+        for part in line.partition("#")[0].split("; "):
+            if words := shlex.split(part):
+                yield words
 
 
 def check(words, cwd):

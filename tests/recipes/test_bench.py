@@ -34,6 +34,11 @@ def hastily(rank, store, *given):
     return processes.measured(rank, store, *given)
 
 
+def cells(out):
+    """The rows of a table in Markdown."""
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in out.splitlines() if line.startswith("|")]
+
+
 def test_sections_are_chosen_by_name(monkeypatch, capsys):
     assert bench.parsed([]) == (9, list(bench.SECTIONS), {})
     assert bench.parsed(["processes", "repeats=3", "memory"]) == (
@@ -52,7 +57,11 @@ def test_sections_are_chosen_by_name(monkeypatch, capsys):
         bench.parsed(["networks=narrow", "scaling"])
     monkeypatch.setattr(sys, "argv", ["pipeback bench", "imports", "repeats=1"])
     bench.main()
-    assert "import pipeback, with its Pipeline, beyond import torch" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert (
+        out.startswith("```shell\npipeback bench imports repeats=1\n```\n\nMeasured on ") and ", load before: " in out
+    )
+    assert "import pipeback, with its Pipeline, beyond import torch" in out
 
 
 def test_processes_take_turns(capfd, monkeypatch):
@@ -61,9 +70,9 @@ def test_processes_take_turns(capfd, monkeypatch):
     out = capfd.readouterr().out
     assert "4 transformer layers of width 8, sequence 4, micro-batch 2" in out
     for name in ("two plain loops", "pb, threads", "pb, gloo", "pb, shared_memory", "gpipe 8", "Schedule1F1B 4"):
-        assert f"\n{name} " in out, name
-    assert "over the better peer at 4" in out and "over ScheduleGPipe 8" in out
-    assert re.search(r"weights that a rank holds, of 0.0 MB: \d+.\d%, \d+.\d%\n", out)
+        assert f"\n| {name} " in out, name
+    assert "| the better peer at 4 " in out and "| ScheduleGPipe 8 " in out
+    assert re.search(r"Weights that a rank holds, of 0.0 MB: \d+.\d%, \d+.\d%\.\n", out)
 
 
 def test_the_power_of_a_law():
@@ -77,9 +86,9 @@ def test_scaling_with_few_stages(capfd, monkeypatch):
     monkeypatch.setattr(scaling, "on_ranks", lambda work, *given, ranks: work(0, "", *given))  # in this process
     scaling.main(1, stages="4,8", methods="pb,pipedream", slack="1")
     out = capfd.readouterr().out
-    assert re.search(r"\npb, slack 1: power -?\d+\.\d\d", out)
+    assert re.search(r"\n`pb`, slack 1: power -?\d+\.\d\d", out)
     declared = {"pb": ("1.00", "1.00"), "pipedream": ("2.65", "4.75")}  # 1 + S − 1 − s, weighed by size
-    rows = re.findall(r"\n +(4|8) +([\d,]+) .*? … [\d.]+ +([\d.]+) +([\d.]+) ", out)
+    rows = re.findall(r"\n\| +(4|8) \| +([\d,]+) \| .*? … [\d.]+\) \| +([\d.]+) \| +([\d.]+) ", out)
     assert [(int(n), flying) for n, flying, *_ in rows] == [(4, "10"), (8, "36")] * 2
     assert all(copies == said for *_, copies, said in rows)
     assert [said for *_, said in rows[:2]] == list(declared["pb"])
@@ -107,17 +116,18 @@ def test_the_event_loop_is_measured_a_stage_a_block_and_a_layer(capsys, monkeypa
     task = Task(Network("tiny", "", partial(blocks, Linear, 3, 8), (8,), {}, 8), 1, 4)
     monkeypatch.setattr(event_loop, "CASES", {"three layers": (task, ("pb", "cerebras"))})
     event_loop.main(2)
-    lines = capsys.readouterr().out.splitlines()[1:]
-    assert [line.split()[2:4] for line in lines] == [["plain", "loop"], ["pb", "4"], ["cerebras", "4"]]
-    assert lines[0].split()[-4:] == ["1.00", "1.00", "…", "1.00"]
-    assert all(float(line.split()[-4]) > 0 for line in lines)
+    head, _, *rows = cells(capsys.readouterr().out)
+    assert head[0] == "three layers"
+    assert [row[:2] for row in rows] == [["plain loop", "–"], ["`pb`", "4"], ["`cerebras`", "4"]]
+    assert rows[0][-1] == "1.00 (1.00 … 1.00)"
+    assert all(float(row[-1].split()[0]) > 0 for row in rows)
 
 
 def test_auto_beside_what_it_goes_by(capsys, monkeypatch):
     monkeypatch.setattr(auto, "METHODS", ("pb", "gpipe"))
     auto.main(1, [vectorized.Case("tiny", Linear, 4, (1, 8), 8)])
-    spread = r"[\d.]+ +[\d.]+ … [\d.]+"
-    line = re.compile(rf"tiny: (\w+) +{spread} +([\d.]+) +{spread} +as (one|they are)")
-    rows = [line.fullmatch(text) for text in capsys.readouterr().out.splitlines()[1:]]
-    assert [row and row[1] for row in rows] == ["pb", "gpipe"]
-    assert all(float(row[2]) > 0 for row in rows)
+    head, _, *rows = cells(capsys.readouterr().out)
+    assert head == ["tiny, over the event loop", "as one", "F and B", "auto", "it chose"]
+    assert [row[0] for row in rows] == ["`pb`", "`gpipe`"]
+    assert all(re.fullmatch(r"[\d.]+ \([\d.]+ … [\d.]+\)", row[n]) for row in rows for n in (1, 3))
+    assert all(float(row[2]) > 0 and row[4] in ("as one", "stage by stage") for row in rows)

@@ -16,14 +16,14 @@ from pipeback.recipes.benches.vectorized import Linear, blocks
 TINY = Network("tiny", "4 layers of width 8", partial(blocks, Linear, 4, 8), (8,), {2: 8})
 
 
-def some(rates, **given):
+def some(rates):
     rows = [
         results.Row(name, label, workers, 1, list(numbers), [20.4, 3.0], note)
         for name, label, workers, numbers, note in rates
     ]
     case = results.Case("tiny", "4 layers of width 8", 5, 388, 1, 8, rows)
-    machine = {"date": "2020-01-01", "cpu": "a CPU", "cores": 2, "threads": 1, "torch": "2", "python": "3"}
-    return results.Results(machine | given, 3, 1.0, [case])
+    machine = {"command": "pipeback bench", "date": "2020-01-01", "commit": "0123abc", "machine": "a CPU, 2 cores"}
+    return results.Results(machine, 3, 1.0, [case])
 
 
 FOUND = some([
@@ -56,7 +56,7 @@ def test_the_table_and_its_file(tmp_path, monkeypatch, capfd):
     for label in ("plain loop", "stages apart", "pb, event loop", "pb, vectorize=True"):
         assert f"\n{label} " in out, label
     known = json.loads(path.read_text("utf-8"))
-    assert {"date", "cpu", "cores", "threads", "torch", "python", "load"} <= set(known["machine"])
+    assert {"command", "date", "commit", "machine", "threads", "torch", "python", "load"} <= set(known["machine"])
     assert known["repeats"] == 1 and known["seconds"] > 0
     (case,) = known["cases"]
     assert (case["network"], case["stages"], case["micro_batch"], case["turn"]) == ("tiny", 5, 2, 8)
@@ -85,9 +85,8 @@ def test_what_cannot_be_trained_so_says_why(monkeypatch):
     assert case.row("compiled").note == table.NEVER and case.row("compiled").peak_mb == []
 
 
-def test_the_page_says_what_the_file_says():
-    document = results.PAGE.read_text("utf-8")
-    assert results.between(document) == results.block(results.load(results.FILE))
+def test_the_tables_say_what_the_file_says():
+    assert results.TABLES.read_text("utf-8") == results.tables(results.load(results.FILE))
 
 
 def test_the_committed_file_has_everything():
@@ -108,24 +107,25 @@ def test_ratios_are_of_the_same_round():
     assert case.ratios(ranks, "apart") == [0.9, 0.5, 1.0]  # of two workers
     assert results.cells(case, ranks) == ["100.0", "0.90 (0.50 … 2.00)", "0.90 (0.50 … 1.00)", "20 + 3", "1"]
     assert results.cells(case, case.row("vectorized"))[:3] == [results.NONE] * 3
-    text, block = results.text(FOUND), results.block(FOUND)
-    assert "pb, vectorize=True: no stages are alike" in text and "3 interleaved turns" in text
-    assert "| `pb`, 2 ranks | 0.90 (0.50 … 2.00) |" in block
-    assert "| `pb`, 2 ranks | 100.0 | 0.90 (0.50 … 2.00) | 0.90 (0.50 … 1.00) | 20 + 3 | 1 |" in block
-    assert "`pb`, `vectorize=True`: no stages are alike." in block
+    text, tables = results.text(FOUND), " ".join(results.tables(FOUND).split())  # however wide its columns are
+    for told in (text, tables):
+        assert "Measured on 2020-01-01 at commit 0123abc, on a CPU, 2 cores." in told and "3 interleaved turns" in told
+    assert "pb, vectorize=True: no stages are alike" in text
+    assert "| `pb`, 2 ranks | 0.90 (0.50 … 2.00) |" in tables
+    assert "| `pb`, 2 ranks | 100.0 | 0.90 (0.50 … 2.00) | 0.90 (0.50 … 1.00) | 20 + 3 | 1 |" in tables
+    assert "`pb`, `vectorize=True`: no stages are alike." in tables
 
 
-def test_the_block_of_the_page_is_written_anew(tmp_path, monkeypatch):
-    path, file = tmp_path / "speed.md", tmp_path / "found.json"
-    monkeypatch.setattr(results, "PAGE", path)
-    results.save(FOUND, file)
-    assert results.load(file) == FOUND
-    path.write_text(f"before\n{results.BEGIN}\nold\n{results.END}\nbehind\n", "utf-8")
-    table.main(1, read=str(file), page="true")
-    assert path.read_text("utf-8") == f"before\n{results.block(FOUND)}\nbehind\n"
-    path.write_text("no marks", "utf-8")
-    with pytest.raises(SystemExit, match="has no line .*written by"):
-        results.into_page(FOUND)
+def test_the_files_of_the_page_are_written_anew(tmp_path, monkeypatch):
+    monkeypatch.setattr(results, "FILE", tmp_path / "speed" / "table.json")
+    monkeypatch.setattr(results, "TABLES", tmp_path / "speed" / "table.md")
+    results.save(FOUND, tmp_path / "found.json")
+    assert results.load(tmp_path / "found.json") == FOUND
+    table.main(1, read=str(tmp_path / "found.json"), page="true")
+    assert results.load(results.FILE) == FOUND and results.TABLES.read_text("utf-8") == results.tables(FOUND)
+    monkeypatch.setattr(results, "FILE", tmp_path / "nowhere" / "speed" / "table.json")
+    with pytest.raises(SystemExit, match="there is no folder .*nowhere; run it where pipeback is developed"):
+        results.publish(FOUND)
 
 
 @pytest.mark.parametrize(

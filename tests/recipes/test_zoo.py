@@ -15,7 +15,11 @@ from tests.recipes.cli import pipeback
 def test_some_models(tmp_path):
     done = pipeback("zoo", "lstm", "unet", "gpt2", "micro_batches=3", "--markdown", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    found = [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines()]
+    assert done.stdout.startswith(
+        "```shell\npipeback zoo lstm unet gpt2 micro_batches=3 --markdown\n```\n\nMeasured on "
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("|")]
+    found = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
     assert found[0] == list(zoo.HEADS) and len(found) == 2 + 1 + 2 + 2
     for cells in found[2:]:
         assert cells[0] in ("lstm", "unet", "gpt2") and cells[5] == "0" and int(cells[4]) >= 4, cells
