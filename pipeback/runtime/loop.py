@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, NoReturn
 
 from pipeback.errors import StageError
 from pipeback.methods.base import Method
@@ -25,6 +25,8 @@ from pipeback.tensors.layout import Message
 
 Batch = tuple[Value, Any, int]  # inputs, target, samples
 Messages = dict[Name, Message]
+Failure = StageError | KeyboardInterrupt
+Failed = tuple[str, int, int]  # the operation that has failed: its kind, stage and micro-batch
 
 
 class Loop:
@@ -44,6 +46,9 @@ class Loop:
         """
         self.worker, self.order, self.method, self.replica, self.owner = worker, order, method, replica, owner
         self.at_once = at_once
+        self.inline = False  # whether a caller hears that a micro-batch has failed before the next one is pushed
+        # where it stood before the schedule was begun
+        self._before: tuple[dict[str, Any], int, tuple[int, int, int]] = ({}, 1, (0, 0, 0))
         self._marks = Mark(), Mark()  # the states before a push, and before a later micro-batch of it
         self.fresh = True  # whether the next micro-batch begins the schedule anew
         self.pushed = 1  # the micro-batches of the push that began the schedule
@@ -54,7 +59,7 @@ class Loop:
         """Admit micro-batches one by one, and do every operation that may then run."""
         order, worker, link = self.order, self.worker, self.worker.link
         self._look()
-        able = undo.able(worker, order) and self.owner is None
+        able = self.inline and undo.able(worker, order) and self.owner is None
         first = mark = self._mark(0) if able else None
         if self.fresh:
             self._begin(len(batches), at_once=self.at_once)
@@ -92,16 +97,18 @@ class Loop:
         try:
             self.worker.run(self.order.advance(arrived))
         except (StageError, KeyboardInterrupt) as error:
+            failed, self.worker.failed = self.worker.failed or ("", 0, 0), None
             if first is not None and mark is not None:
-                self._take_back(error, first, mark, behind)
+                self._take_back(error, failed, first, mark, behind)
+            elif self.inline and failed[:2] == ("forward", 0):
+                self._withdraw(error, failed, behind)
             raise
 
-    def _take_back(self, error: StageError | KeyboardInterrupt, first: Mark, mark: Mark, behind: int) -> None:
+    def _take_back(self, error: Failure, failed: Failed, first: Mark, mark: Mark, behind: int) -> None:
         """Take back the micro-batch whose forward failed with `error`, and the `behind` - 1 after it; a flush is taken
         back as a whole push. Raises `Dropped` if that was possible.
         """
-        failed, self.worker.failed = self.worker.failed, None
-        kind, s, i = failed or ("", 0, 0)
+        kind = failed[0]
         if kind == "update" or (isinstance(error, KeyboardInterrupt) and kind != "forward"):
             return  # weights may be half changed
         pushed = mark.order["arrived"] - first.order["arrived"] + behind
@@ -116,11 +123,35 @@ class Loop:
         if self.method.flush_each_push and not whole:
             self.drain()
         before = self.order.arrived - first.order["arrived"]
-        rest = f", nor on the {behind - 1} behind it, but on the {before} before it" if before or behind > 1 else ""
-        rest = ", nor on the others of this push" if whole and pushed > 1 else rest
+        self._drop(error, failed, before, pushed, whole=whole)
+
+    def _withdraw(self, error: Failure, failed: Failed, pushed: int) -> None:
+        """Take back the micro-batch whose forward failed at the first stage, before anything else of its tick was done,
+        and those behind it. Raises `Dropped` if that was possible.
+        """
+        order, worker = self.order, self.worker
+        if self.method.flush_each_push or not undo.entering(worker, order):
+            return
+        came = order.arrived - pushed
+        order.withdraw()
+        undo.forget(worker, order.arrived)
+        if order.arrived == order.start:  # the schedule was begun with this push
+            state, self.pushed, (worker.start, worker.base, worker.entered) = self._before
+            order.resume(self.method.schedule_at(state["start"], self.pushed), state)
+            self.fresh = True
+        elif order.start == came:
+            self.pushed = order.arrived - came
+        self._remember()
+        self._drop(error, failed, order.arrived - came, pushed)
+
+    def _drop(self, error: Failure, failed: Failed, before: int, pushed: int, *, whole: bool = False) -> NoReturn:
+        """Raise `Dropped`: the first `before` micro-batches of a push were let in; whole: of one that is taken back."""
         told, cause = str(error), error.__cause__
         if isinstance(error, KeyboardInterrupt):
+            _, s, i = failed
             told, cause = f"{self.worker.stages[s].label}, micro-batch {i}: the forward was stopped", error
+        rest = f", nor on the {pushed - before - 1} behind it, but on the {before} before it" if pushed > 1 else ""
+        rest = ", nor on the others of this push" if whole and pushed > 1 else rest
         raise Dropped(f"{told}; nothing was trained on it{rest}, and others may be pushed") from cause
 
     def drain(self) -> None:
@@ -234,6 +265,7 @@ class Loop:
 
     def _begin(self, pushed: int, *, at_once: bool = False) -> None:
         order, worker = self.order, self.worker
+        self._before = order.state(), self.pushed, (worker.start, worker.base, worker.entered)
         self.pushed = pushed
         order.restart(self._schedule(pushed, at_once=at_once))
         worker.start, worker.base = order.arrived, next(iter(worker.stages.values())).version

@@ -45,6 +45,7 @@ class EventLoop:
     def __init__(self, loop: Loop) -> None:
         self.loop, self.loops = loop, [loop]
         self.owner = [0] * loop.worker.count
+        loop.inline = True
         self.losses: dict[int, Any] = {}  # outputs instead, if the loss is computed outside
         loop.worker.report = self.losses.__setitem__
 
@@ -104,7 +105,12 @@ class TickLoop(EventLoop):
         mbs = range(first, first + len(batches))
         losses: dict[int, Tensor] = {}
         self.due.update(dict.fromkeys(mbs, losses))
-        self.loop.push(batches, options)
+        try:
+            self.loop.push(batches, options)
+        except Dropped:
+            for i in range(self.loop.order.arrived, mbs.stop):
+                del self.due[i]
+            raise
 
         def read(sizes: list[int] | None) -> Tensor:
             if len(losses) < len(mbs) and not self.closed:

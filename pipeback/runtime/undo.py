@@ -62,13 +62,7 @@ class Mark:
         worker.residence.rest()  # what was fetched for micro-batches that have not come
         first = self.order["arrived"]
         worker.start, worker.base, worker.entered = self.worker
-        worker.ledger.forget(first)
-        for known in (worker.options, worker.sizes, worker.entries):
-            for mb in [mb for mb in known if mb >= first]:
-                del known[mb]
-        box = worker.link.box
-        for name in [name for name in box if name[2] >= first]:
-            del box[name]
+        forget(worker, first)
         for stage, (stream, _, count, options, peak, _) in zip(_in(worker), self.stages, strict=True):
             if self.empty:
                 stage.gradients.take()
@@ -77,6 +71,31 @@ class Mark:
         for (owner, key), buffer, then in zip(self._homes, self._buffers, self._values, strict=True):
             owner[key] = buffer
             buffer.data.copy_(then)  # not seen by graphs that saved the buffer
+
+
+def forget(worker: Worker, first: int) -> None:
+    """Forget what the worker holds of the micro-batches from `first` on, apart from its stages."""
+    worker.ledger.forget(first)
+    for known in (worker.options, worker.sizes, worker.entries):
+        for mb in [mb for mb in known if mb >= first]:
+            del known[mb]
+    box = worker.link.box
+    for name in [name for name in box if name[2] >= first]:
+        del box[name]
+
+
+def entering(worker: Worker, order: Order) -> bool:
+    """Whether a forward that fails at the first stage is the first of its tick, and leaves the stage as it was."""
+    return (
+        order.policy == "skewed"
+        and len(worker.stages) == worker.count
+        and worker.replicas is None
+        and worker.watch is None
+        and worker.residence.joins
+        and worker.stages[0].stack is None
+        and not worker.stages[0].learnt.changing
+        and not vars(worker.stages[0].module).get("__rewritten__")
+    )
 
 
 def able(worker: Worker, order: Order) -> bool:

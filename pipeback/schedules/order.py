@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 from operator import add
 from typing import Any, NamedTuple
 
@@ -54,6 +54,7 @@ class Order:
         self.arrived = 0
         self._last = 0
         self._random = random.Random(seed)
+        self._handed: Ops = ()  # forwards of a tick, which may not have been done yet
         self.leap: Callable[[int], int] | None = None  # does ticks at which all stages do the same, says how many
         self.restart(schedule)
 
@@ -132,6 +133,19 @@ class Order:
         self._fetched = list(state["fetched"])
         self.forwards, self.backwards = list(state["forwards"]), list(state["backwards"])
         self.updated = list(state["updated"])
+
+    def withdraw(self) -> None:
+        """In the order `skewed`: the forwards of the last tick were not done, since that of the first stage has failed.
+        They are handed out again, but its micro-batch and those behind it have not arrived.
+        """
+        for s, i in self._handed:
+            head = self._heads[s]
+            self._programs[s] = chain([] if head is None else [head], self._programs[s])
+            self._heads[s] = Op("F", i - self.start)
+            self.forwards[s] -= 1
+            self._fetched[s] -= 1
+        self._handed = ()
+        self.arrived = self.start + self.forwards[0]
 
     # -- which heads are ready -----------------------------------------------------------------------------------
 
@@ -242,8 +256,9 @@ class Order:
             lead = range(self.stages - 1, -1, -1)
         done = True
         while done and not (until_input and heads[0] is not None and self._awaits_input(0, heads[0])):
+            self._handed = ()
             if self.leap is not None and (ticks := self._alike()) and (leapt := self.leap(ticks)):
-                self._skip(leapt)
+                self.skip(leapt)
                 continue
             done = False
             came = [self.arrived - self.start, *self.forwards]
@@ -251,7 +266,7 @@ class Order:
             most = came if lead is None else [min(*pair) for pair in zip(came, map(add, back, lead))]
             ops = [take(s, h) for s, h in enumerate(heads) if h is not None and h[0] == "F" and h[1] < most[s]]
             if ops:
-                done = True
+                done, self._handed = True, ops
                 yield Wave("F", ops)
             ops = [take(s, h) for s, h in enumerate(heads) if h is not None and h[0] == "B" and h[1] < back[s]]
             if ops:
@@ -281,8 +296,8 @@ class Order:
         """Where stages take turns: 1 if stage 0 is next, else 0."""
         return self.backwards[1] - self.backwards[0] if self._flow is not None and self._flow.turns == 2 else 0
 
-    def _skip(self, ticks: int) -> None:
-        """Count such ticks as done."""
+    def skip(self, ticks: int) -> None:
+        """Count so many ticks, at which every stage or every second one does the same, as done."""
         turns, first = 1 if self._flow is None else self._flow.turns, 1 - self._odd
         # of two turns, that of stage 0 comes first or second
         rounds = [(ticks + turns - 1 - (s + first) % turns) // turns for s in range(self.stages)]

@@ -104,16 +104,16 @@ class StageStream:
         if self.threaded and generator.device.type == "cpu" and modes:
             own = torch.Generator()
             own.set_state(self.state)
-            try:
-                with OwnRandomStream(own):
-                    return what()
-            finally:
-                self.state = own.get_state()
+            with OwnRandomStream(own):
+                found = what()
+            self.state = own.get_state()
+            return found
         with drawing:
             outside = generator.get_state()
             generator.set_state(self.state)
             try:
-                return what()
+                found = what()
+                self.state = generator.get_state()  # what fails has drawn nothing
+                return found
             finally:
-                self.state = generator.get_state()
                 generator.set_state(outside)

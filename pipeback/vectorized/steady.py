@@ -38,6 +38,7 @@ class Steady:
         schedule = worker.method.schedule
         self.turns = schedule.turns if leaps(worker.method) and isinstance(schedule, Flowing) else 0
         self.last = worker.stages[worker.count - 1]
+        self.done = 0  # ticks of the last run
         self._moving: BoundedCache[tuple[RingBuffers, ...], list[StackTick]] = BoundedCache()
         self._judges: BoundedCache[Any, LossStage | None] = BoundedCache()
         self._judge_rows: Rows | None = None
@@ -49,6 +50,7 @@ class Steady:
 
     def run(self, order: Order, ticks: int) -> int:
         """Run as many of the next `ticks` ticks as are steady, and return their number."""
+        self.done = 0
         moving = self._ready() if self.turns else None
         if moving is None:
             return 0
@@ -76,6 +78,7 @@ class Steady:
             return run.ticks(ticks, None if compile is None else partial(self._tick, compile))
         finally:
             run.told()
+            self.done = run.done
             for stack in self.stacks:
                 stack.leaps = bool(run.turns[0].steps)
 

@@ -200,7 +200,11 @@ class VectorizedWorker(Worker):
             return 0
         if self._steady is None:
             self._steady = Steady(self, self.judged, self.stacks)
-        return self._steady.run(order, ticks)
+        try:
+            return self._steady.run(order, ticks)
+        except BaseException:
+            order.skip(self._steady.done)
+            raise
 
     def judged(self, i: int, loss: Tensor) -> None:
         """Take the loss of a micro-batch from the last stage."""
@@ -210,6 +214,9 @@ class VectorizedWorker(Worker):
 
     def _forward(self, ops: Ops) -> list[Flight]:
         others = [op for op in ops if op[0] not in self._of]
+        if others and not others[0][0]:  # what fails at the first stage fails before anything else of its tick is done
+            super()._forward(others[:1])
+            del others[0]
         for stack in self.stacks:
             every = [op for op in ops if self._of.get(op[0]) is stack]
             some = stack.as_one(every, self.link.box)

@@ -1,13 +1,15 @@
-"""Law: with a store, too, training goes on as if a micro-batch that fails had not come, where no weights have moved
-since: it is the first stage that fails, or a flush is the whole push. An update that fails is never taken back.
+"""Law: with a store or `vectorize`, too, training goes on as if a micro-batch that fails had not come, where no weights
+have moved since: it is the first stage that fails, or a flush is the whole push. An update that fails is never taken
+back.
 """
 
 import pytest
 import torch
+from torch import nn
 
 import pipeback
 from pipeback import methods
-from tests.laws.cases import CASES, FEW, STAGES, allowed, data, everything
+from tests.laws.cases import CASES, FEW, OPTIMIZERS, STAGES, allowed, data, everything
 from tests.pipeline.test_dropped import ARMED, bad, batches, flush, made
 
 
@@ -19,11 +21,12 @@ def pair(tmp_path, kind, *given, **options):
     return [made(*given, store=store(kind, tmp_path / which), **options) for which in ("plain", "hurt")]
 
 
-def same(hurt, plain):
+def same(hurt, plain, order=list):
+    """order: sorted, where ticks are recorded by runs, and a run ends before a tick that fails."""
     assert not hurt.closed and hurt.arrived == plain.arrived
     assert torch.equal(everything(hurt), everything(plain))
     assert hurt.state_dict()["plain"]["loops"] == plain.state_dict()["plain"]["loops"]
-    assert list(hurt.ledger) == list(plain.ledger)
+    assert order(hurt.ledger) == order(plain.ledger)
 
 
 @pytest.mark.filterwarnings("ignore:.*takes its statistics")
@@ -82,6 +85,17 @@ def test_where_weights_have_moved_the_pipeline_closes(tmp_path):
             hurt.push(*some[0])
 
 
+@pytest.mark.filterwarnings("ignore:.*takes its statistics")
+@pytest.mark.parametrize("options", [{"workers": 1}, {"workers": 1, "store": "host"}], ids=str)
+def test_in_a_thread_others_may_have_been_pushed_behind_it(options):
+    hurt = made("pb", at=0, **options)
+    hurt.push(*data(1, 4)[0])
+    with pytest.raises(pipeback.StageError, match="the forward failed: bad values$"):
+        hurt.push(*bad(0)), hurt.wait()
+    with pytest.raises(RuntimeError, match="closed: stage 0 .*: bad values; other stages had gone on meanwhile"):
+        hurt.push(*data(1, 4)[0])
+
+
 class FailsLater(torch.optim.SGD):
     steps = 0
 
@@ -98,9 +112,9 @@ class FailsLater(torch.optim.SGD):
 def test_an_update_that_fails_is_not_taken_back(method, options):
     """Nothing is in flight, and no stage has counted its update; but weights have moved."""
     FailsLater.steps = 0
-    layers = [torch.nn.Linear(6, 6) for _ in range(STAGES)]
+    layers = [nn.Linear(6, 6) for _ in range(STAGES)]
     pipe = pipeback.Pipeline(
-        layers, loss=torch.nn.functional.mse_loss, optimizer=lambda p: FailsLater(p, lr=0.1), method=method, **options
+        layers, loss=nn.functional.mse_loss, optimizer=lambda p: FailsLater(p, lr=0.1), method=method, **options
     )
     x, y = data(1)[0]
     pipe.push(x, y)
@@ -111,3 +125,73 @@ def test_an_update_that_fails_is_not_taken_back(method, options):
         pipe.wait()
     with pytest.raises(RuntimeError, match="closed: .*load_state_dict"):
         pipe.push(x, y)
+
+
+# -- stages that run as one: the first stage fails, an embedding or a layer that draws -----------------------------
+
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.drop = nn.Embedding(10, 6), nn.Dropout(0.3)
+
+    def forward(self, x):
+        return Late.apply(self.drop(self.table(x % 11)), x)  # an index of 10 is out of range
+
+
+class Late(torch.autograd.Function):
+    """Fails after the stage has drawn."""
+
+    @staticmethod
+    def forward(ctx, y, x):
+        if (x > 10).any():
+            raise KeyboardInterrupt if (x > 11).any() else ValueError("late")
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+def worded(method, optimizer="momentum", **options):
+    torch.manual_seed(7)
+    layers = [Words(), *(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4)), nn.Linear(6, 3)]
+    return pipeback.Pipeline(
+        layers, loss=nn.functional.cross_entropy, optimizer=OPTIMIZERS[optimizer], method=method, **options
+    )
+
+
+def words(count, seed=3):
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda n: torch.randint(n, (4,), generator=generator)  # noqa: E731
+    return [(draw(10), draw(3)) for _ in range(count)]
+
+
+@pytest.mark.parametrize("bad", [10, 11, 12])
+@pytest.mark.parametrize("case", ["pb", "pb-slack1", "cerebras", "pipedream", "pipemare-t3", "spectrain-v2", "sgd"])
+def test_the_first_stage_before_stages_that_run_as_one(case, bad):
+    plain, hurt = (worded(CASES[case](6), vectorize=True) for _ in range(2))
+    said = {10: (pipeback.StageError, "failed: index out of range.*"), 11: (pipeback.StageError, "failed: late")}
+    error, match = said.get(bad, (KeyboardInterrupt, "was stopped"))
+    for n, (x, y) in enumerate(words(24)):
+        if n in (1, 7, 18, 23):
+            with pytest.raises(error, match=f"stage 0 .*micro-batch {n}: the forward {match}; nothing was trained on"):
+                hurt.push(torch.full_like(x, bad), y)
+        assert torch.equal(hurt.push(x, y), plain.push(x, y))
+    same(hurt, plain)
+
+
+@pytest.mark.parametrize("case", ["pb", "pb-slack1", "cerebras", "pipedream"])
+@pytest.mark.parametrize("options", [{"vectorize": True}, {"debug": pipeback.Debug(order="skewed")}], ids=str)
+def test_of_several_those_before_it_stay(case, options):
+    plain, hurt = (worded(CASES[case](6), micro_batch_size=4, **options) for _ in range(2))
+    for n in range(4):
+        some = words(8, seed=n)
+        with pytest.raises(pipeback.StageError, match="index out.*nor on the 3 behind it, but on the 4 before it, and"):
+            flush(hurt, [*some[:4], (torch.full_like(some[0][0], 10), some[0][1]), *some[5:]])
+        flush(plain, some[:4])
+        assert hurt.arrived == plain.arrived == 12 * n + 4
+        assert torch.equal(flush(hurt, some), flush(plain, some))
+        if n == 1:
+            hurt.drain(), plain.drain()
+    same(hurt, plain, sorted)
