@@ -1,4 +1,4 @@
-"""Provenance: what the tensors of a forward are computed from: data, weights, both or neither.
+"""Provenance: finds what the tensors of a forward are computed from: data, weights, both or neither.
 
 Every operation is observed: its outputs depend on all of its inputs. So a function of the weights is recognised by how
 it was computed, not by its values, which another tensor may have by accident.

@@ -50,7 +50,7 @@ def decided_anew(who: str, whole: str, name: str, found: Any, expected: Any) -> 
 
 
 def kept_whole(model: nn.Module, path: str) -> str:
-    """Return the option that keeps a module, and all of its class (which decide alike), one call each."""
+    """Return the option that keeps a module, and all of its class (which decide alike), as one call each."""
     kind = type(model.get_submodule(path))
     paths = [name for name, module in model.named_modules() if type(module) is kind]
     return f"stages=pipeback.Splitting(leaves={paths!r})" + (" (the whole model is one stage then)" if not path else "")

@@ -1,7 +1,7 @@
 """Segment: one stage of a traced model. Its inputs and outputs are the tensors that cross the stage boundaries.
 
 Its modules and parameters are the user's, under the names that they have in the model. A segment has one `Script` per
-form of micro-batch (shapes, types, training or evaluation); `print(segment.code())` shows it.
+form of micro-batch (shapes, types, training or evaluation); `print(segment.__script__())` shows them.
 """
 
 from __future__ import annotations
@@ -238,7 +238,7 @@ class Segment(nn.Module):
         return out[0] if len(out) == 1 else out
 
     def __structured__(self, given: Any, out: Any) -> Any:
-        """The model's output from the tensors `out` that the last segment gave for `given`."""
+        """Return the model's output from the tensors `out`, which the last segment gave for `given`."""
         parts = given if type(given) is tuple else (given,)
         form = self.__scripts[key_of(parts, self.training, self.__setting__)][1]
         assert form is not None

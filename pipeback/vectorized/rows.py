@@ -91,7 +91,7 @@ class Rows:
         self._number: tuple[float, Tensor] | None = None
         self._kept: list[Any] = []
         self._state: dict[str, tuple[list[Tensor], list[list[Tensor]]]] = {}
-        self._first_rows: Sequence[Tensor | None] = [None] * len(self.stages)  # of the momentum buffer
+        self._first_rows: Sequence[Tensor | None] = [None] * len(self.stages)  # rows of the first weight's momentum
 
     @torch.no_grad()
     def _whole(self) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Stack: runs stages that are alike as one. At a tick, their forwards (F) or backwards (B) are one call, each stage on
+"""Stack: runs stages as one that are alike. At a tick, their forwards (F) or backwards (B) are one call, each stage on
 its own micro-batch.
 
 A stack consists of neighbours, or of every second stage where even and odd stages take turns; two such stacks pass

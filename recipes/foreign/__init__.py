@@ -1,4 +1,4 @@
-"""Models that nobody here wrote, at small sizes with random weights: what `pipeback zoo` splits and trains."""
+"""Foreign models: models of other packages, at small sizes with random weights, for `pipeback zoo`."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import torch
 from pipeback.recipes.foreign import others
 from pipeback.recipes.foreign.case import Case
 
-# the file of this folder in which a model is built, by a function of its name
+# the file of this folder with the function that builds a model, by the name of both
 WHERE = {
     "resnet18": "vision", "resnet50": "vision", "vgg11": "vision", "vit": "vision", "convnext": "vision",
     "seq2seq": "sequences", "lstm": "sequences", "unet": "unet",
     "gpt2": "language", "llama": "language", "t5": "language",
 }  # fmt: skip
-OTHERS = others.NAMES  # more models, shown when they are asked for
+OTHERS = others.NAMES  # the models of `pipeback zoo --others`
 
 
 def build(name: str, seed: int = 0) -> Case:
-    """The model of that name, always with the same weights. Raises ImportError naming the package that it needs."""
+    """Return the model of that name, always with the same weights. Raises ImportError naming a missing package."""
     torch.manual_seed(seed)
     if name in OTHERS:
         return others.case(name)

@@ -13,7 +13,7 @@ WORDS, LENGTH = 96, 16
 
 
 class Case(NamedTuple):
-    """batch: a generator of random numbers -> (x, y), a micro-batch as `Pipeline.push` takes it."""
+    """A model with its data. batch: a generator of random numbers -> (x, y), a micro-batch for `Pipeline.push`."""
 
     model: nn.Module
     batch: Callable[[torch.Generator], tuple[Any, Any]]
@@ -22,14 +22,14 @@ class Case(NamedTuple):
 
 
 def called(model: nn.Module, x: Any) -> Any:
-    """A model on what a push brings: a dictionary has keywords, a tuple positions."""
+    """Call a model with the x of a push: a dictionary gives keyword arguments, a tuple positional ones."""
     if isinstance(x, dict):
         return model(**x)
     return model(*x) if isinstance(x, tuple) else model(x)
 
 
 def pictures(channels: int = 3, size: int = 32, samples: int = 2) -> Callable[[torch.Generator], tuple[Any, Any]]:
-    """Batches of pictures (B, channels, size, size), and a class for each."""
+    """Return a function for batches of images (B, channels, size, size) with a class each."""
     return lambda generator: (
         torch.randn(samples, channels, size, size, generator=generator),
         torch.randint(CLASSES, (samples,), generator=generator),
@@ -37,9 +37,9 @@ def pictures(channels: int = 3, size: int = 32, samples: int = 2) -> Callable[[t
 
 
 def tokens(generator: torch.Generator) -> tuple[Any, Any]:
-    """Tokens (B, T), and the next ones; in about every second batch the end of the second sentence is padding.
+    """Return tokens (B, T) and the next ones; in about every second batch the second sentence ends in padding.
 
-    Where nothing is, the forward goes another way.
+    Without padding, the forward takes another branch.
     """
     found = torch.randint(2, WORDS, (2, LENGTH + 1), generator=generator)
     mask = torch.ones(2, LENGTH, dtype=torch.int64)
@@ -49,7 +49,7 @@ def tokens(generator: torch.Generator) -> tuple[Any, Any]:
 
 
 def steady(model: nn.Module) -> nn.Module:
-    """Dropout and stochastic depth to 0: a plain loop would draw from one stream, and a pipeline from one per stage."""
+    """Set dropout and stochastic depth to 0, since a plain loop has one random stream and a pipeline one per stage."""
     for module in model.modules():
         for name, value in vars(module).items():
             if isinstance(value, float) and (name == "p" or "drop" in name):

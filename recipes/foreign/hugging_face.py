@@ -1,4 +1,4 @@
-"""Models of transformers for `pipeback zoo --others`: a class, and options that `small` does not say."""
+"""Models of transformers for `pipeback zoo --others`: their classes, and options beyond those of `small`."""
 
 # ruff: noqa: SIM905 (two hundred names read better as words than as a list of strings)
 
@@ -17,7 +17,7 @@ Batch = Callable[[torch.Generator], tuple[Any, None]]
 
 
 def _words(generator: torch.Generator) -> tuple[Any, None]:
-    """Text with its labels: the model computes the loss inside."""
+    """Text with its labels, for models that compute the loss."""
     x, y = tokens(generator)
     return {**x, "labels": y}, None
 
@@ -29,7 +29,7 @@ def _unmasked(generator: torch.Generator) -> tuple[Any, None]:
 
 
 def _pair(generator: torch.Generator) -> tuple[Any, None]:
-    """A text, and a shorter one that it becomes."""
+    """A text, and a shorter target text."""
     x, y = tokens(generator)
     return {**x, "labels": y[:, :8].contiguous()}, None
 
@@ -41,7 +41,7 @@ def _equal_pair(generator: torch.Generator) -> tuple[Any, None]:
 
 
 def _pictures(size: int) -> Batch:
-    """Pictures (2, 3, size, size), and which of two classes each is of."""
+    """Images (2, 3, size, size), each of one of two classes."""
     return lambda generator: (
         {
             "pixel_values": torch.randn(2, 3, size, size, generator=generator),
@@ -52,13 +52,13 @@ def _pictures(size: int) -> Batch:
 
 
 def _sounds(generator: torch.Generator) -> tuple[Any, None]:
-    """Waves (2, 4000), and which of two classes each is of."""
+    """Waveforms (2, 4000), each of one of two classes."""
     waves = torch.randn(2, 4000, generator=generator)
     return {"input_values": waves, "labels": torch.randint(2, (2,), generator=generator)}, None
 
 
 def _spectrum(generator: torch.Generator) -> tuple[Any, None]:
-    """A spectrum (2, 80, 64), and the words that are said."""
+    """Spectrograms (2, 80, 64), and the tokens that are spoken."""
     words = torch.randint(3, WORDS, (2, 8), generator=generator)
     return {"input_features": torch.randn(2, 80, 64, generator=generator), "labels": words}, None
 
@@ -69,7 +69,7 @@ def _frames(generator: torch.Generator) -> tuple[Any, None]:
     return {**x, "input_features": x["input_features"].mT.contiguous()}, None
 
 
-# options -> the classes that need no more
+# options -> the classes that need no other options
 CAUSAL = (
     "LlamaForCausalLM GemmaForCausalLM Gemma2ForCausalLM Qwen2ForCausalLM Qwen3ForCausalLM PhiForCausalLM "
     "Phi3ForCausalLM GPT2LMHeadModel GPTNeoXForCausalLM OPTForCausalLM BloomForCausalLM FalconForCausalLM "
@@ -96,7 +96,7 @@ PAIRS = (
     "PegasusForConditionalGeneration PegasusXForConditionalGeneration PLBartForConditionalGeneration "
     "T5GemmaForConditionalGeneration BigBirdPegasusForConditionalGeneration NllbMoeForConditionalGeneration"
 ).split()
-# those that have no attribute decoder_start_token_id until it is given
+# classes without an attribute decoder_start_token_id unless it is set
 STARTED = (
     "T5ForConditionalGeneration MT5ForConditionalGeneration UMT5ForConditionalGeneration "
     "LongT5ForConditionalGeneration SwitchTransformersForConditionalGeneration"
@@ -164,7 +164,7 @@ MODELS: dict[str, tuple[Batch, dict[str, Any]]] = {
 
 
 def case(name: str) -> Case:
-    """The model of that class with small sizes. Raises ImportError where transformers is not installed."""
+    """Return a model of that class with small sizes. Raises ImportError if transformers is not installed."""
     import transformers
 
     batch, options = MODELS[name]

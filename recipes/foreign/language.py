@@ -24,7 +24,7 @@ def next_token(output: Any, words: Tensor) -> Tensor:
 
 
 def gpt2() -> Case:
-    """One weight is the embedding of the words and the head."""
+    """The embedding of the tokens and the head share one weight."""
     config = GPT2Config(
         vocab_size=WORDS, n_positions=64, n_embd=64, n_layer=4, n_head=4, use_cache=False,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=1,
@@ -33,7 +33,7 @@ def gpt2() -> Case:
 
 
 def llama() -> Case:
-    """Rotary positions, which every layer gets from the first stage."""
+    """It has rotary positions, which every layer gets from the first stage."""
     config = LlamaConfig(
         vocab_size=WORDS, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=64, use_cache=False, bos_token_id=0, eos_token_id=1,
@@ -42,7 +42,7 @@ def llama() -> Case:
 
 
 def t5() -> Case:
-    """Encoder and decoder; three places have the weight of the embedding, and all layers a bias of the first."""
+    """Encoder and decoder; three modules share the weight of the embedding, and all layers a bias of the first."""
     config = T5Config(
         vocab_size=WORDS, d_model=64, d_kv=16, d_ff=128, num_layers=3, num_decoder_layers=3, num_heads=4,
         dropout_rate=0.0, use_cache=False, pad_token_id=0, eos_token_id=1,

@@ -25,17 +25,17 @@ TIMM = (
     "edgenext_xx_small mobilevit_xxs poolformer_s12 fastvit_t8 repvit_m0_9 pvt_v2_b0 convnext_atto convnextv2_atto "
     "nf_resnet26 eca_nfnet_l0 lambda_resnet26t davit_tiny focalnet_tiny_srf"
 ).split()
-# those that are made for one size of pictures
+# models for one size of images only
 TIMM_SIZED = (
     "test_vit test_vit2 test_vit3 test_vit_relpos mixer_s32_224 gmlp_ti16_224 resmlp_12_224 xcit_nano_12_p16_224 "
     "deit_tiny_patch16_224 cait_xxs24_224 convit_tiny pit_ti_224 twins_pcpvt_small volo_d1_224"
 ).split()
-SIZE = 64  # of a picture
+SIZE = 64  # of an image
 NAMES = (*TORCHVISION, *(f"timm/{name}" for name in [*TIMM, *TIMM_SIZED]), *hugging_face.MODELS)
 
 
 def case(name: str) -> Case:
-    """The model of that name. Raises ImportError naming the package that it needs."""
+    """Return the model of that name. Raises ImportError naming a missing package."""
     if name in hugging_face.MODELS:
         return hugging_face.case(name)
     package, _, inside = name.rpartition("/")
@@ -44,7 +44,7 @@ def case(name: str) -> Case:
 
 
 def package(name: str) -> str:
-    """Where a model comes from."""
+    """Return the package that a model comes from."""
     if name in hugging_face.MODELS:
         return "transformers"
     return name.partition("/")[0] if "/" in name else "torchvision"
@@ -68,6 +68,6 @@ def _timm(name: str) -> nn.Module:
 
 
 def _classes(output: Any, y: Tensor) -> Tensor:
-    """Of all that a model gives, auxiliary classifiers included."""
+    """Return a loss of all outputs of a model, with those of auxiliary classifiers."""
     losses = [nn.functional.cross_entropy(part, y) for part in pytree.tree_leaves(output)]
     return torch.stack(losses).sum()

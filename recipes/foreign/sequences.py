@@ -1,4 +1,4 @@
-"""torch's own modules for sequences, with embeddings around them."""
+"""Sequences: torch's own modules for sequences, with embeddings and heads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Translator(nn.Module):
     def __init__(self, layers: int = 2) -> None:
         super().__init__()
         self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(32, WIDTH)
-        self.target_words, self.target_places = self.words, self.places  # tied, which two names say
+        self.target_words, self.target_places = self.words, self.places  # tied: two names for one module
         self.body = nn.Transformer(WIDTH, 4, layers, layers, 4 * WIDTH, dropout=0.0, batch_first=True)
         self.head = nn.Linear(WIDTH, WORDS)
 
@@ -52,7 +52,7 @@ def seq2seq() -> Case:
 
 
 def scored(scores: Tensor, words: Tensor) -> Tensor:
-    """Scores (B, T, WORDS) against the words (B, T)."""
+    """Return the loss of scores (B, T, WORDS) for the tokens (B, T)."""
     return cross_entropy(scores.flatten(0, 1), words.flatten(), ignore_index=PAD)
 
 
@@ -73,7 +73,7 @@ class Reader(nn.Module):
 
 
 def lstm() -> Case:
-    """An LSTM is one layer, with what it hands on besides its output: its state."""
+    """An LSTM is one layer, which passes on its state beside its output."""
 
     def batch(generator: torch.Generator) -> tuple[Any, Any]:
         tokens = torch.randint(1, WORDS, (2, 10), generator=generator)

@@ -1,4 +1,4 @@
-"""Configurations of transformers that train in milliseconds: whatever a configuration calls its sizes, made small."""
+"""Small: configurations of transformers with small sizes, by all names of sizes, which train in milliseconds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pipeback.recipes.foreign.case import WORDS
 
 WIDTH, HIDDEN, LAYERS, HEADS, POSITIONS = 32, 64, 2, 2, 64
 
-# sizes, and the names that configurations have for each
+# sizes, and the names of each in configurations
 SIZES: tuple[tuple[float, str], ...] = (
     (WORDS, "vocab_size"),
     (WIDTH, "hidden_size d_model dim n_embd d_embed emb_dim word_embed_proj_dim embed_dim moe_intermediate_size "
@@ -30,9 +30,9 @@ SMALL: dict[str, float] = {name: size for size, names in SIZES for name in names
 
 
 def configured(kind: Any, **more: Any) -> Any:
-    """A small configuration of the class `kind`, those inside it as well. more: options that stand as they are given.
+    """Return a small configuration of the class `kind`, with small ones inside it. more: options that are not changed.
 
-    Whatever is dropped by chance is not: a plain loop would draw from one stream, and a pipeline from one per stage.
+    All dropout is 0, since a plain loop has one random stream and a pipeline one per stage.
     """
     options: dict[str, Any] = {}
     for name, value in kind().to_dict().items():
@@ -46,7 +46,7 @@ def configured(kind: Any, **more: Any) -> Any:
 
 
 def _inner(kind: Any, name: str, value: dict[str, Any]) -> Any:
-    """The class of a configuration inside another one."""
+    """Return the class of a configuration inside another one."""
     import transformers
 
     found = getattr(kind, "sub_configs", {}).get(name)

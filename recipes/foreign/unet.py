@@ -1,4 +1,4 @@
-"""A U-Net as everybody writes it: long skips from the way down to the way up."""
+"""U-Net: a plain U-Net, with long skips from the downward path to the upward path."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipeback.recipes.foreign.case import CLASSES, Case
 
 
 class Double(nn.Module):
-    """Twice convolution, GroupNorm, ReLU."""
+    """Convolution, GroupNorm and ReLU, twice."""
 
     def __init__(self, inside: int, outside: int) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Double(nn.Module):
 
 
 class UNet(nn.Module):
-    """(B, 3, H, W) -> scores (B, CLASSES, H, W) a pixel."""
+    """(B, 3, H, W) -> scores per pixel (B, CLASSES, H, W)."""
 
     def __init__(self, width: int = 8, depth: int = 3) -> None:
         super().__init__()
