@@ -123,7 +123,7 @@ def _named(pid: int, tid: int, n: int, track: Track, recording: Recording) -> li
 
 
 def _reasons(recording: Recording, track: Track, gaps: list[tuple[float, float]]) -> list[str]:
-    """What came after each gap: an operation that takes the output of another worker's, or one of its own."""
+    """Return what the worker waited for in each gap: a message of another worker, if the next operation needs one."""
     after = {float(slot.start): slot for slot in reversed(track.slots)}
     found = []
     for _, end in gaps:

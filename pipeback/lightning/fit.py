@@ -40,7 +40,7 @@ class Handed(BaseException):
 
 
 class Later(NamedTuple):
-    """What a pipeline loads when the first call of the model has built it; section None: nothing."""
+    """The state that a pipeline loads once the first call of the model has built it; section None: none."""
 
     section: dict[str, Any] | None
     take_up: Callable[[], None]

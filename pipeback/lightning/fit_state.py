@@ -51,7 +51,7 @@ class StateOfRank(Protocol):
 
 
 class FitState:
-    """What outlives a fit: its checkpoints, and the weights that it leaves in the module."""
+    """The state that outlives a fit: its checkpoints, and the weights that it leaves in the module."""
 
     def __init__(self, fit: Fit, rank: StateOfRank) -> None:
         self.fit, self.rank = fit, rank

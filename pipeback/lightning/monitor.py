@@ -108,7 +108,7 @@ class PipelineMonitor(Callback):
 
 
 def _stages(watch: Watch) -> dict[str, float]:
-    """What was observed of every stage."""
+    """Return the measurements of every stage, by name."""
     width = max(2, len(str(len(watch.delay) - 1)))
     kinds = {"delay": watch.delay, "gap": watch.gap, "update_norm": watch.update, "clip_share": watch.clip_share}
     return {
@@ -140,6 +140,6 @@ def _merged(ranks: Sequence[tuple[Memory, dict[str, float], Traffic]]) -> dict[s
 
 
 def _samples(batch: Any) -> int:
-    """The length of the first tensor in a batch."""
+    """Return the samples of a batch: the length of its first tensor."""
     leaves = pytree.tree_leaves(batch)
     return next((len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), 1)

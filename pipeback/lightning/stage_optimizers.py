@@ -100,7 +100,7 @@ class StageOptimizers:
         return {**found, "state": {n: state for n, state in found["state"].items() if state}}
 
     def dense_state_dict(self, expanded: Callable[[Tensor, Tensor], Tensor]) -> dict[str, Any]:
-        """The same for twins that step the entries of sparse weights. expanded: (weight, its state) -> dense."""
+        """Return the same for twins that step the entries of sparse weights. expanded: (weight, its state) -> dense."""
         self.collect()
         kept: dict[Tensor, Any] = {p: self.optimizer.state[p] for _, pairs, _ in self._made for _, p in pairs}
         for _, pairs, _ in self._made:

@@ -69,7 +69,7 @@ def loss_of(output: Any) -> Any:
 
 
 def passed(output: Any, losses: list[Tensor], sizes: list[int]) -> Any:
-    """What `training_step` returned for the last slice, with the mean of all losses in place of its loss."""
+    """Return the output of `training_step` for the last slice, with the mean of all losses in place of its loss."""
     loss = micro_batches.Passed.apply(loss_of(output), micro_batches.mean(losses, sizes))
     return {**output, "loss": loss} if isinstance(output, Mapping) else loss
 

@@ -90,7 +90,7 @@ class Correction(NamedTuple):
 
 
 class OptimizerLike(Protocol):
-    """What `update` is given: the stage's optimizer (or one over several stages), at the rates of its micro-batch."""
+    """The optimizer that `update` gets: the stage's, or one over several stages, at the rates of its micro-batch."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]: ...
@@ -160,11 +160,11 @@ class Method:
         return {}
 
     def forward_weights(self, weights: Weights, state: State, when: When) -> Chosen:
-        """What F(i) runs on."""
+        """Return the weights on which F(i) runs."""
         return weights
 
     def backward_weights(self, weights: Weights, used: Weights | None, state: State, when: When) -> Chosen:
-        """What B(i) runs on; `used` is what F(i) ran on where `copies` is "stash", else None."""
+        """Return the weights on which B(i) runs. used: those on which F(i) ran if `copies` is "stash", else None."""
         return weights
 
     def update(self, weights: Weights, optimizer: OptimizerLike, state: State, when: When) -> State:

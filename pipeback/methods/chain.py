@@ -139,7 +139,7 @@ def _sample(schedule: Schedule) -> list[Any]:
 
 
 def computed(chosen: Chosen) -> Weights:
-    """The tensors of a choice, for whoever needs them at once."""
+    """Return the tensors of a choice, computed at once."""
     if isinstance(chosen, Past):
         raise ValueError("a chain cannot predict from a past version")
     if not isinstance(chosen, Shift):

@@ -77,7 +77,7 @@ class SpecTrain(Method):
         return [-rate * h.backward for rate, h in zip(when.rates, self._horizons(when), strict=True)]
 
     def _horizons(self, when: When) -> list[Horizon]:
-        """Of the stage of every weight."""
+        """Return the horizons of the stage of each weight."""
         every = _horizons(self.slack, when.stages)
         return [every[when.stages - 1 - D // self.slack if self.slack else when.stage] for D in when.delays]
 

@@ -61,7 +61,7 @@ class Room(NamedTuple):
 
 @dataclass
 class Count:
-    """What was moved, and the time that has passed."""
+    """The bytes that were moved, and the time that has passed."""
 
     weights_in: int = 0
     fetches: int = 0
@@ -73,7 +73,7 @@ class Count:
     seconds: float = 0.0
 
     def since(self, before: Count) -> Count:
-        """What came after `before` was taken."""
+        """Return the difference from `before`."""
         values: dict[str, Any] = {}
         for one in fields(self):
             now, then = getattr(self, one.name), getattr(before, one.name)
@@ -254,7 +254,7 @@ class DryWorker:
         return _Fetch(self.now, self.stages[stage].version, False)
 
     def fetch(self, stage: int, op: Op, asks: bool) -> _Fetch:
-        """What the fetching thread does."""
+        """Do the work of the fetching thread."""
         place = self.stages[stage]
         load, flight = place.load, place.flights.get(op.mb)
         begin = max(self._fetching, self.now, self._updates.get(stage, 0.0))

@@ -26,7 +26,7 @@ DAY = 86_400  # seconds in a day
 
 
 class Plan(NamedTuple):
-    """What training will take, in bytes and seconds; over processes, what this process will take."""
+    """The bytes and seconds that training will take; over processes, those of this process."""
 
     facts: PlanInputs
     micro_batches: int  # of a push

@@ -93,7 +93,7 @@ class Order:
             raise RuntimeError("the schedule deadlocks: " + self._where())
 
     def rest(self) -> Iterator[Wave]:
-        """What `advance` has left undone."""
+        """Yield the operations that `advance` has left undone."""
         if self.policy == "skewed":
             self._move_on()
             yield from self._ticks()
@@ -293,7 +293,7 @@ class Order:
 
     @property
     def _odd(self) -> int:
-        """Where stages take turns: 1 if stage 0 is next, else 0."""
+        """Return 1 if stages take turns and stage 0 is next, else 0."""
         return self.backwards[1] - self.backwards[0] if self._flow is not None and self._flow.turns == 2 else 0
 
     def skip(self, ticks: int) -> None:

@@ -13,7 +13,7 @@ from pipeback.schedules.timeline import UNIT, Place, Slot, Time, needs, play
 
 
 class Move(NamedTuple):
-    """What streaming did beside the operations, in a thread of its own; seconds."""
+    """A transfer of streaming, in a thread of its own beside the operations; times in seconds."""
 
     start: float
     end: float
@@ -22,7 +22,7 @@ class Move(NamedTuple):
 
 
 class Track(NamedTuple):
-    """What one worker did: a rank, a thread, or the event loop of a single process."""
+    """The operations and transfers of one worker: a rank, a thread, or the event loop of a single process."""
 
     name: str
     worker: int
@@ -33,7 +33,7 @@ class Track(NamedTuple):
 
 
 class Idle(NamedTuple):
-    """How much of the workers' time nothing was done in, as shares from 0 to 1."""
+    """The shares of the workers' time in which they were idle, from 0 to 1."""
 
     share: float  # the bubble: of all workers' time between the first and the last operation of all
     each: list[float]  # the same of every worker
@@ -113,7 +113,7 @@ class Recording(Sequence[Slot]):
         return [{kind: total / count if count else 0.0 for kind, (total, count) in s.items()} for s in sums]
 
     def predicted(self, costs: Mapping[str, Time] | Sequence[Mapping[str, Time]] | None = None) -> Recording:
-        """The same operations as the schedule has them: every stage in its order, as early as data and workers allow.
+        """Return the same operations as the schedule predicts them, each as early as its stage, data and worker allow.
 
         costs: of F, B and U; None: the mean that was measured, stage by stage. Messages take no time.
         """
@@ -151,6 +151,6 @@ class Recording(Sequence[Slot]):
 
 
 def _before(did: Iterable[tuple[int, Op]], stages: int) -> set[Place]:
-    """What was done before the recording began, and is needed in it."""
+    """Return the operations before the recording began whose outputs it uses."""
     did = list(did)
     return {p for s, op in did if (p := needs(op, s, stages))} - {(op.kind, s, op.mb) for s, op in did}

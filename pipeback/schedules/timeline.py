@@ -171,7 +171,7 @@ class _Steady(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _all_steady(schedule: Schedule, stages: int) -> tuple[_Steady, ...]:
-    """Of every stage; methods ask again for each of them."""
+    """Return the steady state of every stage, cached, since methods ask for it once per stage."""
     return tuple(_steady(schedule, s, stages) for s in range(stages))
 
 

@@ -126,7 +126,7 @@ def separable(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _apart(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """The same class, whose objects may share all attributes of another one but its parameter groups."""
+    """Return a subclass whose objects may share all attributes of another object but its parameter groups."""
     groups: WeakKeyDictionary[Any, list[Group]] = WeakKeyDictionary()
     mine = property(groups.__getitem__, groups.__setitem__)
     return type(kind.__name__, (kind,), {"param_groups": mine, "__module__": kind.__module__, "__doc__": kind.__doc__})

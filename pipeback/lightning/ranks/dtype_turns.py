@@ -19,7 +19,7 @@ DTYPES = {"16-true": torch.float16, "bf16-true": torch.bfloat16, "64-true": torc
 
 
 class DtypeTurns:
-    """From `mine` on it is the turn of the caller, except within `rest`. Under other precisions nobody waits."""
+    """The caller has its turn from `mine` on, except within `rest`. Precisions that change no default need no turns."""
 
     def __init__(self, precision: Any) -> None:
         self.dtype = DTYPES.get(str(precision))

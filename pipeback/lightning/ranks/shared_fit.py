@@ -122,7 +122,7 @@ class SharedFit:
         return before != self._clip
 
     def stepped(self, fit: Fit) -> None:
-        """Nothing to note: nobody else can write weights that are in no module."""
+        """Do nothing: weights that are in no module cannot be written by others."""
 
     # -- the user's module ---------------------------------------------------------------------------------------
 
