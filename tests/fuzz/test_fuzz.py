@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from tests.helpers.choice import mostly_rare
 from tests.helpers.mutation import LIBRARY
 
 from .check import check
@@ -16,12 +17,13 @@ from .program import Program
 from .reverts import REVERTS, SEARCHED, stale
 from .search import fresh, search
 
-SEEDS = (11, 23, 37, 41)
+USUAL = [(seed, 16) for seed in (61, 109, 261, 266)]  # together they make every kind of call, on every runtime
+MORE = [(seed, 50) for seed in (11, 23, 37, 41)]
 
 
-@pytest.mark.parametrize("number", SEEDS)
-def test_programs(number):
-    search(number, 50)
+@pytest.mark.parametrize(("number", "count"), mostly_rare(USUAL + MORE, *USUAL))
+def test_programs(number, count):
+    search(number, count)
 
 
 @pytest.mark.soak

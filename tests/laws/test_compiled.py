@@ -142,15 +142,16 @@ def plain_inductor(**more):
     return {"options": {"layout_optimization": True, "custom_partitioner_fn": None, **more}}
 
 
+@pytest.mark.parametrize("others", [False, rare(True)])
 @pytest.mark.parametrize("model", [images, small])
-def test_graphs_that_would_train_on_other_weights_are_refused(model):
+def test_graphs_that_would_train_on_other_weights_are_refused(model, others):
     x, y = batches(model, 1)[0]
-    for case in ("pb", "cerebras", "pipemare"):
+    for case in ("cerebras", "pipemare") if others else ("pb",):
         pipe = pipeline(model(), CASES[case](3), compile=plain_inductor())
         with pytest.raises(ValueError, match=REFUSED):
             pipe.push(x, y)
     some = batches(model)
-    for case in ("pipedream", "gpipe-4"):
+    for case in ("gpipe-4",) if others else ("pipedream",):
         losses, _, _ = trained(model, case, some)
         found, _, _ = trained(model, case, some, compile=plain_inductor())
         torch.testing.assert_close(found, losses, rtol=1e-10, atol=1e-10)
@@ -240,25 +241,31 @@ def test_many_stages_of_one_class_are_all_compiled():
         assert type(stage.call(leaf).grad_fn).__name__ == "CompiledFunctionBackward"
 
 
-def test_half_weights_with_masters():
+@pytest.mark.parametrize("compile", [{"backend": "aot_eager"}, rare(True)], ids=str)
+def test_half_weights_with_masters(compile):
     model = lambda: small().to(torch.bfloat16)  # noqa: E731
     pipe = pipeback.Pipeline(
-        model(), loss=nn.functional.mse_loss, optimizer=OPTIMIZERS["momentum"], method="pb", masters=True, compile=True
+        model(),
+        loss=nn.functional.mse_loss,
+        optimizer=OPTIMIZERS["momentum"],
+        method="pb",
+        masters=True,
+        compile=compile,
     )
     for x, y in batches(small, 5):
         assert pipe.push(x.bfloat16(), y.bfloat16()).isfinite()
 
 
+@pytest.mark.parametrize("seed", [0, rare(1), rare(2)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rounding_hides_nothing(dtype):
+def test_rounding_hides_nothing(dtype, seed):
     """What differs by rounding is taken, what differs by weights is not, in a type of eight bits too."""
     build = lambda: nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), Product(16)) for _ in range(2)]).to(dtype)  # noqa: E731
     x = torch.randn(8, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
-    for seed in range(3):
-        torch.manual_seed(seed)
-        pipeline(build(), "pb", compile=True).push(x, x)
-        with pytest.raises(ValueError, match=REFUSED):
-            pipeline(build(), "pb", compile=plain_inductor()).push(x, x)
+    torch.manual_seed(seed)
+    pipeline(build(), "pb", compile=True).push(x, x)
+    with pytest.raises(ValueError, match=REFUSED):
+        pipeline(build(), "pb", compile=plain_inductor()).push(x, x)
 
 
 @pytest.mark.parametrize(

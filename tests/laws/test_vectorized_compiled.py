@@ -12,15 +12,20 @@ from torch.utils._pytree import tree_map
 import pipeback
 from pipeback.vectorized.capture import capture_loss_stage
 from pipeback.vectorized.cuda_graph import CudaGraphed
-from tests.helpers.choice import mostly_rare
+from tests.helpers.choice import mostly_rare, rare
 from tests.laws.as_one import LEAP, S, Twice, decayed, doubles, model, pipelines, pushed, same, trained, turns
 from tests.laws.cases import CASES, allowed, pipeline, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*takes its statistics")
 
 
-@pytest.mark.parametrize("compile", [False, True])
-@pytest.mark.parametrize("case", mostly_rare(["pb", "cerebras", "pipedream", "gpipe-4"], "cerebras", "pipedream"))
+@pytest.mark.parametrize(
+    ("case", "compile"),
+    mostly_rare(
+        product(["pb", "cerebras", "pipedream", "gpipe-4"], [False, True]),
+        ("cerebras", False), ("cerebras", True), ("pipedream", False),
+    ),
+)  # fmt: skip
 def test_recomputed_activations(case, compile, leapt):
     """On the weights in force at B, as in the event loop; what waits is the input alone."""
     one, whole = pipelines(case)
@@ -34,7 +39,7 @@ def test_recomputed_activations(case, compile, leapt):
     assert other.memory().activations < whole.memory().activations
 
 
-@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("compile", [False, rare(True)])
 def test_weights_with_one_gradient(compile, leapt, monkeypatch):
     monkeypatch.setattr("pipeback.vectorized.stack.LARGE", 0)
     one, _ = pipelines("pb", build=partial(model, make=Twice))
@@ -47,7 +52,7 @@ def test_weights_with_one_gradient(compile, leapt, monkeypatch):
     ("case", "large"),
     mostly_rare(
         product(("pb", "cerebras", "sc", "gpipe-4", "spectrain", "pipedream", "pipemare"), (0, 1 << 20)),
-        ("cerebras", 0), ("cerebras", 1 << 20), ("spectrain", 1 << 20), ("pipedream", 0), ("pipemare", 1 << 20),
+        ("cerebras", 1 << 20), ("pipedream", 0),
     ),
 )  # fmt: skip
 def test_many_micro_batches_a_push_compiled(case, large, leapt, monkeypatch):
@@ -60,10 +65,15 @@ def test_many_micro_batches_a_push_compiled(case, large, leapt, monkeypatch):
 
 
 LAYOUTS = (), ("weight_decay", 0.1)
+FEW = (), ("momentum", 0.0), ("lr", 0.03)
 ALL = *LAYOUTS, ("momentum", 0.5), ("momentum", 0.0), ("lr", 0.03)
 
 
-@pytest.mark.parametrize(("backend", "changes"), [("inductor", LAYOUTS), ("aot_eager", ALL)], ids=lambda v: str(v)[:9])
+@pytest.mark.parametrize(
+    ("backend", "changes"),
+    [("inductor", LAYOUTS), ("aot_eager", FEW), rare("aot_eager", ALL, id="aot_eager-all")],
+    ids=lambda v: str(v)[:9],
+)
 def test_what_a_compiled_tick_takes_for_granted_may_change(backend, changes, leapt):
     """It is not checked at every call: how inputs lie in memory, decays, momentum, whether rates differ by stage.
 
@@ -118,7 +128,7 @@ def test_adam_of_compiled_ticks(leapt):
     assert sum(leapt) > 30
 
 
-@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("compile", [False, rare(True)])
 def test_a_loss_that_is_not_finite_moves_nothing_of_the_last_stage(compile, leapt):
     users = model()
     pipe = pipeline(

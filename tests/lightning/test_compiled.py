@@ -5,15 +5,17 @@ import shutil
 import pytest
 import torch
 
+from tests.helpers.choice import rare
 from tests.lightning.cases import Regression, loader, strategy, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="torch.compile needs a compiler")
-def test_losses_are_those_of_uncompiled_stages():
+@pytest.mark.parametrize("compiled", [{"backend": "aot_eager"}, rare(True)], ids=str)
+def test_losses_are_those_of_uncompiled_stages(compiled):
     found = []
-    for compile in (False, True):
+    for compile in (False, compiled):
         module = Regression()
         trainer(strategy("pb", compile=compile), precision="64-true").fit(module, loader(6))
         found.append(torch.stack(module.losses))

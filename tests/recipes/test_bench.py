@@ -65,7 +65,7 @@ def test_sections_are_chosen_by_name(monkeypatch, capsys):
 
 
 def test_processes_take_turns(capfd, monkeypatch):
-    monkeypatch.setattr(processes, "on_ranks", lambda work, *given: turns.on_ranks(hastily, *given))
+    monkeypatch.setattr(processes, "on_ranks", lambda work, *given: turns.on_ranks(hastily, *given, start="forkserver"))
     processes.main(2, [Case("tiny", width=8, length=4, samples=2, turn=16, layers=4)])
     out = capfd.readouterr().out
     assert "4 transformer layers of width 8, sequence 4, micro-batch 2" in out

@@ -38,6 +38,12 @@ def held(stage, flight, roots=()):
     return size(kept, stage.params)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def quick_collections():
+    with frozen():
+        yield
+
+
 @pytest.fixture
 def copies(monkeypatch):
     """Every copy in host memory that is still there: graphs hold them, where nobody can look."""
@@ -51,8 +57,7 @@ def copies(monkeypatch):
             alive.add(self)
 
     monkeypatch.setattr(offload, "_Away", Remembered)
-    with frozen():
-        yield alive
+    return alive
 
 
 def layered():
