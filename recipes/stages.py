@@ -21,6 +21,7 @@ from pipeback.draw.worker_bands import COLOURS, INK
 from pipeback.pipeline.breakdown import StageRow
 from pipeback.recipes.foreign import WHERE, build
 from pipeback.recipes.foreign.case import Case
+from pipeback.recipes.markdown import table as in_markdown
 from pipeback.streaming.byte_sizes import written
 
 TEXTS = (".txt", ".md")
@@ -146,9 +147,8 @@ def table(rows: Sequence[StageRow]) -> Table:
 
 def markdown(rows: Sequence[StageRow]) -> str:
     most, kept = max(row.seconds for row in rows), [n for n, head in enumerate(HEADS) if head]
-    rule = ["---" if head in ("name", "layers") else "---:" for head in HEADS]
-    lines = (HEADS, rule, *(cells(row, most) for row in rows), total(rows))
-    return "\n".join(f"| {' | '.join(line[n] for n in kept)} |" for line in lines)
+    lines = [[line[n] for n in kept] for line in (*(cells(row, most) for row in rows), total(rows))]
+    return in_markdown([HEADS[n] for n in kept], lines, left=(1, 2))
 
 
 def picture(rows: Sequence[StageRow], title: str, path: Path) -> None:

@@ -85,6 +85,9 @@ def test_every_other_file_of_results_says_it_too():
 def test_the_readme_shows_rows_of_the_file_on_digits():
     readme = (pages.ROOT / "README.md").read_text("utf-8")
     file = (RESULTS / "data" / "digits" / "tables.md").read_text("utf-8")
+    head = HEAD.match(file)
+    version = re.search(r"version ([\d.]+\d)", head[0])[1]
+    assert f"(`{head['command']}`, measured at version {version})" in " ".join(readme.split())
     tables = [table(file, head) for head in (["method", "update size"], ["method", "samples/s"])]
     epochs = [f"epoch {n}" for n in (1, 2, 3)]
     shown = table(readme, ["method", "D at stage 0", *epochs])
