@@ -21,6 +21,7 @@ from pipeback.tensors.structures import SINGLE, Ref, opened
 
 SIDE = 32  # the longest side of a mark
 MOST = 64  # variants for micro-batches of one form
+DRAWS = {"rand", "randn", "randint", "randperm", "bernoulli", "normal"}
 
 
 class Branch(NamedTuple):
@@ -73,6 +74,15 @@ def decisions(record: CallTrace) -> list[Branch]:
     asking = [(n, call) for n, call in enumerate(record.calls) if call.check is not None]
     found = [_traced(call, record.calls[:n], record.constants, number) for number, (n, call) in enumerate(asking)]
     return [decision._replace(device=record.device) for decision in found if decision is not None]
+
+
+def drawn(record: CallTrace) -> str | None:
+    """Return the path of a module that decides by a random number alone, as layer drop does; None if there is none."""
+    for decision in decisions(record):
+        whole = all(ref.number >= record.inputs for call in decision.calls for ref in call.refs())
+        if whole and any(_name(call) in DRAWS for call in decision.calls):
+            return decision.calls[-1].where
+    return None
 
 
 def told(inputs: Sequence[Tensor], call: Call, before: Sequence[Call], constants: Mapping[str, Tensor]) -> Any:

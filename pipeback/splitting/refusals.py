@@ -81,6 +81,20 @@ def left_out(model: nn.Module, where: str, target: str) -> ValueError:
     )
 
 
+def drops_layers(model: nn.Module, where: str) -> ValueError:
+    """The error for a module that draws a random number and decides by it which layers run. where: its path."""
+    caller, config = model.get_submodule(where), getattr(model, "config", None)
+    names = [key for key, value in vars(config or nn.Module()).items() if "layerdrop" in key and value]
+    off = "model.config.layerdrop = 0.0" if names == ["layerdrop"] else " and ".join(f"{name}=0.0" for name in names)
+    off = off if not names or names == ["layerdrop"] else f"build the model from a config with {off}"
+    who = f"{type(caller).__name__} {where!r}" if where else type(caller).__name__
+    return ValueError(
+        f"{who}.forward draws a random number and decides by it which layers run, as layer drop does, so that the same "
+        f"layers do not run for every micro-batch and it cannot be cut; {f'switch that off: {off}, or ' if off else ''}"
+        f"keep it whole: {kept_whole(model, where)}"
+    )
+
+
 def _whole(where: str) -> str:
     if where:
         return f"keep it whole: stages=pipeback.Splitting(leaves=[{where!r}])"

@@ -20,7 +20,7 @@ from torch import nn
 from pipeback.private import FakeTensorMode
 from pipeback.splitting.attribute_changes import Name, again
 from pipeback.splitting.attribute_reads import AttributeReads, modes
-from pipeback.splitting.branches import MOST, decisions, mark, told
+from pipeback.splitting.branches import MOST, decisions, drawn, mark, told
 from pipeback.splitting.call_cost import Work
 from pipeback.splitting.call_trace import Call, CallTrace
 from pipeback.splitting.cut_points import Cuts, Unit, blocks_of, chosen, cut_units, family, joined, leaves
@@ -32,7 +32,7 @@ from pipeback.splitting.known_forms import Arguments, Known, example_of, tensors
 from pipeback.splitting.module_restore import untouched
 from pipeback.splitting.ownership import Ownership
 from pipeback.splitting.partition import StagePart
-from pipeback.splitting.refusals import kept_whole, left_out
+from pipeback.splitting.refusals import drops_layers, kept_whole, left_out
 from pipeback.splitting.segment import Key, Segment, key_of
 from pipeback.splitting.tracer import trace_forward
 from pipeback.tensors import accelerators
@@ -234,6 +234,8 @@ class TracedModel:
                     partial(told, tensors) if saved is None else lambda *asked: next(saved), work, left,
                 )  # fmt: skip
         self.held.add(record.decided)
+        if (path := drawn(record)) is not None:
+            raise drops_layers(self.model, path)
         found = [each for each in decisions(record) if answers is not None or each.holds(tensors)]
         return record, Known(form, record.form, record.answers, found)
 
