@@ -18,7 +18,6 @@ from pipeback.distributed.ranks import Ranks
 from pipeback.runtime.link import Link, LocalLink, ThreadWire, links
 from pipeback.runtime.loop import Loop
 from pipeback.runtime.replicas import OneReplica, Replicas, ThreadReplicas
-from pipeback.runtime.rounded_weights import RoundedWeights
 from pipeback.runtime.runners import EventLoop, Runner, Threads, TickLoop
 from pipeback.runtime.setting import Setting
 from pipeback.runtime.weight_provider import WeightProvider
@@ -93,8 +92,6 @@ def _loop(
             max(1, store.prefetch),
         )
         policy = "streaming" if setting.order == "grouped" else setting.order
-    elif any(stage.masters.weights for stage in mine):
-        residence = RoundedWeights({stage.index: stage for stage in mine}, holding.method)
     kind: Any = partial(VectorizedWorker, stacks=setting.stacks) if setting.stacks else Worker
     worker = kind(mine, holding.method, setting.delays, link, replicas=sums, residence=residence, **setting.worker)
     if setting.stacks:

@@ -2,6 +2,14 @@
 
 Graphs refer to the storage of the live weights, so other weights are written there for the duration of an operation.
 `ResidentWeights` is the provider for weights that stay on their device.
+
+With masters=True, weights of a half type are rounded from float32 masters beside them:
+
+    F, B   on round(w̃), w̃ = what the method makes of the masters w        U   w ← step(w, g),  then round(w)
+
+F is the forward, B the backward and U the update. The weights that the method chooses are written to the masters'
+memory; then the half weights, which graphs refer to, are rounded from it. Between operations they are the newest
+masters, rounded to nearest, ties to even.
 """
 
 from __future__ import annotations
@@ -67,6 +75,7 @@ class ResidentWeights:
         self.stages, self.method = stages, method
         self.ask: Ask = lambda kind, ops: []
         self.moves: list[tuple[float, float, str, int]] = []
+        self._rounds = any(stage.masters.weights for stage in stages.values())
         self._stash = method.copies == "stash"
         self._forward_hook = overrides(method, "forward_weights")
         self._backward_hook = overrides(method, "backward_weights") or self._stash
@@ -90,6 +99,7 @@ class ResidentWeights:
                 else:
                     held.append(_place(team, chosen, stash=self._stash))
         forget_casts()
+        self._round(held)
         return held
 
     def after_forward(self, held: Sequence[Held], ops: Ops) -> None:
@@ -110,6 +120,7 @@ class ResidentWeights:
                 else:
                     stage.versions.own(flight, h.buffer)
         forget_casts()
+        self._round(held)
 
     def backward(self, ops: Ops) -> tuple[list[Held], dict[int, int]]:
         """Put the weights into place on which these backwards run; also return the older versions, by stage."""
@@ -132,6 +143,7 @@ class ResidentWeights:
                         held.append(_exchange(team, stage.past(chosen.version)))
                 elif chosen is not team.weights:
                     held.append(_place(team, chosen, stash=self._stash))
+        self._round(held)
         return held, versions
 
     def after_backward(self, held: Sequence[Held]) -> None:
@@ -139,10 +151,21 @@ class ResidentWeights:
         with torch.no_grad():
             for h in held:
                 h.undo()
+        self._round(held)
+
+    def _round(self, held: Iterable[Held]) -> None:
+        """Round the masters that other weights were just written to, or put back to."""
+        if self._rounds:
+            for h in held:
+                for stage in h.team.stages:
+                    stage.masters.round()
 
     def update(self, stages: Sequence[Stage], make: Callable[[Sequence[GradientSums]], None]) -> None:
         """Do the update of these stages at once."""
         make([stage.gradients.sums() for stage in stages])
+        if self._rounds:
+            for stage in stages:
+                stage.masters.round()
 
     def ready(self, kind: Kind, stage: int, mb: int) -> None:
         """Do nothing, since the weights of an operation are always there."""

@@ -39,7 +39,7 @@ class Stage:
     other parameters on the same storage with a version counter of their own, so that autograd does not mistake
     an update between F and B for an error. Contents change; storage does not while anything is in flight. In a store
     the optimizer steps weights that live elsewhere (`home`), and the user's parameters are views of memory that comes
-    and goes (`slot`).
+    and goes (`home.slot`).
     With masters it steps float32 copies of the weights of a half type, which are rounded from them (`masters`).
     """
 
