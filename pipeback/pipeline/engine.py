@@ -29,7 +29,7 @@ from pipeback.pipeline.train_modes import OTHERWISE, Modes, Turn
 from pipeback.plan.budget import check
 from pipeback.plan.survey import survey
 from pipeback.runtime.loop import Batch, Loop
-from pipeback.runtime.runners import EventLoop, Runner, Threads, TickLoop
+from pipeback.runtime.runners import EventLoop, PushLoop, Runner, Threads, TickLoop
 from pipeback.runtime.undo import Dropped
 from pipeback.stages.flight import Value
 from pipeback.stages.joint_optimizer import Options
@@ -293,7 +293,7 @@ class Engine:
         if not isinstance(self.runtime, EventLoop) or self.holding.store is not None:
             self._finalizer = weakref.finalize(self, _end, self.runtime, self.ranks, self._process)
         self.observing.started(self.loops)
-        if type(self.runtime) is not EventLoop:
+        if not isinstance(self.runtime, PushLoop):
             self.modes.listen()
         return self.loops
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from pipeback.distributed.rank_runner import RankRunner
 from pipeback.methods.base import Method
 from pipeback.pipeline.engine import Engine, Then
-from pipeback.runtime.runners import EventLoop
+from pipeback.runtime.runners import EventLoop, PushLoop
 from pipeback.schedules.programs import flush
 from pipeback.stages.flight import Value
 
@@ -80,7 +80,7 @@ class OutsideLoss:
                 )
             batches = [batch for x in xs for batch in engine.batches(x, None)]
             runtime, xs = engine.ready(batches, expected), [x for x, _, _ in batches]
-            assert isinstance(runtime, (EventLoop, RankRunner))
+            assert isinstance(runtime, (PushLoop, RankRunner))
             self.ahead.expect(expected)
             engine.modes.pushed()
             outputs: list[Value] = engine.do(partial(runtime.forward, engine.arrived, xs, engine.current, expected))

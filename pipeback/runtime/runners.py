@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -39,13 +40,48 @@ class Runner(Protocol):
     def close(self) -> None: ...
 
 
-class EventLoop:
+class EventLoop(ABC):
     """The event loop: it runs every operation in the caller's thread."""
 
     def __init__(self, loop: Loop) -> None:
         self.loop, self.loops = loop, [loop]
         self.owner = [0] * loop.worker.count
         loop.inline = True
+        self.closed = False
+
+    @abstractmethod
+    def push(self, first: int, batches: Sequence[Batch], options: Options) -> Read:
+        """Admit micro-batches from number `first` on, and return what reads their mean loss."""
+
+    def backward(self, gradients: Sequence[Value]) -> None:
+        self.loop.backward(gradients)
+
+    def step(self, flush: bool) -> None:
+        self.loop.drain() if flush else self.loop.settle()
+
+    def tell(self, command: Command) -> None:
+        command(self.loop)
+
+    def wait(self) -> None:
+        self.loop.rest()
+
+    def drain(self) -> None:
+        self.loop.drain()
+        self.loop.rest()
+
+    def close(self) -> None:
+        self.loop.worker.residence.close()
+        self.closed = True
+
+
+class PushLoop(EventLoop):
+    """The event loop in which a push does every operation that may run, so that its losses are there when it returns.
+
+    It also runs micro-batches in two parts, a forward and a backward, where the loss is computed outside.
+    """
+
+    def __init__(self, loop: Loop) -> None:
+        super().__init__(loop)
         self.losses: dict[int, Any] = {}  # outputs instead, if the loss is computed outside
         loop.worker.report = self.losses.__setitem__
 
@@ -68,25 +104,6 @@ class EventLoop:
         self.loop.forward(xs, options, expected)
         return [self.losses.pop(i) for i in range(mb, mb + len(xs))]
 
-    def backward(self, gradients: Sequence[Value]) -> None:
-        self.loop.backward(gradients)
-
-    def step(self, flush: bool) -> None:
-        self.loop.drain() if flush else self.loop.settle()
-
-    def tell(self, command: Command) -> None:
-        command(self.loop)
-
-    def wait(self) -> None:
-        self.loop.rest()
-
-    def drain(self) -> None:
-        self.loop.drain()
-        self.loop.rest()
-
-    def close(self) -> None:
-        self.loop.worker.residence.close()
-
 
 class TickLoop(EventLoop):
     """The event loop in the order "skewed": a push leaves work undone, and its loss is computed when it is read.
@@ -98,7 +115,6 @@ class TickLoop(EventLoop):
         super().__init__(loop)
         self.settle: Callable[[], None] = self.wait
         self.due: dict[int, dict[int, Tensor]] = {}  # where the loss of a micro-batch is put, one dictionary per push
-        self.closed = False
         loop.worker.report = self._arrived
 
     def push(self, first: int, batches: Sequence[Batch], options: Options) -> Read:
@@ -123,10 +139,6 @@ class TickLoop(EventLoop):
 
     def _arrived(self, mb: int, loss: Tensor) -> None:
         self.due.pop(mb)[mb] = loss
-
-    def close(self) -> None:
-        super().close()
-        self.closed = True
 
 
 class Commands(queue.Queue[Any]):

@@ -5,7 +5,7 @@ Graphs refer to the storage of the live weights, so other weights are written th
 
 With masters=True, weights of a half type are rounded from float32 masters beside them:
 
-    F, B   on round(w̃), w̃ = what the method makes of the masters w        U   w ← step(w, g),  then round(w)
+    F, B   on round(w̃), w̃ = the method's weights from the masters w        U   w ← step(w, g),  then round(w)
 
 F is the forward, B the backward and U the update. The weights that the method chooses are written to the masters'
 memory; then the half weights, which graphs refer to, are rounded from it. Between operations they are the newest
