@@ -27,7 +27,7 @@ from pipeback.streaming import disk_store
 from pipeback.streaming.disk_store import DiskStore
 from pipeback.streaming.shards import share_out
 from pipeback.streaming.store import DeviceStore, Store
-from pipeback.vectorized.worker import stacked
+from pipeback.vectorized.choose_stacks import stacked
 from pipeback.weights import aliases
 
 

@@ -36,7 +36,7 @@ from pipeback.stages.joint_optimizer import Options
 from pipeback.stages.stage import Stage
 from pipeback.streaming import fork_guard
 from pipeback.tensors import accelerators
-from pipeback.vectorized.worker import fitting
+from pipeback.vectorized.choose_stacks import fitting
 
 Then = Callable[[], object]  # what is done last in a call
 
@@ -270,7 +270,7 @@ class Engine:
         self.setting = self.setting._replace(stacks=kept)
         if len(kept) < len(stacks):
             for loop in self.loops:  # of a state that was taken up
-                loop.worker.leave([stack for stack in stacks if stack not in kept])
+                loop.worker.executor.leave([stack for stack in stacks if stack not in kept])
             if self._compile:  # what is left compiles, and is checked, on its own
                 self._rehearsals.whole(batches[0], relay)
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -20,14 +19,15 @@ from pipeback.runtime.loop import Loop
 from pipeback.runtime.replicas import OneReplica, Replicas, ThreadReplicas
 from pipeback.runtime.runners import PushLoop, Runner, Threads, TickLoop
 from pipeback.runtime.setting import Setting
+from pipeback.runtime.stage_executor import StageExecutor
 from pipeback.runtime.weight_provider import WeightProvider
-from pipeback.runtime.worker import Worker
+from pipeback.runtime.worker import Executor, Worker
 from pipeback.schedules.order import Order
 from pipeback.schedules.timeline import in_flight
 from pipeback.stages.stage import Stage
 from pipeback.streaming.store import DeviceStore
 from pipeback.streaming.streamed_weights import StreamedWeights
-from pipeback.vectorized.worker import VectorizedWorker
+from pipeback.vectorized.stack_executor import StackExecutor
 
 
 def start(holding: HeldStages, setting: Setting) -> Runner:
@@ -92,12 +92,14 @@ def _loop(
             max(1, store.prefetch),
         )
         policy = "streaming" if setting.order == "grouped" else setting.order
-    kind: Any = partial(VectorizedWorker, stacks=setting.stacks) if setting.stacks else Worker
-    worker = kind(mine, holding.method, setting.delays, link, replicas=sums, residence=residence, **setting.worker)
+    executor: Callable[[Worker], Executor] = StageExecutor
     if setting.stacks:
-        policy = "skewed"
+        executor, policy = partial(StackExecutor, stacks=setting.stacks), "skewed"
+    worker = Worker(
+        mine, holding.method, setting.delays, link, executor, replicas=sums, residence=residence, **setting.worker
+    )
     order = Order(holding.method.schedule, len(holding.stages), policy=policy, seed=setting.seed, near=near)
-    if isinstance(worker, VectorizedWorker):
-        order.leap = partial(worker.leap, order)
+    if isinstance(worker.executor, StackExecutor):
+        order.leap = partial(worker.executor.leap, order)
     moves = store is not None and not isinstance(store, DeviceStore)
     return Loop(worker, order, holding.method, replica, shared, at_once=moves)

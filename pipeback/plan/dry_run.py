@@ -118,6 +118,7 @@ class DryWorker:
 
     samples = joins = False
     outside = ()  # nothing that anybody could change
+    executor = None  # operations take their time, and nothing is computed
 
     def __init__(
         self,

@@ -296,7 +296,7 @@ class Loop:
             if s < self.worker.count - 1:
                 for mb in range(order.backwards[s], order.backwards[s + 1]):
                     link.wait("B", s, order.start + mb)
-        return {**link.box, **self.worker.between(order)}
+        return {**link.box, **self.worker.executor.between(order)}
 
     def progress(self, number: Callable[[Options], int]) -> dict[str, Any]:
         """Return the progress as plain values; `entries`, `options` and `sizes` are of micro-batches still in use."""
@@ -324,7 +324,7 @@ class Loop:
         worker.options = {int(i): options[n] for i, n in saved["options"].items()}
         worker.sizes = {int(i): n for i, n in saved["sizes"].items()}
         worker.link.box.update({name: m for name, m in messages.items() if name[1] in worker.stages})
-        worker.take_up()
+        worker.executor.take_up()
 
 
 def _downstream_first(wave: Wave) -> int:

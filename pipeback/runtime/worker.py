@@ -1,5 +1,7 @@
 """Worker: runs the operations of some stages wave by wave, and calls the hooks of the method for them.
 
+Before an operation it has the weights put into place, and its executor does the operation on them.
+
 The operations of a wave, all F (forward), B (backward) or U (update), are of different stages, so they may be joined
 into one autograd call or one optimizer step. This changes no bit, and saves the overhead of Python per stage.
 """
@@ -9,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -27,7 +29,7 @@ from pipeback.runtime.weight_write_watch import WeightWriteWatch
 from pipeback.schedules.ops import Kind
 from pipeback.schedules.order import Ops, Order, Wave
 from pipeback.stages.flight import Flight
-from pipeback.stages.gradients import GradientSums, differentiate
+from pipeback.stages.gradients import GradientSums
 from pipeback.stages.joint_optimizer import Options, joinable
 from pipeback.stages.stage import Stage
 from pipeback.stages.team import StageGroup
@@ -35,6 +37,36 @@ from pipeback.tensors.layout import Message
 from pipeback.tensors.weight_list import Weights
 
 _Step = tuple[StageGroup, int, Sequence[Options], When | None]  # who steps, and with the options of which micro-batch
+
+
+class Executor(Protocol):
+    """How a worker's operations are done on the weights in place: stage by stage, or those of several stages as one."""
+
+    apart: bool  # whether the backwards of a wave are done one by one
+
+    def record(self, on: bool) -> None:
+        """Begin or end measuring operations; raises ValueError if they cannot be measured one by one."""
+
+    def forward(self, ops: Ops) -> list[Flight]:
+        """Do F of each (stage, micro-batch); return the new flights, in the same order."""
+
+    def backward(self, ops: Ops) -> None:
+        """Do B of each (stage, micro-batch)."""
+
+    def update(self, ops: Ops) -> Ops:
+        """Do U of the stages that are updated as one; return the operations that are left."""
+
+    def spread(self) -> None:
+        """Hand the stages their gradients, if those of several stages are kept together."""
+
+    def between(self, order: Order) -> dict[Name, Message]:
+        """Return the messages that wait elsewhere than in the link."""
+
+    def take_up(self) -> None:
+        """Go on after a state was put into the stages, and messages into the link."""
+
+    def leave(self, stacks: Sequence[Any]) -> None:
+        """Run the stages of these stacks one by one from now on."""
 
 
 class Worker:
@@ -46,6 +78,7 @@ class Worker:
         method: Method,
         delays: Sequence[int],
         link: Link,
+        executor: Callable[[Worker], Executor],
         *,
         clip_norm: float | None = None,
         clip_value: float | None = None,
@@ -73,16 +106,17 @@ class Worker:
         self.stash = method.copies == "stash"
         self.residence = residence or ResidentWeights(self.stages, method)
         self.residence.ask = self._asked
-        self._update_hook = overrides(method, "update")
+        self.update_hook = overrides(method, "update")
         self._steps: dict[tuple[bool, tuple[int, ...]], list[StageGroup]] = {}  # groups that are updated together
         self._alone = {s.index: StageGroup([s], delays) for s in stages}  # always the same: it may count steps
         self._hooks: dict[tuple[int, ...], list[StageGroup]] = {}  # groups that share one call of a hook
-        self._first, self._last = min(self.stages), max(self.stages)
-        self._apart = any(stage.keeping is not None and stage.keeping.apart for stage in stages)
+        self.first, self.last = min(self.stages), max(self.stages)
         self.outside = OptimizerStateWatch(stages, method), WeightWriteWatch(stages)  # they notice changes by the user
+        self.executor = executor(self)
 
     def record(self, on: bool) -> None:
         """Measure every operation from now on."""
+        self.executor.record(on)
         self.trace, self.tracing = [] if on else self.trace, on
         self.residence.record(on)
 
@@ -101,7 +135,7 @@ class Worker:
                     continue
             do = self.forward if kind == "F" else self.backward if kind == "B" else self._update
             if not self.tracing and self.replicas is None:
-                if self._apart and kind == "B":
+                if self.executor.apart and kind == "B":
                     for op in ops:
                         do([op])
                 else:
@@ -135,7 +169,7 @@ class Worker:
         stages, residence = self.stages, self.residence
         held = residence.forward(ops)
         try:
-            flights = self._forward(ops)
+            flights = self.executor.forward(ops)
             if self.watch is not None:
                 self.watch.forward([(stages[s], i) for s, i in ops])
         finally:
@@ -145,38 +179,10 @@ class Worker:
         self.ledger.add("F", numbers, mbs, [flight.version for flight in flights])
         if self.method.needs_entry:
             for (s, i), flight in zip(ops, flights, strict=True):
-                flight.entry = self.entries.pop(i) if s == self._last else self.entries[i]
+                flight.entry = self.entries.pop(i) if s == self.last else self.entries[i]
         if self.stash:
             for s in numbers:
                 stages[s].versions.note_copies(stages[s].flights)
-
-    def _forward(self, ops: Ops) -> list[Flight]:
-        """Do F on the weights in place; return the new flights."""
-        link, stages = self.link, self.stages
-        flights: list[Flight] = []
-        for s, i in ops:
-            stage = stages[s]
-            x = link.recv("F", s, i)
-            if self.began is not None:
-                self.began(("F", s, i))
-            try:
-                y = stage.forward(i, x, link.recv("Y", s, i) if stage.judges else None)
-            except (Exception, KeyboardInterrupt) as error:
-                told = self._failed("forward", stage, i, error)
-                if isinstance(error, KeyboardInterrupt):
-                    raise
-                raise told from error
-            flights.append(stage.flights[i])
-            flights[-1].options = self.options[i]
-            if not stage.last:
-                link.send("F", s + 1, i, y)
-            elif self.check_finite and stage.judges and not torch.isfinite(y):
-                raise StageError(self._first_bad(i, y))
-            else:
-                self.report(i, y)
-            if s == self._last:
-                del self.options[i]
-        return flights
 
     def backward(self, ops: Ops) -> None:
         """Do B of each (stage, micro-batch)."""
@@ -187,7 +193,7 @@ class Worker:
         if self.began is not None:
             self.began(("B", *ops[-1]))
         try:
-            self._backward(ops)
+            self.executor.backward(ops)
         finally:
             if held:
                 self.residence.after_backward(held)
@@ -196,51 +202,6 @@ class Worker:
         if self.stash:
             for s in numbers:
                 stages[s].release()
-
-    def _backward(self, ops: Ops) -> None:
-        """Do B on the weights in place, as one autograd call."""
-        link, stages = self.link, self.stages
-        roots: list[Tensor] = []
-        seeds: list[Tensor] = []
-        flights = []
-        for s, i in ops:
-            stage = stages[s]
-            grad = None if stage.judges else link.recv("B", s, i)
-            if self.samples and stage.last:
-                grad = torch.full_like(stage.flights[i].output, self.sizes[i])
-            try:
-                flights.append(stage.begin_backward(i, grad, roots, seeds))
-            except Exception as error:
-                raise self._failed("backward", stage, i, error) from error
-        try:
-            leaves = [leaf for flight in flights for leaf in flight.leaves]
-            differentiate(roots, seeds, leaves, [stages[s].gradients for s, _ in ops])
-        except Exception as error:
-            raise StageError(self._culprit(ops, flights, error)) from error
-        for (s, i), flight in zip(ops, flights, strict=True):
-            stage = stages[s]
-            upstream = stage.end_backward(flight)
-            self._count(stage, i)
-            if s:
-                link.send("B", s - 1, i, upstream)
-
-    def _count(self, stage: Stage, i: int) -> None:
-        """Count the samples of a micro-batch, if these weight the mean; the backward has counted it as 1."""
-        if self.samples:
-            size = self.sizes.pop(i) if stage.index == self._first else self.sizes[i]
-            stage.gradients.count_more(size - 1)
-
-    # -- what lies between stages that run as one ------------------------------------------------------------------
-
-    def between(self, order: Order) -> dict[Name, Message]:
-        """Return the messages that wait elsewhere than in the link."""
-        return {}
-
-    def take_up(self) -> None:
-        """Go on after a state was put into the stages, and messages into the link."""
-
-    def leave(self, stacks: Sequence[Any]) -> None:
-        """Run the stages of these stacks one by one from now on."""
 
     def _update(self, ops: Ops) -> None:
         if self.replicas is None:
@@ -257,6 +218,7 @@ class Worker:
 
         It is put off until the stage's next operation, so that other stages work meanwhile.
         """
+        self.executor.spread()
         for s in list(self._due) if stage is None else [stage] if stage in self._due else ():
             mb, arrive = self._due.pop(s)
             self.stages[s].gradients.unpack(arrive())
@@ -264,6 +226,9 @@ class Worker:
 
     def update(self, ops: Ops) -> None:
         """Do U of each (stage, micro-batch), as one step if method and optimizers allow it."""
+        ops = self.executor.update(ops)
+        if not ops:
+            return
         numbers = tuple([s for s, _ in ops])
         stages = [self.stages[s] for s in numbers]
         if self.began is not None:
@@ -271,7 +236,7 @@ class Worker:
         listened = bool([stage for stage in stages if hooked(stage.optimizer)])
         teams = self._steps.get((listened, numbers))
         if teams is None:
-            joined = joinable([s.optimizer for s in stages]) and (self.method.merges or not self._update_hook)
+            joined = joinable([s.optimizer for s in stages]) and (self.method.merges or not self.update_hook)
             teams = self._steps[listened, numbers] = self._teams(stages, joined and self.residence.joins)
         last = dict(ops)
         steps = [self._planned(team, last[team.first.index]) for team in teams]
@@ -282,7 +247,7 @@ class Worker:
 
     def _planned(self, team: StageGroup, mb: int) -> _Step:
         options = [stage.options for stage in team.stages]
-        when = team.when(mb, options, self.start, self.base, 0) if self._update_hook else None
+        when = team.when(mb, options, self.start, self.base, 0) if self.update_hook else None
         return team, mb, options, when
 
     def _make(
@@ -305,7 +270,7 @@ class Worker:
                     if self.watch is not None:
                         self.watch.before_update(stage, clipped)
                 except Exception as error:
-                    raise self._failed("update", stage, mbs[stage.index], error) from error
+                    raise self.failure("update", stage, mbs[stage.index], error) from error
             for stage, copy in zip(stages, kept, strict=bool(kept)):
                 if copy is not None:
                     torch._foreach_copy_(copy, stage.weights)
@@ -333,7 +298,7 @@ class Worker:
             if after is not before:
                 team.state = after
         except Exception as error:
-            raise self._failed("update", team.first, mb, error) from error
+            raise self.failure("update", team.first, mb, error) from error
 
     def _teams(self, stages: Sequence[Stage], joined: bool) -> list[StageGroup]:
         some = [stage for stage in stages if stage.weights]
@@ -366,35 +331,7 @@ class Worker:
             teams = self._hooks[numbers] = self._teams([self.stages[s] for s in numbers], joined)
         return teams
 
-    # -- errors --------------------------------------------------------------------------------------------------
-
-    def _failed(self, what: str, stage: Stage, mb: int, error: BaseException) -> StageError:
+    def failure(self, what: str, stage: Stage, mb: int, error: BaseException) -> StageError:
+        """Remember the operation that failed, and return an error that names it."""
         self.failed = what, stage.index, mb
         return StageError(f"{stage.label}, micro-batch {mb}: the {what} failed: {error}")
-
-    def _culprit(self, ops: Ops, flights: Sequence[Flight], error: Exception) -> str:
-        """Name the backward of a joined call that failed.
-
-        Autograd goes from the newest graph to the oldest, and a finished graph has given its input a gradient. So the
-        newest unfinished graph has failed.
-        """
-        undone = [op for op, f in zip(ops, flights, strict=True) if all(x.grad is None for x in f.leaves)]
-        s, i = max(undone or ops[:1], key=lambda op: (op[1], op[0]))
-        return f"{self.stages[s].label}, micro-batch {i}: the backward failed: {error}"
-
-    def _first_bad(self, i: int, loss: Tensor) -> str:
-        for s in sorted(self.stages):
-            flight = self.stages[s].flights.get(i)
-            if flight is None or s == self._last:
-                continue
-            given = self.stages[s + 1].flights[i].leaves  # not every flight keeps its own output
-            if not all(bool(torch.isfinite(part).all()) for part in given):
-                where = self.stages[s].label
-                return f"{where}, micro-batch {i}: the output is not finite (the loss is {loss.item()}); {_CURE}"
-        return self._bad_loss(i, loss)
-
-    def _bad_loss(self, i: int, loss: Tensor) -> str:
-        return f"{self.stages[self._last].label}, micro-batch {i}: the loss is {loss.item()}; {_CURE}"
-
-
-_CURE = "lower the learning rate, set clip_norm=, or train on with debug=pipeback.Debug(check_finite=False)"

@@ -5,6 +5,7 @@ A tick is the time in which every stage does one F (forward), one B (backward) a
 Floor 5. It may import runtime, stages, methods, schedules and tensors.
 """
 
-from pipeback.vectorized.worker import VectorizedWorker, fitting, stacked
+from pipeback.vectorized.choose_stacks import fitting, stacked
+from pipeback.vectorized.stack_executor import StackExecutor
 
-__all__ = ["VectorizedWorker", "fitting", "stacked"]
+__all__ = ["StackExecutor", "fitting", "stacked"]

@@ -257,7 +257,7 @@ def test_graphs_of_many_forms_are_bounded(method, compile, learnt, monkeypatch):
     monkeypatch.setattr("pipeback.vectorized.bounded_cache.FORMS", 2)
     pipe, found = trained(True, make, shape, MANY, method, compile=compile)
     assert all(map(torch.equal, found, wanted))
-    (steady,) = (loop.worker._steady for loop in pipe._engine.loops)
+    (steady,) = (loop.worker.executor._steady for loop in pipe._engine.loops)
     known = [steady._moving, *(stack._rings for stack in pipe._engine.setting.stacks)]
     assert {len(some) for some in known} == {2}
     assert max(map(len, (steady._judges, steady._examples, steady._fused))) <= 2

@@ -9,7 +9,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import pipeback
-from pipeback.runtime import worker
+from pipeback.runtime import stage_executor
 from pipeback.stages import offload
 from pipeback.stages.flight import grown
 from pipeback.stages.saved_graph import saved
@@ -93,9 +93,9 @@ def test_bytes_stated_are_bytes_held(activations, case, copies, monkeypatch):
             peak = max(peak, waiting + graph)
         differentiate(roots, seeds, leaves, every)
 
-    begin_backward, differentiate = Stage.begin_backward, worker.differentiate
+    begin_backward, differentiate = Stage.begin_backward, stage_executor.differentiate
     monkeypatch.setattr(Stage, "begin_backward", begin)
-    monkeypatch.setattr(worker, "differentiate", measured)
+    monkeypatch.setattr(stage_executor, "differentiate", measured)
     for x, y in data(14, samples=8):
         pipe.push(x, y)
         for stage in stages:

@@ -1,0 +1,138 @@
+"""Stage executor: does a worker's operations stage by stage, but the backwards of a wave in one autograd call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeback.errors import StageError
+from pipeback.runtime.link import Name
+from pipeback.runtime.worker import Worker
+from pipeback.schedules.order import Ops, Order
+from pipeback.stages.flight import Flight
+from pipeback.stages.gradients import differentiate
+from pipeback.stages.stage import Stage
+from pipeback.tensors.layout import Message
+
+
+class StageExecutor:
+    """The executor of the stages of `worker`; F is the forward, B the backward of a micro-batch at one stage."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker, self.stages, self.link = worker, worker.stages, worker.link
+        self.apart = any(stage.keeping is not None and stage.keeping.apart for stage in self.stages.values())
+
+    def record(self, on: bool) -> None:
+        """Do nothing: the worker measures each operation."""
+
+    def forward(self, ops: Ops) -> list[Flight]:
+        """Do F of each (stage, micro-batch), in the order given; return the new flights."""
+        worker, link, stages = self.worker, self.link, self.stages
+        flights: list[Flight] = []
+        for s, i in ops:
+            stage = stages[s]
+            x = link.recv("F", s, i)
+            if worker.began is not None:
+                worker.began(("F", s, i))
+            try:
+                y = stage.forward(i, x, link.recv("Y", s, i) if stage.judges else None)
+            except (Exception, KeyboardInterrupt) as error:
+                told = worker.failure("forward", stage, i, error)
+                if isinstance(error, KeyboardInterrupt):
+                    raise
+                raise told from error
+            flights.append(stage.flights[i])
+            flights[-1].options = worker.options[i]
+            if not stage.last:
+                link.send("F", s + 1, i, y)
+            elif worker.check_finite and stage.judges and not torch.isfinite(y):
+                raise StageError(self._first_bad(i, y))
+            else:
+                worker.report(i, y)
+            if s == worker.last:
+                del worker.options[i]
+        return flights
+
+    def backward(self, ops: Ops) -> None:
+        """Do B of each (stage, micro-batch), as one autograd call."""
+        worker, link, stages = self.worker, self.link, self.stages
+        roots: list[Tensor] = []
+        seeds: list[Tensor] = []
+        flights = []
+        for s, i in ops:
+            stage = stages[s]
+            grad = None if stage.judges else link.recv("B", s, i)
+            if worker.samples and stage.last:
+                grad = torch.full_like(stage.flights[i].output, worker.sizes[i])
+            try:
+                flights.append(stage.begin_backward(i, grad, roots, seeds))
+            except Exception as error:
+                raise worker.failure("backward", stage, i, error) from error
+        try:
+            leaves = [leaf for flight in flights for leaf in flight.leaves]
+            differentiate(roots, seeds, leaves, [stages[s].gradients for s, _ in ops])
+        except Exception as error:
+            raise StageError(self._culprit(ops, flights, error)) from error
+        for (s, i), flight in zip(ops, flights, strict=True):
+            stage = stages[s]
+            upstream = stage.end_backward(flight)
+            if worker.samples:
+                self.weigh(stage, i)
+            if s:
+                link.send("B", s - 1, i, upstream)
+
+    def weigh(self, stage: Stage, i: int) -> None:
+        """Count the samples of a micro-batch, if these weight the mean; the backward has counted it as 1."""
+        sizes = self.worker.sizes
+        size = sizes.pop(i) if stage.index == self.worker.first else sizes[i]
+        stage.gradients.count_more(size - 1)
+
+    def update(self, ops: Ops) -> Ops:
+        """Return all operations: none is done here."""
+        return ops
+
+    def spread(self) -> None:
+        """Do nothing: each stage has its gradients."""
+
+    def between(self, order: Order) -> dict[Name, Message]:
+        """Return nothing: all messages wait in the link."""
+        return {}
+
+    def take_up(self) -> None:
+        """Do nothing: stages and link hold the whole state."""
+
+    def leave(self, stacks: Sequence[Any]) -> None:
+        """Do nothing: every stage runs on its own already."""
+
+    # -- errors --------------------------------------------------------------------------------------------------
+
+    def bad_loss(self, i: int, loss: Tensor) -> str:
+        """Say which micro-batch has a loss that is not finite."""
+        return f"{self.stages[self.worker.last].label}, micro-batch {i}: the loss is {loss.item()}; {_CURE}"
+
+    def _culprit(self, ops: Ops, flights: Sequence[Flight], error: Exception) -> str:
+        """Name the backward of a joined call that failed.
+
+        Autograd goes from the newest graph to the oldest, and a finished graph has given its input a gradient. So the
+        newest unfinished graph has failed.
+        """
+        undone = [op for op, f in zip(ops, flights, strict=True) if all(x.grad is None for x in f.leaves)]
+        s, i = max(undone or ops[:1], key=lambda op: (op[1], op[0]))
+        return f"{self.stages[s].label}, micro-batch {i}: the backward failed: {error}"
+
+    def _first_bad(self, i: int, loss: Tensor) -> str:
+        for s in sorted(self.stages):
+            flight = self.stages[s].flights.get(i)
+            if flight is None or s == self.worker.last:
+                continue
+            given = self.stages[s + 1].flights[i].leaves  # not every flight keeps its own output
+            if not all(bool(torch.isfinite(part).all()) for part in given):
+                where = self.stages[s].label
+                return f"{where}, micro-batch {i}: the output is not finite (the loss is {loss.item()}); {_CURE}"
+        return self.bad_loss(i, loss)
+
+
+_CURE = "lower the learning rate, set clip_norm=, or train on with debug=pipeback.Debug(check_finite=False)"

@@ -1,0 +1,184 @@
+"""Stack executor: does a worker's operations, those of each stack of stages as one and all others stage by stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pipeback.errors import StageError
+from pipeback.runtime.link import Name
+from pipeback.runtime.stage_executor import StageExecutor
+from pipeback.runtime.worker import Worker
+from pipeback.schedules.order import Ops, Order
+from pipeback.stages.flight import Flight
+from pipeback.tensors.layout import Message
+from pipeback.vectorized.stack import Stack
+from pipeback.vectorized.steady import Steady
+
+
+class StackExecutor:
+    """The executor of the stages of `worker`, some of which are in `stacks`.
+
+    F is the forward, B the backward, U the update, each of one micro-batch at one stage.
+    """
+
+    apart = False  # whether the backwards of a wave are done one by one
+
+    def __init__(self, worker: Worker, *, stacks: Sequence[Stack]) -> None:
+        self.worker, self.stages, self.link, self.stacks = worker, worker.stages, worker.link, list(stacks)
+        self._one_by_one = StageExecutor(worker)  # for the other stages, and for flights that are autograd graphs
+        self._of = {stage.index: stack for stack in stacks for stage in stack.stages}
+        self._mixed = False  # whether some flights of stacked stages are autograd graphs, from a state
+        self._steady: Steady | None = None
+
+    def record(self, on: bool) -> None:
+        """Raise ValueError if operations are to be measured."""
+        if on:
+            raise ValueError("record: stages that run as one cannot be measured apart; build it with vectorize=False")
+
+    def leap(self, order: Order, ticks: int) -> int:
+        """Do at once as many ticks as possible at which every stage does F, B and U; return their number.
+
+        The order counts them.
+        """
+        worker = self.worker
+        seen = worker.replicas or worker.watch or worker.tracing or worker.began or worker.samples
+        if seen or worker.clip_norm or worker.clip_value or self._mixed or not self.stacks:
+            return 0
+        if self._steady is None:
+            self._steady = Steady(worker, self.judged, self.stacks)
+        try:
+            return self._steady.run(order, ticks)
+        except BaseException:
+            order.skip(self._steady.done)
+            raise
+
+    def judged(self, i: int, loss: Tensor) -> None:
+        """Take the loss of a micro-batch from the last stage."""
+        if self.worker.check_finite and not torch.isfinite(loss):
+            raise StageError(self._one_by_one.bad_loss(i, loss))
+        self.worker.report(i, loss)
+
+    def forward(self, ops: Ops) -> list[Flight]:
+        """Do F of each (stage, micro-batch), of stacks first; return the new flights."""
+        options = self.worker.options
+        others = [op for op in ops if op[0] not in self._of]
+        if others and not others[0][0]:  # what fails at the first stage fails before anything else of its tick is done
+            self._one_by_one.forward(others[:1])
+            del others[0]
+        for stack in self.stacks:
+            every = [op for op in ops if self._of.get(op[0]) is stack]
+            some = stack.as_one(every, self.link.box)
+            if len(some) < len(every):
+                others += [op for op in every if op not in some]
+                self._mixed = True
+            if some:
+                try:
+                    stack.forward(some, self.link)
+                except Exception as error:
+                    raise self._failed_rows("forward", stack, some, error) from error
+                for s, i in some:
+                    self.stages[s].flights[i].options = options[i]
+                    if s == self.worker.last:
+                        del options[i]
+        if others:
+            self._one_by_one.forward(others)
+        return [self.stages[s].flights[i] for s, i in ops]
+
+    def backward(self, ops: Ops) -> None:
+        """Do B of each (stage, micro-batch), of stacks first."""
+        others = [op for op in ops if op[0] not in self._of]
+        for stack in self.stacks:
+            some, graphs = [op for op in ops if self._of.get(op[0]) is stack], []
+            if self._mixed:
+                stack.take(self.link.box)
+                graphs = [(s, i) for s, i in some if self.stages[s].flights[i].row is None]
+                some = [op for op in some if op not in graphs]
+                self._lend(stack, graphs)
+                others += graphs
+            if some:
+                try:
+                    stack.backward(some, self.link)
+                except Exception as error:
+                    raise self._failed_rows("backward", stack, some, error) from error
+                if self.worker.samples:
+                    for s, i in some:
+                        self._one_by_one.weigh(self.stages[s], i)
+            if graphs:
+                stack.rows.apart([stack.numbers.index(s) for s, _ in graphs])
+        apart = self._one_by_one.apart
+        for some in [[op] for op in sorted(others)] if apart else [sorted(others)] if others else []:
+            self._one_by_one.backward(some)
+        if self._mixed:
+            for s, i in others:
+                if s in self._of and s == self._of[s].first:
+                    self._of[s].forget(i)
+            self._look()
+
+    def update(self, ops: Ops) -> Ops:
+        """Do U of each whole stack if only the optimizer moves the weights; return the operations that are left."""
+        worker = self.worker
+        plain = not (worker.update_hook or worker.stash or worker.watch or worker.clip_norm or worker.clip_value)
+        there = {s for s, _ in ops}
+        done: set[int] = set()
+        for stack in self.stacks:
+            if plain and there.issuperset(stack.numbers) and stack.rows.step():
+                done.update(stack.numbers)
+                for stage in stack.stages:
+                    stage.updated()
+            else:
+                stack.rows.spread()
+        return [op for op in ops if op[0] not in done]
+
+    def spread(self) -> None:
+        """Hand the stages of each stack their gradients."""
+        for stack in self.stacks:
+            stack.rows.spread()
+
+    def _lend(self, stack: Stack, ops: Ops) -> None:
+        """Pass gradients from rows of the stack to stages whose flight is an autograd graph."""
+        for s, i in ops:
+            name = ("B", s, i)
+            if name not in self.link.box:
+                value = stack.waiting(name)
+                assert value is not None
+                self.link.box[name] = value
+
+    # -- states --------------------------------------------------------------------------------------------------
+
+    def between(self, order: Order) -> dict[Name, Message]:
+        """Return the messages that wait in rows of stacks."""
+        found: dict[Name, Message] = {}
+        for stack in self.stacks:
+            for s in range(stack.first, stack.last + 1):
+                came = range(order.forwards[s], order.forwards[s - 1]) if s > stack.first else ()
+                back = range(order.backwards[s], order.backwards[s + 1]) if s < stack.last else ()
+                for kind, mbs in (("F", came), ("B", back)):
+                    for mb in mbs:
+                        name = (kind, s, order.start + mb)
+                        value = None if name in self.link.box else stack.waiting(name)
+                        if value is not None:
+                            found[name] = value
+        return found
+
+    def take_up(self) -> None:
+        """Go on after a state was put into the stages, and messages into the link."""
+        self._look()
+        for stack in self.stacks:
+            stack.take(self.link.box)
+
+    def leave(self, stacks: Sequence[Stack]) -> None:
+        """Run the stages of these stacks one by one from now on."""
+        self.stacks = [stack for stack in self.stacks if stack not in stacks]
+        self._of = {stage.index: stack for stack in self.stacks for stage in stack.stages}
+        self._steady = None
+
+    def _look(self) -> None:
+        some = (self.stages[s] for s in self._of)
+        self._mixed = any(flight.row is None for stage in some for flight in stage.flights.values())
+
+    def _failed_rows(self, what: str, stack: Stack, ops: Ops, error: Exception) -> StageError:
+        mbs = ", ".join(str(i) for _, i in ops)
+        return StageError(f"{stack.name}, micro-batches {mbs}: the {what} failed: {error}")
