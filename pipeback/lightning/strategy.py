@@ -286,7 +286,7 @@ class PipelineStrategy(Place):
             rank.fail(error)
         self.meeting = None
 
-    def teardown(self) -> None:
+    def end_training(self) -> None:
         self.precision_plugin.__dict__.pop("clip_gradients", None)
         if self._together is not None:
             self._together.finish()
@@ -299,7 +299,6 @@ class PipelineStrategy(Place):
                 self._visits.end()
                 self._visits = None
         self.lost = self.lightning_module is not None and meta.absent(self.lightning_module)
-        super().teardown()
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
@@ -338,8 +337,7 @@ class PipelineStrategy(Place):
         state.load(section)
         self._resumed = Resumed(section, module.trainer)
 
-    def process_dataloader(self, dataloader: Any) -> Any:
+    def before_reading(self, dataloader: Any) -> None:
         assert self.lightning_module is not None
         if self.lightning_module.trainer.training:
             self._resumed.at_end_of_epoch(dataloader)
-        return super().process_dataloader(dataloader)

@@ -66,7 +66,11 @@ class Provenance(TorchDispatchMode):
             for tensor in _tensors(part):
                 if memory_of(tensor) not in before:
                     self._of[memory_of(tensor)] = apart.get(number, sources)
+        self.done(func, args, kwargs, output)
         return output
+
+    def done(self, func: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        """Called after every operation."""
 
 
 def _blank(func: Any) -> bool:

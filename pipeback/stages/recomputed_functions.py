@@ -90,15 +90,14 @@ class Recorder(Provenance):
                 return Part(w, tensor.shape, tensor.stride(), int(offset))
         return self._made.get(_place(tensor))
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        output = super().__torch_dispatch__(func, types, args, kwargs)
+    def done(self, func: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        """Record it, if it computes a function of the weights that is cheap."""
         changed = [memory_of(tensor) for tensor in written(func, args, kwargs)]
         self._changed.update(changed)
         results = output if isinstance(output, (list, tuple)) else [output]
         made = [t for t in results if isinstance(t, Tensor) and self.of(t) == WEIGHTS]
         if changed or not made:
-            return output
+            return
         self._alive += made
         if _cheap(func):
             unknown = object()
@@ -108,7 +107,6 @@ class Recorder(Provenance):
                     if isinstance(t, Tensor):
                         at = number if isinstance(output, (list, tuple)) else None
                         self._made.setdefault(_place(t), Made(func, given, named, at))
-        return output
 
     def _input(self, value: Any, unknown: object) -> Any:
         if not isinstance(value, Tensor):

@@ -102,9 +102,6 @@ class Place(SingleDeviceStrategy):
     def _configure_launcher(self) -> None:
         self._launcher = launcher(self)
 
-    def check_before_launch(self, trainer: Trainer) -> None:
-        """Raise the errors that can be found before the processes start."""
-
     def setup_environment(self) -> None:
         if self.several and not self.alone:
             self.set_world_ranks()
@@ -131,6 +128,17 @@ class Place(SingleDeviceStrategy):
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         return bool(decision) if self.meeting is None else self.meeting.broadcast("a decision", bool(decision))
 
+    # -- what a strategy adds --------------------------------------------------------------------------------------
+
+    def check_before_launch(self, trainer: Trainer) -> None:
+        """Raise the errors that can be found before the processes start."""
+
+    def before_reading(self, dataloader: Any) -> None:
+        """Called with a DataLoader before anything is read from it."""
+
+    def end_training(self) -> None:
+        """Called before the devices are given back."""
+
     # -- data ----------------------------------------------------------------------------------------------------
 
     def same_random_numbers(self) -> None:
@@ -139,6 +147,7 @@ class Place(SingleDeviceStrategy):
             random_state.load(self.meeting.broadcast("random numbers", random_state.save()))
 
     def process_dataloader(self, dataloader: Any) -> Any:
+        self.before_reading(dataloader)
         if self.meeting is not None:
             self.same_random_numbers()
             init = getattr(dataloader, "worker_init_fn", None)
@@ -147,6 +156,7 @@ class Place(SingleDeviceStrategy):
         return super().process_dataloader(dataloader)
 
     def teardown(self) -> None:
+        self.end_training()
         if self.several and not self.alone and self.cluster_environment is not None:
             self.cluster_environment.teardown()
         if not self.lost:
