@@ -66,7 +66,10 @@ def trained(case, drop=0.3, **options):
     return found
 
 
-@pytest.mark.parametrize("case", ["gpipe-4", "pb", "pipedream", "pipedream_2bw", "cerebras", "spectrain", "pipemare"])
+SOME = ["gpipe-4", "pb", "pipedream", "pipedream_2bw", "cerebras", "spectrain", "pipemare"]
+
+
+@pytest.mark.parametrize("case", mostly_rare(SOME, *SOME[:3]))
 def test_runtimes(case, tmp_path, monkeypatch):
     monkeypatch.setattr(disk_store, "SMALL", 1)
     wanted = trained(case)

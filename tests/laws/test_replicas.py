@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests.helpers.choice import mostly_rare
-from tests.laws.cases import CASES, STAGES, data, everything, network, pipeline
+from tests.laws.cases import CASES, FEW, STAGES, data, everything, network, pipeline
 from tests.processes.cases import differences, settled
 
 SEPARATE = [case for case in CASES if case not in ("gpipe",)]  # whose flush a push would hold other micro-batches
@@ -24,7 +24,7 @@ def trained(case, batches, optimizer="momentum", dtype=torch.float64, **options)
 
 @pytest.mark.parametrize(
     ("case", "replicas"),
-    mostly_rare(product(CASES, (2, 3)), *((case, (2, 3)[n % 2]) for n, case in enumerate(CASES))),
+    mostly_rare(product(CASES, (2, 3)), *((case, (2, 3)[n % 2]) for n, case in enumerate(FEW))),
 )
 def test_replicas_equal_one_pipeline_on_the_whole_micro_batch(case, replicas):
     """mean over replicas of mean over samples = mean over all samples, where the shares are equal; 1e-12."""

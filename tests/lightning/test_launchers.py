@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+from tests.helpers.choice import mostly_rare
 from tests.lightning import ranks, script
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -46,7 +47,7 @@ def test_spawned_in_this_process(wanted, tmp_path):
     assert "MASTER_PORT" not in os.environ
 
 
-@pytest.mark.parametrize("launcher", COMMANDS)
+@pytest.mark.parametrize("launcher", mostly_rare(COMMANDS, "torchrun", "fork"))
 def test_started_by_a_command(launcher, wanted, tmp_path):
     process = start(launcher, tmp_path)
     out, _ = process.communicate(timeout=180)

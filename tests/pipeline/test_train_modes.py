@@ -5,6 +5,7 @@ import gc
 import pickle
 import time
 import warnings
+from itertools import product
 from weakref import WeakSet
 
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 
 import pipeback
 from pipeback.pipeline import train_modes
+from tests.helpers.choice import mostly_rare
 from tests.laws.cases import data, everything, pipeline
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*takes its statistics")
@@ -95,9 +97,16 @@ def law(method, form, **options):
     pipe.close()
 
 
-@pytest.mark.parametrize("form", ["sequence", "followed"])
-@pytest.mark.parametrize("runtime", RUNTIMES)
-@pytest.mark.parametrize("method", ["pb", "one_f_one_b"])
+METHODS, FORMS = ["pb", "one_f_one_b"], ["sequence", "followed"]
+
+
+@pytest.mark.parametrize(
+    ("method", "runtime", "form"),
+    mostly_rare(
+        product(METHODS, RUNTIMES, FORMS),
+        *((METHODS[m], runtime, FORMS[(n + m) % 2]) for n, runtime in enumerate(RUNTIMES) for m in range(2)),
+    ),
+)
 def test_runtimes(method, runtime, form):
     options = dict(RUNTIMES[runtime])
     if "activations" in options and method == "pb":

@@ -9,7 +9,8 @@ from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
 import pipeback
-from tests.laws.cases import CASES, OPTIMIZERS, STAGES, data, everything, network, pipeline
+from tests.helpers.choice import mostly_rare
+from tests.laws.cases import CASES, FEW, OPTIMIZERS, STAGES, data, everything, network, pipeline
 from tests.processes.cases import drawing
 from tests.stages.keeping import KINDS, equal, poor, train
 
@@ -19,7 +20,7 @@ ALIKE.append("spectrain-v2")
 
 
 @poor
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", mostly_rare(CASES, *FEW))
 def test_host_memory_changes_no_bit(case):
     for model in (network, drawing):
         wanted = train(model(), case, data(15, samples=8))
