@@ -98,7 +98,15 @@ def test_a_forward_that_was_stopped_is_taken_back(case):
     assert list(hurt.ledger) == list(plain.ledger)
 
 
-def test_it_is_python_s_own_interrupt():
+@pytest.fixture
+def heard():
+    """Ctrl-C raises, as it does in a terminal; what runs in the background of a shell ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_it_is_python_s_own_interrupt(heard):
     """Its class decides how the interpreter ends; a subclass would end it with another status."""
 
     def stopped(output, target):
