@@ -38,7 +38,8 @@ class UpdateInterval:
         if batches > 1 and found is None:
             raise ValueError(
                 f"accumulate_grad_batches={batches}: {made!r} updates after every micro-batch; use 1, or a method with "
-                "an update interval: gpipe, one_f_one_b, pipedream_2bw, pipemare"
+                "an update interval: method='gpipe', 'one_f_one_b' or 'pipedream_2bw', or "
+                f"method=pipeback.methods.create('pipemare', anneal=1000, micro_batches={wanted})"
             )
         if batches > 1 and found != wanted:
             raise ValueError(

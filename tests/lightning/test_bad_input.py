@@ -1,6 +1,7 @@
 """Bad input: one clear error that names the cure, before half a step is trained."""
 
 import copy
+import re
 import subprocess
 import sys
 
@@ -235,10 +236,15 @@ def test_what_is_said_of_mixed_precision_trains(cure):
 
 @pytest.mark.parametrize("method", ["pb", "cerebras", "pipedream", "sgd"])
 def test_accumulation_without_an_interval(method):
-    message = (
-        "accumulate_grad_batches=2: .* updates after every micro-batch; use 1, or a method with an update interval"
-    )
-    refused(Regression(), message, strategy(method), accumulate_grad_batches=2)
+    """Each of the methods that the message types trains so."""
+    message = "accumulate_grad_batches=6: .* after every micro-batch; use 1, or a method with an update interval: "
+    with pytest.raises(ValueError, match=message) as found:
+        trainer(strategy(method), accumulate_grad_batches=6).fit(Regression(), loader())
+    names, built = re.split(message, str(found.value))[1].split(", or method=")
+    cures = [*re.findall(r"'\w+'", names), built]
+    assert len(cures) == 4
+    for cure in cures:
+        trainer(strategy(eval(cure)), accumulate_grad_batches=6).fit(Regression(), loader())
 
 
 def test_accumulation_against_the_methods_number():
