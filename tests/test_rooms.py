@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from collections import defaultdict
 from functools import cache
 from pathlib import Path
 
@@ -97,7 +98,24 @@ def test_every_room_says_what_it_is():
             doors = [
                 node.value for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "__all__"
             ]
+            assert len(doors) == 1 or "." in name, f"{name}: a room has one __all__, its door"
             assert all(len(door.elts) <= 8 for door in doors), name
+
+
+def test_a_class_name_means_one_thing():
+    found = defaultdict(list)
+    for name, path in FILES.items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                found[node.name].append(name)
+    assert not {name: files for name, files in found.items() if len(files) > 1}
+
+
+def test_imports_for_type_checkers_alone_are_of_other_packages():
+    for name, path in FILES.items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+                assert "pipeback" not in ast.unparse(node), name
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "methods").glob("[a-z]*.py")), ids=lambda path: path.stem)

@@ -20,7 +20,7 @@ import torch
 from pipeback.tensors import accelerators
 
 
-class Modes(NamedTuple):
+class TorchModes(NamedTuple):
     """The settings that decide how torch computes in this thread."""
 
     grad: bool
@@ -32,7 +32,7 @@ class Modes(NamedTuple):
     stream: torch.Stream | None
 
     @classmethod
-    def now(cls) -> Modes:
+    def now(cls) -> TorchModes:
         kinds = accelerators.kinds()
         casts = tuple((k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds)
         stream = accelerators.in_use()
@@ -56,7 +56,7 @@ class Modes(NamedTuple):
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        outside = Modes.now()
+        outside = TorchModes.now()
         self.set()
         try:
             yield
@@ -76,7 +76,7 @@ class Suspended:
         self.function = function
         self.question: Any = None
         self.result: Any = None
-        self.modes = Modes.now()  # of the call, when it last asked
+        self.modes = TorchModes.now()  # of the call, when it last asked
         self._answer: Any = None
         self._failure: BaseException | None = None
         self._thrown: BaseException | None = None  # raised where it asks
@@ -119,7 +119,7 @@ class Suspended:
         """For the function: show the question to the caller, and wait for the answer."""
         if self._over:
             raise _Ended
-        self.question, self._asks, self.modes = question, True, Modes.now()
+        self.question, self._asks, self.modes = question, True, TorchModes.now()
         self._back.release()
         self._go.acquire()
         self._asks = False

@@ -12,6 +12,8 @@ from typing import Any
 from pipeback.methods.base import Method
 from pipeback.plugins import Plugins
 
+__all__ = ["available", "create", "options"]
+
 GROUP = "pipeback.methods"
 
 _METHODS = Plugins(

@@ -25,7 +25,7 @@ from pipeback.pipeline.option_checks import check_groups
 from pipeback.pipeline.rehearsals import Rehearsals, Relay, smallest
 from pipeback.pipeline.replica_sync import ReplicaSync
 from pipeback.pipeline.start import start
-from pipeback.pipeline.train_modes import OTHERWISE, Modes, Turn
+from pipeback.pipeline.train_modes import OTHERWISE, CallLock, Modes
 from pipeback.plan.budget import check
 from pipeback.plan.survey import survey
 from pipeback.runtime.loop import Batch, Loop
@@ -72,7 +72,7 @@ class Engine:
         self.error: BaseException | None = None
         self.runtime: Runner | None = None
         self._finalizer: Any = None  # stops the threads of a pipeline that nobody holds
-        self.lock, self._process = Turn(), os.getpid()  # not in a child of fork
+        self.lock, self._process = CallLock(), os.getpid()  # not in a child of fork
         self.modes = Modes(self._settable(), self.lock, self._settle)
         self.pushed = (0, 0)
         self._affordable = 0  # micro-batches of a push that are known to fit the store's budgets

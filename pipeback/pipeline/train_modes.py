@@ -19,7 +19,7 @@ OTHERWISE = (
 )
 
 
-class Turn:
+class CallLock:
     """A lock for one caller at a time, who may take it again."""
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class Modes:
     wait: a method that returns when what was pushed is done.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], turn: Turn, wait: Callable[[], object]) -> None:
+    def __init__(self, modules: Iterable[nn.Module], turn: CallLock, wait: Callable[[], object]) -> None:
         self._modules, self._turn, self._wait = {id(module) for module in modules}, turn, WeakMethod(wait)
         self._caller = 0
         finalize(self, _restore).atexit = False  # a pipeline that is dropped without being closed

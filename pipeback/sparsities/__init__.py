@@ -11,6 +11,8 @@ from typing import Any
 from pipeback.plugins import Plugins
 from pipeback.sparsities.base import Sparsity
 
+__all__ = ["available", "create", "options"]
+
 GROUP = "pipeback.sparsities"
 
 _SPARSITIES = Plugins(

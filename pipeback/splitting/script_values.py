@@ -44,7 +44,7 @@ def operator_of(function: Any) -> Any:
     return Operator(function) if inside and function.__qualname__ != f"Tensor.{function.__name__}" else function
 
 
-class Made:
+class BuiltValue:
     """A structure that is made anew for every micro-batch, from the tensors that stand in it."""
 
     __name__, __module__ = "made", "pipeback"
@@ -75,7 +75,7 @@ def argument(script: Script, filled: Callable[[Any], Any], value: Any, changes: 
     names = [leaf for leaf in leaves if type(leaf) is Name]
     numbers = iter(range(len(names)))
     constants = tuple(Ref(next(numbers)) if type(leaf) is Name else leaf for leaf in leaves)
-    return script.call(Made(Form(spec, constants, True)), names)
+    return script.call(BuiltValue(Form(spec, constants, True)), names)
 
 
 def _plain(spec: pytree.TreeSpec) -> bool:

@@ -18,7 +18,7 @@ from pipeback.private import pytree
 from pipeback.tensors.structures import PLAIN, fixed
 
 
-class Place:
+class TensorPlace:
     """Stands for a tensor that a function holds, by its number among these tensors."""
 
     def __init__(self, number: int) -> None:
@@ -77,7 +77,7 @@ class Partial:
 
 
 def _apart(value: Any, tensors: list[Tensor], within: list[int]) -> Any:
-    """Return a value that a function holds, with a `Place` for each tensor, which is added to `tensors`.
+    """Return a value that a function holds, with a `TensorPlace` for each tensor, which is added to `tensors`.
 
     within: ids of the values around it. Raises ValueError for objects whose tensors cannot be replaced, such as modules
     with weights, and for a value that contains itself.
@@ -85,7 +85,7 @@ def _apart(value: Any, tensors: list[Tensor], within: list[int]) -> Any:
     inner: Callable[[Any], Any] = lambda x: _apart(x, tensors, [*within, id(value)])  # noqa: E731
     if isinstance(value, Tensor):
         tensors.append(value)
-        return Place(len(tensors) - 1)
+        return TensorPlace(len(tensors) - 1)
     if id(value) in within:
         raise ValueError(
             "a function under torch.vmap calls itself; give the path of the module whose forward does so in "
@@ -119,7 +119,7 @@ def _made(value: Any, tensors: Sequence[Tensor]) -> Any:
     """Return the value with these tensors in the places."""
 
     def one(x: Any) -> Any:
-        if isinstance(x, Place):
+        if isinstance(x, TensorPlace):
             return tensors[x.number]
         return x.made(tensors) if isinstance(x, (Function, Partial)) else x
 
@@ -128,8 +128,8 @@ def _made(value: Any, tensors: Sequence[Tensor]) -> Any:
 
 def _told(value: Any) -> Any:
     """Return the output of `_apart` as values that are equal if the functions do the same."""
-    if isinstance(value, Place):
-        return Place, value.number
+    if isinstance(value, TensorPlace):
+        return TensorPlace, value.number
     if isinstance(value, Function):
         return Function, value.function.__code__, _told(value.holds)
     if isinstance(value, Partial):

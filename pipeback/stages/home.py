@@ -51,7 +51,7 @@ class Survivors(Protocol):
     def restore(self, stage: Any, changes: Any) -> None: ...
 
 
-class Share(Protocol):
+class WeightShare(Protocol):
     """The slice of a stage's weights that this rank keeps, where the replicas share them out (`shards`)."""
 
     share: int
@@ -148,7 +148,7 @@ class Home:
         self.flat: FlatBuffer | None = None  # the weights in a store, outside the device
         self.slot: DeviceSlot | None = None  # their place on the device, if they are only there when needed
         self.sparse: Survivors | None = None  # which of the weights survive
-        self.share: Share | None = None  # what this rank's store keeps of the weights, if others keep the rest
+        self.share: WeightShare | None = None  # what this rank's store keeps of the weights, if others keep the rest
         self.spilled: Sequence[Tensor | None] | None = None  # sums of gradients that left the device with the weights
 
     def look(self, module: nn.Module) -> None:
@@ -171,7 +171,7 @@ class Home:
         """Note which of the weights survive; None: all do."""
         self.sparse = sparse
 
-    def divide(self, share: Share) -> None:
+    def divide(self, share: WeightShare) -> None:
         """Note the share of the weights that this rank's store keeps."""
         self.share = share
 

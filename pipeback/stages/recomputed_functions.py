@@ -47,7 +47,7 @@ class Part(NamedTuple):
         return w.as_strided(self.size, self.stride, w.storage_offset() + self.offset)
 
 
-class Made(NamedTuple):
+class ComputedTensor(NamedTuple):
     """The output of an operation, or one of its outputs."""
 
     func: Any
@@ -63,7 +63,7 @@ class Made(NamedTuple):
 
 
 def _is_source(value: Any) -> bool:
-    return isinstance(value, (Part, Made))
+    return isinstance(value, (Part, ComputedTensor))
 
 
 def _remade(value: Any) -> Any:
@@ -76,11 +76,11 @@ class Recorder(Provenance):
     def __init__(self, data: list[Tensor], weights: list[Tensor]) -> None:
         super().__init__(data, weights)
         self._trained = weights
-        self._made: dict[Any, Made] = {}
+        self._made: dict[Any, ComputedTensor] = {}
         self._alive: list[Tensor] = []  # so that no other tensor gets their memory
         self._changed: set[int] = set()  # memory that was written into
 
-    def source(self, tensor: Tensor) -> Part | Made | None:
+    def source(self, tensor: Tensor) -> Part | ComputedTensor | None:
         """How a tensor that depends on the weights alone is computed; None if that is unknown or not cheap."""
         if memory_of(tensor) in self._changed:
             return None
@@ -106,7 +106,7 @@ class Recorder(Provenance):
                 for number, t in enumerate(results):
                     if isinstance(t, Tensor):
                         at = number if isinstance(output, (list, tuple)) else None
-                        self._made.setdefault(_place(t), Made(func, given, named, at))
+                        self._made.setdefault(_place(t), ComputedTensor(func, given, named, at))
 
     def _input(self, value: Any, unknown: object) -> Any:
         if not isinstance(value, Tensor):
@@ -142,13 +142,13 @@ class Afresh:
         handles = self.handles = Handles(self._stage.label)
         recorder = Recorder(tensors_in(given), list(self._stage.params))
 
-        def pack(tensor: Tensor) -> Handle | Part | Made:
+        def pack(tensor: Tensor) -> Handle | Part | ComputedTensor:
             # views of weights are what autograd would save, too
             if recorder.of(tensor) == WEIGHTS and not recorder.lives(tensor):
                 return recorder.source(tensor) or handles.pack(tensor)
             return handles.pack(tensor)
 
-        def unpack(packed: Handle | Part | Made) -> Tensor:
+        def unpack(packed: Handle | Part | ComputedTensor) -> Tensor:
             return handles.unpack(packed) if isinstance(packed, Handle) else self._again(packed)
 
         with saved_tensors_hooks(pack, unpack), recorder:
@@ -161,7 +161,7 @@ class Afresh:
         self.known, self._looked = known, []
         return known
 
-    def _again(self, source: Part | Made) -> Tensor:
+    def _again(self, source: Part | ComputedTensor) -> Tensor:
         with torch.no_grad():
             made = source.make()
         if not in_backward() and self.known is not None:

@@ -25,7 +25,7 @@ PLAIN = ("amsgrad", "maximize", "capturable", "differentiable", "fused")  # opti
 FIRST, SECOND, STEP = "exp_avg", "exp_avg_sq", "step"  # the names of what torch keeps per weight
 
 
-class Settings(NamedTuple):
+class AdamSettings(NamedTuple):
     """The options that all rows share. decays: λ of every weight."""
 
     betas: tuple[float, float]
@@ -38,7 +38,7 @@ class Settings(NamedTuple):
 class AdamStep:
     """The numbers of a step of Adam for all rows, as `Step` for momentum SGD. rates: η per weight and row."""
 
-    settings: Settings
+    settings: AdamSettings
     rates: list[list[float]]
     like: Sequence[Tensor]
     back: Sequence[Tensor] = ()
@@ -75,7 +75,7 @@ class AdamStep:
             _moved(others, steps[rest], *([some[m] for m in rest] for some in every))
 
     @cached_property
-    def _apart(self) -> tuple[list[int], list[int], Settings]:
+    def _apart(self) -> tuple[list[int], list[int], AdamSettings]:
         """Return the numbers of large weights, which torch's fused step moves, of the others, and their settings."""
         apart = [
             m for m, (w, rates) in enumerate(zip(self.like, self.rates, strict=True))
@@ -99,7 +99,7 @@ def columns(numbers: Sequence[Sequence[float]], like: Sequence[Tensor]) -> list[
 
 
 def adapted(
-    settings: Settings,
+    settings: AdamSettings,
     weights: Sequence[Tensor],
     kept: tuple[Sequence[Tensor], Sequence[Tensor], Tensor],
     grads: Sequence[Tensor],
@@ -110,7 +110,7 @@ def adapted(
     _moved(settings, steps.add_(1), weights, first, second, grads, *numbers)
 
 
-def _moved(settings: Settings, steps: Tensor, *given: Sequence[Tensor]) -> None:
+def _moved(settings: AdamSettings, steps: Tensor, *given: Sequence[Tensor]) -> None:
     """Step weights with operations over all rows at once. given: for each weight w, p, q, g and η as columns."""
     (b1, b2), eps, decoupled, decays = settings
     t = steps.double()
@@ -126,7 +126,7 @@ def _moved(settings: Settings, steps: Tensor, *given: Sequence[Tensor]) -> None:
         w.addcmul_(p / below, rates * size.to(q).view_as(rates))
 
 
-def settings(stage: Stage, options: Options) -> Settings | None:
+def settings(stage: Stage, options: Options) -> AdamSettings | None:
     """Return the settings in a stage's options; None unless its optimizer is plain Adam or AdamW."""
     if type(stage.optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
         return None
@@ -139,4 +139,4 @@ def settings(stage: Stage, options: Options) -> Settings | None:
             return None
         common.add((tuple(group["betas"]), group["eps"], bool(group.get("decoupled_weight_decay", decoupled))))
         decays.append(group["weight_decay"])
-    return Settings(*common.pop(), tuple(decays)) if len(common) == 1 else None
+    return AdamSettings(*common.pop(), tuple(decays)) if len(common) == 1 else None

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pipeback.vectorized import adam_rows
-from pipeback.vectorized.adam_rows import AdamStep, Settings
+from pipeback.vectorized.adam_rows import AdamSettings, AdamStep
 
 ROWS, SHAPES, BETAS, EPS = 3, [(4, 5), (6,)], (0.8, 0.95), 1e-3
 
@@ -42,7 +42,7 @@ def test_every_row_is_stepped_as_torch_steps_it(large, decoupled, decays, same, 
         [torch.stack([entry[name] for entry in some]) for some in kept] for name in ("exp_avg", "exp_avg_sq")
     )
     steps = torch.tensor([[float(entry["step"]) for entry in some] for some in kept])
-    moving = AdamStep(Settings(BETAS, EPS, decoupled, decays), rates, weights)
+    moving = AdamStep(AdamSettings(BETAS, EPS, decoupled, decays), rates, weights)
     for _ in range(5):
         grads = [torch.randn_like(w.transpose(1, -1).contiguous()).transpose(1, -1) for w in weights]
         if compiler:
