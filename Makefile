@@ -3,8 +3,7 @@ PYTHON ?= python3
 # another torch, in an environment of its own, say TORCH=2.12.1; and what else it shall have: WITH="lightning==2.6.0"
 TORCH ?=
 WITH ?=
-# processes of tests: one more than two cores, since many tests wait for processes of their own
-WORKERS ?= 3
+WORKERS ?= 2
 # sections and options of `pipeback bench`, say BENCH="table repeats=5"; none: all sections
 BENCH ?=
 NOTHING :=
