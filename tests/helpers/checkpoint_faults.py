@@ -20,7 +20,7 @@ from torch import nn
 import pipeback
 from pipeback import checkpoint, methods
 from pipeback.errors import CheckpointError
-from tests.laws.cases import OPTIMIZERS, data, everything, network, pipeline
+from tests.laws.cases import OPTIMIZERS, data, everything, network, pipeline, sequences
 
 METHODS = {
     "pb": {}, "pipedream": {}, "pipedream_2bw": {"micro_batches": 6}, "spectrain": {}, "cerebras": {},
@@ -60,14 +60,7 @@ def layered(layer: str, method: str, seed: int = 0, **options):
         loss=nn.functional.cross_entropy, optimizer=OPTIMIZERS["momentum"],
         method=methods.create(method, **METHODS[method]), **options,
     )  # fmt: skip
-    generator = torch.Generator().manual_seed(2)
-    batches = []
-    for _ in range(24):
-        x = torch.randn(4, 5, 8, generator=generator)
-        if layer == "embedding":
-            x = torch.randint(0, 16, (4, 5), generator=generator)
-        batches.append((x, torch.randint(0, 4, (4,), generator=generator)))
-    return pipe, batches
+    return pipe, sequences((4,), indices=layer == "embedding")
 
 
 def resume(folder: Path) -> list[str]:

@@ -72,6 +72,18 @@ def network(stages: int = STAGES, width: int = 6, dtype: torch.dtype = torch.flo
     return nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(stages)]).to(dtype)
 
 
+def sequences(targets: tuple[int, ...], indices: bool) -> list[Any]:
+    """24 micro-batches of 4 sequences of 5 vectors of width 8, or of 5 indices below 16, and targets of this shape."""
+    generator = torch.Generator().manual_seed(2)
+    batches = []
+    for _ in range(24):
+        x = torch.randn(4, 5, 8, generator=generator)
+        if indices:
+            x = torch.randint(0, 16, (4, 5), generator=generator)
+        batches.append((x, torch.randint(0, 4, targets, generator=generator)))
+    return batches
+
+
 def data(count: int, samples: int = 3, width: int = 6, dtype: torch.dtype = torch.float32, seed: int = 1) -> list[Any]:
     generator = torch.Generator().manual_seed(seed)
     draw = lambda: torch.randn(samples, width, generator=generator, dtype=dtype)  # noqa: E731

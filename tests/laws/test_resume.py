@@ -10,7 +10,7 @@ import pipeback
 from pipeback.tensors import copies
 from tests.helpers.choice import mostly_rare, rare
 from tests.helpers.processes import in_a_new_process
-from tests.laws.cases import CASES, OPTIMIZERS, STAGES, allowed, data, everything, network, pipeline
+from tests.laws.cases import CASES, OPTIMIZERS, STAGES, allowed, data, everything, network, pipeline, sequences
 
 
 def resumed(path, threads):
@@ -120,14 +120,7 @@ def layered(layer, method, seed=0, **options):
         loss=lambda out, target: nn.functional.cross_entropy(out.flatten(0, 1), target.flatten()),
         optimizer=OPTIMIZERS["momentum"], method=method, **options,
     )  # fmt: skip
-    generator = torch.Generator().manual_seed(2)
-    batches = []
-    for _ in range(24):
-        x = torch.randn(4, 5, 8, generator=generator)
-        if layer == "embedding":
-            x = torch.randint(0, 16, (4, 5), generator=generator)
-        batches.append((x, torch.randint(0, 4, (4, 5), generator=generator)))
-    return pipe, batches
+    return pipe, sequences((4, 5), indices=layer == "embedding")
 
 
 @pytest.mark.filterwarnings("ignore:.*takes its statistics", "ignore:.*enable_nested_tensor")

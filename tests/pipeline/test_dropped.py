@@ -111,12 +111,8 @@ def test_every_stage(at, activations):
         assert torch.equal(everything(hurt), everything(plain))
 
 
-@pytest.mark.filterwarnings("ignore:.*takes its statistics")
-@pytest.mark.parametrize("method", ["gpipe", "one_f_one_b"])
-@pytest.mark.parametrize("backward", [False, True])
-def test_a_flush_that_is_a_push_is_taken_back_as_a_whole(method, backward):
-    at = 0 if backward else None
-    plain, hurt = (made(method, at=at, backward=backward, micro_batch_size=4) for _ in range(2))
+def flushes_that_fail(plain, hurt, at):
+    """Push three flushes to both; three more of `hurt` fail at stage `at` (None: at the loss) and are taken back."""
     for n in range(3):
         some = data(4, 4, seed=n)
         with pytest.raises(pipeback.StageError, match="nothing was trained on it, nor on the others of this push, and"):
@@ -124,6 +120,15 @@ def test_a_flush_that_is_a_push_is_taken_back_as_a_whole(method, backward):
         if not n:
             flush(plain, some)
         assert torch.equal(flush(hurt, some), flush(plain, some))
+
+
+@pytest.mark.filterwarnings("ignore:.*takes its statistics")
+@pytest.mark.parametrize("method", ["gpipe", "one_f_one_b"])
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_flush_that_is_a_push_is_taken_back_as_a_whole(method, backward):
+    at = 0 if backward else None
+    plain, hurt = (made(method, at=at, backward=backward, micro_batch_size=4) for _ in range(2))
+    flushes_that_fail(plain, hurt, at)
     assert torch.equal(everything(hurt), everything(plain))
     assert list(hurt.ledger) == list(plain.ledger)
 

@@ -10,7 +10,7 @@ from torch import nn
 import pipeback
 from pipeback import methods
 from tests.laws.cases import CASES, FEW, OPTIMIZERS, STAGES, allowed, data, everything
-from tests.pipeline.test_dropped import ARMED, bad, batches, flush, made
+from tests.pipeline.test_dropped import ARMED, bad, batches, flush, flushes_that_fail, made
 
 
 def store(name, folder):
@@ -49,13 +49,7 @@ def test_the_first_stage_fails(case, kind, tmp_path):
 )
 def test_a_flush_that_is_a_push(method, at, kind, tmp_path):
     plain, hurt = pair(tmp_path, kind, method, at=at, micro_batch_size=4)
-    for n in range(3):
-        some = data(4, 4, seed=n)
-        with pytest.raises(pipeback.StageError, match="nothing was trained on it, nor on the others of this push, and"):
-            flush(hurt, [*some[:2], bad(at), some[3]]) if n else (flush(hurt, some), flush(hurt, [*some[:3], bad(at)]))
-        if not n:
-            flush(plain, some)
-        assert torch.equal(flush(hurt, some), flush(plain, some))
+    flushes_that_fail(plain, hurt, at)
     same(hurt, plain)
 
 
