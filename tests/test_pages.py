@@ -55,6 +55,16 @@ def quieten(monkeypatch):
     monkeypatch.setattr(pl, "Trainer", lambda **options: made(**quiet | options))
 
 
+def test_a_change_touches_three_files_at_most():
+    """As `docs/explanation/where_a_change_belongs.md` has it; `conf/` is for those who want a command, too."""
+    text = (pages.DOCS / "explanation/where_a_change_belongs.md").read_text("utf-8")
+    rows = [row.split(" | ") for row in text.splitlines() if row.startswith("| ")]
+    assert len(rows) > 10
+    for change, files in rows:
+        named = set(re.findall(r"`([A-Za-z_]+(?:/[A-Za-z_]+)*\.py)`", re.sub(r"as `.*?` is", "", files)))
+        assert len(named) <= 3, f"{change} touches {sorted(named)}"
+
+
 DOCSTRING = """Train `model`; w_ and *all* stay as they are.
 
 It returns nothing.

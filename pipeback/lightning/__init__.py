@@ -1,9 +1,6 @@
-"""Pipelined backpropagation under Lightning. Floor 9: it may import every room, and no room imports it.
+"""The Lightning strategy: `Trainer(strategy="pipeback")`, or `PipelineStrategy` with options of your own.
 
-    import pipeback.lightning
-    trainer = lightning.pytorch.Trainer(strategy="pipeback")
-
-or `Trainer(strategy=pipeback.lightning.PipelineStrategy(method="cerebras", micro_batch_size=1))`.
+Floor 9. It may import every room, and no room imports it.
 """
 
 try:

@@ -18,6 +18,7 @@ from pipeback.pipeline.option_checks import (
     check_workers,
     such,
 )
+from pipeback.stages.activations import recomputes
 from pipeback.stages.stage import OptimizerFactory
 from pipeback.streaming.store import Store
 
@@ -82,7 +83,7 @@ class PipelineOptions:
             ("loss", "given" if self.loss is not None else None, "given", "a loss, and push"),
         ]
         if self.vectorize:
-            kept = "recompute" if self.activations == "recompute" else "device"
+            kept = self.activations if recomputes(self.activations) else "device"
             among.append(("activations", self.activations, kept, f"activations={kept!r}"))
             among.append(("masters", self.masters, False, "masters=False"))
             among.append(("order", order, "grouped", 'debug=pipeback.Debug(order="grouped")'))

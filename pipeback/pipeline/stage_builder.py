@@ -14,7 +14,7 @@ from pipeback.pipeline.option_checks import check_optimizer, checked_factory
 from pipeback.splitting.partition import StagePart
 from pipeback.splitting.traced_model import TracedModel
 from pipeback.stages import compiled
-from pipeback.stages.activations import keeping
+from pipeback.stages.activations import keeping, recomputes
 from pipeback.stages.stage import OptimizerFactory, Stage
 
 
@@ -42,7 +42,7 @@ class StageBuilder(NamedTuple):
             stage.random.sow(torch.initial_seed())
             stage.gradients.show_between(self.loss is None)
             if self.compile:
-                keep = compiled.faithful(self.method, self.delays[s]) and self.activations[s] != "recompute"
+                keep = compiled.faithful(self.method, self.delays[s]) and not recomputes(self.activations[s])
                 stage.call_by(compiled.Compiled(part.module, s, compiled.options(self.compile, keep)))
             check_optimizer(stage, self.method)
             stages.append(stage)

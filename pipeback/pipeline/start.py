@@ -99,7 +99,7 @@ def _loop(
         mine, holding.method, setting.delays, link, executor, replicas=sums, residence=residence, **setting.worker
     )
     order = Order(holding.method.schedule, len(holding.stages), policy=policy, seed=setting.seed, near=near)
-    if isinstance(worker.executor, StackExecutor):
+    if setting.stacks:
         order.leap = partial(worker.executor.leap, order)
     moves = store is not None and not isinstance(store, DeviceStore)
     return Loop(worker, order, holding.method, replica, shared, at_once=moves)

@@ -21,12 +21,18 @@ from pipeback.tensors.layout import Message
 class StageExecutor:
     """The executor of the stages of `worker`; F is the forward, B the backward of a micro-batch at one stage."""
 
+    undoes = True  # every operation leaves its results in the stages and the link
+
     def __init__(self, worker: Worker) -> None:
         self.worker, self.stages, self.link = worker, worker.stages, worker.link
         self.apart = any(stage.keeping is not None and stage.keeping.apart for stage in self.stages.values())
 
     def record(self, on: bool) -> None:
         """Do nothing: the worker measures each operation."""
+
+    def leap(self, order: Order, ticks: int) -> int:
+        """Return 0: each operation is done by itself."""
+        return 0
 
     def forward(self, ops: Ops) -> list[Flight]:
         """Do F of each (stage, micro-batch), in the order given; return the new flights."""

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from pipeback.errors import StageError
-from pipeback.runtime.stage_executor import StageExecutor
 from pipeback.runtime.worker import Worker
 from pipeback.schedules.order import Order
 
@@ -102,7 +101,7 @@ def entering(worker: Worker, order: Order) -> bool:
 def able(worker: Worker, order: Order) -> bool:
     """Whether all stages are here, no other thread or rank uses them, and no forward writes into their weights."""
     return (
-        isinstance(worker.executor, StageExecutor)
+        worker.executor.undoes
         and len(worker.stages) == worker.count
         and worker.replicas is None
         and worker.watch is None

@@ -43,9 +43,13 @@ class Executor(Protocol):
     """How a worker's operations are done on the weights in place: stage by stage, or those of several stages as one."""
 
     apart: bool  # whether the backwards of a wave are done one by one
+    undoes: bool  # whether a micro-batch whose forward fails can be taken back (`undo`)
 
     def record(self, on: bool) -> None:
         """Begin or end measuring operations; raises ValueError if they cannot be measured one by one."""
+
+    def leap(self, order: Order, ticks: int) -> int:
+        """Do as many ticks as possible as one, at most `ticks`; return their number."""
 
     def forward(self, ops: Ops) -> list[Flight]:
         """Do F of each (stage, micro-batch); return the new flights, in the same order."""

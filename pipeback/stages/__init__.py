@@ -1,7 +1,4 @@
-"""The stages: a stage holds a module, its weights, its optimizer and the micro-batches that are in flight there.
-
-A stage does three operations: F (the forward of a micro-batch), B (its backward) and U (the update of the weights).
-A micro-batch is in flight at a stage from its F to its B.
+"""The stages: each holds a module, its weights, its optimizer and the micro-batches that wait for their backward.
 
 Floor 3. It may import methods, splitting's segment and tensors; stores and stacks come in as protocols (`home`).
 """

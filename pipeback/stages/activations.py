@@ -14,7 +14,7 @@ from pipeback.stages.flight import ActivationPolicy
 from pipeback.stages.offload import HostActivations
 from pipeback.stages.recompute import Recompute
 
-KINDS: dict[str, type[Recompute | HostActivations] | None] = {
+KINDS: dict[str, type[ActivationPolicy] | None] = {
     "device": None,
     "recompute": Recompute,
     "host": HostActivations,
@@ -65,3 +65,9 @@ def keeping(activations: str) -> ActivationPolicy | None:
     """Return a new policy of this kind for one stage; None for "device", which the stage does itself."""
     kind = KINDS[activations]
     return None if kind is None else kind()
+
+
+def recomputes(activations: Any) -> bool:
+    """Whether the backward (B) of every stage runs its forward once more; anything but one kind for all is False."""
+    kind = KINDS.get(activations) if isinstance(activations, str) else None
+    return kind is not None and not kind.stashes

@@ -24,7 +24,8 @@ class StackExecutor:
     F is the forward, B the backward, U the update, each of one micro-batch at one stage.
     """
 
-    apart = False  # whether the backwards of a wave are done one by one
+    apart = False  # the backwards of a wave are one call
+    undoes = False  # nothing puts the rows of a stack back
 
     def __init__(self, worker: Worker, *, stacks: Sequence[Stack]) -> None:
         self.worker, self.stages, self.link, self.stacks = worker, worker.stages, worker.link, list(stacks)

@@ -1,9 +1,13 @@
 """activations= one kind a stage: each stage keeps what its kind says; the bits are those of the kinds alone."""
 
+import ast
+from pathlib import Path
+
 import pytest
 import torch
 
-from pipeback.stages.activations import kinds
+import pipeback
+from pipeback.stages.activations import KINDS, kinds
 from pipeback.stages.offload import HostActivations
 from pipeback.stages.recompute import Recompute
 from tests.laws.cases import CASES, STAGES, data, everything, network, pipeline
@@ -79,3 +83,28 @@ def test_a_state_goes_on_under_other_kinds():
 def test_what_cannot_be_is_refused_by_name(asked, says):
     with pytest.raises(ValueError, match=says):
         kinds(asked, ["a", "b", "c"])
+
+
+class Another(Recompute):
+    """A further kind that recomputes."""
+
+
+@pytest.mark.parametrize("options", [{}, {"workers": 2}, {"vectorize": True}, {"compile": {"backend": "eager"}}])
+def test_a_further_kind_is_a_class_and_its_name(options, monkeypatch):
+    """What the other rooms must know of a kind, its policy says."""
+    monkeypatch.setitem(KINDS, "another", Another)
+    _, wanted = trained("pb", "recompute", **options)
+    pipe, found = trained("pb", "another", **options)
+    assert all(type(stage.keeping) is Another for stage in pipe._engine.stages)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_no_other_file_asks_for_a_kind_by_its_name():
+    package = Path(pipeback.__file__).parent
+    naming = {
+        path.relative_to(package).as_posix()
+        for path in package.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and node.value == "recompute"
+    }
+    assert naming == {"stages/activations.py"}
