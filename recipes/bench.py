@@ -18,6 +18,11 @@ splitting   seconds of cutting resnet50 into stages; the cost of passing diction
 memory      weight copies and method state, measured and declared; memory after 100 and after 10,000 micro-batches
 lightning   the strategy, batches of 64 cut into 64 micro-batches: samples per second over Pipeline.push's
 imports     `import pipeback` beyond `import torch`
+
+    pipeback bench event_loop vectorized lightning against=../before repeats=30
+
+against=PATH compares the sections event_loop, vectorized, lightning and imports with another source tree, whose top
+folder is PATH: two processes, one per tree, train the same networks in turns (benches/against.py)
 """
 
 from __future__ import annotations
@@ -34,7 +39,10 @@ SECTIONS = {
         "memory", "imports",
     )
 } | {"lightning": "under_lightning"}  # fmt: skip
-OPTIONS = {"table": ("networks", "contenders", "out", "read", "page"), "scaling": ("stages", "methods", "slack")}
+OPTIONS = {
+    "table": ("networks", "contenders", "out", "read", "page"), "scaling": ("stages", "methods", "slack"),
+    **dict.fromkeys(("event_loop", "vectorized", "lightning", "imports"), ("against",)),
+}  # fmt: skip
 
 
 def main() -> None:
@@ -43,7 +51,13 @@ def main() -> None:
     if "table" not in chosen:  # which tells its own, of now or of the file that it reads
         print(heading(command(), provenance() | {"threads": 1, "load": load()}))
         print(f"Medians of {repeats}; in brackets the smallest and the largest. No subnormal numbers.")
-    for name in chosen:
+    compared = {name: options[name]["against"] for name in chosen if "against" in options.get(name, {})}
+    if compared:
+        from pipeback.recipes.benches import against
+
+        print(flush=True)
+        against.main(repeats, {name: SECTIONS[name] for name in compared}, next(iter(compared.values())))
+    for name in (name for name in chosen if name not in compared):
         print(flush=True)
         importlib.import_module(f"pipeback.recipes.benches.{SECTIONS[name]}").main(repeats, **options.get(name, {}))
 

@@ -14,12 +14,10 @@ import re
 from collections.abc import Iterable
 from functools import partial
 
-import torch
-
 from pipeback.recipes.benches import vectorized
 from pipeback.recipes.benches.network import create
 from pipeback.recipes.benches.turns import interleaved, spread
-from pipeback.recipes.benches.vectorized import Case, pipeline, pushed
+from pipeback.recipes.benches.vectorized import Case, data, pipeline, pushed
 from pipeback.recipes.markdown import table
 
 METHODS = ("pb", "pipemare", "gpipe", "one_f_one_b", "pipedream", "spectrain")
@@ -29,7 +27,7 @@ CASES = tuple(case for case in vectorized.CASES if case.name in ("20 x 64", "20 
 def main(repeats: int, cases: Iterable[Case] = CASES) -> None:
     for case in cases:
         rows = []
-        x, y = torch.randn(2, case.turn * case.shape[0], *case.shape[1:])
+        x, y = data(case)
         for name in METHODS:
             pipes = {
                 on: pipeline(case, create(name, case.stages + 1), vectorize=on) for on in (False, True, "auto")

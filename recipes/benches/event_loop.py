@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterable
+from functools import partial
 
 from torch import nn
 
+from pipeback.recipes.benches.against import Rows
 from pipeback.recipes.benches.contenders import Contender, plain, pushed
 from pipeback.recipes.benches.network import create, network
 from pipeback.recipes.benches.tasks import NETWORKS, Network, Task
@@ -44,3 +47,16 @@ def main(repeats: int) -> None:
             label = f"`{name}`" if pipe else name
             rows.append([label, count, f"{statistics.median(some) * 1e3:.2f}", spread(ratios)])
         print("\n" + table([words, "stages", "ms/micro-batch", "of the plain loop"], rows), flush=True)
+
+
+def rows() -> Rows:
+    """What `against=` compares."""
+    return {
+        (words, f"`{name}`"): partial(train, task, name) for words, (task, methods) in CASES.items() for name in methods
+    }
+
+
+def train(task: Task, method: str, turns: Iterable[None]) -> None:
+    contender = pushed(task, create(method, len(task.model())))
+    for _ in turns:
+        contender.run()

@@ -1,11 +1,14 @@
-"""Times `import pipeback` beyond `import torch`."""
+"""Times `import pipeback` beyond `import torch`; against another source tree, building a pipeline, too."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 
+from pipeback.recipes.benches.against import Rows
+from pipeback.recipes.benches.network import pipeline
 from pipeback.recipes.benches.turns import spread
 
 
@@ -22,3 +25,14 @@ def main(repeats: int) -> None:
         for _ in range(min(repeats, 5))
     ]
     print(f"import pipeback, with its Pipeline, beyond import torch: {spread([1e3 * s for s in some], '.0f')} ms.")
+
+
+def rows() -> Rows:
+    """What `against=` compares, beside the import."""
+    return {("20 blocks of width 64", "`Pipeline(...)`, with its model"): build}
+
+
+def build(turns: Iterable[None]) -> None:
+    for _ in turns:
+        for _ in range(5):
+            pipeline("pb")

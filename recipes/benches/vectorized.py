@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss, scaled_dot_product_attention
 
 import pipeback
+from pipeback.recipes.benches.against import Rows
 from pipeback.recipes.benches.turns import interleaved, spread
 from pipeback.recipes.markdown import table
 
@@ -86,7 +87,7 @@ def main(repeats: int, cases: Iterable[Case] = CASES, compiled: bool = True) -> 
 
 def contenders(case: Case, compiled: bool) -> tuple[dict[str, Callable[[], Any]], float]:
     """The contenders, and the seconds of the first push with a compiler."""
-    x, y = torch.randn(2, case.turn * case.shape[0], *case.shape[1:])
+    x, y = data(case)
     runs: dict[str, Callable[[], Any]] = {
         "plain loop": partial(plain, *model_and_step(case), x, y, case.shape[0]),
         "plain loop, fused": partial(plain, *model_and_step(case, fused), x, y, case.shape[0]),
@@ -106,6 +107,12 @@ def contenders(case: Case, compiled: bool) -> tuple[dict[str, Callable[[], Any]]
     seconds = time.perf_counter() - begin
     runs["pb, AdamW, compiled"] = partial(pushed, pipeline(case, "pb", adamw, vectorize=True, compile=True), x, y)
     return runs, seconds
+
+
+def data(case: Case) -> tuple[Tensor, Tensor]:
+    """The micro-batches of a turn."""
+    x, y = torch.randn(2, case.turn * case.shape[0], *case.shape[1:])
+    return x, y
 
 
 def model(case: Case) -> nn.Sequential:
@@ -138,3 +145,18 @@ def pipeline(case: Case, method: str | pipeback.Method, optimizer: Factory = sgd
 
 def pushed(pipe: pipeback.Pipeline, x: Tensor, y: Tensor) -> None:
     pipe.push(x, y)
+
+
+def rows() -> Rows:
+    """What `against=` compares: nothing that is compiled, and no choice that is measured."""
+    chosen = {"pb, event loop": ("pb", sgd, False)}
+    chosen |= {f"{method}, vectorized": (method, sgd, True) for method in METHODS}
+    chosen["pb, AdamW, vectorized"] = ("pb", adamw, True)
+    return {(case.name, name): partial(train, case, *how) for case in CASES for name, how in chosen.items()}
+
+
+def train(case: Case, method: str, optimizer: Factory, vectorize: bool, turns: Iterable[None]) -> None:
+    pipe = pipeline(case, method, optimizer, vectorize=vectorize)
+    x, y = data(case)
+    for _ in turns:
+        pushed(pipe, x, y)

@@ -6,13 +6,14 @@ The table is tested in test_bench_table.py.
 import re
 import sys
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from pipeback.recipes import bench
-from pipeback.recipes.benches import auto, event_loop, processes, scaling, turns, vectorized
+from pipeback.recipes.benches import against, auto, event_loop, processes, scaling, turns, under_lightning, vectorized
 from pipeback.recipes.benches.contenders import Case
 from pipeback.recipes.benches.tasks import Network, Task
 from pipeback.recipes.benches.vectorized import Linear, blocks
@@ -25,6 +26,7 @@ def hasty(monkeypatch):
     monkeypatch.setattr(turns, "gc", NOTHING)
 
 
+ROOT = Path(__file__).parents[2]
 NOTHING = SimpleNamespace(collect=lambda: 0)
 
 
@@ -131,3 +133,29 @@ def test_auto_beside_what_it_goes_by(capsys, monkeypatch):
     assert [row[0] for row in rows] == ["`pb`", "`gpipe`"]
     assert all(re.fullmatch(r"[\d.]+ \([\d.]+ … [\d.]+\)", row[n]) for row in rows for n in (1, 3))
     assert all(float(row[2]) > 0 and row[4] in ("as one", "stage by stage") for row in rows)
+
+
+def test_a_tree_against_itself(capsys, monkeypatch):
+    task = Task(Network("tiny", "", partial(blocks, Linear, 3, 8), (8,), {}, 8), 1, 4)
+    monkeypatch.setattr(event_loop, "CASES", {"three layers": (task, ("pb",))})
+    monkeypatch.setattr(vectorized, "CASES", [vectorized.Case("tiny", Linear, 2, (1, 8), 4)])
+    monkeypatch.setattr(sys, "argv", ["pipeback bench", "event_loop", "vectorized", f"against={ROOT}", "repeats=1"])
+    bench.main()
+    head, _, *rows = cells(capsys.readouterr().out)
+    assert head == ["section", "network", "method", "before / now", "quartiles", "wall clock"]
+    assert [row[0] for row in rows] == ["event_loop", *["vectorized"] * 5, "imports", "imports", "median"]
+    assert [row[2] for row in rows[:2]] == ["`pb`", "pb, event loop"] and rows[-2][2] == "`import pipeback`"
+    assert all(float(row[3]) > 0 and re.fullmatch(r"[\d.]+ … [\d.]+", row[4]) for row in rows)
+
+
+def test_what_is_compared_under_lightning_trains_turn_by_turn():
+    """In this process: the batches of all turns are trained."""
+    seen = []
+    under_lightning.train("pb", False, (seen.append(None) for _ in range(2)))
+    assert len(seen) == 2
+    assert len(under_lightning.rows()) == 4
+
+
+def test_a_tree_that_is_none(tmp_path):
+    with pytest.raises(SystemExit, match="there is no pipeback/__init__.py in it; .* git worktree add --detach"):
+        against.main(1, {}, str(tmp_path))
