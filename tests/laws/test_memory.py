@@ -7,14 +7,7 @@ import torch
 from torch import nn
 
 from pipeback.tensors.structures import UNSEEN
-from tests.helpers.collecting import frozen
 from tests.laws.cases import CASES, STAGES, data, network, pipeline
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_collections():
-    with frozen():
-        yield
 
 
 @pytest.mark.parametrize("case", CASES)

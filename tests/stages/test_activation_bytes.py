@@ -14,7 +14,6 @@ from pipeback.stages import offload
 from pipeback.stages.flight import grown
 from pipeback.stages.saved_graph import saved
 from pipeback.stages.stage import Stage
-from tests.helpers.collecting import frozen
 from tests.laws.cases import CASES, OPTIMIZERS, STAGES, data, network, pipeline
 from tests.stages.keeping import KINDS, equal, poor, train
 
@@ -36,12 +35,6 @@ def held(stage, flight, roots=()):
         kept += [] if flight.again is None else flight.again.buffers.values()
         assert flight.output is None or flight.output.untyped_storage().nbytes() <= 4, "the output's memory is kept"
     return size(kept, stage.params)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_collections():
-    with frozen():
-        yield
 
 
 @pytest.fixture
