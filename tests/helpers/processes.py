@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import multiprocessing
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
+
+import pytest
+import torch
 
 IMPORTED = ["torch._dynamo", "pipeback.distributed.join", "tests.laws.cases"]
 LIGHTNING = "tests.lightning.ranks"
@@ -25,3 +29,28 @@ def in_a_new_process(function: Callable[..., Any], *arguments: Any, seconds: flo
     """What a function returns in a process that has trained nothing yet; raises what it raises there."""
     with ProcessPoolExecutor(1, forked()) as pool:
         return pool.submit(function, *arguments).result(seconds)
+
+
+def fork_for_spawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What starts new interpreters by `spawn`, as Lightning does, gets processes that have imported what they need."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return
+    found, like_spawned = multiprocessing.get_context, _LikeSpawned()
+    for module in (multiprocessing, torch.multiprocessing):
+        monkeypatch.setattr(module, "get_context", lambda way=None: like_spawned if way == "spawn" else found(way))
+
+
+class _LikeSpawned:
+    """The context of `forked`, whose processes have the variables that the process has that starts them."""
+
+    def Process(self, *, target: Callable[..., Any], args: tuple[Any, ...] = (), **named: Any) -> Any:
+        return forked().Process(target=_with_variables, args=(dict(os.environ), target, *args), **named)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(forked(), name)
+
+
+def _with_variables(variables: Mapping[str, str], function: Callable[..., Any], *arguments: Any) -> None:
+    os.environ.clear()
+    os.environ.update(variables)
+    function(*arguments)

@@ -3,11 +3,14 @@
 import os
 import subprocess
 import sys
+import uuid
 
 import pytest
 import torch
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from tests.helpers.choice import mostly_rare
+from tests.helpers.choice import rare
+from tests.helpers.processes import fork_for_spawn, in_a_new_process
 from tests.lightning import ranks, script
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -19,12 +22,25 @@ COMMANDS = {
 }
 
 
-def start(launcher, *words):
-    command = [*COMMANDS[launcher], "tests.lightning.script", "auto" if launcher == "torchrun" else launcher]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [*command, *map(str, words)], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+def command(launcher, folder):
+    words = [*COMMANDS[launcher], "tests.lightning.script", "auto" if launcher == "torchrun" else launcher, str(folder)]
+    done = subprocess.run(
+        words, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        timeout=180,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+def started(launcher, folder):
+    """As the command does it, from processes that have imported Lightning."""
+    if launcher == "fork":
+        in_a_new_process(script.main, launcher, str(folder))
+        return
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=2, run_id=uuid.uuid4().hex, max_restarts=0, rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0", start_method="spawn",
+    )  # fmt: skip
+    elastic_launch(config, script.main)("auto", str(folder))
 
 
 def equal(found, wanted):
@@ -47,10 +63,16 @@ def test_spawned_in_this_process(wanted, tmp_path):
     assert "MASTER_PORT" not in os.environ
 
 
-@pytest.mark.parametrize("launcher", mostly_rare(COMMANDS, "torchrun", "fork"))
-def test_started_by_a_command(launcher, wanted, tmp_path):
-    process = start(launcher, tmp_path)
-    out, _ = process.communicate(timeout=180)
-    assert process.returncode == 0, out[-3000:]
+@pytest.mark.parametrize(
+    ("start", "launcher"),
+    [
+        (started, "torchrun"),
+        (started, "fork"),
+        *(rare(command, launcher, id=f"command-{launcher}") for launcher in COMMANDS),
+    ],
+)
+def test_started_from_outside(start, launcher, wanted, tmp_path, monkeypatch):
+    fork_for_spawn(monkeypatch)
+    start(launcher, tmp_path)
     found = torch.load(tmp_path / "found.pt", weights_only=False)
     equal({**found, "losses": None}, wanted)

@@ -16,6 +16,7 @@ import pipeback
 from pipeback.errors import RankError
 from pipeback.lightning import PipelineStrategy
 from pipeback.lightning.ranks.meeting import Meeting, _unfinished
+from tests.helpers.processes import fork_for_spawn
 from tests.laws.cases import network
 from tests.lightning import ranks, script
 from tests.lightning.cases import Regression, loader, strategy, trainer
@@ -198,7 +199,8 @@ def test_torchrun_with_another_number(monkeypatch):
             trainer(strategy(), devices=devices)
 
 
-def test_the_parent_raises_what_a_child_raised(tmp_path):
+def test_the_parent_raises_what_a_child_raised(tmp_path, monkeypatch):
+    fork_for_spawn(monkeypatch)
     with pytest.raises(Exception, match="broken on purpose"):
         script.train(2, tmp_path, "spawn", fault="error")
 

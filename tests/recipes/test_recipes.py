@@ -17,6 +17,7 @@ pytest.importorskip("sklearn")
 from pipeback import methods, plugins
 from pipeback.recipes import command
 from tests.helpers.choice import rare
+from tests.helpers.processes import fork_for_spawn
 from tests.recipes.cli import TINY, config, facts, needs_joblib, numbers, pipeback, rows
 
 ROOT = Path(__file__).parents[2]
@@ -141,8 +142,9 @@ def test_sweep_by_joblib(tmp_path):
 
 
 @pytest.mark.parametrize("swept", ["pb", rare("sgd,pb")])
-def test_sweep_over_two_devices(swept, tmp_path):
+def test_sweep_over_two_devices(swept, tmp_path, monkeypatch):
     """Each run starts its processes, and what is validated after them goes into the same log."""
+    fork_for_spawn(monkeypatch)
     options = [*TINY, f"method={swept}", "callbacks=minimal", "-m", "trainer.devices=2"]
     done = pipeback("train", *options, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
