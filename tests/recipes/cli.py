@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 import warnings
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import NamedTuple
 
 import pytest
@@ -17,6 +17,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 from pipeback.recipes.main import main
+from tests.helpers.processes import forked
 
 # of digits: three batches an epoch, five stages, every number logged
 TINY = ["quick=true", "data.samples=96", "model.depth=4", "validate_every=1.0", "trainer.log_every_n_steps=1"]
@@ -28,7 +29,8 @@ class Done(NamedTuple):
     stderr: str
 
 
-def pipeback(*arguments, cwd):
+def pipeback(*arguments, cwd, run=main):
+    """run: what is run instead of `pipeback`, with these arguments."""
     out, err, threads, code = io.StringIO(), io.StringIO(), torch.get_num_threads(), 0
     GlobalHydra.instance().clear()
     methods = dict(ConfigStore.instance().repo.get("method", {}))
@@ -42,7 +44,7 @@ def pipeback(*arguments, cwd):
         patch.chdir(cwd)
         patch.setattr(sys, "argv", ["pipeback", *map(str, arguments)])
         try:
-            main()
+            run()
         except SystemExit as end:  # a message as the code is what Python itself would print
             code = end.code if isinstance(end.code, int) else int(end.code is not None)
             err.write(end.code if isinstance(end.code, str) else "")
@@ -55,15 +57,25 @@ def pipeback(*arguments, cwd):
     return Done(code, out.getvalue(), err.getvalue())
 
 
-def needs_joblib():
-    """Skip where Hydra's launcher for several processes is not installed; else end those that it keeps.
+@contextmanager
+def joblib_processes(start=None):
+    """Hydra's launcher for several processes; skips where it is not installed.
 
-    They stay in the folder of the test that started them, and a run writes into a path that begins there.
+    Those that it keeps are ended before, since they stay in the folder of the test that started them, and a run writes
+    into a path that begins there. start: "forkserver" has them forked from one that has imported what they need.
     """
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
     from joblib.externals.loky import get_reusable_executor
+    from joblib.externals.loky.backend.context import set_start_method
 
     get_reusable_executor().shutdown(kill_workers=True)
+    if start is not None and forked().get_start_method() == start:
+        set_start_method(start, force=True)
+    try:
+        yield
+    finally:
+        set_start_method(None, force=True)
+        get_reusable_executor().shutdown(kill_workers=True)
 
 
 def rows(run):

@@ -12,7 +12,7 @@ pytest.importorskip("lightning")
 pytest.importorskip("sklearn")
 
 from pipeback.recipes.live import Live, state
-from tests.recipes.cli import TINY, config, facts, needs_joblib, numbers, pipeback
+from tests.recipes.cli import TINY, config, facts, joblib_processes, numbers, pipeback
 
 
 @pytest.fixture
@@ -63,8 +63,8 @@ def test_a_run_is_what_train_makes_of_it(compared, tmp_path):
 
 
 def test_two_processes_give_the_same(compared, no_report, tmp_path):
-    needs_joblib()
-    done = pipeback("compare", *TINY, *COMPARED, "seeds=1", "jobs=2", cwd=tmp_path)
+    with joblib_processes():
+        done = pipeback("compare", *TINY, *COMPARED, "seeds=1", "jobs=2", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     for name in ("sgd-seed0", "pipedream-slack2-seed0"):
         assert numbers(tmp_path / "here" / name) == numbers(compared[0] / name)

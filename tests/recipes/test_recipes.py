@@ -1,8 +1,9 @@
 """`pipeback train` end to end, tiny: every experiment, sweeps, resuming, the user's own configs and applications."""
 
 import re
-import subprocess
+import runpy
 import sys
+from functools import partial
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from pipeback import methods, plugins
 from pipeback.recipes import command
 from tests.helpers.choice import rare
 from tests.helpers.processes import fork_for_spawn
-from tests.recipes.cli import TINY, config, facts, needs_joblib, numbers, pipeback, rows
+from tests.recipes.cli import TINY, config, facts, joblib_processes, numbers, pipeback, rows
 
 ROOT = Path(__file__).parents[2]
 EXPERIMENTS = sorted(file.stem for file in (ROOT / "conf" / "experiment").glob("*.yaml"))
@@ -133,9 +134,9 @@ def test_sweep_over_other_options_tells_folders_apart(tmp_path):
 
 def test_sweep_by_joblib(tmp_path):
     """Two processes: as many bits as in this one."""
-    needs_joblib()
     options = [*TINY, "method=sgd,pb", "callbacks=minimal", "-m", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
-    done = pipeback("train", *options, cwd=tmp_path)
+    with joblib_processes("forkserver"):
+        done = pipeback("train", *options, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert pipeback("train", *TINY, "method=pb", "callbacks=minimal", "out=here", cwd=tmp_path).returncode == 0
     assert numbers(tmp_path / "outputs" / "train" / "digits" / "pb-seed0") == numbers(tmp_path / "here")
@@ -301,8 +302,8 @@ def test_own_application_uses_our_groups(tmp_path):
         "epochs: 1\nmax_steps: null\nmicro_batch_size: 4\nvalidate_every: 1.0\ndata: {samples: 96}\nmodel: {depth: 2}\n"
     )
     (tmp_path / "app.py").write_text(APP)
-    command = [sys.executable, "app.py", "method=pipedream_slack2"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    application = partial(runpy.run_path, "app.py", run_name="__main__")
+    done = pipeback("method=pipedream_slack2", cwd=tmp_path, run=application)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "PipeDream(slack=2, vertical_sync=False) [4, 2, 0] 3"
 
