@@ -21,7 +21,6 @@ from pipeback.tensors.structures import SINGLE, Ref, opened
 
 SIDE = 32  # the longest side of a mark
 MOST = 64  # variants for micro-batches of one form
-DRAWS = {"rand", "randn", "randint", "randperm", "bernoulli", "normal"}
 
 
 class Branch(NamedTuple):
@@ -76,15 +75,6 @@ def decisions(record: CallTrace) -> list[Branch]:
     return [decision._replace(device=record.device) for decision in found if decision is not None]
 
 
-def drawn(record: CallTrace) -> str | None:
-    """Return the path of a module that decides by a random number alone, as layer drop does; None if there is none."""
-    for decision in decisions(record):
-        whole = all(ref.number >= record.inputs for call in decision.calls for ref in call.refs())
-        if whole and any(_name(call) in DRAWS for call in decision.calls):
-            return decision.calls[-1].where
-    return None
-
-
 def told(inputs: Sequence[Tensor], call: Call, before: Sequence[Call], constants: Mapping[str, Tensor]) -> Any:
     """Return the value that a call reads from a tensor, where the model is traced by shapes alone.
 
@@ -107,14 +97,14 @@ def _traced(asks: Call, before: Sequence[Call], constants: Mapping[str, Tensor],
     changed: set[int] = set()
     for call in before:
         makers.update(dict.fromkeys(call.out, call))
-        if _changes(call):
+        if alters(call):
             changed |= {ref.number for ref in call.refs()}
     needed: set[int] = set()
     wanted = [asks]
     while wanted:
         call = wanted.pop()
         refs = [ref.number for ref in call.refs()]
-        if call.module or _changes(call) or changed.intersection(refs) or not set(call.attributes()) <= set(constants):
+        if call.module or alters(call) or changed.intersection(refs) or not set(call.attributes()) <= set(constants):
             return None
         more = [makers[ref] for ref in refs if ref in makers and id(makers[ref]) not in needed]
         needed |= {id(call) for call in more}
@@ -141,6 +131,6 @@ def _name(call: Call) -> str:
     return getattr(call.target, "__name__", "")
 
 
-def _changes(call: Call) -> bool:
+def alters(call: Call) -> bool:
     """Whether a function may change what it is given."""
     return call.target is set_property or changes(_name(call), call.kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pipeback.splitting.autocast_regions import Autocast
+from pipeback.splitting.outside_draws import Generator
 from pipeback.tensors.structures import SINGLE, Form, Ref, parts
 
 
@@ -43,6 +45,11 @@ class Call:
         """Whether it calls a leaf module; otherwise it calls a function."""
         return isinstance(self.target, str)
 
+    @property
+    def told(self) -> tuple[Any, ...]:
+        """What the call is, apart from the tensors that it gave."""
+        return getattr(self.target, "__name__", self.target), self.args, self.kwargs, self.where, self.grad, self.check
+
     def refs(self) -> list[Ref]:
         """References to the numbered tensors among its arguments."""
         return (self._taken or self._looked())[0]
@@ -73,8 +80,14 @@ class CallTrace:
     costs: list[float]  # the work of every call, where it is counted
     device: torch.device  # where the input is
     decided: set[tuple[str, str]] = field(default_factory=set)  # plain attributes that were read: (module, name)
+    draws: str | None = None  # the path of the first module that has drawn from generators of Python or numpy
+    outside: Sequence[Generator] = ()  # those generators
 
     @property
     def answers(self) -> list[Any]:
         """Return the values that Python has decided by."""
         return [call.check[0] for call in self.calls if call.check is not None]
+
+    def repeats(self, other: CallTrace) -> bool:
+        """Whether another forward has made the same calls, with the same numbers."""
+        return [call.told for call in self.calls] == [call.told for call in other.calls]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from pipeback.private import pytree
 from pipeback.tensors.structures import ABSENT, PLAIN, opened, parts
@@ -30,6 +31,24 @@ class ModuleInputs:
         """Note that the module uses the tensors in these arguments."""
         if self.passed:
             self.passed.difference_update(map(id, parts(values)))
+
+    def apart(self, module: nn.Module, output: Any) -> Any:
+        """Return the module's output; a tensor in it that the module was given is replaced by an equal one.
+
+        For another micro-batch the module may return a tensor of its own, as a layer that is dropped now and then does.
+        So it must be told whether the forward goes on with what it gave or with what it got, and what it got needs a
+        gradient if the module has weights.
+        """
+        if type(output) is tuple:
+            return tuple(self.apart(module, part) for part in output)
+        given = isinstance(output, Tensor) and output.layout is torch.strided and id(output) not in self.passed
+        if not given or all(part is not output for part in parts([*self.args.values()])):
+            return output
+        grows = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
+        if grows and not output.requires_grad and output.is_floating_point():
+            return output + torch.zeros((), dtype=output.dtype, device=output.device, requires_grad=True)
+        with torch.enable_grad():
+            return output.view_as(output)
 
     def placed(self, place: Callable[[Any], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments, as they were before the module ran, in the form that a recorded call has them."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from pipeback.splitting.attribute_changes import Changed, FirstCall
 from pipeback.splitting.in_place import laid_back
+from pipeback.splitting.outside_draws import generators, read, write
 from pipeback.tensors.layout import put
 
 Home = tuple[dict[str, Tensor | None], str, Tensor, Tensor]  # (holder, name, buffer, copy of it)
@@ -19,8 +20,8 @@ Home = tuple[dict[str, Tensor | None], str, Tensor, Tensor]  # (holder, name, bu
 def untouched(module: nn.Module, rewritten: Iterable[str] | None = None) -> Iterator[list[Home]]:
     """A context that restores the buffers of a module on exit, the tensors and their values; it yields their places.
 
-    It also restores numbers and tensors in attributes, and the parameters named in `rewritten`, which the forward
-    writes into; a segment knows its own.
+    It also restores generators of Python and numpy, numbers and tensors in attributes, and the parameters named in
+    `rewritten`, which the forward writes into; a segment knows its own.
     """
     modules = list(module.modules())
     attributes = [(vars(m), dict(vars(m))) for m in modules if "__rewritten__" not in vars(m)]
@@ -29,12 +30,15 @@ def untouched(module: nn.Module, rewritten: Iterable[str] | None = None) -> Iter
     homes = [
         (m._buffers, key, b, b.detach().clone()) for m in modules for key, b in m._buffers.items() if b is not None
     ]
+    outside = generators(modules)
+    states = read(outside)
     try:
         yield homes
     except (Changed, FirstCall):  # the model is traced once more, with this attribute set
         attributes = []
         raise
     finally:
+        write(outside, states)
         for owner, key, buffer, value in homes:
             owner[key] = buffer
             put(buffer.data, value)  # not seen by graphs that saved the buffer

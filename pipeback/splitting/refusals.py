@@ -95,6 +95,16 @@ def drops_layers(model: nn.Module, where: str) -> ValueError:
     )
 
 
+def draws_outside(model: nn.Module, where: str) -> ValueError:
+    """The error for a module that computes by random numbers of Python or numpy. where: its path."""
+    caller = model.get_submodule(where)
+    who = f"{type(caller).__name__} {where!r}" if where else type(caller).__name__
+    return ValueError(
+        f"{who}.forward computes by random numbers of Python or numpy, as layer drop may do, and its stages would "
+        f"repeat those of one micro-batch for all; switch that off, or keep it whole: {kept_whole(model, where)}"
+    )
+
+
 def _whole(where: str) -> str:
     if where:
         return f"keep it whole: stages=pipeback.Splitting(leaves=[{where!r}])"

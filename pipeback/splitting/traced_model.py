@@ -20,11 +20,12 @@ from torch import nn
 from pipeback.private import FakeTensorMode
 from pipeback.splitting.attribute_changes import Name, again
 from pipeback.splitting.attribute_reads import AttributeReads, modes
-from pipeback.splitting.branches import MOST, decisions, drawn, mark, told
+from pipeback.splitting.branches import MOST, decisions, mark, told
 from pipeback.splitting.call_cost import Work
 from pipeback.splitting.call_trace import Call, CallTrace
 from pipeback.splitting.cut_points import Cuts, Unit, blocks_of, chosen, cut_units, family, joined, leaves
 from pipeback.splitting.dataflow import hand_along
+from pipeback.splitting.draw_checks import check_draws
 from pipeback.splitting.escaped_tensors import looked_into
 from pipeback.splitting.forward_check import check_equal
 from pipeback.splitting.key_value_caches import caching, without_caches
@@ -32,7 +33,7 @@ from pipeback.splitting.known_forms import Arguments, Known, example_of, tensors
 from pipeback.splitting.module_restore import untouched
 from pipeback.splitting.ownership import Ownership
 from pipeback.splitting.partition import StagePart
-from pipeback.splitting.refusals import drops_layers, kept_whole, left_out
+from pipeback.splitting.refusals import kept_whole, left_out
 from pipeback.splitting.segment import Key, Segment, key_of
 from pipeback.splitting.tracer import trace_forward
 from pipeback.tensors import accelerators
@@ -220,24 +221,34 @@ class TracedModel:
         left: Collection[Name] = (),
     ) -> tuple[CallTrace, Known]:
         tensors, form = opened(tuple(arguments))
-        if real:
-            with self._unchanged():
-                record, _ = trace_forward(self.model, *with_own_tensors(arguments), self._leaves, work=work, left=left)
-        else:
-            with FakeTensorMode(allow_non_fake_inputs=True) as fake:
-                own = dict([*self.model.named_buffers(), *self.model.named_parameters()])
-                values = {name: shaped(t) for name, t in own.items()}
-                args, kwargs = form.fill([fake.from_tensor(t) for t in tensors])
-                saved = None if answers is None else iter(answers)
-                record, _ = trace_forward(
-                    self.model, args, kwargs, self._leaves, values,
-                    partial(told, tensors) if saved is None else lambda *asked: next(saved), work, left,
-                )  # fmt: skip
+        trace = partial(self._trace, arguments, real, answers, left)
+        record = trace(work)
         self.held.add(record.decided)
-        if (path := drawn(record)) is not None:
-            raise drops_layers(self.model, path)
+        check_draws(self.model, record, trace)
         found = [each for each in decisions(record) if answers is not None or each.holds(tensors)]
         return record, Known(form, record.form, record.answers, found)
+
+    def _trace(
+        self,
+        arguments: Arguments,
+        real: bool,
+        answers: Sequence[Any] | None,
+        left: Collection[Name],
+        work: Work | None = None,
+    ) -> CallTrace:
+        if real:
+            with self._unchanged():
+                return trace_forward(self.model, *with_own_tensors(arguments), self._leaves, work=work, left=left)[0]
+        tensors, form = opened(tuple(arguments))
+        with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+            own = dict([*self.model.named_buffers(), *self.model.named_parameters()])
+            values = {name: shaped(t) for name, t in own.items()}
+            args, kwargs = form.fill([fake.from_tensor(t) for t in tensors])
+            saved = None if answers is None else iter(answers)
+            return trace_forward(
+                self.model, args, kwargs, self._leaves, values,
+                partial(told, tensors) if saved is None else lambda *asked: next(saved), work, left,
+            )[0]  # fmt: skip
 
     def _prove(self, arguments: Arguments, x: Any) -> None:
         args, kwargs = with_own_tensors(arguments)

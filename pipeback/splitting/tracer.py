@@ -31,6 +31,7 @@ from pipeback.splitting.escaped_tensors import Escape, Inside
 from pipeback.splitting.in_place import Hooked, Kept, stays
 from pipeback.splitting.key_value_caches import without_caches
 from pipeback.splitting.module_inputs import ModuleInputs
+from pipeback.splitting.outside_draws import OutsideDraws
 from pipeback.splitting.refusals import away, set_anew, shared, unmade
 from pipeback.splitting.script_values import Applied
 from pipeback.splitting.torch_functions import about
@@ -90,8 +91,9 @@ def trace_forward(
     # a tensor without a gradient gets one when a tensor with one is written into it
     grads = [before or tensor.requires_grad for before, tensor in zip(r.grads, r.numbered, strict=True)]
     return CallTrace(
-        r.calls, len(given), out, form, r.constants, r.forms, grads, changed, r.costs, device, r.sets.held
-    ), output
+        r.calls, len(given), out, form, r.constants, r.forms, grads, changed, r.costs, device, r.sets.held,
+        r.outside.where, r.outside.drawn,
+    ), output  # fmt: skip
 
 
 class _Recorder(TorchFunctionMode):
@@ -139,6 +141,7 @@ class _Recorder(TorchFunctionMode):
         self.told: Escape | None = None
         self.sets = Sets(self.paths, left)
         self.around = autocasts()
+        self.outside = OutsideDraws(m for m in self.modules.values() if not self.leaf[id(m)])
         tell = partial(set_anew, type(model).__name__)
         self.kept = None if values is not None else Kept(parameters, tell)
 
@@ -366,7 +369,9 @@ class _Recorder(TorchFunctionMode):
             try:
                 return original(module, *args, **kwargs)
             finally:
+                self.outside.look(path)
                 self.stack.pop()
+        self.outside.look(self.where)
         if any(isinstance(x, nn.Module) for x in parts((args, kwargs))):
             who = f"{self.name(self.where)}.forward gives {self.name(path)}"
             raise Escape(path, f"{who} a module, whose weights it would compute with; leave its path out of the leaves")
@@ -375,9 +380,10 @@ class _Recorder(TorchFunctionMode):
         self.inside += 1
         begin = self.done
         try:
-            output = original(module, *args, **kwargs)
+            output = handed.apart(module, original(module, *args, **kwargs))
         finally:
             self.inside -= 1
+            self.outside.leave()
         who = self.name(path)
         placed = handed.placed(lambda value: self.placed(value, who))
         call = Call(path, *placed, self.where, torch.is_grad_enabled(), left=handed.changed())

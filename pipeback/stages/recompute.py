@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from pipeback.splitting import outside_draws
 from pipeback.stages.flight import Flight, Value, cut, grown
 from pipeback.stages.module_settings import Settings
 from pipeback.stages.saved_graph import held_bytes
@@ -103,8 +104,19 @@ class Recompute:
         """A flight from a state that was saved with its graph keeps it."""
 
     def learn(self, stage: Stage, x: Value, target: Any) -> None:
-        """Which buffers the forward changes, and whether it gives the same bits without a graph."""
+        """Which buffers the forward changes, and whether it gives the same bits without a graph.
+
+        Raises ValueError if the forward draws random numbers of Python or numpy, which a repeat would not draw again.
+        """
+        outside = outside_draws.generators(stage.module.modules())
+        states = outside_draws.read(outside)
         self.changes, self.graphless = _learn(stage, x, target)
+        if outside_draws.drawn(outside, states):
+            raise ValueError(
+                f"{stage.label}: activations='recompute' repeats the forward, which draws random numbers of Python or "
+                "numpy, so that the repeat would have others; have it draw with torch, or keep what it computes: "
+                "activations='device'"
+            )
 
     def measure(self, stage: Stage, flight: Flight, output: Value) -> dict[str, int]:
         """What a micro-batch holds, and the repeat of one beyond that."""

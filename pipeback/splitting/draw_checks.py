@@ -1,0 +1,72 @@
+"""Draw checks: a forward that computes by random numbers in a way that a trace of it would not repeat is refused.
+
+A torch function that draws is one call of the trace, which draws anew for each micro-batch. Two things are lost: a
+decision by what was drawn, as layer drop makes one, and a number that a generator of Python or numpy has given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from pipeback.splitting.branches import alters
+from pipeback.splitting.call_trace import Call, CallTrace
+from pipeback.splitting.outside_draws import at, extremes
+from pipeback.splitting.refusals import draws_outside, drops_layers
+
+DRAWS = {
+    "rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "randperm", "bernoulli", "bernoulli_",
+    "normal", "normal_", "uniform_", "random_", "exponential_", "geometric_", "cauchy_", "log_normal_", "poisson",
+    "multinomial",
+}  # fmt: skip
+
+
+def check_draws(model: nn.Module, record: CallTrace, trace: Callable[[], CallTrace]) -> None:
+    """Raise ValueError, which names the module, if the trace depends on what its forward has drawn.
+
+    trace: traces the forward once more. A forward that has drawn from a generator of Python or numpy is traced with
+    the least and with the largest numbers that this can give, so that a layer drop of any probability is seen.
+    """
+    if (path := _decided(record)) is not None:
+        raise drops_layers(model, path)
+    if record.draws is None:
+        return
+    for states in extremes(record.outside):
+        if states is None:  # such a generator cannot be told what to draw
+            raise draws_outside(model, record.draws)
+        with at(record.outside, states):
+            if not trace().repeats(record):
+                raise draws_outside(model, record.draws)
+
+
+def _decided(record: CallTrace) -> str | None:
+    """Return the path of a module that decides by a random number alone; None if there is none."""
+    made: dict[int, list[Call]] = {}
+    for call in record.calls:
+        refs = [ref.number for ref in call.refs()]
+        if call.check is not None:
+            leading = _leading(refs, made)
+            if all(n >= record.inputs for n in leading) and any(_draws(each) for n in leading for each in made[n]):
+                return call.where
+        for number in call.out:
+            made[number] = [call]
+        for number in refs if alters(call) else ():
+            made.setdefault(number, []).append(call)
+    return None
+
+
+def _leading(wanted: list[int], made: dict[int, list[Call]]) -> set[int]:
+    """The numbers of all tensors that lead to the wanted ones; tensors given to the model are made by no call."""
+    found: set[int] = set()
+    left = list(wanted)
+    while left:
+        number = left.pop()
+        if number not in found:
+            found.add(number)
+            left += [ref.number for call in made.get(number, ()) for ref in call.refs()]
+    return found
+
+
+def _draws(call: Call) -> bool:
+    return getattr(call.target, "__name__", "") in DRAWS

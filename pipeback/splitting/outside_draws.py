@@ -1,0 +1,131 @@
+"""Outside draws: random numbers that a forward draws from generators of Python and numpy, not from torch's.
+
+A traced model repeats the calls of one forward, and the numbers that Python gave them. Whether these depend on what
+was drawn is seen when the forward is traced twice more, once with a generator that yields its smallest number for a
+while, and once with one that yields its largest. That shows a layer drop of any probability, and lets one of 0 pass.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from operator import eq
+from typing import Any, NamedTuple
+
+from torch import nn
+
+WORDS, LED = 624, 128  # of the state of a Mersenne twister; how many of them say what is drawn next
+SMALLEST, LARGEST = 0, 0x12DD9BB3  # words that become 0 and 2**32 - 1 when they are drawn
+
+
+class Generator(NamedTuple):
+    """A generator of random numbers outside of torch, by the functions that read and write its state."""
+
+    read: Callable[[], Any]
+    write: Callable[[Any], None]
+
+
+class OutsideDraws:
+    """Notices what a forward draws between its leaves.
+
+    where: the path of the module that has drawn first. drawn: the generators that it and others have drawn from.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self.generators = generators(modules)
+        self.where: str | None = None
+        self.drawn: list[Generator] = []
+        self.leave()
+
+    def look(self, where: str) -> None:
+        """Look whether anything was drawn; `where` is the module that runs."""
+        for each, state in zip(self.generators, self.states, strict=True):
+            if each not in self.drawn and not _same(each.read(), state):
+                self.drawn.append(each)
+                self.where = where if self.where is None else self.where
+
+    def leave(self) -> None:
+        """A leaf may have drawn whatever it likes."""
+        self.states = read(self.generators)
+
+
+def generators(modules: Iterable[nn.Module]) -> list[Generator]:
+    """The default generators of Python and numpy, and those in the modules' attributes or beside their forward."""
+    numpy = sys.modules.get("numpy")
+    found = [Generator(random.getstate, random.setstate)]
+    if numpy is not None:
+        found.append(Generator(lambda: numpy.random.get_state(legacy=False), numpy.random.set_state))
+    places = {id(names): names for m in modules for names in (vars(m), _around(m))}
+    held = {id(value): value for names in places.values() for value in [*names.values()]}
+    for value in held.values():
+        if isinstance(value, random.Random):
+            found.append(Generator(value.getstate, value.setstate))
+        elif numpy is not None and isinstance(value, numpy.random.RandomState):
+            found.append(Generator(lambda r=value: r.get_state(legacy=False), value.set_state))  # type: ignore[misc]
+        elif numpy is not None and isinstance(value, numpy.random.Generator):
+            bits = value.bit_generator
+            found.append(Generator(lambda b=bits: b.state, lambda s, b=bits: setattr(b, "state", s)))  # type: ignore[misc]
+    return found
+
+
+def _around(module: nn.Module) -> dict[str, Any]:
+    """The names that the module's forward finds beside it."""
+    found: dict[str, Any] = getattr(type(module).forward, "__globals__", {})
+    return found
+
+
+def read(of: Sequence[Generator]) -> list[Any]:
+    """The states of these generators."""
+    return [each.read() for each in of]
+
+
+def write(of: Sequence[Generator], states: Sequence[Any]) -> None:
+    """Set the states of these generators, where they differ."""
+    for each, state in zip(of, states, strict=True):
+        if not _same(each.read(), state):
+            each.write(state)
+
+
+def drawn(of: Sequence[Generator], states: Sequence[Any]) -> bool:
+    """Whether one of these generators has left its state."""
+    return not _same(read(of), states)
+
+
+@contextmanager
+def at(of: Sequence[Generator], states: Sequence[Any]) -> Iterator[None]:
+    """A context in which the generators begin at `states`; afterwards they stand where they stood before."""
+    before = read(of)
+    write(of, states)
+    try:
+        yield
+    finally:
+        write(of, before)
+
+
+def extremes(of: Sequence[Generator]) -> Iterator[list[Any] | None]:
+    """States in which all generators yield their smallest number first, then their largest; None if one cannot."""
+    for word in (SMALLEST, LARGEST):
+        states = [_led(state, word) for state in read(of)]
+        yield None if None in states else states
+
+
+def _led(state: Any, word: int) -> Any:
+    """The state of a Mersenne twister of Python or numpy that draws `word` first; others have none."""
+    if isinstance(state, tuple):
+        version, words, _ = state
+        return version, (*[word] * LED, *words[LED:WORDS], 0), None
+    if state["bit_generator"] != "MT19937":
+        return None
+    key = state["state"]["key"].copy()
+    key[:LED] = word
+    return {**state, "state": {"key": key, "pos": 0}, "has_gauss": 0}
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return bool((a == b).all()) if hasattr(a, "all") else eq(a, b)
