@@ -2,7 +2,8 @@
 
     F(i):  ŵ = forward_weights(w)          B(i):  w̃ = backward_weights(w, ŵ)          U:  w ← update(w)
 
-Every hook has the identity as its default, so a method is only what it changes. Hooks run without gradients.
+F is the forward of micro-batch i at a stage, B its backward and U the update of the stage's weights. Every hook has the
+identity as its default, so a method consists only of what it changes. Hooks run without gradients.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from pipeback.tensors.weight_list import Weights as Weights  # methods take it f
 class When(NamedTuple):
     """Where and when a hook is called.
 
-    When several stages are served by one call (`Method.merges`), `rates` and `delays` hold the numbers of each
-    weight, and the other fields are those of the first stage.
+    When one call serves several stages (`Method.merges`), `rates` and `delays` hold one number per weight, and the
+    other fields are those of the first stage.
     """
 
     stage: int  # s
@@ -39,15 +40,16 @@ class When(NamedTuple):
     entry: int = 0  # the version of stage 0 when i entered there (methods with `needs_entry`)
 
 
-# a method's own state: lists of tensors (or None), one per weight, and plain numbers; "velocity", where it begins with
-# None, is torch's momentum buffers, and others when somebody has put others into the optimizer
+# a method's own state: plain numbers, and lists with one tensor (or None) per weight; a list "velocity" that begins
+# with None stands for the momentum buffers that the optimizer holds at present
 State = dict[str, Any]
 
 
 class Shift(NamedTuple):
-    """w + c·x, not yet computed: the stage computes it in place, for several stages at once.
+    """w + c·x, not yet computed: the runtime computes it in place, for several stages at once.
 
-    coefficients: one number per weight. directions: tensors shaped like the weights; None leaves a weight as it is.
+    coefficients: c, one number per weight. directions: x, one tensor per weight and of its shape; None leaves that
+    weight as it is.
     """
 
     weights: Weights
@@ -56,7 +58,7 @@ class Shift(NamedTuple):
 
 
 class Past(NamedTuple):
-    """The weights after `version` updates; the stage keeps as many as `Method.history` says."""
+    """The weights after `version` updates; the stage keeps as many older versions as `Method.history` says."""
 
     version: int
 
@@ -77,7 +79,7 @@ class Correction(NamedTuple):
         U runs at these `rates`
     If all are empty, F and B run on w, and U is the optimizer's own step.
 
-    varies: the correction is another one after every update.
+    varies: whether the correction changes with every update.
     """
 
     ahead: Sequence[float] = ()
@@ -90,7 +92,7 @@ class Correction(NamedTuple):
 
 
 class OptimizerLike(Protocol):
-    """The optimizer that `update` gets: the stage's, or one over several stages, at the rates of its micro-batch."""
+    """The optimizer that `update` gets, with the rates of the micro-batch: the stage's, or one over several stages."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]: ...
@@ -104,18 +106,19 @@ class OptimizerLike(Protocol):
 class Method:
     """The base of every method; subclasses override what they change and nothing else.
 
-    schedule        (stage, stages) -> program; its delays are counted, never restated
-    copies          where weights live beside the current ones: "live" nowhere, "scratch" one buffer for shifted
+    schedule        a function (stage, stages) -> program; delays are counted on it and never restated
+    copies          which weights are held beside the newest ones: "live" none, "scratch" one buffer for shifted
                     weights, "stash" every version that a micro-batch in flight still needs
-    state_copies    method state, in copies of the weights
-    merges          the hooks work weight by weight, on the numbers `when.rates` and `when.delays`, and keep their
-                    state in lists with one entry per weight: one call may serve several stages
-    flush_each_push every push is a flush of its own
-    by_worker       the neighbours that one worker holds may all run the program of one stage, with as many stages as
-                    there are workers, and with a store all forwards of a flush may come first: no weight can tell the
-                    difference, which ends with every flush
-    needs_entry     the hooks read `when.entry`
-    steps_itself    `update` makes the step without calling `optimizer.step()`: in a chain it stands last
+    state_copies    how large the method's state is, in copies of the weights
+    merges          whether the hooks work weight by weight, on the numbers `when.rates` and `when.delays`, and keep
+                    their state in lists with one entry per weight, so that one call may serve several stages
+    flush_each_push whether every push is a flush of its own
+    by_worker       whether the stages of one worker may all run the program that the worker would run as one stage, and
+                    whether with a store all forwards of a flush may come first. The weights are the same either way,
+                    since every flush ends with all its gradients summed
+    needs_entry     whether the hooks read `when.entry`
+    steps_itself    whether `update` makes the step without calling `optimizer.step()`; such a method is the last of a
+                    chain
     """
 
     schedule: Schedule
@@ -132,25 +135,25 @@ class Method:
             cls.schedule = staticmethod(cls.__dict__["schedule"])  # a function as a class attribute is no method
 
     def schedule_at(self, start: int, pushed: int) -> Schedule:
-        """The schedule that begins, in an empty pipeline, at micro-batch `start` with a push of `pushed`."""
+        """The schedule of an empty pipeline that goes on at micro-batch `start`, with a push of `pushed` of them."""
         return self.schedule
 
     def check(self, optimizer: torch.optim.Optimizer, stages: int) -> None:
         """Raise a ValueError that names the alternative when the equations do not allow this optimizer."""
 
     def delays(self, stages: int) -> list[int]:
-        """D of every stage: own updates between reading F's weights and B, counted on the schedule."""
+        """D of every stage: the stage's updates between F and B of a micro-batch, counted on the schedule."""
         return delays(self.schedule, stages)
 
     def check_stages(self, stages: int) -> None:
         """Raise a ValueError that names the cure when the method cannot run on so many stages."""
 
     def history(self, stage: int, stages: int) -> int:
-        """Older versions to keep, beyond those in flight, because a later forward may ask for them."""
+        """How many versions older than those in flight the stage keeps, because a later forward may ask for them."""
         return 0
 
     def held(self, stage: int, stages: int) -> int:
-        """Copies of the weights at the peak, the live one included: what the memory law checks."""
+        """The most copies of the weights that the stage holds at once, the newest included; a law checks it."""
         if self.copies == "stash":
             return 1 + self.delays(stages)[stage]
         return 2 if self.copies == "scratch" else 1
@@ -168,20 +171,20 @@ class Method:
         return weights
 
     def update(self, weights: Weights, optimizer: OptimizerLike, state: State, when: When) -> State:
-        """Move the weights by the averaged gradient in their `.grad`; returns the new state."""
+        """Move the weights by the averaged gradient in their `.grad`; return the new state."""
         optimizer.step()
         return state
 
     def correction(self, when: When, state: State) -> Correction | None:
         """The `Correction` that the hooks compute; None if they do more, or keep more than v, δ and plain numbers.
 
-        Stages that run as one do not call the hooks where they are given a correction. The correction of a class does
-        not speak for a subclass that overrides hooks: those are called.
+        Stages that run as one apply the correction and do not call the hooks. They do not trust the correction of a
+        class for a subclass that overrides hooks, but call the hooks there.
         """
         return None
 
     def advanced(self, state: State, updates: int) -> State:
-        """The state after so many updates by `correction`: its plain numbers; the lists are taken care of."""
+        """The state after so many updates by `correction`, with new plain numbers; the lists are already up to date."""
         return state
 
     def options(self) -> dict[str, Any]:
@@ -196,7 +199,7 @@ class Method:
 
 
 def overrides(method: Method, hook: str) -> bool:
-    """Whether the method changes this hook; an identity is not called on the hot path."""
+    """Whether the method changes this hook; one that it leaves alone need not be called."""
     return getattr(type(method), hook) is not getattr(Method, hook)
 
 
@@ -204,7 +207,7 @@ HOOKS = ("forward_weights", "backward_weights", "update")
 
 
 def described(method: Method) -> bool:
-    """Whether `correction` speaks for the hooks: it says something, and none stands in a class below."""
+    """Whether `correction` describes the hooks: no subclass of the class that defines it overrides one of them."""
     if not any(overrides(method, hook) for hook in HOOKS):
         return True
     classes = type(method).__mro__

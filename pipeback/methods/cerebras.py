@@ -3,10 +3,11 @@
     F on ŵ = w_t − η·D·v_t        B on w_t
     v ← m·v + g        w ← w − η·(a·v + b·g)        a = m^D,  b = (1 − m^D)/(1 − m)
 
-The prediction uses v, not the spiked step. η in F is the rate that was in force when the micro-batch was pushed.
+F is the forward, B the backward of a micro-batch; D is the stage's delay in updates. The prediction uses v, not the
+step with spike compensation. η in F is the rate that was in force when the micro-batch was pushed.
 
-Kosson et al., arXiv 2003.11666, section 3.3 (MLSys 2021). Momentum SGD. Weight copies: 1 and a scratch.
-It helps while D·(1 − m) ≪ 1, that is at small updates with the momentum scaled to them.
+Kosson et al., arXiv 2003.11666, section 3.3 (MLSys 2021). Momentum SGD. Weight copies: 1 and a scratch buffer.
+The method helps while D·(1 − m) ≪ 1, that is, with small updates and a momentum that is scaled to their size.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pipeback.schedules.programs import flowing
 
 @dataclass(repr=False)
 class Cerebras(Method):
-    """slack: 2 as published."""
+    """slack: 2 as published, for delays of 2·(S − 1 − s); 1 halves them."""
 
     slack: int = 2
 

@@ -1,6 +1,7 @@
-"""Methods composed, one around the other: each one's `optimizer.step()` is the update of the next.
+"""Chain: composes methods, one around the other: each one's `optimizer.step()` is the update of the next.
 
-F on ŵ_n(… ŵ_1(w))        B on w̃_n(… w̃_1(w))        U: update_1 around update_2 … around the optimizer's step
+F (forward) on ŵ_n(… ŵ_1(w))        B (backward) on w̃_n(… w̃_1(w))
+U (update): update_1 around update_2 … around the optimizer's step
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def chain(*methods: Method) -> Method:
 
 
 class _Chain(Method):
-    """Methods one around the other; see `chain`."""
+    """The method that `chain` returns."""
 
     def __init__(self, methods: Sequence[Method]) -> None:
         self.methods = tuple(methods)
@@ -139,7 +140,7 @@ def _sample(schedule: Schedule) -> list[Any]:
 
 
 def computed(chosen: Chosen) -> Weights:
-    """Return the tensors of a choice, computed at once."""
+    """Return the weights that a hook has chosen, a `Shift` computed at once."""
     if isinstance(chosen, Past):
         raise ValueError("a chain cannot predict from a past version")
     if not isinstance(chosen, Shift):

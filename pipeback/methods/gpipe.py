@@ -2,8 +2,8 @@
 
     g ← (1/M) Σ_{i<M} G(w, x_i)        w ← step(w, g)        D = 0
 
-M micro-batches go forward, then backward, then one update. Huang et al., arXiv 1811.06965. Left out:
-recomputation. Any optimizer. Weight copies: 1; M micro-batches of activations; bubble (S − 1)/(M + S − 1).
+M micro-batches go forward, then all of them go backward, and one update follows. Huang et al., arXiv 1811.06965. Left
+out: recomputation. Any optimizer. Weight copies: 1. Activations of M micro-batches. Bubble: (S − 1)/(M + S − 1).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pipeback.schedules.programs import fill_drain
 
 @dataclass(repr=False)
 class GPipe(Method):
-    """micro_batches: M, micro-batches per flush, counted across pushes; None: each push is one flush of its length."""
+    """micro_batches: M, micro-batches per flush, counted across pushes; None: each push is one flush."""
 
     micro_batches: int | None = None
 

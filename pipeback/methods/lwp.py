@@ -3,11 +3,13 @@
     velocity form   F on ŵ = w_t − η·T·v_t
     weight form     F on ŵ = w_t + T·(w_t − w_{t−1})        B on w_t        w ← step(w, g)        T = D by default
 
-The forward runs on where the weights will be when its gradient is applied, if they keep moving as they do. Both forms
-agree for momentum SGD at a constant rate; the weight form works with every optimizer. η is the rate that was in
-force when the micro-batch was pushed, v torch's momentum buffer, 0 before the first step.
+The forward (F) runs on a prediction of the weights to which its gradient will be applied, which assumes that they keep
+moving as they do now; the backward (B) runs on the newest weights. Both forms agree for momentum SGD at a constant
+rate; the weight form works with every optimizer. D is the stage's delay in updates, η the rate that was in force when
+the micro-batch was pushed, and v torch's momentum buffer, which is 0 before the first step.
 
-Kosson et al., arXiv 2003.11666, section 3.2. Weight copies: 1 and a scratch; the weight form keeps one more as state.
+Kosson et al., arXiv 2003.11666, section 3.2. Weight copies: 1 and a scratch buffer; the weight form keeps one more copy
+as state.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Momentum SGD opened up: its velocity, a spiked step, and the scaling of its hyper-parameters.
+"""Momentum SGD in parts: its velocity, a step with spike compensation, and the scaling of its hyper-parameters.
 
 g ← ±∇f + λ·w        v ← m·v + g        w ← w − η·(a·v + b·g)        (torch.optim.SGD: a = 1, b = 0)
 """
@@ -19,7 +19,7 @@ from pipeback.tensors.weight_list import DECAYED, GRADIENTS, VELOCITIES, WeightL
 
 
 def scale_hyperparameters(rate: float, momentum: float, reference: int, size: int) -> tuple[float, float]:
-    """Rate and momentum for another update size: keeps the decay time and the total step per sample.
+    """Rate and momentum for another update size, with the same decay time and the same total step per sample.
 
         m = m_r^(N/N_r)          η = η_r · (N/N_r) · (1 − m)/(1 − m_r)
 
@@ -60,9 +60,9 @@ def check_horizon(method: str, horizon: Any) -> None:
 
 
 def velocity(optimizer: OptimizerLike, weights: Weights) -> list[Tensor | None]:
-    """v of each weight: torch's own momentum buffers, None before the first step (v = 0).
+    """v of each weight: torch's own momentum buffer, or None before the first step (v = 0).
 
-    The same list every time, once all weights have stepped.
+    Once all weights have stepped, every call returns the same list.
     """
     state = optimizer.state
     if isinstance(weights, WeightList) and weights.velocities is not None:
@@ -77,7 +77,7 @@ def velocity(optimizer: OptimizerLike, weights: Weights) -> list[Tensor | None]:
 
 
 def lay_velocities(optimizer: torch.optim.Optimizer, weights: WeightList) -> None:
-    """Have torch's momentum buffers lie beside weights in a strip, whatever others have put there instead."""
+    """Lay torch's momentum buffers one after the other, as the weights lie; other buffers are copied there first."""
     buffers = [optimizer.state.get(w, {}).get("momentum_buffer") for w in weights]
     if weights.strip is None or any(v is None or v.layout is not torch.strided for v in buffers):
         return
@@ -87,7 +87,7 @@ def lay_velocities(optimizer: torch.optim.Optimizer, weights: WeightList) -> Non
 
 
 def spike(momentum: float, horizon: float) -> tuple[float, float]:
-    """Spike compensation's (a, b) for a gradient that comes `horizon` updates late.
+    """The coefficients (a, b) of spike compensation for a gradient that comes `horizon` updates late.
 
     >>> spike(0.9, 0), spike(0.9, 1)
     ((1.0, 0.0), (0.9, 1.0))
@@ -99,7 +99,7 @@ def spike(momentum: float, horizon: float) -> tuple[float, float]:
 
 
 def plain_sgd(group: dict[str, Any]) -> bool:
-    """Whether `sgd_step` makes this group's step: SGD without variants that it does not know."""
+    """Whether `sgd_step` can make this group's step: it knows SGD without torch's further variants."""
     odd = ("nesterov", "dampening", "differentiable", "fused")
     return not any(group.get(name) for name in odd) and group["foreach"] is not False
 
@@ -107,8 +107,8 @@ def plain_sgd(group: dict[str, Any]) -> bool:
 def sgd_step(optimizer: OptimizerLike, weights: Weights | None = None, horizons: Sequence[float] = ()) -> None:
     """One step of momentum SGD over all groups, with torch.optim.SGD's bits.
 
-    horizons: one per weight, T of spike compensation, w ← w − η·(a·v + b·g); where T = 0 the bits are still torch's, of
-    a fused step if that is asked for.
+    horizons: T of spike compensation, one number per weight: w ← w − η·(a·v + b·g). Where T = 0, the bits are still
+    torch's, and those of its fused step if the group asks for it.
     """
     late = (
         dict(zip(weights, horizons, strict=True)) if weights is not None and len(optimizer.param_groups) > 1 else None
@@ -141,7 +141,7 @@ def sgd_step(optimizer: OptimizerLike, weights: Weights | None = None, horizons:
 
 
 def _gradients(params: Weights, grads: Any, group: dict[str, Any]) -> Any:
-    """g of every weight; beside the weights if these lie in a strip, and their gradients with them."""
+    """g of every weight; in one piece of memory if the weights and their gradients lie so."""
     beside = params.room(GRADIENTS) if isinstance(params, WeightList) and params.strip is not None else WeightList()
     laid = len(beside) > 0 and all(map(is_, grads, beside))
     grads = beside if laid else grads
@@ -181,7 +181,7 @@ def _spiked(
 def _spikes(
     rate: float, momentum: float, horizons: tuple[float, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...], list[float], list[float]]:
-    """Weights whose step is torch's own, the others, and the others' coefficients −η·a of v and −η·b of g."""
+    """The weights whose step is torch's own, the others, and the coefficients of these: −η·a of v and −η·b of g."""
     prompt = tuple(n for n, T in enumerate(horizons) if not T)
     late = tuple(n for n, T in enumerate(horizons) if T)
     pairs = [spike(momentum, horizons[n]) for n in late]

@@ -2,9 +2,10 @@
 
     g ← (1/M) Σ_{i<M} G(w, x_i)        w ← step(w, g)        D = 0
 
-GPipe's arithmetic in another order: backwards begin as soon as they can. Narayanan et al., arXiv 2006.09503.
-Any optimizer. Weight copies: 1; min(M, S − s) micro-batches of activations; bubble (S − 1)/(M + S − 1). With a store,
-a flush that comes in one push runs in GPipe's order, with its activations, so that weights come to the device twice.
+It is GPipe's arithmetic in another order: backwards begin as soon as they can. Narayanan et al., arXiv 2006.09503.
+Any optimizer. Weight copies: 1. Activations of min(M, S − s) micro-batches at stage s. Bubble: (S − 1)/(M + S − 1).
+With a store, a flush that comes in one push runs in GPipe's order and keeps as many activations as GPipe does, so that
+each stage's weights come to the device only twice per flush.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from pipeback.schedules.programs import one_f_one_b
 
 @dataclass(repr=False)
 class OneForwardOneBackward(Method):
-    """micro_batches: M, micro-batches per flush, counted across pushes; None: each push is one flush of its length."""
+    """micro_batches: M, micro-batches per flush, counted across pushes; None: each push is one flush."""
 
     micro_batches: int | None = None
-    by_worker = True  # a worker of several stages would else let their forwards run ahead as if each had a worker
+    by_worker = True  # else stages of one worker would run as many forwards ahead as if each had a worker of its own
 
     def __post_init__(self) -> None:
         self.schedule = one_f_one_b(1 if self.micro_batches is None else self.micro_batches)

@@ -2,8 +2,9 @@
 
     g_t = G(w_F = w_{t−D}, w_B = w_t)        w ← step(w, g)        D = slack · (S − 1 − s)
 
-The forward of a micro-batch used weights that are D updates old when its gradient is applied; the backward uses
-the newest. Pétrowski et al. 1993; Kosson et al., arXiv 2003.11666, section 2. Any optimizer. Weight copies: 1.
+D is the delay of stage s in updates: when a gradient is applied, the weights w_F of its forward are D updates old. The
+backward runs on the newest weights, w_B. Pétrowski et al. 1993; Kosson et al., arXiv 2003.11666, section 2.
+Any optimizer. Weight copies: 1.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pipeback.schedules.programs import flowing
 
 @dataclass(repr=False)
 class PipelinedBackpropagation(Method):
-    """slack: 2 as published (full duplex), 1 for the delays of asynchronous 1F1B, 0 for none."""
+    """slack: 2 as published (full duplex), 1 for the delays of asynchronous 1F1B, 0 for no delay."""
 
     slack: int = 2
 

@@ -3,9 +3,10 @@
     g_t = G(w_F = w_{t−D}, w_B = w_{t−D})        w ← step(w, g)        D = slack · (S − 1 − s)
     vertical sync:  every stage uses the version that stage 0 used for the micro-batch
 
-B runs on the weights F used, so the gradient is a true one, of old weights. Narayanan et al., SOSP 2019
-(arXiv 1806.03377), sections 3.3 and 4. Left out: replicated stages. Any optimizer.
-Weight copies: D + 1, one per version in flight; with vertical sync D_0 + 1 at every stage.
+The backward B of a micro-batch runs on the weights that its forward F used, so the gradient is exact, but for weights
+that are D updates old. Narayanan et al., SOSP 2019 (arXiv 1806.03377), sections 3.3 and 4. Left out: replicated stages.
+Any optimizer. Weight copies: D + 1, one per version in flight; with vertical sync D_0 + 1 at every stage, where D_0 is
+the delay of stage 0.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pipeback.schedules.timeline import delays
 
 @dataclass(repr=False)
 class PipeDream(Method):
-    """slack: 1 as published, 2 for PB's delays. vertical_sync: one version number through all stages."""
+    """slack: 1 as published, 2 for PB's delays. vertical_sync: whether a micro-batch uses one version at all stages."""
 
     slack: int = 1
     vertical_sync: bool = False
@@ -36,7 +37,7 @@ class PipeDream(Method):
         return [counted[0]] * stages if self.vertical_sync else counted
 
     def history(self, stage: int, stages: int) -> int:
-        # the next forward here is of a micro-batch that entered stage 0 this many updates ago
+        # so many updates ago, the micro-batch whose forward is next here entered stage 0
         return self.delays(stages)[stage] - delays(self.schedule, stages)[stage]
 
     def forward_weights(self, weights: Weights, state: State, when: When) -> Chosen:

@@ -2,8 +2,9 @@
 
     W^(t+1) = W^(t) − η ∇f(W^(t−1))        micro-batch i (from 0): F and B on version max(⌊i/m⌋ − 1, 0)
 
-A new version every m ≥ S micro-batches, and a delay of one group at every stage. Narayanan et al., arXiv 2006.09503,
-section 3.1. Left out: recomputation. Any optimizer. Weight copies: 2.
+F is the forward, B the backward. Every m ≥ S micro-batches are a group, which makes one new version, and every stage
+has a delay of one group. Narayanan et al., arXiv 2006.09503, section 3.1. Left out: recomputation. Any optimizer.
+Weight copies: 2.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pipeback.schedules.programs import flowing
 
 @dataclass(repr=False)
 class PipeDream2BW(Method):
-    """micro_batches: m micro-batches per group, at least what runs ahead at stage 0 plus one. slack: 1 as published."""
+    """micro_batches: m, micro-batches per group, at least slack · (S − 1) + 1. slack: 1 as published."""
 
     micro_batches: int
     slack: int = 1
@@ -34,7 +35,7 @@ class PipeDream2BW(Method):
             )
 
     def delays(self, stages: int) -> list[int]:
-        # not the programs' own count: the version function makes the last stage as late as the others
+        # the programs would count less at the last stage, which uses the same version as the others
         return [1] * stages
 
     def history(self, stage: int, stages: int) -> int:

@@ -2,15 +2,16 @@
 
     T1   η_k = η / τ^p,  p = 1 − min(k/K, 1)        τ = max(1, (micro-batches in flight)/N)
     T2   B on w_t − D·δ,  δ ← γ·δ + (1 − γ)·(w_{t+1} − w_t),  γ = d^(1/D)
-    T3   the first `warmup` micro-batches synchronous, in flushes of N; T1 and T2 are the identity, δ is tracked
+    T3   the first `warmup` micro-batches run in flushes of N, without T1 and T2; δ is tracked meanwhile
 
 | symbol | argument      |                                                                       |
 | K      | anneal        | updates until the rate is the base rate, counted from the end of T3   |
 | d      | decay         | what is left of a displacement in δ after D updates, in (0, 1)        |
 | N      | micro_batches | micro-batches per update                                               |
 
-Yang et al., arXiv 1910.05124 (MLSys 2021), sections 3.1 to 3.3; constants as commonly described. Left out: the
-recomputing variant. F runs on w_t. Any optimizer. Weight copies: 1, with T2 a scratch; δ is one more as state.
+The forward F runs on w_t, the backward B on a correction of it; D is the stage's delay in updates. Yang et al., arXiv
+1910.05124 (MLSys 2021), sections 3.1 to 3.3; constants as commonly described. Left out: the recomputing variant. Any
+optimizer. Weight copies: 1, with T2 a scratch buffer too; δ is one more copy as state.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ def _flying(slack: int, every: int, stages: int) -> list[int]:
 
 
 def _then(first: Schedule, micro_batches: int, second: Schedule) -> Schedule:
-    """`first` for so many micro-batches, drained, and `second` from there on."""
+    """A schedule that runs `first` for so many micro-batches, drains, and runs `second` from there on."""
 
     def program(stage: int, stages: int) -> Iterator[Op]:
         yield from until(first(stage, stages), micro_batches)

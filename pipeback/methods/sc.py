@@ -2,10 +2,12 @@
 
     v ← m·v + g        w ← w − η·(a·v + b·g)        a = m^T,  b = (1 − m^T)/(1 − m)        T = D by default
 
-What momentum would have done with this gradient over the T updates that it comes late is done at once. T = 0 is
-momentum SGD, T = 1 Nesterov's; a/(1 − m) + b = 1/(1 − m), so a gradient's total effect is unchanged. v stays un-spiked.
+A gradient comes T updates late. What momentum would have done with it during those updates is done at once. T = 0 is
+momentum SGD, and T = 1 is Nesterov's. Since a/(1 − m) + b = 1/(1 − m), the total effect of a gradient is unchanged.
+The velocity v is that of momentum SGD, without the compensation.
 
-Kosson et al., arXiv 2003.11666, section 3.1. F and B run on w_t. Momentum SGD. Weight copies: 1.
+Kosson et al., arXiv 2003.11666, section 3.1. The forward F and the backward B run on w_t. Momentum SGD.
+Weight copies: 1.
 """
 
 from __future__ import annotations

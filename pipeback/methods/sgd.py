@@ -2,7 +2,8 @@
 
     F, B on w_t        w ← step(w, g)        D = 0 at every stage
 
-One micro-batch passes all stages forward and backward before the next enters. Any optimizer. Weight copies: 1.
+F is the forward and B the backward of a micro-batch, which passes all stages in both directions before the next one
+enters. Any optimizer. Weight copies: 1.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pipeback.schedules.programs import flowing
 
 @dataclass(repr=False)
 class Sequential(Method):
-    """Plain training, update size one micro-batch; named `sgd`, though any optimizer may step."""
+    """Plain training with one update per micro-batch; it is named `sgd`, but takes any optimizer."""
 
     def __post_init__(self) -> None:
         self.schedule = flowing(0)

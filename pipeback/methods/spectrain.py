@@ -3,12 +3,13 @@
     v1   F on w_t − h_F·η·v        B on w_t − h_B·η·v        w ← step(w, g)
     v2   F on w_t − D·η·v          B on what F used
 
-v1's horizons h are own updates that end after the operation starts and before B(i) starts on stage 0, counted on
-the timeline: F and B of a micro-batch aim at one version everywhere, B(i) of stage 0, also at slack 0, where other
-methods predict nothing. η is the rate when the micro-batch was pushed.
+F is the forward and B the backward of a micro-batch i; D is the stage's delay in updates. In v1, a horizon h counts the
+stage's updates that end after the operation starts and before B(i) starts on stage 0. So F and B of a micro-batch aim
+at the same version at every stage, even at slack 0, where other methods predict nothing. η is the rate that was in
+force when the micro-batch was pushed.
 
 Chen et al., arXiv 1809.02839, section 3.2, and the code of the authors' lab (v2). Momentum SGD; PipeOptim's rule for
-Adam is left out. Weight copies: v1 1 and a scratch; v2 1 and one per micro-batch in flight.
+Adam is left out. Weight copies: 1, and a scratch buffer in v1, one more per micro-batch in flight in v2.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from pipeback.schedules.timeline import Horizon, horizons, in_flight
 
 @dataclass(repr=False)
 class SpecTrain(Method):
-    """version: 1 as published, 2 keeps the prediction for the backward. slack: 1 as published."""
+    """version: 1 as published; 2 keeps the prediction of the forward for the backward. slack: 1 as published."""
 
     version: Literal[1, 2] = 1
     slack: int = 1
@@ -37,7 +38,7 @@ class SpecTrain(Method):
             raise ValueError(f"spectrain: version must be 1 or 2, but is {self.version!r}")
         self.schedule = flowing(self.slack)
         self.copies = "scratch" if self.version == 1 else "stash"
-        self.merges = self.version == 1 and self.slack > 0  # else delays do not tell stages apart
+        self.merges = self.version == 1 and self.slack > 0  # otherwise several stages have the same delay
 
     def check(self, optimizer: torch.optim.Optimizer, stages: int) -> None:
         require_momentum_sgd(optimizer, "spectrain", 'lwp with form="weight"')
@@ -77,7 +78,7 @@ class SpecTrain(Method):
         return [-rate * h.backward for rate, h in zip(when.rates, self._horizons(when), strict=True)]
 
     def _horizons(self, when: When) -> list[Horizon]:
-        """Return the horizons of the stage of each weight."""
+        """Return for each weight the horizons of its stage."""
         every = _horizons(self.slack, when.stages)
         return [every[when.stages - 1 - D // self.slack if self.slack else when.stage] for D in when.delays]
 

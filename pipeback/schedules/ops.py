@@ -1,4 +1,4 @@
-"""What one stage does, as data: forward F, backward B, update U, each of one micro-batch."""
+"""Operations: what one stage does, as data: the forward F and the backward B of a micro-batch, and the update U."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ Schedule = Callable[[int, int], Iterator[Op]]
 
 
 def until(program: Iterator[Op], n: int, backwards: int = 0, updated: int = 0) -> Iterator[Op]:
-    """The operations of `program` on the first n micro-batches, the ragged end included.
+    """The operations of `program` on the first n micro-batches, and the update that completes them.
 
-    A program already under way is cut by saying how far it is: `backwards` micro-batches have gone backward,
-    the first `updated` of them are in the weights. When the end falls inside a flush or a group, its update
-    is issued after the last backward and names micro-batch n − 1, so nothing that went forward is lost.
+    backwards, updated: how far a program that has begun has come: so many micro-batches have gone backward, and the
+    first `updated` of them are in the weights. If the end falls inside a flush or a group, its update follows the last
+    backward and names micro-batch n − 1, so that no gradient is lost.
 
     >>> from pipeback.schedules.programs import fill_drain
     >>> " ".join(map(str, until(fill_drain(2)(0, 1), 3)))

@@ -1,7 +1,8 @@
-"""Which operation may run next: a deterministic order over all stages, the same on every worker.
+"""Order: which operation may run next: a deterministic order over all stages, the same on every worker.
 
-Any order that respects the programs of the stages and the flow of data gives the same weights, bit for bit.
-The default groups: forwards sweep downstream, then every backward that is ready is one wave, then every update.
+An operation is F (a forward), B (a backward) or U (an update). Any order that respects the programs of the stages and
+the flow of data gives the same weights, bit for bit. The default makes groups: forwards from the first stage to the
+last, then all backwards that are ready as one wave, then all updates as one.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Ops = Sequence[tuple[int, int]]  # (stage, micro-batch)
 class Wave(NamedTuple):
     """Operations of one kind, at most one per stage, upstream first.
 
-    Forwards of a wave run in the order given (one may feed the next). Backwards and updates of a wave do not
+    The forwards of a wave run in the order given, as one may feed the next. The backwards or updates of a wave do not
     depend on each other, so that they can run as one.
     """
 
@@ -31,17 +32,21 @@ class Wave(NamedTuple):
 
 
 POLICIES = ("grouped", "upstream", "sticky", "random", "streaming", "skewed")
-FAR = 64  # operations that are looked ahead at most
+FAR = 64  # the most operations that are looked at in advance
 
 
 class Order:
-    """The order in which one worker after the other, or one loop alone, runs the programs of all stages.
+    """The order in which the programs of all stages run; every worker has its own copy and does what is its part.
 
-    policy: `grouped` (waves, the default), or one operation at a time: `upstream` (lowest stage first), `sticky`
-    (change stage only when blocked), `random` (seeded), or `streaming`: sticky, and when blocked one of the last `near`
-    stages that were run, else the one that has most to do. `skewed`: in ticks; at each, a stage does at most one
-    forward, one backward and one update, of what its neighbours gave it at earlier ticks: no operation feeds another.
-    `advance` then leaves undone what the first stage need not wait for, and `rest` does it.
+    policy      what runs next, of all that is ready:
+    grouped     waves, the default
+    upstream    one operation, of the first stage that has one
+    sticky      one operation, of the same stage until it is blocked
+    random      one operation, by a seeded draw
+    streaming   as sticky; once blocked, one of the last `near` stages that were run, else the one that has most to do
+    skewed      ticks; at each, a stage does at most one forward, one backward and one update, of what its neighbours
+                gave it at earlier ticks, so that no operation feeds another. `advance` leaves undone what the first
+                stage need not wait for, and `rest` does it
     """
 
     def __init__(
@@ -54,17 +59,17 @@ class Order:
         self.arrived = 0
         self._last = 0
         self._random = random.Random(seed)
-        self._handed: Ops = ()  # forwards of a tick, which may not have been done yet
-        self.leap: Callable[[int], int] | None = None  # does ticks at which all stages do the same, says how many
+        self._handed: Ops = ()  # the forwards of the last tick, which may not have been done yet
+        self.leap: Callable[[int], int] | None = None  # does ticks at which all stages do the same; says how many
         self.restart(schedule)
 
     def restart(self, schedule: Schedule) -> None:
-        """Begin `schedule` anew at the next micro-batch to arrive; the pipeline must be empty."""
+        """Begin `schedule` anew at the next micro-batch that arrives; the pipeline must be empty."""
         n = self.stages
-        self.start = self.arrived  # the programs count from here
+        self.start = self.arrived  # the programs count micro-batches from here
         self._flow = schedule if isinstance(schedule, Flowing) and schedule.every == 1 else None
-        self._repeated: list[Wave] | None = None  # what the last micro-batch has brought, if the next brings the same
-        self._owed = 0  # micro-batches for which that was so, and the programs have not been moved on
+        self._repeated: list[Wave] | None = None  # the waves of the last micro-batch, if the next has the same
+        self._owed = 0  # micro-batches for which that was so, and by which the programs have not been advanced
         self._programs: list[Iterator[Op]] = [schedule(s, n) for s in range(n)]
         if self.policy == "streaming":
             self._programs = [_Foreseen(program) for program in self._programs]
@@ -93,13 +98,13 @@ class Order:
             raise RuntimeError("the schedule deadlocks: " + self._where())
 
     def rest(self) -> Iterator[Wave]:
-        """Yield the operations that `advance` has left undone."""
+        """Yield the waves that `advance` has left undone."""
         if self.policy == "skewed":
             self._move_on()
             yield from self._ticks()
 
     def close(self, arrived: int) -> Iterator[Wave]:
-        """Finish what has arrived, the ragged end included; `restart` begins again."""
+        """Yield the waves that finish all that has arrived, with its last update; `restart` begins again."""
         yield from self.advance(arrived)
         yield from self.rest()
         n = arrived - self.start
@@ -135,8 +140,8 @@ class Order:
         self.updated = list(state["updated"])
 
     def withdraw(self) -> None:
-        """In the order `skewed`: the forwards of the last tick were not done, since that of the first stage has failed.
-        They are handed out again, but its micro-batch and those behind it have not arrived.
+        """With the policy `skewed`: note that the forwards of the last tick were not done, since that of the first
+        stage has failed. They are yielded again, but the failed micro-batch and those after it have not arrived.
         """
         for s, i in self._handed:
             head = self._heads[s]
@@ -164,7 +169,7 @@ class Order:
         return s == 0 and head.kind == "F" and head.mb >= self.arrived - self.start
 
     def _take(self, s: int, head: Op) -> tuple[int, int]:
-        """Run the head of stage s: count it, fetch the next."""
+        """Count the next operation of stage s as run, and fetch the one after it."""
         kind, i = head
         if kind == "F":
             done, turn = self.forwards, self.forwards[s]
@@ -198,7 +203,7 @@ class Order:
             if ops:
                 yield Wave("F", ops)
                 continue
-            # upstream first: a backward counts what its neighbour had done before this wave
+            # from the first stage on, so that a backward counts what its neighbour had done before this wave
             for s, head in enumerate(heads):
                 if head is not None and head[0] == "B" and (s == last or head[1] < backwards[s + 1]):
                     ops.append(take(s, head))
@@ -212,10 +217,10 @@ class Order:
                 return
             yield Wave("U", ops)
 
-    # -- in the steady state every micro-batch brings the same as the one before -------------------------------------
+    # -- in the steady state every micro-batch makes the waves of the one before -------------------------------------
 
     def _watched(self) -> Iterator[Wave]:
-        """`_waves`, noting whether the next micro-batch will bring the same."""
+        """Yield `_waves`, and note whether the next micro-batch will make the same."""
         before = [*self.forwards, *self.backwards, *self.updated]
         waves = []
         for wave in self._waves():
@@ -226,7 +231,7 @@ class Order:
             self._repeated = waves
 
     def _repeat(self) -> Iterator[Wave]:
-        """The waves of the last micro-batch, for the next."""
+        """Yield the waves of the last micro-batch, renumbered for the next."""
         assert self._repeated is not None
         for done in (self.forwards, self.backwards, self.updated):
             done[:] = [n + 1 for n in done]
@@ -235,13 +240,13 @@ class Order:
         yield from waves
 
     def _move_on(self) -> None:
-        """Have the programs stand where `_repeat` has counted to."""
+        """Advance the programs to where `_repeat` has counted."""
         if self._owed:
             self._begin_rounds([self._owed] * self.stages)
         self._owed, self._repeated = 0, None
 
     def _begin_rounds(self, done: Sequence[int]) -> None:
-        """So many rounds of each stage have been counted as done."""
+        """Begin the programs after the rounds that each stage has done."""
         assert self._flow is not None
         for s, first in enumerate(self.backwards):
             self._programs[s] = self._flow.rounds(s, self.stages, first)
@@ -249,9 +254,9 @@ class Order:
             self._fetched[s] += 3 * done[s]
 
     def _ticks(self, *, until_input: bool = False) -> Iterator[Wave]:
-        """Ticks while anything can be done. until_input: no more once the first stage waits for an arrival."""
+        """Yield the waves of ticks while anything can be done. until_input: stop once the first stage awaits input."""
         heads, take = self._heads, self._take
-        lead = None  # of the forwards, where they wait for the backwards of their rounds, so that stages take turns
+        lead = None  # forwards that a stage may be ahead of the next stage's backwards, where stages take turns
         if self._flow is not None and self._flow.turns == 2:
             lead = range(self.stages - 1, -1, -1)
         done = True
@@ -278,10 +283,10 @@ class Order:
                 yield Wave("U", ops)
 
     def _alike(self) -> int:
-        """Ticks that are sure to come at which every stage, or every second one, does F, B and U of one micro-batch."""
+        """How many ticks are certain to follow at which every stage, or every second one, does one F, B and U."""
         turns, f, b = 0 if self._flow is None else self._flow.turns, self.forwards, self.backwards
         slack, last = 3 - turns, self.stages - 1
-        if not turns or not last or f[0] - b[0] != slack * last:  # told soon, as mostly
+        if not turns or not last or f[0] - b[0] != slack * last:  # mostly so, and quick to tell
             return 0
         steady = (
             b == [b[0] + (s * slack + self._odd) // 2 for s in range(last + 1)]
@@ -297,7 +302,7 @@ class Order:
         return self.backwards[1] - self.backwards[0] if self._flow is not None and self._flow.turns == 2 else 0
 
     def skip(self, ticks: int) -> None:
-        """Count so many ticks, at which every stage or every second one does the same, as done."""
+        """Count as done so many ticks at which every stage, or every second one, does one F, B and U."""
         turns, first = 1 if self._flow is None else self._flow.turns, 1 - self._odd
         # of two turns, that of stage 0 comes first or second
         rounds = [(ticks + turns - 1 - (s + first) % turns) // turns for s in range(self.stages)]
@@ -319,7 +324,7 @@ class Order:
             yield Wave(head.kind, [self._take(s, head)])
 
     def _richest(self, ready: list[int]) -> int:
-        """Which stage to go to: a near one, so that what was brought for it is used once more; else the longest run."""
+        """The stage to run next: one that ran lately, whose weights may still be here, else the one with most to do."""
         near = [s for s in ready if s in self._near]
         best = max(near or ready, key=self._run)
         if best in self._near:
@@ -328,7 +333,7 @@ class Order:
         return best
 
     def _run(self, s: int) -> int:
-        """Operations that stage s could do in a row now."""
+        """How many operations stage s could do in a row now."""
         head, program = self._heads[s], self._programs[s]
         assert head is not None and isinstance(program, _Foreseen)
         forwards = self.forwards[s - 1] if s else self.arrived - self.start
@@ -349,7 +354,7 @@ class Order:
 
 
 class _Foreseen(Iterator[Op]):
-    """A program whose next operations can be looked at."""
+    """A program whose next operations can be looked at in advance."""
 
     def __init__(self, program: Iterator[Op]) -> None:
         self._program = program
@@ -359,7 +364,7 @@ class _Foreseen(Iterator[Op]):
         return self._seen.popleft() if self._seen else next(self._program)
 
     def look(self, most: int) -> Iterator[Op]:
-        """The next operations, which stay."""
+        """Yield the next operations without taking them, `most` at most."""
         for n in range(most):
             if n == len(self._seen):
                 op = next(self._program, None)

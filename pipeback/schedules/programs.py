@@ -1,8 +1,9 @@
 """Programs: how many forwards run ahead, how often a stage updates, and whether it flushes.
 
-Each factory returns a `Schedule`: (stage, stages) -> the endless program of that stage. The grids show three
-stages, forward and backward one unit of time each; `.` is idle, updates take no time and are not shown. A schedule can
-be pickled, so that a method can be sent to other processes.
+Each factory returns a `Schedule`: (stage, stages) -> the endless program of that stage. S is the number of stages, s a
+stage, D its delay. The grids show three stages and one unit of time for each forward (F) and each backward (B); `.` is
+idle; updates (U) take no time and are not shown. A schedule can be pickled, so that a method can be sent to other
+processes.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ def _positive(name: str, value: int, least: int = 1) -> int:
 def fill_drain(micro_batches: int) -> Schedule:
     """GPipe: all forwards of a flush, all its backwards, one update (Huang et al., arXiv 1811.06965).
 
-    micro_batches: micro-batches per flush, M. Bubble share (S − 1)/(M + S − 1) of a full pipeline, delay 0.
+    micro_batches: micro-batches per flush, M. With one worker per stage, workers are idle for the share
+    (S − 1)/(M + S − 1) of their time, the bubble. D = 0.
     """
     # fill_drain(4):  0 │ F0 F1 F2 F3 .  .  .  .  B0 B1 B2 B3
     #                 1 │ .  F0 F1 F2 F3 .  .  B0 B1 B2 B3 .
@@ -42,7 +44,8 @@ def _fill_drain(m: int, stage: int, stages: int) -> Iterator[Op]:
 def one_f_one_b(micro_batches: int) -> Schedule:
     """1F1B with a flush: stage s runs min(M, S − 1 − s) forwards ahead, then alternates (Narayanan et al., SC 2021).
 
-    micro_batches: M, micro-batches per flush. Bubble as of `fill_drain`, at most min(M, S − s) in flight, D = 0.
+    micro_batches: M, micro-batches per flush. The bubble is that of `fill_drain`; at most min(M, S − s) micro-batches
+    are in flight at stage s. D = 0.
     """
     # one_f_one_b(4): 0 │ F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3
     #                 1 │ .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .
@@ -71,15 +74,16 @@ def _by_worker(schedule: Schedule, owner: Sequence[int], stage: int, stages: int
 
 
 def flush(schedule: Schedule) -> int:
-    """Micro-batches up to the first update of a pipeline of one stage."""
+    """The number of micro-batches before the first update, in a pipeline of one stage."""
     return next(op.mb for op in schedule(0, 1) if op.kind == "U") + 1
 
 
 def flowing(slack: int = 2, every: int = 1) -> Schedule:
     """No flush: stage s runs slack · (S − 1 − s) forwards ahead and updates after every `every`-th backward.
 
-    slack 2 is pipelined backpropagation (full duplex, as if a forward and a backward fitted into one step),
-    slack 1 asynchronous 1F1B, slack 0 plain sequential training. With every = 1 the delay is what runs ahead.
+    slack: 2 is pipelined backpropagation (full duplex, as if a forward and a backward took one unit of time together),
+    1 is asynchronous 1F1B, and 0 is plain sequential training.
+    every: micro-batches per update. With 1, the delay is the number of forwards that run ahead.
     """
     # flowing(2):     0 │ F0 F1 F2 F3 F4 B0 F5 B1 F6 B2 ...
     #                 1 │ .  F0 F1 F2 B0 F3 B1 F4 B2 F5 ...
@@ -103,7 +107,10 @@ class Flowing:
         yield from self.rounds(stage, stages)
 
     def rounds(self, stage: int, stages: int, first: int = 0) -> Iterator[Op]:
-        """The program from the round on in which micro-batch `first` goes backward: F, B and every so often U."""
+        """The rest of the program, from the round in which micro-batch `first` goes backward.
+
+        A round is F, B and, after every `every`-th backward, U.
+        """
         ahead = self.slack * (stages - 1 - stage)
         for i in count(first):
             yield Op("F", i + ahead)
@@ -113,7 +120,7 @@ class Flowing:
 
     @property
     def turns(self) -> int:
-        """Ticks of the order "skewed" in which, in the end, every stage does F, B and U of one micro-batch: 1, or 2
-        where stages of even and of odd number take turns; 0 where ticks are not so.
+        """In how many ticks of the order "skewed" every stage does one F, B and U once the pipeline is full: 1, or 2 if
+        stages of even and of odd number take turns; 0 if neither is so.
         """
         return {2: 1, 1: 2}.get(self.slack, 0) if self.every == 1 else 0

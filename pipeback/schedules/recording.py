@@ -1,4 +1,4 @@
-"""Recording: what the workers of a run did and when, and what the same work would have taken as the schedule has it."""
+"""Recording: what the workers of a run did and when, and how long the schedule alone would make the same work take."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Move(NamedTuple):
 
     start: float
     end: float
-    kind: Literal["fetch", "store"]  # weights to the device; an update where they are stored
+    kind: Literal["fetch", "store"]  # "fetch": weights came to the device; "store": they were updated in the store
     stage: int
 
 
@@ -27,7 +27,7 @@ class Track(NamedTuple):
     name: str
     worker: int
     replica: int
-    slots: list[Slot]  # in the order in which it did them; seconds
+    slots: list[Slot]  # in the order in which the worker did them; times in seconds
     uncertainty: float = 0.0  # seconds by which its clock may be off that of the first rank
     moves: Sequence[Move] = ()  # of a worker whose weights are streamed
 
@@ -35,16 +35,16 @@ class Track(NamedTuple):
 class Idle(NamedTuple):
     """The shares of the workers' time in which they were idle, from 0 to 1."""
 
-    share: float  # the bubble: of all workers' time between the first and the last operation of all
-    each: list[float]  # the same of every worker
-    steady: float  # between the last worker's first and the first worker's last operation: no fill and no drain in it
+    share: float  # the bubble: the idle share of all workers' time from the first operation of all to the last
+    each: list[float]  # the same for each worker
+    steady: float  # the same without fill and drain: from the last worker's first to the first worker's last operation
     span: float  # seconds from the first operation's start to the last one's end
 
 
 class Recording(Sequence[Slot]):
     """The operations of all workers, in order of their start, in seconds from the first.
 
-    tracks: a worker each, by replica and worker. owner: the worker of each stage. name: what was run.
+    tracks: one per worker, by replica and worker. owner: the worker of each stage. name: what was run.
     """
 
     def __init__(self, tracks: Sequence[Track], owner: Sequence[int], name: str = "") -> None:
@@ -78,7 +78,7 @@ class Recording(Sequence[Slot]):
 
     @property
     def uncertainty(self) -> float:
-        """Seconds by which two workers' times may be off each other: what the two least certain clocks may be off."""
+        """Seconds by which the times of two workers may be off each other: those of the two least certain clocks."""
         return sum(sorted(track.uncertainty for track in self.tracks)[-2:])
 
     def micro_batches(self) -> int:
@@ -94,7 +94,7 @@ class Recording(Sequence[Slot]):
         return found
 
     def idle(self) -> Idle:
-        """Sending counts as work: it is a part of the operation whose result is sent."""
+        """The idle shares. Sending counts as work, since it is part of the operation whose result is sent."""
         gaps, end = self.gaps(), float(max((slot.end for slot in self), default=0))
         begun = max((float(track.slots[0].start) if track.slots else end for track in self.tracks), default=0.0)
         over = min((float(track.slots[-1].end) if track.slots else 0.0 for track in self.tracks), default=0.0)
@@ -120,10 +120,10 @@ class Recording(Sequence[Slot]):
         return self._played(costs, by_stage=True)
 
     def in_order(self, costs: Mapping[str, Time] | Sequence[Mapping[str, Time]] | None = None) -> Recording:
-        """The same, but every worker does its operations in the order in which it did them.
+        """Return what `predicted` does, but with each worker's operations in the order in which they were done.
 
-        How this differs from `predicted` is that order's doing. What was measured beyond it is due to messages, to what
-        comes between operations, and to operations that do not always take the same time.
+        The difference to `predicted` is due to that order. What was measured beyond this is due to messages, to the
+        time between operations, and to operations that do not always take the same time.
         """
         return self._played(costs, by_stage=False)
 
@@ -146,7 +146,7 @@ class Recording(Sequence[Slot]):
         return Recording(tracks, self.owner, self.name)
 
     def unit(self) -> Recording:
-        """`predicted` at one unit of time for F and B, and none for updates."""
+        """Return `predicted` with one unit of time for each F and B, and none for updates."""
         return self.predicted(UNIT)
 
 

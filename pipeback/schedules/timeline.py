@@ -1,4 +1,7 @@
-"""When operations run under given costs; delays and horizons, counted on the programs themselves."""
+"""Timeline: when operations run under given costs; delays and horizons, counted on the programs themselves.
+
+An operation is the forward (F) or backward (B) of a micro-batch at a stage, or the update (U) of the stage's weights.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ class Slot(NamedTuple):
 
 
 class Horizon(NamedTuple):
-    """How many own updates lie ahead when an operation starts (SpecTrain's h)."""
+    """How many updates of its stage lie ahead when an operation starts (SpecTrain's h)."""
 
     forward: int
     backward: int
@@ -39,11 +42,11 @@ def timeline(
     costs: Mapping[str, Time] | Sequence[Mapping[str, Time]] = UNIT,
     workers: Sequence[int] | None = None,
 ) -> Iterator[Slot]:
-    """Run `micro_batches` through the schedule, everything as early as programs, data and workers allow.
+    """Run `micro_batches` through the schedule, each operation as early as programs, data and workers allow.
 
-    costs: time of F, B and U, one mapping for all stages or one per stage.
-    workers: the worker that owns each stage (default: one worker per stage); a worker runs one operation at a time, of
-    those ready the one that can start first, a backward before a forward, then the oldest micro-batch.
+    costs: the times of F, B and U, one mapping for all stages or one per stage.
+    workers: the worker of each stage; None: one worker per stage. A worker runs one operation at a time: of those that
+    are ready, the one that can start first; then a backward before a forward; then that of the oldest micro-batch.
     Yields slots in order of their start. Sending takes no time.
     """
     owner = list(range(stages)) if workers is None else list(workers)
@@ -63,12 +66,12 @@ def play(
     costs: Mapping[str, Time] | Sequence[Mapping[str, Time]] = UNIT,
     done: Iterable[Place] = (),
 ) -> Iterator[Slot]:
-    """Do each program in its own order, everything as early as data and workers allow.
+    """Do each program in its own order, each operation as early as data and workers allow.
 
     programs: of (stage, operation), one per stage as schedules have it, or one per worker.
     workers: the worker that does each program.
-    done: operations that were over before the first one, so that their outputs are there.
-    Yields slots in order of their start. Sending takes no time. Raises RuntimeError when all wait for each other.
+    done: operations that had ended before the first one, so that their outputs are there.
+    Yields slots in order of their start. Sending takes no time. Raises RuntimeError if all wait for each other.
     """
     per_stage = [costs] * stages if isinstance(costs, Mapping) else list(costs)
     if len(per_stage) != stages:
@@ -87,7 +90,7 @@ def play(
             s, op = head
             begin = _input_at(op, s, stages, ended)
             if begin is not None:
-                # the oldest micro-batch first: what a neighbour waits for leaves early
+                # the oldest micro-batch first, so that what a neighbour waits for leaves early
                 rank = (max(begin, free[workers[n]]), "UBF".index(op.kind), op.mb, n)
                 best = rank if best is None else min(best, rank)
         if best is None:
@@ -104,7 +107,7 @@ def play(
 
 
 def _input_at(op: Op, s: int, stages: int, ended: Mapping[Place, Time]) -> Time | None:
-    """When the input of `op` is there; None while that is not known."""
+    """The time at which the input of `op` is there; None while that is not known."""
     before = needs(op, s, stages)
     return 0 if before is None else ended.get(before)
 
@@ -119,10 +122,10 @@ def needs(op: Op, s: int, stages: int) -> Place | None:
 
 
 def bubble(slots: Iterable[Slot], workers: Sequence[int] | None = None) -> float:
-    """The share of the workers' time between the first and the last operation of all in which a worker does nothing.
+    """The bubble: the idle share of the workers' time between the first operation of all and the last.
 
-    1 − Σ (end − start) / (workers · (last end − first start)), as a worker does one operation at a time.
-    workers: the worker of each stage; None: one per stage that has slots. 0 where nothing was done.
+    1 − Σ (end − start) / (workers · (last end − first start)), as a worker does one operation at a time; 0 if nothing
+    was done. workers: the worker of each stage; None: one per stage that has slots.
     """
     slots = list(slots)
     if not slots:
@@ -134,21 +137,22 @@ def bubble(slots: Iterable[Slot], workers: Sequence[int] | None = None) -> float
 
 
 def delays(schedule: Schedule, stages: int) -> list[int]:
-    """Own updates of each stage between F(i) and B(i) in the steady state; within a group, the largest."""
+    """The delay of each stage: its updates between F(i) and B(i) in the steady state; within a group, the largest."""
     return [counted.delay for counted in _all_steady(schedule, stages)]
 
 
 def in_flight(schedule: Schedule, stages: int) -> list[int]:
-    """The most micro-batches between their forward and their backward, at each stage, in the steady state."""
+    """For each stage, the most micro-batches between their forward and their backward in the steady state."""
     return [counted.in_flight for counted in _all_steady(schedule, stages)]
 
 
 def horizons(schedule: Schedule, stages: int, costs: Mapping[str, Time] = UNIT) -> list[Horizon]:
-    """Own updates that end after an operation on i starts and before B(i) starts on stage 0, in the steady state.
+    """For each stage, its updates that end after an operation on i starts and before B(i) starts on stage 0.
 
-    With `flowing(1)` and unit costs these are SpecTrain's ⌊k/2⌋ + N − k − 1 (forward) and ⌊k/2⌋ (backward).
+    They are counted in the steady state, i being a micro-batch. With `flowing(1)` and unit costs, they are SpecTrain's
+    ⌊k/2⌋ + N − k − 1 (forward) and ⌊k/2⌋ (backward).
     """
-    i, until_mb = 6 * stages + 12, 8 * stages + 24  # a micro-batch well inside the steady state
+    i, until_mb = 6 * stages + 12, 8 * stages + 24  # i is well inside the steady state
     start: dict[tuple[str, int], Time] = {}
     updates: list[list[Time]] = [[] for _ in range(stages)]
     for slot in timeline(schedule, stages, until_mb, costs):
@@ -171,15 +175,15 @@ class _Steady(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _all_steady(schedule: Schedule, stages: int) -> tuple[_Steady, ...]:
-    """Return the steady state of every stage, cached, since methods ask for it once per stage."""
+    """Return the steady state of every stage; it is cached, since methods ask for it once per stage."""
     return tuple(_steady(schedule, s, stages) for s in range(stages))
 
 
 def _steady(schedule: Schedule, stage: int, stages: int) -> _Steady:
-    """Count on the program: the largest over a window of the same length as everything before it."""
+    """Count on the program: the largest values over a window that is as long as everything before it."""
     window = updates = 0
     found: list[_Steady] = []
-    # double the window until the count no longer changes and groups have passed: the fill is then behind
+    # double the window until the count no longer changes and groups have passed, so that the pipeline has filled
     while len(found) < 3 or found[-1] != found[-2] or found[-2] != found[-3] or updates < 8:
         window = 2 * window or 8 * (stages + 1)
         updates = delay = running = most = 0
