@@ -3,6 +3,7 @@
 import math
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,10 +15,10 @@ from tests.laws.cases import data, network, pipeline
 ROOT = Path(__file__).parents[2]
 
 
-def process(function, folder, *before):
+def process(function, folder, *before, **more):
     """What one of `checkpoint_faults` returns in a process of its own. before: a command that the process runs in."""
     if not before:
-        return in_a_new_process(function, folder)
+        return in_a_new_process(partial(function, folder, **more))
     command = [*before, sys.executable, "-m", "tests.helpers.checkpoint_faults", function.__name__, str(folder)]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert found.returncode == 0, found.stderr

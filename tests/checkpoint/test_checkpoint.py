@@ -10,14 +10,21 @@ from pipeback.checkpoint.save_and_load import CheckpointError
 from pipeback.tensors.layout import form_of
 from tests.checkpoint.saved import Held, process, same, trained
 from tests.helpers.checkpoint_faults import LAYERS, METHODS, layered, resume
+from tests.helpers.choice import rare
 from tests.laws.cases import data, everything
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*takes its statistics")
 
 
-def test_resume_in_a_new_process(tmp_path):
-    """Every method with every layer, in flight; every other one goes on with two workers where there were none."""
-    for n, (layer, method) in enumerate((layer, method) for layer in LAYERS for method in METHODS):
+@pytest.mark.parametrize("every", [False, rare(True)])
+def test_resume_in_a_new_process(every, tmp_path):
+    """Methods and layers, in flight, each method at least once, or each with every layer; every other one goes on with
+    two workers where there were none.
+    """
+    pairs = [(a + b, layer, method) for a, layer in enumerate(LAYERS) for b, method in enumerate(METHODS)]
+    some = [(n, layer, method) for n, (both, layer, method) in enumerate(pairs) if every or both % 3 == 0]
+    assert {method for _, _, method in some} == set(METHODS)
+    for n, layer, method in some:
         pipe, batches = layered(layer, method, workers=None if n % 3 else 2)
         at = 9 + n % 5
         for x, y in batches[:at]:
@@ -33,7 +40,7 @@ def test_resume_in_a_new_process(tmp_path):
         pipe.close()
     (tmp_path / "new").rmdir()
     rows = process(resume, tmp_path)
-    assert len(rows) == len(LAYERS) * len(METHODS) and [row for row in rows if not row.startswith("True")] == []
+    assert len(rows) == len(some) and [row for row in rows if not row.startswith("True")] == []
 
 
 @pytest.mark.parametrize(("before", "after"), [(None, 2), (2, None), (3, 2)])

@@ -13,8 +13,8 @@ from pipeback.errors import RankError
 from tests.helpers.processes import forked
 
 RANKS = [4, 5, 6]  # global numbers: a pipeline may be one of several
-TIMEOUT = 2.0
-SOON = 3 * TIMEOUT  # seconds; a busy machine is slow
+TIMEOUT = 1.5
+SOON = 6.0  # seconds; a busy machine is slow
 
 
 # -- what a rank does in a case: (health, its place in the pipeline) -> what it reports --------------------------------

@@ -79,12 +79,9 @@ def resume(folder: Path) -> list[str]:
     return rows
 
 
-STEPS, KILLS = 45, 25
-
-
-def kills(folder: Path) -> str:
+def kills(folder: Path, steps: int, most: int) -> str:
     """Train and save after every micro-batch; killed at any moment, and resumed from the newest whole checkpoint."""
-    batches = data(STEPS)
+    batches = data(steps)
     whole = pipeline(network(), "cerebras")
     wanted = {}
     for n, (x, y) in enumerate(batches):
@@ -92,11 +89,11 @@ def kills(folder: Path) -> str:
         wanted[n + 1] = everything(whole)
     reader = pipeline(network(seed=5), "cerebras")
     draw, killed, before, left = random.Random(3), 0, 0, set()
-    while before < STEPS:
+    while before < steps:
         if not (child := os.fork()):
             train_and_save(folder, batches)
             os._exit(0)
-        if killed < KILLS:
+        if killed < most:
             time.sleep(draw.uniform(0.0, 0.15))
             os.kill(child, signal.SIGKILL)
         killed += os.waitpid(child, 0)[1] == signal.SIGKILL
@@ -176,4 +173,4 @@ def refused(folder: Path, begin, end, cause: str) -> str:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print({f.__name__: f for f in (resume, kills, limit, full)}[sys.argv[1]](Path(sys.argv[2])))
+    print({f.__name__: f for f in (resume, limit, full)}[sys.argv[1]](Path(sys.argv[2])))

@@ -238,7 +238,7 @@ def learnt(monkeypatch):
     return found
 
 
-MANY = [size for size in (1, 2, 3, 4, 5, 6, 2, 1, 1, 3) for _ in range(16)]
+MANY = [size for size in (1, 2, 3, 4, 5, 6, 2, 1, 1, 3) for _ in range(12)]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Law: ticks at which all stages do the same, done as one function, are the event loop to rounding."""
 
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -14,10 +15,15 @@ from tests.helpers.choice import mostly_rare
 from tests.laws.as_one import LEAP, S, decayed, doubles, model, pipelines, pushed, same
 from tests.laws.cases import CASES, OPTIMIZERS, weights
 
+# of ticks that are done as one function, and of those that are not
+KINDS = (
+    "pb", "pb-slack1", "lwp-horizon3", "sc", "cerebras", "spectrain-slack2", "pipedream", "pipemare", "gpipe-4",
+    "lwp-weight",
+)  # fmt: skip
 pytestmark = pytest.mark.filterwarnings("ignore:.*takes its statistics")
 
 
-@pytest.mark.parametrize("case", mostly_rare(CASES, *LEAP, "gpipe-4", "pipemare", "lwp-weight"))
+@pytest.mark.parametrize("case", mostly_rare(CASES, *KINDS))
 def test_many_micro_batches_a_push(case, leapt):
     one, other = pipelines(case)
     same(pushed(other), pushed(one))
@@ -39,14 +45,19 @@ def curious(params):
     return torch.optim.Adam(params, lr=0.01, amsgrad=True)
 
 
+FACTORIES = {**OPTIMIZERS, "nudged": nudged, "decayed": decayed, "curious": curious}
+
+
 @pytest.mark.parametrize(
-    "factory", [*OPTIMIZERS.values(), nudged, decayed, curious], ids=[*OPTIMIZERS, "nudged", "decayed", "curious"]
-)
-@pytest.mark.parametrize("changing", [False, True])
-@pytest.mark.parametrize("method", mostly_rare(["pb", "pipedream", "pipemare"], "pb"))
-def test_optimizers_and_rates_of_ticks(method, factory, changing, leapt):
+    ("method", "changing", "factory"),
+    mostly_rare(
+        product(["pb", "pipedream", "pipemare"], [False, True], FACTORIES),
+        *(("pb", True, name) for name in FACTORIES), ("pb", False, "momentum"), ("pb", False, "decayed"),
+    ),
+)  # fmt: skip
+def test_optimizers_and_rates_of_ticks(method, changing, factory, leapt):
     """Rates that change at every push, so that rows are stepped with different ones."""
-    found = []
+    found, factory = [], FACTORIES[factory]
     for on in (False, True):
         pipe = pipeback.Pipeline(
             model(), loss=mse_loss, optimizer=factory, method=CASES[method](S), micro_batch_size=3, vectorize=on

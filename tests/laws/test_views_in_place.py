@@ -3,11 +3,14 @@
 torch hides the node of such a change, and what that saved, in one that shows nothing.
 """
 
+from itertools import product
+
 import pytest
 import torch
 from torch import nn
 
 import pipeback
+from tests.helpers.choice import mostly_rare
 from tests.laws.cases import OPTIMIZERS, everything
 
 WIDTH, LENGTH = 6, 4
@@ -116,9 +119,16 @@ def build(change, kind, method, seed=0, **options):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("activations", ["device", "host", "recompute"])
-@pytest.mark.parametrize("kind", ["sequence", "followed"])
-@pytest.mark.parametrize("change", CHANGES)
+WAYS = list(product(["sequence", "followed"], ["device", "host", "recompute"]))
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "activations"),
+    mostly_rare(
+        [(change, *way) for change in CHANGES for way in WAYS],
+        *((change, *WAYS[n % len(WAYS)]) for n, change in enumerate(CHANGES)), *(("chained", *way) for way in WAYS),
+    ),
+)  # fmt: skip
 def test_resume_in_flight(change, kind, activations):
     method = "pipedream" if activations == "recompute" else "pb"
     every = batches(18)

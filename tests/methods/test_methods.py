@@ -1,6 +1,5 @@
 """The registry of methods, plug-ins from outside, composition, and the scaling rule."""
 
-import subprocess
 import sys
 
 import pytest
@@ -9,6 +8,7 @@ import torch
 import pipeback
 from pipeback import methods
 from pipeback.methods.momentum import spike
+from tests.helpers.processes import in_a_new_process
 from tests.laws.cases import CASES, data, network, pipeline, weights
 
 NAMES = [
@@ -75,6 +75,25 @@ class Halved(pipeback.Method):
 '''
 
 
+def trained_halved(folder):
+    sys.path.insert(0, folder)
+    assert "halved" in methods.available()
+
+    class Same(methods._find("lwp")):
+        def forward_weights(self, weights, state, when):
+            shift = super().forward_weights(weights, state, when)
+            return pipeback.Shift(weights, [0.5 * c for c in shift.coefficients], shift.directions)
+
+    half, same = pipeline(network(), "halved"), pipeline(network(), Same(form="weight"))
+    for x, y in data(25):
+        half.push(x, y), same.push(x, y)
+    torch.testing.assert_close(weights(half), weights(same), rtol=1e-5, atol=1e-6)
+    state = half.state_dict()
+    half.drain()
+    half.load_state_dict(state)
+    return list(half.delays)
+
+
 def test_an_outside_package_adds_a_method(tmp_path):
     """A real distribution on the path, with an entry point and nothing else."""
     (tmp_path / "halved.py").write_text(PLUGIN)
@@ -82,29 +101,7 @@ def test_an_outside_package_adds_a_method(tmp_path):
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: halved\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[pipeback.methods]\nhalved = halved:Halved\n")
-    code = """
-import sys; sys.path.insert(0, sys.argv[1])
-import torch, pipeback
-from tests.laws.cases import data, network, pipeline, weights
-assert "halved" in pipeback.methods.available()
-half, horizon = pipeline(network(), "halved"), None
-from tests.laws import cases
-class Same(pipeback.methods._find("lwp")):
-    def forward_weights(self, weights, state, when):
-        shift = super().forward_weights(weights, state, when)
-        return pipeback.Shift(weights, [0.5 * c for c in shift.coefficients], shift.directions)
-same = pipeline(network(), Same(form="weight"))
-for x, y in data(25):
-    half.push(x, y); same.push(x, y)
-torch.testing.assert_close(weights(half), weights(same), rtol=1e-5, atol=1e-6)
-state = half.state_dict()
-half.drain()
-half.load_state_dict(state)
-print("ok", half.delays)
-"""
-    found = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
-    assert found.returncode == 0, found.stderr
-    assert found.stdout.strip() == "ok [8, 6, 4, 2, 0]"
+    assert in_a_new_process(trained_halved, str(tmp_path)) == [8, 6, 4, 2, 0]
 
 
 def test_a_chain_of_methods_in_pieces_is_the_combination_under_its_own_name():

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.helpers.choice import mostly_rare
 from tests.laws.cases import data, network, pipeline, weights
 
 
@@ -47,11 +48,17 @@ def evaluate(model):
     model.eval()
 
 
-@pytest.mark.parametrize("when", [0, 6])
-@pytest.mark.parametrize("method", ["sgd", "pb", "cerebras"])
+CHANGES = [(network, write), (network, load), (network, freeze), (scaled, rescale), (scaled, evaluate)]
+METHODS = ["sgd", "pb", "cerebras"]
+
+
 @pytest.mark.parametrize(
-    "made, change", [(network, write), (network, load), (network, freeze), (scaled, rescale), (scaled, evaluate)]
-)
+    ("made", "change", "method", "when"),
+    mostly_rare(
+        [(*each, method, when) for each in CHANGES for method in METHODS for when in (0, 6)],
+        *((*each, METHODS[n % 3], 6) for n, each in enumerate(CHANGES)), *((*each, "pb", 0) for each in CHANGES),
+    ),
+)  # fmt: skip
 def test_replicas_follow_the_users_model(made, change, method, when):
     """Two halves that are the same batch: what one pipeline does of it."""
     found = []

@@ -3,12 +3,15 @@ have moved since: it is the first stage that fails, or a flush is the whole push
 back.
 """
 
+from itertools import product
+
 import pytest
 import torch
 from torch import nn
 
 import pipeback
 from pipeback import methods
+from tests.helpers.choice import mostly_rare
 from tests.laws.cases import CASES, FEW, OPTIMIZERS, STAGES, allowed, data, everything
 from tests.pipeline.test_dropped import ARMED, bad, batches, flush, flushes_that_fail, made
 
@@ -161,8 +164,13 @@ def words(count, seed=3):
     return [(draw(10), draw(3)) for _ in range(count)]
 
 
-@pytest.mark.parametrize("bad", [10, 11, 12])
-@pytest.mark.parametrize("case", ["pb", "pb-slack1", "cerebras", "pipedream", "pipemare-t3", "spectrain-v2", "sgd"])
+AS_ONE = ["pb", "pb-slack1", "cerebras", "pipedream", "pipemare-t3", "spectrain-v2", "sgd"]
+
+
+@pytest.mark.parametrize(
+    ("case", "bad"),
+    mostly_rare(product(AS_ONE, [10, 11, 12]), *((case, 10) for case in AS_ONE), ("cerebras", 11), ("pipedream", 12)),
+)
 def test_the_first_stage_before_stages_that_run_as_one(case, bad):
     plain, hurt = (worded(CASES[case](6), vectorize=True) for _ in range(2))
     said = {10: (pipeback.StageError, "failed: index out of range.*"), 11: (pipeback.StageError, "failed: late")}
@@ -175,10 +183,18 @@ def test_the_first_stage_before_stages_that_run_as_one(case, bad):
     same(hurt, plain)
 
 
-@pytest.mark.parametrize("case", ["pb", "pb-slack1", "cerebras", "pipedream"])
-@pytest.mark.parametrize("options", [{"vectorize": True}, {"debug": pipeback.Debug(order="skewed")}], ids=str)
+OPTIONS = {"as one": {"vectorize": True}, "skewed": {"debug": pipeback.Debug(order="skewed")}}
+
+
+@pytest.mark.parametrize(
+    ("case", "options"),
+    mostly_rare(
+        product(["pb", "pb-slack1", "cerebras", "pipedream"], OPTIONS),
+        ("pb", "as one"), ("pipedream", "as one"), ("pb-slack1", "skewed"), ("cerebras", "skewed"),
+    ),
+)  # fmt: skip
 def test_of_several_those_before_it_stay(case, options):
-    plain, hurt = (worded(CASES[case](6), micro_batch_size=4, **options) for _ in range(2))
+    plain, hurt = (worded(CASES[case](6), micro_batch_size=4, **OPTIONS[options]) for _ in range(2))
     for n in range(4):
         some = words(8, seed=n)
         with pytest.raises(pipeback.StageError, match="index out.*nor on the 3 behind it, but on the 4 before it, and"):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 from pathlib import Path
 
@@ -17,10 +18,11 @@ from torch import nn
 import pipeback
 from pipeback.distributed import join
 from tests.helpers.choice import mostly_rare, rare
+from tests.helpers.processes import forked
 from tests.laws.cases import data, pipeline
 from tests.processes.crew import Failed, free_port
 
-TIMEOUT = 10.0  # of the pipelines: on a busy machine a rank may not be heard of for many seconds
+TIMEOUT = 5.0  # of the pipelines: on a busy machine a rank may not be heard of for many seconds
 WITHIN = TIMEOUT + 12  # generous: the machine may be busy
 
 
@@ -195,7 +197,7 @@ def different(rank, what):
     if what == "own error" and rank == 1:
         options["clip_norm"] = -1.0
     if what == "absent" and rank == 1:
-        time.sleep(TIMEOUT + 4)
+        time.sleep(TIMEOUT + 2)
         return "was elsewhere"
     try:
         pipe = pipeline(stages, method, "adam" if what == "optimizer" and rank == 1 else "momentum", **options)
@@ -332,19 +334,26 @@ def test_torchrun_restarts_from_the_last_whole_checkpoint(kills, resumed, tmp_pa
         assert f"resumed from step-{step:08d}" in run.stdout
 
 
+def on_ranks(function, environments, *arguments):
+    """What a function returns on ranks that are new processes with these variables of the environment."""
+    with ProcessPoolExecutor(len(environments), forked()) as pool:
+        return [each.result(60) for each in [pool.submit(function, more, *arguments) for more in environments]]
+
+
+def runs(environment, *arguments):
+    os.environ.update(environment)
+    pipeback.join()
+    sys.argv = ["", *arguments]
+    runpy.run_path(str(SCRIPT))
+
+
 def test_under_srun(tmp_path):
     """What srun sets is enough; the script calls `pipeback.join()` first."""
-    code = f"import sys, runpy, pipeback; pipeback.join(); sys.argv[1:] = [r'{tmp_path}', r'{tmp_path}/end.pt', '']"
-    code += f"; runpy.run_path(r'{SCRIPT}')"
     environment = {
-        **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd(), "MASTER_PORT": str(free_port()),
-        "SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "localhost", "SLURM_JOB_ID": "7",
+        "MASTER_PORT": str(free_port()), "SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "localhost", "SLURM_JOB_ID": "7",
     }  # fmt: skip
-    ranks = [
-        subprocess.Popen([sys.executable, "-c", code], env={**environment, "SLURM_PROCID": str(rank)})
-        for rank in (0, 1)
-    ]
-    assert [rank.wait(timeout=60) for rank in ranks] == [0, 0]
+    ranks = [{**environment, "SLURM_PROCID": str(rank)} for rank in (0, 1)]
+    on_ranks(runs, ranks, str(tmp_path), f"{tmp_path}/end.pt", "")
     assert torch.load(tmp_path / "end.pt").keys()
 
 
@@ -355,23 +364,18 @@ def test_the_first_host_of_a_job():
         assert found["MASTER_PORT"] == "23456"
 
 
-def test_a_wrong_master_address(tmp_path):
+def joins(environment, timeout):
+    os.environ.update(environment)
+    with pytest.raises(Exception) as error:
+        pipeback.join(timeout=timeout)
+    return str(error.value)
+
+
+def test_a_wrong_master_address():
     """Nobody listens there: both ranks say so within the timeout."""
-    environment = {
-        **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd(), "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()), "WORLD_SIZE": "3",
-    }  # fmt: skip
-    code = "import pipeback; pipeback.join(timeout=3)"
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "3"}
     begin = time.monotonic()
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", code], env={**environment, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True
-        )
-        for rank in (1, 2)
-    ]
-    for rank in ranks:
-        _, told = rank.communicate(timeout=60)
-        assert rank.returncode == 1
-        assert "the ranks did not find each other within 3 s (MASTER_ADDR=127.0.0.1" in told
+    for told in on_ranks(joins, [{**environment, "RANK": str(rank)} for rank in (1, 2)], 1):
+        assert "the ranks did not find each other within 1 s (MASTER_ADDR=127.0.0.1" in told
         assert "check that MASTER_ADDR and MASTER_PORT reach rank 0" in told
     assert time.monotonic() - begin < 60

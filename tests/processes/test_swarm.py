@@ -185,7 +185,7 @@ def test_a_rank_reads_and_keeps_its_share(crew):
 
 # -- what goes wrong -------------------------------------------------------------------------------------------------
 
-TIMEOUT = 10.0
+TIMEOUT = 5.0
 
 
 class Fatal(nn.Linear):
