@@ -1,4 +1,4 @@
-"""Schedules as pictures: a text grid, a figure, and a trace of a real run for Perfetto or chrome://tracing.
+"""Figures: schedules as text grids and pictures, and real runs as traces for Perfetto or chrome://tracing.
 
     print(grid(flowing(2), stages=4, micro_batches=8))
     picture(timeline(flowing(2), 4, 8)).figure.savefig("pb.svg")
@@ -29,10 +29,10 @@ __all__ = ["beside", "compare", "grid", "measured", "picture", "summary", "trace
 
 
 def grid(schedule: Schedule, stages: int, micro_batches: int, width: int | None = None) -> str:
-    """One line per stage, one column per unit of time; `.` is idle. A forward F and a backward B take one unit
-    each, and updates take none.
+    """A text with one line per stage and one column per unit of time; `.` is idle.
 
-    width: the number of columns shown; the rest is cut off and marked. None shows all.
+    A forward F and a backward B take one unit each, and updates take none.
+    width: the number of columns that are shown; the rest is cut off and marked. None shows all.
 
     >>> from pipeback.schedules.programs import fill_drain
     >>> print(grid(fill_drain(2), stages=2, micro_batches=2))
@@ -136,10 +136,10 @@ def trace(pipe: Recorded, path: str | PathLike[str], name: str | None = None) ->
     """Write what `pipe.record()` measured as a Chrome trace, for ui.perfetto.dev or chrome://tracing.
 
     Each rank (or worker thread) is shown as a process, with one row per stage. Over processes every rank calls this;
-    the clocks are brought together, and the first rank writes. name: of the run; None: the method's name.
+    the times are put on one clock, and the first rank writes. name: that of the run; None: the method's name.
     Returns what was written. `otherData` holds the bubble, which is the idle share of the workers' time between the
     first and the last operation of all, and the bubble that the schedule predicts.
-    Times are measured on the host: work queued on an accelerator counts where the host waits for it.
+    Times are measured on the host, so that work on an accelerator counts where the host waits for it.
     """
     recording = measured(pipe)
     recording.name = recording.name if name is None else name

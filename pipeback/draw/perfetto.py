@@ -1,4 +1,4 @@
-"""A recording as a file that ui.perfetto.dev and chrome://tracing show, and from which it can be read again.
+"""Perfetto: writes a recording to a file that ui.perfetto.dev and chrome://tracing show, and reads it again.
 
 Each worker is shown as a process. It has one row that says what the worker waits for, and one row per stage. Arrows
 lead from an operation to the one on another worker that takes its output. Times are in microseconds from the first
@@ -100,7 +100,7 @@ def read(path: str | PathLike[str]) -> Recording:
 
 
 def _times(start: Any, end: Any) -> dict[str, float]:
-    """To the nanosecond; the end is rounded, not the length, so that neighbours do not overlap."""
+    """Start and length in microseconds, rounded to nanoseconds. The end is rounded too, so that none overlap."""
     begin = round(1e6 * float(start), 3)
     return {"ts": begin, "dur": round(round(1e6 * float(end), 3) - begin, 3)}
 

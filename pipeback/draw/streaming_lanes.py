@@ -1,4 +1,4 @@
-"""Weight streaming as a picture: fetches, computing and updates on one time axis."""
+"""Streaming lanes: weight streaming as a picture of fetches, computing and updates on one time axis."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def lanes(recording: Recording, *, begin: float = 0.0, end: float | None = None)
 
 
 def _numbers(ax: Any, spans: list[tuple[float, float, str, int]], y: float, least: float) -> None:
-    """The stage on every run of boxes of one stage that has room for it."""
+    """Write the stage's number on every run of boxes of one stage, if there is room for it."""
     runs: list[list[float]] = []
     stages: list[int] = []
     for a, b, _, s in sorted(spans):

@@ -1,4 +1,4 @@
-"""A measured run as a picture: one band per worker, one row per stage; idle times are marked."""
+"""Worker bands: a measured run as a picture with one band per worker and one row per stage; idle times are marked."""
 
 from __future__ import annotations
 

@@ -318,13 +318,14 @@ class Pipeline:
         return self._inspection.traffic()
 
     def plan(self, x: Value = None, y: Any = None, *, pushes: int | None = None, expected: int = 1) -> Plan:
-        """What training will take: bytes on device, host and disk, passes over the weights, waiting, batch window.
+        """A `Plan` of training, to be printed: bytes on device, host and disk, passes, waiting, batch window.
 
-        x, y: a push, which is rehearsed and not trained on; None: like the last one. pushes: average over so many, to
-        compare with two calls of `traffic` around them (`pipeback.plan.beside`); None: over the steady state.
+        x, y: a push, which is rehearsed and not trained on; None: like the last one.
+        pushes: how many to average over, for `pipeback.plan.beside`; None: the steady state.
         expected: for a loss that is computed outside, micro-batches until the next `step`, x included.
-        Bandwidths are measured. `print` the plan. Over processes it is about the stages that this rank holds; all ranks
-        call it together before the first push, and each may call it alone afterwards.
+
+        Bandwidths are measured. Over processes the plan is about the stages that this rank holds; before the first push
+        all ranks call it together, afterwards each may call it alone.
         """
         return self._inspection.plan(x, y, pushes, expected)
 

@@ -30,7 +30,7 @@ class StageBuilder(NamedTuple):
     compile: bool | dict[str, Any]
 
     def stages(self, parts: Sequence[StagePart], replica: int) -> list[Stage]:
-        """A stage a part. Raises ValueError or TypeError where optimizer and method do not fit, naming the stage."""
+        """One stage per part. Raises ValueError or TypeError, naming the stage, if optimizer and method do not fit."""
         n, stages = len(parts), []
         for s, part in enumerate(parts):
             factory = checked_factory(self.optimizer, s)

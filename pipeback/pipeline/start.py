@@ -50,7 +50,7 @@ def start(holding: HeldStages, setting: Setting) -> Runner:
 
 
 def _loops(holding: HeldStages, setting: Setting, owner: list[int], bound: int, closed: threading.Event) -> list[Loop]:
-    """A loop a thread: for every worker of every replica."""
+    """One loop per thread, that is, per worker of every replica."""
     replicas = len(holding.everywhere)
     workers = holding.workers * replicas
     threads, cores = torch.get_num_threads(), os.cpu_count() or 1

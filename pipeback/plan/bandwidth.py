@@ -26,12 +26,12 @@ from pipeback.streaming.pages import Pages
 from pipeback.tensors import accelerators
 from pipeback.tensors.flat_buffer import FlatBuffer
 
-SIZE, FILE = 64 * 2**20, 16 * 2**20  # bytes that are moved to measure, in memory and to a file
-TIMES, SECONDS = 8, 0.1  # tries of each measurement, of which the fastest counts, and when to stop
+SIZE, FILE = 64 * 2**20, 16 * 2**20  # the bytes that a measurement moves, in memory and to a file
+TIMES, SECONDS = 8, 0.1  # a measurement ends after so many tries or seconds; the fastest try counts
 
 
 class Bandwidth(NamedTuple):
-    """Bytes per second; inf where nothing has to move."""
+    """Bytes per second; inf if nothing has to move."""
 
     to_device: float = float("inf")
     from_device: float = float("inf")
@@ -42,10 +42,10 @@ class Bandwidth(NamedTuple):
 
 
 def measured(device: torch.device, folder: Path | None = None, size: int = 0) -> Bandwidth:
-    """Between host memory and `device`, and to and from files in `folder`, as a disk store reads and writes them.
+    """Measure between host memory and `device`, and between memory and files in `folder` as a disk store uses them.
 
-    size: bytes that the folder will hold. If they fit into half of the free memory, the system's cache keeps them; else
-    they are read from the disk itself.
+    size: bytes that the folder will hold. If they fit into half of the free memory, the system's cache keeps them;
+    otherwise they are read from the disk itself.
     """
     memory = *_copying(device.type, device.index), _handing()
     if folder is None:
@@ -75,7 +75,7 @@ def _copying(kind: str, index: int | None) -> tuple[float, float, float]:
         return SIZE / _fastest(whole)
 
     def arrive() -> None:
-        place.empty()  # memory is got anew each time
+        place.empty()  # so that memory is allocated anew each time
         place.fill()
         place.views[0].copy_(host, non_blocking=True)
 
@@ -92,7 +92,7 @@ def _handing() -> float:
 
 @cache
 def _files(folder: Path, through: bool) -> tuple[float, float]:
-    """through: what is written is on the disk, and what is read comes from there."""
+    """The bandwidths of reading and writing files. through: past the system's cache, from and to the disk itself."""
     memory = torch.ones(FILE, dtype=torch.uint8)
     number, name = tempfile.mkstemp(prefix="bandwidth-", suffix=".pages", dir=folder)
     try:
@@ -119,7 +119,7 @@ def _files(folder: Path, through: bool) -> tuple[float, float]:
 
 
 def _fastest(once: Callable[[], object]) -> float:
-    once()  # caches and pages are warm, libraries are loaded
+    once()  # warms caches and pages, and loads libraries
     found: list[float] = []
     soon = time.perf_counter() + SECONDS
     while len(found) < TIMES and (not found or time.perf_counter() < soon):
@@ -133,7 +133,7 @@ def _fastest(once: Callable[[], object]) -> float:
 
 
 def state_sizes(stage: Stage) -> list[int]:
-    """The bytes of each tensor of optimizer state: counted, or found by a step on tensors without memory."""
+    """The bytes of each tensor of the stage's optimizer state, present or found by a step on tensors without memory."""
     state = stage.optimizer.state
     if not any(state.values()):
         state = _stepped(stage, lambda w: torch.empty_like(w, device="meta")).state
@@ -166,10 +166,10 @@ def _stepped(stage: Stage, like: Callable[[Tensor], Tensor]) -> torch.optim.Opti
 
 
 def _shadow(stage: Stage, weights: list[Tensor]) -> torch.optim.Optimizer:
-    """The same class and options over other weights; if there are fewer, all are of the first group."""
+    """An optimizer of the same class and options over other weights; if they are fewer, all are in the first group."""
     shadow: Any = copy.copy(stage.optimizer)
     shadow.state = defaultdict(dict)
-    without_step_hooks(shadow)  # those of the user are not meant
+    without_step_hooks(shadow)  # the user's hooks are for real steps
     params = [torch.nn.Parameter(w) for w in weights]
     for p in params:
         p.grad = torch.zeros_like(p)
@@ -186,7 +186,7 @@ def _shadow(stage: Stage, weights: list[Tensor]) -> torch.optim.Optimizer:
 
 
 def _steps(optimizer: torch.optim.Optimizer) -> bool:
-    """A step, if this optimizer takes one on such weights."""
+    """Make a step; return whether this optimizer can make one on such weights."""
     try:
         with torch.no_grad():
             type(optimizer).step(optimizer)

@@ -1,4 +1,4 @@
-"""Budget: a push that exceeds device_memory or host_memory is refused, with the numbers and the nearest that fits."""
+"""Budget: refuses a push that exceeds device_memory or host_memory, with the numbers and the nearest that fits."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _device_refusal(facts: PlanInputs, push: Forecast, micro_batches: int) -> st
         cures.append(smaller)
     if micro_batches > 1 and (fit := most(facts)):
         fitting = written(foresee(facts, fit, 1).device.total)
-        cures.append(f"at most {fit} {plural('micro-batch', fit)} a push ({fitting})")
+        cures.append(f"at most {fit} {plural('micro-batch', fit)} per push ({fitting})")
     if not cures:
         cures.append(f"a model cut into more stages, of which {big.label} is the largest")
     cures.append(f"device_memory of at least {written(need.total)} ({need.total})")

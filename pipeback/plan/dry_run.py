@@ -1,14 +1,15 @@
 """Dry run: what streaming would move, hold and wait for, counted without moving anything.
 
-    loop, order     the real ones
-    decisions       the real ones: `pipeback.streaming.fetch_policy`
-    worker          `DryWorker`: has three clocks where `StreamedWeights` has three threads
+The loop, the order and the decisions of `streaming.fetch_policy` are the real ones. Only the worker is not: a
+`DryWorker` has three clocks where `StreamedWeights` has three threads. W is a fetch of a stage's weights, F a forward,
+B a backward and U an update:
 
     fetching        W1 ──── W2 ──── W3 ────             a stage's fetch waits for its update
-    computing       F0 │ F1 │ F2 │ B2 │ B1 │ B0         waits for what it needs
+    computing       F0 │ F1 │ F2 │ B2 │ B1 │ B0         an operation waits for the weights that it needs
     updating                          U2 ── U1 ── U0
 
-Bytes are exact as long as every weight gets a gradient; seconds are as good as the costs. No tensor is touched.
+Bytes are exact as long as every weight gets a gradient; seconds are as good as the costs that are given. No tensor is
+touched.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ class Load(NamedTuple):
     weights: int = 0  # of its place on the device
     gradients: int = 0
     activations: int = 0  # of one micro-batch, on the device
-    repeat: int = 0  # of activations that are computed once more, until their backward is done
-    sent: int | None = None  # of its weights, where they travel by one copy; None: all
-    placed: int | None = None  # where one by one
-    left: int | None = None  # of its gradients, when they leave; None: all
+    repeat: int = 0  # of activations that the backward computes once more, until it is done
+    sent: int | None = None  # of the weights that travel in one copy; None: all
+    placed: int | None = None  # of the weights that travel one by one
+    left: int | None = None  # of the gradients that leave the device; None: all
     forward: float = 0.0
     backward: float = 0.0
     add: float = 0.0  # to add gradients to those of the micro-batches before
@@ -67,8 +68,8 @@ class Count:
     fetches: int = 0
     gradients_out: int = 0
     sums_in: int = 0
-    updates: list[int] = field(default_factory=list)  # of each stage
-    spills: list[int] = field(default_factory=list)  # times that sums of gradients went to the store
+    updates: list[int] = field(default_factory=list)  # by stage
+    spills: list[int] = field(default_factory=list)  # by stage: how often sums of gradients went to the store
     stall: float = 0.0
     seconds: float = 0.0
 
@@ -86,7 +87,7 @@ class Count:
 
 class _Flight(NamedTuple):
     version: int
-    owned: bool  # its weights are no version of the stage
+    owned: bool  # whether its weights are shifted, and so no version of the stage
     entry: int
 
 
@@ -112,13 +113,13 @@ class _Place:
 class DryWorker:
     """The worker of `stages`, which streams them with `prefetch`; None: all weights stay on the device.
 
-    choose: the method's choice before an operation. hooks: whether the method is asked before F and B.
-    `run`, `settle`, `outside` and `residence` are what a `Loop` calls.
+    choose: returns the weights that the method chooses for an operation. hooks: whether the method is asked before F
+    and B. A `Loop` calls `run`, `settle`, `outside` and `residence`.
     """
 
     samples = joins = False
-    outside = ()  # nothing that anybody could change
-    executor = None  # operations take their time, and nothing is computed
+    outside = ()  # there is no state that anybody could change
+    executor = None  # operations take time, but nothing is computed
 
     def __init__(
         self,
@@ -141,8 +142,8 @@ class DryWorker:
         self.entered = self.start = self.base = 0
         self.number = Count(updates=[0] * count, spills=[0] * count)
         self.now = 0.0
-        self.here = Room()  # on the device
-        self.most = Room()  # when it was fullest
+        self.here = Room()  # what is on the device now
+        self.most = Room()  # what was there when it was fullest
         self.peak_weights = 0
         self.host_gradients = self._spilled = 0  # in host memory, at most and for now
         self._last = max(self.stages)
@@ -156,7 +157,7 @@ class DryWorker:
     # -- what a loop asks for ------------------------------------------------------------------------------------
 
     def run(self, waves: Iterable[Wave]) -> None:
-        """Count the own part of every wave."""
+        """Count this worker's part of every wave."""
         begin = self.now
         for kind, ops in waves if self.resident else self._policy.ahead(waves):
             for s, i in ops:
@@ -171,14 +172,14 @@ class DryWorker:
 
     @property
     def peak_stages(self) -> int:
-        """Stages on the device, at most."""
+        """The most stages that were on the device at once."""
         return len(self.stages) if self.resident else self._policy.peak_stages
 
     def settle(self) -> None:
-        """No replica is waited for."""
+        """Do nothing: there are no replicas to wait for."""
 
     def rest(self) -> None:
-        """As when the pipeline quiesces: updates are done, and all weights are in the store."""
+        """Finish all updates and put all weights into the store, as when the pipeline quiesces."""
         begin = self.now
         self._wait(max([self.now, *self._updates.values()]))
         self._updates.clear()
@@ -318,13 +319,13 @@ class DryWorker:
         self._keep(-place.leaving)
 
     def _keep(self, size: int) -> None:
-        """Gradients in host memory: sums that left with their stage, and those of updates under way."""
+        """Count gradients in host memory: sums that left with their stage, and those of updates that are not done."""
         self._spilled += size
         self.host_gradients = max(self.host_gradients, self._spilled + sum(self._queued))
 
 
 class _Nowhere:
-    """A link that nothing goes through."""
+    """A link that drops every message."""
 
     def enter(self, *message: Any) -> None: ...
 
@@ -336,5 +337,5 @@ def _copied(value: Any) -> Any:
 
 
 def drive(loop: Loop, pushed: int) -> None:
-    """One push of so many micro-batches."""
+    """Push so many micro-batches through the loop."""
     loop.push([(None, None, 1)] * pushed, None)  # type: ignore[arg-type]

@@ -22,11 +22,11 @@ class Forecast(NamedTuple):
     fetches: float
     gradients_out: float
     sums_in: float
-    written: float  # to files
+    written: float  # bytes written to files
     seconds: float
     stall: float
-    device: Room  # when it was fullest, buffers among the weights
-    peak_weights: int  # of weights alone
+    device: Room  # what is on the device when it is fullest; buffers count as weights
+    peak_weights: int  # the most bytes of weights alone
     peak_stages: int
     peak_flights: dict[int, int]  # micro-batches between F and B, of each stage
     host_gradients: int
@@ -53,7 +53,7 @@ class HostBytes(NamedTuple):
 
 
 def foresee(facts: PlanInputs, micro_batches: int, pushes: int | None = None, prefetch: int | None = None) -> Forecast:
-    """Dry-run so many pushes, after others that fill the pipeline. prefetch: in the place of the store's."""
+    """Dry-run so many pushes, after others that fill the pipeline. prefetch: that of the store, if None."""
     ahead = facts.prefetch if prefetch is None else prefetch
     cycle, fill = period(facts.method), fills(facts, micro_batches)
     quiet = pushes is not None
@@ -121,7 +121,7 @@ def fills(facts: PlanInputs, micro_batches: int) -> int:
 
 
 def host_room(facts: PlanInputs, push: Forecast) -> HostBytes:
-    """Bytes in host memory: all of a host store; of a disk store, the stages that are open for an update or a shift."""
+    """Bytes in host memory: a whole host store, or the stages of a disk store that an update or a shift has opened."""
     waiting = facts.replicas * sum(p.waiting * push.peak_flights[s] for s, p in facts.stages.items())
     if facts.kind == "device":
         return HostBytes(activations=waiting)

@@ -33,20 +33,20 @@ from pipeback.tensors.layout import lines
 
 
 class StageBytes(NamedTuple):
-    """One stage, in bytes; its weights are those of its place on the device, frozen ones included."""
+    """The bytes of one stage; its weights are all that are copied to the device, frozen ones included."""
 
     label: str
     load: Load
-    home: int  # in the store: all weights, of sparse ones the survivors and their index
-    trainable: int  # of one copy in the store
+    home: int  # in the store: all weights; of sparse ones, the survivors and their index
+    trainable: int  # of the weights that train, for one copy in the store
     optimizer: int
     method: int  # the method's state
-    older: int  # weights of the past, at most
-    waiting: int  # activations of a micro-batch in host memory
+    older: int  # older versions of the weights, at most
+    waiting: int  # activations per micro-batch in host memory
     buffers: int
-    pages: int  # in its file, of one version
-    newly: int  # that an update writes to its file
-    small: int  # that a commit writes there: buffers, and what is too small to come and go
+    pages: int  # in its file, per version
+    newly: int  # written to its file per update
+    small: int  # written to its file per commit: buffers, and tensors too small to be streamed
 
 
 class PlanInputs(NamedTuple):
@@ -57,15 +57,15 @@ class PlanInputs(NamedTuple):
     depth: int  # stages of the pipeline
     delays: Sequence[int]
     workers: Sequence[Sequence[int]]  # the stages of each worker of this process
-    owner: Sequence[int] | None  # where flushes run by worker
+    owner: Sequence[int] | None  # the worker of each stage, if flushes run by worker
     replicas: int  # in this process
-    keeps: bool  # all activations on the device
-    samples: int  # of a micro-batch
+    keeps: bool  # whether all activations stay on the device
+    samples: int  # per micro-batch
     kind: Literal["device", "host", "disk"]
     prefetch: int | None
     order: str
     commit_every: int | None
-    device_memory: int | None  # budgets
+    device_memory: int | None  # the budgets, in bytes
     host_memory: int | None
     written: tuple[str, str]  # the budgets, as the user has written them
     device_room: int | None  # bytes that an accelerator has
@@ -138,7 +138,7 @@ def _portion(stage: Stage, method: Method) -> StageBytes:
     if stage.home.sparse is not None and stage.home.flat is not None:
         dense, index = sum(_sizes(stage.params)), stage.home.sparse.index_bytes
         sent = placed - dense + trainable + index
-        # a policy that looks at all gradients sometimes lets all of them leave then
+        # a policy that sometimes looks at all gradients lets all of them leave at such updates
         load = load._replace(gradients=dense, sent=sent, placed=sent, left=trainable)
         home = stage.home.flat.nbytes + index
     base = [home] + [size for size in kept + state if size >= disk_store.SMALL]
@@ -160,7 +160,7 @@ def _sizes(tensors: Iterable[Tensor]) -> list[int]:
 
 
 def _timed(portion: StageBytes, seconds: float, speeds: Bandwidth, step: float) -> Load:
-    """A backward takes twice a forward. The store reads and writes what an update changes."""
+    """The load of a stage: a backward takes twice as long as a forward, and the store moves what an update changes."""
     load, base = portion.load, portion.newly
     return load._replace(
         forward=seconds / 3,

@@ -1,11 +1,12 @@
-"""Training plan: what training will take, before it begins: bytes, weight passes, waiting, and the batches that fit.
+"""Training plan: the bytes, passes over the weights, waiting and fitting batches of training, before it begins.
 
     plan = pipe.plan(x, y)                # rehearses, trains nothing
     print(plan)
     ...
     print(beside(plan, before, pipe.traffic(), pushes))
 
-Bytes are counted by a dry run of the real loop and order, seconds by three clocks at measured bandwidths (`dry_run`).
+A dry run of the real loop and order counts the bytes; its three clocks, at measured bandwidths, give the seconds
+(`dry_run`).
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from pipeback.streaming.byte_sizes import written
 from pipeback.streaming.traffic import Traffic
 
 HIDDEN = 0.05  # streaming counts as hidden where no more than this share of the time is waiting
-FAR = 256  # micro-batches per push that are counted; beyond, bytes grow as they did
-WORK = 40_000  # operations of a dry run at most, in the search for a window
+FAR = 256  # the most micro-batches per push that are counted; beyond, bytes are taken to grow as before
+WORK = 40_000  # the most operations of a dry run in the search for a window
 DAY = 86_400  # seconds in a day
 
 
@@ -29,20 +30,20 @@ class Plan(NamedTuple):
     """The bytes and seconds that training will take; over processes, those of this process."""
 
     facts: PlanInputs
-    micro_batches: int  # of a push
+    micro_batches: int  # per push
     push: Forecast
     device: Room
     host: HostBytes
-    disk: int  # bytes of the files, of two versions
-    passes: float  # times that all weights come to the device in a push
+    disk: int  # bytes of the files, which hold two versions
+    passes: float  # how often all weights come to the device per push
     gradient_passes: float
-    hides: tuple[int | None, int | None]  # micro-batches per push, from which on and up to which streaming is hidden
+    hides: tuple[int | None, int | None]  # the fewest and most micro-batches per push that hide streaming
     fits: int | None  # micro-batches per push that fit on the device; None: any number
-    day: float  # bytes written to files in a day of training
+    day: float  # bytes written to files per day of training
 
     @property
     def window(self) -> tuple[int, int | None]:
-        """The fewest and the most micro-batches per push that fit and hide streaming; that fit, if none hides it."""
+        """The fewest and the most micro-batches per push that fit and hide streaming, or only fit if none hides it."""
         ends = [end for end in (self.hides[1], self.fits) if end is not None]
         return self.hides[0] or 1, min(ends, default=None)
 
@@ -54,7 +55,10 @@ class Plan(NamedTuple):
 
 
 def plan(facts: PlanInputs, micro_batches: int, pushes: int | None = None) -> Plan:
-    """pushes: average over so many, from a quiet pipeline to a quiet one; None: over the steady state."""
+    """Plan pushes of so many micro-batches.
+
+    pushes: over how many the numbers are averaged, with an empty pipeline before and after; None: the steady state.
+    """
     push = foresee(facts, micro_batches, pushes)
     weights = sum(p.load.weights for p in facts.stages.values()) * facts.replicas
     gradients = sum(p.load.gradients for p in facts.stages.values()) * facts.replicas
@@ -72,8 +76,8 @@ def plan(facts: PlanInputs, micro_batches: int, pushes: int | None = None) -> Pl
 def hidden(facts: PlanInputs, push: Forecast, micro_batches: int) -> tuple[int | None, int | None]:
     """The fewest and the most micro-batches per push with which waiting is at most HIDDEN.
 
-    (None, None): no number does this. The second is None if no number is too many. The numbers are exact to a
-    sixteenth. Larger pushes may hide less, if a stage does so much in a row that it waits for its own updates.
+    (None, None): no number does this. The second is None if no number is too many. The numbers are exact to one part in
+    sixteen. Larger pushes may hide less, if a stage does so many operations in a row that it waits for its own updates.
     """
     if facts.kind == "device":
         return 1, None
@@ -82,7 +86,7 @@ def hidden(facts: PlanInputs, push: Forecast, micro_batches: int) -> tuple[int |
         return (push if m == micro_batches else foresee(facts, m)).share > HIDDEN
 
     def edge(inside: int, outside: int) -> int:
-        """The last one inside."""
+        """The last number that is still inside."""
         while abs(outside - inside) > max(1, max(inside, outside) // 16):
             middle = (inside + outside) // 2
             inside, outside = (inside, middle) if waits(middle) else (middle, outside)
@@ -100,7 +104,7 @@ def hidden(facts: PlanInputs, push: Forecast, micro_batches: int) -> tuple[int |
 
 
 def most(facts: PlanInputs) -> int | None:
-    """The most micro-batches per push that fit on the device; 0: not even one. None: any number."""
+    """The most micro-batches per push that fit on the device; 0 if not even one does, None if any number does."""
     limit = facts.device_memory or facts.device_room
     if limit is None:
         return None
@@ -120,7 +124,7 @@ def most(facts: PlanInputs) -> int | None:
     return low
 
 
-# -- to be read --------------------------------------------------------------------------------------------------------
+# -- printing ----------------------------------------------------------------------------------------------------------
 
 WHERE = {"device": "on the device", "host": "in host memory", "disk": "in files"}
 Row = tuple[str, str, str]  # what, how much, of what
@@ -173,14 +177,14 @@ def rows(plan: Plan) -> list[Row]:
     if facts.kind == "disk":
         read, write = facts.bandwidth.disk_read, facts.bandwidth.disk_write
         found.append(
-            ("written a day", written(plan.day),
-             f"{written(push.written)} a push, at {written(write)}/s; read at {written(read)}/s")
+            ("written per day", written(plan.day),
+             f"{written(push.written)} per push, at {written(write)}/s; read at {written(read)}/s")
         )  # fmt: skip
     return found
 
 
 def _window(plan: Plan) -> tuple[str, str]:
-    """Both ends, and what lies beyond them."""
+    """The batch window as text, and the reasons why it ends where it does."""
     facts, (low, high) = plan.facts, plan.window
     room = facts.written[0] if facts.device_memory else written(facts.device_room or 0)
     if plan.fits == 0:
@@ -206,9 +210,9 @@ def _window(plan: Plan) -> tuple[str, str]:
 
 
 def beside(plan: Plan, before: Traffic, after: Traffic, pushes: int) -> list[Row]:
-    """(what, predicted, measured) of the pushes between two calls of `Pipeline.traffic`; bytes and seconds of one push.
+    """Rows (what, predicted, measured) for the pushes between two calls of `Pipeline.traffic`, as averages per push.
 
-    Exact in bytes for a plan of so many `pushes`.
+    Bytes are predicted exactly if the plan was made for so many `pushes`.
     """
     facts, push = plan.facts, plan.push
 

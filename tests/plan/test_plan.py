@@ -222,7 +222,7 @@ def test_what_is_printed(tmp_path):
         "weights in per push",
         "waiting",
         "batch window",
-        "written a day",
+        "written per day",
     ):
         assert any(line.startswith(name) for line in text.splitlines()), name
     assert "; the budget is 1 GB" in text

@@ -31,7 +31,7 @@ def test_the_table_and_a_run(store, tmp_path):
     for name in ("weights in per push", "gradients out per push", "weights on the device"):
         found = re.search(rf"^ ?{name}  +(\S+ \S+)  +(\S+ \S+) *$", measured, re.MULTILINE)
         assert found and found[1] == found[2], name
-    assert "batch window" in done.stdout and ("written a day" in done.stdout) == store.startswith("disk")
+    assert "batch window" in done.stdout and ("written per day" in done.stdout) == store.startswith("disk")
 
 
 def test_an_experiment(tmp_path):
