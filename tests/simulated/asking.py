@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import importlib
+import multiprocessing
 import os
-import subprocess
-import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+from tests.helpers.processes import forked
+from tests.simulated.without import leave_out
 
 
 class Simulated:
@@ -20,32 +19,35 @@ class Simulated:
     """
 
     def __init__(self, folder: Path, without: tuple[str, int] | None = None, **environment: str) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.simulated", str(folder), *map(str, without or ())],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        )  # fmt: skip
+        # what leaves a line out must not have imported the library yet
+        start: Any = forked() if without is None else multiprocessing.get_context("spawn")
+        self._pipe, theirs = start.Pipe()
+        self._process = start.Process(target=_answering, args=(theirs, folder, without, environment), daemon=True)
+        self._process.start()
+        theirs.close()
 
     def ask(self, **run: Any) -> str:
         self.send(**run)
         return self.receive()
 
     def send(self, **run: Any) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(run) + "\n")
-        self._process.stdin.flush()
+        self._pipe.send(run)
 
     def receive(self) -> str:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith("answer "):
-                return str(json.loads(line.removeprefix("answer ")))
-        return f"the process has ended: {self._process.wait()}"
+        try:
+            return str(self._pipe.recv())
+        except (EOFError, ConnectionResetError):
+            self._process.join()
+            return f"the process has ended: {self._process.exitcode}"
 
     def close(self) -> None:
         self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            with suppress(BrokenPipeError):  # what a process that has ended did not read any more
-                pipe.close()
+        self._process.join()
+        self._pipe.close()
+
+
+def _answering(pipe: Any, folder: Path, without: tuple[str, int] | None, environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    if without is not None:
+        leave_out(*without)
+    importlib.import_module("tests.simulated.runs").answer(pipe, folder)

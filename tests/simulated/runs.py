@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import tempfile
 import traceback
 from concurrent.futures import ThreadPoolExecutor
@@ -189,15 +188,20 @@ def compared(run: dict[str, Any]) -> str:
     return f"{len(odd)} of {len(wanted)} differ: {', '.join(odd[:5])}; {found[odd[0]]}" if odd else ""
 
 
-def main(folder: Path) -> None:
-    """Read one line of JSON per run, and answer each with one. folder: where the compiled device is."""
+def answer(pipe: Any, folder: Path) -> None:
+    """Answer each run that is asked for, with what differs. folder: where the compiled device is."""
+    torch.set_num_threads(1)
     sim.register(folder)
     if "RANK" in os.environ:
         pipeback.join()
     disk_store.SMALL = 1  # these networks are small
-    for line in sys.stdin:
+    while True:
         try:
-            answer = compared(json.loads(line))
+            run = pipe.recv()
+        except EOFError:
+            return
+        try:
+            found = compared(run)
         except Exception:
-            answer = traceback.format_exc()
-        print("answer", json.dumps(answer), flush=True)
+            found = traceback.format_exc()
+        pipe.send(found)

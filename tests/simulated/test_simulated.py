@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.simulated import device as sim
-from tests.simulated.asking import ROOT, Simulated
+from tests.simulated.asking import Simulated
 from tests.simulated.without import LIBRARY, waits
 
 pytestmark = pytest.mark.skipif(sim.missing() is not None, reason=str(sim.missing()))
@@ -227,10 +227,8 @@ def test_two_ranks_in_every_way(ranks, options, policy):
 def test_one_module_knows_accelerators():
     """CUDA graphs are CUDA's; for the rest there is `accelerators`."""
     named = {
-        path.relative_to(ROOT).as_posix()
-        for path in (ROOT / "pipeback").rglob("*.py")
+        path.relative_to(LIBRARY).as_posix()
+        for path in LIBRARY.rglob("*.py")
         if any(word in path.read_text(encoding="utf-8") for word in ("torch.cuda", ".is_cuda"))
     }
-    assert named - {"pipeback/vectorized/cuda_graph.py", "pipeback/vectorized/tick.py"} == {
-        "pipeback/tensors/accelerators.py"
-    }
+    assert named - {"vectorized/cuda_graph.py", "vectorized/tick.py"} == {"tensors/accelerators.py"}
