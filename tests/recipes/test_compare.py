@@ -12,6 +12,7 @@ pytest.importorskip("lightning")
 pytest.importorskip("sklearn")
 
 from pipeback.recipes.live import Live, state
+from tests.helpers.choice import rare
 from tests.recipes.cli import TINY, config, facts, joblib_processes, numbers, pipeback
 
 
@@ -62,8 +63,9 @@ def test_a_run_is_what_train_makes_of_it(compared, tmp_path):
     assert numbers(tmp_path / "run") == numbers(compared[0] / "pipedream-slack2-seed1")
 
 
-def test_two_processes_give_the_same(compared, no_report, tmp_path):
-    with joblib_processes():
+@pytest.mark.parametrize("start", ["forkserver", rare(None)])
+def test_two_processes_give_the_same(start, compared, no_report, tmp_path):
+    with joblib_processes(start):
         done = pipeback("compare", *TINY, *COMPARED, "seeds=1", "jobs=2", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     for name in ("sgd-seed0", "pipedream-slack2-seed0"):

@@ -86,7 +86,8 @@ def test_wheel_trains_outside_the_checkout(installed, tmp_path):
     assert all(Path(file).is_relative_to(python.parents[1]) for file in found.stdout.split()), (
         found.stdout + found.stderr
     )
-    command = [python.with_name("pipeback"), "train", "experiment=digits", "quick=true"]
+    small = ["data.samples=96", "model.depth=4"]
+    command = [python.with_name("pipeback"), "train", "experiment=digits", "quick=true", *small]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=clean)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "outputs" / "train" / "digits" / "cerebras-seed0" / "metrics.csv").is_file()
