@@ -19,13 +19,6 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def forgotten():
-    """What one test has compiled is not looked through by the next one."""
-    yield
-    torch._dynamo.reset()
-
-
 class Product(nn.Module):
     """Cheap to compute again."""
 

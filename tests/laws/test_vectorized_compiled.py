@@ -21,8 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*takes its statistics")
 
 @pytest.fixture(autouse=True)
 def forgotten():
-    """What one test has compiled is not looked through by the next one."""
-    yield
+    """What another test has compiled is not looked through."""
     torch._dynamo.reset()
 
 
