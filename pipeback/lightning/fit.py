@@ -71,7 +71,7 @@ class Rank(Protocol):
         """Drop the micro-batch whose F has run: it gets no B."""
 
     def clips(self, norm: float | None, value: float | None) -> bool:
-        """Whether the pipeline has to be told these limits of the gradients, which may be the old ones."""
+        """Whether the pipeline must be given these limits of the gradients, be they new or not."""
 
 
 class Fit:
@@ -102,13 +102,13 @@ class Fit:
         self.update = (1, 1)  # batches per update and micro-batches per batch that the pipeline was built for
         self.busy = 0.0  # seconds in F, B and U
         self.loss: Tensor | None = None  # what training_step returned
-        self.averaged = False  # a callback has replaced the weights: what is in flight was computed on the old
-        self._output: Any = None  # of the model, cut from its graph; its gradient goes to the last stage
+        self.averaged = False  # whether a callback has replaced the weights that micro-batches in flight have used
+        self._output: Any = None  # the model's, cut from its graph; its gradient goes to the last stage
         self._outputs: list[Any] = []  # the same of slices whose F ran together
         self._handed = 0  # micro-batches that wait for B, on ranks without the loss
         followed = found.followed
-        self._compare = not followed and not isinstance(found.module, nn.Sequential)  # stages with module.forward
-        self._follow_loss = True  # from the loss to the output, once
+        self._compare = not followed and not isinstance(found.module, nn.Sequential)  # whether with module.forward
+        self._follow_loss = True  # whether to check once that the loss depends on the output
         self._own = found.module.__dict__.get("forward") if visits is None else visits.own  # set by the user
         self._dtype = torch.get_default_dtype()  # outside of training_step
         self._due = (1, 1)  # batches per update, and micro-batches of this batch
@@ -376,7 +376,7 @@ class Fit:
         finally:
             self.busy += time.perf_counter() - begin
 
-    # -- quiet moments -------------------------------------------------------------------------------------------
+    # -- waiting and draining ------------------------------------------------------------------------------------
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
@@ -390,7 +390,7 @@ class Fit:
         yield
 
     def drain(self) -> None:
-        """Finish what is in flight."""
+        """Finish all micro-batches in flight."""
         with self.quiet():
             if self.pipe is not None:
                 with self.at_work():

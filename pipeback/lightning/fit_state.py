@@ -23,10 +23,10 @@ KEPT = ("weight/", "buffer/", "optimizer/")  # what a checkpoint holds anyway: t
 class StateOfRank(Protocol):
     """The handling of state that differs between a device that trains alone and one of several."""
 
-    failed: bool  # it cannot go on
+    failed: bool  # whether the pipeline cannot go on
 
     def stepped(self, fit: Fit) -> None:
-        """The updates of a step have been made."""
+        """Hear that the updates of a step have been made."""
 
     def whole(self, state: FitState) -> AbstractContextManager[None]:
         """A context within which the module has all weights on rank 0, which writes checkpoints, and no work runs."""
@@ -41,10 +41,10 @@ class StateOfRank(Protocol):
         """The state of a pipeline that has just been built."""
 
     def taken_up(self, fit: Fit, section: dict[str, Any]) -> None:
-        """The pipeline has loaded this section of a checkpoint."""
+        """Hear that the pipeline has loaded this section of a checkpoint."""
 
     def end(self, state: FitState) -> None:
-        """The last batch is done."""
+        """Hear that the last batch is done."""
 
     def leave(self, state: FitState) -> None:
         """Give the module its weights again at the end of `fit`, which may have failed."""
@@ -76,7 +76,7 @@ class FitState:
         """
         return () if self.sparse or self.fit.options.masters else KEPT
 
-    # -- a fit under way -----------------------------------------------------------------------------------------
+    # -- during a fit --------------------------------------------------------------------------------------------
 
     def step(self) -> None:
         """Run U of every stage for which it is due."""
@@ -84,7 +84,7 @@ class FitState:
         self.rank.stepped(self.fit)
 
     def end(self) -> None:
-        """Finish what is in flight, unless someone else has written the weights since the last step."""
+        """Finish all micro-batches in flight, unless someone else has written the weights since the last step."""
         self.rank.end(self)
 
     def leave(self) -> None:
@@ -99,7 +99,7 @@ class FitState:
 
     @contextmanager
     def shown(self, *, changes: bool = False) -> Iterator[None]:
-        """Within this context what lives in a store can be read in memory, and, with `changes`, written."""
+        """Within this context the weights in a store can be read in memory and, with `changes`, written."""
         fit = self.fit
         if fit.store is None or fit.pipe is None or self.left:
             yield
@@ -149,7 +149,7 @@ class FitState:
         else:
             checkpoint[KEY] = self.section()
 
-    # -- taking up -----------------------------------------------------------------------------------------------
+    # -- loading -------------------------------------------------------------------------------------------------
 
     def load(self, section: dict[str, Any] | None) -> None:
         """Load a section, after Lightning has loaded weights, buffers and the state of the optimizer.

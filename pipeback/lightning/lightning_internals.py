@@ -29,12 +29,12 @@ def forward_only(trainer: Any) -> bool:
 
 
 def mid_epoch(trainer: Any) -> bool:
-    """Whether a run that resumes from now on finishes this epoch first; at the validation after it, too."""
+    """Whether a run that resumes from a checkpoint made now first finishes this epoch, or the validation after it."""
     return trainer.validating or not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
 
 
 def take_loader_states(trainer: Any) -> list[dict[str, Any]]:
-    """Those of the training loaders, which the loop has read from a checkpoint; it will not load them itself."""
+    """Take the states of the training loaders that the loop has read from a checkpoint; it does not load them then."""
     states: list[dict[str, Any]] = trainer.fit_loop._combined_loader_states_to_load
     trainer.fit_loop._combined_loader_states_to_load = []
     return states

@@ -52,7 +52,10 @@ def _plain_list(node: Any) -> bool:
 
 
 class Passed(torch.autograd.Function):
-    """Has the value of the mean loss of a batch, and the gradient of its last micro-batch: B of the others has run."""
+    """A loss with the value of the mean over a batch, and the gradient of its last micro-batch.
+
+    The backward of the other micro-batches has run already.
+    """
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, mean: Tensor) -> Tensor:
@@ -68,7 +71,7 @@ class Log:
 
     def __init__(self) -> None:
         self._said: dict[str, tuple[list[Any], list[int], dict[str, Any]]] = {}
-        self.samples = 0  # of the slice at hand
+        self.samples = 0  # of the present slice
 
     @contextmanager
     def listening(self, module: LightningModule) -> Iterator[None]:
@@ -82,7 +85,7 @@ class Log:
         for name, (values, sizes, options) in self._said.items():
             value = values[0]
             if isinstance(value, Metric):
-                # its state has seen every slice; what it shows on the step should have, too
+                # its state counts every slice, and so should the value that it shows for the step
                 steps = [step for *_, step in zip(sizes, options.pop("_steps"), strict=True)]
                 if all(isinstance(step, Tensor) for step in steps):
                     lightning_internals.set_step_value(value, mean(steps, sizes))

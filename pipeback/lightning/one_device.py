@@ -26,8 +26,8 @@ class OneDevice:
 
     def __init__(self, found: TrainedModule) -> None:
         self.found = found
-        self._absent = meta.absent(found.module)  # when fit began: the model may be larger than memory
-        self._versions: list[int] = []  # of the parameters, after the last step
+        self._absent = meta.absent(found.module)  # whether the model had no values when fit began
+        self._versions: list[int] = []  # the parameters' counters of writes after the last step
 
     # -- F, B and U ----------------------------------------------------------------------------------------------
 
@@ -87,7 +87,7 @@ class OneDevice:
         return pipe.state_dict()
 
     def taken_up(self, fit: Fit, section: dict[str, Any]) -> None:
-        """There is nothing else to do."""
+        """Do nothing: the pipeline has loaded all that there is."""
 
     # -- the end -------------------------------------------------------------------------------------------------
 

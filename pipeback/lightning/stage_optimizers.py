@@ -59,7 +59,7 @@ class StageOptimizers:
             self._options = now
             for twin, _, numbers in self._made:
                 for n, (group, g) in enumerate(zip(twin.param_groups, numbers, strict=True)):
-                    counts = {k for k in now[g] if (n, k) in counted(twin).options}  # its own steps'
+                    counts = {k for k in now[g] if (n, k) in counted(twin).options}  # counters of its own steps
                     group.update({k: v for k, v in now[g].items() if k not in IMPLEMENTATION and k not in counts})
 
     def give(self, *, stored: bool = False) -> None:
@@ -78,7 +78,7 @@ class StageOptimizers:
     def take(self) -> None:
         """Give the original the state that was loaded into the twins."""
         self.collect()
-        self._options = []  # theirs are those of the last micro-batch; a scheduler may have moved on since
+        self._options = []  # the twins have those of the last micro-batch; a scheduler may have changed them since
         self.follow()
 
     def collect(self) -> None:

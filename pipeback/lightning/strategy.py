@@ -70,15 +70,15 @@ class PipelineStrategy(Place):
                       holds the weights twice: rounded for other readers, and in float32 under "pipeback"
     compile           True compiles the training forward of every stage with torch.compile; or a dict of its options
     debug             a `pipeback.Debug`: the order of operations, and what to do about functions of weights
-    activations       "device" keeps them for B; "recompute" computes them again from the input of the stage; "host"
-                      keeps them in host memory; or a list of these, one per stage, or {stage's name or number: kind}
+    activations       what F leaves for B: "device" keeps it; "recompute" computes it again from the input of the stage;
+                      "host" keeps it in host memory; or a list with one per stage, or {stage's name or number: kind}
     plan              with a store, log what training will hold, move and wait for, before the first micro-batch
     launcher          with several devices, what starts their processes, unless torchrun or SLURM does: "auto", "spawn",
                       "fork" or "script" (see `pipeback.lightning.ranks.launchers`)
 
-    `accumulate_grad_batches` sets the update interval of methods that have one, `gradient_clip_val` clips the gradient
-    of each stage by itself (a norm over all stages would have to wait for the last). Backward hooks see the loss of
-    the micro-batch undivided; gradients are divided once, by the true count. A checkpoint holds the micro-batches in
+    `accumulate_grad_batches` sets the update interval of methods that have one. `gradient_clip_val` clips the gradient
+    of each stage by itself, since a norm over all stages would have to wait for the last. Backward hooks see the loss
+    of the micro-batch undivided; gradients are divided once, by the true count. A checkpoint holds the micro-batches in
     flight under the key "pipeback"; it also opens in plain Lightning, and on any number of devices.
 
     Several devices give the same weights as one, bit for bit. Every rank gets the same batches. Rank 0 computes the
@@ -253,7 +253,7 @@ class PipelineStrategy(Place):
         if self._fit is not None:
             self._fit.clip(*norm_and_value(clip_val, gradient_clip_algorithm))
 
-    # -- quiet moments -------------------------------------------------------------------------------------------
+    # -- waiting and draining ------------------------------------------------------------------------------------
 
     def on_train_start(self) -> None:
         super().on_train_start()

@@ -103,7 +103,7 @@ class Suspended:
         return self._asks
 
     def go_on_to(self, kind: type, answer: Any = None) -> bool:
-        """`go_on` to a question of this kind, or to the end. Others are functions, which are called in this thread."""
+        """Go on until the call asks a question of this kind or ends. This thread calls other questions: functions."""
         asks = self.go_on(answer)
         while asks and not isinstance(self.question, kind):
             try:

@@ -1,7 +1,7 @@
 """The user's optimizer while stages have their own: its steps, and the clipping that the Trainer asks for.
 
-It steps, too, while no parameter has a gradient: no weight changes, but its hooks, profilers and schedulers see the
-step that they wait for.
+The user's optimizer steps, too, while no parameter has a gradient. This changes no weight, but hooks, profilers and
+schedulers see the step that they wait for.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from pipeback.stages.stage import Stage
 from pipeback.tensors.flat_buffer import dense
 from pipeback.tensors.weight_list import SCRATCH, WEIGHTS, Arena, Weights, joined
 
-SMALL = 1 << 16  # bytes of a weight, on average, up to which calls cost more than their arithmetic
+SMALL = 1 << 16  # up to so many bytes per weight, on average, a call costs more than its arithmetic
 
 
 @torch.no_grad()
@@ -36,7 +36,7 @@ def lay_contiguously(stages: Sequence[Stage]) -> None:
         if stage.versions.scratch is not None:
             stage.versions.lay(strip.room(SCRATCH, at, n))
         at += n
-    strip.likes = [w.detach() for w in strip.room(WEIGHTS, 0, at)]  # the old ones may go
+    strip.likes = [w.detach() for w in strip.room(WEIGHTS, 0, at)]  # so that the old ones can be freed
 
 
 def _pays(weights: Sequence[Tensor]) -> bool:

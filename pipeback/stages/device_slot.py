@@ -31,8 +31,8 @@ class DeviceSlot:
         self.flat = FlatBuffer.like([p.data for p in params], device, least=least)
         self.shows = rest is not None  # whether the parameters at rest are the weights in the store
         self.rest = [_nan(p, device) for p in params] if rest is None else list(rest)
-        self.content: int | None = None  # the version of the weights that lie there; None: others, or nothing
-        self._moving = Lock()  # a worker moves parameters while the caller of a push looks where they are
+        self.content: int | None = None  # the version of the weights there; None: shifted weights, or nothing
+        self._moving = Lock()  # a worker may move parameters while the caller of a push looks where they are
         self.skipping: dict[int, Any] = {}  # by number among the trainable ones: weights whose zeros are skipped
         self.leave()
 

@@ -32,7 +32,7 @@ class Flight:
         self.options: Any = None  # the optimizers' options when the micro-batch was pushed
         self.entry = 0
         self.again: Repetition | None = None  # gives B the output, if F has kept no graph
-        self.caught: list[Tensor | None] | None = None  # gradients that lie in memory otherwise than their leaves
+        self.caught: list[Tensor | None] | None = None  # gradients whose strides differ from their leaf's
         self.row: StackedFlight | None = None  # where a stack keeps it, if one has done F
 
     def listen(self) -> None:
@@ -43,24 +43,24 @@ class Flight:
         for n, leaf in enumerate(self.leaves):
             if leaf.requires_grad:
                 dense = leaf.layout is torch.strided and leaf.is_contiguous()
-                strides = leaf.stride() if dense else None  # else `.grad` may have others even so
+                strides = leaf.stride() if dense else None  # otherwise `.grad` may differ even if strides agree
                 catch(leaf, partial(_catch, self.caught, n, strides))
 
 
 def _catch(caught: list[Tensor | None], n: int, strides: tuple[int, ...] | None, gradient: Tensor) -> None:
-    # one that is not kept need not be copied
+    # a gradient with the leaf's strides is in `.grad` as it is
     if gradient.layout is not torch.strided or gradient.stride() != strides:
         caught[n] = gradient
 
 
 def laid_alike(output: Tensor, gradient: Tensor) -> bool:
-    """Whether a gradient lies in memory as its output does, without gaps."""
+    """Whether a gradient has the strides of its output and no gaps."""
     strides = gradient.stride() if gradient.layout is torch.strided else None
     return strides == output.stride() and gradient.is_contiguous()
 
 
 def grown(output: Value) -> list[Tensor]:
-    """The tensors of an output from which gradients can start."""
+    """The tensors of an output that require a gradient."""
     return [y for y in (output if isinstance(output, tuple) else (output,)) if y.requires_grad]
 
 
@@ -94,7 +94,7 @@ class ActivationPolicy(Protocol):
         """Take in a flight from a state, which goes on as it began."""
 
     def learn(self, stage: Any, x: Value, target: Any) -> None:
-        """Find out in the rehearsal what must be known of the module."""
+        """Find out, in the rehearsal, what the policy must know of the module."""
 
     def measure(self, stage: Any, flight: Flight, output: Value) -> dict[str, int]:
         """The bytes of a micro-batch, as `Learnt` has them, given one between F and B and what B differentiates."""

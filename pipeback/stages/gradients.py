@@ -18,7 +18,7 @@ from pipeback.private import gradient_hooks, identity, run_backward
 
 
 class GradientSums(NamedTuple):
-    """Gradient sums of one update, and how many micro-batches (or samples) they are of."""
+    """The gradient sums of one update, and the number of micro-batches (or samples) in them."""
 
     grads: Sequence[Tensor | None]
     number: float
@@ -33,9 +33,10 @@ def sparse_rows(module: nn.Module, params: Sequence[Tensor]) -> list[int]:
 class Gradients:
     """The gradient sums of the parameters `params`, added in micro-batch order.
 
-    rows: see `sparse_rows`. shows: the sums stay in `.grad` from a B to the next forward or step (`hide`), for a user
-    who computes the loss outside and reads or changes them. threaded: B runs in a thread of our own, while the user's
-    thread may clear and replace `.grad`: the sums are shown there, and only in-place changes of them count.
+    rows: see `sparse_rows`. shows: whether the sums stay in `.grad` from a B to the next forward or step (`hide`), for
+    a user who computes the loss outside the pipeline and reads or changes them. threaded: whether B runs in a thread of
+    our own. The user's thread may then clear and replace `.grad` meanwhile, so that only in-place changes of the sums
+    count.
     """
 
     def __init__(self, params: Sequence[Tensor], rows: Collection[int] = ()) -> None:
@@ -49,7 +50,7 @@ class Gradients:
         """Before B: put the sums where autograd adds to them."""
         self.adopt()
         for p, g in zip(self.params, self.values, strict=True):
-            p.grad = g  # whatever others may have left there
+            p.grad = g  # replaces what others may have left there
 
     def keep(self) -> None:
         """After B: take the sums back."""
@@ -152,15 +153,15 @@ class Gradients:
 
 
 def nothing(set_to_none: bool = True) -> None:
-    """What `zero_grad` of a stage's optimizer does: a step that calls it still needs its gradients."""
+    """Do nothing, as `zero_grad` of a stage's optimizer does, since a step that calls it still needs its gradients."""
 
 
 def differentiate(
     roots: Sequence[Tensor], seeds: Sequence[Tensor], leaves: Sequence[Tensor], every: Sequence[Gradients]
 ) -> None:
-    """One autograd call through the graphs of any number of stages, whose gradients are added to `every` one's.
+    """Differentiate the graphs of any number of stages in one autograd call, and add to the gradients of `every` stage.
 
-    leaves: the inputs of the stages, which get theirs in `.grad`.
+    leaves: the inputs of the stages, which get their gradients in `.grad`.
     """
     # hooks of the user that run after `.grad` was accumulated need it to be there
     if every[0].threaded and not any(gradient_hooks(p) for each in every for p in each.params):
@@ -212,7 +213,7 @@ def _own(leaf: Tensor, gradient: Tensor, seen: set[int]) -> Tensor:
 
 
 def dense(gradient: Tensor) -> Tensor:
-    """The gradient with its zeros."""
+    """The gradient as a dense tensor."""
     return gradient if gradient.layout is torch.strided else gradient.to_dense()
 
 
@@ -224,7 +225,7 @@ def _touched(p: Tensor, gradient: Tensor | None) -> Tensor:
 
 
 def _bounded(gradient: Tensor, value: float) -> tuple[Tensor, Tensor]:
-    """Clamped to ±value, and whether any entry was beyond."""
+    """The gradient clamped to ±value, and whether any entry was beyond that."""
     if gradient.layout is torch.strided:
         return gradient.clamp(-value, value), (gradient.abs() > value).any()
     whole = gradient.coalesce()

@@ -1,7 +1,7 @@
 """Home: where a stage's weights live, on its device or in a store.
 
-The protocols say what a stage asks of objects from rooms above, which it cannot import: the surviving weights of a
-sparse stage, a rank's share of the weights, a recomputed forward, and a stack of stages.
+The protocols declare what a stage asks of objects that rooms above define and that it therefore cannot import: the
+surviving weights of a sparse stage, a rank's share of the weights, a recomputed forward, and a stack of stages.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pipeback.tensors.weight_list import WeightList
 
 
 class Survivors(Protocol):
-    """Which of a stage's weights survive, and where their values are (`sparse_weights`)."""
+    """The weights of a sparse stage that are not masked, and where their values are (`sparse_weights`)."""
 
     numbers: Any
     policy: Any

@@ -51,8 +51,8 @@ class Options:
 
     @cached_property
     def mark(self) -> int:
-        """A hash that tells these options from others: 15 bits for the rates, 12 for the rest. It is 0 where an
-        optimizer may change its options itself, so that they differ from rank to rank.
+        """A hash that tells these options from others: 15 bits for the rates, 12 for the rest. It is 0 if an optimizer
+        may change its options itself, so that they differ from rank to rank.
         """
         every = [group for groups in self.groups for group in groups] if self._told else []
         rates = [float(group["lr"]) for group in every]
@@ -61,7 +61,7 @@ class Options:
         return zlib.crc32(repr(rates).encode()) % 32749 | zlib.crc32(repr(others).encode()) % 4093 << 15
 
     def current(self, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
-        """Whether the optimizers still have these options, but for what their steps count."""
+        """Whether the optimizers still have these options, apart from counters of their own steps."""
         return all(
             opt.param_groups == groups or (opt in counted_by and _same(counted_by[opt], opt.param_groups, groups))
             for opt, groups in zip(optimizers, self.groups, strict=True)
@@ -89,7 +89,7 @@ def plain_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def restored(saved: dict[str, Any], mine: dict[str, Any]) -> dict[str, Any]:
-    """Options as they were, in the types that this optimizer uses."""
+    """The saved options, in the types that this optimizer uses."""
     fixed = {"params": mine["params"]}
     for key, value in saved.items():
         if isinstance(mine.get(key), Tensor):
@@ -115,7 +115,7 @@ def own_step(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def joinable(optimizers: Sequence[torch.optim.Optimizer]) -> bool:
-    """Whether one step over all of these equals a step of each: one separable class of torch's, no step hooks."""
+    """Whether one step over all equals one step per optimizer: they are of one separable class, without step hooks."""
     kind = type(optimizers[0])
     return kind in _SEPARABLE and all(type(opt) is kind and not hooked(opt) for opt in optimizers)
 
@@ -138,7 +138,7 @@ class JointOptimizer:
     def __init__(self, stages: Sequence[Any], weights: WeightList) -> None:
         self._stages, self._weights = stages, weights
         first = stages[0].optimizer
-        self._own = not separable(first)  # of a class that may keep more than the state of its weights
+        self._own = not separable(first)  # whether its class may keep more state than that of its weights
         self._twin: Any
         if self._own:
             self._twin = object.__new__(_apart(type(first)))

@@ -10,12 +10,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Learnt:
-    """What the rehearsal has found out about a stage; before it, what is safe to assume."""
+    """What the rehearsal has found out about a stage; before the rehearsal, what is safe to assume."""
 
     mixed: bool = True  # inputs or gradients may come from another device
-    alike: tuple[torch.Size, ...] | None = None  # flat inputs of these forms have gradients that lie in memory alike
+    alike: tuple[torch.Size, ...] | None = None  # for inputs of these shapes, gradients have the inputs' strides
     clones_input: bool = False  # a module that changes its input in place gets a copy
     changing: tuple[tuple[dict[str, Tensor | None], str], ...] = ()  # buffers that forwards change: where they are
-    activation_bytes: int = 0  # of one micro-batch, on the device
+    activation_bytes: int = 0  # per micro-batch, on the device
     host_bytes: int = 0  # the same in host memory, where that is another place
     repeat_bytes: int = 0  # what a forward done once more holds beyond that, until its backward is done

@@ -1,4 +1,4 @@
-"""Masters: float32 copies of the weights of a half type, which are stepped, and from which these are rounded."""
+"""Masters: float32 copies of weights of a half type. The optimizer steps the copies, and the weights are rounded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ HALF = torch.bfloat16, torch.float16
 
 
 class Masters:
-    """Of the parameters `params` of a stage, if they are `wanted` and some are of a half type."""
+    """The masters of the parameters `params` of a stage, if `wanted` and if some parameters are of a half type."""
 
     def __init__(self, params: Sequence[nn.Parameter], *, wanted: bool) -> None:
         self.params = params
@@ -31,7 +31,7 @@ class Masters:
         self.adopted()
 
     def let_go(self) -> None:
-        """Keep none: another rank holds the stage."""
+        """Drop all masters, since another rank holds the stage."""
         self.weights, self.halves = [], []
 
     @torch.no_grad()

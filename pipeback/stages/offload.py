@@ -1,4 +1,4 @@
-"""Offload: the tensors that autograd saves for the backward wait in host memory. activations="host".
+"""Offload (activations="host"): the tensors that autograd saves for the backward wait in host memory.
 
     F   (forward) copies every saved tensor to the host; its memory on the device is free once F no longer needs it
     B   (backward) fetches the tensors node by node, with the strides that they had: the bits are the same
@@ -36,10 +36,10 @@ class HostActivations:
     away = True
 
     def __init__(self) -> None:
-        self.copied = 0  # bytes, by the last forward
+        self.copied = 0  # bytes that the last forward has copied
 
     def forward(self, stage: Stage, flight: Flight, given: Value) -> Value:
-        """F: the output; the flight keeps the root of its graph, not its memory."""
+        """F: return the output; the flight keeps the root of its graph, but not the output's memory."""
         packing = _Packing(stage, flight)
         with saved_tensors_hooks(packing, _back):
             output = stage.compute(given, flight.target)
@@ -54,17 +54,17 @@ class HostActivations:
             flight.output = _hollow(flight.output)
 
     def learn(self, stage: Stage, x: Value, target: Any) -> None:
-        """Nothing need be known of the module."""
+        """Do nothing: the policy need not know the module."""
 
     def measure(self, stage: Stage, flight: Flight, output: Value) -> dict[str, int]:
-        """What a micro-batch holds, here and there."""
+        """The bytes that a micro-batch holds on the device and in host memory."""
         kept = [*flight.leaves, *tensors_in(flight.target)]
         here = held_bytes([], kept, list(stage.module.parameters()))
         return {"activation_bytes": here, "host_bytes": self.copied}
 
 
 class _Packing:
-    """What to do with a tensor that autograd saves, during one forward.
+    """The hook that autograd calls for every tensor that one forward saves.
 
     The graph holds this object in C++, where Python's garbage collector does not look. So it must not refer to the
     graph, not even through the stage and its flights.
@@ -173,7 +173,7 @@ def _back(packed: _Away | _Stays) -> Tensor:
 
 @lru_cache(1024)
 def _dense(form: Layout) -> bool:
-    """Whether new memory that holds its elements, one after the other, is of this form."""
+    """Whether a tensor of this form has its elements one after the other, without gaps."""
     expected = 1
     for stride, size in sorted((t, n) for n, t in zip(form.shape, form.stride, strict=True) if n != 1 and t):
         if stride != expected:

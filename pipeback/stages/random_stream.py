@@ -1,7 +1,7 @@
 """Random stream: each stage draws random numbers from a stream of its own, undisturbed by other threads that draw.
 
-torch has one default generator per process: a thread that borrowed it would disturb others that draw at the same time,
-a DataLoader in the caller's thread, say. So where stages run in threads of their own, every operation that draws gets
+torch has one default generator per process. A thread that borrowed it would disturb others that draw at the same time,
+such as a DataLoader in the caller's thread. So if stages run in threads of their own, every operation that draws gets
 the stage's generator.
 """
 
@@ -113,7 +113,7 @@ class StageStream:
             generator.set_state(self.state)
             try:
                 found = what()
-                self.state = generator.get_state()  # what fails has drawn nothing
+                self.state = generator.get_state()  # so that an operation that fails has drawn nothing
                 return found
             finally:
                 generator.set_state(outside)

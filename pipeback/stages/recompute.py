@@ -1,12 +1,13 @@
-"""Recompute: a stage keeps only its input from its forward (F) to its backward (B), and B repeats the forward.
-activations="recompute".
+"""Recompute (activations="recompute"): a stage keeps only its input from its forward (F) to its backward (B).
+
+B repeats the forward:
 
     F   y = f(x, w_F)    without a graph; the stage keeps x and whatever the repeat needs
     B   y' = f(x, w_B)   with a graph, differentiated at once, on the weights in force at B
 
-Where B runs on F's weights (flushes, stashing) y' is y, bit for bit. Elsewhere B's activations belong to the newer
-weights w_B; the reported loss is that of F. Buffers change only at F; the repeat uses the random numbers and buffers
-of F. All other side effects of the module, hooks on it included, happen twice.
+If B runs on F's weights (flushes, stashing), y' is y, bit for bit. Otherwise B's activations belong to the newer
+weights w_B, while the reported loss is that of F. Buffers change only at F; the repeat uses the random numbers and
+buffers of F. All other side effects of the module, including those of its hooks, happen twice.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class Recompute:
         self.graphless = False  # whether the forward gives the same bits without a graph; some kernels do not
 
     def forward(self, stage: Stage, flight: Flight, given: Value) -> Value:
-        """F: the output, without a graph."""
+        """F: return the output, without a graph."""
         module = stage.module
         names = [name for name, _ in module.named_buffers()] if self.changes is None else self.changes
         buffers = {name: module.get_buffer(name).detach().clone() for name in names}
@@ -101,7 +102,7 @@ class Recompute:
         return output
 
     def adopt(self, flight: Flight) -> None:
-        """A flight from a state that was saved with its graph keeps it."""
+        """Do nothing: a flight from a state that was saved with its graph keeps it."""
 
     def learn(self, stage: Stage, x: Value, target: Any) -> None:
         """Which buffers the forward changes, and whether it gives the same bits without a graph.
@@ -119,7 +120,7 @@ class Recompute:
             )
 
     def measure(self, stage: Stage, flight: Flight, output: Value) -> dict[str, int]:
-        """What a micro-batch holds, and the repeat of one beyond that."""
+        """The bytes that a micro-batch holds, and those that its repeat holds beyond that."""
         assert flight.again is not None
         kept = [*flight.leaves, *tensors_in(flight.target), *flight.again.buffers.values()]
         weights = list(stage.module.parameters())
@@ -144,13 +145,13 @@ def _learn(stage: Stage, x: Value, target: Any) -> tuple[list[str], bool]:
             except Exception:
                 if graph:
                     raise
-                graphless = False  # it differentiates something itself
+                graphless = False  # the module differentiates something itself
                 continue
             for name, b in before.items():
                 after = stage.module.get_buffer(name)
                 if after is not others[name] or after._version or not equal(after, b):
                     changed.add(name.rpartition(".")[0])
-    # a module of whose buffers one changes may change them all: batch statistics need not move at every batch
+    # if a module changes one buffer, it may change all of them: batch statistics need not move at every batch
     names = [name for name, _ in stage.module.named_buffers() if name.rpartition(".")[0] in changed]
     return names, graphless and all(equal(a, b) for a, b in zip(*map(tensors_in, outputs), strict=True))
 
@@ -173,7 +174,7 @@ def _swapped(module: nn.Module, buffers: dict[str, Tensor]) -> Iterator[None]:
 
 
 def versions(flight: Flight) -> tuple[int, ...]:
-    """Of the input and target of a flight."""
+    """The version counters of the input and the target of a flight."""
     return tuple([t._version for t in (*flight.leaves, *tensors_in(flight.target))])
 
 

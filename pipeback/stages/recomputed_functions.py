@@ -77,8 +77,8 @@ class Recorder(Provenance):
         super().__init__(data, weights)
         self._trained = weights
         self._made: dict[Any, ComputedTensor] = {}
-        self._alive: list[Tensor] = []  # so that no other tensor gets their memory
-        self._changed: set[int] = set()  # memory that was written into
+        self._alive: list[Tensor] = []  # kept so that no other tensor gets their memory
+        self._changed: set[int] = set()  # the memory that was written to
 
     def source(self, tensor: Tensor) -> Part | ComputedTensor | None:
         """How a tensor that depends on the weights alone is computed; None if that is unknown or not cheap."""
@@ -91,7 +91,7 @@ class Recorder(Provenance):
         return self._made.get(_place(tensor))
 
     def done(self, func: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        """Record it, if it computes a function of the weights that is cheap."""
+        """Record an operation if it computes a cheap function of the weights."""
         changed = [memory_of(tensor) for tensor in written(func, args, kwargs)]
         self._changed.update(changed)
         results = output if isinstance(output, (list, tuple)) else [output]
@@ -131,8 +131,8 @@ class Afresh:
 
     def __init__(self, stage: Stage, inner: Callable[[Value], Value]) -> None:
         self._stage, self.inner = stage, inner
-        self.handles: Handles | None = None  # of what the last call has saved
-        self.known: set[int] | None = None  # told of memory that somebody who looks in was given
+        self.handles: Handles | None = None  # those of the tensors that the last call has saved
+        self.known: set[int] | None = None  # gets the memory of what is recomputed for somebody who looks into a graph
         self._looked: list[Tensor] = []
 
     def __call__(self, given: Value) -> Value:
@@ -157,7 +157,7 @@ class Afresh:
         return output
 
     def look(self, known: set[int]) -> set[int]:
-        """From now on `known` gets the memory of what is made afresh for somebody who looks into a graph."""
+        """From now on, add to `known` the memory of what is recomputed for somebody who looks into a graph."""
         self.known, self._looked = known, []
         return known
 

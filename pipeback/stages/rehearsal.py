@@ -48,7 +48,7 @@ def rehearse(
     has its weights. Raises TypeError or ValueError, which name the stage and the cure; then nothing has changed.
     """
     seconds, kinds = [], []
-    # copies: a micro-batch that is part of a push would count with the memory of all of it
+    # copies, since a view of a whole push would count with the memory of all of it
     value, target = _copied(cut(x)), target.clone() if isinstance(target, Tensor) else target
     for stage in stages:
         with present(stage):
@@ -80,7 +80,7 @@ def rehearse_shape(stages: Sequence[Stage], x: Value, target: Any) -> Value:
     for stage in stages:
         with untouched(stage), _watch_norms(stage), stage.calling(stage.module):
             _, given = stage.enter(value)
-            # with a graph: it may differentiate something itself
+            # with a graph, since the module may differentiate something itself
             value = cut(_checked(stage, _guarded(stage, _copied(given), target, _OTHER)))
     return value
 
@@ -88,7 +88,7 @@ def rehearse_shape(stages: Sequence[Stage], x: Value, target: Any) -> Value:
 def rehearse_form(
     stages: Sequence[Stage], method: Method, delays: Sequence[int], x: Value, target: Any, *, warn: bool = False
 ) -> Value:
-    """Of a form that no micro-batch has had before: functions of the weights that its graph saves."""
+    """Check which functions of the weights a graph saves, for a micro-batch of a form that none has had before."""
     value = cut(x)
     for stage in stages:
         if stale_weights_check.guarded(stage, method, delays) and not isinstance(stage.call, Compiled):
@@ -99,7 +99,7 @@ def rehearse_form(
 
 
 def _learn(stage: Stage, value: Value, target: Any) -> None:
-    """Whether module or loss draw random numbers, and whether the module changes its input in place."""
+    """Find out whether module or loss draw random numbers, and whether the module changes its input in place."""
     before = stage.generator.get_state()
     copies = _copied(stage.enter(value)[1])
     try:
@@ -159,7 +159,7 @@ def _guarded(stage: Stage, given: Value, target: Any, which: str = "the first mi
 
 
 def _checked(stage: Stage, output: Any) -> Value:
-    """What crosses a boundary is a tensor or a tuple of tensors; what leaves the last stage is a loss."""
+    """Raise unless the output is a tensor or a tuple of tensors or, on the last stage, a loss."""
     if stage.last and stage.loss is not None:
         if not isinstance(output, Tensor) or output.dim() != 0 or not output.is_floating_point():
             found = f"shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
@@ -180,7 +180,7 @@ def _checked(stage: Stage, output: Any) -> Value:
 
 
 def _fastest(stage: Stage, value: Value, target: Any) -> float:
-    """Return the seconds of the fastest of a few runs; runs go on for a while until the last one was undisturbed."""
+    """Return the seconds of the fastest of a few runs; they are repeated for a while until one is undisturbed."""
     fastest, left, soon = math.inf, 16, time.perf_counter() + 0.1
     while left:
         begin = time.thread_time()
@@ -201,7 +201,7 @@ def _alike(seconds: Sequence[float], kinds: Sequence[Any]) -> list[float]:
 
 
 def _measure(stage: Stage, value: Value, target: Any) -> float:
-    """Seconds of one F and B; a first run has been made."""
+    """The seconds of one F and B, after a first run."""
     begin = time.perf_counter()
     if stage.keeping is None:
         leaves, given = stage.enter(value)
@@ -210,7 +210,7 @@ def _measure(stage: Stage, value: Value, target: Any) -> float:
         flight, output = _trial(stage, value, target)
         leaves, roots = flight.leaves, grown(output)
     starts = [x for x in leaves if x.requires_grad]
-    inputs = starts + [p for p in stage.params if p.requires_grad]  # it may have been frozen since
+    inputs = starts + [p for p in stage.params if p.requires_grad]  # some may have been frozen since
     if roots and inputs:
         try:
             grads = torch.autograd.grad(roots, inputs, [torch.ones_like(y) for y in roots], allow_unused=True)

@@ -133,7 +133,7 @@ def put_back(
 
 
 def _plain(value: Any) -> bool:
-    """Whether it can be written as text: numbers, and what is made of them (of compiled graphs, sizes)."""
+    """Whether a value can be written as text: a number, a container of numbers, or a size in a compiled graph."""
     if isinstance(value, dict):
         return all(_plain(part) for pair in value.items() for part in pair)
     if isinstance(value, (list, tuple)):
@@ -142,7 +142,7 @@ def _plain(value: Any) -> bool:
 
 
 def _attributes(graph: Sequence[Any]) -> Iterator[tuple[Any, str, Any]]:
-    """What custom Functions have put on their ctx."""
+    """The attributes that custom Functions have set on their ctx."""
     for node in graph:
         if isinstance(node, torch.autograd.function.BackwardCFunction):
             yield from ((node, key, value) for key, value in sorted(vars(node).items()))
@@ -168,7 +168,7 @@ class _Give:
 
 
 def held_bytes(roots: Sequence[Tensor], leaves: Sequence[Tensor], weights: Sequence[Tensor]) -> int:
-    """Bytes of activations a graph keeps alive: saved tensors and inputs, each memory once, weights not counted."""
+    """The bytes of activations that a graph keeps alive: saved tensors and inputs without weights, each memory once."""
     known = storages(weights)
     total: dict[int, int] = {}
     for piece in (piece for t in [*leaves, *(t for _, t, _ in saved(roots))] for piece in pieces(t)):

@@ -33,14 +33,14 @@ OptimizerFactory = Callable[[Any], torch.optim.Optimizer]  # given a list of par
 
 
 class Stage:
-    """Module, weights and optimizer of stage `index`; `forward`, `backward` and `update` do F, B and U.
+    """Module, weights and optimizer of stage `index`; `forward` does F, `backward` does B and `update` does U.
 
     The module keeps the user's parameters, which the graphs in flight refer to. The optimizer steps `weights`:
     other parameters on the same storage with a version counter of their own, so that autograd does not mistake
-    an update between F and B for an error. Contents change; storage does not while anything is in flight. In a store
-    the optimizer steps weights that live elsewhere (`home`), and the user's parameters are views of memory that comes
-    and goes (`home.slot`).
-    With masters it steps float32 copies of the weights of a half type, which are rounded from them (`masters`).
+    an update between F and B for an error. While a micro-batch is in flight, their contents change, but not their
+    storage. With a store, the optimizer steps weights that live elsewhere (`home`), and the user's parameters are views
+    of memory that is on the device only at times (`home.slot`). With masters, the optimizer steps float32 copies of the
+    weights of a half type, and these are rounded from the copies (`masters`).
     """
 
     def __init__(
@@ -56,8 +56,8 @@ class Stage:
         replica: int = 0,
         keeping: ActivationPolicy | None = None,
     ) -> None:
-        """loss: that of the last stage; other stages have none. keeping: the policy by which F keeps activations for B;
-        None: it keeps its graph, on the device.
+        """loss: None for all stages but the last. keeping: how F keeps activations for B; None: its graph stays on the
+        device.
         """
         self.index, self.stages, self.module, self.name = index, stages, module, name
         self.loss = loss if self.last else None
@@ -133,7 +133,7 @@ class Stage:
             self.versions.lay([torch.empty_like(w) for w in self.weights])
 
     def let_go(self) -> None:
-        """Keep shapes only: another rank holds this stage."""
+        """Keep only shapes, since another rank holds this stage."""
         self.flights = {}  # graphs refer to the weights
         self.optimizer.state.clear()
         self.state = {}
@@ -213,7 +213,7 @@ class Stage:
             flight.listen()
 
     def backward(self, mb: int, grad: Value = None) -> Value:
-        """B(mb): adds to the gradients of the weights; returns the gradient of the input, shaped like the input."""
+        """B(mb): add to the gradients of the weights; return the gradient of the input, which has the input's shape."""
         roots: list[Tensor] = []
         seeds: list[Tensor] = []
         flight = self.begin_backward(mb, grad, roots, seeds)
@@ -247,7 +247,7 @@ class Stage:
         return leaf
 
     def run(self, given: Value, target: Any) -> Value:
-        """Run the module, and on the last stage the loss."""
+        """Run the module, and on the last stage the loss after it."""
         output = self.call(given)
         if self.loss is None:
             return output
@@ -256,7 +256,7 @@ class Stage:
         return self.loss(output if shape is None else shape(given, output), target_on(self.device, target))
 
     def compute(self, given: Value, target: Any) -> Value:
-        """`run`, drawing random numbers from the stage's own stream where it draws any."""
+        """Do `run`; if the stage draws random numbers, they come from its own stream."""
         if self.random.state is None:
             return self.run(given, target)
         modes = self.call is self.module  # torch.compile leaves code alone that is run in a dispatch mode
@@ -284,7 +284,7 @@ class Stage:
         return flight
 
     def end_backward(self, flight: Flight) -> Value:
-        """Count the micro-batch; returns the gradient to send upstream, None where there is none."""
+        """Count the micro-batch; return the gradient for the stage before, None if it has none."""
         self.gradients.count_more(1)
         grads = [x.grad for x in flight.leaves]
         if flight.caught is not None:
@@ -296,7 +296,7 @@ class Stage:
     ) -> tuple[Sequence[Tensor | None], Tensor | None]:
         """Return the gradient sums, divided once by the true count and clipped, in the type of the weights.
 
-        Returns also whether the gradient was clipped, as a 0-d tensor; None where nothing clips.
+        Returns also whether the gradient was clipped, as a 0-d tensor; None if there is no limit.
         """
         masters = self.weights if self.masters.weights else None
         whole = None if self.home.share is None else self.home.share.norm
@@ -378,7 +378,7 @@ class Stage:
         return self.versions.keep(self.version, self.weights, self.flights)
 
     def used(self, mb: int) -> Weights:
-        """What F(mb) ran on."""
+        """The weights on which F(mb) ran."""
         flight = self.flights[mb]
         return self.past(flight.version) if flight.owned is None else flight.owned
 

@@ -87,7 +87,7 @@ def save(
     plain["trained"] = trained(stage)
     plain["afresh"] = isinstance(stage.call, Afresh)
     plain["device"] = None if stage.device is None else stage.device.type
-    plain["clones_input"] = stage.learnt.clones_input  # a graph can only be built anew when this is known
+    plain["clones_input"] = stage.learnt.clones_input  # needed to build a graph anew
     if stage.random.state is not None:
         tensors["random"] = stage.random.state.clone()
     for mb, flight in stage.flights.items():
@@ -173,7 +173,7 @@ def load(stage: Stage, tensors: Mapping[str, Tensor], plain: Plain, options: dic
         stage.versions.put({v: [_home(stage, tensors[f"version/{v}/{n}"]) for n in numbers] for v in plain["versions"]})
         stage.random.go_to(_stream(stage, tensors["random"]) if "random" in tensors else None)
     stage.random.sow(plain["seed"])
-    stage.learn(clones_input=plain["clones_input"], alike=None)  # whether they are, the rehearsal will find out
+    stage.learn(clones_input=plain["clones_input"], alike=None)  # the rehearsal will find out which are alike
     stage.call_by(as_it_was(stage, plain.get("afresh", False)))  # graphs in flight are built anew as they were
 
 
@@ -209,7 +209,7 @@ def _load_flight(stage: Stage, mb: int, plain: Plain, tensors: Mapping[str, Tens
         return _load_row(stage, mb, plain, tensors, options)
     x = _load_value(stage, tensors, f"flight/{mb}/x", plain["x"])
     target = _load_value(stage, tensors, f"flight/{mb}/target", plain["target"])
-    # what is in flight goes on as it began, whatever this pipeline does with those that come
+    # a micro-batch in flight goes on as it began, whatever this pipeline does with later ones
     if plain.get("again") is None:
         leaves, output, handles = saved_graph.rerun(stage, x, target)
         prefix, away = f"flight/{mb}/saved/", stage.keeping is not None and stage.keeping.away
@@ -232,7 +232,7 @@ def _load_flight(stage: Stage, mb: int, plain: Plain, tensors: Mapping[str, Tens
 
 
 def _numbered(tensors: Mapping[str, Tensor], prefix: str) -> list[Tensor]:
-    """Those of a list. A look at all names would cost the square of what is in flight."""
+    """The tensors of a list, found by number: looking at all names would take quadratic time."""
     return [tensors[name] for name in takewhile(tensors.__contains__, (f"{prefix}{n}" for n in count()))]
 
 
@@ -299,7 +299,7 @@ def _to(stage: Stage, tensor: Tensor) -> Tensor:
 
 
 def _home(stage: Stage, tensor: Tensor) -> Tensor:
-    """A copy where the stage's weights live."""
+    """A copy of the tensor where the stage's weights live."""
     return copies.replica(tensor, stage.weights[0].device)
 
 

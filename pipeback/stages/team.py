@@ -34,13 +34,13 @@ class StageGroup:
         self._states: list[State] = []
         self._state: State = {}
         self._scratch: Weights | None = None
-        self._stays = False  # the gradients that the optimizer sees lie beside the weights
+        self._stays = False  # whether the gradients that the optimizer sees lie beside the weights
 
     def put(self, grads: Sequence[Tensor | None], whole: bool) -> None:
         """Set the gradients that the optimizer sees. If the weights lie in a strip of memory, the gradients are copied
         into the strip beside them.
 
-        whole: the method computes with velocities, which need all entries even where some gradients are sparse.
+        whole: whether the method computes with velocities, which need dense gradients.
         """
         if whole and isinstance(self.first.optimizer, torch.optim.SGD):
             grads = [None if g is None else dense(g) for g in grads]
@@ -61,7 +61,7 @@ class StageGroup:
 
     @property
     def scratch(self) -> Weights:
-        """The buffers beside the weights; raises where the method has declared none."""
+        """The buffers for shifted weights. Raises RuntimeError if the method has declared none."""
         if self._scratch is None:
             if self.first.versions.scratch is None:
                 raise RuntimeError('the method shifts weights, but its copies are "live"; declare copies = "scratch"')
@@ -70,7 +70,7 @@ class StageGroup:
 
     @property
     def state(self) -> State:
-        """The method's state over the team: lists one after the other, numbers of the first."""
+        """The method's state over the team: the stages' lists, concatenated, and the numbers of the first stage."""
         states = [s.state for s in self.stages]
         if len(states) == 1:
             return states[0]

@@ -11,7 +11,7 @@ Flights = dict[int, Flight]  # by micro-batch, in the order of their forwards
 
 
 class Versions:
-    """Kept copies by version, counted in updates of the stage.
+    """The kept copies of the weights, by version, which counts updates of the stage.
 
     history: how many versions back a later forward may ask for.
     """
@@ -20,11 +20,11 @@ class Versions:
         self.history = history
         self.kept: dict[int, Weights] = {}
         self.scratch: Weights | None = None  # room for the newest weights, while shifted ones lie in their place
-        self.peak = 1.0  # copies of the weights, at most
-        self._owned = False  # some flights have shifted weights of their own
+        self.peak = 1.0  # the most copies of the weights that were held at once
+        self._owned = False  # whether some flights have shifted weights of their own
 
     def keep(self, version: int, weights: Weights, flights: Flights) -> Weights | None:
-        """Before U: drop what nothing needs; returns where to copy the newest, `version`, if that will be needed."""
+        """Before U: drop what nothing needs; return where to copy the newest, `version`, if it will be needed."""
         self.release(version + 1, version, flights)
         copy = None
         if version not in self.kept and weights and (self.history or _needed(version, version, flights)):
@@ -40,7 +40,7 @@ class Versions:
             del self.kept[old]
 
     def past(self, version: int, newest: int) -> Weights:
-        """A kept copy. Raises RuntimeError where there is none."""
+        """The kept copy of this version. Raises RuntimeError if there is none."""
         try:
             return self.kept[version]
         except KeyError:

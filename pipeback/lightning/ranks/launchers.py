@@ -108,7 +108,7 @@ class ProcessFamily(lightning_internals.Launcher):
 
 
 class _Like:
-    """A function that finds in another process the warning filters, loggers and torch threads of this one."""
+    """A function that another process runs with the warning filters, loggers and torch threads of this one."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function, self.filters, self.threads = function, list(warnings.filters), torch.get_num_threads()
@@ -147,7 +147,7 @@ class _Children(lightning_internals.MultiProcessingLauncher):
                     callback.dirpath = state["dirpath"]  # of a ModelCheckpoint, which has looked for it there
                 callback.load_state_dict(state)
         trainer.fit_loop.load_state_dict(content["progress"])
-        trainer.fit_loop.restarting = False  # it is over
+        trainer.fit_loop.restarting = False  # the fit is over
         trainer.logged_metrics.update(content["logged"])
         for logger, state in zip(trainer.loggers, content["loggers"], strict=True):
             vars(logger).update(state)

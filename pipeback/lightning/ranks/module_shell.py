@@ -1,8 +1,8 @@
 """Module shell: the user's module while its stages run elsewhere, on other ranks or in another thread.
 
-The pipeline gets a copy of the module, on the same memory at first but with tensors of its own, which get gradients and
-lose their values apart from the user's. Once ranks hold their own stages only, the user's weights stand on the meta
-device: what Lightning does to them, evaluation mode or zeroed gradients, cannot meet with the stages at work.
+The pipeline gets a copy of the module. Its tensors share memory with the user's at first, but have gradients of their
+own and are freed on their own. Once each rank holds only its own stages, the user's weights are on the meta device. So
+what Lightning does to them (evaluation mode, zeroed gradients) does not disturb the stages while they run.
 """
 
 from __future__ import annotations

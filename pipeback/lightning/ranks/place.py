@@ -43,9 +43,9 @@ class Place(SingleDeviceStrategy):
         self.start, self.processes = start, processes
         self.cluster_environment: ClusterEnvironment | None = None
         self.num_nodes = 1
-        self.alone = False  # a process that starts the others validates alone
+        self.alone = False  # whether this process validates alone, as the one that starts the others does
         self.meeting: Meeting | None = None
-        self.lost = False  # weights of the module are elsewhere: on ranks that have failed, in files
+        self.lost = False  # whether weights are not in the module, but on ranks that have failed, or in files
         self._devices: list[torch.device] = []
 
     # -- ranks ---------------------------------------------------------------------------------------------------

@@ -127,7 +127,7 @@ class SharedFit:
     # -- the user's module ---------------------------------------------------------------------------------------
 
     def _elsewhere(self, fit: Fit, *inputs: Any, **named: Any) -> Any:
-        """The forward of the hollow module outside of F."""
+        """The forward of the user's module, which is without weights, outside of F."""
         assert fit.pipe is not None
         self._hollow.check_call(inputs, named, after=fit.called)
         with fit.at_work():
