@@ -23,7 +23,7 @@ def evaluate(stages: Sequence[Stage], x: Value) -> Value:
         with torch.no_grad():
             for stage in stages:
                 _, given = stage.enter(value)
-                if value is x and not stage.learnt.clones_input:  # before the first push, a module may change its input
+                if value is x and not stage.learnt.clones_input:  # the first push finds it out
                     given = tuple(p.clone() for p in given) if isinstance(given, tuple) else given.clone()
                 value = stage.module(given)
     finally:

@@ -50,7 +50,7 @@ class Gradients:
         """Before B: put the sums where autograd adds to them."""
         self.adopt()
         for p, g in zip(self.params, self.values, strict=True):
-            p.grad = g  # replaces what others may have left there
+            p.grad = g  # whatever others may have left there
 
     def keep(self) -> None:
         """After B: take the sums back."""
