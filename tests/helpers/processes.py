@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import multiprocessing
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import redirect_stdout
 from typing import Any
 
 import pytest
@@ -29,6 +31,13 @@ def in_a_new_process(function: Callable[..., Any], *arguments: Any, seconds: flo
     """What a function returns in a process that has trained nothing yet; raises what it raises there."""
     with ProcessPoolExecutor(1, forked()) as pool:
         return pool.submit(function, *arguments).result(seconds)
+
+
+def printed(code: str) -> str:
+    """What Python code prints, run here: the function for `in_a_new_process`."""
+    with redirect_stdout(io.StringIO()) as told:
+        exec(code, {})
+    return told.getvalue()
 
 
 def fork_for_spawn(monkeypatch: pytest.MonkeyPatch) -> None:

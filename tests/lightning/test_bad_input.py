@@ -15,7 +15,8 @@ from torch.nn.functional import mse_loss
 import pipeback
 from pipeback import methods
 from pipeback.lightning import PipelineMonitor, PipelineStrategy
-from tests.helpers.choice import mostly_rare
+from tests.helpers.choice import rare
+from tests.helpers.processes import in_a_new_process, printed
 from tests.laws.cases import network
 from tests.lightning.cases import Regression, dropout_network, loader, strategy, trainer, weights
 
@@ -353,21 +354,24 @@ def test_a_failing_stage_names_itself_and_the_checkpoint_says_what_is_lost(tmp_p
 
 ORDERS = ["import pytorch_lightning as pl, pipeback.lightning", "import pipeback.lightning, pytorch_lightning as pl"]
 
-
-@pytest.mark.parametrize("order", mostly_rare(ORDERS, ORDERS[0]))
-def test_the_other_lightning(order):
-    pytest.importorskip("pytorch_lightning")
-    code = f"""
-{order}
+REFUSED = """
 for given in ("pipeback", pipeback.lightning.PipelineStrategy()):
     try:
         pl.Trainer(strategy=given, accelerator="cpu", logger=False, enable_checkpointing=False)
     except (TypeError, ValueError) as error:
         print(str(error).splitlines()[0])
 """
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert found.returncode == 0, found.stderr
-    name, instance = found.stdout.splitlines()
+
+
+@pytest.mark.parametrize(("new", "order"), [(False, ORDERS[1]), rare(True, ORDERS[0]), rare(True, ORDERS[1])])
+def test_the_other_lightning(new, order):
+    """new: in an interpreter that has imported nothing yet; the others have imported pipeback.lightning."""
+    pytest.importorskip("pytorch_lightning")
+    code = f"{order}{REFUSED}"
+    if new:
+        found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert found.returncode == 0, found.stderr
+    name, instance = (found.stdout if new else in_a_new_process(printed, code)).splitlines()
     assert "write `import lightning.pytorch as pl` instead of `import pytorch_lightning as pl`" in name
     assert "which is for lightning.pytorch, not for pytorch_lightning" in instance
 

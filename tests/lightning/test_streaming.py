@@ -22,8 +22,7 @@ pytestmark = pytest.mark.usefixtures("small")
 
 @pytest.mark.parametrize(("case", "size"), mostly_rare(
     product(CASES, (None, 2)),
-    ("gpipe", 2), ("one_f_one_b-3", 2), ("pb", None), ("pb-slack1", 2), ("pipedream-vertical", 2),
-    ("pipedream_2bw", None), ("pipemare-t3", 2), ("spectrain-v2", None), ("lwp-weight+sc", None),
+    ("gpipe", 2), ("pb", None), ("pipedream-vertical", 2), ("pipedream_2bw", None), ("lwp-weight+sc", None),
 ))  # fmt: skip
 def test_streamed_is_resident(case, size, tmp_path):
     data = lambda: loader(samples=5)  # noqa: E731

@@ -1,7 +1,6 @@
 """Policies of sparse training: each equals its paper's rule written down again in plain Python and float64."""
 
 import math
-import subprocess
 import sys
 
 import pytest
@@ -15,6 +14,7 @@ from pipeback import sparsities
 from pipeback.sparsities.base import At, Sparsity
 from pipeback.sparsities.densities import erk
 from pipeback.sparsities.masks import anywhere, largest, survivors
+from tests.helpers.processes import in_a_new_process, printed
 from tests.sparsities.policies import DTYPES, OPTIONS, SHAPES, best, places, policy
 
 # -- the registry ------------------------------------------------------------------------------------------------------
@@ -84,8 +84,8 @@ def test_an_outside_package_adds_a_policy(tmp_path):
     (info / "entry_points.txt").write_text(
         "[pipeback.sparsities]\nonce = once:Once\nwrong = pipeback.methods.pb:PipelinedBackpropagation\n"
     )
-    code = """
-import sys; sys.path.insert(0, sys.argv[1])
+    code = f"""
+import sys; sys.path.insert(0, {str(tmp_path)!r})
 from pipeback import sparsities
 assert sparsities.available()[4:] == ["once", "wrong"]
 print(sparsities.create("once", density=0.5), sparsities.create("once").due(7))
@@ -94,9 +94,7 @@ try:
 except ValueError as error:
     print(error)
 """
-    found = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
-    assert found.returncode == 0, found.stderr
-    first, second = found.stdout.splitlines()
+    first, second = in_a_new_process(printed, code).splitlines()
     assert first.startswith("Once(density=0.5,") and first.endswith("after=7) True")
     assert second.endswith("built a PipelinedBackpropagation; a plug-in must build a pipeback.Sparsity")
 
