@@ -30,6 +30,20 @@ ALONE = {  # what a room may import of pipeback, where that is less than all tha
     "methods": {"schedules", "tensors", "plugins", "private"},
     "sparsities": {"plugins"},
     "draw": {"schedules"},
+    "stages": {"methods", "splitting", "tensors", "private"},
+    "runtime": {"stages", "methods", "schedules", "tensors", "errors", "private"},
+    "streaming": {"runtime", "stages", "methods", "sparsities", "schedules", "tensors", "errors", "private"},
+    "vectorized": {"runtime", "stages", "methods", "splitting", "schedules", "tensors", "errors", "private"},
+    "distributed": {
+        "streaming", "runtime", "stages", "methods", "sparsities", "splitting", "schedules", "tensors", "weights",
+        "errors", "private",
+    },
+    "checkpoint": {"distributed", "streaming", "runtime", "stages", "methods", "schedules", "tensors", "errors"},
+    "plan": {"distributed", "streaming", "runtime", "stages", "methods", "schedules", "tensors", "private"},
+}  # fmt: skip
+INSIDE = {  # the same for a folder in a room, file by file where a room is not meant as a whole
+    "distributed.health": {"distributed.health", "errors"},
+    "distributed.transport": {"distributed.transport", "runtime.link", "tensors"},
 }
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
@@ -62,6 +76,19 @@ def test_rooms_import_downwards(room):
         there = other.partition(".")[0]
         allowed = there in ALONE.get(room, FLOOR) and (FLOOR[there] < FLOOR[room] or there == "private")
         assert there == room or allowed, f"{name} imports {other}, which is not in a room below {room}"
+
+
+@pytest.mark.parametrize("folder", sorted(INSIDE))
+def test_folders_in_rooms_import_what_they_say(folder):
+    for name in (name for name in FILES if name.startswith(folder)):
+        for other in below()[name]:
+            assert any(f"{other}.".startswith(f"{allowed}.") for allowed in INSIDE[folder]), f"{name} imports {other}"
+
+
+def test_the_strategy_alone_knows_several_devices():
+    inside = "lightning.ranks"
+    knowing = {n for n, named in below().items() if any(o.startswith(inside) for o in named) and inside not in n}
+    assert knowing == {"lightning.strategy"}
 
 
 def test_no_file_stands_in_a_circle():

@@ -1,6 +1,6 @@
 """The checkpoints: the whole state of a pipeline, and its files, which are complete or absent.
 
-Floor 7. It may import distributed and all rooms below.
+Floor 7. It may import distributed, streaming, runtime, stages, methods, schedules and tensors.
 """
 
 from pipeback.checkpoint.save_and_load import latest, load, read, save

@@ -1,6 +1,6 @@
 """The processes of a pipeline: they meet, divide the stages, exchange tensors, and watch each other's health.
 
-Floor 6. It may import streaming and all rooms below.
+Floor 6. It may import streaming, runtime, stages, methods, sparsities, splitting, schedules, tensors and weights.
 """
 
 from pipeback.distributed.held_stages import HeldStages

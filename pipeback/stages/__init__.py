@@ -1,6 +1,6 @@
 """The stages: each holds a module, its weights, its optimizer and the micro-batches that wait for their backward.
 
-Floor 3. It may import methods, splitting's segment and tensors; stores and stacks come in as protocols (`home`).
+Floor 3. It may import methods, splitting and tensors; stores and stacks come in as protocols (`home`).
 """
 
 from pipeback.stages.flight import ActivationPolicy, Flight

@@ -2,7 +2,7 @@
 
 A tick is the time in which every stage does one F (forward), one B (backward) and one U (update of the weights).
 
-Floor 5. It may import runtime, stages, methods, schedules and tensors.
+Floor 5. It may import runtime, stages, methods, splitting, schedules and tensors.
 """
 
 from pipeback.vectorized.choose_stacks import fitting, stacked
