@@ -1,5 +1,5 @@
-"""Compile check: does the backward (B) of a compiled stage, on weights newer than those of its forward (F), give the
-same gradients as that of the uncompiled stage?
+"""Compile check: compares the gradients of a compiled stage with those of the uncompiled one, for a backward (B) on
+weights newer than those of the forward (F).
 
     g(i, j) = gradients of F on weights i, B on weights j
 

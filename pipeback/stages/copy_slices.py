@@ -90,9 +90,9 @@ def taken(nodes: Sequence[Any], known: set[int], where: str) -> tuple[list[Tenso
 def fit(
     nodes: Sequence[Any], known: set[int], lines: Sequence[str], handles: Handles | None
 ) -> list[tuple[Handle, int]] | None:
-    """Where the values belong in a graph built anew: handles, each with the number of its value.
+    """Find where the stored values belong in a graph that is built anew: handles, each with the number of its value.
 
-    None if the graph is another one than that of `lines`.
+    None if that graph is not the one that `lines` describe.
     """
     found: list[tuple[Handle, int]] = []
     made = [use for node in filter(hides, nodes) for use in uses(node)]
@@ -114,7 +114,7 @@ def fit(
 
 
 class Handle:
-    """A saved tensor of a graph that is built anew; `give` makes what stands in its place."""
+    """A saved tensor of a graph that is built anew; `give`, if set, returns the tensor that replaces it."""
 
     __slots__ = ("give", "label", "tensor", "version")
 
@@ -124,7 +124,7 @@ class Handle:
 
 
 class Handles:
-    """Hooks on all that a graph saves while it is built, and whose each saved tensor is."""
+    """Hooks on all tensors that a graph saves while it is built; they tell which handle a saved tensor belongs to."""
 
     def __init__(self, label: str) -> None:
         self.label = label
@@ -151,7 +151,7 @@ class Handles:
 
     @contextmanager
     def looking(self, known: set[int]) -> Iterator[None]:
-        """The time in which `of` is told what is asked for."""
+        """Within this context the tensors that are unpacked are remembered, for `of`. known: memory to leave out."""
         self._seen, self._known = {}, known
         try:
             yield
@@ -159,7 +159,7 @@ class Handles:
             self._seen = None
 
     def of(self, tensor: Tensor) -> Handle | None:
-        """The handle that gave this tensor, or one of which this is a view."""
+        """The handle that has returned this tensor, or a tensor of which this is a view."""
         found = (self._seen or {}).get(identity(tensor))
         return None if found is None else found[0]
 
@@ -211,7 +211,7 @@ def _flat(value: Any) -> Iterator[Any]:
 
 
 def _place(tensor: Tensor) -> Any:
-    """What tells two tensors apart that are alive at one time: their memory, and which of it."""
+    """A key that tells tensors that are alive at the same time apart: their memory, and which part of it they are."""
     if tensor.layout is not torch.strided or not tensor.numel():
         return id(tensor)
     return identity(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
@@ -222,7 +222,7 @@ def _within(tensor: Tensor, known: set[int]) -> bool:
 
 
 def _python() -> str | None:
-    """Whose Python computes just now: the name of a custom Function, "" for hooks that bring what was saved."""
+    """Whose Python code is running: the name of a custom Function, or "" for hooks that return saved tensors."""
     frame, found = inspect.currentframe(), None
     while frame is not None and frame.f_code is not uses.__code__:
         if frame.f_code is BackwardCFunction.apply.__code__:

@@ -35,7 +35,7 @@ class Settings:
 
     @classmethod
     def joined(cls, several: Iterable[Settings]) -> Settings:
-        """Return all of theirs in one, so that one pass finds out whether any has changed."""
+        """Return the settings of all as one object, so that one pass finds out whether any has changed."""
         whole = cls(())
         for each in several:
             whole._homes += each._homes
@@ -58,7 +58,7 @@ class Settings:
         return list(self._values)
 
     def with_values(self, values: Sequence[Any]) -> Settings:
-        """The same attributes, of which these are the values."""
+        """The same attributes with these values instead of those that were read."""
         other = copy.copy(self)
         other._values = list(values)
         return other
@@ -100,7 +100,7 @@ class Mirror:
     def __init__(self, modules: Sequence[Sequence[nn.Module]]) -> None:
         self._originals = modules[0]
         self._copies: dict[int, list[dict[str, Any]]] = {}
-        for module, *copies in zip(*modules, strict=True):  # one that two stages share has two copies
+        for module, *copies in zip(*modules, strict=True):  # a module that two stages share has two copies
             self._copies.setdefault(id(vars(module)), []).extend(map(vars, copies))
         self._look()
 
@@ -108,11 +108,11 @@ class Mirror:
         self._settings = Settings(self._originals, "modes"), Settings(self._originals)
 
     def changed(self) -> bool:
-        """Whether something was set since the copies followed."""
+        """Whether something was set in the originals since the copies last followed."""
         return any(settings.changed() for settings in self._settings)
 
     def follow(self) -> None:
-        """Set in the copies what was set in the original; nobody may compute with them meanwhile."""
+        """Set in the copies what was set in the originals; nobody may compute with them meanwhile."""
         for settings in self._settings:
             for home, key in settings.odd():
                 for other in self._copies[id(home)]:

@@ -29,11 +29,11 @@ class OptimizerCounters:
         return bool(self.options or self.attributes)
 
     def without(self, groups: Sequence[Group]) -> list[Group]:
-        """Groups without what is counted there."""
+        """The options of each group, without the counters among them."""
         return [{k: v for k, v in group.items() if (n, k) not in self.options} for n, group in enumerate(groups)]
 
 
-counted_by: WeakKeyDictionary[torch.optim.Optimizer, OptimizerCounters] = WeakKeyDictionary()  # as seen so far
+counted_by: WeakKeyDictionary[torch.optim.Optimizer, OptimizerCounters] = WeakKeyDictionary()  # found so far
 
 
 def counted(optimizer: torch.optim.Optimizer) -> OptimizerCounters:
@@ -82,7 +82,7 @@ def saved(optimizer: torch.optim.Optimizer, where: str) -> tuple[dict[str, Any],
 def restore(
     optimizer: torch.optim.Optimizer, plain: dict[str, Any], tensors: dict[str, Tensor], device: torch.device | None
 ) -> None:
-    """Put back what `saved` gave."""
+    """Put back the counters that `saved` has returned."""
     mine = counted(optimizer)
     for key, value in plain["state"]:
         optimizer.state[key] = _value(value, tensors, device)
@@ -96,7 +96,7 @@ def restore(
 
 @cache
 def _common() -> set[str]:
-    """Attributes that every optimizer has, and that schedulers and the pipeline put there."""
+    """The attributes that every optimizer has, and those that schedulers and the pipeline set."""
     plain = torch.optim.SGD([torch.nn.Parameter(torch.empty(0))], lr=0.1)
     return {*vars(plain), "step", "zero_grad", "_opt_called", "_step_count"}
 

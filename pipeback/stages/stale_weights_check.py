@@ -69,7 +69,7 @@ def _afresh(stage: Stage, value: Value, target: Any) -> bool:
 
 
 def _watched(stage: Stage, value: Value, target: Any) -> tuple[str, tuple[int, ...]] | None:
-    """The first saved tensor that comes from the weights alone: who saves it, and its shape."""
+    """The first saved tensor that is computed from the weights alone: the node that saves it, and its shape."""
     torch.clear_autocast_cache()  # or a cast that was made before would come from nowhere
     try:
         with untouched(stage), torch.enable_grad():
@@ -93,9 +93,9 @@ def _watched(stage: Stage, value: Value, target: Any) -> tuple[str, tuple[int, .
 
 
 def _by_numbers(stage: Stage, value: Value, target: Any) -> tuple[str, tuple[int, ...]] | None:
-    """The same of a compiled stage, whose operations cannot be watched: a saved tensor that does not change with the
-    input, but does with the weights. Weights are drawn at random for this, so that zeros (a residual branch at its
-    start) hide nothing.
+    """The first such tensor of a compiled stage, whose operations cannot be watched: one that does not change with the
+    input, but does with the weights. Weights are drawn at random for this, so that zeros (as in a residual branch at
+    its start) hide nothing.
     """
     other = _other_input(value)
     if other is None:
@@ -137,7 +137,7 @@ def _saved_floats(stage: Stage, x: Value, target: Any) -> list[tuple[str, Tensor
 
 
 def _other_input(value: Value) -> Value | None:
-    """Another input of the same form; None where none can be made."""
+    """Another input of the same form; None if none can be made."""
     parts = value if isinstance(value, tuple) else (value,)
     if any(p.layout is not torch.strided for p in parts):
         return None
