@@ -1,6 +1,7 @@
 """`pipeback zoo`: models from elsewhere train with a plain loop's bits; a failure is shown, and the status tells."""
 
 import math
+from functools import partial
 
 import pytest
 
@@ -99,9 +100,17 @@ def test_the_census_of_three_models(tmp_path):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("name", [*foreign.WHERE, *foreign.OTHERS])
+@pytest.mark.parametrize("name", foreign.WHERE)
 def test_every_model(name):
-    if name.startswith("timm/"):
-        pytest.importorskip("timm")
     for row in zoo.rows(name, 20, 1e-4):
         assert row.good, row
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", foreign.OTHERS)
+def test_every_model_of_others(name):
+    """Cut as it is, or by what its refusal types."""
+    if name.startswith("timm/"):
+        pytest.importorskip("timm")
+    line = census.line(name, foreign.build, partial(zoo.trained, count=3, lr=1e-4), zoo.passes)
+    assert line.verdict in ("ok", "cured"), line
