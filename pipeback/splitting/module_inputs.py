@@ -25,6 +25,7 @@ class ModuleInputs:
         seen: set[int] = set()
         self.args = dict[Key, Any]([*enumerate(args), *kwargs.items()])
         self.before = {k: opened(v, seen) for k, v in self.args.items() if not isinstance(v, (Tensor, *PLAIN))}
+        self.versions = {id(t): t._version for t in parts([*self.args.values()]) if isinstance(t, Tensor)}
         self.passed = {id(t) for tensors, form in self.before.values() if form.objects for t in tensors}
 
     def look(self, *values: Any) -> None:
@@ -32,17 +33,23 @@ class ModuleInputs:
         if self.passed:
             self.passed.difference_update(map(id, parts(values)))
 
-    def apart(self, module: nn.Module, output: Any) -> Any:
+    def apart(self, module: nn.Module, output: Any, decides: Callable[[str], None]) -> Any:
         """Return the module's output; a tensor in it that the module was given is replaced by an equal one.
 
         For another micro-batch the module may return a tensor of its own, as a layer that is dropped now and then does.
         So it must be told whether the forward goes on with what it gave or with what it got, and what it got needs a
-        gradient if the module has weights.
+        gradient if the module has weights. A module of torch, a dropout, decides by numbers that it holds, and keeps
+        to that while they stay. decides: called with the name of each such number.
         """
         if type(output) is tuple:
-            return tuple(self.apart(module, part) for part in output)
-        given = isinstance(output, Tensor) and output.layout is torch.strided and id(output) not in self.passed
-        if not given or all(part is not output for part in parts([*self.args.values()])):
+            return tuple(self.apart(module, part, decides) for part in output)
+        if id(output) not in self.versions or id(output) in self.passed:
+            return output
+        if output._version != self.versions[id(output)] or output.layout is not torch.strided:
+            return output  # what is changed in place is one tensor for both
+        if type(module).__module__.startswith("torch.nn."):
+            for key in [key for key, value in vars(module).items() if type(value) in (int, float)]:
+                decides(key)
             return output
         grows = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
         if grows and not output.requires_grad and output.is_floating_point():

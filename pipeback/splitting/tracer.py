@@ -346,8 +346,7 @@ class _Recorder(TorchFunctionMode):
         what = f"function {target.__name__}"
         placed = self.place(args, what), self.place(kwargs, what)
         call = Call(target, *placed, self.where, torch.is_grad_enabled())
-        begin = self.done
-        output = self.unheard(does, (), {})
+        begin, output = self.done, self.unheard(does, (), {})
         self.write(call, self.done - begin)
         self.give(call, output)
         return output
@@ -380,7 +379,8 @@ class _Recorder(TorchFunctionMode):
         self.inside += 1
         begin = self.done
         try:
-            output = handed.apart(module, original(module, *args, **kwargs))
+            output = original(module, *args, **kwargs)
+            output = handed.apart(module, output, lambda key: self.sets.decided.add((path, key)))
         finally:
             self.inside -= 1
             self.outside.leave()

@@ -1,0 +1,82 @@
+"""A module may return the tensor that it was given: whether it does so for each micro-batch or not, nothing differs."""
+
+import pytest
+import torch
+from torch import nn
+
+import pipeback
+from tests.splitting.plain_training import equals_plain_training, pipeline
+
+BATCHES = [torch.randn(5, 4, generator=torch.Generator().manual_seed(n)) * (n % 3 + 1) for n in range(8)]
+
+
+class Around(nn.Module):
+    """Uses what it gave to a module beside what it got."""
+
+    def __init__(self, module, changes=False, twice=True):
+        super().__init__()
+        self.twice = twice
+        torch.manual_seed(0)
+        self.a, self.module, self.b, self.c = nn.Linear(4, 4), module, nn.Linear(4, 4), nn.Linear(4, 4)
+        self.changes = changes
+
+    def forward(self, x):
+        x = self.a(x)
+        got = self.module(x)
+        got = got.add_(1.0) if self.changes else got
+        return self.c(self.b(got) + x + got if self.twice else self.b(got) + x)
+
+
+class Decides(nn.Module):
+    """By the values that it gets."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return x if x.sum() > 0 else self.layer(x)
+
+
+def kept():
+    return pipeback.Splitting("layer", leaves=["module"])
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_module_that_does_so_now_and_then(sign):
+    """The first micro-batch, by which the model is traced, is returned as it is, or is not."""
+    batches = [sign * x for x in BATCHES]
+    taken = {bool(Around(nn.Identity()).a(x).sum() > 0) for x in batches}
+    assert taken == {False, True}
+    equals_plain_training(Around(Decides(), twice=False), batches, stages=kept())
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_first_module_does_so(sign):
+    """What it returns needs no gradient then, and needs one later."""
+    torch.manual_seed(0)
+    equals_plain_training(
+        nn.Sequential(Decides(), nn.Linear(4, 4)), [sign * x for x in BATCHES], stages=pipeback.Splitting(leaves=["0"])
+    )
+
+
+def test_dropout_that_begins_later():
+    """With p=0 it returns its input."""
+    pipe = pipeline(Around(nn.Dropout(0.0)), BATCHES[0], stages=kept())
+    x = BATCHES[0]
+    pipe.push(x, torch.zeros(5, 4))
+    pipe.model.module.p = 1.0
+    model = pipe.model
+    with torch.no_grad():
+        wanted = nn.functional.mse_loss(model.c(model.b(torch.zeros(5, 4)) + model.a(x)), torch.zeros(5, 4))
+    assert torch.equal(pipe.push(x, torch.zeros(5, 4)), wanted)
+
+
+@pytest.mark.parametrize("module", [nn.Identity(), nn.ReLU(inplace=True), nn.Dropout(0.0), nn.Dropout1d(0.0)], ids=str)
+def test_a_module_that_always_does_so(module):
+    equals_plain_training(Around(module), BATCHES)
+
+
+@pytest.mark.parametrize("module", [nn.Identity(), nn.Dropout(0.0)], ids=str)
+def test_what_it_returns_is_changed_in_place(module):
+    equals_plain_training(Around(module, changes=True), BATCHES)
