@@ -56,9 +56,7 @@ class Stage:
         replica: int = 0,
         keeping: ActivationPolicy | None = None,
     ) -> None:
-        """loss: None for all stages but the last. keeping: how F keeps activations for B; None: its graph stays on the
-        device.
-        """
+        """loss: of the last stage; others have none. keeping: how F keeps activations for B; None: its graph does."""
         self.index, self.stages, self.module, self.name = index, stages, module, name
         self.loss = loss if self.last else None
         self.call: Callable[[Value], Value] = module  # or what torch.compile has made of it
@@ -74,6 +72,8 @@ class Stage:
         self.device = None if first is None or first.is_meta else first.device
         # a stage without weights still has an optimizer, so that schedulers attach to every stage alike
         self.optimizer = optimizer(list(self.weights) or [nn.Parameter(torch.empty(0))])
+        # Adagrad has state from its construction on, which is of no use for weights without values
+        self._begin_anew = (lambda: optimizer(list(self.weights)).state) if self.optimizer.state else dict
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # a twin steps; schedulers need not warn
         self.optimizer.zero_grad = nothing  # type: ignore[method-assign]  # its weights have a gradient while it steps
         self.state: State = {}
@@ -151,6 +151,7 @@ class Stage:
         for w, p in zip(self.weights, self.params, strict=True):
             torch.utils.swap_tensors(w, nn.Parameter(self.masters.of(p)))
         self.weights.forget()
+        self.optimizer.state.update(self._begin_anew())
         self.masters.pair(self.weights)
         self.device = next((p.device for p in self.module.parameters()), self.device)
         self.home.look(self.module)

@@ -1,5 +1,6 @@
 """Optimizers that people write or listen to: their steps are made, once each, whatever the method and the runtime."""
 
+import copy
 import math
 import pickle
 
@@ -215,3 +216,18 @@ def test_what_cannot_be_saved_of_an_optimizer_is_said():
     pipe = pushed(built(lambda p: Odd(p, 0.1, "option")), 8)
     with pytest.raises(TypeError, match=r"stage 0.*Odd counts in its attribute 'past', in a dict.*lists of these, or"):
         pipe.state_dict()
+
+
+@pytest.mark.parametrize("store", [None, "host", "disk"])
+def test_an_optimizer_that_begins_with_state(store, tmp_path):
+    """Adagrad makes its state when it is built, which for a model from the meta device has no values yet."""
+
+    def trained(model, **streaming):
+        pipe = built(lambda p: torch.optim.Adagrad(p, 0.1, initial_accumulator_value=0.3), model=model, **streaming)
+        return weights(pushed(pipe, 9))
+
+    model = network(4)
+    values = iter([stage.state_dict() for stage in copy.deepcopy(model)])
+    absent, init = copy.deepcopy(model).to("meta"), lambda module: module.load_state_dict(next(values))
+    home = pipeback.Streaming(f"disk:{tmp_path}" if store == "disk" else store, init=init)
+    assert torch.equal(trained(absent, store=home), trained(model))
