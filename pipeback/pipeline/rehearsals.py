@@ -14,9 +14,9 @@ from pipeback.distributed.held_stages import HeldStages
 from pipeback.runtime.loop import Batch
 from pipeback.stages.flight import Value
 from pipeback.stages.module_settings import Mirror, Settings
-from pipeback.stages.recompute import casting
 from pipeback.stages.rehearsal import rehearse, rehearse_form, rehearse_shape
 from pipeback.stages.stage import Stage
+from pipeback.tensors import accelerators
 
 Form = tuple[Any, ...]
 Relay = Callable[[Value, Callable[[Sequence[Stage], Value], Value]], object]  # over processes: each rank does its part
@@ -164,7 +164,7 @@ class Rehearsals:
 def form_of(batch: Batch) -> Form:
     """The shapes and types of a micro-batch's inputs, and the autocast that it runs under."""
     parts = batch[0] if isinstance(batch[0], tuple) else (batch[0],)
-    return tuple((part.shape, part.dtype) for part in parts), casting()
+    return tuple((part.shape, part.dtype) for part in parts), accelerators.casting()
 
 
 def smallest(batches: Sequence[Batch]) -> Batch:

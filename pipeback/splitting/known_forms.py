@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pipeback.private import pytree
 from pipeback.splitting.branches import Branch
+from pipeback.tensors import accelerators
 from pipeback.tensors.copies import replica
 from pipeback.tensors.structures import Form, Ref, opened
 
@@ -47,10 +48,13 @@ class Known(NamedTuple):
             return f"what is pushed beside tensors differs from push to push, {shown}; push tensors instead"
         return f"{call.target.__name__} gave {call.check[0]}"
 
-    def plain(self, training: bool, tensors: Sequence[tuple[Sequence[int], torch.dtype]]) -> dict[str, Any]:
+    def plain(
+        self, training: bool, autocast: accelerators.Autocast, tensors: Sequence[tuple[Sequence[int], torch.dtype]]
+    ) -> dict[str, Any]:
         """Return the form as plain values, for a saved state. tensors: shape and type of each."""
         return {
             "training": training,
+            "autocast": accelerators.written(autocast),
             "tensors": [[list(shape), str(dtype).removeprefix("torch.")] for shape, dtype in tensors],
             "structure": pytree.treespec_dumps(self.inputs.spec),
             "constants": [_plain(c) for c in self.inputs.constants],

@@ -28,8 +28,11 @@ Key = tuple[Any, ...]  # the form of the inputs
 
 
 def key_of(parts: Sequence[Tensor], training: bool, setting: int) -> Key:
-    """Return a key: micro-batches with different keys need different scripts. setting: see `AttributeReads.number`."""
-    return (training, setting, *[(part.shape, part.dtype) for part in parts])
+    """Return a key: micro-batches with different keys need different scripts. setting: see `AttributeReads.number`.
+
+    Autocast is part of it, since it decides the types of what crosses the stage boundaries.
+    """
+    return (training, (setting, accelerators.casting()), *[(part.shape, part.dtype) for part in parts])
 
 
 class Lent(nn.Module):
@@ -379,9 +382,10 @@ def _register(root: nn.Module, name: str, part: Any, persistent: bool = True) ->
 
 
 def _written(key: Key) -> str:
-    training, _, *parts = key
+    training, (_, around), *parts = key
     shapes = ", ".join(f"{tuple(shape)} {str(dtype).removeprefix('torch.')}" for shape, dtype in parts)
-    return f"{shapes} in {'training' if training else 'evaluation'}"
+    cast = "".join(f" under autocast to {str(dtype).removeprefix('torch.')}" for _, dtype in around)
+    return f"{shapes} in {'training' if training else 'evaluation'}{cast}"
 
 
 def _told(form: Form) -> str:

@@ -128,7 +128,8 @@ class TracedModel:
         training: the mode of every module; None: the modes that are set.
         """
         args, kwargs = form.fill(tensors_of(x))
-        with modes(self.model, training):
+        # casts that it leaves in torch's cache would be used in training, of weights that a store had not brought yet
+        with accelerators.under(accelerators.casting()), modes(self.model, training):
             record, known = self._follow(Arguments(args, kwargs), real=self.complete)
         return self._take(record, x, training, known)
 
@@ -136,26 +137,29 @@ class TracedModel:
         """Return the known forms as plain values, for a saved state, whose micro-batches in flight have these forms."""
         found = []
         settings = {self.segments[0].__setting__, *map(self.held.number, (None, False, True))}
-        for (training, setting, *tensors), ways in self._variants.items():
+        for (training, (setting, autocast), *tensors), ways in self._variants.items():
             if setting not in settings:
                 continue
-            found += [known.plain(training, tensors) for known in ways]
+            found += [known.plain(training, autocast, tensors) for known in ways]
         return found
 
     def know(self, forms: Sequence[Mapping[str, Any]]) -> None:
         """Trace the model for these forms, by shapes alone."""
         for form in forms:
-            training = None if form["training"] == self.model.training else form["training"]
-            x, structure = example_of(form)
-            ways = self._variants.get(self._key(x, training), ())
-            if any(way.inputs == structure and way.answers == form["answers"] for way in ways):
-                continue
-            arguments = Arguments(*structure.fill(x))
-            with modes(self.model, training):
-                record, known = self._follow(arguments, real=False, answers=form["answers"])
-            self._take(record, x, training, known.as_saved(form))
-
+            with accelerators.under(accelerators.read(form.get("autocast", ()))):  # earlier states have none
+                self._know(form)
         self.set(self.held.number())
+
+    def _know(self, form: Mapping[str, Any]) -> None:
+        training = None if form["training"] == self.model.training else form["training"]
+        x, structure = example_of(form)
+        ways = self._variants.get(self._key(x, training), ())
+        if any(way.inputs == structure and way.answers == form["answers"] for way in ways):
+            return
+        arguments = Arguments(*structure.fill(x))
+        with modes(self.model, training):
+            record, known = self._follow(arguments, real=False, answers=form["answers"])
+        self._take(record, x, training, known.as_saved(form))
 
     def set(self, number: int) -> None:
         """Tell the stages the model's settings, by their number in `AttributeReads`."""

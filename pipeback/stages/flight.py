@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pipeback.private import catch
 from pipeback.stages.home import Repetition, StackedFlight
+from pipeback.tensors import accelerators
 from pipeback.tensors.weight_list import Weights
 
 Value = Any  # what crosses a boundary: a tensor or a tuple of tensors
@@ -19,11 +20,13 @@ class Flight:
     """A micro-batch between its forward and its backward at one stage."""
 
     __slots__ = (
-        "again", "caught", "entry", "leaves", "options", "output", "owned", "row", "target", "tuple_input", "version"
+        "again", "autocast", "caught", "entry", "leaves", "options", "output", "owned", "row", "target", "tuple_input",
+        "version",
     )  # fmt: skip
 
     def __init__(self, leaves: tuple[Tensor, ...], output: Value, target: Any, version: int, tuple_input: bool) -> None:
         self.tuple_input = tuple_input
+        self.autocast = _around(leaves)  # what F ran under
         self.leaves = leaves  # the inputs, cut from the graph of the stage before
         self.output = output  # on the last stage the loss, else what was sent on
         self.target = target
@@ -45,6 +48,11 @@ class Flight:
                 dense = leaf.layout is torch.strided and leaf.is_contiguous()
                 strides = leaf.stride() if dense else None  # otherwise `.grad` may differ even if strides agree
                 catch(leaf, partial(_catch, self.caught, n, strides))
+
+
+def _around(leaves: tuple[Tensor, ...]) -> accelerators.Autocast:
+    kind = leaves[0].device.type if leaves else "cpu"
+    return accelerators.casting() if torch.is_autocast_enabled(kind) else ()
 
 
 def _catch(caught: list[Tensor | None], n: int, strides: tuple[int, ...] | None, gradient: Tensor) -> None:

@@ -13,7 +13,7 @@ buffers of F. All other side effects of the module, including those of its hooks
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -27,8 +27,6 @@ from pipeback.stages.stage import Stage
 from pipeback.tensors import accelerators
 from pipeback.tensors.copies import equal, tensors_in
 
-Autocast = tuple[tuple[str, torch.dtype], ...]  # the devices that it is on for, and to which type it casts
-
 
 class Recomputation(NamedTuple):
     """The circumstances of F, so that it can be repeated exactly."""
@@ -37,7 +35,7 @@ class Recomputation(NamedTuple):
     buffers: dict[str, Tensor]  # by name: those that F changed, as they were
     modes: tuple[bool, ...]  # whether each module was training
     numbers: Settings  # of the modules, as a dropout's probability
-    autocast: Autocast
+    autocast: accelerators.Autocast
     versions: tuple[int, ...]  # of the input and target, as autograd counts changes in place
 
     def __call__(self, stage: Stage, flight: Flight) -> Value:
@@ -57,14 +55,8 @@ class Recomputation(NamedTuple):
         """Training mode of every module, and autocast, as they were."""
         modules = list(module.modules())
         found = [m.training for m in modules]
-        with ExitStack() as stack:
-            if self.autocast or casting():
-                # torch caches cast weights by identity: those of F have no graph, and B's weights may be others
-                stack.callback(torch.clear_autocast_cache)
-                torch.clear_autocast_cache()
-                for device in {*dict(self.autocast), *dict(casting())}:
-                    dtype = dict(self.autocast).get(device)
-                    stack.enter_context(torch.autocast(device, dtype=dtype, enabled=dtype is not None))
+        # casts of F in torch's cache have no graph, and B's weights may be others
+        with accelerators.under(self.autocast):
             try:
                 for m, mode in zip(modules, self.modes, strict=True):
                     m.training = mode
@@ -94,7 +86,9 @@ class Recompute:
         modes = tuple([m.training for m in module.modules()])
         if self.numbers is None or self.numbers.changed():
             self.numbers = Settings(module.modules())
-        flight.again = Recomputation(stage.random.state, buffers, modes, self.numbers, casting(), versions(flight))
+        flight.again = Recomputation(
+            stage.random.state, buffers, modes, self.numbers, accelerators.casting(), versions(flight)
+        )
         with torch.set_grad_enabled(not self.graphless):
             output = cut(stage.compute(given, flight.target))
         if stage.judges:
@@ -176,8 +170,3 @@ def _swapped(module: nn.Module, buffers: dict[str, Tensor]) -> Iterator[None]:
 def versions(flight: Flight) -> tuple[int, ...]:
     """The version counters of the input and the target of a flight."""
     return tuple([t._version for t in (*flight.leaves, *tensors_in(flight.target))])
-
-
-def casting() -> Autocast:
-    """The autocast that is on now."""
-    return tuple((d, torch.get_autocast_dtype(d)) for d in accelerators.kinds() if torch.is_autocast_enabled(d))

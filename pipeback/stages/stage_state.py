@@ -24,7 +24,7 @@ from pipeback.stages.recompute import Recomputation, versions
 from pipeback.stages.recomputed_functions import Afresh, as_it_was
 from pipeback.stages.stage import Stage
 from pipeback.stages.state_check import Corrupt, named, trained
-from pipeback.tensors import copies
+from pipeback.tensors import accelerators, copies
 from pipeback.tensors.checksum import checksum
 from pipeback.tensors.layout import put
 
@@ -126,6 +126,7 @@ def _save_flight(stage: Stage, mb: int, flight: Flight, tensors: Tensors, number
         "target": _save_value(tensors, f"flight/{mb}/target", flight.target),
         "saved": names,
         "again": again,
+        "autocast": accelerators.written(flight.autocast),
         "version": flight.version,
         "owned": flight.owned is not None,
         "entry": flight.entry,
@@ -211,13 +212,16 @@ def _load_flight(stage: Stage, mb: int, plain: Plain, tensors: Mapping[str, Tens
     target = _load_value(stage, tensors, f"flight/{mb}/target", plain["target"])
     # a micro-batch in flight goes on as it began, whatever this pipeline does with later ones
     if plain.get("again") is None:
-        leaves, output, handles = saved_graph.rerun(stage, x, target)
+        autocast = accelerators.read(plain.get("autocast", ()))  # earlier states have none
+        with accelerators.under(autocast):
+            leaves, output, handles = saved_graph.rerun(stage, x, target)
         prefix, away = f"flight/{mb}/saved/", stage.keeping is not None and stage.keeping.away
         where, device = f"{stage.label}, micro-batch {mb}", torch.device("cpu") if away else stage.device
         values = [copies.replica(value, device) for value in _numbered(tensors, prefix)]
         known = _known(stage, leaves, target)
         saved_graph.put_back(grown(output), known, values, plain["saved"], where, stage.device, handles)
         flight = Flight(leaves, output, target, plain["version"], isinstance(x, tuple))
+        flight.autocast = autocast
     else:
         flight = Flight(stage.enter(x)[0], None, target, plain["version"], isinstance(x, tuple))
         _load_again(stage, tensors, f"flight/{mb}", plain["again"], flight)
@@ -264,7 +268,7 @@ def _save_again(tensors: Tensors, prefix: str, flight: Flight) -> Plain:
         "buffers": list(again.buffers),
         "modes": [int(mode) for mode in again.modes],
         "numbers": again.numbers.values,
-        "autocast": [[device, str(dtype)[6:]] for device, dtype in again.autocast],
+        "autocast": accelerators.written(again.autocast),
     }
 
 
@@ -283,7 +287,7 @@ def _load_again(stage: Stage, tensors: Mapping[str, Tensor], prefix: str, plain:
         {name: _to(stage, tensors[f"{prefix}/buffer/{name}"]) for name in plain["buffers"]},
         tuple(map(bool, plain["modes"])),
         numbers,
-        tuple((device, getattr(torch, dtype)) for device, dtype in plain["autocast"]),
+        accelerators.read(plain["autocast"]),
         versions(flight),
     )
 

@@ -8,7 +8,7 @@ Everything goes through `torch.accelerator` and `torch.get_device_module(device)
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
@@ -28,9 +28,46 @@ def kinds() -> tuple[str, ...]:
     return ("cpu",) if found is None else ("cpu", found.type)
 
 
+Autocast = tuple[tuple[str, torch.dtype], ...]  # the types of device that it is on for, and to which type it casts
+
+
 def autocast() -> bool:
     """Whether this thread is inside `torch.autocast` for any of these types of device."""
     return any(torch.is_autocast_enabled(kind) for kind in kinds())
+
+
+def casting() -> Autocast:
+    """Return the autocast that this thread is inside; () for none."""
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds() if torch.is_autocast_enabled(kind))
+
+
+@contextmanager
+def under(autocast: Autocast) -> Iterator[None]:
+    """A context under this autocast alone.
+
+    torch's cache of casts is empty at its start and its end: it knows weights by identity, whatever values they have.
+    """
+    now = casting()
+    if not autocast and not now:
+        yield
+        return
+    with ExitStack() as stack:
+        stack.callback(torch.clear_autocast_cache)
+        torch.clear_autocast_cache()
+        for kind in {*dict(autocast), *dict(now)}:
+            dtype = dict(autocast).get(kind)
+            stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=dtype is not None))
+        yield
+
+
+def written(autocast: Autocast) -> list[list[str]]:
+    """Return an autocast as plain values, for a saved state."""
+    return [[kind, str(dtype).removeprefix("torch.")] for kind, dtype in autocast]
+
+
+def read(plain: Iterable[Sequence[str]]) -> Autocast:
+    """Return the autocast that `written` has written."""
+    return tuple((kind, getattr(torch, dtype)) for kind, dtype in plain)
 
 
 # -- streams -----------------------------------------------------------------------------------------------------------

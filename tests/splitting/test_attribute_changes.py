@@ -1,5 +1,7 @@
 """What a forward sets in its modules, and what its calls run under: stages do the same, or are refused with a cure."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -104,6 +106,38 @@ def test_autocast_within_a_forward():
     with pytest.raises(Exception, match="ZeroDivision|division by zero"):
         pipe.push(inputs()[0], inputs()[0])
     assert not torch.is_autocast_enabled("cpu")  # after an error, too
+
+
+@pytest.mark.parametrize("store", [None, "host", "disk"])
+def test_autocast_around_some_pushes(store, tmp_path):
+    """It makes another form of a micro-batch, and tracing it leaves no casts of weights that a store brings later."""
+    model = Model(lambda own, h: own.b(h.tanh()).tanh())
+    plain = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    pipe = pipeline(model, inputs()[0], store=f"disk:{tmp_path}" if store == "disk" else store)
+    for n, x in enumerate(inputs(6)):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=n in (1, 2, 4)):
+            found, loss = pipe.push(x, x), nn.functional.mse_loss(plain(x), x)
+        assert torch.equal(found, loss.detach())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_state_knows_the_forms_under_autocast():
+    found = []
+    for resumed in (False, True):
+        pipe = pipeline(Model(lambda own, h: h.tanh()), inputs()[0], method="pb")
+        losses = []
+        for n, x in enumerate(inputs(6)):
+            if n == 3 and resumed:
+                state, pipe = pipe.state_dict(), pipeline(Model(lambda own, h: h.tanh()), inputs()[0], method="pb")
+                assert [form["autocast"] for form in state["plain"]["forms"]] == [[], [["cpu", "bfloat16"]]]
+                pipe.load_state_dict(state)
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=n % 2 == 1):
+                losses.append(pipe.push(x, x))
+        found.append(losses)
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("stages", [1, 2, "layer"])

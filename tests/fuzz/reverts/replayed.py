@@ -32,7 +32,7 @@ REPLAYED: dict[str, Revert] = {
         ('raise Unfit(f"{stage.label} computes something else than {stages[-1].label}")', "pass"),
     ),
     "autocast makes no other form": revert(
-        "pipeline/rehearsals", ("for part in parts), casting()", "for part in parts)")
+        "pipeline/rehearsals", ("for part in parts), accelerators.casting()", "for part in parts)")
     ),
     "functions of the weights are known by their numbers": revert(
         "stages/stale_weights_check",
