@@ -119,7 +119,13 @@ class Streaming:
     def check(self) -> None:
         """Raise ValueError or TypeError if a field has a value that it cannot take, or fields exclude each other."""
         none = type(None)
-        such("device", self.device, (str, torch.device, none), 'None, a torch.device or its name, for example "cpu"')
+        told = 'None, a torch.device or its name, for example "cpu"'
+        such("device", self.device, (str, torch.device, none), told)
+        if isinstance(self.device, str):
+            try:
+                torch.device(self.device)
+            except RuntimeError:  # it lists kinds of devices, and does not know of the option
+                raise ValueError(f"device must be {told}, but is {self.device!r}") from None
         such("store", self.store, (str, Store, none), 'None, "host", "disk:FOLDER" or a pipeback.Store')
         told = "None, a name of pipeback.sparsities.available(), or a pipeback.Sparsity"
         such("sparsity", self.sparsity, (str, Sparsity, none), told)

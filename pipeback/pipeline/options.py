@@ -55,7 +55,10 @@ class PipelineOptions:
         at_least_one("workers", self.threads)
         at_least_one("replicas", self.replicas)
         such("compile", self.compile, (bool, dict), "True, False or a dict of options of torch.compile")
-        if self.vectorize not in (True, False, "auto", "cuda_graph"):
+        words = (True, False, "auto", "cuda_graph")
+        if (
+            not isinstance(self.vectorize, bool | str) or self.vectorize not in words
+        ):  # 1 is no True, though equal to it
             raise ValueError(f'vectorize must be True, False, "auto" or "cuda_graph", but is {self.vectorize!r}')
 
     def check_together(self, method: Any, stages: int, replicas: int, ranks: int, store: Store | None) -> None:

@@ -62,6 +62,8 @@ def test_equations_that_an_optimizer_does_not_allow(name):
         ({"stages": pipeback.Splitting(balance="luck")}, "balance must be one of time, memory, but is 'luck'"),
         ({"debug": pipeback.Debug(check_finite="x")}, "check_finite must be one of False, True, but is 'x'"),
         ({"debug": pipeback.Debug(check_finite=1)}, "check_finite must be one of False, True, but is 1"),
+        ({"vectorize": 1}, 'vectorize must be True, False, "auto" or "cuda_graph", but is 1'),
+        ({"store": pipeback.Streaming("host", device="luck")}, "device must be None, a torch.device or its name"),
         ({"store": pipeback.Streaming(skip_zeros="yes")}, "skip_zeros must be one of False, True, auto, but is 'yes'"),
         (
             {"store": pipeback.Streaming(skip_zeros=True)},
