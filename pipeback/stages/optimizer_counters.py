@@ -8,6 +8,7 @@ to the stage, and are saved with it. We find them by comparing values before and
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -24,6 +25,18 @@ class OptimizerCounters:
     def __init__(self) -> None:
         self.options: set[tuple[int, str]] = set()
         self.attributes: set[str] = set()
+        self.first: dict[str, tuple[Any, dict[str, Tensor]]] = {}  # attributes as they were before all steps
+        self.keys: list[set[str]] = []  # of the options of each group then
+
+    def begin(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note what is there before the first step, to which a state from before it leads back."""
+        if not self.keys:
+            self.keys = [set(group) for group in optimizer.param_groups]
+            for key in _seen(vars(optimizer)):
+                with suppress(TypeError):  # it cannot be saved either
+                    tensors: dict[str, Tensor] = {}
+                    value = _plain(vars(optimizer)[key], tensors, key)
+                    self.first[key] = value, {n: t.detach().clone() for n, t in tensors.items()}
 
     def __bool__(self) -> bool:
         return bool(self.options or self.attributes)
@@ -43,6 +56,7 @@ def counted(optimizer: torch.optim.Optimizer) -> OptimizerCounters:
 def stepped(optimizer: torch.optim.Optimizer, groups: list[Group], step: Callable[[], Any]) -> None:
     """Make a step on these groups instead of the optimizer's own, and write back the values that it has counted."""
     mine, own = counted(optimizer), optimizer.param_groups
+    mine.begin(optimizer)
     for n, key in mine.options:
         if key in own[n]:
             groups[n][key] = own[n][key]
@@ -84,6 +98,13 @@ def restore(
 ) -> None:
     """Put back the counters that `saved` has returned."""
     mine = counted(optimizer)
+    mine.begin(optimizer)
+    # the state has none of these if no step had been made
+    for n, key in mine.options:
+        if key not in mine.keys[n]:
+            optimizer.param_groups[n].pop(key, None)
+    for key in mine.attributes & set(mine.first):
+        setattr(optimizer, key, _value(*mine.first[key], device))
     for key, value in plain["state"]:
         optimizer.state[key] = _value(value, tensors, device)
     for n, key, value in plain["options"]:

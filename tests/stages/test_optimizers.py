@@ -187,6 +187,18 @@ def test_what_is_counted_follows_the_steps_of_each_stage(place):
     assert done == [17 + 13 - d for d in pipe.delays]
 
 
+@pytest.mark.parametrize("place", PLACES)
+def test_a_state_from_before_all_steps_counts_from_there(place):
+    """It has no counts; those of the steps since are taken back."""
+    pipe = built(lambda p: Counting(p, 0.5, place))
+    state, found = pickle.loads(pickle.dumps(pipe.state_dict())), []
+    for _ in range(2):
+        pushed(pipe, 9)
+        found.append((weights(pipe).tolist(), [opt.counted() for opt in pipe.optimizers]))
+        pipe.load_state_dict(state)
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("options", [{"workers": 2}, {"store": "host"}, {"replicas": 2}])
 def test_what_is_counted_is_the_same_in_every_runtime(options, tmp_path):
     def run(**options):
