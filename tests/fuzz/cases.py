@@ -85,6 +85,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "counting": (Counting, "counting", {"lr": 0.05}),
     "counter": (Counter, "counting", {"lr": 0.05}),
     "halved": (Halved, "halved", {"lr": 0.04, "momentum": 0.8}),
+    "undamped": (torch.optim.SGD, "sgd", {"lr": 0.002, "momentum": 1.0}),
 }
 
 METHODS: dict[str, Pair] = {
@@ -100,4 +101,9 @@ def optimizers(method: str) -> list[str]:
     allowed = METHODS[method].optimizers
     if allowed == ANY:
         return list(OPTIMIZERS)
-    return [*allowed, "maximize"] if allowed in (PLAIN, VELOCITY) else list(allowed)
+    return [*allowed, "maximize", "undamped"] if allowed in (PLAIN, VELOCITY) else list(allowed)
+
+
+def stepping(method: str) -> bool:
+    """Whether the method makes the steps itself, which is for torch's own SGD."""
+    return bool(METHODS[method].library(2).steps_itself)

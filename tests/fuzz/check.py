@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 
-from .models import RANDOM
+from .plain import is_plain, trained_plainly
 from .program import Program, Seen
 
 TOLERANCE = 1e-9  # of what float64 rounds differently in another order of sums, over a few dozen updates
@@ -15,17 +16,47 @@ TOLERANCE = 1e-9  # of what float64 rounds differently in another order of sums,
 
 def check(program: Program) -> None:
     """Raise AssertionError, naming the call, where a program shows other numbers than it should."""
+    if program.refused:
+        for dtype in (torch.float64, torch.bfloat16):
+            with pytest.raises((ValueError, TypeError), match=program.refused):
+                program.train(dtype)
+        return
     plain = replace(program, runtime={})
-    numbers = program.model not in RANDOM and all(name != "fill" for name, *_ in program.calls)
-    if numbers:
+    if program.has_equations:
         _close(program.train(), program.expected(), TOLERANCE, "the equations")
     if program.runtime.get("vectorize"):
-        if not numbers:
+        if not program.has_equations:
             _close(program.train(), plain.train(), TOLERANCE, "the event loop")
     elif program.runtime:
         _close(program.train(torch.float32), plain.train(torch.float32), 0.0, "the bits of the event loop")
-    elif not numbers:
+    elif not program.has_equations:
         program.train()
+    if any(name == "cast" for name, *_ in program.calls):
+        _check_early(plain)
+    if is_plain(plain):
+        _close(plain.train(torch.float32), trained_plainly(plain, torch.float32), 0.0, "the bits of plain training")
+
+
+def _check_early(program: Program) -> None:
+    """What is met late is refused or trained as where it is met first."""
+    forms = sorted({call[:2] for call in program.calls if call[0] in ("push", "cast")})
+    early = replace(program, calls=(*[("rehearse", *form) for form in forms], *program.calls))
+    late, first = (_outcome(each) for each in (program, early))
+    if isinstance(late, str) or isinstance(first, str):
+        assert late == first, f"{late if isinstance(late, str) else 'it trains'}; had it been met first: {first}"
+    else:
+        _close(
+            [("", value) for _, value in late], [("", value) for _, value in first], 0.0, "where all forms are known"
+        )
+
+
+def _outcome(program: Program) -> Seen | str:
+    try:
+        return program.train(torch.float32)
+    except ValueError as error:
+        if "function of" not in str(error):
+            raise
+        return "it is refused"
 
 
 def _close(found: Seen, wanted: Seen, tolerance: float, what: str) -> None:

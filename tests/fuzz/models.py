@@ -1,12 +1,13 @@
 """The models that are fuzzed: small lists of layers per stage, of kinds that keep different things for the backward.
 
-All take x (N, 6) and give (N, 6). Layers of `RANDOM` models draw numbers or keep statistics: the recurrence leaves
-those out, and they are compared with the event loop alone.
+All take x (N, 6), but those of `WHOLE`, and give (N, 6). Layers of `RANDOM` models draw numbers or keep statistics: the
+recurrence leaves those out, and they are compared with the event loop alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,6 +55,44 @@ class Spare(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x * self.mask)
+
+
+class Unused(nn.Linear):
+    """Has a weight that it does not use."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.spare = nn.Parameter(torch.ones(3))
+
+
+class Scaled(nn.Linear):
+    """A layer with a constant of its own, which no weight tells of."""
+
+    def __init__(self, by: float) -> None:
+        super().__init__(WIDTH, WIDTH, bias=False)
+        self.by = by
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.by
+
+
+class Tied(nn.Module):
+    """Two layers of one weight, side by side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.other.weight = self.one.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.one(x) - self.other(x.tanh())
+
+
+class Turned(nn.Module):
+    """Its output lies in memory by columns."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.t().contiguous().t()
 
 
 class Followed(nn.Module):
@@ -117,6 +156,30 @@ def _spare(s: int, S: int) -> list[nn.Module]:
     return [Spare(), nn.Tanh()]
 
 
+def _unused(s: int, S: int) -> list[nn.Module]:
+    return [Unused(), nn.Tanh()]
+
+
+def _scaled(s: int, S: int) -> list[nn.Module]:
+    return [Scaled(1.036 if s % 2 else 1.0), nn.Tanh()]
+
+
+def _tied(s: int, S: int) -> list[nn.Module]:
+    return [Tied(), nn.Tanh()]
+
+
+def _turned(s: int, S: int) -> list[nn.Module]:
+    return [nn.Linear(WIDTH if s == 0 else 37, WIDTH if s == S - 1 else 37), nn.Tanh(), Turned()]
+
+
+def _indices(s: int, S: int) -> list[nn.Module]:
+    return [nn.Embedding(9, WIDTH)] if s == 0 else _linear(s, S)
+
+
+def _sparse(s: int, S: int) -> list[nn.Module]:
+    return [nn.Embedding(9, WIDTH, sparse=True)] if s == 0 else _linear(s, S)
+
+
 def _frozen(s: int, S: int) -> list[nn.Module]:
     layer = nn.Linear(WIDTH, WIDTH)
     layer.bias.requires_grad_(False)
@@ -144,9 +207,13 @@ def _batch(s: int, S: int) -> list[nn.Module]:
 MODELS: dict[str, Callable[[int, int], list[nn.Module]]] = {
     "linear": _linear, "alike": _alike, "mixed": _mixed, "residual": _residual, "convolutional": _convolutional,
     "depthwise": _depthwise, "named": _named, "weighed": _weighed, "spare": _spare, "frozen": _frozen,
-    "in place": _in_place, "narrow": _narrow, "dropping": _dropping, "batch": _batch,
+    "in place": _in_place, "narrow": _narrow, "dropping": _dropping, "batch": _batch, "unused": _unused,
+    "scaled": _scaled, "tied": _tied, "turned": _turned, "indices": _indices, "sparse": _sparse,
 }  # fmt: skip
+FOLLOWED = ("followed", "counted")  # forms
 RANDOM = ("dropping", "batch")
+WHOLE = ("indices", "sparse")  # which take x (N,) of whole numbers below 9
+UNLIKE = ("scaled",)  # whose stages look alike, and are not
 # whose stages may run as one
 ALIKE = (
     "linear",
@@ -173,15 +240,37 @@ def stages(name: str, count: int, seed: int, dtype: torch.dtype = torch.float64)
     return made
 
 
+def blocks(form: str, count: int) -> int:
+    """How many blocks a model of so many stages has: more where the library is told how many stages to make of them."""
+    return 2 * count + 1 if form == "counted" else count
+
+
 def build(
     name: str, count: int, seed: int, form: str, dtype: torch.dtype = torch.float64
 ) -> tuple[Any, dict[str, Any]]:
-    """The model as a user would give it, and the options that go with its form: "sequence", "list", "followed"."""
-    made = stages(name, count, seed, dtype)
-    if form == "followed":
+    """The model as a user would give it, and the options that go with its form.
+
+    form: "sequence", "list", "followed", "counted" (followed, and cut by the library) or "meta" (a sequence whose
+    values come from a function). Of those that are followed, the option "example" is still to be filled in.
+    """
+    made = stages(name, blocks(form, count), seed, dtype)
+    if form in FOLLOWED:
         names = [f"blocks.{s}" for s in range(1, count)]
-        return Followed(list(made)), {"stages": names or 1, "example": torch.randn(2, WIDTH, dtype=dtype)}
+        return Followed(list(made)), {"stages": count if form == "counted" else names or 1, "example": None}
+    if form == "meta":
+        values = [stage.state_dict() for stage in made]
+        for s, stage in enumerate(made):
+            stage.number = s  # type: ignore[assignment]
+        return nn.Sequential(*made).to("meta"), {"init": partial(_once, values)}
     return (nn.Sequential(*made) if form == "sequence" else made), {}
+
+
+def _once(values: list[Any], stage: nn.Module) -> None:
+    """Fill in the values of a stage; for the second time others, as a function that draws them does."""
+    own = values[stage.number]  # type: ignore[index]
+    stage.load_state_dict(own)
+    for value in own.values():
+        value += 1
 
 
 def sloping(output: Tensor, target: Tensor) -> Tensor:

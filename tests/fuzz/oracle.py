@@ -79,8 +79,10 @@ def _backward(module: nn.Module, w: list[Tensor], kept: Any, g: Tensor) -> tuple
     """Gradients of its weights, in their order, and of its input."""
     parts = _parts(module)
     if parts is None:
-        x, own = kept.clone().requires_grad_(), [p.clone().requires_grad_() for p in w]
+        x, own = kept.clone().requires_grad_(kept.is_floating_point()), [p.clone().requires_grad_() for p in w]
         y = functional_call(module, _named(module, own), (x,))
+        if not x.requires_grad:  # whole numbers
+            return [v.to_dense() for v in torch.autograd.grad(y, own, g)], torch.zeros(())
         *found, g_in = torch.autograd.grad(y, [*own, x], g)
         return found, g_in
     own, g_out, last = [], g, len(w)

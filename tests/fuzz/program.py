@@ -17,8 +17,9 @@ from torch import Tensor
 
 from tests.laws.reference import Recurrence
 
-from .cases import EACH_PUSH, METHODS, OPTIMIZERS
-from .models import WIDTH, stages, trained
+from .cases import EACH_PUSH, METHODS, OPTIMIZERS, stepping
+from .models import FOLLOWED, RANDOM, UNLIKE, WHOLE, WIDTH, stages, trained
+from .odd_options import NAMES
 from .oracle import Network
 
 CLEARED = ("sgd", "momentum", "maximize", "nesterov", "fused-momentum")
@@ -31,7 +32,8 @@ class Program:
 
     model, stages, seed, form: what `models.build` is given. method, optimizer: names of `cases`. decay: of weights.
     options: of `Pipeline`, those that change numbers. runtime: those that must not. outside: `forward`, `backward` and
-    `step` instead of `push`. loss: a name of `models.LOSSES`. calls: a method of `Run` each, with its arguments.
+    `step` instead of `push`. loss: a name of `models.LOSSES`. odd: an option with a value that it cannot have. calls:
+    a method of `Run` or a function of `CALLS` each, with its arguments.
     """
 
     model: str = "linear"
@@ -45,6 +47,7 @@ class Program:
     runtime: dict[str, Any] = field(default_factory=dict)
     outside: bool = False
     loss: str = "mse"
+    odd: tuple[str, Any] | None = None
     calls: tuple[tuple[Any, ...], ...] = (("push", 4),)
 
     def __repr__(self) -> str:
@@ -57,16 +60,30 @@ class Program:
         """What replays it."""
         return f'python -m tests.fuzz "{self!r}"'
 
+    @property
+    def refused(self) -> str:
+        """What the refusal of this configuration names, before anything is trained; "" where it is none."""
+        if self.odd is not None:
+            return NAMES.get(self.odd[0], self.odd[0])
+        if self.optimizer == "halved" and stepping(self.method):
+            return "Halved"
+        return "as one" if self.model in UNLIKE and self.runtime.get("vectorize") is True else ""
+
+    @property
+    def has_equations(self) -> bool:
+        """Whether the recurrence knows its numbers. It has no random layers, and does not cut models by their costs."""
+        return self.model not in RANDOM and self.form != "counted" and all(name != "fill" for name, *_ in self.calls)
+
     def train(self, dtype: torch.dtype = torch.float64, **runtime: Any) -> Seen:
         """What the library shows."""
         from .run import Run  # which is of programs
 
-        run = Run(self, dtype, {**self.runtime, **runtime})
+        run = Run(self, dtype, {**self.runtime, **runtime, **dict([self.odd] if self.odd else [])})
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
             try:
                 for n, (name, *values) in enumerate(self.calls):
-                    getattr(run, name)(f"{n} {name}", *values)
+                    run.call(name, f"{n} {name}", *values)
                 run.look(f"{len(self.calls)} end")
                 run.check_random()
                 # read last: reading a lazy loss waits, which would hide what depends on when things are done
@@ -84,7 +101,13 @@ class Program:
 
     def batches(self, samples: int, seed: int) -> tuple[Tensor, Tensor]:
         rng = np.random.default_rng((self.seed, seed))
-        return torch.from_numpy(rng.normal(size=(samples, WIDTH))), torch.from_numpy(rng.normal(size=(samples, WIDTH)))
+        x = rng.integers(9, size=samples) if self.model in WHOLE else rng.normal(size=(samples, WIDTH))
+        return torch.from_numpy(x), torch.from_numpy(rng.normal(size=(samples, WIDTH)))
+
+    def data(self, samples: int, seed: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The same as the library is given them."""
+        x, y = self.batches(samples, seed)
+        return x.to(dtype) if x.is_floating_point() else x, y.to(dtype)
 
     def cuts(self, samples: int) -> list[list[slice]]:
         """The micro-batches of a push, each the samples that the replicas have of it."""
@@ -127,11 +150,13 @@ class _Expected:
         self.seen.append((at, torch.tensor(np.average(losses, weights=sizes))))
 
     def look(self, at: str) -> None:
-        prefix = "blocks." if self.program.form == "followed" else ""
+        prefix = "blocks." if self.program.form in FOLLOWED else ""
         for s, (stage, w) in enumerate(zip(self.network.stages, self.recurrence.weights(), strict=True)):
-            values = {n: torch.from_numpy(p.copy()) for n, p in zip(trained(stage), w, strict=True)}
-            for name, value in stage.state_dict().items():
-                self.seen.append((f"{at} {prefix}{s}.{name}", values.get(name, value)))
+            values = {
+                stage.get_parameter(n): torch.from_numpy(p.copy()) for n, p in zip(trained(stage), w, strict=True)
+            }
+            for name, value in stage.state_dict(keep_vars=True).items():
+                self.seen.append((f"{at} {prefix}{s}.{name}", values.get(value, value.detach())))
 
     def evaluate(self, at: str, samples: int) -> None:
         x, _ = self.program.batches(samples, 1000)
@@ -159,6 +184,12 @@ class _Expected:
         self.push(at, 2)
         self.push(at, 2)
         self.drain(at)
+
+    def forms(self, at: str) -> None:
+        self.listen(at, "", 0)
+
+    def cast(self, at: str, samples: int) -> None:
+        self.push(at, samples)  # autocast leaves float64 alone
 
     def clear(self, at: str) -> None:
         """Velocities are zero from here on; of optimizers that keep nothing else."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,11 @@ import torch
 from torch import Tensor, nn
 
 import pipeback
-from pipeback import checkpoint
-from pipeback.streaming.sealed_file import sealed, unsealed
 from tests.helpers.long_forms import grouped
 
+from .calls import CALLS
 from .cases import METHODS, OPTIMIZERS
-from .models import LOSSES, build
+from .models import FOLLOWED, LOSSES, WHOLE, blocks, build, stages
 from .program import CLEARED, Program, Seen
 
 
@@ -30,28 +30,32 @@ class Run:
         self.seen: Seen = []
         self.folders: list[tempfile.TemporaryDirectory[str]] = []
         self.saved: Any = None
-        self.pushes = 0
+        self.pushes, self.interrupted = 0, False
         self.pipe = self.made()
 
-    def made(self, runtime: dict[str, Any] | None = None, freeze: bool = False) -> pipeback.Pipeline:
+    def made(
+        self, runtime: dict[str, Any] | None = None, freeze: bool = False, store: Path | None = None
+    ) -> pipeback.Pipeline:
+        """A new pipeline. freeze: its first weight is frozen. store: a folder from before."""
         program, kind = self.program, OPTIMIZERS[self.program.optimizer]
         model, form = build(program.model, program.stages, program.seed, program.form, self.dtype)
         if "example" in form:
-            form["example"] = form["example"].to(self.dtype)
+            form["example"] = program.data(2, 6000, self.dtype)[0]
         if freeze:
-            first = model.blocks[0] if program.form == "followed" else model[0]
+            first = model.blocks[0] if program.form in FOLLOWED else model[0]
             next(p for p in first.parameters() if p.requires_grad).requires_grad_(False)
         runtime = dict(self.runtime if runtime is None else runtime)
         if runtime.get("store") == "disk":
-            self.folders.append(tempfile.TemporaryDirectory())
-            runtime["store"] = f"disk:{self.folders[-1].name}"
-        options = dict(program.options)
+            if store is None:
+                self.folders.append(tempfile.TemporaryDirectory())
+            runtime["store"] = f"disk:{store or self.folders[-1].name}"
+        options, names = dict(program.options), [name for name, *_ in program.calls]
         if program.outside:
             options.pop("micro_batch_size", None)
         torch.manual_seed(program.seed)  # the streams of the stages come from it
         pipe = pipeback.Pipeline(
             model,
-            loss=None if program.outside else LOSSES[program.loss],
+            loss=None if program.outside else self.loss if "interrupt" in names else LOSSES[program.loss],
             optimizer=lambda ps: kind[0](ps, **{**kind[2], "weight_decay": program.decay}),
             method=METHODS[program.method].library(program.stages),
             **grouped({**form, **options, **runtime}),
@@ -59,6 +63,15 @@ class Run:
         assert pipe.stages == program.stages, f"{pipe.stages} stages, not {program.stages}: {pipe.split}"
         self.random = torch.get_rng_state()
         return pipe
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        if self.interrupted:
+            raise KeyboardInterrupt
+        return LOSSES[self.program.loss](output, target)
+
+    def call(self, name: str, at: str, *values: Any) -> None:
+        """One of the methods below, or of the functions of `CALLS`."""
+        CALLS[name](self, at, *values) if name in CALLS else getattr(self, name)(at, *values)
 
     def check_random(self) -> None:
         """Nobody has drawn from the caller's generator."""
@@ -73,7 +86,7 @@ class Run:
     # -- calls ---------------------------------------------------------------------------------------------------
 
     def push(self, at: str, samples: int) -> None:
-        x, y = (v.to(self.dtype) for v in self.program.batches(samples, self.pushes))
+        x, y = self.program.data(samples, self.pushes, self.dtype)
         self.pushes += 1
         if not self.program.outside:
             self.seen.append((at, self.pipe.push(x, y)))
@@ -87,6 +100,15 @@ class Run:
         self.pipe.step()
         self.seen.append((at, torch.stack(losses).mean()))
 
+    def cast(self, at: str, samples: int) -> None:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            self.push(at, samples)
+
+    def rehearse(self, at: str, name: str, samples: int) -> None:
+        """What a later push of this kind finds out, found out now."""
+        with torch.autocast("cpu", dtype=torch.bfloat16) if name == "cast" else nullcontext():
+            self.pipe.plan(*self.program.data(samples, 7000, self.dtype))
+
     def read(self, at: str) -> None:
         for n, (when, value) in enumerate(self.seen):
             self.seen[n] = (when, value.detach().clone() if isinstance(value, Tensor) else value)
@@ -94,10 +116,13 @@ class Run:
     def look(self, at: str) -> None:
         for name, value in self.pipe.model.state_dict().items():
             self.seen.append((f"{at} {name}", value.detach().clone()))
+        for stages_ in zip(*self.pipe._engine.holding.everywhere, strict=True) if "store" not in self.runtime else ():
+            for others in zip(*(stage.weights for stage in stages_), strict=True):
+                assert all(torch.equal(others[0], w) for w in others), f"replicas differ in {stages_[0].label}"
 
     def evaluate(self, at: str, samples: int) -> None:
-        x, _ = self.program.batches(samples, 1000)
-        self.seen.append((at, self.pipe.evaluate(x.to(self.dtype))))
+        x, _ = self.program.data(samples, 1000, self.dtype)
+        self.seen.append((at, self.pipe.evaluate(x)))
 
     def wait(self, at: str) -> None:
         self.pipe.wait()
@@ -117,7 +142,7 @@ class Run:
 
     def inspect(self, at: str, what: str) -> None:
         """Look at something, which changes nothing."""
-        x, y = (v.to(self.dtype) for v in self.program.batches(4, 3000))
+        x, y = self.program.data(4, 3000, self.dtype)
         if what in ("plan", "breakdown"):
             getattr(self.pipe, what)(x, y)
         elif what == "record":
@@ -128,9 +153,9 @@ class Run:
 
     def bad(self, at: str) -> None:
         """A batch that no stage can take: it is refused, and leaves everything as it was."""
-        x, y = (v.to(self.dtype) for v in self.program.batches(4, 4000))
+        x, y = self.program.data(4, 4000, self.dtype)
         with pytest.raises((ValueError, TypeError, RuntimeError)):
-            self.pipe.push(x[:, :5], y)
+            self.pipe.push(x.to(self.dtype) if self.program.model in WHOLE else x[:, :5], y)
             self.pipe.wait()
 
     def zero_grad(self, at: str) -> None:
@@ -138,10 +163,10 @@ class Run:
 
     def own_backward(self, at: str) -> None:
         """The user's own gradients of the weights, which training is not to see."""
-        model, (x, y) = self.pipe.model, self.program.batches(2, 2000)
+        model, (x, y) = self.pipe.model, self.program.data(2, 2000, self.dtype)
         kept = {name: value.clone() for name, value in model.named_buffers()}
         with torch.random.fork_rng():
-            nn.functional.mse_loss(model(x.to(self.dtype)), y.to(self.dtype)).backward()
+            nn.functional.mse_loss(model(x), y).backward()
         with torch.no_grad():
             for name, value in model.named_buffers():
                 if not torch.equal(value, kept[name]):
@@ -158,13 +183,24 @@ class Run:
         buffer = io.BytesIO()
         torch.save(self.pipe.state_dict(), buffer)
         self.read(at)
-        training = [module.training for module in self.pipe._engine.model.modules()]
-        self.pipe.close()
-        self.pipe = self.made()
-        for module, mode in zip(self.pipe._engine.model.modules(), training, strict=True):
-            module.training = mode
+        with self.anew():
+            self.pipe.close()
+            self.pipe = self.made()
         buffer.seek(0)
         self.pipe.load_state_dict(torch.load(buffer, weights_only=True))
+
+    @contextmanager
+    def anew(self) -> Iterator[None]:
+        """The pipeline is another one afterwards, whose modules are set to train and to evaluate as they were."""
+        training = [module.training for module in self.pipe._engine.model.modules()]
+        yield
+        for module, mode in zip(self.pipe._engine.model.modules(), training, strict=True):
+            module.training = mode
+
+    def move(self, at: str, workers: int) -> None:
+        """The same into another number of threads."""
+        self.runtime = {**self.runtime, "workers": workers or None}
+        self.reload(at)
 
     def save(self, at: str) -> None:
         self.saved = (self.pipe.state_dict(), self.pushes)
@@ -180,7 +216,7 @@ class Run:
 
     def block(self, s: int) -> nn.Module:
         """The module of a stage, as the user has it."""
-        return self.pipe._engine.model.get_submodule(f"blocks.{s}" if self.program.form == "followed" else str(s))
+        return self.pipe._engine.model.get_submodule(f"blocks.{s}" if self.program.form in FOLLOWED else str(s))
 
     def replace(self, at: str, s: int) -> None:
         """A weight that was replaced is named before the next micro-batch, and another one puts it back."""
@@ -190,7 +226,7 @@ class Run:
         owner, key, p = every[0]
         self.pipe.wait()  # threads would compute with the other one until it is named
         owner._parameters[key] = nn.Parameter(p.detach().clone(), p.requires_grad)
-        x, y = (v.to(self.dtype) for v in self.program.batches(4, 5000))
+        x, y = self.program.data(4, 5000, self.dtype)
         with pytest.raises(RuntimeError, match=f"{key} was moved, cast or replaced"):
             self.pipe.push(x, y)
         owner._parameters[key] = p
@@ -202,7 +238,9 @@ class Run:
         block = self.block(s)
         p = next((p for p in block.parameters() if p.requires_grad), None)
         self.pipe.wait()
-        if what == "weight" and p is not None:
+        if what == "step" and p is not None:
+            handle: Any = self.pipe.optimizers[s].register_step_post_hook(lambda *given: heard.append(1))
+        elif what == "weight" and p is not None:
             handle = p.register_post_accumulate_grad_hook(lambda p: heard.append(1))
         else:
             leaf = next(m for m in block.modules() if not list(m.children()))  # a followed model calls these alone
@@ -230,8 +268,9 @@ class Run:
     def fill(self, at: str) -> None:
         """The user's model is given other weights, in flight."""
         self.pipe.wait()
-        model, _ = build(self.program.model, self.program.stages, self.program.seed + 1, "sequence", self.dtype)
-        for s, stage in enumerate(model):
+        program = self.program
+        count = blocks(program.form, program.stages)
+        for s, stage in enumerate(stages(program.model, count, program.seed + 1, self.dtype)):
             values = {n: v for n, v in stage.state_dict().items() if not n.endswith("mask")}  # expanded
             self.block(s).load_state_dict(values, strict=False)
 
@@ -246,33 +285,3 @@ class Run:
         for module in self.pipe._engine.model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = p
-
-    def damaged(self, at: str, how: str) -> None:
-        """A checkpoint that somebody has damaged or edited is refused, and changes nothing."""
-        before = {name: value.detach().clone() for name, value in self.pipe.model.state_dict().items()}
-        with tempfile.TemporaryDirectory() as folder:
-            checkpoint.save(self.pipe, folder)
-            (step,) = Path(folder).glob("step-*")
-            damage(step, how)
-            with pytest.raises((RuntimeError, ValueError)):
-                checkpoint.load(self.pipe, step)
-        after = self.pipe.model.state_dict()
-        assert all(torch.equal(value, after[name]) for name, value in before.items()), "half a state was loaded"
-
-
-def damage(step: Path, how: str) -> None:
-    """What disks and people do to a folder of a checkpoint. how: "bit", "short", "name" or "place"."""
-    file = step / "stage-000.safetensors"
-    if how in ("bit", "short"):
-        content = bytearray(file.read_bytes())
-        content[-1] ^= 1
-        file.write_bytes(content if how == "bit" else content[:-1])
-        return
-    document = unsealed(step / "state.json")
-    loops = document["state"]["plain"]["loops"]  # none before the first push
-    if how == "name" or not loops:
-        file.rename(step.parent / file.name)
-        document["files"][f"../{file.name}"] = document["files"].pop(file.name)
-    else:
-        loops[0]["order"]["forwards"][0] += 1
-    (step / "state.json").write_bytes(sealed(document))

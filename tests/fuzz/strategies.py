@@ -7,10 +7,12 @@ from typing import Any
 from hypothesis import strategies as st
 
 from .cases import METHODS, OPTIMIZERS, optimizers
-from .models import ALIKE, MODELS, RANDOM
+from .models import ALIKE, FOLLOWED, MODELS, RANDOM, UNLIKE
+from .odd_options import ODD
 from .pending import PENDING
 from .program import Program
 
+LOADING = ("reload", "move", "load", "drop", "interrupt", "reopen")
 DECAY = [name for name, (_, _, options) in OPTIMIZERS.items() if "maximize" not in options]
 
 
@@ -37,8 +39,8 @@ def _options(draw: st.DrawFn) -> dict[str, Any]:
 @st.composite
 def _runtime(draw: st.DrawFn, model: str, stages: int, options: dict[str, Any]) -> dict[str, Any]:
     """Options that change no number."""
-    if stages > 3 and model in ALIKE and not options.get("replicas") and draw(st.sampled_from([False] * 8 + [True])):
-        return {"vectorize": True}
+    if stages > 3 and not options.get("replicas") and draw(st.sampled_from([False] * 8 + [True])):
+        return {"vectorize": draw(st.sampled_from([True, "auto"])) if model in ALIKE + UNLIKE else "auto"}
     found: dict[str, Any] = {}
     if draw(st.booleans()):
         found["order"] = draw(st.sampled_from(["upstream", "sticky", "random", "skewed"]))
@@ -59,40 +61,69 @@ def _calls(draw: st.DrawFn, program: dict[str, Any], wanted: str) -> tuple[tuple
     if program["model"] == "batch":
         samples = st.integers(2, 5).map(lambda n: n * 2 * even)
     push = st.tuples(st.just("push"), samples)
-    rate = st.tuples(
-        st.just("rate"), st.sampled_from([0.5, 1.5, 0.0]), st.none() | st.integers(0, program["stages"] - 1)
-    )
-    other = [
-        st.tuples(st.just(name)) for name in ("wait", "look", "drain", "zero_grad", "reload", "save", "load", "read")
-    ]
-    other += [st.tuples(st.just("evaluate"), samples), rate, st.tuples(st.sampled_from(["eval", "train"]))]
-    other.append(st.tuples(st.just("decay"), st.sampled_from([0.0, 0.02])))
-    views = ["memory", "ledger", "traffic", "owner"]
-    if not program["outside"]:
-        views += ["plan", "breakdown"]
-        other.append(st.tuples(st.just("bad")))
-    if not program["runtime"].get("vectorize"):
-        views.append("record")
-    other.append(st.tuples(st.just("inspect"), st.sampled_from(views)))
-    stage = st.integers(0, program["stages"] - 1)
-    alone = not program["options"].get("replicas") and not program["outside"]
-    other.append(st.tuples(st.just("dropout"), st.sampled_from([0.0, 0.3])))
-    other.append(st.tuples(st.just("damaged"), st.sampled_from(["bit", "short", "name", "place"])))
-    if not program["outside"]:
-        other.append(st.tuples(st.just("replace"), stage))
-        other += [st.tuples(st.just("foreign"))] if program["stages"] > 1 else []  # else none would be trained
-        if program["model"] not in RANDOM:
-            other.append(st.tuples(st.just("listen"), st.sampled_from(["module", "weight"]), stage))
-    if "store" not in program["runtime"]:
-        other.append(st.tuples(st.just("own_backward")))
-        other += [st.tuples(st.just("clear")), st.tuples(st.just("fill"))] if alone else []
+    other = _neutral(program, samples) + _changing(program, samples)
     some = [call for name, call in ((str(call), call) for call in other) if wanted and f"'{wanted}'" in name]
     # drawn, and not `one_of`, which would take each of `other` for as likely as a push
     kinds = st.sampled_from([push, push, st.one_of(other), *some]).flatmap(lambda kind: kind)
     calls = draw(st.lists(kinds, min_size=8 if wanted else 1, max_size=18))
     if any(name == "eval" for name, *_ in calls):  # a state in flight is loaded in the mode that its forward was in
-        calls = [call for call in calls if call[0] not in ("reload", "load")]
+        calls = [call for call in calls if call[0] not in LOADING]
+    if any(name == "cast" for name, *_ in calls):
+        calls = [call for call in calls if call[0] != "move"]
     return tuple(calls)
+
+
+def _call(name: str, *values: Any) -> st.SearchStrategy[Any]:
+    """A call with its arguments; each a value, a list to draw from, or a strategy."""
+    drawn = [
+        v if isinstance(v, st.SearchStrategy) else st.sampled_from(v if isinstance(v, list) else [v]) for v in values
+    ]
+    return st.tuples(st.just(name), *drawn)
+
+
+def _neutral(program: dict[str, Any], samples: st.SearchStrategy[int]) -> list[st.SearchStrategy[Any]]:
+    """Calls that must not change a number."""
+    runtime = program["runtime"]
+    stage, inside = st.integers(0, program["stages"] - 1), not program["outside"]
+    found = [_call(name) for name in ("wait", "look", "zero_grad", "reload", "save", "read", "fork", "drop")]
+    found += [_call("evaluate", samples), _call("inspect", ["memory", "ledger", "traffic", "owner"])]
+    found += [_call("damaged", ["bit", "short", "name", "place", "far"])]
+    if inside:
+        found += [_call("inspect", ["plan", "breakdown"]), _call("bad"), _call("replace", stage), _call("interrupt")]
+        found += [_call("foreign")] if program["stages"] > 1 else []  # else none would be trained
+    if inside and not {"vectorize", "order"} & set(runtime):
+        found += [_call("move", st.integers(0, min(3, program["stages"])))]
+    if not runtime.get("vectorize"):
+        found += [_call("inspect", "record")]
+    if "store" not in runtime:
+        found += [_call("own_backward")]
+    if runtime.get("store") == "disk":
+        found += [_call("reopen", [False, True], [False, True])]
+    if program["form"] not in FOLLOWED and program["model"] != "spare":
+        found += [_call("export", [False, True])]
+    return found
+
+
+def _changing(program: dict[str, Any], samples: st.SearchStrategy[int]) -> list[st.SearchStrategy[Any]]:
+    """Calls that change numbers, as the equations tell."""
+    stage, inside = st.integers(0, program["stages"] - 1), not program["outside"]
+    found = [_call(name) for name in ("drain", "load", "eval", "train")]
+    found += [_call("rate", [0.5, 1.5, 0.0], st.none() | stage), _call("dropout", [0.0, 0.3])]
+    if program["model"] != "sparse":  # torch has no decay for sparse gradients
+        found += [_call("decay", [0.0, 0.02])]
+    if inside:
+        found += [_call("forms")]
+    apart = {"vectorize", "workers", "replicas"} & {
+        *program["runtime"],
+        *program["options"],
+    }  # it reaches none of these
+    if inside and not apart and program["model"] != "batch":  # which cannot be computed anew, and so is refused
+        found += [_call("cast", samples)]
+    if inside and program["model"] not in RANDOM:
+        found += [_call("listen", ["module", "weight", "step"], stage)]
+    if inside and not program["options"].get("replicas") and "store" not in program["runtime"]:
+        found += [_call("clear"), _call("fill")]
+    return found
 
 
 def _methods(optimizer: str | None) -> list[str]:
@@ -109,21 +140,27 @@ def programs(call: str = "", **fixed: Any) -> st.SearchStrategy[Program]:
 
 @st.composite
 def _programs(draw: st.DrawFn, fixed: dict[str, Any], call: str) -> Program:
+    if fixed.get("odd", draw(st.integers(0, 19)) == 19):
+        return Program(odd=draw(st.sampled_from(ODD)))  # alone, so that nothing else is refused first
     method = fixed.get("method") or draw(st.sampled_from(_methods(fixed.get("optimizer"))))
     found: dict[str, Any] = {
         "model": fixed.get("model") or draw(st.sampled_from(list(MODELS))),
         "stages": draw(st.integers(4 if fixed.get("runtime") else 1, 6)),
         "seed": draw(st.integers(0, 99)),
-        "form": draw(st.sampled_from(["sequence", "list", "followed"])),
+        "form": fixed.get("form") or draw(st.sampled_from(["sequence", "list", "followed", "counted", "meta"])),
         "method": method,
-        "optimizer": fixed.get("optimizer") or draw(st.sampled_from(optimizers(method))),
+        "optimizer": fixed.get("optimizer") or draw(st.sampled_from([*optimizers(method), "halved"])),
         "decay": draw(st.sampled_from([0.0, 0.05])),
-        "options": draw(_options()),
+        "options": dict(fixed["options"]) if "options" in fixed else draw(_options()),
     }
     if found["model"] == "batch" and found["options"].get("micro_batch_size"):
         found["options"]["micro_batch_size"] = 2
-    if found["model"] == "mixed" and found["form"] == "followed":
+    if found["model"] == "mixed" and found["form"] in FOLLOWED:
         found["form"] = "list"  # a followed model has no stage without weights: it would be cut elsewhere
+    if found["model"] in ("spare", "tied") and found["form"] == "meta":
+        found["form"] = "list"  # on the meta device torch expands and ties nothing
+    if found["model"] == "sparse":  # torch has sparse gradients for few optimizers
+        found |= {"optimizer": "sgd" if "sgd" in optimizers(method) else "momentum", "decay": 0.0}
     if fixed.get("runtime"):
         found["options"].pop("replicas", None)
     plain = not fixed.get("runtime") and set(found["options"]) <= {

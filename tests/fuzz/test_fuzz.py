@@ -17,7 +17,7 @@ from .program import Program
 from .reverts import REVERTS, SEARCHED, stale
 from .search import fresh, search
 
-USUAL = [(seed, 16) for seed in (61, 109, 261, 266)]  # together they make every kind of call, on every runtime
+USUAL = [(seed, 16) for seed in (279, 172, 373)]  # together they make nearly every kind of call, on every runtime
 MORE = [(seed, 50) for seed in (11, 23, 37, 41)]
 
 

@@ -117,11 +117,13 @@ def adamw(u: int, w: Array, v: Array, q: Array, g: Array, o: Options) -> Moved:
 
 
 def spiked(horizon: float, u: int, w: Array, v: Array, q: Array, g: Array, o: Options) -> Moved:
-    """SC: v ← m v + g, w ← w − η (a v + b g) with a = m^T, b = (1 − m^T)/(1 − m); v itself stays un-spiked."""
+    """SC: v ← m v + g, w ← w − η (a v + b g) with a = m^T, b = (1 − m^T)/(1 − m), of which T is the limit at m = 1; v
+    itself stays un-spiked.
+    """
     g, m = entering(w, g, o), o.get("momentum", 0)
     v = m * v + g
     a = m**horizon
-    b = (1 - a) / (1 - m)
+    b = horizon if m == 1 else (1 - a) / (1 - m)
     return Moved(w - o["lr"] * (a * v + b * g), v, q)
 
 

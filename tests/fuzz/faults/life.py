@@ -29,6 +29,9 @@ def _() -> None:
     assert train(pipe, seed=2) == train(plain, seed=2)
 
 
+FAULTS["a velocity that was cleared after the first step is not noticed"] = Program(
+    stages=1, method="cerebras", optimizer="momentum", calls=(*ONE, ("clear",), *ONE)
+)
 FAULTS["one bad batch closes the pipeline of a method without delay"] = Program(
     stages=2, method="sgd", calls=(*ONE, ("bad",), *ONE)
 )
