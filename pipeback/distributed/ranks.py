@@ -10,7 +10,7 @@ import json
 import os
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -33,6 +33,7 @@ from pipeback.tensors import accelerators
 
 # how many pipelines were built in a process group, by a weak reference to it; every rank builds them in one order
 _built: list[Any] = [lambda: None, 0]
+_left: dict[int, Ranks] = {}  # those that this process has left, and whose groups still stand, by their number
 
 PATIENT = 7 * 24 * 3600.0  # seconds; the timeout of groups whose waits `Health` ends
 REFUSED = "refused"  # the key on the board that says which rank does not come, and why
@@ -78,7 +79,9 @@ class Ranks:
         self.count, self.replicas = len(self.line), len(table)
         self.place = self.replica * self.count + self.index
         self.others = [rank for rank in self.everyone if rank != self.rank]
-        store, self.facts = self._meet(board or _board())
+        board = board or _board()
+        self.number, self._groups = _built[1], list[dist.ProcessGroup]()
+        store, self.facts = self._meet(board)
         self.health = Health(store, self.rank, self.everyone, self.facts, timeout)
         self.control = self.group(self.everyone, "gloo")
         self._sums: RankReplicas | None = None
@@ -87,10 +90,9 @@ class Ranks:
     def _meet(self, board: dist.Store) -> tuple[dist.Store, dict[int, RankIdentity]]:
         """Return the pipeline's store and the facts of all ranks. Raises RuntimeError naming ranks that do not come."""
         first = self.everyone[0]
-        facts = {
-            rank: RankIdentity(*json.loads(text))
-            for rank, text in self._all(board, "hello", json.dumps(my_facts()), self.timeout).items()
-        }
+        mine = json.dumps((my_facts(), sorted(_left)))
+        told = {rank: json.loads(text) for rank, text in self._all(board, "hello", mine, self.timeout).items()}
+        facts = {rank: RankIdentity(*identity) for rank, (identity, _) in told.items()}
         if self.rank == first:
             store, address = host_store(self.timeout + SLOW, near=one_host(facts.values()))
             board.set("address", address)
@@ -98,6 +100,7 @@ class Ranks:
             near = one_host([facts[first], facts[self.rank]])
             store = join_store(board.get("address").decode(), self.timeout + SLOW, near)
         self._all(board, "ready", "", self.timeout + SLOW)
+        self._end_left([left for _, left in told.values()])
         return store, facts
 
     def _all(self, board: dist.Store, what: str, mine: str, seconds: float) -> dict[int, bytes]:
@@ -134,6 +137,7 @@ class Ranks:
                     use_local_synchronization=True,
                 )
                 assert isinstance(made, dist.ProcessGroup)  # this rank is one of them
+                self._groups.append(made)
                 return made
             except RuntimeError as error:
                 raise self.lost(self.others, "a process group") from error
@@ -184,8 +188,20 @@ class Ranks:
                 raise self.lost(column, "the replicas' state") from error
 
     def leave(self) -> None:
-        """Note that this rank has finished its part."""
+        """Note that this rank has finished its part. Its process groups end when all ranks meet for a later pipeline:
+        before that, another rank may still receive what this one has sent.
+        """
         self.health.leave()
+        _left[self.number] = self
+
+    def _end_left(self, by_all: Iterable[Collection[int]]) -> None:
+        """End the process groups, and with them the threads, of earlier pipelines. by_all: those that each rank of this
+        one has left.
+        """
+        for number in set(_left).intersection(*by_all):
+            if set(_left[number].everyone) <= set(self.everyone):
+                for group in _left.pop(number)._groups:
+                    dist.destroy_process_group(group)
 
     def lost(self, on: Sequence[int], what: str) -> BaseException:
         """Return the error for a wait that torch.distributed has given up."""
@@ -274,6 +290,8 @@ def _board() -> dist.Store:
     group, number = dist.group.WORLD, 0
     if _built[0]() is group:
         number = _built[1] + 1
+    else:
+        _left.clear()  # their groups are gone with the default group
     _built[:] = weakref.ref(group), number
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"pipeback/{attempt}/{number}", dist.distributed_c10d._get_default_store())

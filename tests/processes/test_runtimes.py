@@ -1,7 +1,9 @@
 """Law: runtimes agree, bit for bit: the event loop and real processes, over every link."""
 
+import gc
 import shutil
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -291,3 +293,29 @@ def test_each_rank_streams_its_own_stages(crew, kind, cases, tmp_path):
     for case in cases:
         store = "host" if kind == "host" else f"disk:{tmp_path / case}"
         assert odd_cases(crew, "drawing", [case], store=store) == {}
+
+
+def threads_after(pipelines, replicas):
+    """How many threads of process groups this process has after each of so many pipelines."""
+    found = []
+    for n in range(pipelines):
+        pipe = pipeline(drawing(), "pb", replicas=replicas, store="host" if n % 2 else None)
+        for x, y in data(2):
+            pipe.push(x, y)
+        pipe.close()
+        del pipe
+        gc.collect()
+        names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+        found.append(sum("gloo" in name for name in names))
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads of torch are counted in /proc")
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_pipelines_one_after_the_other_keep_no_process_groups(crew, replicas):
+    """A group has a thread that wakes all the time; hundreds of them took all of a processor's time."""
+    crew = crew.ranks(2)
+    for found in crew.run(threads_after, 8, replicas):
+        if not max(found):
+            pytest.skip("this version of torch does not name such threads")
+        assert max(found[4:]) <= max(found[:4]), found
