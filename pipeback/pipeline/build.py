@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -18,7 +18,6 @@ from pipeback.distributed.ranks import Ranks, SingleProcess, meet
 from pipeback.methods.base import Method
 from pipeback.pipeline.options import PipelineOptions
 from pipeback.pipeline.stage_builder import StageBuilder
-from pipeback.plan.budget import check_stages
 from pipeback.runtime.setting import Setting
 from pipeback.splitting.split import Split, split_model
 from pipeback.stages.activations import kinds
@@ -27,12 +26,10 @@ from pipeback.streaming import disk_store
 from pipeback.streaming.disk_store import DiskStore
 from pipeback.streaming.shards import share_out
 from pipeback.streaming.store import DeviceStore, Store
-from pipeback.vectorized.choose_stacks import stacked
 from pipeback.weights import aliases
 
 
-@dataclass(frozen=True)
-class Built:
+class Built(NamedTuple):
     """The parts of a pipeline before anything has run.
 
     delays: delay D of every stage. optimizers: one per stage. aliases: all names of each weight and buffer.
@@ -89,6 +86,8 @@ def build(model: nn.Module | Sequence[nn.Module] | Split, options: PipelineOptio
         if isinstance(ranks, Ranks):
             _agree(ranks, stages, method, every, home, options)
         if home is not None:
+            from pipeback.plan.budget import check_stages  # here, since most pipelines have no budget
+
             check_stages(stages, home, alone=not ranks.several and policy is None)
             home.open(ranks.place)
         if isinstance(home, DiskStore):
@@ -105,9 +104,15 @@ def build(model: nn.Module | Sequence[nn.Module] | Split, options: PipelineOptio
         delays, options.debug.order, options.debug.seed, options.processes.link, options.threads,
         {"clip_norm": options.clipping.norm, "clip_value": options.clipping.value,
          "samples": options.micro_batches.weights == "samples", "check_finite": options.debug.check_finite},
-        stacked(stages, method, options.compile, options.vectorize),
+        _stacks(stages, method, options) if options.vectorize else [],
     )  # fmt: skip
     return Built(options, model, method, delays, replicas, optimizers, names, holding, setting)
+
+
+def _stacks(stages: Sequence[Stage], method: Method, options: PipelineOptions) -> Sequence[Any]:
+    from pipeback.vectorized.choose_stacks import stacked  # here: its room takes a sixth of the time of the import
+
+    return stacked(stages, method, options.compile, options.vectorize)
 
 
 def _agree(

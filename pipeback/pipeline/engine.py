@@ -26,8 +26,6 @@ from pipeback.pipeline.rehearsals import Rehearsals, Relay, smallest
 from pipeback.pipeline.replica_sync import ReplicaSync
 from pipeback.pipeline.start import start
 from pipeback.pipeline.train_modes import OTHERWISE, CallLock, Modes
-from pipeback.plan.budget import check
-from pipeback.plan.survey import survey
 from pipeback.runtime.loop import Batch, Loop
 from pipeback.runtime.runners import EventLoop, PushLoop, Runner, Threads, TickLoop
 from pipeback.runtime.undo import Dropped
@@ -36,7 +34,6 @@ from pipeback.stages.joint_optimizer import Options
 from pipeback.stages.stage import Stage
 from pipeback.streaming import fork_guard
 from pipeback.tensors import accelerators
-from pipeback.vectorized.choose_stacks import fitting
 
 Then = Callable[[], object]  # what is done last in a call
 
@@ -261,6 +258,8 @@ class Engine:
 
     def _fit_stacks(self, batches: Sequence[Batch], relay: Relay | None) -> None:
         """Of the runs of similar stages, keep those that can run as one for these micro-batches."""
+        from pipeback.vectorized.choose_stacks import fitting  # here, since most pipelines have no stacks
+
         stacks = self.setting.stacks
         kept, told = fitting(
             self.stages, stacks, [batches[0][0], smallest(batches)[0]], self.method, self._vectorize,
@@ -282,6 +281,9 @@ class Engine:
         """Raise an error if a push of so many micro-batches exceeds the store's budgets."""
         store = self.holding.store
         if store is not None and store.budgets != (None, None) and micro_batches > self._affordable:
+            from pipeback.plan.budget import check  # here, since most pipelines have no budget
+            from pipeback.plan.survey import survey
+
             check(survey(self.holding, self.setting, samples, timed=False), micro_batches)
             self._affordable = micro_batches
 

@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 
+import pipeback
 from pipeback.pipeline import memory_use
 from pipeback.pipeline.breakdown import StageRow, breakdown
 from pipeback.pipeline.build import telling
 from pipeback.pipeline.engine import Engine
 from pipeback.pipeline.memory_use import Memory
-from pipeback.plan.survey import survey
-from pipeback.plan.training_plan import Plan, plan
 from pipeback.runtime.ledger import Record
 from pipeback.runtime.staleness import Watch
 from pipeback.schedules.recording import Recording
@@ -49,8 +48,11 @@ class Inspection:
         read, written = store.moved if isinstance(store, DiskStore) else (0, 0)
         return found._replace(read=read, written=written)
 
-    def plan(self, x: Value, y: Any, pushes: int | None, expected: int) -> Plan:
+    def plan(self, x: Value, y: Any, pushes: int | None, expected: int) -> pipeback.Plan:
         """As `Pipeline.plan`."""
+        from pipeback.plan.survey import survey  # here, since the import of Pipeline need not wait for it
+        from pipeback.plan.training_plan import plan
+
         engine = self._engine
         with engine.lock, torch.enable_grad():
             engine.open()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
@@ -23,8 +22,7 @@ from pipeback.stages.stage import OptimizerFactory
 from pipeback.streaming.store import Store
 
 
-@dataclass(frozen=True)
-class PipelineOptions:
+class PipelineOptions(NamedTuple):
     """The arguments of `Pipeline` except the model, in their long form if they have one.
 
     threads: workers in this process. None: the event loop.

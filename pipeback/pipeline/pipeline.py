@@ -9,6 +9,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+import pipeback
 from pipeback.checkpoint.pipeline_state import Share
 from pipeback.distributed.ranks import Ranks, SingleProcess
 from pipeback.methods.base import Method
@@ -22,7 +23,6 @@ from pipeback.pipeline.memory_use import Memory
 from pipeback.pipeline.options import PipelineOptions
 from pipeback.pipeline.outside_loss import OutsideLoss
 from pipeback.pipeline.saving import Saving
-from pipeback.plan.training_plan import Plan
 from pipeback.runtime.ledger import Record
 from pipeback.runtime.staleness import Watch
 from pipeback.schedules.recording import Recording
@@ -317,7 +317,7 @@ class Pipeline:
         """The streaming of this rank's stages since the first push: bytes, fetches, seconds that computing waited."""
         return self._inspection.traffic()
 
-    def plan(self, x: Value = None, y: Any = None, *, pushes: int | None = None, expected: int = 1) -> Plan:
+    def plan(self, x: Value = None, y: Any = None, *, pushes: int | None = None, expected: int = 1) -> pipeback.Plan:
         """A `Plan` of training, to be printed: bytes on device, host and disk, passes, waiting, batch window.
 
         x, y: a push, which is rehearsed and not trained on; None: like the last one.

@@ -10,7 +10,6 @@ from functools import partial
 
 import torch
 
-from pipeback.distributed.connect import connect
 from pipeback.distributed.held_stages import HeldStages
 from pipeback.distributed.rank_runner import RankRunner
 from pipeback.distributed.ranks import Ranks
@@ -27,7 +26,6 @@ from pipeback.schedules.timeline import in_flight
 from pipeback.stages.stage import Stage
 from pipeback.streaming.store import DeviceStore
 from pipeback.streaming.streamed_weights import StreamedWeights
-from pipeback.vectorized.stack_executor import StackExecutor
 
 
 def start(holding: HeldStages, setting: Setting) -> Runner:
@@ -35,6 +33,8 @@ def start(holding: HeldStages, setting: Setting) -> Runner:
     owner, closed, ranks = holding.balance(), threading.Event(), holding.ranks
     bound = 2 * max(in_flight(holding.method.schedule, len(holding.stages))) + 2
     if isinstance(ranks, Ranks):
+        from pipeback.distributed.connect import connect  # here, since most pipelines have no ranks
+
         mine = holding.mine
         for end in (mine[0], mine[-1]):
             end.learn(mixed=True)  # messages arrive on the CPU
@@ -94,6 +94,8 @@ def _loop(
         policy = "streaming" if setting.order == "grouped" else setting.order
     executor: Callable[[Worker], Executor] = StageExecutor
     if setting.stacks:
+        from pipeback.vectorized.stack_executor import StackExecutor  # here, since most pipelines have no stacks
+
         executor, policy = partial(StackExecutor, stacks=setting.stacks), "skewed"
     worker = Worker(
         mine, holding.method, setting.delays, link, executor, replicas=sums, residence=residence, **setting.worker

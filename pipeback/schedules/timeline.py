@@ -6,14 +6,16 @@ An operation is the forward (F) or backward (B) of a micro-batch at a stage, or 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from fractions import Fraction
 from functools import lru_cache
 from itertools import islice, repeat
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from pipeback.schedules.ops import Op, Schedule, until
 
-Time = int | float | Fraction
+if TYPE_CHECKING:
+    from fractions import Fraction  # alone, since its decimals take long to import
+
+Time: TypeAlias = "int | float | Fraction"
 
 
 class Slot(NamedTuple):

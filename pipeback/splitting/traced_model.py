@@ -35,7 +35,6 @@ from pipeback.splitting.ownership import Ownership
 from pipeback.splitting.partition import StagePart
 from pipeback.splitting.refusals import kept_whole, left_out
 from pipeback.splitting.segment import Key, Segment, key_of
-from pipeback.splitting.tracer import trace_forward
 from pipeback.tensors import accelerators
 from pipeback.tensors.copies import pieces
 from pipeback.tensors.meta import shaped
@@ -224,6 +223,8 @@ class TracedModel:
         work: Work | None = None,
         left: Collection[Name] = (),
     ) -> tuple[CallTrace, Known]:
+        from pipeback.splitting.tracer import trace_forward  # here, since a sequence is not traced
+
         tensors, form = opened(tuple(arguments))
         trace = partial(self._trace, arguments, real, answers, left)
         record = trace(work)

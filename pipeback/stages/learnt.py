@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class Learnt:
+class Learnt(NamedTuple):
     """What the rehearsal has found out about a stage; before the rehearsal, what is safe to assume."""
 
     mixed: bool = True  # inputs or gradients may come from another device

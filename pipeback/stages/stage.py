@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -307,7 +306,7 @@ class Stage:
 
     def learn(self, **found: Any) -> None:
         """Store what the rehearsal has found out, by the names of `Learnt`."""
-        self.learnt = replace(self.learnt, **found)
+        self.learnt = self.learnt._replace(**found)
 
     def work_on(self, device: torch.device) -> None:
         """Set the device of a stage without weights, which is that of its input."""
