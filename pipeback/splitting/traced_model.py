@@ -223,8 +223,6 @@ class TracedModel:
         work: Work | None = None,
         left: Collection[Name] = (),
     ) -> tuple[CallTrace, Known]:
-        from pipeback.splitting.tracer import trace_forward  # here, since a sequence is not traced
-
         tensors, form = opened(tuple(arguments))
         trace = partial(self._trace, arguments, real, answers, left)
         record = trace(work)
@@ -241,6 +239,8 @@ class TracedModel:
         left: Collection[Name],
         work: Work | None = None,
     ) -> CallTrace:
+        from pipeback.splitting.tracer import trace_forward  # here, since a sequence is not traced
+
         if real:
             with self._unchanged():
                 return trace_forward(self.model, *with_own_tensors(arguments), self._leaves, work=work, left=left)[0]

@@ -132,4 +132,4 @@ def _() -> None:
         finally:
             sys.setprofile(None)
         counts.append(calls[0])
-    assert counts[1] <= 4 * counts[0], counts
+    assert counts[1] < 5 * counts[0], counts  # the cube is eight times as much
