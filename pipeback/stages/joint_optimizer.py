@@ -193,9 +193,14 @@ class JointOptimizer:
                 plain_sgd(group) and not _half(group["params"]) for group in self._twin.param_groups
             )
         seen = self._seen()
-        if len(self._known) != len(seen) or not all(map(is_, seen, self._known)):
+        if len(self._known) != len(seen) or not all(map(is_, seen, self._known)) or self._begun:
             self._follow()
         return self
+
+    @property
+    def _begun(self) -> bool:
+        """Whether velocities have come into a state that had none when it was last seen: it may be empty once more."""
+        return self._weights.velocities is not None and any(entry is None for entry in self._known[1::3])
 
     def _seen(self) -> list[Any]:
         """Return objects that are replaced when somebody puts other values into an optimizer's state."""

@@ -29,7 +29,7 @@ def _() -> None:
     assert train(pipe, seed=2) == train(plain, seed=2)
 
 
-FAULTS["a velocity that was cleared after the first step is not noticed"] = Program(
+FAULTS["after optimizer.state.clear() behind the first push cerebras goes on with the old velocity"] = Program(
     stages=1, method="cerebras", optimizer="momentum", calls=(*ONE, ("clear",), *ONE)
 )
 FAULTS["one bad batch closes the pipeline of a method without delay"] = Program(

@@ -170,23 +170,6 @@ SEARCHED: dict[str, Revert] = {
         runtime={"workers": 2},
         call="eval",
     ),
-    "stages=N is cut by the time that calls take": revert(
-        "splitting/call_cost",
-        ("self.done += BYTE * moved + OPERATION", 'self.done = __import__("time").perf_counter()'),
-        form="counted",
-        call="reload",
-    ),
-    "how gradients lie is told by a batch of one sample": revert(
-        "stages/stage",
-        ("if alike is None or tuple([leaf.shape for leaf in flight.leaves]) != alike:", "if alike is None:"),
-        (
-            "if flight.caught is None and self.index and not all(map(laid_alike, roots[first:], seeds[first:])):",
-            "if False:",
-        ),
-        method="sgd",
-        model="turned",
-        options={},
-    ),
     "vectorize: what torch makes of it ends training": Revert(
         {
             "vectorized/stack": (_ENDS,),
