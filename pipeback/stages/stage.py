@@ -72,7 +72,7 @@ class Stage:
         # a stage without weights still has an optimizer, so that schedulers attach to every stage alike
         self.optimizer = optimizer(list(self.weights) or [nn.Parameter(torch.empty(0))])
         # Adagrad has state from its construction on, which is of no use for weights without values
-        self._begin_anew = (lambda: optimizer(list(self.weights)).state) if self.optimizer.state else dict
+        self._begin_anew = (lambda: optimizer(list(self.weights)).state) if any(self.optimizer.state.values()) else dict
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # a twin steps; schedulers need not warn
         self.optimizer.zero_grad = nothing  # type: ignore[method-assign]  # its weights have a gradient while it steps
         self.state: State = {}
@@ -150,7 +150,8 @@ class Stage:
         for w, p in zip(self.weights, self.params, strict=True):
             torch.utils.swap_tensors(w, nn.Parameter(self.masters.of(p)))
         self.weights.forget()
-        self.optimizer.state.update(self._begin_anew())
+        for w, state in self._begin_anew().items():
+            self.optimizer.state[w].update(state)
         self.masters.pair(self.weights)
         self.device = next((p.device for p in self.module.parameters()), self.device)
         self.home.look(self.module)
