@@ -96,9 +96,6 @@ class Repetition(Protocol):
     @property
     def numbers(self) -> Any: ...
 
-    @property
-    def autocast(self) -> Any: ...
-
     def __call__(self, stage: Any, flight: Any) -> Any: ...
 
 

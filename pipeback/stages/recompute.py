@@ -35,7 +35,6 @@ class Recomputation(NamedTuple):
     buffers: dict[str, Tensor]  # by name: those that F changed, as they were
     modes: tuple[bool, ...]  # whether each module was training
     numbers: Settings  # of the modules, as a dropout's probability
-    autocast: accelerators.Autocast
     versions: tuple[int, ...]  # of the input and target, as autograd counts changes in place
 
     def __call__(self, stage: Stage, flight: Flight) -> Value:
@@ -46,17 +45,17 @@ class Recomputation(NamedTuple):
         given = leaves if flight.tuple_input else leaves[0]
         with (
             stage.random.at(self.stream), torch.enable_grad(), _swapped(stage.module, self.buffers),
-            self._set(stage.module), self.numbers.restored(),
+            self._set(stage.module, flight.autocast), self.numbers.restored(),
         ):  # fmt: skip
             return stage.compute(given, flight.target)
 
     @contextmanager
-    def _set(self, module: nn.Module) -> Iterator[None]:
+    def _set(self, module: nn.Module, autocast: accelerators.Autocast) -> Iterator[None]:
         """Training mode of every module, and autocast, as they were."""
         modules = list(module.modules())
         found = [m.training for m in modules]
         # casts of F in torch's cache have no graph, and B's weights may be others
-        with accelerators.under(self.autocast):
+        with accelerators.under(autocast):
             try:
                 for m, mode in zip(modules, self.modes, strict=True):
                     m.training = mode
@@ -86,9 +85,7 @@ class Recompute:
         modes = tuple([m.training for m in module.modules()])
         if self.numbers is None or self.numbers.changed():
             self.numbers = Settings(module.modules())
-        flight.again = Recomputation(
-            stage.random.state, buffers, modes, self.numbers, accelerators.casting(), versions(flight)
-        )
+        flight.again = Recomputation(stage.random.state, buffers, modes, self.numbers, versions(flight))
         with torch.set_grad_enabled(not self.graphless):
             output = cut(stage.compute(given, flight.target))
         if stage.judges:

@@ -211,8 +211,10 @@ def _load_flight(stage: Stage, mb: int, plain: Plain, tensors: Mapping[str, Tens
     x = _load_value(stage, tensors, f"flight/{mb}/x", plain["x"])
     target = _load_value(stage, tensors, f"flight/{mb}/target", plain["target"])
     # a micro-batch in flight goes on as it began, whatever this pipeline does with later ones
-    if plain.get("again") is None:
-        autocast = accelerators.read(plain.get("autocast", ()))  # earlier states have none
+    again = plain.get("again")
+    # in earlier states only what is recomputed has it
+    autocast = accelerators.read((plain if "autocast" in plain else again or {}).get("autocast", ()))
+    if again is None:
         with accelerators.under(autocast):
             leaves, output, handles = saved_graph.rerun(stage, x, target)
         prefix, away = f"flight/{mb}/saved/", stage.keeping is not None and stage.keeping.away
@@ -221,10 +223,10 @@ def _load_flight(stage: Stage, mb: int, plain: Plain, tensors: Mapping[str, Tens
         known = _known(stage, leaves, target)
         saved_graph.put_back(grown(output), known, values, plain["saved"], where, stage.device, handles)
         flight = Flight(leaves, output, target, plain["version"], isinstance(x, tuple))
-        flight.autocast = autocast
     else:
         flight = Flight(stage.enter(x)[0], None, target, plain["version"], isinstance(x, tuple))
-        _load_again(stage, tensors, f"flight/{mb}", plain["again"], flight)
+        _load_again(stage, tensors, f"flight/{mb}", again, flight)
+    flight.autocast = autocast
     if stage.keeping is not None:
         stage.keeping.adopt(flight)
     if plain["owned"]:
@@ -268,7 +270,6 @@ def _save_again(tensors: Tensors, prefix: str, flight: Flight) -> Plain:
         "buffers": list(again.buffers),
         "modes": [int(mode) for mode in again.modes],
         "numbers": again.numbers.values,
-        "autocast": accelerators.written(again.autocast),
     }
 
 
@@ -287,7 +288,6 @@ def _load_again(stage: Stage, tensors: Mapping[str, Tensor], prefix: str, plain:
         {name: _to(stage, tensors[f"{prefix}/buffer/{name}"]) for name in plain["buffers"]},
         tuple(map(bool, plain["modes"])),
         numbers,
-        accelerators.read(plain["autocast"]),
         versions(flight),
     )
 

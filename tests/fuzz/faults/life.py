@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tests.fuzz.calls import sleeping
 from tests.fuzz.program import Program
 
 from .table import FAULTS, ONE, fault, layers, pipeline, train
@@ -112,19 +113,9 @@ def _() -> None:
     with tempfile.TemporaryDirectory() as folder:
         pipe = pipeline(layers(), store=f"disk:{folder}")
         train(pipe)
-        wait, go = os.pipe()
-        child = os.fork()
-        if not child:
-            os.close(go)
-            os.read(wait, 1)  # until the parent is done
-            os._exit(0)
-        try:
+        with sleeping():
             pipe.close()
             pipeline(layers(), store=f"disk:{folder}").close()
-        finally:
-            os.close(go)
-            os.close(wait)
-            os.waitpid(child, 0)
 
 
 @fault("a pipeline with activations in host memory that is dropped in flight stays")
