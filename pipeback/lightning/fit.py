@@ -20,7 +20,6 @@ from pipeback.lightning.strategy_options import StrategyOptions
 from pipeback.lightning.streamed_model import StreamedModel
 from pipeback.lightning.suspended_step import Suspended
 from pipeback.lightning.update_interval import UpdateInterval
-from pipeback.methods.base import Method
 from pipeback.pipeline.arguments import Clipping
 from pipeback.pipeline.outside_loss import nothing
 from pipeback.pipeline.pipeline import Pipeline
@@ -87,13 +86,12 @@ class Fit:
         found: TrainedModule,
         optimizer: torch.optim.Optimizer,
         options: StrategyOptions,
-        check: Callable[[Method], None],
         store: Store | None = None,
         visits: StreamedModel | None = None,
         tell: Callable[[str], None] | None = None,
     ) -> None:
         self.rank, self.module, self.found, self.optimizer, self.options = rank, module, found, optimizer, options
-        self.interval, self.check = UpdateInterval(options.method), check  # checks the method, once it is known
+        self.interval = UpdateInterval(options.method)
         self.store, self.visits = store, visits
         self._tell = tell  # shows the plan, before the first micro-batch
         self.pipe: Pipeline | None = None
@@ -114,7 +112,7 @@ class Fit:
         self._due = (1, 1)  # batches per update, and micro-batches of this batch
         if self.interval.known:
             batches = module.trainer.accumulate_grad_batches
-            check(self.interval.method(batches, 1))
+            self.interval.method(batches, 1)  # refuses what does not fit before anything is trained
             if not followed:
                 self.build(batches, 1)
 
@@ -124,7 +122,6 @@ class Fit:
         example: its first input, for a module whose forward is traced.
         """
         method = self.interval.method(batches, per_batch)
-        self.check(method)
         trainer = self.module.trainer
         norm, value = user_optimizer.norm_and_value(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
         with call_instead(self.found.module, self._own) if self.found.followed else nullcontext():

@@ -150,7 +150,8 @@ def trainer(
     name = plugin.precision
     if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
         raise ValueError(
-            f'precision="{name}": loss scaling needs one step for all stages; use "bf16-true" or "32-true"'
+            f'precision="{name}": loss scaling needs one step for all stages; use "bf16-mixed", "bf16-true" or '
+            '"32-true"'
         )
     if type(plugin) not in (Precision, HalfPrecision, DoublePrecision, MixedPrecision):
         raise ValueError(f'precision="{name}" is not supported by pipeback; use "32-true", "bf16-true" or "64-true"')
@@ -177,16 +178,6 @@ def trainer(
             raise ValueError(
                 f"{type(callback).__name__} needs the whole model in one process; leave it out, or use devices=1"
             )
-
-
-def precision(plugin: Precision, method: Method) -> None:
-    if isinstance(plugin, MixedPrecision) and method.copies != "stash" and any(method.delays(8)):
-        raise ValueError(
-            f'precision="{plugin.precision}": under autocast the graph keeps casts of the old weights, which '
-            f'turns {method!r} into weight stashing silently; use precision="bf16-true", with '
-            "PipelineStrategy(masters=True) for float32 weights in the optimizer as autocast has them, or "
-            'precision="32-true", or method="pipedream"'
-        )
 
 
 def optimizers(found: Sequence[Any]) -> None:

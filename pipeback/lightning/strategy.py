@@ -14,7 +14,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -185,14 +184,13 @@ class PipelineStrategy(Place):
             (optimizer,) = self.optimizers
             find_stages.check_outside(module, found, optimizer)
             self.precision_plugin.clip_gradients = self._clip_gradients  # type: ignore[method-assign]
-            check = partial(option_checks.precision, self.precision_plugin)
             tell = self.tell if options.plan and not isinstance(store, DeviceStore | None) else None
             rank: OneDevice | SharedFit = OneDevice(found)
             if self.meeting is not None:
                 self.same_random_numbers()
                 facts = options.facts(self.precision_plugin.precision)
                 rank = SharedFit(self.meeting, self.processes, facts, module, found, optimizer)
-            self._fit = Fit(rank, module, found, optimizer, options, check, store, self._visits, tell)
+            self._fit = Fit(rank, module, found, optimizer, options, store, self._visits, tell)
             self._state = FitState(self._fit, rank)
             if self.meeting is not None:
                 self._together = RankSync(self.meeting, self.same_random_numbers)

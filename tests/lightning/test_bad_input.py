@@ -216,25 +216,6 @@ def test_weights_that_the_optimizer_forgets():
     refused(Forgets(), "model.3.0.weight requires a gradient, but is in no group")
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
-@pytest.mark.parametrize("method", ["pb", "cerebras", "pipemare"])
-def test_mixed_precision(precision, method):
-    made = methods.create(method, anneal=9) if method == "pipemare" else method
-    message = 'precision="bf16-mixed".*stashing silently; use precision="bf16-true".*masters=True.*method="pipedream"'
-    refused(Regression(), message, strategy(made), precision=precision)
-
-
-@pytest.mark.parametrize("cure", [
-    {"precision": "bf16-true", "masters": True}, {"precision": "bf16-true"}, {"precision": "32-true"},
-    {"precision": "bf16-mixed", "method": "pipedream"},
-], ids=str)  # fmt: skip
-def test_what_is_said_of_mixed_precision_trains(cure):
-    module = Regression()
-    how = pipeback.lightning.PipelineStrategy(method=cure.get("method", "pb"), masters=cure.get("masters", False))
-    trainer(how, precision=cure["precision"]).fit(module, loader())
-    assert all(torch.isfinite(p).all() for p in module.parameters())
-
-
 @pytest.mark.parametrize("method", ["pb", "cerebras", "pipedream", "sgd"])
 def test_accumulation_without_an_interval(method):
     """Each of the methods that the message types trains so."""

@@ -233,10 +233,39 @@ def test_bf16_true_with_delay_is_push():
         assert torch.equal(a, b)
 
 
-def test_mixed_precision_with_a_stash():
-    module = Regression()
-    trainer(strategy("pipedream"), precision="bf16-mixed").fit(module, loader())
-    assert torch.isfinite(weights(module)).all() and module.losses[-1].dtype == torch.float32
+@pytest.mark.parametrize("method", ["pb", "cerebras", "pipemare", "pipedream"])
+@pytest.mark.parametrize("followed", [False, True], ids=["a sequence", "traced"])
+def test_mixed_precision_is_push_under_autocast(method, followed):
+    """A backward casts the weights that are in force then, under Lightning as under `push`."""
+    how = methods.create(method, anneal=9) if method == "pipemare" else method
+    batches, module = list(loader()), Regression()
+    module.model = Called(network()) if followed else network()
+    pipe = pipeback.Pipeline(
+        Called(network()) if followed else network(), loss=mse_loss, optimizer=OPTIMIZERS["momentum"], method=how,
+        stages="layer" if followed else "auto", example=batches[0][0] if followed else None,
+    )  # fmt: skip
+    with torch.autocast("cpu", torch.bfloat16):
+        for x, y in batches + batches:
+            pipe.push(x, y)
+    pipe.drain()
+    stages = {"stages": "layer"} if followed else {}
+    trainer(pipeback.lightning.PipelineStrategy(method=how, **stages), precision="bf16-mixed").fit(module, loader())
+    assert module.losses[-1].dtype == torch.float32 and len(pipe.delays) > 2
+    for a, b in zip(pipe.model.parameters(), module.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+class Called(nn.Module):
+    """A network whose forward is its own."""
+
+    def __init__(self, body):
+        super().__init__()
+        self.body = body
+
+    def forward(self, x):
+        for module in self.body:
+            x = module(x)
+        return x
 
 
 def test_the_name_is_registered():
