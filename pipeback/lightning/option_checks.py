@@ -163,11 +163,6 @@ def trainer(
             )
     if not several:
         return
-    if isinstance(plugin, MixedPrecision):
-        raise ValueError(
-            f'precision="{name}": with several devices a stage runs in a thread of its own, which autocast does not '
-            'reach; use "bf16-true" or "32-true"'
-        )
     if lightning_internals.validates_by_the_clock(trainer):
         raise ValueError(
             "val_check_interval by the clock: with several devices each rank has a clock of its own; give a number of "

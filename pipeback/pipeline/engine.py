@@ -231,13 +231,8 @@ class Engine:
 
     def rehearse(self, batches: Sequence[Batch]) -> None:
         """Rehearse what has to be, and start with the first."""
-        if accelerators.autocast():
-            if self.threads:
-                raise ValueError("workers: autocast does not reach other threads; enter it inside the modules")
-            if self.setting.stacks:
-                raise ValueError(
-                    "vectorize: autocast does not reach stages that run as one; enter it inside the modules"
-                )
+        if self.setting.stacks and accelerators.autocast():
+            raise ValueError("vectorize: autocast does not reach stages that run as one; enter it inside the modules")
         if not self._rehearsals.due(batches):
             return
         if self.runtime is not None:

@@ -22,6 +22,7 @@ from pipeback.runtime.loop import Batch, Loop
 from pipeback.runtime.undo import Dropped
 from pipeback.stages.flight import Value
 from pipeback.stages.joint_optimizer import Options
+from pipeback.tensors import accelerators
 
 Read = Callable[[list[int] | None], Tensor]  # samples per micro-batch (None: equal weights) -> mean loss of a push
 Command = Callable[[Loop], Any]
@@ -198,7 +199,12 @@ class Threads:
             thread.start()
 
     def tell(self, command: Command) -> None:
-        """Send every worker a command, to run after all earlier ones; waits while too many have not been done."""
+        """Send every worker a command, to run after all earlier ones; waits while too many have not been done.
+
+        It runs under the caller's autocast, which is a setting of each thread.
+        """
+        around = accelerators.casting()
+        command = partial(_under, around, command) if around else command
         for commands in self.commands:
             self.raise_failure()
             while not commands.offer(command, 0.2):
@@ -242,6 +248,11 @@ class Threads:
         for loop in self.loops:
             loop.worker.residence.close()
         fail(self.futures, RuntimeError("the pipeline was closed before this loss was computed"))
+
+
+def _under(around: accelerators.Autocast, command: Command, loop: Loop) -> None:
+    with accelerators.under(around):
+        command(loop)
 
 
 def deliver(futures: dict[int, Future[Tensor]], replica: int = 0, replicas: int = 1) -> Callable[[int, Tensor], None]:

@@ -34,6 +34,26 @@ def test_threads_equal_the_event_loop(case, every):
             assert torch.equal(found, wanted), f"{workers} workers differ from the event loop"
 
 
+@pytest.mark.parametrize("case", FEW)
+def test_autocast_reaches_the_threads(case):
+    """And leaves them with the push: the last micro-batches run outside of it."""
+    batches = data(9)
+
+    def run(workers, casts=True):
+        pipe = pipeline(network(), CASES[case](STAGES), workers=workers)
+        with torch.autocast("cpu", torch.bfloat16, enabled=casts):
+            losses = [pipe.push(x, y) for x, y in batches[:6]]
+        losses += [pipe.push(x, y) for x, y in batches[6:]]
+        result = torch.stack([loss.clone() for loss in losses]), everything(pipe)
+        pipe.close()
+        return result
+
+    expected = run(None)
+    assert not torch.equal(expected[0], run(None, casts=False)[0])
+    for found, wanted in zip(run(2), expected, strict=True):
+        assert torch.equal(found, wanted)
+
+
 def drawing(width=6):
     """Dropout in every stage, batch statistics in two."""
     torch.manual_seed(3)

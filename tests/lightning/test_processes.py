@@ -108,7 +108,7 @@ class Configured(Regression):
 
 def modules(devices):
     kinds = [("32-true", Configured), ("bf16-true", lambda: Regression(Declared())),
-             ("64-true", lambda: Regression(Declared()))]  # fmt: skip
+             ("64-true", lambda: Regression(Declared())), ("bf16-mixed", lambda: Regression(Declared()))]  # fmt: skip
     return [
         ranks.result("pb", devices, precision=precision, module=kind, val=partial(loader, 2))
         for precision, kind in kinds

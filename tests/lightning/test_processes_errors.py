@@ -42,7 +42,6 @@ def raised(crew, function, *arguments, **named):
 REFUSED = {
     "2 stages for 3 devices; use as many devices or less": dict(module=partial(Regression, network(2))),
     "StochasticWeightAveraging needs the whole model in one process": dict(callbacks=[StochasticWeightAveraging(0.1)]),
-    "autocast does not reach": dict(precision="bf16-mixed", method="pipedream"),
     "each rank has a clock of its own": dict(val_check_interval="00:00:01:00", val=partial(loader, 2)),
 }
 
