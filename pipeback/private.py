@@ -15,6 +15,7 @@
 * `hooks_of`, `handles`, `listened`, `hooked`, `without_step_hooks`: whether anybody listens to a module, an optimizer,
   or all of them.
 * `fused_adam`: torch's kernel for one step of Adam over lists of weights.
+* `uncompiled`: the module inside of one that torch.compile has made, or one whose own `compile` was called.
 * `inductor`, `as_autograd_cuts`: what torch.compile can be told about the graphs that it makes.
 
 Two families are used by their names all over the library, and only checked here: `torch._foreach_*`, arithmetic over
@@ -211,6 +212,15 @@ def hooked(optimizer: torch.optim.Optimizer) -> bool:
         return any(_both_hooks(optimizer)) or any(_for_all)
     except AttributeError as error:
         raise Moved(f"torch.optim.Optimizer.{STEP_HOOKS[0]}") from error
+
+
+def uncompiled(module: nn.Module) -> nn.Module | None:
+    """The module without torch.compile, which is the module itself after `compile()`; None if it is not compiled."""
+    if getattr(module, "_compiled_call_impl", None) is not None:
+        module._compiled_call_impl = None
+        return module
+    inner = module.__dict__.get("_modules", {}).get("_orig_mod")
+    return inner if inner is not None and type(module).__name__ == "OptimizedModule" else None
 
 
 def gradient_hooks(weight: Tensor) -> bool:

@@ -15,6 +15,7 @@ from pipeback.splitting.cut_points import Cuts, chosen
 from pipeback.splitting.known_forms import Arguments
 from pipeback.splitting.partition import plain
 from pipeback.splitting.split import Split, at_once, split_model
+from pipeback.splitting.uncompiled import uncompiled
 from pipeback.tensors.structures import opened
 
 _AUTO = Splitting()
@@ -58,6 +59,7 @@ def find(module: nn.Module, nominated: str, splitting: Splitting = _AUTO) -> Tra
     splitting.check()
     cuts, leaves = splitting.stages, tuple(splitting.leaves)
     chosen(cuts)
+    uncompiled(module, type(module).__name__)
     top = _nominated(module, nominated)
     if isinstance(top, (nn.ModuleList, nn.ModuleDict)):
         raise TypeError(

@@ -17,7 +17,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import CheckpointIO, Precision
 from lightning.pytorch.trainer.states import TrainerFn
@@ -39,6 +39,7 @@ from pipeback.lightning.user_optimizer import norm_and_value, stepping
 from pipeback.methods.base import Method
 from pipeback.pipeline.arguments import Debug, MicroBatches, Processes, Splitting, Streaming
 from pipeback.pipeline.pipeline import Pipeline
+from pipeback.splitting.uncompiled import uncompiled
 from pipeback.streaming.store import DeviceStore, Store
 from pipeback.tensors import meta
 
@@ -169,6 +170,10 @@ class PipelineStrategy(Place):
         return 0.0 if self._fit is None else self._fit.busy
 
     # -- building ------------------------------------------------------------------------------------------------
+
+    def connect(self, model: LightningModule) -> None:
+        uncompiled(model, type(model).__name__)  # before a checkpoint is loaded, whose names are those without
+        super().connect(model)
 
     def setup(self, trainer: Trainer) -> None:
         self._fit, self._state, self._resumed = None, None, Resumed()

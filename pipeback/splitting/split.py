@@ -19,6 +19,7 @@ from pipeback.splitting.cut_points import Cuts, chosen, family
 from pipeback.splitting.module_restore import untouched
 from pipeback.splitting.partition import StagePart, declared, join, plain, split
 from pipeback.splitting.traced_model import TracedModel
+from pipeback.splitting.uncompiled import uncompiled
 from pipeback.splitting.whole_model import PATH, WholeModel, check_one
 from pipeback.tensors.copies import replica
 
@@ -53,7 +54,7 @@ def split_model(
 
     Raises TypeError or ValueError naming the layer, what was found and the cure; the model is not changed.
     """
-    cuts, reasons = chosen(stages), dict[str, str]()
+    cuts, reasons, model = chosen(stages), dict[str, str](), uncompiled(model)
     if not isinstance(model, nn.Module) or isinstance(model, nn.ModuleList):
         if not _whole(cuts):
             raise ValueError(f'stages={cuts!r}: a list has its modules for stages; give "auto", a number or one module')

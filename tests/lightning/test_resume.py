@@ -221,3 +221,24 @@ def test_a_run_without_warnings():
         warnings.simplefilter("error", UserWarning)
         warnings.filterwarnings("ignore", ".*(num_workers|logging interval|LeafSpec|val_dataloader).*")
         fit(strategy("cerebras"), Regression(), loader(BATCHES), callbacks=[], log_every_n_steps=1)
+
+
+def test_a_compiled_model_resumes_from_a_checkpoint_without_its_names(tmp_path):
+    """The stages train without torch.compile; the checkpoint has the names that the model had before."""
+
+    def fit(compiled, epochs, resumed=None):
+        module = Regression()
+        if compiled:
+            module.model = torch.compile(module.model, backend="aot_eager")
+        made = trainer(strategy("pb"), max_epochs=epochs, default_root_dir=tmp_path)
+        made.fit(module, loader(), ckpt_path=resumed)
+        return made, module
+
+    with pytest.warns(UserWarning, match="torch.compile has compiled Regression.model"):
+        made, _ = fit(True, 1)
+    made.save_checkpoint(tmp_path / "one.ckpt")
+    with pytest.warns(UserWarning, match="torch.compile has compiled Regression.model"):
+        _, found = fit(True, 2, tmp_path / "one.ckpt")
+    _, wanted = fit(False, 2, tmp_path / "one.ckpt")
+    assert list(found.state_dict()) == list(wanted.state_dict())
+    assert torch.equal(weights(found), weights(wanted))

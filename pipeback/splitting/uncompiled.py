@@ -1,0 +1,46 @@
+"""Uncompiled: a model as it was before torch.compile.
+
+What is compiled cannot be traced, and its graph may keep functions of weights, which a delayed backward must not use.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+from torch import nn
+
+from pipeback import private
+
+
+def uncompiled(model: nn.Module | Sequence[nn.Module], where: str = "model") -> nn.Module | Sequence[nn.Module]:
+    """Return the modules that torch.compile was given; compiled submodules are put back into their places in the model.
+
+    where: the name of the model in the warning that says what was compiled. The weights are the same tensors.
+    """
+    found: list[str] = []
+    if isinstance(model, nn.Module):
+        taken: nn.Module | Sequence[nn.Module] = _without(model, where, found)
+    else:
+        taken = [_without(m, f"{where}[{n}]", found) if isinstance(m, nn.Module) else m for n, m in enumerate(model)]
+    if not found:
+        return model
+    warnings.warn(
+        f"torch.compile has compiled {', '.join(found[:3])}{', …' if len(found) > 3 else ''}. The stages train without "
+        "it, since its graphs may keep functions of old weights; compile=True compiles each stage",
+        stacklevel=2,
+    )
+    return taken
+
+
+def _without(module: nn.Module, name: str, found: list[str]) -> nn.Module:
+    inner = private.uncompiled(module)
+    if inner is not None:
+        found.append(name)
+        return _without(inner, name, [])
+    for path, parent in list(module.named_modules()):
+        for key, child in list(parent._modules.items()):
+            if child is not None and (inner := private.uncompiled(child)) is not None:
+                found.append(".".join(part for part in (name, path, key) if part))
+                setattr(parent, key, _without(inner, key, []))
+    return module
