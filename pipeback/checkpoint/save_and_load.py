@@ -105,6 +105,8 @@ def load(pipe: Any, path: str | Path) -> Any:
             warnings.warn(f"passed over: {error}", stacklevel=2)
         else:
             pipe.load_state_dict(state)
+            if facts is not None:
+                _ = pipe.pushes  # whoever keeps facts knows where training stands
             return facts
     raise CheckpointError(f"{path}: there is no whole checkpoint in this folder; train from the start, or name another")
 

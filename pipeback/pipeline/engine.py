@@ -22,6 +22,7 @@ from pipeback.pipeline.micro_batches import MicroBatcher
 from pipeback.pipeline.model_check import ModelCheck
 from pipeback.pipeline.observers import Observers
 from pipeback.pipeline.option_checks import check_groups
+from pipeback.pipeline.progress import Progress
 from pipeback.pipeline.rehearsals import Rehearsals, Relay, smallest
 from pipeback.pipeline.replica_sync import ReplicaSync
 from pipeback.pipeline.start import start
@@ -63,7 +64,7 @@ class Engine:
         self.threads = options.threads is not None or built.replicas > 1 or self.ranks.several
         self.vectorized: dict[str, str] = {}
         self.current = Options(self.optimizers, 0)
-        self.arrived = 0
+        self.arrived, self.progress = 0, Progress()
         self._rehearsals = Rehearsals(self.holding, self.delays, warn=options.debug.weight_functions == "warn")
         self.observing = Observers()
         self.error: BaseException | None = None
@@ -101,12 +102,14 @@ class Engine:
             with telling(self.ranks):
                 batches = self.batches(x, y)
                 runtime = self.ready(batches)
-            first = self.arrived
+            first, progress = self.arrived, self.progress
+            progress.push(batches)
             self.came(len(batches) // len(self.holding.everywhere))
             try:
                 losses = self.do(partial(runtime.push, first, batches, self.current), harmless=(Dropped,))
             except Dropped as dropped:
                 self.arrived = runtime.loops[0].order.arrived
+                progress.pushes -= self.arrived == first
                 if isinstance(dropped.__cause__, KeyboardInterrupt):
                     raise KeyboardInterrupt(str(dropped)) from dropped.__cause__
                 raise
@@ -215,6 +218,7 @@ class Engine:
     def take_up(self, plain: Mapping[str, Any], current: Options) -> None:
         """Load the part of a state that belongs to no stage. current: the optimizers' options in it."""
         self.current, self.arrived = current, plain["arrived"]
+        self.progress.take_up(plain)
         self.holding.seconds = plain["seconds"]
         self._rehearsals.forget()
         if self.traced is not None:

@@ -112,6 +112,7 @@ class OutsideLoss:
                 gradients = [g for g in gradients if not nothing(g)]
             if gradients:
                 self.ahead.backward(len(gradients))
+                engine.progress.came(len(gradients))
                 engine.came(len(gradients))
                 engine.do(partial(runtime.backward, gradients))
 

@@ -120,27 +120,24 @@ class Pipeline:
     def push(self, x: Value, y: Any = None) -> Tensor:
         """Train on x and y; returns the mean loss of the micro-batches just pushed, a detached 0-d tensor.
 
-        x: a tensor (N, …) or a tuple of tensors; y: the target of `loss`, cut along the first dimension like x.
-        Micro-batches may still be in flight when it returns. With workers the loss is lazy: reading it waits. x and y
-        must stay unchanged until their backward is done.
+        x: a tensor (N, …) or a tuple of tensors; y: the target of `loss`, cut along the first dimension like x. They
+        must stay unchanged until their backward is done. With workers the loss is lazy: reading it waits.
         """
         return self._engine.push(x, y, self._saving.commit_if_due)
 
     def forward(self, x: Value, *, expected: int = 1) -> Value:
         """F of one micro-batch x (N, …) at every stage, for a loss that is computed outside (`loss=None`).
 
-        Returns the model's output, detached from its graph and requiring a gradient. Compute the loss from it,
-        differentiate, and give the output's gradient to `backward`; or drop the micro-batch by `forget`. Over processes
-        the last rank gets the output; the other ranks get None at once.
+        Returns the model's output, detached from its graph and requiring a gradient, whose gradient goes to `backward`;
+        or drop the micro-batch by `forget`. Over processes the last rank gets the output, the others None at once.
         expected: micro-batches until the next `step`, for methods that flush once per push; too many do no harm.
         """
         return self._outside.forward_many([x], expected)[0]
 
     def forward_many(self, xs: Sequence[Value], *, expected: int = 1) -> list[Value]:
-        """F of several micro-batches, all at one stage before any at the next, so that a stage is streamed once.
+        """F of several micro-batches of one flush (see `together`), all at one stage before any at the next.
 
-        They must lie in one flush, which `together` tells. Returns the output of each, as `forward` does; give their
-        gradients to `backward_many`.
+        So a stage is streamed once. Returns the output of each, as `forward`; give gradients to `backward_many`.
         """
         return self._outside.forward_many(xs, expected)
 
@@ -151,17 +148,15 @@ class Pipeline:
     def backward(self, gradient: Value = None) -> None:
         """B at every stage where it may run now, from the loss's gradient with respect to the output of `forward`.
 
-        gradient: shaped like the output (for a tuple, None where the loss does not depend on a part). Updates that
-        become due are done by `step`, the next `forward`, or a call that quiesces the pipeline. Over processes the last
-        rank gives the gradient, and the others call it with None.
+        gradient: shaped like the output (for a tuple, None where the loss does not depend on a part); over processes
+        None on all ranks but the last. Due updates are done by `step`, the next `forward`, or a call that quiesces.
         """
         self._outside.backward([gradient])
 
     def backward_many(self, gradients: Sequence[Value]) -> None:
         """`backward` for the micro-batches of `forward_many`: all at one stage before any at the stage before it.
 
-        gradients: one per micro-batch, in their order. None, or a tuple of Nones, drops that micro-batch; not so over
-        processes, where every rank that has no loss gives None.
+        gradients: one per micro-batch. None, or a tuple of Nones, drops it; over processes ranks without loss give it.
         """
         self._outside.backward(gradients, forget=not self.ranks.several)
 
@@ -192,10 +187,9 @@ class Pipeline:
     # -- the model without training ------------------------------------------------------------------------------
 
     def evaluate(self, x: Value) -> Any:
-        """The model's output for x (N, …) in evaluation mode on the newest weights, without gradients.
+        """The output for x (N, …) in evaluation mode on the newest weights, without gradients; nothing else changes.
 
         Over processes every rank calls it with the same x and gets the output; replicas use their own batch statistics.
-        Micro-batches in flight, buffers and the training mode of every module stay as they are.
         """
         return self._evaluation.evaluate(x)
 
@@ -208,10 +202,9 @@ class Pipeline:
         return self._evaluation.present(stage)
 
     def shown(self, *, changes: bool = False) -> AbstractContextManager[None]:
-        """A context in which all parameters hold the newest weights; under a store in host memory, optimizer state too.
+        """A context in which the parameters of this rank hold the newest weights; in host memory, optimizer state too.
 
-        changes: keep what is written there. With a disk store all of it must fit into memory and is gone afterwards, so
-        copy it. Over processes, it covers the stages that this rank holds.
+        changes: keep what is written there. With a disk store all must fit into memory and is gone afterwards: copy it.
         """
         return self._evaluation.shown(changes)
 
@@ -233,16 +226,16 @@ class Pipeline:
     def state_dict(self) -> dict[str, Any]:
         """Everything, micro-batches in flight included: {"format", "stages": tensors per stage, "plain": JSON values}.
 
-        The tensors are copies. The state loads with `torch.load(weights_only=True)`, in any runtime, and training
-        resumes from it with the same bits. Over processes every rank calls this and gets the whole.
+        Copies that load with `torch.load(weights_only=True)`, in any runtime; training resumes with the same bits. Over
+        processes every rank calls this and gets the whole.
         """
         return self._saving.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume from a state of `state_dict`. Reopens a closed pipeline.
 
-        Raises ValueError before anything changes if the method, optimizers, weights or buffers differ. If the rest does
-        not fit (the same weights under other layers), the pipeline is closed.
+        Raises ValueError before anything changes if the method, optimizers, weights or buffers differ; what else does
+        not fit (the same weights under other layers) closes the pipeline.
         """
         self._saving.load(state_dict)
 
@@ -297,7 +290,14 @@ class Pipeline:
     @property
     def arrived(self) -> int:
         """Micro-batches pushed so far. After resuming from a store's folder, those that its last version has seen."""
+        self._engine.progress.ask()
         return self._engine.arrived
+
+    @property
+    def pushes(self) -> int:
+        """Pushes so far, those of a loaded state included: `for step in range(pipe.pushes, steps)` goes on after it."""
+        self._engine.progress.ask()
+        return self._engine.progress.pushes
 
     @property
     def closed(self) -> bool:

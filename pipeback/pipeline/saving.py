@@ -54,6 +54,7 @@ class Saving:
             "method_options": engine.method.options(),
             "optimizer": [type(opt).__name__ for opt in engine.optimizers],
             "arrived": engine.arrived,
+            **engine.progress.plain(),
             "weights": self._weights,
             "sparsity": repr(engine.holding.sparsity),
             "replicas": self._replicas,
