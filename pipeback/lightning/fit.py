@@ -21,6 +21,7 @@ from pipeback.lightning.streamed_model import StreamedModel
 from pipeback.lightning.suspended_step import Suspended
 from pipeback.lightning.update_interval import UpdateInterval
 from pipeback.pipeline.arguments import Clipping
+from pipeback.pipeline.method_choice import by_optimizer
 from pipeback.pipeline.outside_loss import nothing
 from pipeback.pipeline.pipeline import Pipeline
 from pipeback.schedules.programs import flush
@@ -91,7 +92,7 @@ class Fit:
         tell: Callable[[str], None] | None = None,
     ) -> None:
         self.rank, self.module, self.found, self.optimizer, self.options = rank, module, found, optimizer, options
-        self.interval = UpdateInterval(options.method)
+        self.interval = UpdateInterval(options.method or by_optimizer(optimizer), self._updates)
         self.store, self.visits = store, visits
         self._tell = tell  # shows the plan, before the first micro-batch
         self.pipe: Pipeline | None = None
@@ -115,6 +116,10 @@ class Fit:
             self.interval.method(batches, 1)  # refuses what does not fit before anything is trained
             if not followed:
                 self.build(batches, 1)
+
+    def _updates(self) -> int | None:
+        steps = self.module.trainer.estimated_stepping_batches
+        return int(steps) if 0 < steps < float("inf") else None
 
     def build(self, batches: int, per_batch: int, example: Any = None) -> None:
         """Build the pipeline for updates of `batches` batches with `per_batch` micro-batches each.

@@ -61,13 +61,13 @@ def no_unknown(given: Mapping[str, Any]) -> None:
         raise TypeError(f"PipelineStrategy has no option {name!r}{hint}; it takes {', '.join(OPTIONS)}")
 
 
-def options(method: str | Method, drain: str) -> None:
+def options(method: str | Method | None, drain: str) -> None:
     if isinstance(method, str) and method not in methods.available():
         near = get_close_matches(method, methods.available(), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"unknown method {method!r}{hint}; there are {', '.join(methods.available())}")
-    if not isinstance(method, (str, Method)):
-        raise TypeError(f"method must be a name or a pipeback.Method, but is {type(method).__name__}")
+    if not isinstance(method, (str, Method, type(None))):
+        raise TypeError(f"method must be a name, a pipeback.Method or None, but is {type(method).__name__}")
     if drain not in DRAIN:
         raise ValueError(f"drain must be one of {', '.join(DRAIN)}, but is {drain!r}")
 

@@ -47,7 +47,8 @@ from pipeback.tensors import meta
 class PipelineStrategy(Place):
     """Trains by pipelined backpropagation: on one device, or with Trainer(devices=N), each process with some stages.
 
-    method            a name of `pipeback.methods.available()` or a `pipeback.Method`
+    method            a name of `pipeback.methods.available()` or a `pipeback.Method`. None: "cerebras", or
+                      "pipedream" if the optimizer is not momentum SGD
     micro_batch_size  None: a batch of the DataLoader is a micro-batch. n: the batch is cut into micro-batches of n
                       samples, and `training_step` runs once per micro-batch; hooks, steps and schedulers count batches
     stages            "auto": in a sequence each module is a stage, otherwise each block or layer. "block", "layer" or
@@ -103,7 +104,7 @@ class PipelineStrategy(Place):
 
     def __init__(
         self,
-        method: str | Method = "cerebras",
+        method: str | Method | None = None,
         micro_batch_size: int | MicroBatches | None = None,
         stages: str | int | Sequence[str] | Splitting = "auto",
         module: str = "model",

@@ -22,7 +22,7 @@ from pipeback.streaming.store import DeviceStore, Store
 class StrategyOptions:
     """The options of a `PipelineStrategy`, whose docstring says what they mean; its short forms are long ones here."""
 
-    method: str | Method
+    method: str | Method | None
     micro_batch_size: int | None
     splitting: Splitting
     module: str

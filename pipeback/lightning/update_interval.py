@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from pipeback import methods
 from pipeback.methods.base import Method
+from pipeback.pipeline.method_choice import named
 
 
 class UpdateInterval:
@@ -12,10 +15,12 @@ class UpdateInterval:
     Methods that flush once per push (gpipe, one_f_one_b) flush at every optimizer step of Lightning.
     Those with a fixed interval (pipedream_2bw, pipemare) count accumulate_grad_batches times the micro-batches of a
     batch, unless they were built with a number. The others update after every micro-batch.
+
+    updates: returns how many the whole training will make, or None if that is not known.
     """
 
-    def __init__(self, method: str | Method) -> None:
-        self._given = method
+    def __init__(self, method: str | Method, updates: Callable[[], int | None] = lambda: None) -> None:
+        self._given, self._updates = method, updates
         self._batches: int | None = None  # accumulate_grad_batches, where it must not change
 
     @property
@@ -28,7 +33,7 @@ class UpdateInterval:
         wanted = batches * per_batch
         given = self._given
         if isinstance(given, str) and self._counts():
-            made = methods.create(given, micro_batches=wanted)
+            made = named(given, wanted, self._updates() if methods.derived(given, 1, 1) else None, micro_batches=wanted)
         else:
             made = methods.create(given) if isinstance(given, str) else given
         if made.flush_each_push:

@@ -54,5 +54,11 @@ def options(name: str) -> dict[str, inspect.Parameter]:
     return _METHODS.options(name)
 
 
+def derived(name: str, stages: int, updates: int) -> dict[str, Any]:
+    """Values for options that `name` needs and does not have by itself, for so many stages and updates in all."""
+    values: dict[str, Any] = getattr(_find(name), "derived", lambda *_: {})(stages, updates)
+    return values
+
+
 def _find(name: str) -> Callable[..., Any]:
     return _METHODS.find(name)

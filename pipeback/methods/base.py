@@ -134,6 +134,11 @@ class Method:
         if isinstance(cls.__dict__.get("schedule"), FunctionType):
             cls.schedule = staticmethod(cls.__dict__["schedule"])  # a function as a class attribute is no method
 
+    @classmethod
+    def derived(cls, stages: int, updates: int) -> dict[str, Any]:
+        """Values for options that a name alone leaves out. updates: how many the whole training will make."""
+        return {}
+
     def schedule_at(self, start: int, pushed: int) -> Schedule:
         """The schedule of an empty pipeline that goes on at micro-batch `start`, with a push of `pushed` of them."""
         return self.schedule

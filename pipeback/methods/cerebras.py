@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from pipeback.methods.base import Chosen, Correction, Method, OptimizerLike, Shift, State, Weights, When
-from pipeback.methods.momentum import require_momentum_sgd, sgd_step, velocity
+from pipeback.methods.momentum import LWP_OF_WEIGHTS, require_momentum_sgd, sgd_step, velocity
 from pipeback.schedules.programs import flowing
 
 
@@ -34,7 +34,7 @@ class Cerebras(Method):
         self.steps_itself = True
 
     def check(self, optimizer: torch.optim.Optimizer, stages: int) -> None:
-        require_momentum_sgd(optimizer, "cerebras", 'lwp with form="weight"')
+        require_momentum_sgd(optimizer, "cerebras", LWP_OF_WEIGHTS)
 
     def init(self, weights: Weights) -> State:
         return {"velocity": [None] * len(weights)}

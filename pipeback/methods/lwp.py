@@ -21,7 +21,7 @@ from typing import Literal
 import torch
 
 from pipeback.methods.base import Chosen, Correction, Method, OptimizerLike, Shift, State, Weights, When
-from pipeback.methods.momentum import check_horizon, require_momentum_sgd, velocity
+from pipeback.methods.momentum import LWP_OF_WEIGHTS, check_horizon, require_momentum_sgd, velocity
 from pipeback.schedules.programs import flowing
 
 
@@ -44,7 +44,7 @@ class LinearWeightPrediction(Method):
 
     def check(self, optimizer: torch.optim.Optimizer, stages: int) -> None:
         if self.form == "velocity":
-            require_momentum_sgd(optimizer, 'lwp with form="velocity"', 'lwp with form="weight"')
+            require_momentum_sgd(optimizer, 'lwp with form="velocity"', LWP_OF_WEIGHTS)
 
     def init(self, weights: Weights) -> State:
         if self.form == "velocity":

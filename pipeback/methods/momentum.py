@@ -17,6 +17,8 @@ from pipeback.methods.base import OptimizerLike
 from pipeback.tensors.fused_steps import fused_sgd_step
 from pipeback.tensors.weight_list import DECAYED, GRADIENTS, VELOCITIES, WeightList, Weights, add_scaled, chosen, whole
 
+LWP_OF_WEIGHTS = 'method=pipeback.methods.create("lwp", form="weight")'  # takes any optimizer
+
 
 def scale_hyperparameters(rate: float, momentum: float, reference: int, size: int) -> tuple[float, float]:
     """Rate and momentum for another update size, with the same decay time and the same total step per sample.

@@ -10,6 +10,7 @@ Weight copies: 2.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from pipeback.methods.base import Chosen, Method, Past, State, Weights, When
 from pipeback.schedules.programs import flowing
@@ -25,6 +26,11 @@ class PipeDream2BW(Method):
     def __post_init__(self) -> None:
         self.schedule = flowing(self.slack, every=self.micro_batches)
         self.copies = "stash"
+
+    @classmethod
+    def derived(cls, stages: int, updates: int) -> dict[str, Any]:
+        """micro_batches: as few as two versions allow."""
+        return {"micro_batches": cls.slack * (stages - 1) + 1}
 
     def check_stages(self, stages: int) -> None:
         least = self.slack * (stages - 1) + 1

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -43,8 +44,9 @@ class PipeMare(Method):
     def __post_init__(self) -> None:
         if self.t1 and (not isinstance(self.anneal, int) or self.anneal < 1):
             raise ValueError(
-                f"pipemare: anneal= must be at least 1, the updates after which T1 ends, but is {self.anneal!r}; "
-                "a quarter of the first constant-rate phase is common, and t1=False switches T1 off"
+                "pipemare: anneal= is the number of updates until the smaller rates of early stages have grown to the "
+                f"full rate, at least 1, but is {self.anneal!r}; a quarter of the first constant-rate phase is common, "
+                "say anneal=1000, and t1=False trains at the full rate from the start"
             )
         if not 0 < self.decay < 1:
             raise ValueError(f"pipemare: decay must lie between 0 and 1, but is {self.decay!r}")
@@ -53,6 +55,11 @@ class PipeMare(Method):
         self.schedule = flowing(self.slack, every=self.micro_batches)
         self.copies = "scratch" if self.t2 else "live"
         self.state_copies = int(self.t2)
+
+    @classmethod
+    def derived(cls, stages: int, updates: int) -> dict[str, Any]:
+        """anneal: a quarter of the training."""
+        return {"anneal": max(1, updates // 4)}
 
     def schedule_at(self, start: int, pushed: int) -> Schedule:
         rest = self.warmup - start

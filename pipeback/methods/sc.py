@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from pipeback.methods.base import Correction, Method, OptimizerLike, State, Weights, When
-from pipeback.methods.momentum import check_horizon, require_momentum_sgd, sgd_step
+from pipeback.methods.momentum import LWP_OF_WEIGHTS, check_horizon, require_momentum_sgd, sgd_step
 from pipeback.schedules.programs import flowing
 
 
@@ -36,7 +36,7 @@ class SpikeCompensation(Method):
         self.steps_itself = True
 
     def check(self, optimizer: torch.optim.Optimizer, stages: int) -> None:
-        require_momentum_sgd(optimizer, "sc", 'lwp with form="weight"', positive=False)
+        require_momentum_sgd(optimizer, "sc", LWP_OF_WEIGHTS, positive=False)
 
     def update(self, weights: Weights, optimizer: OptimizerLike, state: State, when: When) -> State:
         sgd_step(optimizer, weights, self._late(when))

@@ -21,7 +21,7 @@ from typing import Literal
 import torch
 
 from pipeback.methods.base import Chosen, Correction, Method, OptimizerLike, Shift, State, Weights, When
-from pipeback.methods.momentum import require_momentum_sgd, velocity
+from pipeback.methods.momentum import LWP_OF_WEIGHTS, require_momentum_sgd, velocity
 from pipeback.schedules.programs import flowing
 from pipeback.schedules.timeline import Horizon, horizons, in_flight
 
@@ -41,7 +41,7 @@ class SpecTrain(Method):
         self.merges = self.version == 1 and self.slack > 0  # otherwise several stages have the same delay
 
     def check(self, optimizer: torch.optim.Optimizer, stages: int) -> None:
-        require_momentum_sgd(optimizer, "spectrain", 'lwp with form="weight"')
+        require_momentum_sgd(optimizer, "spectrain", LWP_OF_WEIGHTS)
 
     def held(self, stage: int, stages: int) -> int:
         if self.version == 1:

@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from pipeback import methods, sparsities
+from pipeback import sparsities
 from pipeback.checkpoint import commits
 from pipeback.distributed.agreement import agree
 from pipeback.distributed.held_stages import HeldStages
 from pipeback.distributed.join import default_device
 from pipeback.distributed.ranks import Ranks, SingleProcess, meet
 from pipeback.methods.base import Method
+from pipeback.pipeline.method_choice import chosen
 from pipeback.pipeline.options import PipelineOptions
 from pipeback.pipeline.stage_builder import StageBuilder
 from pipeback.runtime.setting import Setting
@@ -64,7 +65,7 @@ def build(model: nn.Module | Sequence[nn.Module] | Split, options: PipelineOptio
             cuts = options.splitting
             model = split_model(model, cuts.stages, options.example, cuts.leaves, cuts.balance)
         parts, n = model.parts, len(model.parts)
-        method = methods.create(options.method) if isinstance(options.method, str) else options.method
+        method = chosen(options.method, options.optimizer, parts)
         options.check_together(method, n, replicas, ranks.count, home)
         every = kinds(options.activations, [part.name for part in parts])
         method.check_stages(n)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeback.methods.base import Method
+from pipeback.pipeline.method_choice import allowing
 from pipeback.runtime.loop import Batch
 from pipeback.stages.flight import Value
 from pipeback.stages.joint_optimizer import own_step, torchs_step
@@ -54,7 +55,8 @@ def check_optimizer(stage: Stage, method: Method) -> None:
         try:
             method.check(opt, stage.stages)
         except ValueError as error:
-            raise ValueError(f"{stage.label}: {error}") from None
+            names = ", ".join(f'method="{name}"' for name in allowing(opt, stage.stages))
+            raise ValueError(f"{stage.label}: {error}, or one of those that allow it: {names}") from None
         if method.steps_itself and isinstance(opt, torch.optim.SGD) and not torchs_step(opt):
             raise ValueError(
                 f"{stage.label}: {method!r} makes the step of momentum SGD itself, and would never call the step of "

@@ -30,7 +30,7 @@ class PipelineOptions(NamedTuple):
 
     loss: Callable[[Any, Any], Tensor] | None
     optimizer: OptimizerFactory
-    method: str | Method
+    method: str | Method | None
     micro_batches: MicroBatches
     splitting: Splitting
     example: Any

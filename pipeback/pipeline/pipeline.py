@@ -42,7 +42,7 @@ class Pipeline:
     loss        (output, target) -> 0-d tensor, the mean over the micro-batch; None: you compute the loss yourself,
                 between `forward` and `backward`
     optimizer   parameters -> torch.optim.Optimizer, called once per stage
-    method      a name of `pipeback.methods.available()` or a `Method`
+    method      a name of `pipeback.methods.available()` or a `Method`; None: "cerebras" if the optimizer allows it
     micro_batch_size  samples per micro-batch; the last one of a push may have fewer. None: each push is one
                 micro-batch. Or a `MicroBatches`
     stages      where a traced model is cut: at each "block", "layer" or "sublayer", "auto", into a number of stages,
@@ -78,7 +78,7 @@ class Pipeline:
         *,
         loss: Callable[[Any, Any], Tensor] | None,
         optimizer: OptimizerFactory,
-        method: str | Method = "cerebras",
+        method: str | Method | None = None,
         micro_batch_size: int | MicroBatches | None = None,
         stages: str | int | Sequence[str] | Splitting = "auto",
         example: Any = None,

@@ -38,9 +38,9 @@ ROWS: dict[str, Row] = {
     ),
     "no anneal": Row(
         lambda: methods.create("pipemare"),
-        "anneal= must be at least 1.*t1=False switches",
+        "anneal= is the number of updates until.*say anneal=1000, and t1=False trains",
         lambda: [
-            trains(method=methods.create("pipemare", anneal=1)),
+            trains(method=methods.create("pipemare", anneal=1000)),
             trains(method=methods.create("pipemare", t1=False)),
         ],
     ),
@@ -98,12 +98,12 @@ ROWS: dict[str, Row] = {
     ),
     "Adam with cerebras": Row(
         lambda: build(method="cerebras", optimizer=adam),
-        r'stage 0 \(0\): cerebras.*Adam; use lwp with form="weight"',
+        r'stage 0 \(0\): cerebras.*Adam; use method=pipeback.methods.create\("lwp", form="weight"\)',
         lambda: trains(method=weight_form(), optimizer=adam),
     ),
     "Nesterov with sc": Row(
         lambda: build(method="sc", optimizer=momentum(nesterov=True)),
-        r'stage 0 \(0\): sc.*nesterov=True; set it to 0 or use lwp with form="weight"',
+        r'stage 0 \(0\): sc.*nesterov=True; set it to 0 or use method=pipeback.methods.create\("lwp", form="weight"\)',
         lambda: [
             trains(method="sc", optimizer=momentum(nesterov=0)),
             trains(method=weight_form(), optimizer=momentum(nesterov=True)),
@@ -111,7 +111,7 @@ ROWS: dict[str, Row] = {
     ),
     "no momentum": Row(
         lambda: build(method="lwp", optimizer=momentum(momentum=0)),
-        r'stage 0 \(0\).*momentum=0; set momentum or use lwp with form="weight"',
+        r'stage 0 \(0\).*momentum=0; set momentum or use method=pipeback.methods.create\("lwp", form="weight"\)',
         lambda: [trains(method="lwp"), trains(method=weight_form(), optimizer=momentum(momentum=0))],
     ),
 }

@@ -252,7 +252,7 @@ def test_too_few_micro_batches_for_two_versions():
     ("options", "message"),
     [
         ({"method": "cerebas"}, "unknown method 'cerebas'; did you mean 'cerebras'\\?"),
-        ({"method": 3}, "method must be a name or a pipeback.Method, but is int"),
+        ({"method": 3}, "method must be a name, a pipeback.Method or None, but is int"),
         ({"micro_batch_size": 0}, "micro_batch_size must be a whole number of at least 1 or None, but is 0"),
         ({"drain": "always"}, "drain must be one of end, validation, but is 'always'"),
         ({"micro_batchsize": 4}, "has no option 'micro_batchsize'; did you mean 'micro_batch_size'\\?"),
