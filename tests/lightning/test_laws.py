@@ -1,5 +1,6 @@
 """Laws: fit without delay is plain Lightning, fit with any method is Pipeline.push, bit for bit."""
 
+import warnings
 from collections import UserDict
 from itertools import product
 
@@ -268,10 +269,31 @@ class Called(nn.Module):
         return x
 
 
+def test_without_a_method_the_optimizer_decides():
+    found, wanted = Regression(optimizer="adam"), Regression(optimizer="adam")
+    with pytest.warns(UserWarning, match='method="pipedream" is taken.*the optimizer is Adam'):
+        trainer(pipeback.lightning.PipelineStrategy()).fit(found, loader())
+    trainer(strategy("pipedream")).fit(wanted, loader())
+    assert torch.equal(weights(found), weights(wanted))
+
+
+def test_pipemare_by_its_name_knows_the_length_of_the_training():
+    found, wanted = Regression(), Regression()
+    run = trainer(strategy("pipemare"), max_epochs=3)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        run.fit(found, loader())
+    assert not [w for w in said if "anneal" in str(w.message)]
+    anneal = 3 * len(loader()) // 4
+    assert run.strategy.pipeline.method.anneal == anneal
+    trainer(strategy(methods.create("pipemare", anneal=anneal)), max_epochs=3).fit(wanted, loader())
+    assert torch.equal(weights(found), weights(wanted))
+
+
 def test_the_name_is_registered():
     found = pl.Trainer(strategy="pipeback", accelerator="cpu", logger=False, enable_checkpointing=False)
     assert isinstance(found.strategy, pipeback.lightning.PipelineStrategy)
-    assert found.strategy.options.method == "cerebras"
+    assert found.strategy.options.method is None
 
 
 def test_batches_of_tokenizers_are_cut():
