@@ -24,8 +24,8 @@ class OneDevice:
 
     failed = False
 
-    def __init__(self, found: TrainedModule) -> None:
-        self.found = found
+    def __init__(self, found: TrainedModule, threads: int | None) -> None:
+        self.found, self._threads = found, threads
         self._absent = meta.absent(found.module)  # whether the model had no values when fit began
         self._versions: list[int] = []  # the parameters' counters of writes after the last step
 
@@ -38,7 +38,7 @@ class OneDevice:
         return trained(split)
 
     def pipeline(self, split: Split, **options: Any) -> Pipeline:
-        return Pipeline(split, loss=None, **options)
+        return Pipeline(split, loss=None, workers=self._threads, **options)
 
     def at_work(self) -> AbstractContextManager[None]:
         return nullcontext()

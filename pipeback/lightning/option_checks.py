@@ -72,12 +72,14 @@ def options(method: str | Method | None, drain: str) -> None:
         raise ValueError(f"drain must be one of {', '.join(DRAIN)}, but is {drain!r}")
 
 
-def grouped(size: MicroBatches, cuts: Splitting, processes: Any, streaming: Streaming, debug: Any) -> None:
+def grouped(
+    size: MicroBatches, cuts: Splitting, workers: Any, processes: Processes, streaming: Streaming, debug: Any
+) -> None:
     """Raise if a long form has a field that the Trainer decides, or that `training_step` makes impossible."""
-    if not isinstance(processes, Processes):
+    if workers is not None and (isinstance(workers, bool) or not isinstance(workers, int) or workers < 1):
         raise TypeError(
-            f"workers must be a pipeback.Processes or None, but is {processes!r}; for several workers use "
-            "Trainer(devices=...), each of which has a process"
+            f"workers must be a number of threads, a pipeback.Processes or None, but is {workers!r}; for example "
+            "workers=2"
         )
     such("debug", debug, (Debug,), "a pipeback.Debug or None")
     for group in (size, cuts, processes, streaming, debug):
@@ -90,6 +92,14 @@ def grouped(size: MicroBatches, cuts: Splitting, processes: Any, streaming: Stre
     ):
         if value != plain:
             raise ValueError(f"PipelineStrategy does not take {name}={value!r}; use {cure}")
+
+
+def threads(workers: int | None, ranks: int) -> None:
+    if workers is not None and ranks > 1:
+        raise ValueError(
+            f"workers={workers}: with several devices each has a process, which is a worker; leave workers out, or use "
+            "Trainer(devices=1)"
+        )
 
 
 def masters(given: Any, store: Store | None) -> None:

@@ -59,8 +59,9 @@ class PipelineStrategy(Place):
                       module is traced when training_step first calls it, and cut into stages; it may take any arguments
     drain             "end": micro-batches in flight stay there until the end of `fit`. "validation": they are finished
                       before every validation, and the pipeline fills anew after it
-    workers           with several devices, a `pipeback.Processes`. A rank that does not answer for `timeout` seconds is
-                      given up; so is one that spends as long in its own code between two batches
+    workers           a number: so many threads share the stages of one device, and run B and U of different
+                      micro-batches at once. With several devices, a `pipeback.Processes`: a rank that does not answer
+                      for `timeout` seconds is given up; so is one that spends as long in its own code between batches
     store             where weights, gradients and optimizer state live. None: on the device. "host": in host memory;
                       the weights of a stage come to the device when they are needed. "disk:FOLDER": in files (of rank
                       r in FOLDER/rank-r). Or a `pipeback.Store` with its options, or a `pipeback.Streaming`, which also
@@ -109,7 +110,7 @@ class PipelineStrategy(Place):
         stages: str | int | Sequence[str] | Splitting = "auto",
         module: str = "model",
         drain: str = "end",
-        workers: Processes | None = None,
+        workers: int | Processes | None = None,
         store: str | Store | Streaming | None = None,
         activations: str | Sequence[str] | Mapping[str | int, str] = "device",
         masters: bool = False,
@@ -191,7 +192,7 @@ class PipelineStrategy(Place):
             find_stages.check_outside(module, found, optimizer)
             self.precision_plugin.clip_gradients = self._clip_gradients  # type: ignore[method-assign]
             tell = self.tell if options.plan and not isinstance(store, DeviceStore | None) else None
-            rank: OneDevice | SharedFit = OneDevice(found)
+            rank: OneDevice | SharedFit = OneDevice(found, options.threads)
             if self.meeting is not None:
                 self.same_random_numbers()
                 facts = options.facts(self.precision_plugin.precision)

@@ -27,6 +27,7 @@ class StrategyOptions:
     splitting: Splitting
     module: str
     drain: str
+    threads: int | None
     processes: Processes
     streaming: Streaming  # with the store as it was given, before each rank makes its own
     activations: str | Sequence[str] | Mapping[str | int, str]
@@ -40,16 +41,17 @@ class StrategyOptions:
         cls,
         micro_batch_size: int | MicroBatches | None,
         stages: str | int | Sequence[str] | Splitting,
-        workers: Processes | None,
+        workers: int | Processes | None,
         store: str | Store | Streaming | None,
         debug: Debug | None,
         **others: Any,
     ) -> StrategyOptions:
         """Make the options from the arguments of a strategy; raises ValueError or TypeError if one is wrong."""
         size, splitting = as_long(MicroBatches, micro_batch_size), as_long(Splitting, stages)
-        processes = Processes() if workers is None else workers
+        threads = None if isinstance(workers, Processes) else workers
+        processes = workers if isinstance(workers, Processes) else Processes()
         streaming, debug = as_long(Streaming, store), Debug() if debug is None else debug
-        option_checks.grouped(size, splitting, processes, streaming, debug)
+        option_checks.grouped(size, splitting, threads, processes, streaming, debug)
         option_checks.options(others["method"], others["drain"])
         option_checks.store(streaming.store)
         sparsity, place = streaming.sparsity, None if streaming.store == "device" else streaming.store
@@ -60,6 +62,7 @@ class StrategyOptions:
         return cls(
             micro_batch_size=size.size,
             splitting=splitting,
+            threads=threads,
             processes=processes,
             streaming=replace(streaming, store=place, sparsity=policy),
             debug=debug,
@@ -89,6 +92,7 @@ class StrategyOptions:
     ) -> find_stages.TrainedModule:
         """Return what `find` does; raises ValueError if this Trainer could not train it."""
         option_checks.trainer(trainer, module, plugin, ranks > 1, self.store is not None)
+        option_checks.threads(self.threads, ranks)
         found = self.find(module, ranks)
         option_checks.absent(trainer, found, self.streaming.init, disk_store.create(self.store), ranks > 1)
         return found

@@ -96,7 +96,7 @@ class Inspection:
     def watch(self, on: bool) -> Watch:
         """As `Pipeline.watch`."""
         engine = self._engine
-        if not engine.ranks.several and engine.threads:
+        if not engine.ranks.several and engine.threads and not engine.outside:  # there F runs through all stages alone
             raise ValueError("workers, replicas: watch does not follow threads; use workers=None and no replicas")
         if engine.holding.shards:
             raise ValueError("store: watch measures whole weights, of which a rank's store has a slice; use store=None")

@@ -47,6 +47,7 @@ class Observers:
     def _tell(self, loops: Sequence[Loop]) -> None:
         for loop in loops:
             loop.worker.watch = self._watch
-            if self._watch is not None:
-                self._watch.first = min(loop.worker.stages)
-                self._watch.newest = loop.worker.residence.newest
+        if self._watch is not None and loops:
+            newest = {s: loop.worker.residence.newest for loop in loops for s in loop.worker.stages}
+            self._watch.first = min(newest)
+            self._watch.newest = lambda stage: newest[stage.index](stage)

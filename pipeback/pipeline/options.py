@@ -72,7 +72,7 @@ class PipelineOptions(NamedTuple):
             sized = ("micro_batch_size", self.micro_batches.size, None, "micro_batch_size=None")
             equal = ("weights", self.micro_batches.weights, "equal", "micro_batch_size=None")
             finite = ("check_finite", self.debug.check_finite, False, "debug=pipeback.Debug(check_finite=False)")
-            check_goes_with("loss=None", "", (workers, sized, equal, finite, copies))
+            check_goes_with("loss=None", "", (sized, equal, finite, copies))
         check_masters(self.masters, store)
         order = self.debug.order
         among: list[tuple[str, Any, Any, str]] = [

@@ -11,7 +11,7 @@ from torch import Tensor
 from pipeback.distributed.rank_runner import RankRunner
 from pipeback.methods.base import Method
 from pipeback.pipeline.engine import Engine, Then
-from pipeback.runtime.runners import EventLoop, PushLoop
+from pipeback.runtime.runners import EventLoop, PushLoop, Runner, Threads
 from pipeback.schedules.programs import flush
 from pipeback.stages.flight import Value
 
@@ -80,10 +80,11 @@ class OutsideLoss:
                 )
             batches = [batch for x in xs for batch in engine.batches(x, None)]
             runtime, xs = engine.ready(batches, expected), [x for x, _, _ in batches]
-            assert isinstance(runtime, (PushLoop, RankRunner))
+            assert isinstance(runtime, (PushLoop, Threads, RankRunner))
             self.ahead.expect(expected)
             engine.modes.pushed()
             outputs: list[Value] = engine.do(partial(runtime.forward, engine.arrived, xs, engine.current, expected))
+            self._did(runtime)
             self.ahead.forward(len(xs))
             engine.holding.hide()  # from who clears them before the backward
             for output in outputs:
@@ -107,14 +108,15 @@ class OutsideLoss:
                 )
             ahead, fallen = self.ahead.take(), [n for n, g in enumerate(gradients) if forget and nothing(g)]
             if fallen:
-                assert isinstance(runtime, EventLoop)
-                runtime.loop.forget(fallen, ahead)
+                assert not isinstance(runtime, RankRunner)
+                engine.do(partial(runtime.forget, fallen, ahead))
                 gradients = [g for g in gradients if not nothing(g)]
             if gradients:
                 self.ahead.backward(len(gradients))
                 engine.progress.came(len(gradients))
                 engine.came(len(gradients))
                 engine.do(partial(runtime.backward, gradients))
+                self._did(runtime)
 
     def forget(self) -> None:
         """As `Pipeline.forget`."""
@@ -123,20 +125,25 @@ class OutsideLoss:
             if isinstance(runtime, RankRunner):
                 raise RuntimeError("forget: the other ranks are ahead already; give backward a gradient of zeros")
             ahead = self.ahead.take()
-            runtime.loop.forget(range(ahead), ahead)
+            self._engine.do(partial(runtime.forget, range(ahead), ahead))
 
     def step(self, then: Then) -> None:
         """As `Pipeline.step`. then: called if something was pushed."""
         engine = self._engine
         with engine.lock, torch.enable_grad():
             engine.open()
-            if isinstance(engine.runtime, (EventLoop, RankRunner)):
+            if isinstance(engine.runtime, (EventLoop, Threads, RankRunner)):
                 engine.modes.pushed()
                 engine.do(partial(engine.runtime.step, engine.method.flush_each_push))
+                self._did(engine.runtime)
                 engine.holding.hide()
                 if engine.method.flush_each_push:
                     self.ahead.restart()
                 then()
+
+    def _did(self, runtime: Runner) -> None:
+        if not isinstance(runtime, RankRunner):  # ranks work on
+            self._engine.modes.done()
 
     def _one_by_one(self) -> None:
         self._engine.open()
@@ -145,11 +152,11 @@ class OutsideLoss:
         if self.ahead.count:
             raise RuntimeError("forward was called twice; call backward or forget between")
 
-    def _went_ahead(self, what: str) -> EventLoop | RankRunner:
+    def _went_ahead(self, what: str) -> EventLoop | Threads | RankRunner:
         self._engine.open()
         if not self.ahead.count:
             raise RuntimeError(f"{what} comes after forward, but no micro-batch has gone forward")
-        assert isinstance(self._engine.runtime, (EventLoop, RankRunner))
+        assert isinstance(self._engine.runtime, (EventLoop, Threads, RankRunner))
         return self._engine.runtime
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import queue
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, Protocol
@@ -56,6 +56,9 @@ class EventLoop(ABC):
 
     def backward(self, gradients: Sequence[Value]) -> None:
         self.loop.backward(gradients)
+
+    def forget(self, which: Collection[int], of: int) -> None:
+        self.loop.forget(which, of)
 
     def step(self, flush: bool) -> None:
         self.loop.drain() if flush else self.loop.settle()
@@ -224,9 +227,30 @@ class Threads:
         self.tell(lambda loop: loop.push(batches[loop.replica * each : (loop.replica + 1) * each], options))
         return lambda sizes: LazyLoss(lambda: mean([future.result() for future in futures], sizes))
 
-    def wait(self) -> None:
-        self.tell(Loop.rest)
+    # where the loss is computed outside, each part is done when it returns, for the caller may then read gradients and
+    # weights; the workers run backwards and updates of different micro-batches at once
+
+    def forward(self, mb: int, xs: Sequence[Value], options: Options, expected: int) -> list[Value]:
+        outputs: list[Future[Any]] = [Future() for _ in xs]
+        self.futures.update(enumerate(outputs, mb))
+        self._do(lambda loop: loop.forward(xs, options, expected))
+        return [output.result() for output in outputs]
+
+    def backward(self, gradients: Sequence[Value]) -> None:
+        self._do(lambda loop: loop.backward(gradients))
+
+    def forget(self, which: Collection[int], of: int) -> None:
+        self._do(lambda loop: loop.forget(which, of))
+
+    def step(self, flush: bool) -> None:
+        self._do(Loop.drain if flush else Loop.settle)
+
+    def _do(self, command: Command) -> None:
+        self.tell(command)
         self.join()
+
+    def wait(self) -> None:
+        self._do(Loop.rest)
 
     def drain(self) -> None:
         self.tell(Loop.drain)

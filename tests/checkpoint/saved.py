@@ -46,7 +46,7 @@ class Held:
         self.stages, self.ranks, self.mine = stages, ranks or SimpleNamespace(**ALONE), mine
         self.loaded = None
 
-    streamed = False
+    streamed, pushes = False, 0
 
     @property
     def held(self):

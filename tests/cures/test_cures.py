@@ -43,7 +43,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
         ("workers", 2), ("replicas", 2), ("store", "host"),
     )],
     *[({"loss": None, name: value}, f"loss=None does not go with {name}=") for name, value in (
-        ("workers", 2), ("micro_batch_size", 2), ("weights", "samples"), ("check_finite", True), ("replicas", 2),
+        ("micro_batch_size", 2), ("weights", "samples"), ("check_finite", True), ("replicas", 2),
     )],
     ({"masters": True, "store": "host"}, "masters=True does not go with store="),
     ({"vectorize": True, "method": "sgd", "model": nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 4), nn.Linear(4, 6))},

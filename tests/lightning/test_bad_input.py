@@ -256,7 +256,10 @@ def test_too_few_micro_batches_for_two_versions():
         ({"micro_batch_size": 0}, "micro_batch_size must be a whole number of at least 1 or None, but is 0"),
         ({"drain": "always"}, "drain must be one of end, validation, but is 'always'"),
         ({"micro_batchsize": 4}, "has no option 'micro_batchsize'; did you mean 'micro_batch_size'\\?"),
-        ({"workers": 4}, r"workers must be a pipeback.Processes or None, but is 4; .* Trainer\(devices=...\)"),
+        (
+            {"workers": "4"},
+            r"workers must be a number of threads, a pipeback.Processes or None, but is '4'; .*workers=2",
+        ),
         ({"replicas": 4}, "has no option 'replicas'; it takes method, micro_batch_size, stages, module, drain"),
         ({"leaves": ["a"]}, r"has no option 'leaves'; give stages=pipeback.Splitting\(leaves=\['a'\]\)"),
         ({"clip_norm": 1.0}, r"has no option 'clip_norm'; use Trainer\(gradient_clip_val=...\)"),

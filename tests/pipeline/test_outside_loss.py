@@ -64,10 +64,11 @@ def test_a_flush_ends_with_step(case, expected):
     assert torch.equal(everything(inside), everything(other))
 
 
+@pytest.mark.parametrize("workers", [None, 2])
 @pytest.mark.parametrize("case", ["pb", "cerebras", "pipedream", "pipedream-vertical", "spectrain-v2", "pipedream_2bw"])
-def test_forgotten_micro_batches_leave_no_trace(case):
+def test_forgotten_micro_batches_leave_no_trace(case, workers):
     batches = data(14)
-    plain, other = outside(case), outside(case)
+    plain, other = outside(case), outside(case, workers=workers)
     losses = train(plain, batches)
     for n, (x, y) in enumerate(batches):
         if n % 3 == 1:
@@ -162,7 +163,7 @@ def test_calls_out_of_turn(do, message):
 @pytest.mark.parametrize(
     "option",
     [
-        {"workers": 2},
+        {"replicas": 2},
         {"micro_batch_size": 1},
         {"micro_batch_size": pipeback.MicroBatches(weights="samples")},
         {"debug": pipeback.Debug(check_finite=True)},
