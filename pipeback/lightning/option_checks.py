@@ -45,6 +45,10 @@ TRAINER = {  # arguments of a Pipeline that a Trainer decides
     "clip_value": 'use Trainer(gradient_clip_val=..., gradient_clip_algorithm="value")',
     "device": "use Trainer(accelerator=...)",
     "mesh": "use Trainer(devices=...)",
+    "vectorize": "stages that run as one need a forward of the next micro-batch at every stage at once, but Lightning "
+    "gives the next batch only when training_step has had the output of this one; use workers=2, or a "
+    "pipeback.Pipeline with loss=...",
+    "replicas": "a Trainer has one pipeline; use Trainer(devices=...), which has more workers, or a pipeback.Pipeline",
 }
 NEVER = 2**62  # micro-batches between commits
 DRAIN = ("end", "validation")
