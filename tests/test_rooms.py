@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "pipeback"
 FLOORS = [
-    {"errors", "norms", "plugins", "private", "weights", "schedules", "tensors"},
+    {"errors", "norms", "notebook", "plugins", "private", "weights", "schedules", "tensors"},
     {"methods", "sparsities", "splitting", "draw"},
     {"stages"},
     {"runtime"},
@@ -26,20 +26,22 @@ ALONE = {  # what a room may import of pipeback, where that is less than all tha
     "errors": set(),
     "schedules": set(),
     "tensors": {"private"},
-    "splitting": {"tensors", "private"},
+    "splitting": {"tensors", "notebook", "private"},
     "methods": {"schedules", "tensors", "plugins", "private"},
     "sparsities": {"plugins"},
     "draw": {"schedules"},
     "stages": {"methods", "splitting", "tensors", "private"},
-    "runtime": {"stages", "methods", "schedules", "tensors", "errors", "private"},
-    "streaming": {"runtime", "stages", "methods", "sparsities", "schedules", "tensors", "errors", "private"},
+    "runtime": {"stages", "methods", "schedules", "tensors", "errors", "notebook", "private"},
+    "streaming": {
+        "runtime", "stages", "methods", "sparsities", "schedules", "tensors", "errors", "notebook", "private",
+    },
     "vectorized": {"runtime", "stages", "methods", "splitting", "schedules", "tensors", "errors", "private"},
     "distributed": {
         "streaming", "runtime", "stages", "methods", "sparsities", "splitting", "schedules", "tensors", "weights",
         "errors", "private",
     },
     "checkpoint": {"distributed", "streaming", "runtime", "stages", "methods", "schedules", "tensors", "errors"},
-    "plan": {"distributed", "streaming", "runtime", "stages", "methods", "schedules", "tensors", "private"},
+    "plan": {"distributed", "streaming", "runtime", "stages", "methods", "schedules", "tensors", "notebook", "private"},
 }  # fmt: skip
 INSIDE = {  # the same for a folder in a room, file by file where a room is not meant as a whole
     "distributed.health": {"distributed.health", "errors"},

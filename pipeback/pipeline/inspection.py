@@ -8,12 +8,13 @@ from typing import Any
 import torch
 
 import pipeback
+from pipeback.notebook import Drawing, table
 from pipeback.pipeline import memory_use
 from pipeback.pipeline.breakdown import StageRow, breakdown
 from pipeback.pipeline.build import telling
 from pipeback.pipeline.engine import Engine
 from pipeback.pipeline.memory_use import Memory
-from pipeback.runtime.ledger import Record
+from pipeback.runtime.ledger import Ledger, Record
 from pipeback.runtime.staleness import Watch
 from pipeback.schedules.recording import Recording
 from pipeback.stages.flight import Value
@@ -33,7 +34,62 @@ class Inspection:
         engine = self._engine
         engine.wait()
         loops = [loop for loop in engine.loops if loop.replica == engine.ranks.replica]
-        return loops[0].worker.ledger if len(loops) == 1 else [r for loop in loops for r in loop.worker.ledger]
+        return loops[0].worker.ledger if len(loops) == 1 else Ledger.joined([loop.worker.ledger for loop in loops])
+
+    def text(self) -> str:
+        """The pipeline in one line. It waits for nothing: what is in flight is what the order has let in."""
+        engine = self._engine
+        state = f"{max(self._in_flight(), default=0)} in flight" if engine.error is None else "closed"
+        delays = ", ".join(map(str, engine.delays[:4])) + (", …" if len(engine.delays) > 4 else "")
+        what = f"{len(engine.stages)} stages, {engine.method!r}, delays {delays}"
+        return f"Pipeline({what}; {engine.arrived} pushed, {state})"
+
+    def html(self) -> str:
+        """The pipeline as a table of its stages. It waits for nothing either."""
+        engine = self._engine
+        here, flights = {stage.index for stage in engine.holding.mine}, self._in_flight()
+        rows = [
+            (
+                s,
+                part.name,
+                type(part.module).__name__,
+                engine.delays[s],
+                flights[s],
+                "" if s in here else "another rank",
+            )
+            for s, part in enumerate(engine.split.parts)
+        ]
+        elsewhere = len(here) < len(rows)
+        head = ["stage", "name", "module", "delay", "in flight", *(["where"] if elsewhere else [])]
+        return table(self.text(), head, rows if elsewhere else [row[:-1] for row in rows])
+
+    def _in_flight(self) -> list[int]:
+        """Micro-batches of which each stage has done F and not B, as this process's order counts them."""
+        engine = self._engine
+        if engine.error is not None or not engine.loops:
+            return [0] * len(engine.stages)
+        order = engine.loops[0].order
+        return [f - b for f, b in zip(order.forwards, order.backwards, strict=True)]
+
+    def draw(self, micro_batches: int | None) -> Drawing:
+        """As `Pipeline.draw`."""
+        from io import StringIO
+
+        from matplotlib.figure import Figure
+
+        from pipeback.draw.figures import picture
+        from pipeback.schedules.timeline import timeline
+
+        engine = self._engine
+        stages = len(engine.stages)
+        count = 2 * stages + 4 if micro_batches is None else micro_batches
+        slots = list(timeline(engine.method.schedule, stages, count))
+        wide = min(16.0, max(6.0, 0.34 * float(max((slot.end for slot in slots), default=1)) + 1.2))
+        figure = Figure(figsize=(wide, 0.42 * stages + 1.3), layout="constrained")
+        picture(slots, figure.subplots(), title=repr(engine.method))
+        text = StringIO()
+        figure.savefig(text, format="svg")
+        return Drawing(text.getvalue())
 
     def memory(self) -> Memory:
         """As `Pipeline.memory`."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from pipeback.notebook import table
 from pipeback.stages.stage import Stage
+from pipeback.streaming.byte_sizes import written
 
 
 class Memory(NamedTuple):
@@ -21,6 +23,11 @@ class Memory(NamedTuple):
     # decay. For stages that run as one: places for more older versions than there are, for weights that are about to be
     # stepped, and for micro-batches of the shape that came before
     beside: int = 0
+
+    def _repr_html_(self) -> str:
+        copies = ("copies", "state")
+        rows = [(n, f"{v:.3g} × the weights" if n in copies else written(v)) for n, v in self._asdict().items()]
+        return table("Memory", ["", "measured"], rows)
 
 
 def counted(stages: Sequence[Stage], owner: Sequence[int]) -> Memory:

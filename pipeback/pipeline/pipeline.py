@@ -13,6 +13,7 @@ import pipeback
 from pipeback.checkpoint.pipeline_state import Share
 from pipeback.distributed.ranks import Ranks, SingleProcess
 from pipeback.methods.base import Method
+from pipeback.notebook import Drawing
 from pipeback.pipeline.arguments import Clipping, Debug, MicroBatches, Processes, Splitting, Streaming, as_long, knowing
 from pipeback.pipeline.breakdown import StageRow
 from pipeback.pipeline.build import build, closing, telling
@@ -104,8 +105,7 @@ class Pipeline:
         self._saving = Saving(self._engine, self._outside.ahead, built)
         self._evaluation = Evaluation(self._engine, built.aliases)
         self._inspection = Inspection(self._engine)
-        self.split: Split = built.split
-        """How the model became stages; print it."""
+        self.split: Split = built.split  #: How the model became stages; print it or draw it.
         self.method: Method = built.method
         self.replicas: int = built.replicas
         self.delays: list[int] = built.delays
@@ -114,8 +114,6 @@ class Pipeline:
         """One per stage; set rates here or attach schedulers. Options are copied when a micro-batch is pushed."""
         with telling(self.ranks), closing(built.holding.store):
             self._saving.resume()
-
-    # -- training ------------------------------------------------------------------------------------------------
 
     def push(self, x: Value, y: Any = None) -> Tensor:
         """Train on x and y; returns the mean loss of the micro-batches just pushed, a detached 0-d tensor.
@@ -184,8 +182,6 @@ class Pipeline:
         """Stop worker threads; micro-batches in flight are lost. Over processes this rank leaves the pipeline."""
         self._engine.close()
 
-    # -- the model without training ------------------------------------------------------------------------------
-
     def evaluate(self, x: Value) -> Any:
         """The output for x (N, …) in evaluation mode on the newest weights, without gradients; nothing else changes.
 
@@ -221,8 +217,6 @@ class Pipeline:
         """The dense form of `value`, which belongs to a weight's survivors. weight: as the optimizer has it."""
         return self._evaluation.expanded(weight, value)
 
-    # -- state ---------------------------------------------------------------------------------------------------
-
     def state_dict(self) -> dict[str, Any]:
         """Everything, micro-batches in flight included: {"format", "stages": tensors per stage, "plain": JSON values}.
 
@@ -254,8 +248,6 @@ class Pipeline:
     def would_hold(self, plain: dict[str, Any]) -> list[int] | None:
         """The stages whose tensors this process needs from a state with these plain values; None: all."""
         return self._saving.would_hold(plain)
-
-    # -- looking in ----------------------------------------------------------------------------------------------
 
     @property
     def ranks(self) -> Ranks | SingleProcess:
@@ -309,6 +301,16 @@ class Pipeline:
         """Records (stage, kind, mb, version) of the last million F and B of each worker here, for the first replica."""
         return self._inspection.ledger()
 
+    def __repr__(self) -> str:
+        return self._inspection.text()
+
+    def _repr_html_(self) -> str:
+        return self._inspection.html()
+
+    def draw(self, micro_batches: int | None = None) -> Drawing:
+        """A picture of what runs when, for a notebook; needs matplotlib. None: two per stage and four more."""
+        return self._inspection.draw(micro_batches)
+
     def memory(self) -> Memory:
         """Bytes of weights, copies of weights, method state and activations, measured on the stages of this rank."""
         return self._inspection.memory()
@@ -323,9 +325,7 @@ class Pipeline:
         x, y: a push, which is rehearsed and not trained on; None: like the last one.
         pushes: how many to average over, for `pipeback.plan.beside`; None: the steady state.
         expected: for a loss that is computed outside, micro-batches until the next `step`, x included.
-
-        Bandwidths are measured. Over processes the plan is about the stages that this rank holds; before the first push
-        all ranks call it together, afterwards each may call it alone.
+        Bandwidths are measured. Over processes it is about this rank's stages; all ranks make the first plan together.
         """
         return self._inspection.plan(x, y, pushes, expected)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from pipeback.notebook import table as html_table
 from pipeback.plan.dry_run import Room
 from pipeback.plan.forecast import HOST, Forecast, HostBytes, disk_room, foresee, host_room
 from pipeback.plan.survey import PlanInputs
@@ -49,6 +50,12 @@ class Plan(NamedTuple):
 
     def __str__(self) -> str:
         return "\n".join([title(self), *_aligned(rows(self))])
+
+    def __repr__(self) -> str:
+        return f"Plan({title(self)})"
+
+    def _repr_html_(self) -> str:
+        return html_table(title(self), ["", "predicted", "of what"], rows(self))
 
 
 # -- counting ----------------------------------------------------------------------------------------------------------

@@ -6,6 +6,10 @@ from array import array
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, overload
 
+from pipeback.notebook import table
+
+SHOWN = 12  # the newest micro-batches that a notebook shows
+
 
 class Record(NamedTuple):
     """F (forward) or B (backward) of a micro-batch ran on the stage's weights after `version` updates of that stage."""
@@ -22,6 +26,35 @@ class Ledger(Sequence[Record]):
     def __init__(self, limit: int = 1_000_000) -> None:
         self.limit = limit
         self._who, self._mb, self._version = array("i"), array("q"), array("q")
+
+    @classmethod
+    def joined(cls, ledgers: Sequence[Ledger]) -> Ledger:
+        """The records of several workers, one worker after the other."""
+        whole = cls(max(1, sum(len(ledger) for ledger in ledgers)))
+        for ledger in ledgers:
+            first = len(ledger._who) - len(ledger)
+            whole._who.extend(ledger._who[first:])
+            whole._mb.extend(ledger._mb[first:])
+            whole._version.extend(ledger._version[first:])
+        return whole
+
+    def __repr__(self) -> str:
+        return f"Ledger({len(self)} records, the versions of the weights that every F and B used)"
+
+    def _repr_html_(self) -> str:
+        """The grid of stages and micro-batches: the version that F used, an arrow, and the version that B used."""
+        newest = max(self._mb, default=-1)
+        used: dict[tuple[int, int], dict[str, int]] = {}
+        for who, mb, version in zip(self._who[:], self._mb[:], self._version[:], strict=False):
+            if mb > newest - SHOWN:
+                used.setdefault((who >> 1, mb), {})["FB"[who & 1]] = version
+        columns = range(max(0, newest - SHOWN + 1), newest + 1)
+        rows = [
+            (s, *(f"{cell.get('F', '')} → {cell.get('B', '…')}" if (cell := used.get((s, i))) else "" for i in columns))
+            for s in sorted({s for s, _ in used})
+        ]
+        notes = "F used the version left of the arrow, and B the one right of it; … where B is still to come."
+        return table(repr(self), ["stage", *(f"micro-batch {i}" for i in columns)], rows, notes)
 
     def add(self, kind: str, stages: Sequence[int], mbs: Sequence[int], versions: Sequence[int]) -> None:
         """Add records of one kind, one per stage."""

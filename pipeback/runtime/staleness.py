@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+from pipeback.notebook import number, table
 from pipeback.stages.stage import Stage
 from pipeback.tensors.weight_list import Weights
 
@@ -59,6 +60,15 @@ class Watch:
             float(torch.stack(clips).float().sum()) / updates if clips else 0.0 if updates else math.nan
             for clips, updates in zip(self._clips, self._updates, strict=True)
         ]
+
+    def __repr__(self) -> str:
+        known = sum(not math.isnan(gap) for gap in self.gap)
+        return f"Watch({len(self.gap)} stages, the gap of {known} measured)"
+
+    def _repr_html_(self) -> str:
+        measured = zip(self.delay, self.gap, self.update, strict=True)
+        rows = [(n, *map(number, values)) for n, values in enumerate(measured)]
+        return table(repr(self), ["stage", "delay", "gap", "norm of one update"], rows)
 
     # -- calls by the worker: at F with its weights in place, at B with the newest still in place ------------------
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipeback.notebook import Drawing, bars, table
 from pipeback.splitting.cut_points import Cuts, chosen, family
 from pipeback.splitting.module_restore import untouched
 from pipeback.splitting.partition import StagePart, declared, join, plain, split
@@ -24,7 +25,7 @@ from pipeback.splitting.whole_model import PATH, WholeModel, check_one
 from pipeback.tensors.copies import replica
 
 
-@dataclass
+@dataclass(repr=False)
 class Split:
     """A model's stages. `print` shows the rung that applied, why earlier rungs did not, and the names of the stages."""
 
@@ -38,6 +39,19 @@ class Split:
         reasons = "".join(f"\n  not {letter}: {reason}" for letter, reason in self.reasons.items())
         names = ", ".join(part.name for part in self.parts)
         return f"{len(self.parts)} stages by {self.rung}{reasons}\n  {names}"
+
+    def __repr__(self) -> str:
+        return f"Split({len(self.parts)} stages by {self.rung})"
+
+    def _repr_html_(self) -> str:
+        rows = [(n, part.name, type(part.module).__name__, f"{_size(part):,}") for n, part in enumerate(self.parts)]
+        notes = " ".join(f"Not {letter}: {reason}." for letter, reason in self.reasons.items())
+        return table(repr(self), ["stage", "name", "module", "parameters"], rows, notes)
+
+    def draw(self) -> Drawing:
+        """A picture of the stages, with one bar per stage, as long as it has parameters; a notebook shows it."""
+        rows = [(f"{n} {part.name}", float(_size(part)), f"{_size(part):,}") for n, part in enumerate(self.parts)]
+        return bars(f"Parameters of {len(self.parts)} stages", rows)
 
 
 def split_model(
@@ -126,6 +140,11 @@ def at_once(
     else:
         reasons["b"] = f"stages={cuts!r} asks for other stages"
     return None
+
+
+def _size(part: StagePart) -> int:
+    """How many parameters a stage has."""
+    return sum(p.numel() for p in part.module.parameters())
 
 
 def _whole(cuts: Cuts) -> bool:

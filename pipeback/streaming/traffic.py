@@ -8,6 +8,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
+from pipeback.notebook import number, table
+from pipeback.streaming.byte_sizes import written as as_bytes
+
 
 class Traffic(NamedTuple):
     """Bytes, fetches and seconds of streaming."""
@@ -29,6 +32,11 @@ class Traffic(NamedTuple):
         """Return the traffic since `before`; the peaks are those of the whole time."""
         more = {name: getattr(self, name) - getattr(before, name) for name in Traffic._fields if "peak" not in name}
         return self._replace(**more)
+
+    def _repr_html_(self) -> str:
+        plain = {"fetches": "", "peak_stages": "", "stall": " s", "seconds": " s"}
+        rows = [(n, number(v) + plain[n] if n in plain else as_bytes(v)) for n, v in self._asdict().items()]
+        return table("Traffic", ["", "so far"], [(name.replace("_", " "), text) for name, text in rows])
 
 
 class Meter:
