@@ -1,6 +1,7 @@
 """The wheel holds every config, template and recipe: a folder that pyproject.toml forgets is missing only there."""
 
 import os
+import re
 import shutil
 import site
 import subprocess
@@ -39,9 +40,13 @@ def test_wheel_holds_every_file(wheel):
     expected = set()
     for folder, inside in (("pipeback", "pipeback"), ("conf", "pipeback/conf"), ("recipes", "pipeback/recipes")):
         for file in (ROOT / folder).rglob("*"):
-            if file.suffix in (".py", ".yaml", ".jinja", ".html"):
+            if file.suffix in (".py", ".yaml", ".jinja", ".html") or file.name == "py.typed":
                 expected.add(f"{inside}/{file.relative_to(ROOT / folder)}")
-    assert {"pipeback/conf/method/pb.yaml", "pipeback/recipes/templates/report.html.jinja"} <= expected
+    assert {
+        "pipeback/py.typed",
+        "pipeback/conf/method/pb.yaml",
+        "pipeback/recipes/templates/report.html.jinja",
+    } <= expected
     assert expected <= set(wheel.namelist()), "pyproject.toml: packages or package-data misses a folder"
 
 
@@ -92,3 +97,34 @@ def test_wheel_trains_outside_the_checkout(installed, tmp_path):
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "outputs" / "train" / "digits" / "cerebras-seed0" / "metrics.csv").is_file()
     assert "accuracy" in done.stdout
+
+
+SCRIPT = """
+import torch
+from torch import nn
+
+import pipeback
+
+net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+pipe = pipeback.Pipeline(
+    net, loss=nn.functional.mse_loss, optimizer=lambda params: torch.optim.SGD(params, lr=0.1), method="pb"
+)
+loss: torch.Tensor = pipe.push(torch.randn(8, 4), torch.randn(8, 2))
+reveal_type(pipe.delays)
+pipe.close()
+"""
+
+
+def test_mypy_of_a_users_script(installed, tmp_path):
+    python, clean = installed
+
+    def told(script):
+        (tmp_path / "script.py").write_text(script)
+        options = ["--strict", "--follow-imports=silent", "--ignore-missing-imports", "--python-executable", python]
+        mypy = [sys.executable, "-m", "mypy", *options, "script.py"]
+        return subprocess.run(mypy, capture_output=True, text=True, cwd=tmp_path, env=clean).stdout
+
+    found = told(SCRIPT)
+    assert re.search(r'Revealed type is "(builtins\.)?list\[(builtins\.)?int\]"', found), found
+    assert "error" not in found, found
+    assert 'Argument "workers"' in told(SCRIPT.replace('method="pb"', 'workers="two"')), "types are not seen"
