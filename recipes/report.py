@@ -93,7 +93,7 @@ def page(
         several=max(len(m.runs) for m in methods) > 1, tables={table.name: table for table in found},
         dotted=next((m.label for m in methods if m.label == "sgd" and not m.fate), ""),
         same_batches=len({run.facts.get("batch_size") for run in runs}) == 1, pictures=shown,
-        fresh=fields(methods, "gap")[1], unshown=max(0, len(fields(methods, "gap")[0]) - MOST), grids=grids(),
+        fresh=fields(methods, "gap")[1], unshown=max(0, len(fields(methods, "gap")[0]) - MOST), grids=grids(methods),
         made=made(sources, runs), notes=notes, config=config(runs),
     )  # fmt: skip
 

@@ -13,7 +13,7 @@ from matplotlib import pyplot as plt
 
 from pipeback.recipes.reports.bars import cost_bars, draw_bars, time_bars
 from pipeback.recipes.reports.heat_maps import draw_fields, fields
-from pipeback.recipes.reports.kinds import draw_schedules
+from pipeback.recipes.reports.kinds import draw_schedules, kinds
 from pipeback.recipes.reports.plots import draw_curves, draw_final
 from pipeback.recipes.reports.runs import SAMPLES, SECONDS, STEPS, Method, has
 from pipeback.recipes.reports.style import STYLE, Paint
@@ -34,7 +34,9 @@ class Picture(NamedTuple):
 def pictures(methods: Sequence[Method], goal: Target | None, folder: Path) -> dict[str, Picture]:
     """Return the pictures by name, drawn wide and narrow; the wide ones are written to the folder."""
     paint = Paint(methods)
-    drawn: dict[str, Draw | str] = {"schedules": draw_schedules, "final": partial(draw_final, methods, paint)}
+    drawn: dict[str, Draw | str] = {"final": partial(draw_final, methods, paint)}
+    found = kinds(methods)
+    drawn["schedules"] = partial(draw_schedules, found) if found else "no compared method runs by one of the schedules"
     for axis in (SAMPLES, STEPS, SECONDS):
         if any(has(run, axis) for m in methods for run in m.runs):
             drawn[axis] = partial(draw_curves, methods, axis, paint)

@@ -1,39 +1,75 @@
-"""Kinds: the kinds of schedule as pictures and as text, with one small example of each."""
+"""Kinds: the kinds of schedule of the compared methods, as pictures and as text, with one small example of each."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from matplotlib import pyplot as plt
 
 from pipeback.draw.figures import grid, picture
+from pipeback.recipes.reports.runs import Method
 from pipeback.recipes.reports.style import NARROW, WIDE
 from pipeback.schedules.ops import Schedule
 from pipeback.schedules.programs import fill_drain, flowing, one_f_one_b
 from pipeback.schedules.timeline import bubble, timeline
 
 STAGES, MICRO_BATCHES = 4, 8
-# name, description, schedule; flushes have as many micro-batches as there are stages
-KINDS: tuple[tuple[str, str, Schedule], ...] = (
-    ("gpipe", "fill, drain, update", fill_drain(STAGES)),
-    ("one_f_one_b", "early backwards, the same bubble", one_f_one_b(STAGES)),
-    ("slack 1 (pipedream, spectrain)", "never flushed, D = S − 1 − s", flowing(1)),
-    ("slack 2 (pb, sc, lwp, cerebras, pipemare)", "never flushed, D = 2(S − 1 − s)", flowing(2)),
-)
 
 
-def grids() -> list[tuple[str, str]]:
-    """Return title and text grid of each kind."""
-    return [(f"{name}: {what}", grid(schedule, STAGES, MICRO_BATCHES)) for name, what, schedule in KINDS]
+class Kind(NamedTuple):
+    """A kind of schedule. methods: those that run by it, at their own slack."""
+
+    name: str
+    what: str
+    schedule: Schedule
+    methods: tuple[str, ...]
 
 
-def draw_schedules(narrow: bool) -> plt.Figure:
-    timelines = [list(timeline(schedule, STAGES, MICRO_BATCHES)) for _, _, schedule in KINDS]
+# flushes have as many micro-batches as there are stages
+KINDS = (
+    Kind("", "fill, drain, update", fill_drain(STAGES), ("gpipe",)),
+    Kind("", "early backwards, the same bubble", one_f_one_b(STAGES), ("one_f_one_b",)),
+    Kind("slack 1", "never flushed, D = S − 1 − s", flowing(1), ("pipedream", "spectrain")),
+    Kind("slack 2", "never flushed, D = 2(S − 1 − s)", flowing(2),
+         ("pb", "sc", "lwp", "lwp_w_sc", "cerebras", "pipemare")),
+)  # fmt: skip
+
+
+def kinds(methods: Sequence[Method]) -> list[Kind]:
+    """Return the kinds that the methods run by, each named after those of its methods that are compared.
+
+    Runs of other programs do not say their method; all kinds are returned if no run does.
+    """
+    told = any(m.facts.get("method") for m in methods)
+    bases = {m.base for m in methods if not m.equal_slack}
+    found = []
+    for n, kind in enumerate(KINDS):
+        some = [name for name in kind.methods if name in bases or not told]
+        if some:
+            names = ", ".join(some)
+            found.append(kind._replace(name=f"{kind.name} ({names})" if kind.name else names))
+        elif n == len(KINDS) - 1 and any(m.equal_slack for m in methods):
+            found.append(kind)
+    return found
+
+
+def grids(methods: Sequence[Method]) -> list[tuple[str, str]]:
+    """Return title and text grid of each kind that the methods run by."""
+    return [(f"{k.name}: {k.what}", grid(k.schedule, STAGES, MICRO_BATCHES)) for k in kinds(methods)]
+
+
+def draw_schedules(shown: Sequence[Kind], narrow: bool) -> plt.Figure:
+    """Draw a timeline per kind. shown: at least one."""
+    timelines = [list(timeline(kind.schedule, STAGES, MICRO_BATCHES)) for kind in shown]
     span = max(float(slot.end) for slots in timelines for slot in slots)
-    size = (NARROW, 1.55 * len(KINDS)) if narrow else (WIDE, 1.62 * len(KINDS))
-    figure, axes = plt.subplots(len(KINDS), 1, figsize=size, layout="constrained")
-    for n, (ax, (name, what, _), slots) in enumerate(zip(axes, KINDS, timelines, strict=True)):
+    size = (NARROW, 1.55 * len(shown) + 0.3) if narrow else (WIDE, 1.62 * len(shown) + 0.2)
+    figure, axes = plt.subplots(len(shown), 1, figsize=size, layout="constrained", squeeze=False)
+    axes = axes[:, 0]
+    for n, (ax, (name, what, _, _), slots) in enumerate(zip(axes, shown, timelines, strict=True)):
         picture(slots, ax=ax, until=span)
         ax.set_title(f"{name}:{chr(10) if narrow else ' '}{what}   (bubble here {bubble(slots):.0%})", fontsize=9.5)
-        ax.set_xlabel("time, in forwards" if n == len(KINDS) - 1 else "")
+        ax.set_xlabel("time, in forwards" if n == len(shown) - 1 else "")
         ax.set_xticks(range(0, int(span) + 1, 8 if narrow else 4))
         if (legend := ax.get_legend()) and (n or narrow):
             legend.remove()  # one legend serves all panels

@@ -51,6 +51,8 @@ def columns(methods: Sequence[Method]) -> list[Column]:
     loss = ".3f" if max(len(m.runs) for m in methods) == 1 else ".2f"
     if metric.column != "val/loss":
         found.append(Column("held-out\nloss", lambda m: m.losses, loss))
+    found.append(Column("training\nloss", lambda m: _last(m, "train/loss"), loss))
+    found.append(Column("gap at\nthe end", _gaps, ".2g"))
     if any(any(m.diverged) for m in methods):
         found.append(Column("runs\ndiverged", lambda m: [float(d) for d in m.diverged], text=_diverged))
     return found
@@ -64,6 +66,23 @@ def epochs(last: int) -> list[int]:
 def _fact(method: Method, name: str) -> list[float]:
     value = method.facts.get(name)
     return [] if value is None else [float(value)]
+
+
+def _last(method: Method, column: str) -> list[float]:
+    """Return the last value of a column, one per run that did not diverge and has it."""
+    found = [run.last(column) for run, bad in zip(method.runs, method.diverged, strict=True) if not bad]
+    return [value for value in found if value is not None]
+
+
+def _gaps(method: Method) -> list[float]:
+    """Return the last gap, as the mean over stages, one per run that did not diverge and was monitored."""
+    found = []
+    for run, bad in zip(method.runs, method.diverged, strict=True):
+        lasts = [run.last(name) for name in run.columns if name.startswith("pipeback/gap/stage_")]
+        gaps = [gap for gap in lasts if gap is not None]
+        if gaps and not bad:
+            found.append(sum(gaps) / len(gaps))
+    return found
 
 
 def _finals(method: Method) -> list[float]:
@@ -85,6 +104,8 @@ def _notes(methods: Sequence[Method]) -> str:
     stages = {m.facts["stages"] for m in methods if m.facts.get("stages")}
     found = (
         f"{methods[0].metric.title} and loss are those on held-out data. "
+        f"Training loss is the one that was logged last. The gap is the distance between the newest weights and those "
+        f"that the forward used, the mean over stages of the last probe. "
         f"The update size is in samples. D is the number of updates between forward and gradient, at the first"
         f"{f' of {min(stages)} stages' if len(stages) == 1 else ' stage'}. "
     )

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import re
 import shlex
 import sys
 from contextlib import redirect_stderr, redirect_stdout
@@ -178,3 +179,25 @@ def test_bad_input_reads_well(arguments, message, tmp_path):
 def test_help_tells_the_options(tmp_path):
     code, said, _ = command("--help", cwd=tmp_path)
     assert code == 0 and "target: null" in said and "-o both.html" in said
+
+
+def test_schedules_of_compared_methods_only_and_losses_beside_accuracy(tmp_path):
+    for method in ("pb", "spectrain"):
+        write(tmp_path / method, facts(method), rows([0.5, 0.8], gaps=[0.4, 0.2]))
+    write(tmp_path / "sgd", facts("sgd"), rows([0.5, 0.9], monitor=False))
+    code, _, complained = command(tmp_path, cwd=tmp_path)
+    assert code == 0, complained
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert re.findall(r"<h3>(slack .*?|gpipe.*?|one_f.*?):", page) == ["slack 1 (spectrain)", "slack 2 (pb)"]
+    with open(tmp_path / "report_files" / "methods.csv", encoding="utf-8") as file:
+        table = {row["method"]: row for row in csv.DictReader(file)}
+    assert float(table["pb"]["training loss"]) == pytest.approx(0.3)
+    assert float(table["pb"]["gap at the end"]) == pytest.approx(0.15) and table["sgd"]["gap at the end"] == ""
+
+
+def test_a_page_is_dark_where_the_reader_wants_it_and_tables_say_that_they_scroll(compared):
+    page = (compared[0] / "a page.html").read_text(encoding="utf-8")
+    assert "prefers-color-scheme: dark" in page and "color-scheme: light dark" in page
+    light = page.partition("</style>")[0].partition("@media (prefers-color-scheme: dark)")[0]
+    assert not re.search(r"[ ;{](color|background): #", light)  # only named colours, which the dark scheme changes
+    assert "no-repeat local" in page

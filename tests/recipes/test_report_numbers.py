@@ -36,11 +36,12 @@ def test_table_holds_hand_computed_numbers():
                       for name, seeds in by_hand.items() for seed, values in enumerate(seeds)])  # fmt: skip
     found = {table.name: table for table in tables(methods, target(methods))}
     assert [" ".join(name.split()) for name in found["methods"].head] == [
-        "method", "update size", "D at stage 0", "accuracy % epoch 1", "accuracy % epoch 2", "held-out loss"
+        "method", "update size", "D at stage 0", "accuracy % epoch 1", "accuracy % epoch 2", "held-out loss",
+        "training loss",
     ]  # fmt: skip
     assert found["methods"].rows == [
-        ["sgd", "1", "0", "92.0 ±2.8", "97.0 ±1.4", "0.30 ±0.00"],
-        ["pb", "1", "6", "75.0 ±7.1", "92.0 ±2.8", "0.30 ±0.00"],
+        ["sgd", "1", "0", "92.0 ±2.8", "97.0 ±1.4", "0.30 ±0.00", "0.15 ±0.00"],
+        ["pb", "1", "6", "75.0 ±7.1", "92.0 ±2.8", "0.30 ±0.00", "0.15 ±0.00"],
     ]
     numbers = dict(zip(found["methods"].numbers[0], found["methods"].numbers[2], strict=True))
     assert numbers["method"] == "pb" and numbers["runs"] == 2
