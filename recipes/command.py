@@ -31,6 +31,8 @@ def start(command: str, task: Callable[[DictConfig], Any], config: str | None = 
     """Run `task` with the config of the command, once, or over a sweep (-m)."""
     sys.argv[1:] = ordered([quoted(word) for word in sys.argv[1:]])
     offer_installed_methods()
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # for a `_target_` in a file of the user's own, as for `python script.py`
     GlobalHydra.instance().clear()
     with mistakes(command), raising():
         hydra.main(config_path="pkg://pipeback.conf", config_name=config or command, version_base="1.3")(task)()
@@ -70,9 +72,9 @@ def ordered(words: list[str]) -> list[str]:
 
 
 def quoted(word: str) -> str:
-    """Quote a value that has another = in it, as the grammar of Hydra demands: ckpt_path=epoch=3.ckpt."""
+    """Quote a value with another = or a ~ in it, as the grammar of Hydra demands: ckpt_path=epoch=3.ckpt, out=~/out."""
     key, equals, value = word.partition("=")
-    bare = re.fullmatch(r"[^'\"{}\[\](),$\\]*=[^'\"{}\[\](),$\\]*", value)
+    bare = re.fullmatch(r"[^'\"{}\[\](),$\\]*[=~][^'\"{}\[\](),$\\]*", value)
     return f"{key}='{value}'" if equals and bare and not key.startswith("-") else word
 
 
@@ -133,7 +135,7 @@ def no_option(key: str, there: Iterable[Any]) -> str:
     values: dict[Any, Any] = plain(there, resolve=False) if isinstance(there, DictConfig) else dict.fromkeys(there)
     known = [str(k) for k in values if k != "hydra"]
     inside = {k: f"{group}.{k}" for group, node in values.items() if isinstance(node, dict) for k in node}
-    if name in ("methods", "seeds", "jobs", "keep"):
+    if name in ("methods", "seeds", "jobs", "again"):
         return f"{key} is an option of `pipeback compare`, not of this command"
     if not prefix and name in inside:
         return f"there is no option {key}; did you mean {inside[name]!r}?"

@@ -5,22 +5,23 @@
 
 This does the same as `pipeback train -m method=sgd,pb,... seed=0,1,2`, but checks everything before it starts, shows
 progress bars, and ends with `pipeback report`. `out` holds a folder per run, and report.html. A run that fails
-or diverges does not stop the others.
+or diverges does not stop the others. Finished runs of the same configuration are taken over; nothing is deleted.
 """
 
 from __future__ import annotations
 
+import os
 import re
-import shutil
 import sys
 import time
 import traceback
 from collections.abc import Mapping
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -31,26 +32,24 @@ from rich.console import Console
 from pipeback.recipes import build
 from pipeback.recipes.callbacks import ProgressFile, tell
 from pipeback.recipes.command import explained, mistakes, quoted, start
+from pipeback.recipes.interrupts import follow, stoppable
 from pipeback.recipes.live import Live, state
 from pipeback.recipes.report import console as report_console
 from pipeback.recipes.report import literal, report
+from pipeback.recipes.run_folders import Run, beside, place
 from pipeback.recipes.schemas import Compare, check
 from pipeback.recipes.train import as_yaml, quiet, run, task_of, trainer_of
 
 ALL = ("sgd", "pb", "sc", "lwp", "cerebras", "lwp_w_sc", "pipedream", "spectrain", "pipemare", "gpipe", "one_f_one_b",
        "pipedream_2bw", "pipedream_slack2", "spectrain_slack2")  # fmt: skip
 FEW = ("sgd", "pb", "cerebras", "gpipe")
-OWN = re.compile(r"(methods|seeds|seed|jobs|keep|out)=")  # options that are not passed on to `train` unchanged
-
-
-class Run(NamedTuple):
-    label: str
-    seed: int
-    out: Path
+OWN = re.compile(r"(methods|seeds|seed|jobs|again|out)=")  # options that are not passed on to `train` unchanged
 
 
 def plan(config: Mapping[str, Any], words: list[str]) -> list[Run]:
     """List the runs. Every method is built once here, so that a mistake is reported before anything starts."""
+    if config["methods"] is not None and not config["methods"]:
+        raise ValueError("methods=[] compares nothing; leave it out, or name some: methods=[sgd,pb]")
     data = build.data(config["data"], config["batch_size"], config["seed"])
     asked, labels = config["methods"], []
     for label in map(entry, asked or (FEW if config["quick"] else ALL)):
@@ -64,7 +63,12 @@ def plan(config: Mapping[str, Any], words: list[str]) -> list[Run]:
         labels.append(label)
     # longest first would use two processes best, but readers wait for sgd and pb, and seeds belong together
     seeds = range(config["seed"], config["seed"] + config["seeds"])
-    return [Run(label, seed, Path(config["out"]) / f"{label}-seed{seed}") for seed in seeds for label in labels]
+    out = Path(config["out"])
+    return [
+        place(label, seed, out / f"{label}-seed{seed}", text(words, label, seed), config["again"])
+        for seed in seeds
+        for label in labels
+    ]
 
 
 def composed(words: list[str], label: str, seed: int) -> dict[str, Any]:
@@ -72,14 +76,9 @@ def composed(words: list[str], label: str, seed: int) -> dict[str, Any]:
     return check(hydra.compose("train", [*words, f"method={label}", f"seed={seed}", f"label={label}"]))
 
 
-def done(run: Run, words: list[str]) -> bool:
-    """Whether the run was finished earlier with this very configuration."""
-    config = run.out / "config.yaml"
-    return (
-        state(run.out).get("state") in ("finished", "diverged")
-        and config.is_file()
-        and config.read_text() == as_yaml(composed(words, run.label, run.seed))
-    )
+def text(words: list[str], label: str, seed: int) -> str:
+    """The configuration of one run, as it is written beside the run."""
+    return as_yaml(composed(words, label, seed))
 
 
 def entry(method: Any) -> str:
@@ -127,48 +126,59 @@ def work(values: dict[str, Any]) -> None:
             tell(file, state="diverged" if found["diverged"] else "finished", **found)
 
 
-def compare(runs: list[Run], kept: set[str], config: Mapping[str, Any], words: list[str], console: Console) -> None:
-    """Do the runs that are not in a kept folder, then write the report."""
-    out = Path(config["out"])
-    planned = {each.out for each in runs}
-    todo = [each for each in runs if str(each.out) not in kept]
+def compare(
+    runs: list[Run], others: list[Path], config: Mapping[str, Any], given: list[str], words: list[str], console: Console
+) -> None:
+    """Do the runs that are not done yet, then write the report of all and of `others`.
+
+    given: the options as `pipeback train` takes them. words: as they were typed.
+    """
+    out, done = Path(config["out"]), [run for run in runs if run.done]
+    todo = [run for run in runs if not run.done]
+    if others:
+        console.print(
+            f"{some(len(others), 'earlier run')} of other methods or seeds in the report, too", highlight=False
+        )
+    if done:
+        console.print(f"{some(len(done), 'finished run')} of this configuration taken over", highlight=False)
     for each in todo:
-        (each.out / "progress.json").unlink(missing_ok=True)
-    for old in out.glob("*/progress.json"):
-        if old.parent not in planned and not config["keep"]:
-            shutil.rmtree(old.parent)  # a run of an earlier comparison, which would enter this one's tables
-    if kept:
-        console.print(f"{len(kept)} of {len(runs)} runs are there already", highlight=False)
+        if each.out != each.home:
+            console.print(f"{each.home} holds another run, which stays: this one goes to {each.out}", highlight=False)
+    place_of, parent = {str(run.home): str(run.out) for run in todo}, os.getpid()
 
     def job(settings: DictConfig) -> None:
-        values = check(settings)
-        if values["out"] not in kept:
-            work(values)
+        if settings.out in place_of:
+            follow(parent)
+            settings.out = place_of[settings.out]
+            work(check(settings))
 
     began = time.perf_counter()
     if todo:
-        seeds = ",".join(dict.fromkeys(str(run.seed) for run in runs))
-        labels = ",".join(dict.fromkeys(run.label for run in runs))
+        seeds = ",".join(dict.fromkeys(str(run.seed) for run in todo))
+        labels = ",".join(dict.fromkeys(run.label for run in todo))
         sweep = [f"seed={seeds}", f"method={labels}", f"hydra.sweep.dir={literal(str(out))}"]
-        sys.argv[1:] = ["-m", *train_words(words, out), *sweep, *launcher(words, config["jobs"], console)]
+        sys.argv[1:] = ["-m", *given, *sweep, *launcher(words, config["jobs"], console)]
         with Live({run.out: f"{run.label} [dim]seed {run.seed}[/dim]" for run in todo}, console):
             try:
                 start("compare", job, "train")
             except BrokenProcessPool as error:
                 raise SystemExit("pipeback compare: a process died (out of memory?); try jobs=1") from error
-    seconds, plural = time.perf_counter() - began, "" if len(todo) == 1 else "s"
-    console.print(f"{len(todo)} run{plural} in {seconds:.0f} s\n", highlight=False)
+    console.print(f"{some(len(todo), 'run')} in {time.perf_counter() - began:.0f} s\n", highlight=False)
     sys.argv[1:] = words  # as typed, for the report
     failed = [run for run in runs if state(run.out).get("state") == "failed"]
     if len(failed) < len(runs):
-        report([out], out / "report.html", console)
+        report([*(run.out for run in runs if run not in failed), *others], out / "report.html", console)
     if failed:
         sys.exit("\n".join(f"{run.label}, seed {run.seed} failed; {run.out / 'log.txt'} tells how" for run in failed))
 
 
+def some(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
 def main() -> None:
     words = [quoted(word) for word in sys.argv[1:]]
-    planned: list[tuple[list[Run], set[str], dict[str, Any]]] = []
+    planned: list[tuple[list[Run], list[Path], dict[str, Any], list[str]]] = []
 
     def task(settings: DictConfig) -> None:
         with mistakes("compare"):
@@ -176,7 +186,8 @@ def main() -> None:
             config = check(settings, Compare)
             given = train_words(list(HydraConfig.get().overrides.task), Path(config["out"]))
             runs = plan(config, given)
-            planned.append((runs, {str(r.out) for r in runs if config["keep"] and done(r, given)}, config))
+            others = beside(Path(config["out"]), runs, partial(text, given))
+            planned.append((runs, others, config, given))
 
     with mistakes("compare"):
         if swept := [w for w in words if w in ("-m", "--multirun") or w.startswith("method=")]:
@@ -184,12 +195,13 @@ def main() -> None:
                 f"{swept[0]}: it compares methods=[...] x seeds=; `pipeback train -m` sweeps over anything"
             )
     sys.argv[1:] = words
-    start("compare", task)
-    for runs, kept, config in planned:  # empty if Hydra was asked for something else (--help, --cfg job)
-        with mistakes("compare"):
-            console = report_console()
-            console.file = sys.stdout  # the present one: a run in this process has its own
-            compare(runs, kept, config, words, console)
+    with stoppable("pipeback compare: stopped. The same command goes on: finished runs are taken over"):
+        start("compare", task)
+        for runs, others, config, given in planned:  # empty if Hydra was asked for something else (--help, --cfg job)
+            with mistakes("compare"):
+                console = report_console()
+                console.file = sys.stdout  # the present one: a run in this process has its own
+                compare(runs, others, config, given, words, console)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ the check here is of the composed config, with the user's own files, and does no
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass as schema
 from dataclasses import field, fields, make_dataclass
@@ -64,7 +65,7 @@ class Compare(Train):
 
     seeds: int = 1
     jobs: int = 2
-    keep: bool = False
+    again: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -90,11 +91,23 @@ def check(config: DictConfig, options: type[Train] = Train) -> dict[str, Any]:
     OmegaConf.to_object(values)  # this runs __post_init__
     found = OmegaConf.to_container(values, resolve=True)
     assert isinstance(found, dict)
-    result = {str(k): v for k, v in found.items()}
+    result: dict[str, Any] = {str(k): expanded(v) for k, v in found.items()}
     for group in ("data", "model", "task", "optimizer", "method", "sparsity"):
         result[group] = entry(group, result[group])
     check_sparsity_reaches(result["trainer"], result["sparsity"])
     return result
+
+
+def expanded(value: Any) -> Any:
+    """The value with ~ and environment variables expanded in each text that is a path, also in "disk:~/weights"."""
+    if isinstance(value, Mapping):
+        return {k: expanded(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [expanded(v) for v in value]
+    if not isinstance(value, str) or not ("$" in value or value.removeprefix("disk:").startswith("~")):
+        return value
+    disk = "disk:" if value.startswith("disk:") else ""
+    return disk + os.path.expanduser(os.path.expandvars(value.removeprefix("disk:")))
 
 
 def check_sparsity_reaches(trainer: Any, sparsity: Mapping[str, Any]) -> None:

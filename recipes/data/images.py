@@ -83,7 +83,8 @@ class Images(Data):
         return Pictures(((0.7 * patterns[labels] + 0.3 * noise) * 255).byte(), labels)
 
     def missing(self, what: str) -> ValueError:
-        return ValueError(f"no {what} under data.root={self.root}; data.download=true fetches it")
+        there = "" if Path(self.root).expanduser().is_dir() else f"; there is no folder {self.root}"
+        return ValueError(f"data.root={self.root} has no {what}{there}; data.download=true fetches it")
 
 
 class MNIST(Images):
@@ -98,9 +99,10 @@ class MNIST(Images):
         try:
             part = kind(root, train=train, download=self.download)
         except RuntimeError as error:
-            if (found := packed(root / kind.__name__ / "raw", "train" if train else "t10k")) is not None:
+            part_name = "train" if train else "t10k"
+            if (found := packed(root / kind.__name__ / "raw", part_name)) is not None:
                 return found
-            raise self.missing(f"{kind.__name__} (the files of {kind.__name__}/raw)") from error
+            raise self.missing(f"{kind.__name__}/raw/{part_name}-images-idx3-ubyte, packed by gzip or not") from error
         return Pictures(part.data.unsqueeze(1), part.targets)
 
 
@@ -126,7 +128,7 @@ class CIFAR10(Images):
             part = datasets.CIFAR10(root, train=train, download=self.download)
         except RuntimeError as error:
             raise self.missing(
-                "CIFAR-10 (cifar-10-batches-py, or folders train/ and test/ with one folder of images per class)"
+                "cifar-10-batches-py, nor folders train/ and test/ with one folder of images per class"
             ) from error
         return Pictures(torch.from_numpy(part.data).permute(0, 3, 1, 2).contiguous(), torch.tensor(part.targets))
 

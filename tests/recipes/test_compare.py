@@ -2,6 +2,13 @@
 
 import io
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import yaml
@@ -99,20 +106,66 @@ def test_failure_does_not_stop_the_others(no_report, tmp_path, monkeypatch):
     assert state(tmp_path / "here" / "sgd-seed0")["state"] == "finished"
 
 
-def test_keep_runs_only_what_is_missing(no_report, tmp_path):
+def test_nothing_that_a_run_wrote_is_deleted_and_finished_runs_are_taken_over(monkeypatch, tmp_path):
+    from pipeback.recipes import compare as module
+
+    reported = []
+    monkeypatch.setattr(module, "report", lambda sources, *rest: reported.append([Path(p).name for p in sources]))
+
     def compare(*options):
         done = pipeback("compare", *TINY, "jobs=1", "out=here", *options, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
-        return done.stdout, {p.parent.name: p.stat().st_mtime_ns for p in (tmp_path / "here").glob("*/metrics.csv")}
+        return done.stdout, {p: p.stat().st_mtime_ns for p in (tmp_path / "here").glob("*/*") if p.is_file()}
 
     _, first = compare("methods=[sgd]")
-    said, second = compare("methods=[sgd,pb]", "keep=true")
-    assert "1 of 2 runs are there already" in said and set(second) == {"sgd-seed0", "pb-seed0"}
-    assert second["sgd-seed0"] == first["sgd-seed0"]
-    _, other = compare("methods=[sgd,pb]", "keep=true", "model.depth=3")  # another configuration: run again
-    assert other["sgd-seed0"] > second["sgd-seed0"]
-    _, last = compare("methods=[pb]")  # what an earlier comparison made would mix into this one's tables
-    assert set(last) == {"pb-seed0"}
+    said, second = compare("methods=[sgd,pb]")
+    assert "1 finished run of this configuration taken over" in said and "1 run in " in said
+    said, third = compare("methods=[pb]")  # the report is not of this method alone
+    assert "0 runs in " in said and "1 earlier run of other methods or seeds" in said and third == second
+    said, other = compare("methods=[sgd]", "model.depth=3")
+    assert "sgd-seed0 holds another run, which stays: this one goes to here/sgd-seed0-2" in said.replace("\n", " ")
+    _, again = compare("methods=[sgd]", "again=true")
+    found = [first, second, other, again]
+    for earlier, later in pairwise(found):
+        assert earlier.items() <= later.items()
+    assert {p.parent.name for p in again} == {"sgd-seed0", "pb-seed0", "sgd-seed0-2", "sgd-seed0-3"}
+    assert reported == [["sgd-seed0"], ["sgd-seed0", "pb-seed0"], ["pb-seed0", "sgd-seed0"], ["sgd-seed0-2"],
+                        ["sgd-seed0-3", "pb-seed0"]]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_every_process_and_says_how_to_go_on(number, tmp_path):
+    words = ["methods=[sgd,pb]", "data.samples=900", "epochs=500", "jobs=2", "out=here"]
+    code = "from pipeback.recipes import compare; compare.main()"
+    command = subprocess.Popen(
+        [sys.executable, "-c", code, *words], cwd=tmp_path, text=True, start_new_session=True,
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        within(100, lambda: len(list((tmp_path / "here").glob("*/metrics.csv"))) == 2)
+        command.send_signal(number)
+        _, said = command.communicate(timeout=20)
+        assert command.returncode == 128 + number
+        assert "Traceback" not in said and "The same command goes on: finished runs are taken over" in said
+        within(20, lambda: not alive(command.pid))
+    finally:
+        if alive(command.pid):
+            os.killpg(command.pid, signal.SIGKILL)
+
+
+def within(seconds, true):
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def alive(group):
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def test_without_methods_those_run_that_the_optimizer_allows(tmp_path, monkeypatch):
@@ -142,6 +195,7 @@ def test_live_shows_what_runs_tell(tmp_path):
         (["methods=[cerebas]"], "did you mean 'cerebras'?"),
         (["methods=[sgd,{pb:{slak:1}}]"], "did you mean 'method.slack'?"),
         (["methods=[{pb:1}]"], "neither a name nor"),
+        (["methods=[]"], "methods=[] compares nothing; leave it out, or name some: methods=[sgd,pb]"),
         (["methods=[sc]", "optimizer=adamw"], "momentum SGD"),
         (["methods=[pipedream_2bw]", "model.depth=40"], "pipedream_2bw"),
         (["seeds=0"], "seeds must be a whole number of at least 1, but is 0"),

@@ -202,7 +202,7 @@ class Noise(LightningDataModule):
 
 
 @pytest.fixture
-def mine(tmp_path, monkeypatch):
+def mine(tmp_path):
     """A folder with configs and a module of the user's."""
     for name, text in {
         "method/mine.yaml": "defaults: [pb, _self_]\nslack: 1\n",
@@ -218,9 +218,20 @@ def mine(tmp_path, monkeypatch):
         (tmp_path / "my" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "my" / name).write_text(text)
     (tmp_path / "own_things.py").write_text(OWN)
-    monkeypatch.syspath_prepend(tmp_path)
+    before = list(sys.path)
     yield tmp_path
+    sys.path[:] = before
     sys.modules.pop("own_things", None)
+
+
+@pytest.mark.parametrize("root", ["~/mine", "$HOME/mine", "${oc.env:HOME}/mine"])
+def test_home_and_variables_are_expanded(root, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    done = pipeback("train", "experiment=fashion_mnist", f"data.root={root}", f"out={root}/runs", cwd=tmp_path)
+    wanted = f"data.root={tmp_path}/mine has no FashionMNIST/raw/train-images-idx3-ubyte, packed by gzip or not; "
+    assert done.returncode == 2 and f"{wanted}there is no folder {tmp_path}/mine" in done.stderr
+    done = pipeback("train", *TINY, "epochs=1", f"out={root}/runs", cwd=tmp_path)
+    assert done.returncode == 0 and (tmp_path / "mine" / "runs" / "metrics.csv").is_file()
 
 
 def test_own_configs(mine):

@@ -1,0 +1,79 @@
+"""Run folders: where a comparison puts its runs, and which runs it takes over. Nothing that a run wrote is deleted.
+
+A run of (label, seed) goes to LABEL-seedSEED. If another run lies there, it goes to LABEL-seedSEED-2, -3, and so on. A
+finished run of the same configuration is taken over, wherever it lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from pipeback.recipes.live import state
+
+Compose = Callable[[str, int], str]  # (label, seed) -> the configuration of that run as YAML
+
+
+class Run(NamedTuple):
+    """A run of a comparison. home: the folder that its configuration names. out: where it goes, or lies already."""
+
+    label: str
+    seed: int
+    home: Path
+    out: Path
+    done: bool
+
+
+def place(label: str, seed: int, home: Path, text: str, again: bool) -> Run:
+    """The folder of a run whose configuration is `text`. again: it is not taken over, but done once more."""
+    for n in count(1):
+        out = home if n == 1 else home.with_name(f"{home.name}-{n}")
+        if not _written(out):
+            return Run(label, seed, home, out, done=False)
+        if not again and same(out, text):
+            return Run(label, seed, home, out, done=True)
+    raise AssertionError
+
+
+def beside(out: Path, runs: list[Run], compose: Compose) -> list[Path]:
+    """Finished runs in `out` that are not among these, but differ from what is compared in method and seed alone."""
+    found = []
+    for folder in sorted(each.parent for each in out.glob("*/progress.json")):
+        told = _config(folder)
+        if folder in {run.out for run in runs} or not {"label", "seed"} <= set(told):
+            continue
+        try:
+            text = compose(str(told["label"]), int(told["seed"]))
+        except Exception:  # a label that this command does not make
+            continue
+        if same(folder, text) and not any((r.label, r.seed) == (told["label"], told["seed"]) for r in runs):
+            found.append(folder)
+    return found
+
+
+def same(folder: Path, text: str) -> bool:
+    """Whether a finished run of this configuration lies there; its own folder is not part of a configuration."""
+    return state(folder).get("state") in ("finished", "diverged") and _plain(_config(folder)) == _plain(
+        yaml.safe_load(text)
+    )
+
+
+def _written(folder: Path) -> bool:
+    return folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+
+
+def _config(folder: Path) -> Mapping[str, Any]:
+    file = folder / "config.yaml"
+    try:
+        found = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    except (yaml.YAMLError, UnicodeDecodeError):
+        found = {}
+    return found if isinstance(found, Mapping) else {}
+
+
+def _plain(config: Mapping[str, Any]) -> str:
+    return yaml.safe_dump(dict(config)).replace(str(config.get("out")), "OUT")
