@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Sequence
 from itertools import repeat
 from typing import Any
@@ -84,12 +85,25 @@ def check_functions(method: Any, loss: Any, optimizer: Any) -> None:
         raise TypeError(f"method {type(method).__name__} has no schedule; set one, for example flowing(2)")
     for name, value in (("loss", loss), ("optimizer", optimizer)):
         if not callable(value) and not (name == "loss" and value is None):
-            example = (
-                "torch.nn.functional.mse_loss" if name == "loss" else "lambda params: torch.optim.SGD(params, lr=0.1)"
-            )
+            example = "torch.nn.functional.mse_loss" if name == "loss" else f"lambda params: {_call(value)}"
             raise TypeError(f"{name} must be a function, but is {type(value).__name__}; for example {name}={example}")
     if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
         raise ValueError("loss has weights of its own, which no stage would train; put them into the last stage")
+
+
+def _call(value: Any) -> str:
+    """How an optimizer like this one is made of `params`: its class, and its options where they are not the usual."""
+    if not isinstance(value, torch.optim.Optimizer):
+        return "torch.optim.SGD(params, lr=0.1)"
+    kind = type(value)
+    usual = inspect.signature(kind).parameters
+    options = [
+        f", {key}={found!r}"
+        for key, found in value.defaults.items()
+        if key in usual and (key == "lr" or found != usual[key].default)
+    ]
+    where = "torch.optim." if getattr(torch.optim, kind.__name__, None) is kind else ""
+    return f"{where}{kind.__name__}(params{''.join(options)})"
 
 
 def one_of(name: str, value: Any, words: Sequence[Any], where: str) -> None:

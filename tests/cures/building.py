@@ -74,8 +74,13 @@ ROWS: dict[str, Row] = {
     # functions
     "optimizer": Row(
         lambda: build(optimizer=sgd([nn.Parameter(torch.ones(1))])),
-        "optimizer must be a function, but is SGD; for example optimizer=lambda",
-        lambda: trains(optimizer=lambda params: torch.optim.SGD(params, lr=0.1)),
+        r"optimizer must be a function, but is SGD; .*lambda params: torch.optim.SGD\(params, lr=0.01, momentum=0.9\)$",
+        lambda: trains(optimizer=lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9)),
+    ),
+    "an optimizer with options": Row(
+        lambda: build(optimizer=torch.optim.AdamW([nn.Parameter(torch.ones(1))], lr=0.003, betas=(0.8, 0.99))),
+        r"but is AdamW; .*=lambda params: torch.optim.AdamW\(params, lr=0.003, betas=\(0.8, 0.99\)\)$",
+        lambda: trains(optimizer=lambda params: torch.optim.AdamW(params, lr=0.003, betas=(0.8, 0.99))),
     ),
     "loss": Row(
         lambda: build(loss=3),
