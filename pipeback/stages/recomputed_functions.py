@@ -126,21 +126,36 @@ def _place(tensor: Tensor) -> Any:
     return memory_of(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
+class _Again:
+    """Recomputes. Graphs hold it, so it must not lead back to the stage, which holds the graphs in flight."""
+
+    def __init__(self) -> None:
+        self.known: set[int] | None = None  # gets the memory of what is recomputed for somebody who looks into a graph
+        self.looked: list[Tensor] = []
+
+    def __call__(self, source: Part | ComputedTensor) -> Tensor:
+        with torch.no_grad():
+            made = source.make()
+        if not in_backward() and self.known is not None:
+            self.known.add(identity(made))
+            self.looked.append(made)
+        return made
+
+
 class Afresh:
     """What such a stage calls instead of its module."""
 
     def __init__(self, stage: Stage, inner: Callable[[Value], Value]) -> None:
         self._stage, self.inner = stage, inner
         self.handles: Handles | None = None  # those of the tensors that the last call has saved
-        self.known: set[int] | None = None  # gets the memory of what is recomputed for somebody who looks into a graph
-        self._looked: list[Tensor] = []
+        self._again = _Again()
 
     def __call__(self, given: Value) -> Value:
         if not torch.is_grad_enabled():
             return self.inner(given)
         torch.clear_autocast_cache()  # a cached cast would have no recorded origin
         handles = self.handles = Handles(self._stage.label)
-        recorder = Recorder(tensors_in(given), list(self._stage.params))
+        recorder, again = Recorder(tensors_in(given), list(self._stage.params)), self._again
 
         def pack(tensor: Tensor) -> Handle | Part | ComputedTensor:
             # views of weights are what autograd would save, too
@@ -149,7 +164,7 @@ class Afresh:
             return handles.pack(tensor)
 
         def unpack(packed: Handle | Part | ComputedTensor) -> Tensor:
-            return handles.unpack(packed) if isinstance(packed, Handle) else self._again(packed)
+            return handles.unpack(packed) if isinstance(packed, Handle) else again(packed)
 
         with saved_tensors_hooks(pack, unpack), recorder:
             output = self.inner(given)
@@ -158,16 +173,8 @@ class Afresh:
 
     def look(self, known: set[int]) -> set[int]:
         """From now on, add to `known` the memory of what is recomputed for somebody who looks into a graph."""
-        self.known, self._looked = known, []
+        self._again.known, self._again.looked = known, []
         return known
-
-    def _again(self, source: Part | ComputedTensor) -> Tensor:
-        with torch.no_grad():
-            made = source.make()
-        if not in_backward() and self.known is not None:
-            self.known.add(identity(made))
-            self._looked.append(made)
-        return made
 
 
 def as_it_was(stage: Stage, afresh: bool) -> Callable[[Value], Value]:

@@ -40,12 +40,15 @@ def refuse(stage: Stage, value: Value, target: Any, method: Method, warn: bool) 
     if found is None or _afresh(stage, value, target):
         return
     name, shape = found
-    cure = _COMPILED if isinstance(stage.call, Compiled) else "Use"
+    cure, why = "Use", "that is not cheap to recompute, as spectral norm and orthogonal weights do"
+    if isinstance(stage.call, Compiled):
+        cure = _COMPILED
+    elif stage.keeping is not None:
+        cure, why = 'Use activations="device", which recomputes what is cheap,', 'which activations="host" keeps'
     said = (
-        f"{stage.label}: its graph saves a function of the weights ({name}, {shape}) that is not cheap to "
-        f"recompute, as spectral norm and orthogonal weights do; {method!r} would run its backward on old weights. "
-        f'{cure} method="pipedream", which means to, compute it outside the graph, or accept it with '
-        'debug=pipeback.Debug(weight_functions="warn")'
+        f"{stage.label}: its graph saves a function of the weights ({name}, {shape}) {why}; {method!r} would run its "
+        f'backward on old weights. {cure} method="pipedream", which means to, compute it outside the graph, or accept '
+        'it with debug=pipeback.Debug(weight_functions="warn")'
     )
     if not warn:
         raise ValueError(said)

@@ -111,13 +111,11 @@ def _changing(program: dict[str, Any], samples: st.SearchStrategy[int]) -> list[
     found += [_call("rate", [0.5, 1.5, 0.0], st.none() | stage), _call("dropout", [0.0, 0.3])]
     if program["model"] != "sparse":  # torch has no decay for sparse gradients
         found += [_call("decay", [0.0, 0.02])]
-    if inside:
+    batch = program["model"] == "batch"  # whose statistics need two samples for each replica
+    if inside and not (batch and program["options"].get("replicas")):
         found += [_call("forms")]
-    apart = {"vectorize", "workers", "replicas"} & {
-        *program["runtime"],
-        *program["options"],
-    }  # it reaches none of these
-    if inside and not apart and program["model"] != "batch":  # which cannot be computed anew, and so is refused
+    kept = program["runtime"].get("vectorize") or program["runtime"].get("activations") == "host"
+    if inside and not batch and not kept:  # casts that are kept, or cannot be made anew, are refused
         found += [_call("cast", samples)]
     if inside and program["model"] not in RANDOM:
         found += [_call("listen", ["module", "weight", "step"], stage)]

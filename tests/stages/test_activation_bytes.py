@@ -13,6 +13,7 @@ import pipeback
 from pipeback.runtime import stage_executor
 from pipeback.stages import offload
 from pipeback.stages.flight import grown
+from pipeback.stages.recomputed_functions import Afresh
 from pipeback.stages.saved_graph import saved
 from pipeback.stages.stage import Stage
 from tests.helpers.choice import mostly_rare
@@ -205,6 +206,24 @@ def test_a_pipeline_dropped_in_flight_is_freed(options):
     stages = [weakref.ref(stage) for stage in pipe._engine.stages]
     if options:
         pipe.close()
+    del pipe
+    gc.collect()
+    assert [stage for stage in stages if stage() is not None] == []
+
+
+class Shifted(nn.Linear):
+    """Computes with a function of its weight, which B computes anew."""
+
+    def forward(self, x):
+        return nn.functional.linear(x, 1 + self.weight, self.bias)
+
+
+def test_so_is_one_that_computes_functions_of_its_weights_anew():
+    pipe = pipeline(nn.Sequential(*[Shifted(6, 6) for _ in range(3)]), "pb")
+    for x, y in data(4):
+        pipe.push(x, y)
+    stages = [weakref.ref(stage) for stage in pipe._engine.stages]
+    assert isinstance(stages[1]().call, Afresh) and stages[1]().flights
     del pipe
     gc.collect()
     assert [stage for stage in stages if stage() is not None] == []
