@@ -132,4 +132,4 @@ def _() -> None:
         finally:
             sys.setprofile(None)
         counts.append(calls[0])
-    assert counts[1] < 5 * counts[0], counts  # the cube is eight times as much
+    assert counts[1] < 4.1 * counts[0], counts  # the looks at names, of which the cube is made, are few among these
