@@ -190,8 +190,8 @@ class Engine:
                 self.error = error
             raise
 
-    def close(self) -> None:
-        """As `Pipeline.close`."""
+    def close(self, why: str = "close() was called") -> None:
+        """As `Pipeline.close`. why: what the calls that come later say."""
         with self.lock:
             if os.getpid() != self._process:
                 return
@@ -202,7 +202,7 @@ class Engine:
             self.ranks.leave()
             if self.holding.store is not None:
                 self.holding.store.close()
-            self.error = self.error or RuntimeError("close() was called")
+            self.error = self.error or RuntimeError(why)
 
     def reopen(self) -> None:
         """Stop, because a state will be loaded; micro-batches in flight are lost."""

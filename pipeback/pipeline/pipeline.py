@@ -20,6 +20,7 @@ from pipeback.pipeline.build import build, closing, telling
 from pipeback.pipeline.engine import Engine
 from pipeback.pipeline.evaluation import Evaluation
 from pipeback.pipeline.inspection import Inspection
+from pipeback.pipeline.lifetime import Lifetime
 from pipeback.pipeline.memory_use import Memory
 from pipeback.pipeline.options import PipelineOptions
 from pipeback.pipeline.outside_loss import OutsideLoss
@@ -34,7 +35,7 @@ from pipeback.streaming.store import Store
 from pipeback.streaming.traffic import Traffic
 
 
-class Pipeline:
+class Pipeline(Lifetime):
     """Train `model` by pipelined backpropagation. Its stages run forwards (F), backwards (B) and updates (U) at once.
 
     What is trained
@@ -178,10 +179,6 @@ class Pipeline:
         """Clip by other bounds from the next update on; updates that are due already are clipped by these, too."""
         self._engine.clip(norm, value)
 
-    def close(self) -> None:
-        """Stop worker threads; micro-batches in flight are lost. Over processes this rank leaves the pipeline."""
-        self._engine.close()
-
     def evaluate(self, x: Value) -> Any:
         """The output for x (N, …) in evaluation mode on the newest weights, without gradients; nothing else changes.
 
@@ -290,11 +287,6 @@ class Pipeline:
         """Pushes so far, those of a loaded state included: `for step in range(pipe.pushes, steps)` goes on after it."""
         self._engine.progress.ask()
         return self._engine.progress.pushes
-
-    @property
-    def closed(self) -> bool:
-        """Whether an error or `close` has ended the pipeline; `load_state_dict` reopens it."""
-        return self._engine.error is not None
 
     @property
     def ledger(self) -> Sequence[Record]:
