@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from pipeback.pipeline.arguments import Splitting
+from pipeback.splitting.call_arguments import Arguments
 from pipeback.splitting.cut_points import Cuts, chosen
-from pipeback.splitting.known_forms import Arguments
 from pipeback.splitting.partition import plain
 from pipeback.splitting.split import Split, at_once, split_model
 from pipeback.splitting.uncompiled import uncompiled

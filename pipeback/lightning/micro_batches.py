@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import UserDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,20 +12,15 @@ from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
 from pipeback.lightning import lightning_internals
-from pipeback.private import pytree
+from pipeback.tensors import batches
 
 
 def cut(batch: Any, size: int) -> list[tuple[Any, int]]:
-    """Cut the tensors of a batch along their first dimension into slices of `size` samples; returns (slice, length)s.
+    """Cut a batch, in whatever structure it comes, into slices of `size` samples; returns (slice, length)s.
 
-    batch: tensors in tuples, lists, dictionaries, named tuples or dataclasses known to torch, or a UserDict (what
-    tokenizers of transformers give); a list that has one entry per sample (strings, say) is cut too, and every
-    slice gets everything else whole.
+    What is cut, and what every slice gets whole, is said at `batches.cut`.
     """
-    if isinstance(batch, UserDict):
-        return [(type(batch)(part), samples) for part, samples in cut(dict(batch), size)]
-    leaves, shape = pytree.tree_flatten(batch, is_leaf=_plain_list)
-    lengths = {len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()}
+    lengths = set(batches.samples(batch))
     if len(lengths) != 1:
         found = f"tensors of lengths {sorted(lengths)}" if lengths else "no tensors"
         raise ValueError(
@@ -34,21 +28,8 @@ def cut(batch: Any, size: int) -> list[tuple[Any, int]]:
             "which must count samples; use micro_batch_size=None, or another collate_fn"
         )
     (length,) = lengths
-    slices = []
-    for begin in range(0, length, size):
-        parts = [
-            leaf[begin : begin + size]
-            if (isinstance(leaf, Tensor) and leaf.dim()) or (isinstance(leaf, list) and len(leaf) == length)
-            else leaf
-            for leaf in leaves
-        ]
-        slices.append((pytree.tree_unflatten(parts, shape), min(size, length - begin)))
-    return slices
-
-
-def _plain_list(node: Any) -> bool:
-    """Whether this is a list without tensors or containers, which may have one entry per sample."""
-    return isinstance(node, list) and not any(isinstance(x, (Tensor, list, tuple, dict)) for x in node)
+    sizes = [min(size, length - begin) for begin in range(0, length, size)]
+    return list(zip(batches.cut(batch, length, size), sizes, strict=True))
 
 
 class Passed(torch.autograd.Function):

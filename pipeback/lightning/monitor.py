@@ -8,13 +8,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor
 
 from pipeback.lightning.strategy import PipelineStrategy
 from pipeback.pipeline.memory_use import Memory
-from pipeback.private import pytree
 from pipeback.runtime.staleness import Watch
 from pipeback.streaming.traffic import Traffic
+from pipeback.tensors import batches
 
 
 class PipelineMonitor(Callback):
@@ -141,5 +140,4 @@ def _merged(ranks: Sequence[tuple[Memory, dict[str, float], Traffic]]) -> dict[s
 
 def _samples(batch: Any) -> int:
     """Return the samples of a batch: the length of its first tensor."""
-    leaves = pytree.tree_leaves(batch)
-    return next((len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), 1)
+    return next(iter(batches.samples(batch)), 1)

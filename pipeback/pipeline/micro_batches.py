@@ -14,6 +14,7 @@ from pipeback.runtime.loop import Batch
 from pipeback.splitting.traced_model import TracedModel
 from pipeback.stages.flight import Value
 from pipeback.stages.stage import Stage
+from pipeback.tensors.batches import flat
 from pipeback.tensors.structures import Form
 
 Wait = Callable[[], object]  # quiesces: buffers are borrowed and put back
@@ -31,7 +32,7 @@ class MicroBatcher:
         x, form = self._opened(x)
         found = [batch for part in shares(x, y, len(self._everywhere)) for batch in micro_batches(*part, size)]
         known = self._known([x for x, _, _ in found], form, wait, None)
-        return [(x, y, size) for x, (_, y, size) in zip(known, found, strict=True)]
+        return [(x, flat(y), size) for x, (_, y, size) in zip(known, found, strict=True)]
 
     def enter(self, x: Any, wait: Wait, training: bool | None = None) -> Value:
         """One micro-batch. training: whether it will be trained on; None: as the model is set."""

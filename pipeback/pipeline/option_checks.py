@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import repeat
 from typing import Any
 
@@ -17,6 +17,7 @@ from pipeback.stages.flight import Value
 from pipeback.stages.joint_optimizer import own_step, torchs_step
 from pipeback.stages.stage import OptimizerFactory, Stage
 from pipeback.streaming.store import DeviceStore, Store
+from pipeback.tensors import batches as batches_in
 
 
 def checked_factory(optimizer: OptimizerFactory, s: int) -> OptimizerFactory:
@@ -183,7 +184,8 @@ def check_tensors(x: Any, who: str = "push") -> tuple[Tensor, ...]:
     odd = [type(part).__name__ for part in parts if not isinstance(part, Tensor)]
     if odd or not parts:
         inside = f"tuple with a {odd[0]} in it" if odd and x is parts else type(x).__name__
-        cure = "give tuple(x.values())" if isinstance(x, dict) else "give tensors"
+        whole = isinstance(x, list) and all(isinstance(part, Tensor) for part in x)
+        cure = "give tuple(x.values())" if isinstance(x, Mapping) else "give tuple(x)" if whole else "give tensors"
         raise TypeError(
             f"{who} takes a tensor or a tuple of tensors, but got {inside}: the modules of this pipeline are called "
             f"one on the output of the other; {cure}, or a model with a forward of its own, whose arguments may be "
@@ -200,7 +202,7 @@ def micro_batches(x: Value, y: Any, size: int | None) -> list[Batch]:
         raise ValueError(
             "push takes batches: the first dimension counts samples, but a 0-d tensor was given; give x[None]"
         )
-    y = tuple(map(_target, y)) if isinstance(y, tuple) else _target(y)
+    y = batches_in.checked(y)
     length = len(batched[0])
     if length == 0:
         raise ValueError("the batch that was pushed is empty; leave such batches out")
@@ -211,9 +213,8 @@ def micro_batches(x: Value, y: Any, size: int | None) -> list[Batch]:
             f"push got a tensor of layout {sparse.layout}, which is not cut into micro-batches or shared by replicas; "
             "push it as .to_dense(), or one micro-batch at a time, with micro_batch_size=None and replicas=1"
         )
-    targets = [t for t in (y if isinstance(y, tuple) else (y,)) if isinstance(t, Tensor) and t.dim()]
-    if any(len(part) != length for part in (*batched, *targets)):
-        lengths = [len(part) for part in (*batched, *targets)]
+    lengths = [*map(len, batched), *batches_in.samples(y)]
+    if any(found != length for found in lengths):
         raise ValueError(
             f"x and y must have one length to be cut into micro-batches of {size}, but have {lengths}; push as many "
             "targets as samples, or use micro_batch_size=None"
@@ -222,18 +223,11 @@ def micro_batches(x: Value, y: Any, size: int | None) -> list[Batch]:
         return [(x, y, length)]
 
     def pieces(value: Any) -> Iterable[Any]:
+        if not batches_in.simple(value):
+            return batches_in.cut(value, length, size)
         if isinstance(value, tuple) and value:
             return zip(*map(pieces, value), strict=False)
         return value.split(size) if isinstance(value, Tensor) and value.dim() else repeat(value)
 
     sizes = [min(size, length - begin) for begin in range(0, length, size)]
     return list(zip(pieces(x), pieces(y), sizes, strict=False))
-
-
-def _target(value: Any) -> Any:
-    """A part of a target, detached from the graph that made it, which is not trained here."""
-    if isinstance(value, Tensor):
-        return value.detach()
-    if value is None or isinstance(value, (bool, int, float)):
-        return value
-    raise TypeError(f"y must be a tensor, a number, None, or a tuple of these, but has a {type(value).__name__}")

@@ -49,8 +49,8 @@ class Pipeline(Lifetime):
                 micro-batch. Or a `MicroBatches`
     stages      where a traced model is cut: at each "block", "layer" or "sublayer", "auto", into a number of stages,
                 or at named modules. A sequence takes "auto" (one stage per module) or a number. Or a `Splitting`
-    example     an x as you push it, on which the forward is traced: a tensor, a tuple of positional arguments, or a
-                dict of keyword arguments
+    example     an x as you push it, on which the forward is traced: a tensor, a tuple of positional arguments, a dict
+                (or what a tokenizer gives) of keyword arguments, or any structure for a forward of one argument
 
     Workers, and where weights and activations are kept
     workers     threads that share the stages, balanced by measured time; None: one event loop. Under torchrun, or in a
@@ -119,8 +119,8 @@ class Pipeline(Lifetime):
     def push(self, x: Value, y: Any = None) -> Tensor:
         """Train on x and y; returns the mean loss of the micro-batches just pushed, a detached 0-d tensor.
 
-        x: a tensor (N, …) or a tuple of tensors; y: the target of `loss`, cut along the first dimension like x. They
-        must stay unchanged until their backward is done. With workers the loss is lazy: reading it waits.
+        x: a tensor (N, …), a tuple of tensors, or as `example`; y: the target of `loss`, in any structure, cut along the
+        first dimension like x. Both must stay unchanged until their backward. Workers give a lazy loss: reading it waits.
         """
         return self._engine.push(x, y, self._saving.commit_if_due)
 

@@ -12,18 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipeback.private import pytree
 from pipeback.splitting.branches import Branch
+from pipeback.splitting.call_arguments import Arguments
 from pipeback.tensors import accelerators
 from pipeback.tensors.copies import replica
-from pipeback.tensors.structures import Form, Ref, opened
-
-
-class Arguments(NamedTuple):
-    """The positional and keyword arguments of a call of a model."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+from pipeback.tensors.structures import Form, opened
+from pipeback.tensors.written_forms import read, written
 
 
 class Known(NamedTuple):
@@ -56,8 +50,7 @@ class Known(NamedTuple):
             "training": training,
             "autocast": accelerators.written(autocast),
             "tensors": [[list(shape), str(dtype).removeprefix("torch.")] for shape, dtype in tensors],
-            "structure": pytree.treespec_dumps(self.inputs.spec),
-            "constants": [_plain(c) for c in self.inputs.constants],
+            **written(self.inputs),
             "answers": self.answers,
             "decisions": [decision.number for decision in self.decisions],
             "mark": None if self.mark is None else list(self.mark.shape),
@@ -85,17 +78,4 @@ def tensors_of(value: Any) -> tuple[Tensor, ...]:
 def example_of(form: Mapping[str, Any]) -> tuple[tuple[Tensor, ...], Form]:
     """Return tensors of a form that a saved state has as plain values, and the structure that they stand in."""
     x = tuple(torch.empty(shape, dtype=getattr(torch, kind)) for shape, kind in form["tensors"])
-    constants = tuple(Ref(c["tensor"]) if isinstance(c, dict) else c for c in form["constants"])
-    return x, Form(pytree.treespec_loads(form["structure"]), constants)
-
-
-def _plain(value: Any) -> Any:
-    """Return a constant of a structure as a value that JSON has. Raises ValueError if there is none."""
-    if isinstance(value, Ref):
-        return {"tensor": value.number}
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    raise ValueError(
-        f"a micro-batch has a {type(value).__name__} in it, {value!r}, which a saved state cannot hold; push tensors, "
-        "numbers and strings"
-    )
+    return x, read(form)

@@ -21,6 +21,7 @@ from pipeback.private import FakeTensorMode
 from pipeback.splitting.attribute_changes import Name, again
 from pipeback.splitting.attribute_reads import AttributeReads, modes
 from pipeback.splitting.branches import MOST, decisions, mark, told
+from pipeback.splitting.call_arguments import Arguments, arguments_of
 from pipeback.splitting.call_cost import Work
 from pipeback.splitting.call_trace import Call, CallTrace
 from pipeback.splitting.cut_points import Cuts, Unit, blocks_of, chosen, cut_units, family, joined, leaves
@@ -29,7 +30,7 @@ from pipeback.splitting.draw_checks import check_draws
 from pipeback.splitting.escaped_tensors import looked_into
 from pipeback.splitting.forward_check import check_equal
 from pipeback.splitting.key_value_caches import caching, without_caches
-from pipeback.splitting.known_forms import Arguments, Known, example_of, tensors_of, with_own_tensors
+from pipeback.splitting.known_forms import Known, example_of, tensors_of, with_own_tensors
 from pipeback.splitting.module_restore import untouched
 from pipeback.splitting.ownership import Ownership
 from pipeback.splitting.partition import StagePart
@@ -93,13 +94,8 @@ class TracedModel:
     # -- in and out ----------------------------------------------------------------------------------------------
 
     def arguments(self, x: Any) -> Arguments:
-        """Return the model's arguments from a push: a dictionary gives keyword, a tuple positional arguments."""
-        if isinstance(x, Arguments):
-            return x
-        if isinstance(x, dict):
-            return Arguments((), x)
-        one = isinstance(self.model, nn.Sequential) or not isinstance(x, tuple)
-        return Arguments((x,) if one else x, {})
+        """Return the model's arguments from a push, see `call_arguments`."""
+        return x if isinstance(x, Arguments) else arguments_of(self.model, x)
 
     def enter(self, x: Any) -> tuple[Any, Form]:
         """Return the tensors that were pushed, as the first stage takes them, and the structure around them."""

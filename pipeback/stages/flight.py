@@ -11,6 +11,7 @@ from torch import Tensor
 from pipeback.private import catch
 from pipeback.stages.home import Repetition, StackedFlight
 from pipeback.tensors import accelerators
+from pipeback.tensors.batches import whole
 from pipeback.tensors.weight_list import Weights
 
 Value = Any  # what crosses a boundary: a tensor or a tuple of tensors
@@ -86,6 +87,11 @@ def target_on(device: torch.device | None, target: Any) -> Any:
     if isinstance(target, tuple):
         return tuple(target_on(device, part) for part in target)
     return target.to(device) if isinstance(target, Tensor) and target.device != device else target
+
+
+def for_loss(device: torch.device | None, target: Any) -> Any:
+    """The target on the stage's device, in the structure in which it was pushed."""
+    return whole(target_on(device, target))
 
 
 class ActivationPolicy(Protocol):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from pipeback.methods.base import Method, State
 from pipeback.splitting.segment import Segment
 from pipeback.stages.device_slot import DeviceSlot
-from pipeback.stages.flight import ActivationPolicy, Flight, Value, cut, laid_alike, target_on
+from pipeback.stages.flight import ActivationPolicy, Flight, Value, cut, for_loss, laid_alike
 from pipeback.stages.gradients import Gradients, GradientSums, averaged, differentiate, nothing, sparse_rows
 from pipeback.stages.home import Home, StageStack
 from pipeback.stages.learnt import Learnt
@@ -254,7 +254,7 @@ class Stage:
             return output
         # a traced model knows its output's structure, while boundaries carry only the tensors
         shape = self.module.__structured__ if isinstance(self.module, Segment) else None
-        return self.loss(output if shape is None else shape(given, output), target_on(self.device, target))
+        return self.loss(output if shape is None else shape(given, output), for_loss(self.device, target))
 
     def compute(self, given: Value, target: Any) -> Value:
         """Do `run`; if the stage draws random numbers, they come from its own stream."""

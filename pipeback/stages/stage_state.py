@@ -25,8 +25,10 @@ from pipeback.stages.recomputed_functions import Afresh, as_it_was
 from pipeback.stages.stage import Stage
 from pipeback.stages.state_check import Corrupt, named, trained
 from pipeback.tensors import accelerators, copies
+from pipeback.tensors.batches import Structure
 from pipeback.tensors.checksum import checksum
 from pipeback.tensors.layout import put
+from pipeback.tensors.written_forms import read, written
 
 Tensors = dict[str, Tensor]
 Plain = dict[str, Any]
@@ -345,11 +347,15 @@ def _save_value(tensors: Tensors, prefix: str, value: Any) -> Any:
 def _json(value: Any, where: str) -> Any:
     if value is None or isinstance(value, (bool, int, float)):
         return {"value": value}
+    if isinstance(value, Structure):
+        return written(value.form)
     raise TypeError(f"{where}: a {type(value).__name__} cannot be saved; targets in flight must be tensors or numbers")
 
 
 def _load_value(stage: Stage, tensors: Mapping[str, Tensor], prefix: str, shape: Any) -> Any:
     def part(n: int, kind: Any) -> Any:
-        return _to(stage, tensors[f"{prefix}/{n}"]) if kind == "tensor" else kind["value"]
+        if kind == "tensor":
+            return _to(stage, tensors[f"{prefix}/{n}"])
+        return Structure(read(kind)) if "structure" in kind else kind["value"]
 
     return tuple(part(n, kind) for n, kind in enumerate(shape)) if isinstance(shape, list) else part(0, shape)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeback.private import pytree
+from pipeback.tensors import named_classes
 
 PLAIN = (int, float, bool, complex, str, bytes, type(None), type(...), torch.dtype, torch.device, torch.memory_format,
          torch.layout, torch.Size, slice, range)  # fmt: skip
@@ -70,20 +71,13 @@ class Object:
         return found
 
 
-def _dumped(context: Any) -> Any:
-    raise ValueError(
-        f"a micro-batch has a {context[0].__name__} in it, which a saved state cannot hold; push a dictionary of "
-        "tensors"
-    )
-
-
 pytree.register_pytree_node(
     Object,
     lambda x: (x.values, (x.kind, x.names, x.keys)),
     lambda values, context: Object(context[0], context[1], context[2], list(values)),
     serialized_type_name="pipeback.tensors.structures.Object",
-    to_dumpable_context=_dumped,
-    from_dumpable_context=_dumped,
+    to_dumpable_context=named_classes.dumped,
+    from_dumpable_context=lambda plain: named_classes.loaded(plain, _makeable),
 )
 
 
@@ -132,8 +126,26 @@ def openable(value: Any) -> bool:
         return True
     if isinstance(value, (Tensor, nn.Module, torch.Generator, Ref, *PLAIN, *FIXED)):
         return False
-    kind = type(value)
-    if not kind.__flags__ & MADE_IN_PYTHON or not hasattr(value, "__dict__"):
+    return (hasattr(value, "__dict__") or is_dataclass(value)) and _of_python(type(value))
+
+
+def is_named_tuple(kind: type) -> bool:
+    """Whether this is the class of a named tuple that is a structure of its own; a PackedSequence is an object."""
+    return _named(kind) and not issubclass(kind, nn.utils.rnn.PackedSequence)
+
+
+def _named(kind: type) -> bool:
+    return issubclass(kind, tuple) and hasattr(kind, "_fields")
+
+
+def _makeable(kind: type) -> bool:
+    """Whether a saved state may name this class as that of an object."""
+    return _named(kind) or (_of_python(kind) and not issubclass(kind, nn.Module))
+
+
+def _of_python(kind: type) -> bool:
+    """Whether objects of this class are made of attributes, and items if it is a list or a dictionary."""
+    if not kind.__flags__ & MADE_IN_PYTHON:
         return False
     plain = kind.__new__ in (object.__new__, dict.__new__, list.__new__)
     bases = [base for base in kind.__mro__ if not base.__flags__ & MADE_IN_PYTHON]
@@ -162,12 +174,18 @@ def apart(value: Any, seen: set[int]) -> Any:
                 "stages=pipeback.Splitting(leaves=[...])"
             )
         seen.add(id(x))
-        own = getattr(x, "__dict__", {})
+        own = _attributes(x)
         keys = list(x) if isinstance(x, dict) else None
         held = list(dict.values(x)) if isinstance(x, dict) else list(x) if isinstance(x, (list, tuple)) else []
         return Object(kind, list(own), keys, [open_it(inner) for inner in [*own.values(), *held]])
 
     return open_it(value)
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """The attributes of an object that is taken apart; those of a dataclass may stand in slots."""
+    slots = [f.name for f in fields(value)] if is_dataclass(value) and not hasattr(value, "__dict__") else []
+    return {**getattr(value, "__dict__", {}), **{name: getattr(value, name) for name in slots if hasattr(value, name)}}
 
 
 def made(value: Any) -> Any:

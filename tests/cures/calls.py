@@ -43,10 +43,18 @@ ROWS: dict[str, Row] = {
             pushed(BATCH, torch.randn(3, 6), micro_batch_size=None, loss=lambda o, y: o[:3].sub(y).square().mean())(),
         ],
     ),
-    "a dict as target": Row(
-        pushed(BATCH, {"y": BATCH}),
-        "y must be a tensor, a number, None, or a tuple of these, but has a dict",
-        lambda: [pushed(BATCH, y, loss=lambda o, y: o.square().mean())() for y in (BATCH, 1, None, (BATCH, 1))],
+    "an array as target": Row(
+        pushed(BATCH, BATCH.numpy()),
+        "y must be tensors, numbers, strings and Nones.*but is something of type ndarray; give torch.as_tensor of it",
+        pushed(BATCH, torch.as_tensor(BATCH.numpy())),
+    ),
+    "an object in a target": Row(
+        pushed(BATCH, {"y": BATCH, "more": object()}),
+        "alone or in tuples, lists, dict.*but has something of type object; leave it out, or give what the loss needs",
+        lambda: [
+            pushed(BATCH, y, loss=lambda o, y: o.square().mean())()
+            for y in (BATCH, 1, "a", None, (BATCH, 1), [BATCH], {"y": BATCH, "more": (BATCH, "a")})
+        ],
     ),
     "replicas without a share": Row(
         pushed(torch.randn(3, 6), torch.randn(3, 6), replicas=2),

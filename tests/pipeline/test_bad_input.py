@@ -119,7 +119,8 @@ def test_pushes():
         (torch.tensor(1.0), None, ValueError, "0-d tensor"),
         (torch.randn(0, 6), torch.randn(0, 6), ValueError, "is empty"),
         (torch.randn(4, 6), torch.randn(3, 6), ValueError, r"one length.*\[4, 3\]"),
-        (torch.randn(4, 6), {"label": torch.randn(4, 6)}, TypeError, "y must be a tensor.*but has a dict"),
+        (torch.randn(4, 6), {"label": torch.randn(3, 6)}, ValueError, r"one length.*\[4, 3\]"),
+        (torch.randn(4, 6), {"label": object()}, TypeError, "y must be tensors.*but has something of type object"),
     ]:
         with pytest.raises(error, match=message):
             pipe.push(x, y)

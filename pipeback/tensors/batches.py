@@ -1,0 +1,116 @@
+"""Batches: what users push, in whatever structure it comes, cut into slices; and targets as messages within a worker.
+
+A batch is a tensor, or a structure with tensors in it: tuples, lists, dictionaries, what tokenizers give (a UserDict),
+named tuples, dataclasses and other objects, in one another. `structures` takes it apart and puts it together.
+"""
+
+from __future__ import annotations
+
+from collections import UserDict
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from pipeback.private import pytree
+from pipeback.tensors.structures import PLAIN, SINGLE, Form, Object, Ref, apart, made, opened, parts
+
+NUMBERS = (bool, int, float, type(None))  # what may stand in a message beside tensors
+
+
+class Structure:
+    """The last part of a target that has a structure: the form in which the parts before it, tensors, stand."""
+
+    def __init__(self, form: Form) -> None:
+        self.form = form
+
+    def __repr__(self) -> str:  # by which ranks compare what they were given
+        return f"Structure({self.form})"
+
+
+def bare(batch: Any) -> Any:
+    """Return a batch whose UserDicts have their items and plain attributes only.
+
+    A tokenizer's dictionary also keeps what it has made of every text. That differs each time, and no model needs it.
+    """
+    if type(batch) in SINGLE or not any(isinstance(leaf, UserDict) for leaf in parts(batch)):
+        return batch
+    return pytree.tree_map(lambda leaf: _items(leaf) if isinstance(leaf, UserDict) else leaf, batch)
+
+
+def _items(batch: UserDict[Any, Any]) -> UserDict[Any, Any]:
+    found = batch.__class__.__new__(batch.__class__)
+    own = {name: value if isinstance(value, PLAIN) else None for name, value in vars(batch).items()}
+    vars(found).update(own, data=bare(dict(batch.data)))
+    return found
+
+
+def samples(batch: Any) -> list[int]:
+    """Return the length of every tensor in a batch that has dimensions."""
+    return [len(tensor) for tensor in opened(bare(batch))[0] if tensor.dim()]
+
+
+def cut(batch: Any, length: int, size: int) -> list[Any]:
+    """Cut a batch of `length` samples into slices of `size`, of which the last may have fewer.
+
+    Tensors are cut along their first dimension, and so is a list without tensors or containers that has one entry per
+    sample (strings, say). Every slice gets everything else whole, in objects of its own.
+    """
+    leaves, spec = pytree.tree_flatten(apart(bare(batch), set()), is_leaf=_list_of_plain)
+
+    def part(leaf: Any, begin: int) -> Any:
+        along = leaf.dim() > 0 if isinstance(leaf, Tensor) else isinstance(leaf, list) and len(leaf) == length
+        return leaf[begin : begin + size] if along else leaf
+
+    return [
+        made(pytree.tree_unflatten([part(leaf, begin) for leaf in leaves], spec)) for begin in range(0, length, size)
+    ]
+
+
+def _list_of_plain(node: Any) -> bool:
+    return isinstance(node, list) and not any(isinstance(x, (Tensor, list, tuple, Mapping, Object)) for x in node)
+
+
+def simple(target: Any) -> bool:
+    """Whether a target is a message as it is: a tensor, a number, None, or a tuple of these."""
+    inside = target if type(target) is tuple else (target,)
+    return all(isinstance(part, (Tensor, *NUMBERS)) for part in inside)
+
+
+def checked(target: Any) -> Any:
+    """Return a target whose tensors are detached from the graphs that made them, which are not trained here.
+
+    Raises TypeError if something in it is neither a tensor nor a number, a string or None.
+    """
+    if simple(target):
+        return tuple(map(_cut_off, target)) if type(target) is tuple else _cut_off(target)
+    tensors, form = opened(bare(target))
+    odd = [c for c in form.constants if not isinstance(c, (*NUMBERS, str, Ref))]
+    if odd:
+        kind = type(odd[0]).__name__
+        array = hasattr(odd[0], "__array__")
+        cure = "give torch.as_tensor of it" if array else "leave it out, or give what the loss needs of it as tensors"
+        raise TypeError(
+            f"y must be tensors, numbers, strings and Nones, alone or in tuples, lists, dictionaries, named tuples and "
+            f"dataclasses, but {'is' if odd[0] is target else 'has'} something of type {kind}; {cure}"
+        )
+    return form.fill([_cut_off(tensor) for tensor in tensors])
+
+
+def _cut_off(part: Any) -> Any:
+    return part.detach() if isinstance(part, Tensor) else part
+
+
+def flat(target: Any) -> Any:
+    """Return a target as a message: as it is, or its tensors and their `Structure`."""
+    if simple(target):
+        return target
+    tensors, form = opened(bare(target))
+    return (*tensors, Structure(form))
+
+
+def whole(message: Any) -> Any:
+    """Return the target that `flat` has made a message of, with the tensors that are in the message now."""
+    if type(message) is tuple and message and isinstance(message[-1], Structure):
+        return message[-1].form.fill(message[:-1])
+    return message
