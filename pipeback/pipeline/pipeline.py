@@ -119,8 +119,8 @@ class Pipeline(Lifetime):
     def push(self, x: Value, y: Any = None) -> Tensor:
         """Train on x and y; returns the mean loss of the micro-batches just pushed, a detached 0-d tensor.
 
-        x: a tensor (N, …), a tuple of tensors, or as `example`; y: the target of `loss`, in any structure, cut along the
-        first dimension like x. Both must stay unchanged until their backward. Workers give a lazy loss: reading it waits.
+        x: a tensor (N, …), a tuple of tensors, or as `example`. y: the target of `loss`, any structure, cut like x by
+        the first dimension. Both must stay unchanged until their backward. Workers give lazy losses: reading one waits.
         """
         return self._engine.push(x, y, self._saving.commit_if_due)
 
