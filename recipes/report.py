@@ -33,10 +33,12 @@ from pipeback.recipes.provenance import heading
 from pipeback.recipes.reports import curves, options
 from pipeback.recipes.reports.figures import Picture, pictures
 from pipeback.recipes.reports.heat_maps import MOST, fields
+from pipeback.recipes.reports.histories import WINDOWS
 from pipeback.recipes.reports.kinds import grids
 from pipeback.recipes.reports.runs import Method, gather
 from pipeback.recipes.reports.sheet import Sheet, markdown, save, terminal
 from pipeback.recipes.reports.sources import Run, read
+from pipeback.recipes.reports.style import Paint
 from pipeback.recipes.reports.summary import divergence, glance, lead, unfinished
 from pipeback.recipes.reports.tables import differences, tables
 from pipeback.recipes.reports.target import Target
@@ -73,29 +75,36 @@ def report(
     for table in found:
         save(table, folder / f"{table.name}.csv")
     curves.save(methods, folder)
-    shown = pictures(methods, goal, folder)
-    out.write_text(page(sources, methods, goal, found, shown, notes, title), encoding="utf-8")
+    paint = Paint(methods)
+    shown = pictures(methods, goal, folder, paint)
+    out.write_text(page(sources, methods, goal, found, shown, paint, notes, title), encoding="utf-8")
     last = f"{out}: the whole report; pictures and numbers in {folder}"
     console.print(last, highlight=False, markup=False, soft_wrap=True)
 
 
 def page(
     sources: Sequence[Path | str], methods: Sequence[Method], goal: Target | None, found: Sequence[Sheet],
-    shown: dict[str, Picture], notes: Sequence[str], title: str | None,
+    shown: dict[str, Picture], paint: Paint, notes: Sequence[str], title: str | None,
 ) -> str:  # fmt: skip
     runs = [run for m in methods for run in m.runs]
-    source = importlib.resources.files("pipeback.recipes").joinpath("templates", "report.html.jinja").read_text("utf-8")
     experiments = ", ".join(sorted({str(run.facts["experiment"]) for run in runs if run.facts.get("experiment")}))
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    return environment.from_string(source).render(
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, loader=jinja2.FunctionLoader(template)
+    )
+    return environment.get_template("report.html.jinja").render(
         title=title or f"Pipelined backpropagation on {experiments or 'finished runs'}", lead=lead(methods),
         glance=glance(methods, goal), divergence=divergence(methods), metric=methods[0].metric, goal=goal,
         several=max(len(m.runs) for m in methods) > 1, tables={table.name: table for table in found},
         dotted=next((m.label for m in methods if m.label == "sgd" and not m.fate), ""),
-        same_batches=len({run.facts.get("batch_size") for run in runs}) == 1, pictures=shown,
+        scheme=paint.scheme, windows=WINDOWS, pictures=shown,
+        same_batches=len({run.facts.get("batch_size") for run in runs}) == 1,
         fresh=fields(methods, "gap")[1], unshown=max(0, len(fields(methods, "gap")[0]) - MOST), grids=grids(methods),
         made=made(sources, runs), notes=notes, config=config(runs),
     )  # fmt: skip
+
+
+def template(name: str) -> str:
+    return importlib.resources.files("pipeback.recipes").joinpath("templates", name).read_text("utf-8")
 
 
 def made(sources: Sequence[Path | str], runs: Sequence[Run]) -> dict[str, str]:

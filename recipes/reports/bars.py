@@ -15,19 +15,19 @@ from pipeback.recipes.reports.target import Target
 Bar = tuple[str, str, Callable[[Method], Sequence[float]]]  # title, format, one number per seed
 
 
-def draw_bars(methods: Sequence[Method], bars: Sequence[Bar], none: str, paint: Paint, narrow: bool) -> plt.Figure:
+def draw_bars(methods: Sequence[Method], bars: Sequence[Bar], none: str, paint: Paint) -> plt.Figure:
     """Draw a panel of horizontal bars per measure, one bar per method; whiskers are one deviation.
 
     none: the text where a method has no number.
     """
     height = 0.26 * len(methods) + 0.95
-    figure, axes = grid(len(bars), narrow, len(bars), height, sharey=not narrow)
+    figure, axes = grid(len(bars), False, len(bars), height, sharey=True)
     for ax, (title, form, numbers) in zip(axes, bars, strict=True):
         found = [mean_and_deviation(some) if (some := numbers(m)) else None for m in methods]
         longest = max((mean + (deviation or 0.0) for mean, deviation in filter(None, found)), default=0.0) or 1.0
         for y, (m, pair) in enumerate(zip(methods, found, strict=True)):
             if pair is None:
-                ax.text(0.01, y, none, color=RED, va="center", fontsize=8.5, transform=ax.get_yaxis_transform())
+                ax.text(0.01, y, none, color=RED, va="center", transform=ax.get_yaxis_transform())
                 continue
             mean, deviation = pair[0], pair[1] or 0.0
             ax.barh(y, mean, height=0.62, color=paint[m], alpha=0.85)
@@ -36,7 +36,7 @@ def draw_bars(methods: Sequence[Method], bars: Sequence[Bar], none: str, paint: 
                 for part in (*caps, whisker):
                     part.set_path_effects([withStroke(linewidth=2.4, foreground="white")])
             ax.annotate(format(mean, form), (mean + deviation, y), xytext=(5, 0), textcoords="offset points",
-                        va="center", fontsize=8.5, color=INK)  # fmt: skip
+                        va="center", color=INK)  # fmt: skip
         ax.set_xlim(0, 1.28 * longest)
         ax.set_title(title)
         ax.xaxis.set_major_locator(ticks(4))

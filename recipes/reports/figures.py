@@ -11,58 +11,88 @@ from typing import NamedTuple
 
 from matplotlib import pyplot as plt
 
-from pipeback.recipes.reports.bars import cost_bars, draw_bars, time_bars
+from pipeback.recipes.reports.bars import Bar, cost_bars, draw_bars, time_bars
+from pipeback.recipes.reports.charts import Group, groups
 from pipeback.recipes.reports.heat_maps import draw_fields, fields
+from pipeback.recipes.reports.histories import MONITOR, histories
 from pipeback.recipes.reports.kinds import draw_schedules, kinds
 from pipeback.recipes.reports.plots import draw_curves, draw_final
+from pipeback.recipes.reports.row_charts import Rows, bars, finals
 from pipeback.recipes.reports.runs import SAMPLES, SECONDS, STEPS, Method, has
 from pipeback.recipes.reports.style import STYLE, Paint
 from pipeback.recipes.reports.target import Target
 
-MONITOR = "pipeback.lightning.PipelineMonitor"
 Draw = Callable[[bool], plt.Figure]  # narrow -> the figure
 
 
 class Picture(NamedTuple):
-    """The data of a picture for the page; `missing` says why there is none."""
+    """A picture of the page; `missing` says why there is none.
+
+    wide, narrow: its data, for a desktop and for a telephone; or groups of curves, or panels of rows, which the page
+    draws itself.
+    """
 
     wide: str = ""
     narrow: str = ""
+    groups: Sequence[Group] = ()
+    rows: Sequence[Rows] = ()
     missing: str = ""
 
 
-def pictures(methods: Sequence[Method], goal: Target | None, folder: Path) -> dict[str, Picture]:
-    """Return the pictures by name, drawn wide and narrow; the wide ones are written to the folder."""
-    paint = Paint(methods)
-    drawn: dict[str, Draw | str] = {"final": partial(draw_final, methods, paint)}
-    found = kinds(methods)
-    drawn["schedules"] = partial(draw_schedules, found) if found else "no compared method runs by one of the schedules"
+def pictures(methods: Sequence[Method], goal: Target | None, folder: Path, paint: Paint) -> dict[str, Picture]:
+    """Return the pictures of the page by name; all are written to the folder as PNG."""
+    with plt.rc_context(STYLE):
+        found = curves(methods, folder, paint)
+        png(draw_final(methods, paint), folder / "final.png")
+        found["final"] = Picture(rows=[finals(methods, paint)])
+        if measures := cost_bars(methods):
+            found["cost"] = barred(methods, measures, "not logged", folder / "cost.png", paint)
+        else:
+            found["cost"] = Picture(missing=f"no run logged its throughput or memory; the callback {MONITOR} does")
+        if goal is None:
+            found["target"] = Picture(missing="no run finished that could set a target; give one with target=")
+        elif measures := time_bars(methods, goal):
+            found["target"] = barred(methods, measures, "not reached", folder / "target.png", paint)
+        else:
+            found["target"] = Picture(missing="no run reached it")
+        drawn: dict[str, Draw | str] = {kind: stale(methods, kind) for kind in ("gap", "delay")}
+        run_by = kinds(methods)
+        drawn["schedules"] = (
+            partial(draw_schedules, run_by) if run_by else "no compared method runs by one of the schedules"
+        )
+        return found | {name: drawing(draw, folder / f"{name}.png") for name, draw in drawn.items()}
+
+
+def curves(methods: Sequence[Method], folder: Path, paint: Paint) -> dict[str, Picture]:
+    """Return the curves over samples, steps and seconds; the files show the metric over each, the rest over one."""
+    told, found = histories(methods), {}
     for axis in (SAMPLES, STEPS, SECONDS):
         if any(has(run, axis) for m in methods for run in m.runs):
-            drawn[axis] = partial(draw_curves, methods, axis, paint)
+            found[axis] = Picture(groups=groups(methods, told, axis, paint))
+            png(draw_curves(methods, told[0], axis, paint), folder / f"{axis}.png")
         else:
-            drawn[axis] = f"no run logged {axis}, which `pipeback train` logs with every validation"
-    if bars := cost_bars(methods):
-        drawn["cost"] = partial(draw_bars, methods, bars, "not logged", paint)
-    else:
-        drawn["cost"] = f"no run logged its throughput or memory; the callback {MONITOR} does"
-    if goal is None:
-        drawn["target"] = "no run finished that could set a target; give one with target="
-    elif bars := time_bars(methods, goal):
-        drawn["target"] = partial(draw_bars, methods, bars, "not reached", paint)
-    else:
-        drawn["target"] = "no run reached it"
-    for kind in ("gap", "delay"):
-        panels, fresh = fields(methods, kind)
-        if panels:
-            drawn[kind] = partial(draw_fields, panels, kind)
-        elif fresh:
-            drawn[kind] = ("it was zero wherever it was probed; the first micro-batch of a run, which is probed first, "
-                           "meets no update in between, whatever the method")  # fmt: skip
-        else:
-            drawn[kind] = f"no run logged pipeback/{kind}/stage_00 and so on; the callback {MONITOR} does"
-    with plt.rc_context(STYLE):
-        return {name: drawing(draw, folder / f"{name}.png") for name, draw in drawn.items()}
+            found[axis] = Picture(missing=f"no run logged {axis}, which `pipeback train` logs with every validation")
+    for history in told[1:]:
+        if not history.missing:
+            axis = STEPS if found[SAMPLES].missing else SAMPLES
+            png(draw_curves(methods, history, axis, paint), folder / f"{history.name}.png")
+    return found
+
+
+def barred(methods: Sequence[Method], measures: Sequence[Bar], none: str, file: Path, paint: Paint) -> Picture:
+    png(draw_bars(methods, measures, none, paint), file)
+    return Picture(rows=bars(methods, measures, none, paint))
+
+
+def stale(methods: Sequence[Method], kind: str) -> Draw | str:
+    """Return what draws the heat maps of a kind, gap or delay, or why there are none."""
+    panels, fresh = fields(methods, kind)
+    if panels:
+        return partial(draw_fields, panels, kind)
+    if fresh:
+        return ("it was zero wherever it was probed; the first micro-batch of a run, which is probed first, "
+                "meets no update in between, whatever the method")  # fmt: skip
+    return f"no run logged pipeback/{kind}/stage_00 and so on; the callback {MONITOR} does"
 
 
 def drawing(draw: Draw | str, file: Path) -> Picture:

@@ -9,7 +9,7 @@ from matplotlib import pyplot as plt
 
 from pipeback.draw.figures import grid, picture
 from pipeback.recipes.reports.runs import Method
-from pipeback.recipes.reports.style import NARROW, WIDE
+from pipeback.recipes.reports.style import NARROW, SIZE, WIDE
 from pipeback.schedules.ops import Schedule
 from pipeback.schedules.programs import fill_drain, flowing, one_f_one_b
 from pipeback.schedules.timeline import bubble, timeline
@@ -68,11 +68,14 @@ def draw_schedules(shown: Sequence[Kind], narrow: bool) -> plt.Figure:
     axes = axes[:, 0]
     for n, (ax, (name, what, _, _), slots) in enumerate(zip(axes, shown, timelines, strict=True)):
         picture(slots, ax=ax, until=span)
-        ax.set_title(f"{name}:{chr(10) if narrow else ' '}{what}   (bubble here {bubble(slots):.0%})", fontsize=9.5)
+        ax.set_title(f"{name}:{chr(10) if narrow else ' '}{what}   (bubble here {bubble(slots):.0%})", fontsize=SIZE)
         ax.set_xlabel("time, in forwards" if n == len(shown) - 1 else "")
         ax.set_xticks(range(0, int(span) + 1, 8 if narrow else 4))
-        if (legend := ax.get_legend()) and (n or narrow):
-            legend.remove()  # one legend serves all panels
+        if legend := ax.get_legend():
+            for letters in legend.get_texts():
+                letters.set_fontsize(SIZE)
+            if n or narrow:
+                legend.remove()  # one legend serves all panels
     if narrow:
         handles, labels = [p[0] for p in axes[0].containers], ["forward", "backward"]
         figure.legend(handles, labels, loc="outside lower right", ncols=2, frameon=False)

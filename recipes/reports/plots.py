@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, PercentFormatter
 
+from pipeback.recipes.reports.charts import AXES, written
+from pipeback.recipes.reports.histories import History
 from pipeback.recipes.reports.metric import mean_and_deviation, spread
-from pipeback.recipes.reports.runs import REFERENCES, SAMPLES, SECONDS, STEPS, Method
-from pipeback.recipes.reports.style import DASHES, INK, NARROW, RED, WIDE, Paint, grid, names, plain_numbers, ticks
+from pipeback.recipes.reports.runs import REFERENCES, Curve, Method
+from pipeback.recipes.reports.scales import of_curves
+from pipeback.recipes.reports.style import DASHES, INK, RED, WIDE, Paint, grid, names, plain_numbers, ticks
 
-AXES = {SAMPLES: "samples seen", STEPS: "steps (batches)", SECONDS: "training time, seconds"}
 
-
-def draw_curves(methods: Sequence[Method], axis: str, paint: Paint, narrow: bool) -> plt.Figure:
-    """Draw the metric over samples, steps or seconds: means over seeds, with a band from the worst seed to the best."""
-    shown, metric = paint.shown, methods[0].metric
+def draw_curves(methods: Sequence[Method], history: History, axis: str, paint: Paint) -> plt.Figure:
+    """Draw a history over samples, steps or seconds: means over seeds, with a band from the worst seed to the best."""
+    shown = paint.shown
     across = 2 if len(shown) in (2, 4) else 3
-    height = 3.9 if narrow else 4.0 if len(shown) == 1 else 3.9
-    figure, axes = grid(len(shown), narrow, across, height, sharey=True)
-    seen: list[float] = []
+    figure, axes = grid(len(shown), False, across, 4.0 if len(shown) == 1 else 3.9, sharey=True)
+    seen: list[list[float]] = []
     for ax, (title, panel) in zip(axes, shown.items(), strict=True):
         for m in panel:
-            seen += _curve(ax, m, axis, paint)
+            seen += _curve(ax, m, history.curve(m, axis), paint)
         failed = [m for m in panel if m.fate]
         for n, m in enumerate(reversed(failed)):
             ax.text(0.98, 0.03 + 0.07 * n, f"{m.label}: {m.fate}", color=paint[m], ha="right", transform=ax.transAxes,
@@ -34,14 +33,16 @@ def draw_curves(methods: Sequence[Method], axis: str, paint: Paint, narrow: bool
         ax.set_xlabel(AXES[axis])
         ax.set_xlim(left=0)
         plain_numbers(ax)
-        ax.xaxis.set_major_locator(ticks(5 if narrow or len(shown) > 1 else 9))
+        ax.xaxis.set_major_locator(ticks(5 if len(shown) > 1 else 9))
         ax.grid(True, axis="y")
         ax.tick_params(labelleft=True)
-        _legend(ax, panel, beside=len(shown) == 1 and not narrow, width=NARROW if narrow else WIDE / across)
-    _limits(axes[0], metric.share, seen)
-    for n, ax in enumerate(axes):
-        if narrow or n % across == 0:
-            ax.set_ylabel(metric.held_out)
+        _legend(ax, panel, beside=len(shown) == 1, width=WIDE / across)
+    if (up := of_curves(seen, history.share)) is not None:
+        axes[0].set_yscale("log" if up.logarithmic else "linear")
+        axes[0].set_ylim(up.low, up.high)
+        axes[0].yaxis.set_major_formatter(FuncFormatter(lambda y, _: written(y, history.share)))
+    for ax in axes[::across]:
+        ax.set_ylabel(history.label)
     return figure
 
 
@@ -57,9 +58,8 @@ def _legend(ax: Axes, panel: Sequence[Method], beside: bool, width: float) -> No
               frameon=False, handlelength=1.6, columnspacing=1.1, borderaxespad=0.2)  # fmt: skip
 
 
-def _curve(ax: Axes, m: Method, axis: str, paint: Paint) -> list[float]:
-    """Draw a curve. Return the means that the y axis must show, without those of first steps and failed runs."""
-    curve = m.curve(axis)
+def _curve(ax: Axes, m: Method, curve: Curve, paint: Paint) -> list[list[float]]:
+    """Draw a curve. Return the means that the y axis must show: none of a failed run's."""
     if not curve.x:
         return []
     colour, dash = paint.of[m.label]
@@ -73,33 +73,16 @@ def _curve(ax: Axes, m: Method, axis: str, paint: Paint) -> list[float]:
     if any(len(v) > 1 for v in curve.values):
         ax.fill_between(curve.x, [min(v) for v in curve.values], [max(v) for v in curve.values],
                         color=colour, alpha=0.12, lw=0)  # fmt: skip
-    return mean[len(mean) // 5 :]  # by the number of measurements, so that all three pictures show the same range
+    return [mean]
 
 
-def _limits(ax: Axes, share: bool, seen: Sequence[float]) -> None:
-    if not seen:
-        return
-    low, high = min(seen), max(seen)
-    if share:
-        top = min(1.0, math.ceil(10 * high + 0.2) / 10)
-        ax.set_ylim(max(0.0, min(math.floor(10 * low) / 10, top - 0.1)), top)
-        ax.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    elif low > 0 and high > 8 * low:
-        ax.set_yscale("log")
-        ax.set_ylim(low / 1.15, high * 1.15)
-        ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.6g}"))
-    else:
-        room = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
-        ax.set_ylim(low - room, high + room)
-
-
-def draw_final(methods: Sequence[Method], paint: Paint, narrow: bool) -> plt.Figure:
+def draw_final(methods: Sequence[Method], paint: Paint) -> plt.Figure:
     """Draw the last held-out values, best first: a small dot per seed, their mean, and one deviation each way."""
     metric = methods[0].metric
     kept = [m for m in methods if m.finals and not m.fate]
     kept.sort(key=lambda m: metric.ahead(mean_and_deviation(m.finals)[0]), reverse=True)
     rows = [*(m for m in methods if m not in kept), *kept]
-    figure, ax = plt.subplots(figsize=(NARROW if narrow else 0.8 * WIDE, 0.3 * len(rows) + 1.0), layout="constrained")
+    figure, ax = plt.subplots(figsize=(0.8 * WIDE, 0.3 * len(rows) + 1.0), layout="constrained")
     for y, m in enumerate(rows):
         failed = f", {sum(m.diverged)} of {len(m.runs)} diverged" if any(m.diverged) else ""
         if m not in kept:
@@ -110,7 +93,7 @@ def draw_final(methods: Sequence[Method], paint: Paint, narrow: bool) -> plt.Fig
             ax.plot(m.finals, [y] * len(m.finals), "o", color=paint[m], ms=4, alpha=0.35, mew=0)
         ax.errorbar(mean, y, xerr=deviation, fmt="o", color=paint[m], ms=7, capsize=3, lw=1.4)
         text = spread(m.finals, metric.form, metric.scale) + metric.unit
-        ax.text(1.02, y, text if narrow else text + failed, va="center", color=RED if failed else INK, fontsize=9,
+        ax.text(1.02, y, text + failed, va="center", color=RED if failed else INK,
                 transform=ax.get_yaxis_transform())  # fmt: skip
         if m.label == "sgd":
             ax.axvline(mean, color="black", lw=0.9, ls=":", zorder=0)

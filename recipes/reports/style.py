@@ -29,8 +29,10 @@ COLOURS = {
 SPARE = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 DASHES: tuple[Any, ...] = ("-", (0, (4, 1.5)), (0, (1, 1)), (0, (6, 1.5, 1, 1.5)))  # used when all colours are taken
 RED, INK = "#B00020", "#333B45"
-STYLE = {"font.family": "DejaVu Sans", "font.size": 9.5, "axes.titlesize": 10, "axes.titlelocation": "left",
-         "axes.labelsize": 9.5, "xtick.labelsize": 9, "ytick.labelsize": 9, "legend.fontsize": 9,
+SIZE = 9.8  # points, of all letters: 13 pixels on the page, as its tables have
+DARK, LEGIBLE = "#14181d", 4.5  # the dark page, and the least contrast of a line there
+STYLE = {"font.family": "DejaVu Sans", "font.size": SIZE, "axes.titlesize": SIZE, "axes.titlelocation": "left",
+         "axes.labelsize": SIZE, "xtick.labelsize": SIZE, "ytick.labelsize": SIZE, "legend.fontsize": SIZE,
          "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#8A939E", "axes.labelcolor": INK,
          "xtick.color": INK, "ytick.color": INK, "xtick.major.size": 3, "ytick.major.size": 3,
          "axes.axisbelow": True, "grid.color": "#E6E9ED", "grid.linewidth": 0.8, "savefig.dpi": 150}  # fmt: skip
@@ -62,6 +64,44 @@ class Paint:
 
     def __getitem__(self, method: Method) -> str:
         return self.of[method.label][0]
+
+    def name(self, method: Method) -> str:
+        """Return the class of the method's colour on the page."""
+        return f"c{list(self.of).index(method.label)}"
+
+    def dashes(self, method: Method) -> str:
+        """Return the method's dashes on the page, in pixels; "" for a line without gaps."""
+        dash = self.of[method.label][1]
+        if method.label == "one_f_one_b":
+            dash = DASHES[1]  # dashed, so that gpipe below it stays visible
+        return "" if dash == "-" else " ".join(f"{2 * part:g}" for part in dash[1])
+
+    @property
+    def scheme(self) -> dict[str, tuple[str, str]]:
+        """The colours of the page: class -> on white, on dark."""
+        return {f"c{n}": (colour, on_dark(colour)) for n, (colour, _) in enumerate(self.of.values())}
+
+
+def on_dark(colour: str) -> str:
+    """Return the colour, or one that is lighter until a line of it can be told from the dark page; black is white."""
+    if colour == "#000000":
+        return "#FFFFFF"
+    while contrast(colour, DARK) < LEGIBLE:
+        parts = [int(colour[n : n + 2], 16) for n in (1, 3, 5)]
+        colour = "#" + "".join(f"{part + max(1, (255 - part) // 16):02X}" for part in parts)
+    return colour
+
+
+def contrast(one: str, other: str) -> float:
+    """Return the contrast of two colours by WCAG 2.2, from 1 to 21; lines need 3, small letters 4.5."""
+    light, dark = sorted((_luminance(one), _luminance(other)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+def _luminance(colour: str) -> float:
+    parts = [int(colour[n : n + 2], 16) / 255 for n in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
 def panels(methods: Sequence[Method]) -> dict[str, list[Method]]:

@@ -20,7 +20,8 @@ from tests.recipes.synthetic import facts, rows, write
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here; Debian has it: apt-get install chromium")
-PICTURES = ["samples_seen", "wall_time", "step", "final", "target", "cost", "gap", "delay", "schedules"]
+PICTURES = ["gap", "delay", "schedules"]
+CHARTS = ["samples_seen"] * 3 + ["wall_time"] * 3 + ["step"] * 3 + ["final"] + ["target"] * 2 + ["cost"] * 3
 
 # what the page is like once it has loaded, told to the frame around it; what is folded is unfolded
 PROBE = """<script>addEventListener("load", () => {
@@ -29,6 +30,10 @@ PROBE = """<script>addEventListener("load", () => {
   const found = {
     pictures: pictures.map(i => ({id: i.id, wide: i.naturalWidth, high: i.naturalHeight, shown: i.clientWidth,
                                   alt: i.alt, narrow: i.currentSrc !== i.src})),
+    charts: [...document.querySelectorAll(".plot, .rows")].map(e => ({id: e.closest("[id]").id, shown: e.clientWidth,
+      high: e.clientHeight, size: [...new Set([...e.querySelectorAll("text")].map(t => getComputedStyle(t).fontSize))],
+      marks: [...e.querySelectorAll("polyline, rect, circle")].filter(m => m.getBoundingClientRect().width > 0).length,
+      told: e.querySelectorAll("title").length})),
     window: innerWidth, page: document.documentElement.scrollWidth,
     outside: [...document.querySelectorAll("body *")].filter(e => !e.closest(".wide, pre, head")
       && e.getBoundingClientRect().right > innerWidth + 0.5).map(e => e.outerHTML.slice(0, 120)),
@@ -81,6 +86,10 @@ def test_page_in_a_browser(page, width, tmp_path):
         assert picture["wide"] > 300 and picture["high"] > 100 and picture["alt"], picture
         assert 300 < picture["shown"] <= width, picture
         assert picture["narrow"] == (width < 700), picture  # a telephone is shown the narrow pictures
+    assert [chart["id"] for chart in found["charts"]] == CHARTS
+    for chart in found["charts"]:
+        assert 200 < chart["shown"] < width and chart["high"] > 100 and chart["marks"] > 1 and chart["told"] > 1, chart
+        assert chart["size"] == ["13px"], chart  # letters keep their size in a narrow window
     assert found["window"] == width
     assert found["page"] <= width and found["outside"] == [] and found["cut"] == 0
     assert found["fetched"] == []

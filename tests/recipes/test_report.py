@@ -59,7 +59,19 @@ def test_report_writes_page_pictures_and_numbers(compared):
     files = {file.name for file in (folder / "a page_files").iterdir()}
     pictures = {
         f"{name}.png"
-        for name in ("samples_seen", "step", "wall_time", "final", "target", "cost", "gap", "delay", "schedules")
+        for name in (
+            "samples_seen",
+            "step",
+            "wall_time",
+            "training_loss",
+            "mean_gap",
+            "final",
+            "target",
+            "cost",
+            "gap",
+            "delay",
+            "schedules",
+        )
     }
     assert files == pictures | {"tables.md", "curves.csv", "stages.csv"} | {
         f"{name}.csv" for name in ("methods", "equal_delay", "target", "cost")
@@ -79,7 +91,8 @@ def test_report_writes_page_pictures_and_numbers(compared):
 
 def test_page_is_self_contained(compared):
     page = (compared[0] / "a page.html").read_text()
-    assert page.count("data:image/png;base64,") == 2 * 9  # wide and narrow
+    assert page.count("data:image/png;base64,") == 2 * 3  # wide and narrow: heat maps and schedules; the rest is drawn
+    assert page.count('class="plot"') == 3 * 3 and page.count('class="rows"') == 1 + 2 + 3
     assert 'src="http' not in page and "href=" not in page and "<script" not in page and "@import" not in page
     for text in ("<h1>Again &amp; again</h1>", "a machine, 2 cores", "2.15.0", "6 runs in seed=0, it&#39;s [a]",
                  "depth: 3", "pipeback report &#39;seed=0", "Zero throughout, and not drawn: sgd",
@@ -95,8 +108,10 @@ def test_one_run_without_monitor_or_facts(tmp_path):
     code, _, complained = command(tmp_path / "version_0", cwd=tmp_path)
     assert code == 0, complained
     page = (tmp_path / "version_0" / "report.html").read_text()
-    assert page.count("data:image/png;base64,") == 2 * 4  # over steps, at the end, time to target, schedules
+    assert page.count("data:image/png;base64,") == 2  # schedules
+    assert page.count('class="plot"') == 1 and page.count('class="rows"') == 2  # over steps; the end, time to target
     for why in ("no run logged samples_seen", "no run logged wall_time", "no run logged pipeback/gap/stage_00",
+                "no run logged train/loss",
                 "no run logged its throughput"):  # fmt: skip
         assert f"Not shown: {why}" in page
     assert "version_0" in page and "Options that differ" not in page
@@ -108,6 +123,7 @@ def test_forty_runs(tmp_path):
     assert [m.label for m in methods] == list(names) and sum(len(m.runs) for m in methods) == 40
     from matplotlib import pyplot as plt
 
+    from pipeback.recipes.reports.histories import histories
     from pipeback.recipes.reports.plots import draw_curves
     from pipeback.recipes.reports.style import Paint
 
@@ -119,7 +135,7 @@ def test_forty_runs(tmp_path):
     for panel in paint.shown.values():
         assert [m.label for m in panel][:2] == ["sgd", "pb"]
         assert len({paint.of[m.label] for m in panel}) == len(panel)
-    figure = draw_curves(methods, SAMPLES, paint, narrow=False)
+    figure = draw_curves(methods, histories(methods)[0], SAMPLES, paint)
     assert [len(ax.lines) for ax in figure.axes] == [5, 3, 3, 3]
     plt.close(figure)
 
