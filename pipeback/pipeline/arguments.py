@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from pipeback.pipeline.option_checks import above_zero, at_least_one, one_of, such
 from pipeback.schedules.order import POLICIES
 from pipeback.sparsities.base import Sparsity
+from pipeback.stages.judged_output import OWN_LOSS
 from pipeback.streaming.store import Store
 
 P = ParamSpec("P")
@@ -219,6 +220,18 @@ def where_else(name: str, given: Mapping[str, Any]) -> str | None:
     return f"{argument}=pipeback.{kind}({first}{field}={given[name]!r})"
 
 
+NEEDED = {
+    "loss": (
+        "a function from the model's output and a target to a 0-d tensor, for example "
+        f"loss=torch.nn.functional.cross_entropy, or {OWN_LOSS} where the model computes it from labels in x"
+    ),
+    "optimizer": (
+        "a function from parameters to their optimizer, for example "
+        "optimizer=lambda params: torch.optim.SGD(params, lr=0.1)"
+    ),
+}
+
+
 def knowing(init: Callable[P, None]) -> Callable[P, None]:
     """Wrap `init` so that its TypeError for an unknown argument says which one to give instead."""
     known = list(signature(init).parameters)
@@ -230,6 +243,9 @@ def knowing(init: Callable[P, None]) -> Callable[P, None]:
                 place, near = where_else(name, options), get_close_matches(name, known, n=1)
                 cure = f"; give {place}" if place else f"; did you mean {near[0]!r}?" if near else ""
                 raise TypeError(f"Pipeline has no argument {name!r}{cure}")
+        for name, example in NEEDED.items():
+            if name not in options:
+                raise TypeError(f"Pipeline needs {name}=, {example}")
         init(*args, **options)
 
     return checked

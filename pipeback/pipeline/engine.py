@@ -32,6 +32,7 @@ from pipeback.runtime.runners import EventLoop, PushLoop, Runner, Threads, TickL
 from pipeback.runtime.undo import Dropped
 from pipeback.stages.flight import Value
 from pipeback.stages.joint_optimizer import Options
+from pipeback.stages.judged_output import OWN_LOSS
 from pipeback.stages.stage import Stage
 from pipeback.streaming import fork_guard
 from pipeback.tensors import accelerators
@@ -98,7 +99,10 @@ class Engine:
         """As `Pipeline.push`. then: called before the loss is read."""
         with self.lock, torch.enable_grad():
             if self.outside:
-                raise RuntimeError("push needs a loss, but this pipeline has loss=None; call forward and backward")
+                raise RuntimeError(
+                    "push needs a loss, but this pipeline has loss=None; call forward and backward, or build it with a "
+                    f"loss: with {OWN_LOSS} where the model computes it from labels in x"
+                )
             with telling(self.ranks):
                 batches = self.batches(x, y)
                 runtime = self.ready(batches)

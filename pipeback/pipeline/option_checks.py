@@ -88,8 +88,25 @@ def check_functions(method: Any, loss: Any, optimizer: Any) -> None:
         if not callable(value) and not (name == "loss" and value is None):
             example = "torch.nn.functional.mse_loss" if name == "loss" else f"lambda params: {_call(value)}"
             raise TypeError(f"{name} must be a function, but is {type(value).__name__}; for example {name}={example}")
+    if loss is not None:
+        _check_takes_two(loss)
     if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
         raise ValueError("loss has weights of its own, which no stage would train; put them into the last stage")
+
+
+def _check_takes_two(loss: Any) -> None:
+    """Raise TypeError unless a loss can be called with an output and a target; nothing where this is not known."""
+    try:
+        asked = inspect.signature(loss, follow_wrapped=False)
+    except (TypeError, ValueError):  # functions of C have none
+        return
+    try:
+        asked.bind(None, None)
+    except TypeError:
+        raise TypeError(
+            f"loss is called with the model's output and the target, which may be None, but takes {asked}; for example "
+            "loss=lambda output, _: output.square().mean()"
+        ) from None
 
 
 def _call(value: Any) -> str:

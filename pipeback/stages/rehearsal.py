@@ -12,7 +12,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from pipeback.methods.base import Method
 from pipeback.splitting.module_restore import Home
-from pipeback.stages import compile_check, saved_graph, stale_weights_check
+from pipeback.stages import compile_check, judged_output, saved_graph, stale_weights_check
 from pipeback.stages.compile_check import Refused, untouched
 from pipeback.stages.compiled import Compiled, faithful
 from pipeback.stages.flight import Flight, Value, cut, grown
@@ -155,7 +155,16 @@ def _guarded(stage: Stage, given: Value, target: Any, which: str = "the first mi
     except Refused:
         raise
     except Exception as error:
-        raise ValueError(f"{stage.label}: the forward failed on {which}: {error}") from error
+        what, cured = _failed(stage, given)
+        raise ValueError(f"{stage.label}: the {what} failed on {which}: {error}{cured}") from error
+
+
+def _failed(stage: Stage, given: Value) -> tuple[str, str]:
+    """Whether the forward or the loss has failed, and a cure."""
+    if stage.judges:
+        with suppress(Exception), torch.no_grad():
+            return "loss", judged_output.cure(judged_output.structured(stage.module, given, stage.call(given)))
+    return "forward", ""
 
 
 def _checked(stage: Stage, output: Any) -> Value:
@@ -163,9 +172,14 @@ def _checked(stage: Stage, output: Any) -> Value:
     if stage.last and stage.loss is not None:
         if not isinstance(output, Tensor) or output.dim() != 0 or not output.is_floating_point():
             found = f"shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+            cured = '; reduce it, for example with reduction="mean"'
+            if output is None:
+                cured = "; return it; a model that computes output.loss itself needs its labels in x for that"
+            elif not isinstance(output, Tensor):
+                cured = judged_output.cure(output)
             raise ValueError(
-                f"loss must return a 0-d floating-point tensor, the mean over the micro-batch, but returned {found}; "
-                'reduce it, for example with reduction="mean"'
+                f"loss must return a 0-d floating-point tensor, the mean over the micro-batch, but returned {found}"
+                f"{cured}"
             )
         return output
     parts = output if isinstance(output, tuple) else (output,)

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from pipeback.methods.base import Method, State
-from pipeback.splitting.segment import Segment
 from pipeback.stages.device_slot import DeviceSlot
 from pipeback.stages.flight import ActivationPolicy, Flight, Value, cut, for_loss, laid_alike
 from pipeback.stages.gradients import Gradients, GradientSums, averaged, differentiate, nothing, sparse_rows
 from pipeback.stages.home import Home, StageStack
+from pipeback.stages.judged_output import structured
 from pipeback.stages.learnt import Learnt
 from pipeback.stages.masters import Masters
 from pipeback.stages.random_stream import StageStream
@@ -252,9 +252,7 @@ class Stage:
         output = self.call(given)
         if self.loss is None:
             return output
-        # a traced model knows its output's structure, while boundaries carry only the tensors
-        shape = self.module.__structured__ if isinstance(self.module, Segment) else None
-        return self.loss(output if shape is None else shape(given, output), for_loss(self.device, target))
+        return self.loss(structured(self.module, given, output), for_loss(self.device, target))
 
     def compute(self, given: Value, target: Any) -> Value:
         """Do `run`; if the stage draws random numbers, they come from its own stream."""

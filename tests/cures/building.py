@@ -11,12 +11,14 @@ from tests.laws.cases import network
 
 from .rows import (
     BATCH,
+    LABELLED,
     Branching,
     Row,
     adam,
     build,
     frozen,
     functions,
+    judged,
     lazy,
     sgd,
     shared,
@@ -86,6 +88,24 @@ ROWS: dict[str, Row] = {
         lambda: build(loss=3),
         "loss must be a function, but is int; for example loss=torch.nn.functional.mse_loss",
         lambda: trains(loss=torch.nn.functional.mse_loss),
+    ),
+    "no loss": Row(
+        lambda: pipeback.Pipeline(network(4), optimizer=sgd),
+        "Pipeline needs loss=, .*loss=torch.nn.functional.cross_entropy, or loss=lambda output, _: output.loss where",
+        lambda: [
+            build(loss=torch.nn.functional.cross_entropy).push(BATCH, BATCH.argmax(1)),
+            judged(LABELLED, loss=lambda output, _: output.loss)(),
+        ],
+    ),
+    "no optimizer": Row(
+        lambda: pipeback.Pipeline(network(4), loss=mse_loss),
+        r"Pipeline needs optimizer=.*optimizer=lambda params: torch.optim.SGD\(params, lr=0.1\)",
+        lambda: trains(optimizer=lambda params: torch.optim.SGD(params, lr=0.1)),
+    ),
+    "a loss of one": Row(
+        lambda: build(loss=lambda output: output.square().mean()),
+        r"with the model's output and the target.*but takes \(output\); for example loss=lambda output, _: output.",
+        lambda: trains(loss=lambda output, _: output.square().mean()),
     ),
     "method": Row(
         lambda: build(method=3),

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.nn.functional import cross_entropy
 
 import pipeback
 from tests.laws.cases import network
 
 from .rows import (
     BATCH,
+    LABELLED,
     Row,
     Summed,
     adam,
     build,
     inferring,
+    judged,
     loads,
     outside,
     pushed,
@@ -68,7 +71,53 @@ ROWS: dict[str, Row] = {
         pushed(BATCH, BATCH),
     ),
     "no loss to push": Row(
-        pushed(BATCH, BATCH, loss=None), "loss=None; call forward and backward", outside("backward", "forward")
+        pushed(BATCH, BATCH, loss=None),
+        "loss=None; call forward and backward, or.*: with loss=lambda output, _: output.loss where the model",
+        lambda: [outside("backward", "forward")(), judged(LABELLED, loss=lambda output, _: output.loss)()],
+    ),
+    "a loss of the model's own": Row(
+        judged(LABELLED, loss=cross_entropy),
+        r"head\): the loss failed on the first.*must be Tensor, not Answer; the model's output, of type "
+        r"Answer, has a loss of its own: give loss=lambda output, _: output.loss$",
+        judged(LABELLED, loss=lambda output, _: output.loss),
+    ),
+    "an output with a loss": Row(
+        judged(LABELLED, loss=lambda output, _: output),
+        "returned Answer; .*, of type Answer, has a loss of its own: give loss=lambda output, _: output.loss$",
+        judged(LABELLED, loss=lambda output, _: output.loss),
+    ),
+    "a dictionary with a loss": Row(
+        judged(LABELLED, loss=lambda output, _: output, kind=dict),
+        r"the model's output, of type dict, has a loss of its own: give loss=lambda output, _: output\['loss'\]$",
+        judged(LABELLED, loss=lambda output, _: output["loss"], kind=dict),
+    ),
+    "an output of several": Row(
+        judged({"x": BATCH}, BATCH.argmax(1), loss=cross_entropy),
+        r"tensors of which the loss must take one, for example loss=lambda output, target: torch.nn.functional.cross_"
+        r"entropy\(output.logits, target\); or push the labels with x, as the model's forward calls them, and give lo",
+        lambda: [
+            judged(
+                {"x": BATCH},
+                BATCH.argmax(1),
+                loss=lambda output, target: torch.nn.functional.cross_entropy(output.logits, target),
+            )(),
+            judged(LABELLED, loss=lambda output, _: output.loss)(),
+        ],
+    ),
+    "an output in a tuple": Row(
+        judged({"x": BATCH}, BATCH.argmax(1), loss=cross_entropy, kind=lambda loss, logits: (logits, loss)),
+        r"of type tuple, has tensors of which.*cross_entropy\(output\[0\], target\)$",
+        judged(
+            {"x": BATCH},
+            BATCH.argmax(1),
+            loss=lambda output, target: torch.nn.functional.cross_entropy(output[0], target),
+            kind=lambda loss, logits: (logits, loss),
+        ),
+    ),
+    "no labels": Row(
+        judged({"x": BATCH}, loss=lambda output, _: output.loss),
+        "returned NoneType; return it; a model that computes output.loss itself needs its labels in x for that",
+        judged(LABELLED, loss=lambda output, _: output.loss),
     ),
     "forward with a loss": Row(lambda: build().forward(BATCH), "this one has a loss: call push", pushed(BATCH, BATCH)),
     "forward twice": Row(

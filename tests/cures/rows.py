@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import mse_loss
+from torch.nn.functional import cross_entropy, mse_loss
 
 import pipeback
 from pipeback import methods
@@ -164,3 +165,28 @@ def inferring(what: Callable[[], Any] | None) -> Callable[[], Any]:
             pipe.push(BATCH, BATCH) if what is None else what()
 
     return do
+
+
+@dataclass
+class Answer:
+    loss: Any
+    logits: Any
+
+
+class Judges(nn.Module):
+    """Computes its loss itself if it is given labels, as models of transformers do."""
+
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.body, self.head, self.kind = nn.Linear(6, 6), nn.Linear(6, 6), kind
+
+    def forward(self, x: torch.Tensor, labels: Any = None) -> Any:
+        logits = self.head(self.body(x).relu())
+        return self.kind(loss=None if labels is None else cross_entropy(logits, labels), logits=logits)
+
+
+LABELLED = {"x": BATCH, "labels": BATCH.argmax(1)}
+
+
+def judged(x: Any, y: Any = None, kind: Any = Answer, **options: Any) -> Callable[[], Any]:
+    return lambda: build(Judges(kind), stages="layer", example=x, **options).push(x, y)
