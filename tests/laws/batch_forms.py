@@ -32,8 +32,8 @@ class Slotted:
 class Frozen(Mapping[str, Any]):
     """A mapping of one's own."""
 
-    def __init__(self, a: Any, b: Any) -> None:
-        self.items_of = {"a": a, "b": b}
+    def __init__(self, data: Mapping[str, Any]) -> None:
+        self.items_of = dict(data)
 
     def __getitem__(self, key: str) -> Any:
         return self.items_of[key]
@@ -48,8 +48,8 @@ class Frozen(Mapping[str, Any]):
 class Encoding(UserDict[str, Any]):
     """What a tokenizer gives: attributes for its items, and something of every text that is never equal."""
 
-    def __init__(self, a: Any, b: Any) -> None:
-        super().__init__(a=a, b=b)
+    def __init__(self, data: Mapping[str, Any]) -> None:
+        super().__init__(data)
         self.encodings = [object()]
 
     def __getattr__(self, key: str) -> Any:
@@ -62,16 +62,16 @@ class Encoding(UserDict[str, Any]):
 FORMS: dict[str, tuple[Any, Any]] = {
     "dict": (lambda a, b: {"a": a, "b": b}, lambda q: (q["a"], q["b"])),
     "ordered": (lambda a, b: OrderedDict(a=a, b=b), lambda q: (q["a"], q["b"])),
-    "encoding": (Encoding, lambda q: (q.a, q["b"])),
+    "encoding": (lambda a, b: Encoding({"a": a, "b": b}), lambda q: (q.a, q["b"])),
     "user dict": (lambda a, b: UserDict(a=a, b=b), lambda q: (q["a"], q["b"])),
-    "mapping": (Frozen, lambda q: (q["a"], q["b"])),
+    "mapping": (lambda a, b: Frozen({"a": a, "b": b}), lambda q: (q["a"], q["b"])),
     "tuple": (lambda a, b: (a, b), lambda q: (q[0], q[1])),
     "list": (lambda a, b: [a, b], lambda q: (q[0], q[1])),
     "named tuple": (Pair, lambda q: (q.a, q.b)),
     "dataclass": (Record, lambda q: (q.a, q.b)),
     "slots": (Slotted, lambda q: (q.a, q.b)),
     "nested": (lambda a, b: {"a": {"u": [a]}, "b": (Pair(b, 2),)}, lambda q: (q["a"]["u"][0], q["b"][0].a)),
-    "encoding in a list": (lambda a, b: [Encoding(a, Record(b, "word"))], lambda q: (q[0].a, q[0].b.a)),
+    "encoding in a list": (lambda a, b: [Encoding({"a": a, "b": Record(b, "word")})], lambda q: (q[0].a, q[0].b.a)),
 }
 KEYWORDS = ("dict", "ordered", "encoding", "user dict", "mapping", "tuple", "list", "named tuple", "dataclass", "slots")
 

@@ -123,8 +123,8 @@ def test_every_runtime_takes_an_x_as_it_takes_plain_tensors(runtime, form):
 
 def test_a_loss_of_ones_own_takes_an_x_of_any_form():
     (a, b, label, weight), *_ = numbers(1)
-    pipe = build(Keywords(), loss=None, example=Encoding(a, b))
-    output = pipe.forward(Encoding(a, b))
+    pipe = build(Keywords(), loss=None, example=Encoding({"a": a, "b": b}))
+    output = pipe.forward(Encoding({"a": a, "b": b}))
     loss = weighed("dict")(output, {"a": label, "b": weight})
     pipe.backward(torch.autograd.grad(loss, output)[0])
     pipe.step()
