@@ -5,7 +5,7 @@
     pipeback draw method=gpipe,pb stages=8 ranks=2 micro_batches=24 --run run.json out=run.png
     pipeback draw method=gpipe stages=8 micro_batches=4 store=host --run run.json out=streaming.png
     pipeback draw trace=run.json out=run.png                                 # a recorded run, once more
-    pipeback draw model=resnet50 stages=block method=cerebras out=stages.png # stages: layers, FLOPs, seconds, delays
+    pipeback draw model=resnet50 stages=block method=cerebras out=stages.png # layers, FLOPs, seconds, delays
 
 --run trains linear layers of one size on that many processes of this machine, from an empty pipeline until it is empty
 again, and prints how much the ranks idled beside what the schedule predicts. It writes one trace per method
@@ -14,8 +14,9 @@ weights are streamed, all micro-batches are pushed at once, and the picture show
 pipe.record() before the pushes, and pipeback.draw.trace(pipe, "run.json") on every rank after them.
 
 model= is a model of `pipeback zoo` or of conf/model; stages= is then auto, block, layer, sublayer or a number. One
-micro-batch is rehearsed to measure seconds, activations and FLOPs (of products, convolutions and attention). out= may
-also end in .txt or .md. For your own pipeline, pipe.breakdown(x, y) gives a row per stage.
+micro-batch is rehearsed to measure activations and FLOPs (of products, convolutions and attention); its seconds are a
+median of repeats, with quartiles. out= may also end in .txt, .md or .csv, or name several files. For your own pipeline,
+pipe.breakdown(x, y) gives a row per stage.
 
 Traces are for ui.perfetto.dev. Options of a method go after its name: method=pipedream:slack=2. flush= is the number of
 micro-batches per flush of gpipe and one_f_one_b.
@@ -145,7 +146,8 @@ def show(options: dict[str, Any]) -> None:
     if options["model"]:
         from pipeback.recipes import stages as table
 
-        picturable(out, table.TEXTS)
+        for file in out.split(",") if out else ():
+            picturable(file, table.TEXTS)
         table.show(options["model"], stages, build(options["method"], options["flush"]), out)
         return
     picturable(out)

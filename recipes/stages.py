@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import inspect
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
+from statistics import quantiles
 from typing import Any
 
 import torch
@@ -22,9 +24,11 @@ from pipeback.pipeline.breakdown import StageRow
 from pipeback.recipes.foreign import WHERE, build
 from pipeback.recipes.foreign.case import Case
 from pipeback.recipes.markdown import table as in_markdown
+from pipeback.recipes.provenance import command, load, provenance
 from pipeback.streaming.byte_sizes import written
 
-TEXTS = (".txt", ".md")
+TEXTS = (".txt", ".md", ".csv")
+REPEATS = 31  # of F and B, in rounds over all stages
 BAR = 8  # characters of the largest bar
 # facts of data for the models of conf/model, by a parameter that such models take
 FACTS: dict[str, dict[str, int]] = {
@@ -80,7 +84,7 @@ def show(name: str, stages: Any, method: pipeback.Method, out: str | None) -> No
         chosen.model, loss=chosen.loss, optimizer=lambda params: torch.optim.SGD(params, lr=1e-3, momentum=0.9),
         method=method, stages=stages, example=x,
     )  # fmt: skip
-    rows = pipe.breakdown(x, y)
+    rows = pipe.breakdown(x, y, repeats=REPEATS)
     title = f"{name}: {len(rows)} stages by {pipe.split.rung}; D of {method!r}"
     console = Console(highlight=False)
     if not console.is_terminal:
@@ -89,14 +93,16 @@ def show(name: str, stages: Any, method: pipeback.Method, out: str | None) -> No
     console.print(table(rows))
     for letter, reason in pipe.split.reasons.items():
         console.print(f"not {letter}: {escape(reason)}", style="dim")
-    if out is not None:
-        save(rows, title, Path(out))
-        console.print(f"written: {out}")
+    for file in out.split(",") if out else ():
+        save(rows, title, Path(file))
+        console.print(f"written: {file}")
 
 
 def save(rows: Sequence[StageRow], title: str, path: Path) -> None:
     if path.suffix.lower() == ".md":
         path.write_text(f"{title}\n\n{markdown(rows)}\n", encoding="utf-8")
+    elif path.suffix.lower() == ".csv":
+        numbers(rows, title, path)
     elif path.suffix.lower() in TEXTS:
         with path.open("w", encoding="utf-8") as file:
             console = Console(file=file, width=150, highlight=False)
@@ -106,21 +112,46 @@ def save(rows: Sequence[StageRow], title: str, path: Path) -> None:
         picture(rows, title, path)
 
 
-HEADS = ("stage", "name", "layers", "parameters", "FLOPs F", "FLOPs B", "ms F+B", "", "activations", "D")
+def numbers(rows: Sequence[StageRow], title: str, path: Path) -> None:
+    """Write the numbers as CSV, after lines with # that say how they came about."""
+    facts = {**provenance(), "intra-op threads": torch.get_num_threads(), "load": load()}
+    wide = sum(1 for row in rows if spread(row)[1] - spread(row)[0] > 0.1 * row.seconds)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        file.write(f"# {command()}\n# {title}\n")
+        told = ", ".join(f"{name}: {value}" for name, value in facts.items() if value is not None)
+        file.write(f"# {told}\n")
+        file.write(f"# seconds: the median of {REPEATS} repeats of F and B; quartiles of {wide} of {len(rows)} stages "
+                   "lie more than 10 % of it apart\n")  # fmt: skip
+        lines = csv.writer(file)
+        lines.writerow([name for name in StageRow._fields if name != "times"] + ["first_quartile", "third_quartile"])
+        for row in rows:
+            lines.writerow([f"{n:.4g}" if isinstance(n, float) else n for n in (*row[:-1], *spread(row))])
+
+
+def spread(row: StageRow) -> tuple[float, float]:
+    """Return the first and the third quartile of the seconds."""
+    if len(row.times) < 2:
+        return row.seconds, row.seconds
+    low, _, high = quantiles(row.times, n=4, method="inclusive")
+    return low, high
+
+
+HEADS = ("stage", "name", "layers", "parameters", "FLOPs F", "FLOPs B", "ms F+B", "quartiles", "", "activations", "D")
 
 
 def cells(row: StageRow, most: float) -> list[str]:
+    low, high = spread(row)
     return [
         str(row.stage), row.name, row.layers, f"{row.parameters:,}", flops(row.forward_flops),
-        flops(row.backward_flops), f"{row.seconds * 1e3:.2f}", "▇" * round(BAR * row.seconds / most),
-        written(row.activations), str(row.delay),
+        flops(row.backward_flops), f"{row.seconds * 1e3:.2f}", f"{low * 1e3:.2f}–{high * 1e3:.2f}",
+        "▇" * round(BAR * row.seconds / most), written(row.activations), str(row.delay),
     ]  # fmt: skip
 
 
 def total(rows: Sequence[StageRow]) -> list[str]:
     return [
         "", "all", "", f"{sum(r.parameters for r in rows):,}", flops(sum(r.forward_flops for r in rows)),
-        flops(sum(r.backward_flops for r in rows)), f"{sum(r.seconds for r in rows) * 1e3:.2f}", "",
+        flops(sum(r.backward_flops for r in rows)), f"{sum(r.seconds for r in rows) * 1e3:.2f}", "", "",
         written(sum(r.activations for r in rows)), "",
     ]  # fmt: skip
 
@@ -165,7 +196,7 @@ def picture(rows: Sequence[StageRow], title: str, path: Path) -> None:
     panels: list[tuple[str, list[tuple[Sequence[float], str, str]]]] = [
         ("parameters", [([r.parameters for r in rows], grey, "")]),
         ("FLOPs", [([r.forward_flops for r in rows], blue, "F"), ([r.backward_flops for r in rows], orange, "B")]),
-        ("ms, F+B", [([r.seconds * 1e3 for r in rows], grey, "")]),
+        (f"ms, F+B: median of {REPEATS}", [([r.seconds * 1e3 for r in rows], grey, "")]),
         (f"activations, {unit}", [([number / size for number in kept], blue, "")]),
         ("D, updates", [([r.delay for r in rows], orange, "")]),
     ]
@@ -184,6 +215,10 @@ def picture(rows: Sequence[StageRow], title: str, path: Path) -> None:
         for values, colour, name in series:
             ax.barh(places, values, left=left, color=colour, label=name or None, height=0.72)
             left = [a + b for a, b in zip(left, values, strict=True)]
+        if head.startswith("ms"):  # whiskers, from the first quartile to the third
+            for place, row in zip(places, rows, strict=True):
+                ax.plot([1e3 * end for end in spread(row)], [place] * 2, color="white", lw=3.2, solid_capstyle="butt")
+                ax.plot([1e3 * end for end in spread(row)], [place] * 2, color=INK, lw=1.3, solid_capstyle="butt")
         if len(series) > 1:
             ax.legend(loc="lower right", bbox_to_anchor=(1, 0.99), borderaxespad=0, frameon=False, fontsize=8.5,
                       ncols=len(series), handlelength=1)  # fmt: skip

@@ -1,7 +1,7 @@
 """Breakdown: the layers and costs of each stage, as plain rows.
 
 FLOPs are those of matrix products, convolutions and attention, as torch.utils.flop_counter counts them; others are
-not counted. Seconds and bytes come from the rehearsal.
+not counted. Bytes come from the rehearsal, and so do seconds, unless F and B are repeated.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from pipeback.splitting.segment import Lent
 from pipeback.stages.compile_check import untouched
 from pipeback.stages.flight import Value, cut, grown
+from pipeback.stages.rehearsal import measure
 from pipeback.stages.stage import Stage
 
 
@@ -29,9 +31,10 @@ class StageRow(NamedTuple):
     parameters: int  # number of parameters that the stage owns, frozen ones included
     forward_flops: int
     backward_flops: int
-    seconds: float  # time of the forward (F) and the backward (B)
+    seconds: float  # time of the forward (F) and the backward (B); of several repeats, the median
     activations: int  # bytes that F leaves to B
     delay: int  # the delay D, in updates
+    times: tuple[float, ...] = ()  # seconds of F and B, one by one; none without repeats
 
 
 def breakdown(
@@ -41,12 +44,17 @@ def breakdown(
     x: Value,
     target: Any,
     present: Callable[[Stage], AbstractContextManager[None]],
+    repeats: int,
 ) -> list[StageRow]:
-    """One row per stage, for the micro-batch (x, target) that was rehearsed; nothing is trained and nothing changes."""
+    """One row per stage, for the micro-batch (x, target) that was rehearsed; nothing is trained and nothing changes.
+
+    seconds: per stage, what the rehearsal measured. repeats: 0 for those, or how often F and B run once more.
+    """
     from torch.utils.flop_counter import FlopCounterMode  # imports triton
 
-    rows, value = [], cut(x)
+    rows, value, inputs_of = [], cut(x), []
     for stage in stages:
+        inputs_of.append(value if repeats else None)
         with present(stage), untouched(stage):
             with FlopCounterMode(display=False) as forward:
                 leaves, given = stage.enter(value)
@@ -64,7 +72,14 @@ def breakdown(
             )
         )  # fmt: skip
         value = cut(output)
-    return rows
+    if not repeats:
+        return rows
+    times: list[list[float]] = [[] for _ in stages]
+    for _ in range(repeats):  # in rounds over all stages, so that whatever else the machine does is spread over them
+        for stage, given, mine in zip(stages, inputs_of, times, strict=True):
+            with present(stage), untouched(stage):
+                mine.append(measure(stage, given, target))
+    return [row._replace(seconds=median(t), times=tuple(t)) for row, t in zip(rows, times, strict=True)]
 
 
 def _layers(module: nn.Module) -> str:

@@ -123,8 +123,12 @@ class Inspection:
                 raise ValueError("plan: nothing was pushed yet; give it a push: pipe.plan(x, y)")
             return plan(survey(engine.holding, engine.setting, samples), count, pushes)
 
-    def breakdown(self, x: Value, y: Any) -> list[StageRow]:
+    def breakdown(self, x: Value, y: Any, repeats: int) -> list[StageRow]:
         """As `Pipeline.breakdown`."""
+        if type(repeats) is not int or repeats < 0:
+            raise ValueError(
+                f"repeats={repeats!r}: write a whole number, such as repeats=15; 0 asks the rehearsal alone"
+            )
         engine = self._engine
         with engine.lock, torch.enable_grad():
             engine.open()
@@ -134,7 +138,7 @@ class Inspection:
             engine.rehearse(batches)
             engine.wait()
             holding = engine.holding
-            return breakdown(engine.stages, holding.seconds, engine.delays, *batches[0][:2], holding.present)
+            return breakdown(engine.stages, holding.seconds, engine.delays, *batches[0][:2], holding.present, repeats)
 
     def record(self, on: bool) -> None:
         """As `Pipeline.record`."""

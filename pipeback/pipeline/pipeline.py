@@ -321,12 +321,13 @@ class Pipeline(Lifetime):
         """
         return self._inspection.plan(x, y, pushes, expected)
 
-    def breakdown(self, x: Value, y: Any = None) -> list[StageRow]:
+    def breakdown(self, x: Value, y: Any = None, *, repeats: int = 0) -> list[StageRow]:
         """A `StageRow` per stage: its layers, parameters, FLOPs, seconds, activations and delay.
 
         x, y: a push, of which one micro-batch is rehearsed and not trained on. Works in one process only.
+        repeats: how often F and B are measured once more, for a median; 0: seconds are those of the rehearsal.
         """
-        return self._inspection.breakdown(x, y)
+        return self._inspection.breakdown(x, y, repeats)
 
     def record(self, on: bool = True) -> None:
         """Measure every operation from now on, one at a time, for `pipeback.draw.trace`. Every rank calls it."""

@@ -60,7 +60,7 @@ def test_asking_changes_nothing():
         losses = []
         for n, (x, y) in enumerate(data(20)):
             if asked and n in (0, 10):
-                assert len(pipe.breakdown(x, y)) == pipe.stages
+                assert len(pipe.breakdown(x, y, repeats=2)) == pipe.stages
             losses.append(pipe.push(x, y))
         found.append([*losses, *pipe.model.state_dict().values()])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
@@ -74,3 +74,16 @@ def test_weights_in_a_store():
     pipe.close()
     with pytest.raises(RuntimeError, match="closed"):
         pipe.breakdown(x, y)
+
+
+@pytest.mark.parametrize("store", [None, "host"])
+def test_repeats_give_a_median_and_every_time(store):
+    pipe = pipeline(network(), "cerebras", store=store)
+    x, y = data(1)[0]
+    assert all(row.times == () for row in pipe.breakdown(x, y))
+    rows = pipe.breakdown(x, y, repeats=3)
+    assert all(len(row.times) == 3 and row.seconds == sorted(row.times)[1] > 0 for row in rows)
+    for wrong in (-1, 1.5, "3"):
+        with pytest.raises(ValueError, match=r"repeats=.*write a whole number, such as repeats=15"):
+            pipe.breakdown(x, y, repeats=wrong)
+    pipe.close()

@@ -1,5 +1,7 @@
 """`pipeback draw model=...`: the table of a model's stages, as text and as a picture."""
 
+import csv
+
 import pytest
 
 pytest.importorskip("rich")
@@ -22,6 +24,31 @@ def test_the_table(ending, tmp_path):
     assert "121,610" in total
     written = (tmp_path / f"unet{ending}").read_bytes()
     assert written.startswith(b"\x89PNG") if ending == ".png" else "121,610" in written.decode()
+
+
+def test_numbers_beside_a_picture_say_how_they_came_about(tmp_path):
+    done = pipeback("draw", "model=unet", "stages=block", "method=pb", "out=a.png,a.csv", cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout.endswith("written: a.png\nwritten: a.csv\n"), done.stderr
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    lines = (tmp_path / "a.csv").read_text("utf-8").splitlines()
+    told = [line for line in lines if line.startswith("# ")]
+    for words in (
+        "draw model=unet stages=block method=pb out=a.png,a.csv",
+        "date: 20",
+        "commit: ",
+        "the median of 31 ",
+    ):
+        assert sum(words in line for line in told) == 1, words
+    rows = list(csv.DictReader(lines[len(told) :]))
+    assert len(rows) == 11 and [row["stage"] for row in rows] == [str(n) for n in range(11)]
+    for row in rows:
+        assert 0 < float(row["first_quartile"]) <= float(row["seconds"]) <= float(row["third_quartile"])
+
+
+def test_the_spread_of_repeats():
+    row = stages.StageRow(0, "a", "Linear", 1, 1, 1, 3.0, 1, 0)
+    assert stages.spread(row) == (3.0, 3.0)
+    assert stages.spread(row._replace(times=(1.0, 2.0, 3.0, 4.0, 50.0))) == (2.0, 4.0)  # an outlier does not count
 
 
 def test_models_of_conf_and_a_number(tmp_path):
