@@ -1,5 +1,6 @@
 """Every table of docs/results is a file of docs/results/data, which says where its numbers come from."""
 
+import csv
 import json
 import re
 
@@ -80,6 +81,20 @@ def test_every_other_file_of_results_says_it_too():
         if file.is_file() and file not in FILES:
             machine = json.loads(file.read_text("utf-8"))["machine"]
             assert all(machine[what] for what in ("command", "date", "commit", "pipeback", "machine", "torch")), file
+
+
+def test_the_numbers_of_a_picture_say_where_they_come_from_and_how_far_they_spread():
+    file = pages.ROOT / "recipes" / "pictures" / "stages.csv"
+    lines = file.read_text("utf-8").splitlines()
+    told = [line.removeprefix("# ") for line in lines if line.startswith("# ")]
+    assert told[0] in (RESULTS / "zoo.md").read_text("utf-8")
+    assert re.match(r"date: \d{4}-\d\d-\d\d, commit: [0-9a-f]{7,40}, pipeback: [\d.]+, machine: .+ cores", told[2])
+    rows = list(csv.DictReader(lines[len(told) :]))
+    assert len(rows) == 18
+    for row in rows:
+        assert float(row["first_quartile"]) <= float(row["seconds"]) <= float(row["third_quartile"])
+    wide = sum(float(r["third_quartile"]) - float(r["first_quartile"]) > 0.1 * float(r["seconds"]) for r in rows)
+    assert f"quartiles of {wide} of 18 stages lie more than 10 % of it apart" in told[3]
 
 
 def test_the_readme_shows_rows_of_the_file_on_digits():
