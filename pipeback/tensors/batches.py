@@ -47,7 +47,8 @@ def _items(batch: UserDict[Any, Any]) -> UserDict[Any, Any]:
 
 def samples(batch: Any) -> list[int]:
     """Return the length of every tensor in a batch that has dimensions."""
-    return [len(tensor) for tensor in opened(bare(batch))[0] if tensor.dim()]
+    inside = parts(batch) if simple(batch) else opened(bare(batch))[0]
+    return [len(part) for part in inside if isinstance(part, Tensor) and part.dim()]
 
 
 def cut(batch: Any, length: int, size: int) -> list[Any]:

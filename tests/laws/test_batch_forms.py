@@ -202,3 +202,63 @@ def test_a_state_makes_only_what_a_micro_batch_may_have():
         plain = json.dumps(state["plain"]).replace("tests.laws.batch_forms", other).replace("Record", "Linear")
         with pytest.raises(ValueError, match=f"no such class was imported from {other}; import {other} before"):
             build(Whole("dataclass"), example=Record(a, b)).load_state_dict({**state, "plain": json.loads(plain)})
+
+
+def test_what_a_data_loader_makes_of_dictionaries_goes_in_as_it_is():
+    """The labels are in x, y is None, and the model computes its loss itself."""
+    rows = [{"a": a, "b": b, "labels": label} for a, b, label, _ in zip(*numbers(1)[0], strict=True)]
+
+    class Model(Keywords):
+        def forward(self, a, b, labels=None):
+            logits = super().forward(a, b)
+            return {"logits": logits, "loss": nn.functional.cross_entropy(logits, labels)}
+
+    batches = list(torch.utils.data.DataLoader(rows, batch_size=4))
+    pipe = build(Model(), loss=lambda output, _: output["loss"], example=batches[0], micro_batch_size=2)
+    losses = [pipe.push(batch) for batch in batches]
+    plain = Model()
+    optimizer, wanted = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9), []
+    for batch in batches:
+        for n in (0, 2):
+            loss = plain(**{key: value[n : n + 2] for key, value in batch.items()})["loss"]
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            wanted.append(loss.detach())
+    assert torch.equal(torch.stack(losses), torch.stack(wanted).view(2, 2).mean(1))
+    assert same(pipe.model, plain)
+
+
+def test_what_transformers_gives_goes_in_as_it_is():
+    transformers = pytest.importorskip("transformers")
+    (a, b, label, weight), *_ = every = numbers(3)
+    encoding = lambda a, b: transformers.BatchEncoding({"a": a, "b": b}, [object()], n_sequences=1)  # noqa: E731
+    output = lambda a, b: transformers.modeling_outputs.SequenceClassifierOutput(loss=a, logits=b)  # noqa: E731
+
+    def loss(out, target):
+        return (nn.functional.cross_entropy(out, target.loss, reduction="none") * target["logits"]).mean()
+
+    method = pipeback.methods.create("gpipe", micro_batches=5)
+    pipes = [
+        build(Keywords(), loss=loss, method=method, example=encoding(a, b), micro_batch_size=4),
+        build(Whole("encoding"), loss=loss, method=method, example=encoding(a, b), micro_batch_size=4),
+        build(Keywords(), method=method, example=(a, b), micro_batch_size=4),
+    ]
+    for a, b, label, weight in every:
+        pushed = [pipe.push(encoding(a, b), output(label, weight)) for pipe in pipes[:2]]
+        assert torch.equal(*pushed) and torch.equal(pushed[0], pipes[2].push((a, b), (label, weight)))
+    other = build(Whole("encoding"), loss=loss, method=method, example=encoding(a, b), micro_batch_size=4)
+    other.load_state_dict(pipes[1].state_dict())  # with a micro-batch in flight
+    pipes.append(other)
+    for pipe in pipes:
+        pipe.drain()
+    assert all(same(pipe.model, pipes[2].model) for pipe in pipes)
+
+
+@pytest.mark.parametrize("form", ["encoding", "nested", "dataclass"])
+def test_a_plan_and_a_breakdown_take_it_too(form):
+    (a, b, label, weight), *_ = numbers(1)
+    make = FORMS[form][0]
+    pipe = build(Whole(form), form, example=make(a, b), micro_batch_size=4)
+    assert len(pipe.breakdown(make(a, b), make(label, weight))) == pipe.stages
+    assert pipe.plan(make(a, b), make(label, weight)).micro_batches == 2
