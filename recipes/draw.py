@@ -2,16 +2,17 @@
 
     pipeback draw method=pb stages=4 micro_batches=8                         # a text grid
     pipeback draw method=gpipe,one_f_one_b,pb stages=5 micro_batches=40 until=52 out=schedules.png
-    pipeback draw method=gpipe,pb stages=8 ranks=2 micro_batches=24 --run run.json out=run.png
+    pipeback draw method=gpipe,pb stages=8 ranks=2 micro_batches=64 window=16 --run run.json out=run.png
     pipeback draw method=gpipe stages=8 micro_batches=4 store=host --run run.json out=streaming.png
     pipeback draw trace=run.json out=run.png                                 # a recorded run, once more
     pipeback draw model=resnet50 stages=block method=cerebras out=stages.png # layers, FLOPs, seconds, delays
 
 --run trains linear layers of one size on that many processes of this machine, from an empty pipeline until it is empty
 again, and prints how much the ranks idled beside what the schedule predicts. It writes one trace per method
-(run-gpipe.json and run-pb.json; run.json if there is one method), and the timelines as a picture to `out`. With store=,
-weights are streamed, all micro-batches are pushed at once, and the picture shows what overlaps. For your own script:
-pipe.record() before the pushes, and pipeback.draw.trace(pipe, "run.json") on every rank after them.
+(run-gpipe.json and run-pb.json; run.json if there is one method), and the timelines as a picture to `out`. With window=,
+the picture shows so many micro-batches in the middle of the run, where it is steady. With store=, weights are streamed,
+all micro-batches are pushed at once, and the picture shows what overlaps. For your own script: pipe.record() before the
+pushes, and pipeback.draw.trace(pipe, "run.json") on every rank after them.
 
 model= is a model of `pipeback zoo` or of conf/model; stages= is then auto, block, layer, sublayer or a number. One
 micro-batch is rehearsed to measure activations and FLOPs (of products, convolutions and attention); its seconds are a
@@ -53,6 +54,7 @@ OPTIONS = {
     "ranks": None,
     "store": None,
     "trace": None,
+    "window": None,
     "model": None,
 }
 TEXTS = {"method", "out", "run", "store", "trace", "model"}
@@ -87,6 +89,15 @@ def parsed(arguments: list[str]) -> dict[str, Any]:
         raise ValueError(f"stages={options['stages']} is for a model; add model=, or give a number")
     if options["store"] is not None and options["run"] is None:
         raise ValueError("store= is for a real run; add --run")
+    if options["window"] is not None and options["run"] is None and options["trace"] is None:
+        raise ValueError("window= is for a measured run; add --run or trace=")
+    if options["window"] is not None and options["store"] is not None:
+        raise ValueError("window= does not go with store=, which pushes all micro-batches at once; leave it out")
+    if options["window"] is not None and options["run"] and options["window"] > options["micro_batches"] // 2:
+        raise ValueError(
+            f"window={options['window']} is more than the middle half of micro_batches={options['micro_batches']}, "
+            f"where a run is steady; add micro_batches={4 * options['window']}"
+        )
     if options["ranks"] is None:
         options["ranks"] = 1 if options["store"] else min(2, options["stages"])
     elif options["run"] is None:
@@ -98,7 +109,7 @@ def parsed(arguments: list[str]) -> dict[str, Any]:
 
 def of_model(options: dict[str, Any], given: set[str]) -> dict[str, Any]:
     """Return the options that go with model=. Raises ValueError for options that do not."""
-    for name in ("micro_batches", "until", "width", "run", "ranks", "store", "trace"):
+    for name in ("micro_batches", "until", "width", "run", "ranks", "store", "trace", "window"):
         if name in given:
             raise ValueError(
                 f"{name}= does not go with model=, which shows the stages of one micro-batch; leave it out"
@@ -152,7 +163,7 @@ def show(options: dict[str, Any]) -> None:
         return
     picturable(out)
     if options["trace"]:
-        tell([traces.read(path) for path in options["trace"].split(",")], out)
+        tell([traces.read(path) for path in options["trace"].split(",")], out, options["window"])
         return
     methods = {entry: build(entry, options["flush"]) for entry in options["method"].split(",")}
     paths = files(options["run"], list(methods)) if options["run"] else {}
@@ -169,7 +180,7 @@ def show(options: dict[str, Any]) -> None:
             count,
             options["store"],
         )
-        tell([traces.read(path) for path in paths.values()], out)
+        tell([traces.read(path) for path in paths.values()], out, options["window"])
         print(f"written: {', '.join(map(str, paths.values()))}, for ui.perfetto.dev")
     elif out:
         import matplotlib
@@ -181,8 +192,11 @@ def show(options: dict[str, Any]) -> None:
         print(f"written: {out}")
 
 
-def tell(recordings: list[Recording], out: str | None) -> None:
-    """Show the measured run beside the prediction, as text and, if `out` names a file, as a picture."""
+def tell(recordings: list[Recording], out: str | None, window: int | None) -> None:
+    """Show the measured run beside the prediction, as text and, if `out` names a file, as a picture.
+
+    window: the micro-batches of the steady state that the picture shows; None: all of the run.
+    """
     for recording in recordings:
         print(draw.summary(recording), end="\n\n")
     if out:
@@ -190,7 +204,7 @@ def tell(recordings: list[Recording], out: str | None) -> None:
 
         matplotlib.use("Agg")
         streamed = [recording for recording in recordings if any(track.moves for track in recording.tracks)]
-        (lanes(streamed[0]) if streamed else beside(recordings)).savefig(out, dpi=130)
+        (lanes(streamed[0]) if streamed else beside(recordings, window)).savefig(out, dpi=130)
         print(f"written: {out}")
 
 

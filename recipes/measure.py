@@ -16,7 +16,9 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 import pipeback
 from pipeback import draw
 
-WIDTH, SAMPLES = 512, 64
+WIDTH = 512
+SAMPLES = 256  # of a micro-batch, whose operations take many times as long as a message
+STREAMED = 64  # the same with a store
 WARM = 3  # micro-batches before the measurement, which warm caches and allocate memory
 
 
@@ -51,7 +53,8 @@ def train(
     """Train on every rank, from an empty pipeline until it is empty again, so that the trace has nothing else."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    x, y = torch.randn(SAMPLES, WIDTH), torch.randn(SAMPLES, WIDTH)
+    samples = SAMPLES if store is None else STREAMED
+    x, y = torch.randn(samples, WIDTH), torch.randn(samples, WIDTH)
     for name, (method, path) in methods.items():
         model = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(stages)])
         for _ in range(WARM):
@@ -63,7 +66,7 @@ def train(
             optimizer=lambda params: torch.optim.SGD(params, lr=1e-3, momentum=0.9),
             method=method,
             store=store,
-            micro_batch_size=None if store is None else SAMPLES,
+            micro_batch_size=None if store is None else STREAMED,
         )
         for _ in range(WARM):
             pipe.push(x, y)

@@ -16,10 +16,11 @@ COLOURS = {"F": "#7fb3e6", "B": "#f2a65a", "U": "#7a7a7a"}
 INK, BAND, IDLE = "#1f2933", "#f4f6f8", "#f2c2c4"
 
 
-def beside(recordings: Sequence[Recording]) -> Any:
+def beside(recordings: Sequence[Recording], window: int | None = None) -> Any:
     """A figure with two panels per run on one time axis: the measured run, and the run that its schedule predicts.
 
     The prediction is `Recording.predicted`: operations take their measured time, and messages take none.
+    window: show the steady state alone: so many micro-batches in the middle of each run; None: show all.
     """
     import matplotlib.pyplot as plt
 
@@ -31,6 +32,8 @@ def beside(recordings: Sequence[Recording]) -> Any:
         name = f"{run.name}: " if run.name else ""
         panels.append((run, f"{name}measured"))
         panels.append((ideal, f"{name}predicted by the schedule at these costs"))
+    if window is not None:
+        panels = [(_middle(run, window), title) for run, title in panels]
     end = max(float(slot.end) for run, _ in panels for slot in run)
     heights = [_height(run) + 0.7 for run, _ in panels]
     figure, axes = plt.subplots(
@@ -41,11 +44,25 @@ def beside(recordings: Sequence[Recording]) -> Any:
         bands(run, ax, until=end)
         ax.set_title(title, loc="left", fontsize=11.5, color=INK)
         text = f"idle {idle.share:.1%}, between fill and drain {idle.steady:.1%}"
+        if window is not None:
+            text = f"idle {idle.share:.1%}, {1e3 * idle.span / window:.1f} ms per micro-batch"
         ax.set_title(text, loc="right", fontsize=10.5, color=INK)
         ax.tick_params(axis="x", labelbottom=ax is axes[-1, 0])
-    axes[-1, 0].set_xlabel("milliseconds", color=INK)
+    where = "" if window is None else f" of a run in its steady state, {window} micro-batches long"
+    axes[-1, 0].set_xlabel(f"milliseconds{where}", color=INK)
     figure.legend(handles=_legend(), loc="outside lower center", ncols=4, frameon=False, fontsize=10)
     return figure
+
+
+def _middle(run: Recording, window: int) -> Recording:
+    count = run.micro_batches()
+    if not 0 < window <= count // 2:
+        raise ValueError(
+            f"window={window}: the steady state of a run of {count} micro-batches is at most its middle half; "
+            f"write window={max(1, count // 4)}, or run more micro-batches"
+        )
+    first = (count - window) // 2
+    return run.window(first, first + window)
 
 
 def bands(recording: Recording, ax: Axes, *, until: Time | None = None) -> Axes:

@@ -103,6 +103,29 @@ class Recording(Sequence[Slot]):
         steady = between / ((over - begun) * len(gaps)) if over > begun else 0.0
         return Idle(sum(each) / len(each) if each else 0.0, each, steady, end)
 
+    def window(self, first: int, last: int) -> Recording:
+        """Return the part from the first stage's F of the `first` micro-batch to that of the `last`, counted from 0.
+
+        Operations across its ends are cut there. Raises ValueError where the run has no such micro-batches.
+        """
+        starts = sorted(slot.start for slot in self.tracks[0].slots if slot.stage == 0 and slot.op.kind == "F")
+        if not 0 <= first < last < len(starts):
+            raise ValueError(
+                f"a window from micro-batch {first} to {last} does not lie in a run of {len(starts)}; "
+                f"write for example window({len(starts) // 4}, {len(starts) // 2})"
+            )
+        begin, end = starts[first], starts[last]
+        tracks = [
+            track._replace(
+                slots=[Slot(max(s.start, begin), min(s.end, end), s.stage, s.op) for s in track.slots
+                       if s.start < end and s.end > begin],
+                moves=[Move(max(m.start, float(begin)), min(m.end, float(end)), m.kind, m.stage) for m in track.moves
+                       if m.start < end and m.end > begin],
+            )
+            for track in self.tracks
+        ]  # fmt: skip
+        return Recording(tracks, self.owner, self.name)
+
     def costs(self) -> list[dict[str, Time]]:
         """Mean seconds of F, B and U of every stage."""
         sums = [{kind: [0.0, 0] for kind in "FBU"} for _ in self.owner]

@@ -157,9 +157,35 @@ def test_what_was_measured_as_text_and_picture(tmp_path):
         beside([Recording([Track("worker 0", 0, 0, [])], [0])])
 
 
+def test_a_window_of_the_steady_state_is_measured_and_predicted():
+    """By hand: of each flush of GPipe, 72 units long, each of two workers idles for 8."""
+    recording = recorded(fill_drain(8), 8, 32, UNIT, [s // 4 for s in range(8)])
+    part = recording.window(8, 24)
+    assert part.idle().span == 2 * 72 and part.idle().share == pytest.approx(2 * 8 / 144)
+    assert part[0].op.mb == 8 and part[0].stage == 0 and part[0].start == 0
+    assert {slot.op.mb for slot in part} == set(range(8, 24))
+    middle = recording.window(9, 11)  # operations across its ends are cut
+    assert middle.idle().span == 2 * 4 and all(0 <= slot.start < slot.end <= 8 for slot in middle)
+    figure = beside([recording, recording], window=16)
+    assert figure.axes[0].get_title(loc="right") == "idle 11.1%, 9000.0 ms per micro-batch"
+    assert figure.axes[-1].get_xlabel() == "milliseconds of a run in its steady state, 16 micro-batches long"
+    assert figure.axes[0].get_xlim() == (0, 144_000)
+    plt.close("all")
+    for first, last in ((-1, 4), (4, 4), (8, 32)):
+        with pytest.raises(ValueError, match=r"does not lie in a run of 32; write for example window\(8, 16\)"):
+            recording.window(first, last)
+    with pytest.raises(ValueError, match="window=17: the steady state .* at most its middle half; write window=8,"):
+        beside([recording], window=17)
+    beside([recording], window=8)
+    plt.close("all")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["pb", "window=4"], "window= is for a measured run; add --run or trace="),
+        (["pb", "--run", "window=5"], "add micro_batches=20"),
+        (["pb", "--run", "store=host", "window=4"], "window= does not go with store="),
         (["method=pd", "--run"], "unknown method 'pd'; did you mean 'pb'?"),
         (["pb", "--run", "--ranks", "5"], "ranks=5 is more than stages=4; every rank needs a stage"),
         (["pb", "--run", "missing/run.json"], "run=missing/run.json: there is no folder missing"),
@@ -191,4 +217,5 @@ def test_options_may_be_written_in_three_ways():
     other = ["--method", "gpipe,pb", "--stages", "8", "--micro-batches=24", "--run", "--out", "run.png"]
     wanted = recipe.parsed(["method=gpipe,pb", "stages=8", "micro_batches=24", "run=run.json", "out=run.png"])
     assert recipe.parsed(other) == wanted
+    assert recipe.parsed(["pb", "--run", "window=5", "micro_batches=20"])["window"] == 5  # as a message names it
     assert wanted["ranks"] == 2 and recipe.parsed(["pb", "--run", "stages=1"])["ranks"] == 1
