@@ -9,9 +9,9 @@
 
 --run trains linear layers of one size on that many processes of this machine, from an empty pipeline until it is empty
 again, and prints how much the ranks idled beside what the schedule predicts. It writes one trace per method
-(run-gpipe.json and run-pb.json; run.json if there is one method), and the timelines as a picture to `out`. With window=,
-the picture shows so many micro-batches in the middle of the run, where it is steady. With store=, weights are streamed,
-all micro-batches are pushed at once, and the picture shows what overlaps. For your own script: pipe.record() before the
+(run-gpipe.json and run-pb.json; run.json if there is one method), and the timelines as a picture to `out`, of
+window= micro-batches in the middle of the run, where it is steady, or of all. With store=, weights are streamed, all
+micro-batches are pushed at once, and the picture shows what overlaps. For your own script: pipe.record() before the
 pushes, and pipeback.draw.trace(pipe, "run.json") on every rank after them.
 
 model= is a model of `pipeback zoo` or of conf/model; stages= is then auto, block, layer, sublayer or a number. One
