@@ -10,18 +10,17 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipeback.methods.base import Method
 from pipeback.splitting.module_restore import Home
-from pipeback.stages import compile_check, judged_output, saved_graph, stale_weights_check
+from pipeback.stages import compile_check, judged_output, norm_check, saved_graph, stale_weights_check
 from pipeback.stages.compile_check import Refused, untouched
 from pipeback.stages.compiled import Compiled, faithful
 from pipeback.stages.flight import Flight, Value, cut, grown
@@ -29,7 +28,6 @@ from pipeback.stages.stage import Stage
 from pipeback.tensors.copies import equal
 
 _OTHER = "this micro-batch, which is unlike those before; nothing was trained on it, and others may be pushed"
-FEW = 16  # with fewer values per channel, batch statistics are called poor
 
 
 def rehearse(
@@ -56,7 +54,7 @@ def rehearse(
                 stage.work_on((value[0] if isinstance(value, tuple) else value).device)
             stashes = stage.keeping is None or stage.keeping.stashes
             with untouched(stage) as homes:
-                with _watch_norms(stage), stage.calling(stage.module):
+                with norm_check.watching(stage), stage.calling(stage.module):
                     _learn(stage, value, target)
                 stage.learn(changing=_changing(homes))
                 matters = stashes and stage.weights and faithful(method, delays[stage.index])
@@ -78,7 +76,7 @@ def rehearse_shape(stages: Sequence[Stage], x: Value, target: Any) -> Value:
     """Do the cheap checks, of outputs and normalisations, for a micro-batch smaller than any before."""
     value = cut(x)
     for stage in stages:
-        with untouched(stage), _watch_norms(stage), stage.calling(stage.module):
+        with untouched(stage), norm_check.watching(stage), stage.calling(stage.module):
             _, given = stage.enter(value)
             # with a graph, since the module may differentiate something itself
             value = cut(_checked(stage, _guarded(stage, _copied(given), target, _OTHER)))
@@ -244,53 +242,6 @@ def _alike_in_memory(x: Tensor, gradient: Tensor | None) -> bool:
         return False
     strides = [[s for s, n in zip(t.stride(), t.shape, strict=True) if n > 1] for t in (x, gradient) if t is not None]
     return strides[0] == strides[-1]
-
-
-# -- normalisations ----------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _watch_norms(stage: Stage) -> Iterator[None]:
-    handles = [
-        module.register_forward_pre_hook(
-            lambda m, args, kwargs, key=key: _check_norm(stage, key, m, args[0] if args else kwargs.get("input")),
-            with_kwargs=True,
-        )
-        for key, module in stage.module.named_modules()
-        if isinstance(module, (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm))
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _check_norm(stage: Stage, key: str, norm: nn.Module, x: Tensor) -> None:
-    if not isinstance(x, Tensor) or not norm.training:
-        return
-    batch = isinstance(norm, nn.modules.batchnorm._BatchNorm)
-    if batch:
-        values = x.numel() // x.shape[1]
-    elif isinstance(norm, nn.GroupNorm):
-        values = x[0].numel() // norm.num_groups
-    elif isinstance(norm, nn.LayerNorm):
-        values = int(torch.Size(norm.normalized_shape).numel())
-    else:  # an instance norm: each sample and channel of its own, unbatched inputs included
-        values = x[0, 0].numel() if x.dim() > 2 else x.shape[-1]
-    kind = type(norm).__name__
-    where = f"{stage.label}: {kind} {key!r}" if key else f"{stage.label}: {kind}"
-    if values <= 1:
-        cure = "use GroupNorm or LayerNorm, or a larger micro-batch" if batch else "normalise over more than one value"
-        raise Refused(
-            f"{where} would see one value per {'channel' if batch else 'group'}, which it turns into zero; {cure}"
-        )
-    if batch and values < FEW:
-        warnings.warn(
-            f"{where} takes its statistics from {values} values per channel, which is poor; "
-            "GroupNorm or LayerNorm do not depend on the micro-batch",
-            stacklevel=2,
-        )
 
 
 def _copied(value: Value) -> Value:

@@ -77,6 +77,10 @@ class Again(nn.Module):
         return self.second(self.between(self.first(x)))
 
 
+def batch_norm() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6))
+
+
 def normed(**options: Any) -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6, **options))
 
@@ -148,6 +152,14 @@ ROWS: dict[str, Row] = {
         lambda: trains(model=Again(False), stages="layer", example=BATCH),
     ),
     # norms
+    "one value": Row(
+        lambda: build(batch_norm(), micro_batch_size=1).push(BATCH, BATCH),
+        r"BatchNorm1d would see one value per channel.*, pipeback.norms.to_group_norm\(model\), or use a larger micro-b",
+        lambda: [
+            build(pipeback.norms.to_group_norm(batch_norm()), micro_batch_size=1).push(BATCH, BATCH),
+            build(batch_norm(), micro_batch_size=4).push(BATCH, BATCH),
+        ],
+    ),
     "groups of no channel": Row(
         lambda: norms.to_group_norm(normed(), 0), "group_size .*at least 1.*the default is 2",
         lambda: [trains(model=norms.to_group_norm(normed(), n)) for n in (2, 3)],

@@ -1,5 +1,8 @@
 """Models, losses and weights that a pipeline cannot train are refused by name, before half a step is trained."""
 
+import math
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -86,10 +89,15 @@ def test_a_forward_that_fails():
         (
             nn.BatchNorm1d(6),
             torch.randn(1, 6),
-            "BatchNorm1d '1' would see one value per channel.*GroupNorm or LayerNorm",
+            r"BatchNorm1d '1' would see one value per channel.*pipeback.norms.to_group_norm\(model\), or use a larger",
         ),
+        (nn.BatchNorm2d(6), torch.randn(1, 6, 1, 1), "BatchNorm2d '1' would see one value per channel"),
+        (nn.BatchNorm3d(6), torch.randn(1, 6, 1, 1, 1), "BatchNorm3d '1' would see one value per channel"),
+        (nn.SyncBatchNorm(6), torch.randn(1, 6, 1, 1), "SyncBatchNorm '1' would see one value per channel"),
         (nn.GroupNorm(6, 6), torch.randn(4, 6), "GroupNorm '1' would see one value per group"),
         (nn.InstanceNorm1d(6), torch.randn(2, 6, 1), "InstanceNorm1d '1' would see one value per group"),
+        (nn.InstanceNorm2d(6), torch.randn(2, 6, 1, 1), "InstanceNorm2d '1' would see one value per group"),
+        (nn.InstanceNorm3d(6), torch.randn(2, 6, 1, 1, 1), "InstanceNorm3d '1' would see one value per group"),
         (nn.LayerNorm(1), torch.randn(4, 6, 1), "LayerNorm '1' would see one value per group"),
     ],
 )
@@ -104,6 +112,37 @@ def test_a_normalisation_of_few_values_warns():
         UserWarning, match=r"stage 0 \(0\): BatchNorm1d takes its statistics from 4 values per channel.*poor"
     ):
         pipe.push(torch.randn(4, 6), torch.randn(4, 6))
+
+
+@pytest.mark.parametrize(
+    ("norm", "shape"),
+    [
+        (nn.BatchNorm1d, (2,)), (nn.BatchNorm1d, (16,)), (nn.BatchNorm2d, (2, 2)), (nn.BatchNorm2d, (8, 8)),
+        (nn.BatchNorm3d, (4, 4, 4)), (nn.SyncBatchNorm, (8, 8)),
+    ],
+)  # fmt: skip
+def test_a_batch_norm_of_one_sample_warns_whatever_its_places(norm, shape):
+    model = lambda: nn.Sequential(norm(6), nn.Flatten(), nn.Linear(6 * math.prod(shape), 6))  # noqa: E731
+    x, y = torch.randn(4, 6, *shape), torch.randn(4, 6)
+    told = (
+        rf"stage 0 \(0\): {norm.__name__} takes its statistics from one sample, {math.prod(shape)} values per channel, "
+        r"so that.*; replace it before the pipeline is built, pipeback.norms.to_group_norm\(model\), or use a larger"
+    )
+    with pytest.warns(UserWarning, match=told):
+        build(model(), micro_batch_size=1).push(x, y)
+    with warnings.catch_warnings():  # as it says
+        warnings.simplefilter("error")
+        build(pipeback.norms.to_group_norm(model()), micro_batch_size=1).push(x, y)
+        if math.prod(shape) >= 16:
+            build(model(), micro_batch_size=2).push(x, y)
+        build(model().eval(), micro_batch_size=1).push(x, y)
+
+
+def test_an_instance_norm_without_samples_counts_its_places():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = [nn.Sequential(nn.InstanceNorm2d(6), nn.Flatten(1)), nn.Linear(4, 6)]
+        build(model).push(torch.randn(6, 4, 1), torch.randn(6, 6))
 
 
 def test_a_short_last_micro_batch_is_checked_too():

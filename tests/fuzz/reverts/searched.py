@@ -116,7 +116,7 @@ SEARCHED: dict[str, Revert] = {
         optimizer="fused-momentum",
     ),
     "modules that are called by keyword": revert(
-        "stages/rehearsal", ('args[0] if args else kwargs.get("input")', "args[0]"), model="named"
+        "stages/norm_check", ('args[0] if args else kwargs.get("input")', "args[0]"), model="named"
     ),
     "names in state.json are followed": revert(
         "checkpoint/folders",
