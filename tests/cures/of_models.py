@@ -154,7 +154,7 @@ ROWS: dict[str, Row] = {
     # norms
     "one value": Row(
         lambda: build(batch_norm(), micro_batch_size=1).push(BATCH, BATCH),
-        r"BatchNorm1d would see one value per channel.*, pipeback.norms.to_group_norm\(model\), or use a larger micro-b",
+        r"BatchNorm1d would see one value per channel.*, pipeback.norms.to_group_norm\(model\), or use a larger micro",
         lambda: [
             build(pipeback.norms.to_group_norm(batch_norm()), micro_batch_size=1).push(BATCH, BATCH),
             build(batch_norm(), micro_batch_size=4).push(BATCH, BATCH),
