@@ -81,7 +81,7 @@ def picture(
             [slot.stage for slot in some],
             [float(min(slot.end, end) - slot.start) for slot in some],
             left=[float(slot.start) - begin for slot in some],
-            height=0.86, color=_COLOURS[kind], edgecolor="white", linewidth=0.8,
+            height=0.86, color=_COLOURS[kind], edgecolor=plt.rcParams["axes.facecolor"], linewidth=0.8,
         )  # fmt: skip
     # a number in every box, as long as the boxes are wide enough to hold it
     figure = ax.get_figure(root=True)

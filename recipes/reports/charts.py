@@ -79,8 +79,8 @@ def chart(
         return Chart(history.title, missing=history.missing)
     zero = {label for label, curve in curves.items() if curve.x and not any(map(any, curve.values)) and history.name}
     kept = [m for m in methods if curves[m.label].x and m.label not in zero]
-    up = of_curves([curves[m.label].mean for m in kept if not m.fate] or [curves[m.label].mean for m in kept],
-                   history.share)  # fmt: skip
+    seen = [m for m in kept if not m.fate] or kept
+    up = of_curves([curves[m.label].mean for m in seen], history.share, history.whole)
     notes = [f"{words}: {', '.join(some)}" for words, some in (
         ("zero throughout", [m.label for m in panel if m.label in zero]),
         ("not logged", [m.label for m in panel if not curves[m.label].x]),

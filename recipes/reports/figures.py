@@ -19,21 +19,21 @@ from pipeback.recipes.reports.kinds import draw_schedules, kinds
 from pipeback.recipes.reports.plots import draw_curves, draw_final
 from pipeback.recipes.reports.row_charts import Rows, bars, finals
 from pipeback.recipes.reports.runs import SAMPLES, SECONDS, STEPS, Method, has
-from pipeback.recipes.reports.style import STYLE, Paint
+from pipeback.recipes.reports.style import ON_DARK, STYLE, Paint
 from pipeback.recipes.reports.target import Target
 
+PHONE, NIGHT = "(max-width: 700px)", "(prefers-color-scheme: dark)"
 Draw = Callable[[bool], plt.Figure]  # narrow -> the figure
 
 
 class Picture(NamedTuple):
     """A picture of the page; `missing` says why there is none.
 
-    wide, narrow: its data, for a desktop and for a telephone; or groups of curves, or panels of rows, which the page
-    draws itself.
+    images: its data, by the media for which each is; the first that fits is shown, the last has none. Or groups of
+    curves, or panels of rows, which the page draws itself.
     """
 
-    wide: str = ""
-    narrow: str = ""
+    images: Sequence[tuple[str, str]] = ()
     groups: Sequence[Group] = ()
     rows: Sequence[Rows] = ()
     missing: str = ""
@@ -96,7 +96,11 @@ def stale(methods: Sequence[Method], kind: str) -> Draw | str:
 
 
 def drawing(draw: Draw | str, file: Path) -> Picture:
-    return Picture(missing=draw) if isinstance(draw, str) else Picture(png(draw(False), file), png(draw(True)))
+    if isinstance(draw, str):
+        return Picture(missing=draw)
+    with plt.rc_context(ON_DARK):
+        dark = [(f"{NIGHT} and {PHONE}", png(draw(True))), (NIGHT, png(draw(False)))]
+    return Picture([*dark, (PHONE, png(draw(True))), ("", png(draw(False), file))])
 
 
 def png(figure: plt.Figure, file: Path | None = None) -> str:

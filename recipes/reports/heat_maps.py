@@ -57,7 +57,7 @@ def fields(methods: Sequence[Method], kind: str) -> tuple[dict[str, Field], list
 
 
 def draw_fields(found: dict[str, Field], kind: str, narrow: bool) -> plt.Figure:
-    """Draw all panels with one colour scale, that of the stable methods; zero (no staleness) is white."""
+    """Draw all panels with one colour scale, that of the stable methods; zero (no staleness) is left blank."""
     shown = dict(list(found.items())[:MOST])
     across = min(2 if narrow else 4 if len(shown) > 6 or len(shown) == 4 else 3, len(shown))
     down = -(-len(shown) // across)
@@ -76,7 +76,7 @@ def draw_fields(found: dict[str, Field], kind: str, narrow: bool) -> plt.Figure:
         norm = LogNorm(max(positive.min(), positive.max() / 1e3), positive.max())
     else:
         norm = Normalize(0, positive.max())
-    colours = plt.get_cmap("viridis").with_extremes(bad="white")
+    colours = plt.get_cmap("viridis").with_extremes(bad=plt.rcParams["axes.facecolor"])
     for n, (ax, (label, f)) in enumerate(zip(axes.flat, shown.items(), strict=False)):
         values = np.ma.masked_invalid(np.where(f.values > 0, f.values, np.nan))
         mesh = ax.pcolormesh(edges(f.steps), np.arange(len(values) + 1) - 0.5, values, norm=norm, cmap=colours,

@@ -26,7 +26,8 @@ class History(NamedTuple):
     """What the curves of a picture show.
 
     name: of the picture. label: of its axis. text: a value with its unit. curve: (method, axis) -> means and seeds;
-    without points where the method's runs have none. missing: why no method has any.
+    without points where the method's runs have none. share: values run from 0 to 1. whole: how curves begin is shown,
+    however far that is from the rest. missing: why no method has any.
     """
 
     name: str
@@ -34,6 +35,7 @@ class History(NamedTuple):
     text: Callable[[float], str]
     curve: Callable[[Method, str], Curve]
     share: bool = False
+    whole: bool = True
     missing: str = ""
 
     @property
@@ -46,7 +48,7 @@ def histories(methods: Sequence[Method]) -> list[History]:
     metric = methods[0].metric
     unprobed = f"no run logged pipeback/gap/stage_00 and so on; the callback {MONITOR} does"
     return [
-        History("", metric.held_out, metric.text, Method.curve, metric.share),
+        History("", metric.held_out, metric.text, Method.curve, metric.share, whole=False),
         History("training_loss", "training loss", "{:.3g}".format, lambda m, axis: averaged(m, axis, losses),
                 missing=_missing(methods, losses, f"no run logged {LOSS}")),
         History("mean_gap", "gap ‖w now − w used‖", "{:.3g}".format, lambda m, axis: averaged(m, axis, gaps),

@@ -37,7 +37,7 @@ def draw_curves(methods: Sequence[Method], history: History, axis: str, paint: P
         ax.grid(True, axis="y")
         ax.tick_params(labelleft=True)
         _legend(ax, panel, beside=len(shown) == 1, width=WIDE / across)
-    if (up := of_curves(seen, history.share)) is not None:
+    if (up := of_curves(seen, history.share, history.whole)) is not None:
         axes[0].set_yscale("log" if up.logarithmic else "linear")
         axes[0].set_ylim(up.low, up.high)
         axes[0].yaxis.set_major_formatter(FuncFormatter(lambda y, _: written(y, history.share)))

@@ -36,13 +36,13 @@ class Scale(NamedTuple):
         return [float(n) for n in MaxNLocator(most, steps=STEPS).tick_values(self.low, self.high) if self.holds(n)]
 
 
-def of_curves(curves: Iterable[Sequence[float]], share: bool) -> Scale | None:
-    """Return the scale for curves, which leaves out how they begin; None without curves.
+def of_curves(curves: Iterable[Sequence[float]], share: bool, whole: bool = False) -> Scale | None:
+    """Return the scale for curves; None without curves.
 
-    share: values from 0 to 1, whose axis ends at tenths.
+    share: values from 0 to 1, whose axis ends at tenths. whole: show how they begin, too.
     """
     # by the number of measurements, so that the pictures over samples, steps and seconds show the same range
-    seen = [value for curve in curves for value in curve[len(curve) // 5 :]]
+    seen = [value for curve in curves for value in curve[0 if whole else len(curve) // 5 :]]
     if not seen:
         return None
     low, high = min(seen), max(seen)

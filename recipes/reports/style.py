@@ -36,6 +36,9 @@ STYLE = {"font.family": "DejaVu Sans", "font.size": SIZE, "axes.titlesize": SIZE
          "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#8A939E", "axes.labelcolor": INK,
          "xtick.color": INK, "ytick.color": INK, "xtick.major.size": 3, "ytick.major.size": 3,
          "axes.axisbelow": True, "grid.color": "#E6E9ED", "grid.linewidth": 0.8, "savefig.dpi": 150}  # fmt: skip
+ON_DARK = {"figure.facecolor": DARK, "axes.facecolor": DARK, "savefig.facecolor": DARK, "axes.edgecolor": "#6b7682",
+           "text.color": "#e4e8ec", "axes.labelcolor": "#b6c0ca", "xtick.color": "#b6c0ca", "ytick.color": "#b6c0ca",
+           "grid.color": "#282f37"}  # fmt: skip
 TOGETHER = 7  # the most methods that share one panel
 
 

@@ -91,7 +91,7 @@ def test_report_writes_page_pictures_and_numbers(compared):
 
 def test_page_is_self_contained(compared):
     page = (compared[0] / "a page.html").read_text()
-    assert page.count("data:image/png;base64,") == 2 * 3  # wide and narrow: heat maps and schedules; the rest is drawn
+    assert page.count("data:image/png;base64,") == 4 * 3  # heat maps and schedules, wide and narrow, light and dark
     assert page.count('class="plot"') == 3 * 3 and page.count('class="rows"') == 1 + 2 + 3
     assert 'src="http' not in page and "href=" not in page and "<script" not in page and "@import" not in page
     for text in ("<h1>Again &amp; again</h1>", "a machine, 2 cores", "2.15.0", "6 runs in seed=0, it&#39;s [a]",
@@ -108,7 +108,7 @@ def test_one_run_without_monitor_or_facts(tmp_path):
     code, _, complained = command(tmp_path / "version_0", cwd=tmp_path)
     assert code == 0, complained
     page = (tmp_path / "version_0" / "report.html").read_text()
-    assert page.count("data:image/png;base64,") == 2  # schedules
+    assert page.count("data:image/png;base64,") == 4  # schedules
     assert page.count('class="plot"') == 1 and page.count('class="rows"') == 2  # over steps; the end, time to target
     for why in ("no run logged samples_seen", "no run logged wall_time", "no run logged pipeback/gap/stage_00",
                 "no run logged train/loss",

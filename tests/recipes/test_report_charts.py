@@ -19,7 +19,7 @@ from pipeback.recipes.reports.row_charts import bars, finals
 from pipeback.recipes.reports.runs import SAMPLES, SECONDS, STEPS, gather
 from pipeback.recipes.reports.scales import Scale, of_curves
 from pipeback.recipes.reports.sources import Run
-from pipeback.recipes.reports.style import COLOURS, DARK, SPARE, Paint, contrast, on_dark
+from pipeback.recipes.reports.style import COLOURS, DARK, ON_DARK, SPARE, Paint, contrast, on_dark
 from tests.recipes.reporting import runs
 from tests.recipes.synthetic import facts, rows, write
 
@@ -91,6 +91,12 @@ def test_letters_have_one_scale_of_sizes_and_colours_hold_in_the_dark(page):
         assert contrast(on_dark(colour), DARK) >= 3, colour
     assert len({on_dark(colour) for colour in COLOURS.values()}) == len(set(COLOURS.values()))
     assert f"--page: {DARK};" in style
+    assert all(contrast(ON_DARK[name], DARK) >= 4.5 for name in ("text.color", "axes.labelcolor", "xtick.color"))
+    for picture in re.findall("<picture>.*?</picture>", page, re.DOTALL):  # what is no line is drawn for the dark, too
+        assert re.findall(r'media="(.*?)"', picture) == [
+            "(prefers-color-scheme: dark) and (max-width: 700px)", "(prefers-color-scheme: dark)", "(max-width: 700px)"
+        ]  # fmt: skip
+        assert len(set(re.findall(r'(?:srcset|src)="(data:image/png;base64,[^"]+)"', picture))) == 4
 
 
 def test_windows_average_what_is_logged_often():
@@ -121,6 +127,7 @@ def test_a_line_goes_where_its_numbers_are():
 def test_scales_hold_what_matters():
     assert of_curves([], True) is None
     assert of_curves([[0.42, 0.9]], True) == (0.4, 1.0, False)
+    assert of_curves([[9.0, 1.0, 1.0, 1.0, 1.0, 2.0]], False).high < 3 < 9 < of_curves([[9.0, 1.0]], False, True).high
     wide = of_curves([[0.01, 0.02, 5.0]], False)
     assert wide.logarithmic and wide.place(wide.low) == 0 and wide.place(wide.high) == pytest.approx(100)
     assert wide.place(0.0) < 0 and all(wide.holds(n) for n in wide.marks(5)) and len(wide.marks(5)) >= 2
