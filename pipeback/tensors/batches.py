@@ -1,19 +1,21 @@
 """Batches: what users push, in whatever structure it comes, cut into slices; and targets as messages within a worker.
 
-A batch is a tensor, or a structure with tensors in it: tuples, lists, dictionaries, what tokenizers give (a UserDict),
-named tuples, dataclasses and other objects, in one another. `structures` takes it apart and puts it together.
+A batch is a tensor, or a structure with tensors in it: tuples, lists, dictionaries and other mappings, what tokenizers
+give (a UserDict), named tuples and dataclasses, in one another. Other objects are not looked into. `structures` takes a
+batch apart and puts it together.
 """
 
 from __future__ import annotations
 
 from collections import UserDict
 from collections.abc import Mapping
+from dataclasses import is_dataclass
 from typing import Any
 
 from torch import Tensor
 
 from pipeback.private import pytree
-from pipeback.tensors.structures import PLAIN, SINGLE, Form, Object, Ref, apart, made, opened, parts
+from pipeback.tensors.structures import PLAIN, SINGLE, Form, Object, Ref, apart, made, openable, opened, parts
 
 NUMBERS = (bool, int, float, type(None))  # what may stand in a message beside tensors
 
@@ -40,14 +42,14 @@ def bare(batch: Any) -> Any:
 
 def _items(batch: UserDict[Any, Any]) -> UserDict[Any, Any]:
     found = batch.__class__.__new__(batch.__class__)
-    own = {name: value if isinstance(value, PLAIN) else None for name, value in vars(batch).items()}
+    own = {name: value if isinstance(value, (Tensor, *PLAIN)) else None for name, value in vars(batch).items()}
     vars(found).update(own, data=bare(dict(batch.data)))
     return found
 
 
 def samples(batch: Any) -> list[int]:
     """Return the length of every tensor in a batch that has dimensions."""
-    inside = parts(batch) if simple(batch) else opened(bare(batch))[0]
+    inside = parts(batch) if simple(batch) else opened(bare(batch), opens=_holds)[0]
     return [len(part) for part in inside if isinstance(part, Tensor) and part.dim()]
 
 
@@ -57,7 +59,7 @@ def cut(batch: Any, length: int, size: int) -> list[Any]:
     Tensors are cut along their first dimension, and so is a list without tensors or containers that has one entry per
     sample (strings, say). Every slice gets everything else whole, in objects of its own.
     """
-    leaves, spec = pytree.tree_flatten(apart(bare(batch), set()), is_leaf=_list_of_plain)
+    leaves, spec = pytree.tree_flatten(apart(bare(batch), set(), _holds), is_leaf=_list_of_plain)
 
     def part(leaf: Any, begin: int) -> Any:
         along = leaf.dim() > 0 if isinstance(leaf, Tensor) else isinstance(leaf, list) and len(leaf) == length
@@ -66,6 +68,10 @@ def cut(batch: Any, length: int, size: int) -> list[Any]:
     return [
         made(pytree.tree_unflatten([part(leaf, begin) for leaf in leaves], spec)) for begin in range(0, length, size)
     ]
+
+
+def _holds(value: Any) -> bool:
+    return (isinstance(value, (Mapping, list, tuple)) or is_dataclass(value)) and openable(value)
 
 
 def _list_of_plain(node: Any) -> bool:
@@ -85,12 +91,14 @@ def checked(target: Any) -> Any:
     """
     if simple(target):
         return tuple(map(_cut_off, target)) if type(target) is tuple else _cut_off(target)
-    tensors, form = opened(bare(target))
+    tensors, form = opened(bare(target), opens=_holds)
     odd = [c for c in form.constants if not isinstance(c, (*NUMBERS, str, Ref))]
     if odd:
         kind = type(odd[0]).__name__
         array = hasattr(odd[0], "__array__")
-        cure = "give torch.as_tensor of it" if array else "leave it out, or give what the loss needs of it as tensors"
+        cure = (
+            "give torch.as_tensor of it" if array else "leave it out, or give what the loss needs of it in a dictionary"
+        )
         raise TypeError(
             f"y must be tensors, numbers, strings and Nones, alone or in tuples, lists, dictionaries, named tuples and "
             f"dataclasses, but {'is' if odd[0] is target else 'has'} something of type {kind}; {cure}"
@@ -106,7 +114,7 @@ def flat(target: Any) -> Any:
     """Return a target as a message: as it is, or its tensors and their `Structure`."""
     if simple(target):
         return target
-    tensors, form = opened(bare(target))
+    tensors, form = opened(bare(target), opens=_holds)
     return (*tensors, Structure(form))
 
 

@@ -99,12 +99,17 @@ class Form(NamedTuple):
         return made(found) if self.objects else found
 
 
-def opened(value: Any, seen: set[int] | None = None) -> tuple[list[Tensor], Form]:
-    """Return the tensors of a structure, in order, and its form. seen: ids of objects found so far."""
+def opened(
+    value: Any, seen: set[int] | None = None, opens: Callable[[Any], bool] | None = None
+) -> tuple[list[Tensor], Form]:
+    """Return the tensors of a structure, in order, and its form. seen: ids of objects found so far. opens: see `apart`.
+
+    Raises ValueError for an object that stands in two places.
+    """
     leaves, spec = pytree.tree_flatten(value, is_leaf=_packed)
-    objects = any(type(x) not in SINGLE and openable(x) for x in leaves)
+    objects = any(type(x) not in SINGLE and (opens or openable)(x) for x in leaves)
     if objects:
-        leaves, spec = pytree.tree_flatten(apart(value, set() if seen is None else seen))
+        leaves, spec = pytree.tree_flatten(apart(value, set() if seen is None else seen, opens))
     tensors = [x for x in leaves if isinstance(x, Tensor)]
     numbers = iter(range(len(tensors)))
     return tensors, Form(spec, tuple(Ref(next(numbers)) if isinstance(x, Tensor) else x for x in leaves), objects)
@@ -152,8 +157,12 @@ def _of_python(kind: type) -> bool:
     return plain and all(base in (object, dict, list) for base in bases)
 
 
-def apart(value: Any, seen: set[int]) -> Any:
-    """Return a structure with its objects taken apart. Raises ValueError if one stands in two places, or in itself."""
+def apart(value: Any, seen: set[int], opens: Callable[[Any], bool] | None = None) -> Any:
+    """Return a structure with its objects taken apart.
+
+    opens: which objects to take apart, of those that are `openable`; an object of these may stand in two places. None:
+    all. Raises ValueError if one stands in two places, or in itself.
+    """
 
     def open_it(x: Any) -> Any:
         kind = type(x)
@@ -165,7 +174,7 @@ def apart(value: Any, seen: set[int]) -> Any:
             return {key: open_it(part) for key, part in x.items()}
         if not pytree.tree_is_leaf(x, is_leaf=_packed):
             return pytree.tree_map(open_it, x, is_leaf=lambda part: part is not x)
-        if not openable(x):
+        if not (opens or openable)(x):
             return x
         if id(x) in seen:
             raise ValueError(
@@ -177,7 +186,10 @@ def apart(value: Any, seen: set[int]) -> Any:
         own = _attributes(x)
         keys = list(x) if isinstance(x, dict) else None
         held = list(dict.values(x)) if isinstance(x, dict) else list(x) if isinstance(x, (list, tuple)) else []
-        return Object(kind, list(own), keys, [open_it(inner) for inner in [*own.values(), *held]])
+        found = Object(kind, list(own), keys, [open_it(inner) for inner in [*own.values(), *held]])
+        if opens is not None:
+            seen.discard(id(x))
+        return found
 
     return open_it(value)
 

@@ -53,7 +53,7 @@ ROWS: dict[str, Row] = {
     ),
     "an object in a target": Row(
         pushed(BATCH, {"y": BATCH, "more": object()}),
-        "alone or in tuples, lists, dict.*but has something of type object; leave it out, or give what the loss needs",
+        "alone or in tuples, lists, dict.*but has something of type object; leave it out, or put what the loss needs",
         lambda: [
             pushed(BATCH, y, loss=lambda o, y: o.square().mean())()
             for y in (BATCH, 1, "a", None, (BATCH, 1), [BATCH], {"y": BATCH, "more": (BATCH, "a")})

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import pipeback
+from pipeback.tensors import batches
 from tests.laws.batch_forms import FORMS, KEYWORDS, Encoding, Keywords, Record, Whole, numbers, weighed
 
 
@@ -213,12 +214,12 @@ def test_what_a_data_loader_makes_of_dictionaries_goes_in_as_it_is():
             logits = super().forward(a, b)
             return {"logits": logits, "loss": nn.functional.cross_entropy(logits, labels)}
 
-    batches = list(torch.utils.data.DataLoader(rows, batch_size=4))
-    pipe = build(Model(), loss=lambda output, _: output["loss"], example=batches[0], micro_batch_size=2)
-    losses = [pipe.push(batch) for batch in batches]
+    every = list(torch.utils.data.DataLoader(rows, batch_size=4))
+    pipe = build(Model(), loss=lambda output, _: output["loss"], example=every[0], micro_batch_size=2)
+    losses = [pipe.push(batch) for batch in every]
     plain = Model()
     optimizer, wanted = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9), []
-    for batch in batches:
+    for batch in every:
         for n in (0, 2):
             loss = plain(**{key: value[n : n + 2] for key, value in batch.items()})["loss"]
             optimizer.zero_grad()
@@ -262,3 +263,23 @@ def test_a_plan_and_a_breakdown_take_it_too(form):
     pipe = build(Whole(form), form, example=make(a, b), micro_batch_size=4)
     assert len(pipe.breakdown(make(a, b), make(label, weight))) == pipe.stages
     assert pipe.plan(make(a, b), make(label, weight)).micro_batches == 2
+
+
+class Meta:
+    """An object that is nobody's structure."""
+
+    def __init__(self):
+        self.table, self.me = torch.zeros(100), self
+
+
+def test_other_objects_are_not_looked_into():
+    given, record = Meta(), Record(torch.arange(4), "word")
+    batch = {"x": torch.arange(4), "meta": given, "again": [record, record]}
+    assert batches.samples(batch) == [4, 4, 4]
+    first, second = batches.cut(batch, 4, 2)
+    assert first["meta"] is given and second["meta"] is given
+    assert second["again"][1].a.tolist() == [2, 3] and second["again"][0] is not second["again"][1]
+    with pytest.raises(
+        TypeError, match=r"y must be.*has something of type Meta; .*what the loss needs into"
+    ):
+        build(network(), loss=lambda o, y: o.sum()).push(torch.randn(4, 4), {"meta": given})
