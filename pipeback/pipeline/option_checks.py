@@ -201,14 +201,23 @@ def check_tensors(x: Any, who: str = "push") -> tuple[Tensor, ...]:
     odd = [type(part).__name__ for part in parts if not isinstance(part, Tensor)]
     if odd or not parts:
         inside = f"tuple with a {odd[0]} in it" if odd and x is parts else type(x).__name__
-        whole = isinstance(x, list) and all(isinstance(part, Tensor) for part in x)
-        cure = "give tuple(x.values())" if isinstance(x, Mapping) else "give tuple(x)" if whole else "give tensors"
+        cure = _as_tensors(x)
         raise TypeError(
             f"{who} takes a tensor or a tuple of tensors, but got {inside}: the modules of this pipeline are called "
             f"one on the output of the other; {cure}, or a model with a forward of its own, whose arguments may be "
             "anything, and example=, one such x"
         )
     return parts
+
+
+def _as_tensors(x: Any) -> str:
+    """How the tensors in x are given to the modules of a sequence."""
+    held = list(x.values()) if isinstance(x, Mapping) else x if isinstance(x, list) else []
+    if not held or not all(isinstance(part, Tensor) for part in held):
+        return "give tensors"
+    if len(held) == 1:
+        return f"give x[{next(iter(x))!r}]" if isinstance(x, Mapping) else "give x[0]"
+    return "give tuple(x.values())" if isinstance(x, Mapping) else "give tuple(x)"
 
 
 def micro_batches(x: Value, y: Any, size: int | None) -> list[Batch]:

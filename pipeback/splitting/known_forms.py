@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipeback.splitting.branches import Branch
+from pipeback.splitting.branches import MOST, Branch
 from pipeback.splitting.call_arguments import Arguments
 from pipeback.tensors import accelerators
 from pipeback.tensors.copies import replica
@@ -33,14 +33,20 @@ class Known(NamedTuple):
         """Return the tensors of a micro-batch with the mark, as the first stage takes them."""
         return x if self.mark is None else (*tensors_of(x), self.mark)
 
-    @property
-    def decided_last(self) -> str:
-        """The last decision of Python, in words."""
-        call = self.decisions[-1].calls[-1] if self.decisions else None
-        if call is None:
+    def too_many(self, model: str) -> ValueError:
+        """Return the error if a model has been traced in `MOST` variants for one form. model: its class."""
+        if not self.decisions:
             shown = self.inputs.fill([f"tensor {n}" for n in range(len(self.inputs.constants))])
-            return f"what is pushed beside tensors differs from push to push, {shown}; push tensors instead"
-        return f"{call.target.__name__} gave {call.check[0]}"
+            return ValueError(
+                f"{model}.forward was followed for {MOST} micro-batches that differ in what is pushed beside tensors, "
+                f"and now for another one: {shown}; push tensors instead, and leave out what the forward does not use"
+            )
+        call = self.decisions[-1].calls[-1]
+        return ValueError(
+            f"{model}.forward has taken {MOST} branches for micro-batches of one form, and now another one: "
+            f"{call.target.__name__} gave {call.check[0]}; keep decisions by values within one layer: give the path of "
+            "the deciding module in stages=pipeback.Splitting(leaves=[...])"
+        )
 
     def plain(
         self, training: bool, autocast: accelerators.Autocast, tensors: Sequence[tuple[Sequence[int], torch.dtype]]

@@ -71,6 +71,7 @@ class TracedModel:
         self.held = AttributeReads(model)
         self._known: dict[Key, Known] = {}
         self._variants: dict[Key, list[Known]] = {}  # the variants of every form
+        self.enter(example)  # refuses what has no tensors
         arguments, complete = self.arguments(example), self.complete
         record, known = self._first(arguments, complete, whole, by)
         self.ownership = Ownership(model, self._staged(record), len(self.units), record.changed)
@@ -100,8 +101,13 @@ class TracedModel:
     def enter(self, x: Any) -> tuple[Any, Form]:
         """Return the tensors that were pushed, as the first stage takes them, and the structure around them."""
         tensors, form = opened(tuple(self.arguments(x)))
-        if not tensors:
-            raise TypeError(f"push takes tensors, or structures with tensors in them, but got {type(x).__name__}")
+        array = any(getattr(c, "ndim", 0) and hasattr(c, "__array__") for c in form.constants)
+        if array or not tensors:
+            found = "with an array in it" if array else "without a tensor"
+            raise TypeError(
+                f"push takes tensors, or structures with tensors in them, but got {type(x).__name__} {found}; make "
+                'tensors by torch.as_tensor, or have the tokenizer give them: return_tensors="pt"'
+            )
         return tensors[0] if len(tensors) == 1 else tuple(tensors), form
 
     def leave(self, output: Any, x: Any, training: bool | None) -> Any:
@@ -319,11 +325,7 @@ class TracedModel:
         """Teach the stages the work for micro-batches like x; return x with its mark."""
         others = self._variants.setdefault(self._key(x, training), [])
         if len(others) == MOST:
-            raise ValueError(
-                f"{type(self.model).__name__}.forward has taken {MOST} branches for micro-batches of one form, and now "
-                f"another one: {known.decided_last}; keep decisions by values within one layer: give the path of the "
-                "deciding module in stages=pipeback.Splitting(leaves=[...])"
-            )
+            raise known.too_many(type(self.model).__name__)
         differs = any(o.inputs != known.inputs for o in others)
         if known.mark is None and (known.decisions or differs):
             taken = [o.mark for o in others if o.mark is not None]

@@ -20,10 +20,11 @@ def structured(module: nn.Module, given: Any, output: Any) -> Any:
     return module.__structured__(given, output) if isinstance(module, Segment) else output
 
 
-def cure(output: Any) -> str:
-    """What to give for loss= if the model returns this, after a semicolon; nothing for a tensor."""
+def cure(output: Any, target: Any = None) -> str:
+    """What to give for loss= or y if the model returns this, after a semicolon; nothing if both are tensors."""
     if isinstance(output, Tensor):
-        return ""
+        numbers = isinstance(target, (list, tuple)) and target and all(isinstance(y, (int, float)) for y in target)
+        return f"; y is a {type(target).__name__} of numbers: push torch.tensor(y)" if numbers else ""
     has = f"; the model's output, of type {type(output).__name__},"
     names = [*_names(output)]
     own = next((name for name in (".loss", "['loss']") if name in names), None)

@@ -23,7 +23,7 @@ from pipeback.splitting.module_restore import Home
 from pipeback.stages import compile_check, judged_output, norm_check, saved_graph, stale_weights_check
 from pipeback.stages.compile_check import Refused, untouched
 from pipeback.stages.compiled import Compiled, faithful
-from pipeback.stages.flight import Flight, Value, cut, grown
+from pipeback.stages.flight import Flight, Value, cut, for_loss, grown
 from pipeback.stages.stage import Stage
 from pipeback.tensors.copies import equal
 
@@ -153,15 +153,16 @@ def _guarded(stage: Stage, given: Value, target: Any, which: str = "the first mi
     except Refused:
         raise
     except Exception as error:
-        what, cured = _failed(stage, given)
+        what, cured = _failed(stage, given, target)
         raise ValueError(f"{stage.label}: the {what} failed on {which}: {error}{cured}") from error
 
 
-def _failed(stage: Stage, given: Value) -> tuple[str, str]:
+def _failed(stage: Stage, given: Value, target: Any) -> tuple[str, str]:
     """Whether the forward or the loss has failed, and a cure."""
     if stage.judges:
         with suppress(Exception), torch.no_grad():
-            return "loss", judged_output.cure(judged_output.structured(stage.module, given, stage.call(given)))
+            output = judged_output.structured(stage.module, given, stage.call(given))
+            return "loss", judged_output.cure(output, for_loss(None, target))
     return "forward", ""
 
 

@@ -96,9 +96,7 @@ def checked(target: Any) -> Any:
     if odd:
         kind = type(odd[0]).__name__
         array = hasattr(odd[0], "__array__")
-        cure = (
-            "give torch.as_tensor of it" if array else "leave it out, or give what the loss needs of it in a dictionary"
-        )
+        cure = "give torch.as_tensor of it" if array else "leave it out, or put what the loss needs into a dictionary"
         raise TypeError(
             f"y must be tensors, numbers, strings and Nones, alone or in tuples, lists, dictionaries, named tuples and "
             f"dataclasses, but {'is' if odd[0] is target else 'has'} something of type {kind}; {cure}"

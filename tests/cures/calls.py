@@ -25,6 +25,7 @@ from .rows import (
     trains,
 )
 
+PAIR = [BATCH, BATCH]
 ROWS: dict[str, Row] = {
     # pushes
     "a list": Row(
@@ -113,6 +114,35 @@ ROWS: dict[str, Row] = {
             loss=lambda output, target: torch.nn.functional.cross_entropy(output[0], target),
             kind=lambda loss, logits: (logits, loss),
         ),
+    ),
+    "numbers as target": Row(
+        pushed(BATCH, BATCH.argmax(1).tolist(), loss=cross_entropy),
+        r"the loss failed on.*must be Tensor, not list; y is a list of numbers: push torch.tensor\(y\)$",
+        pushed(BATCH, torch.tensor(BATCH.argmax(1).tolist()), loss=cross_entropy),
+    ),
+    "a dictionary for a sequence": Row(
+        pushed({"x": BATCH}, BATCH),
+        r"but got dict: the modules.*; give x\['x'\], or a model",
+        lambda: [
+            pushed({"x": BATCH}["x"], BATCH)(),
+            judged({"x": BATCH}, loss=lambda output, _: output.logits.mean())(),
+        ],
+    ),
+    "a list of one": Row(pushed([BATCH], BATCH), r"but got list.*; give x\[0\], or a model", pushed([BATCH][0], BATCH)),
+    "a list of two": Row(
+        pushed(PAIR, BATCH, model=[Summed()]),
+        r"but got list.*; give tuple\(x\), or a model",
+        pushed(tuple(PAIR), BATCH, model=[Summed()]),
+    ),
+    "lists of a tokenizer": Row(
+        judged({"x": BATCH.tolist()}, loss=lambda output, _: output.loss),
+        'but got dict without a tensor; make tensors by torch.as_tensor, or.*: return_tensors="pt"$',
+        judged({"x": torch.as_tensor(BATCH.tolist()), "labels": BATCH.argmax(1)}, loss=lambda output, _: output.loss),
+    ),
+    "arrays of a tokenizer": Row(
+        judged({"x": BATCH, "labels": BATCH.argmax(1).numpy()}, loss=lambda output, _: output.loss),
+        "but got dict with an array in it; make tensors by torch.as_tensor",
+        judged({"x": BATCH, "labels": torch.as_tensor(BATCH.argmax(1).numpy())}, loss=lambda output, _: output.loss),
     ),
     "no labels": Row(
         judged({"x": BATCH}, loss=lambda output, _: output.loss),

@@ -279,7 +279,18 @@ def test_other_objects_are_not_looked_into():
     first, second = batches.cut(batch, 4, 2)
     assert first["meta"] is given and second["meta"] is given
     assert second["again"][1].a.tolist() == [2, 3] and second["again"][0] is not second["again"][1]
-    with pytest.raises(
-        TypeError, match=r"y must be.*has something of type Meta; .*what the loss needs into"
-    ):
+    with pytest.raises(TypeError, match=r"y must be.*has something of type Meta; .*what the loss needs into"):
         build(network(), loss=lambda o, y: o.sum()).push(torch.randn(4, 4), {"meta": given})
+
+
+def test_texts_that_differ_from_push_to_push_are_left_out():
+    (a, b, label, weight), *_ = numbers(1)
+    batch = {"a": a, "b": b, "texts": ["0"] * 8}
+    pipe = build(Whole("dict"), example=batch)
+    told = r"followed for 64 micro-batches that differ in what is pushed beside tensors.*leave out what the forward does"
+    with pytest.raises(ValueError, match=told):
+        for n in range(70):
+            pipe.push({**batch, "texts": [str(n)] * 8}, (label, weight))
+    del batch["texts"]  # as it says
+    for _ in range(70):
+        pipe.push(batch, (label, weight))
