@@ -287,10 +287,11 @@ def test_texts_that_differ_from_push_to_push_are_left_out():
     (a, b, label, weight), *_ = numbers(1)
     batch = {"a": a, "b": b, "texts": ["0"] * 8}
     pipe = build(Whole("dict"), example=batch)
-    told = r"followed for 64 micro-batches that differ in what is pushed beside tensors.*leave out what the forward does"
+    told = "followed for 64 micro-batches that differ in what is pushed beside tensors.*leave out what the forward"
     with pytest.raises(ValueError, match=told):
         for n in range(70):
             pipe.push({**batch, "texts": [str(n)] * 8}, (label, weight))
     del batch["texts"]  # as it says
+    pipe = build(Whole("dict"), example=batch)
     for _ in range(70):
         pipe.push(batch, (label, weight))
