@@ -40,6 +40,11 @@ class Plugins(NamedTuple):
     def options(self, name: str) -> dict[str, inspect.Parameter]:
         return dict(inspect.signature(self.find(name)).parameters)
 
+    def derived(self, name: str, *known: int) -> dict[str, Any]:
+        """Values for options that `name` alone leaves out, from what is known of the training."""
+        values: dict[str, Any] = getattr(self.find(name), "derived", lambda *_: {})(*known)
+        return values
+
     def create(self, name: str, base: type, options: Mapping[str, Any]) -> Any:
         """Build an instance of `base`. Raises ValueError for an unknown name or option and suggests the nearest."""
         build, kind = self.find(name), self.kind

@@ -114,7 +114,7 @@ class Fit:
         if self.interval.known:
             batches = module.trainer.accumulate_grad_batches
             self.interval.method(batches, 1)  # refuses what does not fit before anything is trained
-            if not followed:
+            if not followed and not self.options.counts:
                 self.build(batches, 1)
 
     def _updates(self) -> int | None:
@@ -132,7 +132,8 @@ class Fit:
         with call_instead(self.found.module, self._own) if self.found.followed else nullcontext():
             split = self.rank.split(example)
         self.twins = StageOptimizers(self.optimizer, self.rank.trained(split))
-        given = self.options.of_pipeline(self.store, trainer.strategy.root_device, Clipping(norm, value))
+        clipping, updates = Clipping(norm, value), partial(self.interval.updates, method, per_batch)
+        given = self.options.of_pipeline(self.store, trainer.strategy.root_device, clipping, updates)
         inside = torch.get_default_dtype()
         torch.set_default_dtype(self._dtype)
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from lightning.pytorch.plugins import Precision
 from pipeback import sparsities
 from pipeback.lightning import find_stages, option_checks
 from pipeback.methods.base import Method
+from pipeback.pipeline import by_name
 from pipeback.pipeline.arguments import Clipping, Debug, MicroBatches, Processes, Splitting, Streaming, as_long
 from pipeback.streaming import disk_store
 from pipeback.streaming.store import DeviceStore, Store
@@ -57,14 +58,15 @@ class StrategyOptions:
         sparsity, place = streaming.sparsity, None if streaming.store == "device" else streaming.store
         if sparsity is not None and place is None:
             place = DeviceStore()
-        policy = sparsities.create(sparsity) if isinstance(sparsity, str) else sparsity
+        if isinstance(sparsity, str):
+            sparsities.options(sparsity)  # refuses an unknown name here, where the length of the training is not known
         option_checks.masters(others["masters"], disk_store.create(place))
         return cls(
             micro_batch_size=size.size,
             splitting=splitting,
             threads=threads,
             processes=processes,
-            streaming=replace(streaming, store=place, sparsity=policy),
+            streaming=replace(streaming, store=place),
             debug=debug,
             **others,
         )
@@ -73,6 +75,11 @@ class StrategyOptions:
     def store(self) -> str | Store | None:
         """Where weights live, as it was given; None: on the device."""
         return self.streaming.store
+
+    @property
+    def counts(self) -> bool:
+        """Whether the first batch must tell how many updates the training has: a policy by name asks for that."""
+        return isinstance(self.streaming.sparsity, str) and self.micro_batch_size is not None
 
     def keeps_home(self, ranks: int) -> bool:
         """Whether the stages stay in host memory all the time. With several devices each rank takes its stages from its
@@ -110,10 +117,16 @@ class StrategyOptions:
             "precision": precision,
         }
 
-    def of_pipeline(self, store: Store | None, device: torch.device, clipping: Clipping) -> dict[str, Any]:
-        """The arguments of a `Pipeline` that the user has decided. store: of this rank; device: where it computes."""
+    def of_pipeline(
+        self, store: Store | None, device: torch.device, clipping: Clipping, updates: Callable[[], int | None]
+    ) -> dict[str, Any]:
+        """The arguments of a `Pipeline` that the user has decided. store: of this rank; device: where it computes.
+
+        updates: returns how many a stage will make in the whole training, or None if that is not known.
+        """
+        policy = by_name.sparsity(self.streaming.sparsity, updates)
         return {
-            "store": replace(self.streaming, store=store, device=None if store is None else device),
+            "store": replace(self.streaming, store=store, device=None if store is None else device, sparsity=policy),
             "activations": self.activations,
             "masters": self.masters,
             "compile": self.compile,

@@ -53,6 +53,13 @@ class UpdateInterval:
             )
         return made
 
+    def updates(self, method: Method, per_batch: int) -> int | None:
+        """How many updates a stage makes in the whole training, if its length is known."""
+        steps = self._updates()
+        if steps is None or method.flush_each_push or getattr(method, "micro_batches", None) is not None:
+            return steps
+        return steps * per_batch
+
     def check(self, batches: int) -> None:
         """Raise if accumulate_grad_batches has changed during fit and the method has a fixed update interval."""
         if self._batches is not None and batches != self._batches:

@@ -6,7 +6,6 @@ Floor 2. A method imports base, momentum and schedules; base imports schedules a
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 from pipeback.methods.base import Method
@@ -56,9 +55,4 @@ def options(name: str) -> dict[str, inspect.Parameter]:
 
 def derived(name: str, stages: int, updates: int) -> dict[str, Any]:
     """Values for options that `name` needs and does not have by itself, for so many stages and updates in all."""
-    values: dict[str, Any] = getattr(_find(name), "derived", lambda *_: {})(stages, updates)
-    return values
-
-
-def _find(name: str) -> Callable[..., Any]:
-    return _METHODS.find(name)
+    return _METHODS.derived(name, stages, updates)

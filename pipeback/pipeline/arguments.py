@@ -106,7 +106,8 @@ class Streaming:
     init        how a module from the meta device gets its values: a function of the module, or the path of safetensors
                 files that hold the weights. None: from `reset_parameters` of its layers
     sparsity    a name of `pipeback.sparsities.available()` or a `Sparsity`: most weights are zero, and zeros are
-                neither stored nor sent to the device or back. None: weights are dense
+                neither stored nor sent to the device or back. "gradual" and "rigl" by name change masks during three
+                quarters of 4,000 updates, which a warning says; under Lightning, of the training. None: dense weights
     skip_zeros  True: linear layers leave out the zeros by sparse products, which round differently; needs sparsity.
                 "auto": only where this was measured to be faster when the pipeline was built
     """

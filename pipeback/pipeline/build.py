@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from pipeback import sparsities
 from pipeback.checkpoint import commits
 from pipeback.distributed.agreement import agree
 from pipeback.distributed.held_stages import HeldStages
 from pipeback.distributed.join import default_device
 from pipeback.distributed.ranks import Ranks, SingleProcess, meet
 from pipeback.methods.base import Method
+from pipeback.pipeline import by_name
 from pipeback.pipeline.method_choice import chosen
 from pipeback.pipeline.options import PipelineOptions
 from pipeback.pipeline.stage_builder import StageBuilder
@@ -56,8 +56,8 @@ def build(model: nn.Module | Sequence[nn.Module] | Split, options: PipelineOptio
     ranks = meet(processes.mesh, options.replicas, processes.timeout)
     with telling(ranks):  # from here on: the other ranks have come, too, and would wait
         options.check()
-        streaming, sparsity = options.streaming, options.streaming.sparsity
-        policy = sparsities.create(sparsity) if isinstance(sparsity, str) else sparsity
+        streaming = options.streaming
+        policy = by_name.sparsity(streaming.sparsity)
         home = disk_store.create(streaming.store) or (DeviceStore() if policy is not None else None)
     with telling(ranks), closing(home):
         replicas = ranks.replicas if ranks.several else 1 if options.replicas is None else options.replicas

@@ -10,12 +10,12 @@ import torch
 
 from pipeback import methods
 from pipeback.methods.base import Method
+from pipeback.pipeline.by_name import UPDATES, completed
 from pipeback.splitting.partition import StagePart
 from pipeback.stages.joint_optimizer import torchs_step
 from pipeback.stages.stage import OptimizerFactory
 
 DEFAULT, ANY_OPTIMIZER = "cerebras", "pipedream"
-UPDATES = 4000  # the length of a training that is not known, of which methods take their share
 
 
 def chosen(given: Any, factory: OptimizerFactory, parts: Sequence[StagePart]) -> Any:
@@ -31,16 +31,9 @@ def chosen(given: Any, factory: OptimizerFactory, parts: Sequence[StagePart]) ->
 
 def named(name: str, stages: int, updates: int | None = None, **options: Any) -> Method:
     """The method of this name. updates: of the whole training, if it is known."""
-    missing = methods.derived(name, stages, UPDATES if updates is None else updates)
-    missing = {key: value for key, value in missing.items() if key not in options}
-    if updates is None and methods.derived(name, stages, 2 * UPDATES) != methods.derived(name, stages, UPDATES):
-        typed = ", ".join(f"{key}={value!r}" for key, value in missing.items())
-        warnings.warn(
-            f"method={name!r} is taken with {typed}, which suits a training of {UPDATES} updates; set it by "
-            f'method=pipeback.methods.create("{name}", {typed})',
-            stacklevel=2,
-        )
-    return methods.create(name, **options, **missing)
+    cure = f'method=pipeback.methods.create("{name}", {{}})'
+    values = completed(f"method={name!r}", lambda n: methods.derived(name, stages, n), updates, cure, **options)
+    return methods.create(name, **values)
 
 
 def by_optimizer(optimizer: torch.optim.Optimizer | None) -> str:

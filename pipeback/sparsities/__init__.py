@@ -44,3 +44,8 @@ def create(name: str, **options: Any) -> Sparsity:
 def options(name: str) -> dict[str, inspect.Parameter]:
     """The options that `create(name)` takes, by name, with their defaults."""
     return _SPARSITIES.options(name)
+
+
+def derived(name: str, updates: int) -> dict[str, Any]:
+    """Values for options that `name` needs and does not have by itself, for a training of so many updates in all."""
+    return _SPARSITIES.derived(name, updates)

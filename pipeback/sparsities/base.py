@@ -72,6 +72,11 @@ class Sparsity:
         for name in ("keep_first", "keep_last"):
             check_choice(self, name, getattr(self, name), False, True)
 
+    @classmethod
+    def derived(cls, updates: int) -> dict[str, Any]:
+        """Values for options that a name alone leaves out. updates: how many a stage makes in the whole training."""
+        return {}
+
     def chooses(self, module: nn.Module, name: str, parameter: Tensor) -> bool:
         """Whether a parameter is sparsified: of two dimensions or more, no bias, norm or embedding, not excluded.
 
@@ -132,6 +137,12 @@ class Sparsity:
     def __repr__(self) -> str:
         inner = ", ".join(f"{k}={v!r}" for k, v in self.options().items())
         return f"{type(self).__name__}({inner})"
+
+
+def changing(updates: int) -> tuple[int, int]:
+    """Until which update masks change, three quarters of a training of so many, and every how many: 100 at most."""
+    until = max(1, 3 * updates // 4)
+    return until, min(100, max(1, until // 10))
 
 
 def scattered(weights: Sequence[Tensor], densities: Sequence[float], at: At) -> list[Tensor]:

@@ -18,10 +18,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
-from pipeback.sparsities.base import At, Sparsity, check_count, check_share, magnitude
+from pipeback.sparsities.base import At, Sparsity, changing, check_count, check_share, magnitude
 from pipeback.sparsities.masks import largest, survivors
 
 
@@ -40,6 +41,12 @@ class Gradual(Sparsity):
         check_count(self, "every", self.every)
         check_count(self, "start", self.start, least=0)
         check_share(self, "initial", self.initial)
+
+    @classmethod
+    def derived(cls, updates: int) -> dict[str, Any]:
+        """steps and every: the last pruning is after three quarters of the training, ten or more are before it."""
+        until, every = changing(updates)
+        return {"steps": until // every, "every": every}
 
     def density_at(self, update: int, final: float) -> float:
         """1 − s_t of a tensor whose final density is `final`."""

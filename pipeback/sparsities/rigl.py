@@ -24,11 +24,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
-from pipeback.sparsities.base import At, Sparsity, check_choice, check_count, check_share, magnitude, scattered
+from pipeback.sparsities.base import (
+    At,
+    Sparsity,
+    changing,
+    check_choice,
+    check_count,
+    check_share,
+    magnitude,
+    scattered,
+)
 from pipeback.sparsities.masks import largest
 
 
@@ -48,6 +57,12 @@ class RigL(Sparsity):
         check_count(self, "every", self.every)
         check_share(self, "fraction", self.fraction)
         check_choice(self, "initial", self.initial, "random", "magnitude")
+
+    @classmethod
+    def derived(cls, updates: int) -> dict[str, Any]:
+        """until: three quarters of the training. every: a tenth of it if that is less than 100 updates."""
+        until, every = changing(updates)
+        return {"until": until, "every": every}
 
     def masks(self, weights: Sequence[Tensor], densities: Sequence[float], at: At) -> list[Tensor]:
         return (super().masks if self.initial == "magnitude" else scattered)(weights, densities, at)

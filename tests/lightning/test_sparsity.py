@@ -1,5 +1,7 @@
 """Sparse training and activations elsewhere, under Lightning: as Pipeline.push does it, and resumed bit for bit."""
 
+import warnings
+
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -76,3 +78,23 @@ def test_bad_options():
         PipelineStrategy("gpipe", store=pipeback.Streaming(sparsity="sett"))
     with pytest.raises(ValueError, match="activations must be one of device, recompute, host, but is 'disk'"):
         fit(None, sparse=False, activations="disk")
+
+
+@pytest.mark.parametrize(("method", "size"), [("pb", 2), ("pb", None), ("gpipe", 2)])
+def test_a_name_knows_the_length_of_the_training(method, size):
+    run = trainer(
+        strategy(method, store=pipeback.Streaming(sparsity="rigl"), micro_batch_size=size), max_epochs=2
+    )  # fmt: skip
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        run.fit(Regression(), loader())
+    assert not [w for w in said if "is taken with" in str(w.message)]
+    pipe = run.strategy.pipeline
+    updates = 2 * len(loader()) if method == "gpipe" else pipe.arrived
+    assert pipe._engine.holding.sparsity.until == 3 * updates // 4
+
+
+def test_a_name_in_a_training_without_an_end():
+    run = trainer(strategy("pb", store=pipeback.Streaming(sparsity="gradual")), max_epochs=-1, max_time={"seconds": 1})
+    with pytest.warns(UserWarning, match="sparsity='gradual' is taken with steps=30, every=100"):
+        run.fit(Regression(), loader())
