@@ -134,7 +134,7 @@ def test_bad_arguments(tmp_path, monkeypatch):
 def test_killed_at_any_moment(steps, most, tmp_path):
     """So many times SIGKILL: what is newest is whole and right, and the end is that of a run without kills."""
     found = process(checkpoint_faults.kills, tmp_path, steps=steps, most=most)
-    assert "in the end []" in found and int(found.split()[1]) >= 0.6 * most
+    assert "in the end []" in found and f"killed {most} " in found
 
 
 def test_a_file_that_cannot_be_written(tmp_path):

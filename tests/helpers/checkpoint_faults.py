@@ -80,7 +80,11 @@ def resume(folder: Path) -> list[str]:
 
 
 def kills(folder: Path, steps: int, most: int) -> str:
-    """Train and save after every micro-batch; killed at any moment, and resumed from the newest whole checkpoint."""
+    """Train and save after every micro-batch; killed at any moment, and resumed from the newest whole checkpoint.
+
+    A process that is to be killed trains at most two micro-batches and then saves the same step again and again, so that
+    a fast machine is not done before all kills.
+    """
     batches = data(steps)
     whole = pipeline(network(), "cerebras")
     wanted = {}
@@ -89,9 +93,9 @@ def kills(folder: Path, steps: int, most: int) -> str:
         wanted[n + 1] = everything(whole)
     reader = pipeline(network(seed=5), "cerebras")
     draw, killed, before, left = random.Random(3), 0, 0, set()
-    while before < steps:
+    while before < steps or killed < most:
         if not (child := os.fork()):
-            train_and_save(folder, batches)
+            train_and_save(folder, batches if killed == most else batches[: before + 2], ends=killed == most)
             os._exit(0)
         if killed < most:
             time.sleep(draw.uniform(0.0, 0.15))
@@ -110,7 +114,7 @@ def kills(folder: Path, steps: int, most: int) -> str:
     return f"killed {killed} left behind {sorted(left)} in the end {hidden}"
 
 
-def train_and_save(folder: Path, batches: list) -> None:
+def train_and_save(folder: Path, batches: list, ends: bool) -> None:
     pipe = pipeline(network(seed=7), "cerebras")
     at = 0
     if (path := checkpoint.latest(folder)) is None:
@@ -121,6 +125,8 @@ def train_and_save(folder: Path, batches: list) -> None:
     for n in range(at, len(batches)):
         pipe.push(*batches[n])
         checkpoint.save(pipe, folder, facts={"at": n + 1}, keep=1 + n % 2)
+    for _ in range(0 if ends else 10_000):
+        checkpoint.save(pipe, folder, facts={"at": len(batches)})
 
 
 def limit(folder: Path) -> str:
