@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
+from lightning.pytorch import LightningModule
 from torch import nn
 
+from pipeback.lightning.call_override import call_instead
+from pipeback.lightning.followed_step import FollowedStep, Given
 from pipeback.pipeline.arguments import Splitting
 from pipeback.splitting.call_arguments import Arguments
 from pipeback.splitting.cut_points import Cuts, chosen
@@ -30,6 +33,7 @@ class TrainedModule(NamedTuple):
     leaves: tuple[str, ...]
     split: Split | None  # None: its forward is traced when it is called first
     balance: str  # what a number of stages is balanced by
+    step: FollowedStep | None = None  # what training_step calls, where that itself is followed
 
     @property
     def followed(self) -> bool:
@@ -41,6 +45,26 @@ class TrainedModule(NamedTuple):
         """The stages of a sequence; a module that is traced has none yet."""
         return [] if self.split is None else [part.module for part in self.split.parts]
 
+    @property
+    def shown(self) -> str:
+        """The module in messages."""
+        return "self" if self.step is not None else f"self.{self.name}"
+
+    @contextmanager
+    def heard(self, given: Given, forward: Callable[..., Any]) -> Iterator[None]:
+        """A context for a call of `training_step`, within which calls of the module with gradients go to `forward`."""
+        if self.step is not None:
+            with self.step.heard(given, forward):
+                yield
+            return
+        original = self.module.forward
+
+        def instead(*inputs: Any, **named: Any) -> Any:
+            return (forward if torch.is_grad_enabled() else original)(*inputs, **named)
+
+        with call_instead(self.module, instead):
+            yield
+
     def given(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """The input of the pipeline that stands for a call of the module with these arguments."""
         return Arguments(inputs, named) if self.followed else inputs[0]
@@ -50,8 +74,11 @@ class TrainedModule(NamedTuple):
         return split_model(module, self.cuts, _on_device_of(module, example), self.leaves, self.balance)
 
 
-def find(module: nn.Module, nominated: str, splitting: Splitting = _AUTO) -> TrainedModule:
+def find(module: nn.Module, nominated: str | None, splitting: Splitting = _AUTO) -> TrainedModule:
     """Find the nominated module, or the one inside it that is a sequence of stages; else it is traced itself.
+
+    nominated: the name of an attribute, or "self" to follow `training_step`; None: `model`, or else the only child with
+    trainable weights, if it has all of them, and "self" otherwise.
 
     A sequence is an `nn.Sequential`, has `pipeline_stages()`, or holds all its trainable weights in one child that is
     a sequence. Raises ValueError or TypeError that names what was found and the cure.
@@ -60,6 +87,10 @@ def find(module: nn.Module, nominated: str, splitting: Splitting = _AUTO) -> Tra
     cuts, leaves = splitting.stages, tuple(splitting.leaves)
     chosen(cuts)
     uncompiled(module, type(module).__name__)
+    nominated = _by_itself(module) if nominated is None else nominated
+    if nominated == "self":
+        step = FollowedStep(cast(LightningModule, module))
+        return TrainedModule(nominated, step.model, cuts, leaves, None, splitting.balance, step)
     top = _nominated(module, nominated)
     if isinstance(top, (nn.ModuleList, nn.ModuleDict)):
         raise TypeError(
@@ -90,7 +121,8 @@ def check_outside(module: nn.Module, body: TrainedModule, optimizer: torch.optim
         name = named.get(identity, "a parameter that is not in the module")
         raise ValueError(
             f"{name} is trained by the optimizer, but lies outside {body.name!r}, where no stage would train it; "
-            f"move it into a stage of {body.name!r}, or leave it out of the optimizer"
+            f"move it into a stage of {body.name!r}, leave it out of the optimizer, or have all modules trained that "
+            'training_step calls: PipelineStrategy(module="self")'
         )
     for identity, name in inside.items():
         if identity not in given:
@@ -140,6 +172,17 @@ def _enter(time: ExitStack, present: Callable[[int], AbstractContextManager[Any]
 
 def _leave(time: ExitStack, *_: Any) -> None:
     time.close()
+
+
+def _by_itself(module: nn.Module) -> str:
+    """The name of the module that the pipeline trains, where none is nominated."""
+    if any(p.requires_grad for p in module.parameters(recurse=False)):
+        return "self"
+    holders = {name: child for name, child in module.named_children() if _trainable(child)}
+    if "model" in module._modules and not holders.keys() - {"model"}:
+        return "model"
+    one = len(holders) == 1 and not any(isinstance(m, (nn.ModuleList, nn.ModuleDict)) for m in holders.values())
+    return next(iter(holders)) if one else "self"
 
 
 def _nominated(module: nn.Module, name: str) -> nn.Module:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from pipeback.lightning import find_stages, micro_batches, step_checks, user_optimizer
 from pipeback.lightning.call_override import call_instead
 from pipeback.lightning.find_stages import TrainedModule
+from pipeback.lightning.followed_step import Given
 from pipeback.lightning.stage_optimizers import StageOptimizers
 from pipeback.lightning.strategy_options import StrategyOptions
 from pipeback.lightning.streamed_model import StreamedModel
@@ -185,7 +186,7 @@ class Fit:
         expected = len(cut) * batches
 
         def one(part: Any) -> Any:
-            return self._one(lambda: step(part, *rest, **named), expected)
+            return self._one(Given(step, part, rest, named), expected)
 
         if len(cut) == 1:
             output = one(batch)
@@ -197,20 +198,17 @@ class Fit:
         self.loss = step_checks.loss_of(output)
         return output
 
-    def _one(self, step: Callable[[], Any], expected: int) -> Any:
+    def _one(self, given: Given, expected: int) -> Any:
         """Run `training_step` on one micro-batch; F runs where it calls the model."""
-        model, self._output = self.found.module, None
-        original = model.forward
+        self._output = None
 
         def forward(*inputs: Any, **named: Any) -> Any:
-            if not torch.is_grad_enabled():
-                return original(*inputs, **named)
             return self._forward(inputs, named, expected)
 
         with self.rank.training_step():
             try:
-                with call_instead(model, forward):
-                    output = step()
+                with self.found.heard(given, forward):
+                    output = given.run()
             except Handed:
                 return self._hand_over(1)
             self._check_output(output)
@@ -322,6 +320,8 @@ class Fit:
 
     def _check_output(self, output: Any) -> None:
         step_checks.check_output(self.found, output, self._output)
+        if self.found.step is not None:
+            self.found.step.check_loss(step_checks.loss_of(output))
         if self._follow_loss:
             step_checks.check_loss(self.found, step_checks.loss_of(output), self._output)
             self._follow_loss = False

@@ -8,6 +8,7 @@
 * the launchers, and `Strategy._configure_launcher`, which sets `_launcher`: each strategy of several processes has one.
 * the steps at which a `ModelCheckpoint` looks at its metric, where it does so within an epoch; and whether validation
   is due by the clock, which is every rank's own.
+* `_trainer`, the attribute in which a LightningModule holds its Trainer: setting `trainer` sets that of its children.
 * where a logger stands: a `CSVLogger` that does not know of the rows in its file deletes them.
 """
 
@@ -22,6 +23,7 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as 
 from lightning.pytorch.strategies.launchers.launcher import _Launcher as Launcher
 
 __all__ = ["Launcher", "MultiProcessingLauncher", "ScriptLauncher"]
+TRAINER = "_trainer"
 
 
 def forward_only(trainer: Any) -> bool:

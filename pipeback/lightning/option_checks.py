@@ -199,6 +199,18 @@ def optimizers(found: Sequence[Any]) -> None:
         )
 
 
+def one_module(module: LightningModule, asks: str) -> str:
+    """The message of the error that several modules are trained where one is needed. asks: what needs it."""
+    names = [name for name, child in module.named_children() if any(p.requires_grad for p in child.parameters())]
+    kind = type(module).__name__
+    return (
+        f"{asks} the pipeline trains one module of {kind}, which training_step calls, but its weights are in "
+        f"{', '.join(f'self.{name}' for name in names) or 'itself'}; write an nn.Module that holds them all and whose "
+        "forward calls them, keep it as self.model, and call self.model in training_step; or leave this option out, "
+        "since one device follows training_step as it is"
+    )
+
+
 def explain(error: BaseException) -> None:
     """Add a note to an error of the pipeline that says what it means under Lightning."""
     if "is not the one that worker" in str(error):  # link.OtherBatch, which other ranks hear of in a RankError

@@ -15,21 +15,21 @@ from pipeback.tensors.structures import opened
 
 def check_call(body: TrainedModule, inputs: tuple[Any, ...], named: dict[str, Any], again: bool) -> None:
     """Raise if the pipeline cannot take the arguments that the model was called with."""
-    name = body.name
     if again:
         raise ValueError(
-            f"training_step called self.{name} twice; a micro-batch goes through the stages once: concatenate the "
-            "inputs and call it once, or wrap a call that needs no gradient in torch.no_grad()"
+            f"training_step called {body.shown} twice; a micro-batch goes through the stages once: concatenate the "
+            "inputs and call it once, wrap a call that needs no gradient in torch.no_grad(), or have all calls of "
+            'training_step followed: PipelineStrategy(module="self")'
         )
     if not body.followed and (len(inputs) != 1 or named):
         raise TypeError(
-            f"training_step called self.{name} with {len(inputs)} positional and {len(named)} named arguments; the "
+            f"training_step called {body.shown} with {len(inputs)} positional and {len(named)} named arguments; the "
             "first stage takes one tensor or a tuple of tensors: put them into one tuple"
         )
     if any(part.requires_grad for part in opened((inputs, named))[0]):
         raise ValueError(
-            f"the input of self.{name} requires a gradient, but what comes before it would get none; move the "
-            f"layers before it into the first stage of {name!r}, or detach the input"
+            f"the input of {body.shown} requires a gradient, but what comes before it would get none; move the "
+            f"layers before it into the first stage of {body.name!r}, or detach the input"
         )
 
 
@@ -38,12 +38,14 @@ def check_output(body: TrainedModule, output: Any, given: Any) -> None:
 
     given: the output of the model; None: it was not called.
     """
-    loss, name = loss_of(output), body.name
+    loss = loss_of(output)
     if given is None:
+        follow = 'stages="layer"' if "." in body.name else 'module="self"'
+        around = "a module around it" if "." in body.name else "training_step"
         raise ValueError(
-            f"training_step did not call self.{name}, so there is nothing for the stages to learn from; call it "
-            "once and compute the loss from its output (if a module around it does not call it as a whole, but its "
-            'parts, have that module traced: PipelineStrategy(stages="layer"))'
+            f"training_step did not call {body.shown}, so there is nothing for the stages to learn from; call it "
+            f"once and compute the loss from its output (if {around} does not call it as a whole, but its parts, have "
+            f"that followed: PipelineStrategy({follow}))"
         )
     if not isinstance(loss, Tensor):
         raise ValueError(
@@ -58,7 +60,7 @@ def check_loss(body: TrainedModule, loss: Tensor, output: Any) -> None:
     leaves = {id(part) for part in (output if isinstance(output, tuple) else (output,))}
     if id(loss) not in leaves and not any(id(getattr(node, "variable", None)) in leaves for node in nodes([loss])):
         raise ValueError(
-            f"the loss that training_step returned does not depend on the output of self.{body.name}; compute it from "
+            f"the loss that training_step returned does not depend on the output of {body.shown}; compute it from "
             "the output with differentiable operations"
         )
 

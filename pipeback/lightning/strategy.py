@@ -56,7 +56,9 @@ class PipelineStrategy(Place):
                       each module is called. Or a `pipeback.Splitting`
     module            the name of the attribute that is trained. It may be a sequence of stages: an `nn.Sequential`, a
                       module with one as its body, or one with a method `pipeline_stages()`. The forward of any other
-                      module is traced when training_step first calls it, and cut into stages; it may take any arguments
+                      module is traced when training_step first calls it, and cut into stages; any arguments do.
+                      "self": all weights that training_step uses, by calls of self(x) or of modules (one device, no
+                      store). None: "model", or the only module with trained weights, if it has all; else "self"
     drain             "end": micro-batches in flight stay there until the end of `fit`. "validation": they are finished
                       before every validation, and the pipeline fills anew after it
     workers           a number: so many threads share the stages of one device, and run B and U of different
@@ -108,7 +110,7 @@ class PipelineStrategy(Place):
         method: str | Method | None = None,
         micro_batch_size: int | MicroBatches | None = None,
         stages: str | int | Sequence[str] | Splitting = "auto",
-        module: str = "model",
+        module: str | None = None,
         drain: str = "end",
         workers: int | Processes | None = None,
         store: str | Store | Streaming | None = None,

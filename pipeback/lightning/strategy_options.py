@@ -26,7 +26,7 @@ class StrategyOptions:
     method: str | Method | None
     micro_batch_size: int | None
     splitting: Splitting
-    module: str
+    module: str | None
     drain: str
     threads: int | None
     processes: Processes
@@ -90,6 +90,9 @@ class StrategyOptions:
     def find(self, module: LightningModule, ranks: int) -> find_stages.TrainedModule:
         """Find the module that is trained and its stages; raises ValueError if there are fewer stages than ranks."""
         found = find_stages.find(module, self.module, self.splitting)
+        if found.step is not None and (ranks > 1 or self.store is not None):
+            asks = f"with {ranks} devices" if ranks > 1 else f"with store={self.store!r}"
+            raise ValueError(option_checks.one_module(module, asks))
         if ranks > 1 and not found.followed and len(found.stages) < ranks:
             raise ValueError(find_stages.few(found.name, len(found.stages), ranks))
         return found

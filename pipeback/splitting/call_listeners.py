@@ -12,7 +12,7 @@ from torch import nn
 
 from pipeback.private import maps_heard
 
-_one_at_a_time = threading.Lock()
+_one_at_a_time = threading.RLock()
 _APPLY = torch.autograd.Function.__dict__["apply"]
 
 
@@ -32,11 +32,21 @@ def calls_heard(
     def apply(function: Any, *args: Any, **kwargs: Any) -> Any:
         return applied(_APPLY.__get__(None, function), function, args, kwargs)
 
-    with _one_at_a_time, maps_heard(mapped), ExitStack() as stack:
+    with modules_heard(modules, called), maps_heard(mapped), ExitStack() as stack:
         stack.callback(setattr, torch.autograd.Function, "apply", _APPLY)
+        torch.autograd.Function.apply = classmethod(apply)
+        yield
+
+
+@contextmanager
+def modules_heard(modules: Iterable[nn.Module], called: Callable[..., Any]) -> Iterator[None]:
+    """A context within which calls of these modules, and of all others of their classes, are intercepted by `called`.
+
+    A thread may have several such contexts, of which the last one hears of a call first; other threads wait.
+    """
+    with _one_at_a_time, ExitStack() as stack:
         for kind, call in [(kind, _call(kind.__call__, called)) for kind in set(map(type, modules))]:
             stack.enter_context(instead(kind, "__call__", call))
-        torch.autograd.Function.apply = classmethod(apply)
         yield
 
 

@@ -71,19 +71,21 @@ class Elsewhere(Regression):
 
 
 def test_no_model():
-    refused(
-        Elsewhere(),
-        "Elsewhere.model does not exist.*with trainable weights are net.*PipelineStrategy\\(module='net'\\)",
-    )
-    module = Elsewhere()
-    trainer(strategy("pb", module="net")).fit(module, loader())  # the cure works
+    message = "Elsewhere.model does not exist.*with trainable weights are net.*PipelineStrategy\\(module='net'\\)"
+    refused(Elsewhere(), message, strategy("pb", module="model"))
+    found = []
+    for cure in ({"module": "net"}, {}):
+        module = Elsewhere()
+        trainer(strategy("pb", **cure)).fit(module, loader())
+        found.append(weights(module))
+    assert torch.equal(*found)
 
 
 def test_model_is_no_module():
     class Odd(Elsewhere):
         model = staticmethod(torch.relu)
 
-    refused(Odd(), "Odd.model is no module")
+    refused(Odd(), "Odd.model is no module", strategy("pb", module="model"))
 
 
 class Residual(nn.Module):
@@ -205,7 +207,12 @@ def test_weights_outside_the_model():
             super().__init__()
             self.scale = nn.Parameter(torch.ones(1))
 
-    refused(Outside(), "scale is trained by the optimizer, but lies outside 'model'.*leave it out of the optimizer")
+    message = "scale is trained by the optimizer, but lies outside 'model'.*leave it out.*module=\"self\""
+    refused(Outside(), message, strategy("pb", module="model"))
+    plain, ours = Outside(), Outside()
+    trainer().fit(plain, loader())
+    trainer(strategy("sgd", module="self")).fit(ours, loader())
+    assert torch.equal(weights(plain), weights(ours))
 
 
 def test_weights_that_the_optimizer_forgets():

@@ -46,7 +46,7 @@ class Twice(Regression):
 
 @pytest.mark.parametrize(("module", "options", "message"), [
     (lambda: Regression(Numpy()), {}, "Numpy.forward calls Tensor.numpy.*leaves="),
-    (lambda: Twice(Parts()), {"stages": "layer"}, "called self.model twice.*call it once"),
+    (lambda: Twice(Parts()), {"stages": "layer"}, "called self.model twice.*call it once.*module=\"self\""),
     (lambda: Regression(Parts()), {}, "did not call self.model.body.*stages=\"layer\""),
     (lambda: case("recurrent"), {"stages": ["lsmt"]}, "no module 'lsmt'; did you mean 'lstm'"),
     (lambda: case("recurrent"), {"stages": pipeback.Splitting(leaves=["lsmt"])},
@@ -62,9 +62,13 @@ def test_bad_input(module, options, message):
     assert torch.equal(before, weights(module)), "half a step was trained"
 
 
-def test_the_cure_of_parts():
-    plain, ours = Regression(Parts()), Regression(Parts())
+@pytest.mark.parametrize(
+    ("module", "cure"),
+    [(Regression, {"stages": "layer"}), (Regression, {"module": "self"}), (Twice, {"module": "self"})],
+)
+def test_the_cures_of_parts_and_of_two_calls(module, cure):
+    plain, ours = module(Parts()), module(Parts())
     ours.load_state_dict(plain.state_dict())
     trainer().fit(plain, loader())
-    trainer(strategy("sgd", stages="layer")).fit(ours, loader())
+    trainer(strategy("sgd", **cure)).fit(ours, loader())
     assert torch.equal(weights(plain), weights(ours))

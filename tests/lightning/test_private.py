@@ -108,3 +108,9 @@ def test_a_logger_goes_on_from_what_another_process_has_written(tmp_path):
 def test_validation_by_the_clock():
     assert lightning_internals.validates_by_the_clock(trainer(val_check_interval="00:00:10:00"))
     assert not lightning_internals.validates_by_the_clock(trainer(val_check_interval=0.5))
+
+
+def test_where_a_module_holds_its_trainer():
+    module = Regression()
+    module.trainer = given = trainer()
+    assert vars(module)[lightning_internals.TRAINER] is given
