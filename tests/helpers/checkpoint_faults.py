@@ -82,8 +82,8 @@ def resume(folder: Path) -> list[str]:
 def kills(folder: Path, steps: int, most: int) -> str:
     """Train and save after every micro-batch; killed at any moment, and resumed from the newest whole checkpoint.
 
-    A process that is to be killed trains at most two micro-batches and then saves the same step again and again, so that
-    a fast machine is not done before all kills.
+    A process that is to be killed trains at most two micro-batches and then saves the same step again and again, so
+    that a fast machine is not done before all kills.
     """
     batches = data(steps)
     whole = pipeline(network(), "cerebras")
