@@ -1,0 +1,133 @@
+"""What a training_step that is followed must not do, and the cures."""
+
+import random
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from tests.lightning.cases import strategy, trainer, weights
+from tests.lightning.several_modules import Heads, Nominated, batches, fitted, same
+
+
+def refused(loss, message, where=None, **members):
+    module = type("Odd", (Heads,), {"loss": loss, **members})()
+    before = weights(module)
+    with pytest.raises(ValueError, match=message):
+        fitted(module, where or strategy("sgd"))
+    return torch.equal(before, weights(module))
+
+
+def test_what_cannot_be_followed():
+    def none(self, x, y):
+        with torch.no_grad():
+            return self.first(self.encoder(x)).sum().requires_grad_()
+
+    def counts(self, x):
+        return self.first(self.encoder(x)) * (1 + self.global_step)
+
+    assert refused(none, "training_step of Odd uses no trained weight.*not in torch.no_grad")
+    message = "self.global_step is read in a forward of Odd.*self.seen = self.global_step in on_train_batch_start"
+    assert refused(lambda self, x, y: cross_entropy(self(x), y), message, forward=counts)
+
+    def cured(self, x):
+        return self.first(self.encoder(x)) * (1 + self.seen_steps)
+
+    def seen(self, batch, batch_idx):
+        self.seen_steps = self.global_step
+
+    members = {"loss": lambda self, x, y: cross_entropy(self(x), y), "forward": cured, "on_train_batch_start": seen}
+    cure = type("Cured", (Heads,), members)
+    same(fitted(cure, max_epochs=1), fitted(cure, strategy("sgd"), max_epochs=1))
+
+
+def test_a_forward_that_sets_attributes():
+    def sets(self, x):
+        self.code = self.encoder(x)
+        return self.first(self.code)
+
+    def loss(self, x, y):
+        return cross_entropy(self(x), y) + self.code.pow(2).mean()
+
+    def returns(self, x):
+        code = self.encoder(x)
+        return self.first(code), code
+
+    def cured(self, x, y):
+        out, self.code = self(x)
+        return cross_entropy(out, y) + self.code.pow(2).mean()
+
+    message = "Odd.forward sets self.code, .*write in training_step: out, self.code = self\\(x\\)"
+    assert refused(loss, message, forward=sets)
+    kind = type("Cured", (Heads,), {"loss": cured, "forward": returns})
+    same(fitted(kind), fitted(kind, strategy("sgd")))
+
+
+def test_a_step_that_goes_another_way():
+    def other(self, x, y):
+        head = self.first if self.global_step < 2 else self.second
+        return cross_entropy(head(self.encoder(x)), y)
+
+    def more(self, x, y):
+        loss = cross_entropy(self.first(self.encoder(x)), y)
+        return loss if self.global_step < 2 else loss + self.second(self.encoder(x)).sum()
+
+    def scaled(self, x, y):
+        return cross_entropy(self.first(self.encoder(x) * (1 + self.current_epoch)), y)
+
+    refused(
+        other,
+        "goes on with linear of self.second.weight, where in its first run came self.first; .*forward of one module",
+    )
+    refused(more, "goes on with self.encoder, where in its first run it used no more weights")
+    refused(scaled, "gives self.first something else than when it was traced.*attribute of the LightningModule")
+
+
+@pytest.mark.parametrize(("options", "found"), [({"store": "host"}, "store='host'"), ({"devices": 2}, "2 devices")])
+def test_one_module_where_one_is_needed(options, found):
+    where = {key: options[key] for key in options if key == "store"}
+    devices = {key: options[key] for key in options if key == "devices"}
+    module = Heads()
+    with pytest.raises(ValueError, match=f"with {found}.*in self.encoder, self.first, self.second.*as self.model"):
+        trainer(strategy("pb", **where), **devices).fit(module, batches())
+    cure = fitted(Nominated(Heads), strategy("pb", **where), **devices)
+    assert cure.seen or devices
+
+
+def test_numbers_of_python_between_calls_are_refused():
+    def loss(self, x, y):
+        return cross_entropy(self.first(self.encoder(x) * random.random()), y)
+
+    assert refused(loss, "computes by random numbers of Python or numpy")
+
+
+@pytest.mark.skipif("gpt2" not in CASES, reason="transformers is not installed")
+@pytest.mark.filterwarnings("ignore:.*use_cache=True")
+@pytest.mark.parametrize("method", ["sgd", "cerebras"])
+def test_a_model_with_its_own_loss(method):
+    """It is found by itself, whatever its name, and returns the loss."""
+
+    class Net(pl.LightningModule):
+        def __init__(self, name):
+            super().__init__()
+            self.name, self.seen = name, []
+            torch.manual_seed(0)
+            setattr(self, name, gpt2())
+
+        def training_step(self, batch, batch_idx):
+            out = getattr(self, self.name)(input_ids=batch[0], labels=batch[0])
+            self.seen.append(out.loss.detach())
+            return out.loss
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+    found = []
+    texts = DataLoader(
+        TensorDataset(torch.randint(0, 10, (12, 5), generator=torch.Generator().manual_seed(0))), batch_size=3
+    )
+    for name, where in (("net", strategy(method)), ("model", None if method == "sgd" else strategy(method))):
+        module = Net(name)
+        trainer(where).fit(module, texts)
+        found.append((torch.stack(module.seen), weights(module)))
+    assert all(map(torch.equal, *found)) and len(found[0][0]) == 8
