@@ -9,10 +9,12 @@ import torch
 import torchmetrics
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
+from torch.utils.data import DataLoader, TensorDataset
 
 from pipeback.lightning.find_stages import find
 from tests.helpers.choice import mostly_rare
 from tests.lightning.cases import strategy, weights
+from tests.lightning.models import CASES, gpt2
 from tests.lightning.several_modules import KINDS, Convolutions, Heads, Nominated, Weighted, fitted, same
 
 
@@ -144,3 +146,35 @@ def test_two_fits_of_one_module():
         assert "forward" not in vars(module) and not any("forward" in vars(m) for m in module.modules())
         copy.deepcopy(module)
     same(plain, ours)
+
+
+@pytest.mark.skipif("gpt2" not in CASES, reason="transformers is not installed")
+@pytest.mark.filterwarnings("ignore:.*use_cache=True")
+@pytest.mark.parametrize("method", ["sgd", "cerebras"])
+def test_a_model_with_its_own_loss(method):
+    """It is found by itself, whatever its name, and returns the loss."""
+
+    class Net(pl.LightningModule):
+        def __init__(self, name):
+            super().__init__()
+            self.name, self.seen = name, []
+            torch.manual_seed(0)
+            setattr(self, name, gpt2())
+
+        def training_step(self, batch, batch_idx):
+            out = getattr(self, self.name)(input_ids=batch[0], labels=batch[0])
+            self.seen.append(out.loss.detach())
+            return out.loss
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+    found = []
+    texts = DataLoader(
+        TensorDataset(torch.randint(0, 10, (12, 5), generator=torch.Generator().manual_seed(0))), batch_size=3
+    )
+    for name, where in (("net", strategy(method)), ("model", None if method == "sgd" else strategy(method))):
+        module = Net(name)
+        trainer(where).fit(module, texts)
+        found.append((torch.stack(module.seen), weights(module)))
+    assert all(map(torch.equal, *found)) and len(found[0][0]) == 8
