@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from pipeback.lightning.find_stages import find
 from tests.helpers.choice import mostly_rare
-from tests.lightning.cases import strategy, weights
+from tests.lightning.cases import strategy, trainer, weights
 from tests.lightning.models import CASES, gpt2
 from tests.lightning.several_modules import KINDS, Convolutions, Heads, Nominated, Weighted, fitted, same
 
