@@ -3,6 +3,6 @@
 Floor 2. It may import schedules; a pipeline comes in as an argument only.
 """
 
-from pipeback.draw.figures import compare, grid, measured, picture, summary, trace
+from pipeback.draw.figures import beside, compare, grid, measured, picture, summary, trace
 
-__all__ = ["compare", "grid", "measured", "picture", "summary", "trace"]
+__all__ = ["beside", "compare", "grid", "measured", "picture", "summary", "trace"]

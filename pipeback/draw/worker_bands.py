@@ -19,8 +19,9 @@ INK, BAND, IDLE = "#1f2933", "#f4f6f8", "#f2c2c4"
 def beside(recordings: Sequence[Recording], window: int | None = None) -> Any:
     """A figure with two panels per run on one time axis: the measured run, and the run that its schedule predicts.
 
-    The prediction is `Recording.predicted`: operations take their measured time, and messages take none.
-    window: show the steady state alone: so many micro-batches in the middle of each run; None: show all.
+    recordings: runs, from `measured`. The prediction lets operations take the mean time that was measured at their
+    stage, and messages none. window: show the steady state alone: so many micro-batches in the middle of each run;
+    None: show all. Returns the figure. Raises ValueError where nothing was recorded, or fewer than twice `window`.
     """
     import matplotlib.pyplot as plt
 

@@ -166,7 +166,7 @@ def test_a_window_of_the_steady_state_is_measured_and_predicted():
     assert {slot.op.mb for slot in part} == set(range(8, 24))
     middle = recording.window(9, 11)  # operations across its ends are cut
     assert middle.idle().span == 2 * 4 and all(0 <= slot.start < slot.end <= 8 for slot in middle)
-    figure = beside([recording, recording], window=16)
+    figure = draw.beside([recording, recording], window=16)
     assert figure.axes[0].get_title(loc="right") == "idle 11.1%, 9000.0 ms per micro-batch"
     assert figure.axes[-1].get_xlabel() == "milliseconds of a run in its steady state, 16 micro-batches long"
     assert figure.axes[0].get_xlim() == (0, 144_000)
