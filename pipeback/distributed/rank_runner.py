@@ -78,7 +78,9 @@ class RankRunner:
         futures: list[Future[Tensor]] = [Future() for _ in batches]
         self.thread.futures.update(zip(range(first, first + len(batches)), futures, strict=True))
         self.tell(lambda loop: loop.push(batches, options))
-        return lambda sizes: LazyLoss(lambda: mean([self._result(f, "a loss") for f in futures], sizes))
+        return lambda sizes: LazyLoss(
+            lambda: mean([self._result(f, "a loss") for f in futures], sizes), lambda: all(f.done() for f in futures)
+        )
 
     def forward(self, mb: int, xs: Sequence[Value], options: Options, expected: int) -> list[Value]:
         """Run F (forward) of micro-batches whose loss is computed outside; outputs on the last rank, else None."""

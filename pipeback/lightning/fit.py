@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import LightningModule
@@ -15,18 +15,20 @@ from torch import Tensor, nn
 from pipeback.lightning import find_stages, micro_batches, step_checks, user_optimizer
 from pipeback.lightning.call_override import call_instead
 from pipeback.lightning.find_stages import TrainedModule
+from pipeback.lightning.fit_rank import Rank
 from pipeback.lightning.followed_step import Given
 from pipeback.lightning.stage_optimizers import StageOptimizers
 from pipeback.lightning.strategy_options import StrategyOptions
 from pipeback.lightning.streamed_model import StreamedModel
 from pipeback.lightning.suspended_step import Suspended
 from pipeback.lightning.update_interval import UpdateInterval
+from pipeback.lightning.update_size import UpdateSize
 from pipeback.pipeline.arguments import Clipping
+from pipeback.pipeline.loss_watch import LossWatch
 from pipeback.pipeline.method_choice import by_optimizer
 from pipeback.pipeline.outside_loss import nothing
 from pipeback.pipeline.pipeline import Pipeline
 from pipeback.schedules.programs import flush
-from pipeback.splitting.split import Split
 from pipeback.streaming.store import Store
 
 
@@ -47,34 +49,6 @@ class Later(NamedTuple):
     take_up: Callable[[], None]
 
 
-class Rank(Protocol):
-    """The part of a fit that differs between a device that trains alone and one of several."""
-
-    def split(self, example: Any) -> Split:
-        """The stages that the pipeline gets."""
-
-    def trained(self, split: Split) -> list[list[nn.Parameter]]:
-        """The user's parameters that each stage trains."""
-
-    def pipeline(self, split: Split, **options: Any) -> Pipeline:
-        """The pipeline over these stages."""
-
-    def at_work(self) -> AbstractContextManager[None]:
-        """A context within which the stages run, and the user's code does not."""
-
-    def training_step(self) -> AbstractContextManager[None]:
-        """A context within which the user's `training_step` runs."""
-
-    def enter(self, fit: Fit, xs: list[Any], expected: int) -> list[Any] | None:
-        """Run F of these micro-batches and return the outputs; None on ranks that do not compute the loss."""
-
-    def forget(self, pipe: Pipeline) -> None:
-        """Drop the micro-batch whose F has run: it gets no B."""
-
-    def clips(self, norm: float | None, value: float | None) -> bool:
-        """Whether the pipeline must be given these limits of the gradients, be they new or not."""
-
-
 class Fit:
     """The stages of a LightningModule, the pipeline over them, and the work that is unfinished between two hooks.
 
@@ -93,6 +67,8 @@ class Fit:
         tell: Callable[[str], None] | None = None,
     ) -> None:
         self.rank, self.module, self.found, self.optimizer, self.options = rank, module, found, optimizer, options
+        self.size = UpdateSize(options.reference_batch, optimizer)
+        self._losses = LossWatch(options.debug.stop_at_nan, "batch")
         self.interval = UpdateInterval(options.method or by_optimizer(optimizer), self._updates)
         self.store, self.visits = store, visits
         self._tell = tell  # shows the plan, before the first micro-batch
@@ -132,7 +108,7 @@ class Fit:
         norm, value = user_optimizer.norm_and_value(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
         with call_instead(self.found.module, self._own) if self.found.followed else nullcontext():
             split = self.rank.split(example)
-        self.twins = StageOptimizers(self.optimizer, self.rank.trained(split))
+        self.twins = StageOptimizers(self.optimizer, self.rank.trained(split), self.size)
         clipping, updates = Clipping(norm, value), partial(self.interval.updates, method, per_batch)
         given = self.options.of_pipeline(self.store, trainer.strategy.root_device, clipping, updates)
         inside = torch.get_default_dtype()
@@ -180,6 +156,7 @@ class Fit:
         if self.pipe is None and not self.found.followed:
             self.build(batches, len(cut))
         self.interval.check(batches)
+        self.size.see(self.interval.method(batches, len(cut)), batch, size, batches)
         if self.pipe is not None:
             self.twins.follow()
         self._due = (batches, len(cut))
@@ -196,6 +173,7 @@ class Fit:
         else:
             output = self._many(cut, one)
         self.loss = step_checks.loss_of(output)
+        self._losses.see(trainer.fit_loop.total_batch_idx, self.loss.detach())
         return output
 
     def _one(self, given: Given, expected: int) -> Any:

@@ -129,7 +129,7 @@ class FitState:
             return {**fit.later.section, **now}
         with fit.quiet():
             state = self.in_flight()
-        return {"update": list(fit.update), **now, "state": state}
+        return {"update": list(fit.update), "samples": fit.size.samples, **now, "state": state}
 
     def in_flight(self) -> dict[str, Any]:
         """The state of the pipeline without what a checkpoint holds anyway."""
@@ -159,6 +159,7 @@ class FitState:
         fit = self.fit
         if section is not None:
             random_state.load(section["random"])
+            fit.size.samples = section.get("samples")  # earlier checkpoints have none
         if fit.pipe is None and fit.found.followed:
             fit.later = Later(section, partial(self._take_up, section))
             return

@@ -26,6 +26,7 @@ from pipeback.tensors import meta
 OPTIONS = (
     "method",
     "micro_batch_size",
+    "reference_batch",
     "stages",
     "module",
     "drain",

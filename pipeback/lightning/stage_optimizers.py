@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipeback.lightning.update_size import UpdateSize
 from pipeback.private import without_step_hooks
 from pipeback.stages.optimizer_counters import counted
 
@@ -23,11 +24,14 @@ IMPLEMENTATION = ("foreach", "fused")  # options that twins keep for themselves,
 class StageOptimizers:
     """Makes the optimizers of the stages: call it with the weights of each stage, in the order of the stages.
 
-    trained: the user's parameters that each stage trains, in the order in which its module has them.
+    trained: the user's parameters that each stage trains, in the order in which its module has them. size: scales rates
+    to the samples of an update.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, trained: Sequence[Sequence[nn.Parameter]]) -> None:
-        self.optimizer, self.trained = optimizer, trained
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, trained: Sequence[Sequence[nn.Parameter]], size: UpdateSize
+    ) -> None:
+        self.optimizer, self.trained, self._size = optimizer, trained, size
         self._groups = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
         self._made: list[tuple[Any, list[tuple[Tensor, nn.Parameter]], list[int]]] = []
         self._options = self._current()
@@ -120,7 +124,11 @@ class StageOptimizers:
 
     def _current(self) -> list[dict[str, Any]]:
         return [
-            {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
+            {
+                k: v.clone() if isinstance(v, Tensor) else v
+                for k, v in self._size.options(group).items()
+                if k != "params"
+            }
             for group in self.optimizer.param_groups
         ]
 

@@ -51,6 +51,8 @@ class PipelineStrategy(Place):
                       "pipedream" if the optimizer is not momentum SGD
     micro_batch_size  None: a batch of the DataLoader is a micro-batch. n: the batch is cut into micro-batches of n
                       samples, and `training_step` runs once per micro-batch; hooks, steps and schedulers count batches
+    reference_batch   the samples per update for which SGD's rate and momentum were chosen; stages step with them scaled
+                      to their own updates (`pipeback.scale_hyperparameters`). None: as they are
     stages            "auto": in a sequence each module is a stage, otherwise each block or layer. "block", "layer" or
                       "sublayer". A number: so many stages, made of neighbours. A list of names: a stage begins where
                       each module is called. Or a `pipeback.Splitting`
@@ -109,6 +111,7 @@ class PipelineStrategy(Place):
         self,
         method: str | Method | None = None,
         micro_batch_size: int | MicroBatches | None = None,
+        reference_batch: int | None = None,
         stages: str | int | Sequence[str] | Splitting = "auto",
         module: str | None = None,
         drain: str = "end",
@@ -128,19 +131,9 @@ class PipelineStrategy(Place):
     ) -> None:
         option_checks.no_unknown({**unknown, "micro_batch_size": micro_batch_size, "stages": stages, "store": store})
         self.options = StrategyOptions.checked(
-            micro_batch_size,
-            stages,
-            workers,
-            store,
-            debug,
-            method=method,
-            module=module,
-            drain=drain,
-            activations=activations,
-            masters=masters,
-            compile=compile,
-            plan=plan,
-        )
+            micro_batch_size, stages, workers, store, debug, method=method, reference_batch=reference_batch,
+            module=module, drain=drain, activations=activations, masters=masters, compile=compile, plan=plan,
+        )  # fmt: skip
         super().__init__(launcher, self.options.processes, accelerator, checkpoint_io, precision_plugin)
         self.tell = cast(Callable[[str], None], rank_zero_info)  # shows the plan
         self._visits: StreamedModel | None = None

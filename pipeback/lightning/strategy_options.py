@@ -15,6 +15,7 @@ from pipeback.lightning import find_stages, option_checks
 from pipeback.methods.base import Method
 from pipeback.pipeline import by_name
 from pipeback.pipeline.arguments import Clipping, Debug, MicroBatches, Processes, Splitting, Streaming, as_long
+from pipeback.pipeline.option_checks import at_least_one
 from pipeback.streaming import disk_store
 from pipeback.streaming.store import DeviceStore, Store
 
@@ -25,6 +26,7 @@ class StrategyOptions:
 
     method: str | Method | None
     micro_batch_size: int | None
+    reference_batch: int | None
     splitting: Splitting
     module: str | None
     drain: str
@@ -54,6 +56,7 @@ class StrategyOptions:
         streaming, debug = as_long(Streaming, store), Debug() if debug is None else debug
         option_checks.grouped(size, splitting, threads, processes, streaming, debug)
         option_checks.options(others["method"], others["drain"])
+        at_least_one("reference_batch", others["reference_batch"])
         option_checks.store(streaming.store)
         sparsity, place = streaming.sparsity, None if streaming.store == "device" else streaming.store
         if sparsity is not None and place is None:
@@ -113,6 +116,7 @@ class StrategyOptions:
         return {
             "method": repr(self.method),
             "micro_batch_size": self.micro_batch_size,
+            "reference_batch": self.reference_batch,
             "module": self.module,
             "drain": self.drain,
             "timeout": self.processes.timeout,

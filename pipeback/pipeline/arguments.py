@@ -169,6 +169,7 @@ class Debug:
     seed              the seed of order="random"
     check_finite      raise an error that names the micro-batch and the stage if a loss is NaN or infinite, before its
                       backward
+    stop_at_nan       raise an error after three losses in a row that are NaN; a first one is warned of in any case
     weight_functions  what to do with a layer whose graph saves an expensive function of its weights (spectral norm).
                       Without stashing, part of its backward would run on old weights. "refuse" raises an error; "warn"
                       trains it all the same
@@ -178,6 +179,7 @@ class Debug:
     seed: int = 0
     check_finite: bool = False
     weight_functions: Literal["refuse", "warn"] = "refuse"
+    stop_at_nan: bool = True
 
     def check(self) -> None:
         """Raise ValueError or TypeError if a field has a value that it cannot take."""
@@ -185,6 +187,7 @@ class Debug:
         one_of("order", self.order, POLICIES, where)
         such("seed", self.seed, (Integral,), "a whole number, for example debug=pipeback.Debug(seed=1)")
         one_of("check_finite", self.check_finite, (False, True), where)
+        one_of("stop_at_nan", self.stop_at_nan, (False, True), where)
         one_of("weight_functions", self.weight_functions, ("refuse", "warn"), where)
 
 

@@ -18,6 +18,7 @@ from pipeback.methods.base import Method
 from pipeback.pipeline import by_name
 from pipeback.pipeline.method_choice import chosen
 from pipeback.pipeline.options import PipelineOptions
+from pipeback.pipeline.reference_batch import scaling
 from pipeback.pipeline.stage_builder import StageBuilder
 from pipeback.runtime.setting import Setting
 from pipeback.splitting.split import Split, split_model
@@ -70,9 +71,11 @@ def build(model: nn.Module | Sequence[nn.Module] | Split, options: PipelineOptio
         every = kinds(options.activations, [part.name for part in parts])
         method.check_stages(n)
         delays = method.delays(n)
-        building = StageBuilder(
-            method, delays, options.loss, options.optimizer, every, options.masters, options.compile
-        )
+        factory, reference = options.optimizer, options.reference_batch
+        if reference is not None:
+            everywhere = ranks.replicas if ranks.several else replicas
+            factory = scaling(factory, reference, method, options.micro_batches.size, everywhere)
+        building = StageBuilder(method, delays, options.loss, factory, every, options.masters, options.compile)
         stages = building.stages(parts, ranks.replica)
         named = {id(t): key for key, t in model.model.state_dict(keep_vars=True).items()}
         for stage in stages:
@@ -124,7 +127,7 @@ def _agree(
     agree(
         ranks, stages, method=repr(method), micro_batch_size=options.micro_batches.size,
         weights=options.micro_batches.weights, clip_norm=options.clipping.norm, clip_value=options.clipping.value,
-        check_finite=options.debug.check_finite, link=options.processes.link,
+        check_finite=options.debug.check_finite, reference_batch=options.reference_batch, link=options.processes.link,
         activations=options.activations if isinstance(options.activations, str) else every,
         masters=options.masters, compile=repr(options.compile),
         store=home and f"{type(home).__name__}(prefetch={home.prefetch})",

@@ -18,6 +18,7 @@ from pipeback.distributed.ranks import Ranks, SingleProcess
 from pipeback.pipeline.arguments import Clipping
 from pipeback.pipeline.build import Built, telling
 from pipeback.pipeline.closed_message import closed
+from pipeback.pipeline.loss_watch import LossWatch
 from pipeback.pipeline.micro_batches import MicroBatcher
 from pipeback.pipeline.model_check import ModelCheck
 from pipeback.pipeline.observers import Observers
@@ -67,7 +68,7 @@ class Engine:
         self.current = Options(self.optimizers, 0)
         self.arrived, self.progress = 0, Progress()
         self._rehearsals = Rehearsals(self.holding, self.delays, warn=options.debug.weight_functions == "warn")
-        self.observing = Observers()
+        self.observing, self._losses = Observers(), LossWatch(options.debug.stop_at_nan)
         self.error: BaseException | None = None
         self.runtime: Runner | None = None
         self._finalizer: Any = None  # stops the threads of a pipeline that nobody holds
@@ -120,6 +121,8 @@ class Engine:
             then()
             weigh = self.by_samples and len(batches) > 1
             loss: Tensor = losses([size for _, _, size in batches] if weigh else None)
+            with telling(self.ranks):
+                self._losses.see(progress.pushes - 1, loss)
             return loss
 
     def batches(self, x: Any, y: Any) -> list[Batch]:

@@ -44,6 +44,7 @@ class PipelineOptions(NamedTuple):
     vectorize: bool | Literal["auto", "cuda_graph"]
     clipping: Clipping
     debug: Debug
+    reference_batch: int | None = None
 
     def check(self) -> None:
         """Raise ValueError or TypeError if an option has a wrong type or a value that it cannot take."""
@@ -52,6 +53,7 @@ class PipelineOptions(NamedTuple):
             group.check()
         at_least_one("workers", self.threads)
         at_least_one("replicas", self.replicas)
+        at_least_one("reference_batch", self.reference_batch)
         such("compile", self.compile, (bool, dict), "True, False or a dict of options of torch.compile")
         words = (True, False, "auto", "cuda_graph")
         if (
@@ -72,7 +74,8 @@ class PipelineOptions(NamedTuple):
             sized = ("micro_batch_size", self.micro_batches.size, None, "micro_batch_size=None")
             equal = ("weights", self.micro_batches.weights, "equal", "micro_batch_size=None")
             finite = ("check_finite", self.debug.check_finite, False, "debug=pipeback.Debug(check_finite=False)")
-            check_goes_with("loss=None", "", (sized, equal, finite, copies))
+            scaled = ("reference_batch", self.reference_batch, None, "reference_batch=None")
+            check_goes_with("loss=None", "", (sized, equal, finite, copies, scaled))
         check_masters(self.masters, store)
         order = self.debug.order
         among: list[tuple[str, Any, Any, str]] = [

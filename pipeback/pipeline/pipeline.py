@@ -47,6 +47,8 @@ class Pipeline(Lifetime):
     method      a name of `pipeback.methods.available()` or a `Method`; None: "cerebras" if the optimizer allows it
     micro_batch_size  samples per micro-batch; the last one of a push may have fewer. None: each push is one
                 micro-batch. Or a `MicroBatches`
+    reference_batch  the samples per update for which SGD's rate and momentum were chosen: they are scaled to those of
+                this pipeline by `pipeback.scale_hyperparameters`. None: they are used as they are
     stages      where a traced model is cut: at each "block", "layer" or "sublayer", "auto", into a number of stages,
                 or at named modules. A sequence takes "auto" (one stage per module) or a number. Or a `Splitting`
     example     an x as you push it, on which the forward is traced: a tensor, a tuple of positional arguments, a dict
@@ -82,6 +84,7 @@ class Pipeline(Lifetime):
         optimizer: OptimizerFactory,
         method: str | Method | None = None,
         micro_batch_size: int | MicroBatches | None = None,
+        reference_batch: int | None = None,
         stages: str | int | Sequence[str] | Splitting = "auto",
         example: Any = None,
         workers: int | Processes | None = None,
@@ -99,6 +102,7 @@ class Pipeline(Lifetime):
             None if isinstance(workers, Processes) else workers,
             workers if isinstance(workers, Processes) else Processes(), replicas, as_long(Streaming, store),
             activations, masters, compile, vectorize, as_long(Clipping, clip_norm), Debug() if debug is None else debug,
+            reference_batch,
         )  # fmt: skip
         built = build(model, options)
         self._engine = Engine(built)

@@ -17,12 +17,18 @@ class LazyLoss(Tensor):
     """
 
     _read: Callable[[], Tensor]
+    _known: Callable[[], bool]
 
     @staticmethod
-    def __new__(cls, read: Callable[[], Tensor]) -> LazyLoss:
+    def __new__(cls, read: Callable[[], Tensor], known: Callable[[], bool]) -> LazyLoss:
         loss = wrapper(cls, ())
-        loss._read = read
+        loss._read, loss._known = read, known
         return loss
+
+    @property
+    def known(self) -> bool:
+        """Whether reading it waits for nothing."""
+        return self._known()
 
     def value(self) -> Tensor:
         """Return the loss; wait for it, and raise the error if it failed."""

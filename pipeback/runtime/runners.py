@@ -139,7 +139,7 @@ class TickLoop(EventLoop):
                 raise RuntimeError("the pipeline was closed before this loss was computed")
             return mean([losses[i] for i in mbs], sizes)
 
-        return lambda sizes: LazyLoss(partial(read, sizes))
+        return lambda sizes: LazyLoss(partial(read, sizes), lambda: len(losses) == len(mbs))
 
     def _arrived(self, mb: int, loss: Tensor) -> None:
         self.due.pop(mb)[mb] = loss
@@ -225,7 +225,9 @@ class Threads:
             replica, i = divmod(n, each)
             self.futures[(first + i) * self.replicas + replica] = future
         self.tell(lambda loop: loop.push(batches[loop.replica * each : (loop.replica + 1) * each], options))
-        return lambda sizes: LazyLoss(lambda: mean([future.result() for future in futures], sizes))
+        return lambda sizes: LazyLoss(
+            lambda: mean([future.result() for future in futures], sizes), lambda: all(f.done() for f in futures)
+        )
 
     # where the loss is computed outside, each part is done when it returns, for the caller may then read gradients and
     # weights; the workers run backwards and updates of different micro-batches at once

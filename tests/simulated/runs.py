@@ -6,6 +6,7 @@ A run is compared with the same one on the CPU: losses, what is in flight after 
 from __future__ import annotations
 
 import json
+import math
 import os
 import tempfile
 import traceback
@@ -162,6 +163,25 @@ def fit(where: list[str], **run: Any) -> dict[str, Tensor]:
 
 
 _streams = accelerators._streams
+
+
+def broken(where: list[str], **options: Any) -> dict[str, Tensor]:
+    """Whether three NaN losses in a row end a training, at the latest where the device has done its work."""
+    run = dict(case="pb", optimizer="momentum", draws=False, dtype=torch.float32)
+    pipe, raised = build(where, run, Path(), **options), 0
+    for n, (x, y) in enumerate(batches(70, 1, torch.float32)):
+        try:
+            pipe.push(x * math.nan if n in (5, 6, 7) else x, y.to(where[(STAGES - 1) % len(where)]))
+        except FloatingPointError as error:
+            assert "push 5, 6 and 7" in str(error), error
+            raised += 1
+            break
+        if n == 40 and where != ["cpu"]:
+            torch.accelerator.synchronize(where[0])
+    pipe.close()
+    return {"raised": torch.tensor(raised)}
+
+
 _expected: dict[str, dict[str, Tensor]] = {}
 
 
@@ -169,7 +189,7 @@ def compared(run: dict[str, Any]) -> str:
     """What differs from the CPU, or nothing."""
     policy, where, beside = run.pop("policy"), run.pop("where", ["sim:0"]), run.pop("beside", False)
     accelerators._streams = _streams if run.pop("streams", True) else lambda kind: False
-    do = {"exchange": exchange, "fit": fit}.get(run.pop("kind", ""), train)
+    do = {"exchange": exchange, "fit": fit, "broken": broken}.get(run.pop("kind", ""), train)
     key = json.dumps({"do": do.__name__, **run, "resumed": ""}, sort_keys=True)
     if key not in _expected:
         _expected[key] = do(["cpu"], **{k: v for k, v in run.items() if k != "resumed"})

@@ -58,7 +58,6 @@ struct World {
 World& world = *new World;  // which outlives every tensor
 thread_local int current_device = 0;
 thread_local int64_t current_stream[DEVICES] = {0, 0};
-
 Queue& current(int device) { return world.places[device].queues.at(current_stream[device]); }
 Moment now(Queue& queue) { return {&queue, queue.given}; }
 bool past(const Moment& moment) { return !moment.queue || moment.queue->done >= moment.number; }
@@ -206,6 +205,7 @@ struct Devices final : c10::impl::DeviceGuardImplInterface {
   }
   void block(void* event, const Stream& on) const override { enqueue(at(on), {}, moment(event)); }
   void synchronizeEvent(void* event) const override { wait(moment(event)); }
+  bool queryEvent(void* event) const override { Guard guard(world.lock); return past(moment(event)); }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete (Moment*)event; }
 };
 

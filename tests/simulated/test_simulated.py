@@ -137,6 +137,13 @@ def test_targets_on_the_cpu(simulated, options):
         assert not simulated.ask(astray=True, **run)
 
 
+@pytest.mark.parametrize("options", [{}, {"workers": 2}, {"streams": False}], ids=str)
+def test_losses_that_are_nan(simulated, options):
+    """They are copied beside the work, and nothing waits for them."""
+    for policy in POLICIES.values():
+        assert not simulated.ask(kind="broken", policy=policy, **options)
+
+
 FITS = {
     "plain": {"method": "pb"},
     "slices": {"method": "gpipe", "micro_batch_size": 2},

@@ -1,0 +1,42 @@
+"""What a fit asks of the rank that it runs on: a device that trains alone, or one of several."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import nn
+
+from pipeback.pipeline.pipeline import Pipeline
+from pipeback.splitting.split import Split
+
+if TYPE_CHECKING:
+    from pipeback.lightning.fit import Fit
+
+
+class Rank(Protocol):
+    """The part of a fit that differs between a device that trains alone and one of several."""
+
+    def split(self, example: Any) -> Split:
+        """The stages that the pipeline gets."""
+
+    def trained(self, split: Split) -> list[list[nn.Parameter]]:
+        """The user's parameters that each stage trains."""
+
+    def pipeline(self, split: Split, **options: Any) -> Pipeline:
+        """The pipeline over these stages."""
+
+    def at_work(self) -> AbstractContextManager[None]:
+        """A context within which the stages run, and the user's code does not."""
+
+    def training_step(self) -> AbstractContextManager[None]:
+        """A context within which the user's `training_step` runs."""
+
+    def enter(self, fit: Fit, xs: list[Any], expected: int) -> list[Any] | None:
+        """Run F of these micro-batches and return the outputs; None on ranks that do not compute the loss."""
+
+    def forget(self, pipe: Pipeline) -> None:
+        """Drop the micro-batch whose F has run: it gets no B."""
+
+    def clips(self, norm: float | None, value: float | None) -> bool:
+        """Whether the pipeline must be given these limits of the gradients, be they new or not."""
