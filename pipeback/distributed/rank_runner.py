@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from multiprocessing.util import Finalize
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from pipeback.distributed.health.health import script_error
 from pipeback.distributed.ranks import Ranks
 from pipeback.errors import RankError
-from pipeback.runtime.lazy_loss import LazyLoss
+from pipeback.runtime.lazy_loss import LazyLoss, all_known
 from pipeback.runtime.link import Closed, Name, Wire
 from pipeback.runtime.loop import Batch, Loop
 from pipeback.runtime.runners import Command, Read, Threads, deliver, mean
@@ -79,7 +80,7 @@ class RankRunner:
         self.thread.futures.update(zip(range(first, first + len(batches)), futures, strict=True))
         self.tell(lambda loop: loop.push(batches, options))
         return lambda sizes: LazyLoss(
-            lambda: mean([self._result(f, "a loss") for f in futures], sizes), lambda: all(f.done() for f in futures)
+            lambda: mean([self._result(f, "a loss") for f in futures], sizes), partial(all_known, futures)
         )
 
     def forward(self, mb: int, xs: Sequence[Value], options: Options, expected: int) -> list[Value]:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from torch import nn
 
 from pipeback.pipeline.pipeline import Pipeline
 from pipeback.splitting.split import Split
-
-if TYPE_CHECKING:
-    from pipeback.lightning.fit import Fit
 
 
 class Rank(Protocol):
@@ -32,8 +29,8 @@ class Rank(Protocol):
     def training_step(self) -> AbstractContextManager[None]:
         """A context within which the user's `training_step` runs."""
 
-    def enter(self, fit: Fit, xs: list[Any], expected: int) -> list[Any] | None:
-        """Run F of these micro-batches and return the outputs; None on ranks that do not compute the loss."""
+    def enter(self, fit: Any, xs: list[Any], expected: int) -> list[Any] | None:
+        """Run F of these micro-batches of a `Fit` and return the outputs; None on ranks that do not compute the loss."""
 
     def forget(self, pipe: Pipeline) -> None:
         """Drop the micro-batch whose F has run: it gets no B."""

@@ -57,15 +57,17 @@ class LossWatch:
     def _known(self) -> list[tuple[int, Tensor]]:
         """Take the losses that are there: as many as there are on the CPU, of others sixteen or none."""
         found: list[tuple[int, Tensor]] = []
+        seen = 0
         for number, loss in self._coming:
-            if isinstance(loss, LazyLoss):
-                if not loss.known:
-                    break
-                loss = loss.value()
-            found.append((number, loss.detach()))
-        if not found or (found[0][1].device.type != "cpu" and len(found) < AT_ONCE):
+            known = loss.known if isinstance(loss, LazyLoss) else True
+            if known is False:
+                break
+            seen += 1
+            if known:
+                found.append((number, loss.value() if isinstance(loss, LazyLoss) else loss))
+        if found and found[0][1].device.type != "cpu" and len(found) < AT_ONCE:
             return []
-        for _ in found:
+        for _ in range(seen):
             self._coming.popleft()
         return found
 

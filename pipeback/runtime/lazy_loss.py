@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from torch import Tensor
@@ -17,17 +18,17 @@ class LazyLoss(Tensor):
     """
 
     _read: Callable[[], Tensor]
-    _known: Callable[[], bool]
+    _known: Callable[[], bool | None]
 
     @staticmethod
-    def __new__(cls, read: Callable[[], Tensor], known: Callable[[], bool]) -> LazyLoss:
+    def __new__(cls, read: Callable[[], Tensor], known: Callable[[], bool | None]) -> LazyLoss:
         loss = wrapper(cls, ())
         loss._read, loss._known = read, known
         return loss
 
     @property
-    def known(self) -> bool:
-        """Whether reading it waits for nothing."""
+    def known(self) -> bool | None:
+        """Whether reading it waits for nothing; None if it will never be known."""
         return self._known()
 
     def value(self) -> Tensor:
@@ -49,3 +50,10 @@ class LazyLoss(Tensor):
 
 def _present(value: Any) -> Any:
     return value.value() if isinstance(value, LazyLoss) else value
+
+
+def all_known(futures: Sequence[Future[Tensor]]) -> bool | None:
+    """Whether all of these have come; None if one has failed."""
+    if not all(future.done() for future in futures):
+        return False
+    return None if any(future.exception() is not None for future in futures) else True

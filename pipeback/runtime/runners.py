@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from pipeback.runtime.lazy_loss import LazyLoss
+from pipeback.runtime.lazy_loss import LazyLoss, all_known
 from pipeback.runtime.link import Closed
 from pipeback.runtime.loop import Batch, Loop
 from pipeback.runtime.undo import Dropped
@@ -226,7 +226,7 @@ class Threads:
             self.futures[(first + i) * self.replicas + replica] = future
         self.tell(lambda loop: loop.push(batches[loop.replica * each : (loop.replica + 1) * each], options))
         return lambda sizes: LazyLoss(
-            lambda: mean([future.result() for future in futures], sizes), lambda: all(f.done() for f in futures)
+            lambda: mean([future.result() for future in futures], sizes), partial(all_known, futures)
         )
 
     # where the loss is computed outside, each part is done when it returns, for the caller may then read gradients and

@@ -269,7 +269,7 @@ def test_too_few_micro_batches_for_two_versions():
         ),
         ({"replicas": 4}, r"has no option 'replicas'; a Trainer has one pipeline; use Trainer\(devices=...\)"),
         ({"vectorize": True}, "has no option 'vectorize'; stages that run as one need .* use workers=2, or a pipeback"),
-        ({"xyz": 4}, "has no option 'xyz'; it takes method, micro_batch_size, stages, module, drain"),
+        ({"xyz": 4}, "has no option 'xyz'; it takes method, micro_batch_size, reference_batch, stages, module, drain"),
         ({"leaves": ["a"]}, r"has no option 'leaves'; give stages=pipeback.Splitting\(leaves=\['a'\]\)"),
         ({"clip_norm": 1.0}, r"has no option 'clip_norm'; use Trainer\(gradient_clip_val=...\)"),
     ],
