@@ -30,7 +30,7 @@ class Rank(Protocol):
         """A context within which the user's `training_step` runs."""
 
     def enter(self, fit: Any, xs: list[Any], expected: int) -> list[Any] | None:
-        """Run F of these micro-batches of a `Fit` and return the outputs; None on ranks that do not compute the loss."""
+        """Run F of micro-batches of a `Fit` and return the outputs; None on ranks that do not compute the loss."""
 
     def forget(self, pipe: Pipeline) -> None:
         """Drop the micro-batch whose F has run: it gets no B."""
