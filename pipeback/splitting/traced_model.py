@@ -37,6 +37,7 @@ from pipeback.splitting.partition import StagePart
 from pipeback.splitting.refusals import kept_whole, left_out
 from pipeback.splitting.segment import Key, Segment, key_of
 from pipeback.tensors import accelerators
+from pipeback.tensors.batches import bare
 from pipeback.tensors.copies import pieces
 from pipeback.tensors.meta import shaped
 from pipeback.tensors.structures import Form, opened
@@ -96,7 +97,7 @@ class TracedModel:
 
     def arguments(self, x: Any) -> Arguments:
         """Return the model's arguments from a push, see `call_arguments`."""
-        return x if isinstance(x, Arguments) else arguments_of(self.model, x)
+        return Arguments(*bare(tuple(x))) if isinstance(x, Arguments) else arguments_of(self.model, x)
 
     def enter(self, x: Any) -> tuple[Any, Form]:
         """Return the tensors that were pushed, as the first stage takes them, and the structure around them."""
