@@ -59,7 +59,12 @@ def main() -> None:
         against.main(repeats, {name: SECTIONS[name] for name in compared}, next(iter(compared.values())))
     for name in (name for name in chosen if name not in compared):
         print(flush=True)
-        importlib.import_module(f"pipeback.recipes.benches.{SECTIONS[name]}").main(repeats, **options.get(name, {}))
+        try:
+            importlib.import_module(f"pipeback.recipes.benches.{SECTIONS[name]}").main(repeats, **options.get(name, {}))
+        except ModuleNotFoundError as error:
+            if error.name is None or error.name.startswith("pipeback"):
+                raise
+            sys.exit(f"pipeback bench {name} needs {error.name}: pip install 'pipeback[recipes]'")
 
 
 def parsed(arguments: list[str]) -> tuple[int, list[str], dict[str, dict[str, str]]]:

@@ -21,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import pipeback
+from pipeback.recipes.usage import grouped_usage
 
 TRACEBACK = "HYDRA_FULL_ERROR"  # if the user sets it to 1, Hydra and these commands show tracebacks
 ONE_LINE = "PIPEBACK_ONE_LINE"  # set if these commands set the other one, and not the user
@@ -28,7 +29,10 @@ MISTAKES = (ValueError, TypeError, CompactHydraException, OmegaConfBaseException
 
 
 def start(command: str, task: Callable[[DictConfig], Any], config: str | None = None) -> None:
-    """Run `task` with the config of the command, once, or over a sweep (-m)."""
+    """Run `task` with the config of the command, once, or over a sweep (-m); or show its help."""
+    if {"--help", "-h"} & set(sys.argv[1:]):
+        print(grouped_usage(sys.modules[task.__module__].__doc__ or "", command, config or command, sys.argv[1:]))
+        return
     sys.argv[1:] = ordered([quoted(word) for word in sys.argv[1:]])
     offer_installed_methods()
     if os.getcwd() not in sys.path:

@@ -3,7 +3,7 @@
     pipeback zoo                             # all models, 20 micro-batches
     pipeback zoo resnet18 gpt2 t5            # some models
     pipeback zoo micro_batches=50 lr=0.001   # more micro-batches, another rate
-    pipeback zoo --quick                     # four models, 6 micro-batches
+    pipeback zoo quick=true                  # four models, 6 micro-batches
     pipeback zoo --others                    # a census of 200 more: torchvision, timm, transformers (recipes/census.py)
     pipeback zoo --others resnet34 T5ForConditionalGeneration   # the census of some
     pipeback zoo --markdown                  # the table of docs/results/zoo.md
@@ -144,7 +144,7 @@ def parsed(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     if any(word in ("-h", "--help") for word in words):
         print(f"{__doc__}\nmodels: {', '.join(WHERE)}\nothers: {', '.join(OTHERS)}")
         sys.exit()
-    quick = "--quick" in words
+    quick = "quick=true" in words
     others = "--others" in words
     options: dict[str, Any] = {
         "micro_batches": 3 if others else 6 if quick else 20, "lr": 1e-4,
@@ -159,12 +159,13 @@ def parsed(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
             options[name] = int(value)
         elif name == "lr" and value.replace(".", "", 1).replace("e-", "", 1).isdecimal() and float(value):
             options[name] = float(value)
-        elif word not in ("--quick", "--markdown", "--others"):
-            near = get_close_matches(name, [*WHERE, *OTHERS, "micro_batches", "--quick", "--others", "--markdown"], n=1)
+        elif word not in ("quick=true", "quick=false", "--markdown", "--others"):
+            known = [*WHERE, *OTHERS, "micro_batches", "--others", "--markdown"]
+            near = ["quick=true"] if name == "quick" else get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ValueError(
                 f"{word!r} is no model and no option{hint}; models are {', '.join(WHERE)}, "
-                "options micro_batches=20, lr=0.0001, --quick, --others and --markdown"
+                "options micro_batches=20, lr=0.0001, quick=true, --others and --markdown"
             )
     return names or list(OTHERS if others else QUICK if quick else WHERE), options
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeback import methods
 from pipeback.recipes.benches.network import pipeline
@@ -40,6 +40,6 @@ def alive() -> int:
     gc.collect()
     storages: dict[int, int] = {}
     for thing in gc.get_objects():
-        if issubclass(type(thing), Tensor) and not thing.is_meta:
+        if type(thing) in (Tensor, nn.Parameter) and not thing.is_meta:
             storages[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
     return sum(storages.values())

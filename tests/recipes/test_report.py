@@ -194,7 +194,7 @@ def test_bad_input_reads_well(arguments, message, tmp_path):
 
 def test_help_tells_the_options(tmp_path):
     code, said, _ = command("--help", cwd=tmp_path)
-    assert code == 0 and "target: null" in said and "-o both.html" in said
+    assert code == 0 and "target=null" in said and "-o both.html" in said
 
 
 def test_schedules_of_compared_methods_only_and_losses_beside_accuracy(tmp_path):

@@ -3,6 +3,7 @@
 import os
 import random
 import time
+import warnings
 
 import pytest
 import torch
@@ -278,3 +279,12 @@ def test_room_is_used_again(tmp_path):
         pages.read(name, found)
         assert bool((found == value).all())
     assert pages.path.stat().st_size < 6 * 20480 * 4
+
+
+def test_going_on_is_said(tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(tmp_path / "store", "gpipe", 1).close()
+    told = "holds a version of an earlier training.*after .* in 1 push; give the store"
+    with pytest.warns(UserWarning, match=told):
+        train(tmp_path / "store", "gpipe", 0).close()
