@@ -122,14 +122,7 @@ class Saving:
             engine.wait()
             saving = partial(holding.saving, opened=False)
             engine.do(partial(commits.commit, store, ranks, holding.mine, engine.loops, self.plain(), saving))
-            n, pushes = engine.arrived, engine.progress.pushes
-        warnings.warn(
-            f"store: {store.folder} holds a version of an earlier training, and this one goes on from it, after {n} "
-            f"micro-batch{'es' * (n != 1)} in {pushes} push{'es' * (pushes != 1)}; give the store another folder to "
-            "begin anew",
-            stacklevel=4,
-        )
-        self._commits.made(engine.arrived)
+            self._commits.made(engine.arrived)
 
     def commit_if_due(self) -> None:
         """Commit if a version of the store is due."""
@@ -153,4 +146,11 @@ class Saving:
             self.load(saved or {})
         except ValueError as error:
             raise StoreError(f"{store.folder}: {error}; or give the store another folder") from error
+        n, pushes = engine.arrived, engine.progress.pushes
+        warnings.warn(
+            f"store: {store.folder} holds a version of an earlier training, and this one goes on from it, after {n} "
+            f"micro-batch{'es' * (n != 1)} in {pushes} push{'es' * (pushes != 1)}; give the store another folder to "
+            "begin anew",
+            stacklevel=4,
+        )
         self._commits.made(engine.arrived)
