@@ -28,8 +28,8 @@ def cut(batch: Any, size: int) -> list[tuple[Any, int]]:
             "which must count samples; use micro_batch_size=None, or another collate_fn"
         )
     (length,) = lengths
-    sizes = [min(size, length - begin) for begin in range(0, length, size)]
-    return list(zip(batches.cut(batch, length, size), sizes, strict=True))
+    sizes = batches.sizes(length, size)
+    return list(zip(batches.cut(batch, sizes), sizes, strict=True))
 
 
 class Passed(torch.autograd.Function):

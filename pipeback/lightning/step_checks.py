@@ -40,12 +40,11 @@ def check_output(body: TrainedModule, output: Any, given: Any) -> None:
     """
     loss = loss_of(output)
     if given is None:
-        follow = 'stages="layer"' if "." in body.name else 'module="self"'
-        around = "a module around it" if "." in body.name else "training_step"
+        around = "training_step, or a module around it," if "." in body.name else "training_step"
         raise ValueError(
             f"training_step did not call {body.shown}, so there is nothing for the stages to learn from; call it "
             f"once and compute the loss from its output (if {around} does not call it as a whole, but its parts, have "
-            f"that followed: PipelineStrategy({follow}))"
+            'that followed: PipelineStrategy(module="self"))'
         )
     if not isinstance(loss, Tensor):
         raise ValueError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pipeback.pipeline.option_checks import check_tensors, micro_batches, shares
+from pipeback.pipeline.option_checks import check_tensors, shares
 from pipeback.runtime.loop import Batch
 from pipeback.splitting.traced_model import TracedModel
 from pipeback.stages.flight import Value
@@ -30,7 +30,7 @@ class MicroBatcher:
     def batches(self, x: Any, y: Any, size: int | None, wait: Wait) -> list[Batch]:
         """The micro-batches of (x, y), cut along the first dimension: all of one replica before those of the next."""
         x, form = self._opened(x)
-        found = [batch for part in shares(x, y, len(self._everywhere)) for batch in micro_batches(*part, size)]
+        found = shares(x, y, size, len(self._everywhere))
         known = self._known([x for x, _, _ in found], form, wait, None)
         return [(x, flat(y), size) for x, (_, y, size) in zip(known, found, strict=True)]
 

@@ -185,14 +185,28 @@ def check_masters(masters: Any, store: Store | None) -> None:
         )
 
 
-def shares(x: Value, y: Any, replicas: int) -> list[tuple[Value, Any]]:
-    """The pushed x and y, cut into equal parts, one per replica of this process."""
+def shares(x: Value, y: Any, size: int | None, replicas: int) -> list[Batch]:
+    """Micro-batches (x, y, samples) of a push: all of one replica of this process before those of the next.
+
+    Each replica gets as many of them, and as many samples as the next or one more.
+    """
     if replicas == 1:
-        return [(x, y)]
+        return micro_batches(x, y, size)
     length = micro_batches(x, y, None)[0][2]
-    if length % replicas:
-        raise ValueError(f"the {length} samples pushed cannot be shared by {replicas} replicas; push a multiple of it")
-    return [(a, b) for a, b, _ in micro_batches(x, y, length // replicas)]
+    each = 1 if size is None else -(-length // (size * replicas))  # micro-batches of each replica
+    least, more = divmod(length, replicas)
+    if least < each:
+        raise ValueError(
+            f"the {length} samples pushed cannot be shared by {replicas} replicas; push a multiple of {replicas} "
+            "(DataLoader(drop_last=True) leaves a short last batch out)"
+        )
+    found = []
+    for a, b, samples in micro_batches(x, y, [least + 1] * more + [least] * (replicas - more)):
+        cut = batches_in.sizes(samples, samples if size is None else size)
+        if len(cut) < each:
+            cut[-1:] = cut[-1] - 1, 1  # the others have one sample more, and so one micro-batch more
+        found += micro_batches(a, b, cut)
+    return found
 
 
 def check_tensors(x: Any, who: str = "push") -> tuple[Tensor, ...]:
@@ -220,8 +234,8 @@ def _as_tensors(x: Any) -> str:
     return "give tuple(x.values())" if isinstance(x, Mapping) else "give tuple(x)"
 
 
-def micro_batches(x: Value, y: Any, size: int | None) -> list[Batch]:
-    """Micro-batches (x, y, samples) of a push."""
+def micro_batches(x: Value, y: Any, size: int | Sequence[int] | None) -> list[Batch]:
+    """x and y, cut into batches (x, y, samples) of `size` samples, or of so many each; None: they are one."""
     parts = check_tensors(x)
     batched = [part for part in parts if part.dim()]
     if not batched:
@@ -234,6 +248,8 @@ def micro_batches(x: Value, y: Any, size: int | None) -> list[Batch]:
         raise ValueError("the batch that was pushed is empty; leave such batches out")
     if size is None:
         return [(x, y, length)]
+    sizes = batches_in.sizes(length, size) if isinstance(size, int) else list(size)
+    largest = size if isinstance(size, int) else max(size)
     if (sparse := next((part for part in parts if part.layout is not torch.strided), None)) is not None:
         raise ValueError(
             f"push got a tensor of layout {sparse.layout}, which is not cut into micro-batches or shared by replicas; "
@@ -242,18 +258,17 @@ def micro_batches(x: Value, y: Any, size: int | None) -> list[Batch]:
     lengths = [*map(len, batched), *batches_in.samples(y)]
     if any(found != length for found in lengths):
         raise ValueError(
-            f"x and y must have one length to be cut into micro-batches of {size}, but have {lengths}; push as many "
+            f"x and y must have one length to be cut into micro-batches of {largest}, but have {lengths}; push as many "
             "targets as samples, or use micro_batch_size=None"
         )
-    if size >= length:
+    if len(sizes) == 1:
         return [(x, y, length)]
 
     def pieces(value: Any) -> Iterable[Any]:
         if not batches_in.simple(value):
-            return batches_in.cut(value, length, size)
+            return batches_in.cut(value, sizes)
         if isinstance(value, tuple) and value:
             return zip(*map(pieces, value), strict=False)
-        return value.split(size) if isinstance(value, Tensor) and value.dim() else repeat(value)
+        return value.split(sizes) if isinstance(value, Tensor) and value.dim() else repeat(value)
 
-    sizes = [min(size, length - begin) for begin in range(0, length, size)]
     return list(zip(pieces(x), pieces(y), sizes, strict=False))

@@ -58,7 +58,7 @@ class Pipeline(Lifetime):
     workers     threads that share the stages, balanced by measured time; None: one event loop. Under torchrun, or in a
                 process group of several ranks, each rank is a worker, which a `Processes` configures
     replicas    pipelines on different data that average their gradients at each update. In one process, each push is
-                cut into that many equal parts; over processes, the ranks of each replica push data of their own
+                cut into that many parts, equal ones if they can be; over processes, each replica pushes its own data
     store       where weights live. None: on the device; "host", "disk:FOLDER" or a `Store`: there, and a stage's
                 weights are copied to the device when needed; or a `Streaming`, which has sparse weights, too
     activations what a stage keeps from F to B: "device", all that autograd saves; "host", the same in host memory;

@@ -21,7 +21,7 @@ from pipeback.splitting.module_restore import untouched
 from pipeback.splitting.partition import StagePart, declared, join, plain, split
 from pipeback.splitting.traced_model import TracedModel
 from pipeback.splitting.uncompiled import uncompiled
-from pipeback.splitting.whole_model import PATH, WholeModel, check_one
+from pipeback.splitting.whole_model import PATH, WholeModel, check_one, warn_of_one
 from pipeback.tensors.copies import replica
 
 
@@ -94,6 +94,8 @@ def split_model(
         program = TracedModel(model, example, children, [*children, *leaves], balance)
     else:
         program = TracedModel(model, example, cuts, leaves, balance)
+    if leaves and len(program.segments) == 1:
+        warn_of_one(model, cuts, leaves)
     if known is None:
         reasons["c"] = "it is of no family that is known"
         rung = "d: its forward, traced"

@@ -6,6 +6,8 @@ and compute gradients.
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -34,6 +36,32 @@ class WholeModel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.model(*args, **kwargs)
+
+
+def warn_of_one(model: nn.Module, cuts: Cuts, leaves: Sequence[str]) -> None:
+    """Warn that the modules which `leaves` keep whole make the whole model one stage, if nobody asked for one."""
+    kept = [model.get_submodule(path) for path in leaves]
+    layers = [m for top in kept for m in top.modules() if any(True for _ in m.parameters(recurse=False))]
+    if not isinstance(cuts, str) or len(layers) < 2:
+        return
+    inner = [path for top in leaves for path in _called(model, top)]
+    first = "" if cuts == "auto" else f"{cuts!r}, "
+    warnings.warn(
+        f"leaves={list(leaves)!r} keep {len(layers)} layers of {type(model).__name__} whole, so that it is one stage "
+        f"and nothing is pipelined; keep less whole: stages=pipeback.Splitting({first}leaves={inner!r}), or ask for "
+        f"one: stages=pipeback.Splitting(1, leaves={list(leaves)!r})",
+        stacklevel=2,
+    )
+
+
+def _called(model: nn.Module, path: str) -> Iterator[str]:
+    """The paths of the modules in this one that can be called; lists of modules are not."""
+    for name, child in model.get_submodule(path).named_children():
+        inside = f"{path}.{name}"
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            yield from _called(model, inside)
+        else:
+            yield inside
 
 
 def check_one(cuts: Cuts) -> None:

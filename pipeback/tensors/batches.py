@@ -8,8 +8,9 @@ batch apart and puts it together.
 from __future__ import annotations
 
 from collections import UserDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass
+from itertools import accumulate
 from typing import Any
 
 from torch import Tensor
@@ -53,20 +54,27 @@ def samples(batch: Any) -> list[int]:
     return [len(part) for part in inside if isinstance(part, Tensor) and part.dim()]
 
 
-def cut(batch: Any, length: int, size: int) -> list[Any]:
-    """Cut a batch of `length` samples into slices of `size`, of which the last may have fewer.
+def sizes(length: int, size: int) -> list[int]:
+    """Return the lengths of slices of `size` samples out of `length`; the last may have fewer."""
+    return [min(size, length - begin) for begin in range(0, length, size)]
+
+
+def cut(batch: Any, sizes: Sequence[int]) -> list[Any]:
+    """Cut a batch into slices of so many samples, which are all that it has.
 
     Tensors are cut along their first dimension, and so is a list without tensors or containers that has one entry per
     sample (strings, say). Every slice gets everything else whole, in objects of its own.
     """
     leaves, spec = pytree.tree_flatten(apart(bare(batch), set(), _holds), is_leaf=_list_of_plain)
+    ends = list(accumulate(sizes))
 
-    def part(leaf: Any, begin: int) -> Any:
-        along = leaf.dim() > 0 if isinstance(leaf, Tensor) else isinstance(leaf, list) and len(leaf) == length
-        return leaf[begin : begin + size] if along else leaf
+    def part(leaf: Any, begin: int, end: int) -> Any:
+        along = leaf.dim() > 0 if isinstance(leaf, Tensor) else isinstance(leaf, list) and len(leaf) == ends[-1]
+        return leaf[begin:end] if along else leaf
 
     return [
-        made(pytree.tree_unflatten([part(leaf, begin) for leaf in leaves], spec)) for begin in range(0, length, size)
+        made(pytree.tree_unflatten([part(leaf, begin, end) for leaf in leaves], spec))
+        for begin, end in zip([0, *ends], ends, strict=False)
     ]
 
 

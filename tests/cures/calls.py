@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -26,6 +28,12 @@ from .rows import (
 )
 
 PAIR = [BATCH, BATCH]
+
+
+def loaded(**options: Any) -> list[torch.Tensor]:
+    return list(torch.utils.data.DataLoader(torch.randn(7, 6), batch_size=4, **options))
+
+
 ROWS: dict[str, Row] = {
     # pushes
     "a list": Row(
@@ -61,9 +69,9 @@ ROWS: dict[str, Row] = {
         ],
     ),
     "replicas without a share": Row(
-        pushed(torch.randn(3, 6), torch.randn(3, 6), replicas=2),
-        "3 samples pushed cannot be shared by 2 replicas; push a multiple",
-        pushed(BATCH, BATCH, replicas=2),
+        pushed(torch.randn(3, 6), torch.randn(3, 6), replicas=2, micro_batch_size=1),
+        r"3 samples pushed cannot be shared by 2 replicas; push a multiple of 2 \(DataLoader\(drop_last=True\)",
+        lambda: [pushed(x, x, replicas=2, micro_batch_size=1)() for x in loaded(drop_last=True)],
     ),
     "pushed in inference mode": Row(inferring(None), "call it outside torch.inference_mode", pushed(BATCH, BATCH)),
     "built in inference mode": Row(

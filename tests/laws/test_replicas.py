@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import pipeback
 from tests.helpers.choice import mostly_rare
 from tests.laws.cases import CASES, FEW, STAGES, data, everything, network, pipeline
 from tests.processes.cases import differences, settled
@@ -31,6 +32,39 @@ def test_replicas_equal_one_pipeline_on_the_whole_micro_batch(case, replicas):
     batches = data(17, samples=6, dtype=torch.float64)
     for found, wanted in zip(trained(case, batches, replicas=replicas), trained(case, batches), strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("case", ["pb", "pipedream", "cerebras", "gpipe"])
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_shares_of_unequal_length_equal_one_pipeline_where_samples_weigh_alike(case, replicas):
+    """Σ over replicas of n_r · mean over its samples, by Σ n_r, is the mean over all samples; 1e-12."""
+    lengths = [6, 5, 6, 3, 4, 7]
+    batches = [data(1, samples=n, seed=n, dtype=torch.float64)[0] for n in lengths]
+    weighted = pipeback.MicroBatches(weights="samples")
+    found = trained(case, batches, replicas=replicas, micro_batch_size=weighted)
+    for mine, wanted in zip(found, trained(case, batches), strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("length", range(4, 14))
+def test_a_short_batch_is_cut_into_as_many_micro_batches_for_each_replica(size, length):
+    """With a flush at each push, micro-batches may be any; the mean over all samples is that of one; 1e-12."""
+    batches = [data(1, samples=length, seed=n, dtype=torch.float64)[0] for n in range(2)]
+    weighted = pipeback.MicroBatches(size, weights="samples")
+    for mine, wanted in zip(
+        trained("gpipe", batches, replicas=2, micro_batch_size=weighted), trained("gpipe", batches), strict=True
+    ):
+        torch.testing.assert_close(mine, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_the_last_batch_of_a_loader_may_be_short():
+    x, y = data(1, samples=11)[0]
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=4, drop_last=False)
+    pipe = pipeline(network(), "pb", replicas=2, micro_batch_size=2)
+    losses = [float(pipe.push(*batch)) for _ in range(2) for batch in loader]
+    assert len(losses) == 6 and pipe.arrived == 6
+    pipe.close()
 
 
 @pytest.mark.parametrize("case", ["pb", "gpipe-4", "pipedream", "cerebras"])
@@ -109,8 +143,8 @@ def test_other_stages_work_while_a_sum_is_on_its_way():
 
 def test_what_cannot_be_shared():
     pipe = pipeline(network(), "pb", replicas=2)
-    with pytest.raises(ValueError, match=r"the 3 samples pushed cannot be shared by 2 replicas; push a multiple"):
-        pipe.push(*data(1)[0])
+    with pytest.raises(ValueError, match=r"the 1 samples pushed cannot be shared by 2 replicas; push a multiple"):
+        pipe.push(*data(1, samples=1)[0])
     with pytest.raises(ValueError, match=r"replicas must be a whole number of at least 1"):
         pipeline(network(), "pb", replicas=0)
 

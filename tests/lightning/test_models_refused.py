@@ -47,7 +47,7 @@ class Twice(Regression):
 @pytest.mark.parametrize(("module", "options", "message"), [
     (lambda: Regression(Numpy()), {}, "Numpy.forward calls Tensor.numpy.*leaves="),
     (lambda: Twice(Parts()), {"stages": "layer"}, "called self.model twice.*call it once.*module=\"self\""),
-    (lambda: Regression(Parts()), {}, "did not call self.model.body.*stages=\"layer\""),
+    (lambda: Regression(Parts()), {}, "did not call self.model.body.*module=\"self\""),
     (lambda: case("recurrent"), {"stages": ["lsmt"]}, "no module 'lsmt'; did you mean 'lstm'"),
     (lambda: case("recurrent"), {"stages": pipeback.Splitting(leaves=["lsmt"])},
      "leaves: Recurrent has no module 'lsmt'"),
