@@ -45,6 +45,7 @@ def warn_of_one(model: nn.Module, cuts: Cuts, leaves: Sequence[str]) -> None:
     if not isinstance(cuts, str) or len(layers) < 2:
         return
     inner = [path for top in leaves for path in _called(model, top)]
+    cuts = "layer" if cuts == "auto" and isinstance(model, nn.Sequential) else cuts  # "auto" keeps its children whole
     first = "" if cuts == "auto" else f"{cuts!r}, "
     warnings.warn(
         f"leaves={list(leaves)!r} keep {len(layers)} layers of {type(model).__name__} whole, so that it is one stage "
