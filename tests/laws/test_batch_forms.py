@@ -276,7 +276,7 @@ def test_other_objects_are_not_looked_into():
     given, record = Meta(), Record(torch.arange(4), "word")
     batch = {"x": torch.arange(4), "meta": given, "again": [record, record]}
     assert batches.samples(batch) == [4, 4, 4]
-    first, second = batches.cut(batch, 4, 2)
+    first, second = batches.cut(batch, [2, 2])
     assert first["meta"] is given and second["meta"] is given
     assert second["again"][1].a.tolist() == [2, 3] and second["again"][0] is not second["again"][1]
     with pytest.raises(TypeError, match=r"y must be.*has something of type Meta; .*what the loss needs into"):
