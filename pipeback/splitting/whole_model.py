@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from pipeback.splitting.cut_points import Cuts
+from pipeback.splitting.partition import plain
 
 PATH = "model"
 
@@ -46,7 +47,8 @@ def warn_of_one(model: nn.Module, cuts: Cuts, leaves: Sequence[str]) -> None:
         return
     inner = [path for top in leaves for path in _called(model, top)]
     cuts = "layer" if cuts == "auto" and isinstance(model, nn.Sequential) else cuts  # "auto" keeps its children whole
-    first = "" if cuts == "auto" else f"{cuts!r}, "
+    finer = "layer" if plain(model) else cuts  # "auto" keeps the children of a sequence whole
+    first = "" if finer == "auto" else f"{finer!r}, "
     warnings.warn(
         f"leaves={list(leaves)!r} keep {len(layers)} layers of {type(model).__name__} whole, so that it is one stage "
         f"and nothing is pipelined; keep less whole: stages=pipeback.Splitting({first}leaves={inner!r}), or ask for "
