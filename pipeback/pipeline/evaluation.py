@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 from pipeback.distributed.rank_runner import RankRunner
 from pipeback.pipeline.engine import Engine
+from pipeback.pipeline.held_out import Judge, Means, is_loader, joined, pairs
+from pipeback.pipeline.option_checks import at_least_one
 from pipeback.stages.evaluation import evaluate
-from pipeback.stages.flight import Value, cut
+from pipeback.stages.flight import Value, cut, target_on
 from pipeback.stages.stage import Stage
 
 
@@ -23,18 +25,42 @@ class Evaluation:
     def __init__(self, engine: Engine, aliases: dict[str, list[str]]) -> None:
         self._engine, self._aliases = engine, aliases
 
-    def evaluate(self, x: Value) -> Any:
+    def evaluate(
+        self, x: Any, y: Any = None, batch_size: int | None = None, metrics: Mapping[str, Judge] | None = None
+    ) -> Any:
         """As `Pipeline.evaluate`."""
+        at_least_one("batch_size", batch_size)
+        loads = is_loader(x)
+        if loads and y is not None:
+            raise TypeError("evaluate got a y beside batches (x, y), which have their own; leave y out")
+        if not loads and y is None and metrics is None:
+            found: list[tuple[Any, int]] = []
+            self._each(x, None, batch_size, lambda output, _, n: found.append((output, n)))
+            return found[0][0] if len(found) == 1 else joined(*zip(*found, strict=True))
+        means = Means(self._engine.stages[-1].loss, metrics)
+        for some_x, some_y in pairs(x) if loads else ((x, y),):
+            self._each(some_x, some_y, batch_size, means.add, count=True)
+        return means.found()
+
+    def _each(
+        self, x: Any, y: Any, size: int | None, take: Callable[[Any, Any, int], object], count: bool = False
+    ) -> None:
+        """Give `take` the output, y and number of samples of each `size` samples; count: also if size is None."""
         engine = self._engine
         with engine.lock, torch.no_grad():
             engine.wait()
             try:
-                x = engine.entrance.enter(x, engine.wait, training=False)
-                if isinstance(engine.runtime, RankRunner):
-                    found = engine.do(partial(engine.runtime.relay, x, self._through_each, back=True))
+                if size is None and not count:
+                    batches = [(engine.entrance.enter(x, engine.wait, training=False), y, 0)]
                 else:
-                    found = self._through_each(engine.stages, x)
-                return engine.entrance.leave(found, x, training=False)
+                    batches = engine.entrance.held_out(x, y, size, engine.wait)
+                for x, y, samples in batches:
+                    if isinstance(engine.runtime, RankRunner):
+                        found = engine.do(partial(engine.runtime.relay, x, self._through_each, back=True))
+                    else:
+                        found = self._through_each(engine.stages, x)
+                    output = engine.entrance.leave(found, x, training=False)
+                    take(output, target_on(engine.stages[-1].device, y), samples)
             finally:
                 engine.entrance.evaluated()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pipeback.pipeline.option_checks import check_tensors, shares
+from pipeback.pipeline.option_checks import check_tensors, micro_batches, shares
 from pipeback.runtime.loop import Batch
 from pipeback.splitting.traced_model import TracedModel
 from pipeback.stages.flight import Value
@@ -40,6 +40,13 @@ class MicroBatcher:
         if x is not None:  # as other ranks than the first may give
             check_tensors(x, "evaluate" if training is False else "run")
         return self._known([x], form, wait, training)[0]
+
+    def held_out(self, x: Any, y: Any, size: int | None, wait: Wait) -> list[Batch]:
+        """Batches of at most `size` samples that are evaluated, not trained on; None: one batch."""
+        x, form = self._opened(x)
+        found = micro_batches(x, y, size, "evaluate")
+        known = self._known([x for x, _, _ in found], form, wait, False)
+        return [(x, y, size) for x, (_, y, size) in zip(known, found, strict=True)]
 
     def leave(self, output: Value, x: Value, training: bool | None = None) -> Any:
         """The output as the model's forward returns it, for x from `enter`."""

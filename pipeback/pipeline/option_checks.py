@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import repeat
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -234,32 +234,39 @@ def _as_tensors(x: Any) -> str:
     return "give tuple(x.values())" if isinstance(x, Mapping) else "give tuple(x)"
 
 
-def micro_batches(x: Value, y: Any, size: int | Sequence[int] | None) -> list[Batch]:
-    """x and y, cut into batches (x, y, samples) of `size` samples, or of so many each; None: they are one."""
-    parts = check_tensors(x)
+def micro_batches(
+    x: Value, y: Any, size: int | Sequence[int] | None, who: Literal["push", "evaluate"] = "push"
+) -> list[Batch]:
+    """x and y, cut into batches (x, y, samples) of `size` samples, or of so many each; None: they are one.
+
+    who: what has got them, in messages.
+    """
+    parts = check_tensors(x, who)
+    option = "micro_batch_size" if who == "push" else "batch_size"
     batched = [part for part in parts if part.dim()]
     if not batched:
         raise ValueError(
-            "push takes batches: the first dimension counts samples, but a 0-d tensor was given; give x[None]"
+            f"{who} takes batches: the first dimension counts samples, but a 0-d tensor was given; give x[None]"
         )
     y = batches_in.checked(y)
     length = len(batched[0])
     if length == 0:
-        raise ValueError("the batch that was pushed is empty; leave such batches out")
+        raise ValueError(f"the batch that {who} got is empty; leave such batches out")
     if size is None:
         return [(x, y, length)]
     sizes = batches_in.sizes(length, size) if isinstance(size, int) else list(size)
     largest = size if isinstance(size, int) else max(size)
     if (sparse := next((part for part in parts if part.layout is not torch.strided), None)) is not None:
         raise ValueError(
-            f"push got a tensor of layout {sparse.layout}, which is not cut into micro-batches or shared by replicas; "
-            "push it as .to_dense(), or one micro-batch at a time, with micro_batch_size=None and replicas=1"
+            f"{who} got a tensor of layout {sparse.layout}, which is not cut into micro-batches or shared by replicas; "
+            f"{who} it as .to_dense(), or one micro-batch at a time, with {option}=None"
+            f"{' and replicas=1' * (who == 'push')}"
         )
     lengths = [*map(len, batched), *batches_in.samples(y)]
     if any(found != length for found in lengths):
         raise ValueError(
-            f"x and y must have one length to be cut into micro-batches of {largest}, but have {lengths}; push as many "
-            "targets as samples, or use micro_batch_size=None"
+            f"x and y must have one length to be cut into micro-batches of {largest}, but have {lengths}; {who} as "
+            f"many targets as samples, or use {option}=None"
         )
     if len(sizes) == 1:
         return [(x, y, length)]

@@ -19,6 +19,7 @@ from pipeback.pipeline.breakdown import StageRow
 from pipeback.pipeline.build import build, closing, telling
 from pipeback.pipeline.engine import Engine
 from pipeback.pipeline.evaluation import Evaluation
+from pipeback.pipeline.held_out import Judge
 from pipeback.pipeline.inspection import Inspection
 from pipeback.pipeline.lifetime import Lifetime
 from pipeback.pipeline.memory_use import Memory
@@ -45,10 +46,8 @@ class Pipeline(Lifetime):
                 between `forward` and `backward`
     optimizer   parameters -> torch.optim.Optimizer, called once per stage
     method      a name of `pipeback.methods.available()` or a `Method`; None: "cerebras" if the optimizer allows it
-    micro_batch_size  samples per micro-batch; the last one of a push may have fewer. None: each push is one
-                micro-batch. Or a `MicroBatches`
-    reference_batch  the samples per update for which SGD's rate and momentum were chosen: they are scaled to those of
-                this pipeline by `pipeback.scale_hyperparameters`. None: they are used as they are
+    micro_batch_size  samples per micro-batch, the last of a push may have fewer; None: a push. Or a `MicroBatches`
+    reference_batch  samples per update for which SGD's rate and momentum were chosen; they are scaled to those here
     stages      where a traced model is cut: at each "block", "layer" or "sublayer", "auto", into a number of stages,
                 or at named modules. A sequence takes "auto" (one stage per module) or a number. Or a `Splitting`
     example     an x as you push it, on which the forward is traced: a tensor, a tuple of positional arguments, a dict
@@ -183,12 +182,16 @@ class Pipeline(Lifetime):
         """Clip by other bounds from the next update on; updates that are due already are clipped by these, too."""
         self._engine.clip(norm, value)
 
-    def evaluate(self, x: Value) -> Any:
+    def evaluate(
+        self, x: Any, y: Any = None, *, batch_size: int | None = None, metrics: Mapping[str, Judge] | None = None
+    ) -> Any:
         """The output for x (N, …) in evaluation mode on the newest weights, without gradients; nothing else changes.
 
-        Over processes every rank calls it with the same x and gets the output; replicas use their own batch statistics.
+        With y, or for a loader or list of pairs (x, y): the mean loss over all samples, a 0-d float64 tensor.
+        batch_size: samples computed at once. metrics: {name: (output, y) -> mean over the batch}; then {"loss": mean,
+        name: mean}. Over processes every rank calls it with the same data; replicas use their own batch statistics.
         """
-        return self._evaluation.evaluate(x)
+        return self._evaluation.evaluate(x, y, batch_size, metrics)
 
     def run(self, x: Value) -> Any:
         """The output for x (N, …) that calling the model gives: buffers change, layers draw. In one process only."""
