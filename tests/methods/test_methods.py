@@ -79,7 +79,7 @@ def trained_halved(folder):
     sys.path.insert(0, folder)
     assert "halved" in methods.available()
 
-    class Same(methods._find("lwp")):
+    class Same(type(methods.create("lwp"))):
         def forward_weights(self, weights, state, when):
             shift = super().forward_weights(weights, state, when)
             return pipeback.Shift(weights, [0.5 * c for c in shift.coefficients], shift.directions)

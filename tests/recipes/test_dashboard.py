@@ -146,4 +146,4 @@ def test_the_one_private_name_is_still_there():
 
 def test_help_tells_the_options(tmp_path):
     code, said, _ = command("--help", cwd=tmp_path)
-    assert code == 0 and "metric: val/accuracy" in said and "kind=report" in said
+    assert code == 0 and "metric=val/accuracy" in said and "kind=report" in said
