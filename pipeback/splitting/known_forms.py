@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pipeback.splitting.branches import MOST, Branch
 from pipeback.splitting.call_arguments import Arguments
+from pipeback.splitting.refusals import shortened
 from pipeback.tensors import accelerators
 from pipeback.tensors.copies import replica
 from pipeback.tensors.structures import Form, opened
@@ -44,8 +45,8 @@ class Known(NamedTuple):
         call = self.decisions[-1].calls[-1]
         return ValueError(
             f"{model}.forward has taken {MOST} branches for micro-batches of one form, and now another one: "
-            f"{call.target.__name__} gave {call.check[0]}; keep decisions by values within one layer: give the path of "
-            "the deciding module in stages=pipeback.Splitting(leaves=[...])"
+            f"{call.target.__name__} gave {shortened(call.check[0])}; keep decisions by values within one layer: give "
+            "the path of the deciding module in stages=pipeback.Splitting(leaves=[...])"
         )
 
     def plain(

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+LONGEST = 60  # characters of a value in a message
+
 
 def unmade(who: str, where: str, what: str, value: Tensor) -> ValueError:
     """The error for a tensor of unknown origin. who: names the module at `where`, a path. what: gets the tensor."""
@@ -41,8 +43,15 @@ def set_anew(who: str, name: str) -> ValueError:
     )
 
 
+def shortened(value: Any) -> str:
+    """A value as a message shows it: what tolist() gives, for example, may have thousands of numbers."""
+    text = repr(value)
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
+
+
 def decided_anew(who: str, whole: str, name: str, found: Any, expected: Any) -> ValueError:
     """The error for a forward that takes another branch than the trace. whole: the cure, see `kept_whole`."""
+    found, expected = shortened(found), shortened(expected)
     return ValueError(
         f"{who}.forward takes another branch for this micro-batch: {name} gave {found}, but {expected} when the model "
         f"was traced; keep decisions by values within one layer: {whole}"

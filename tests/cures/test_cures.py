@@ -6,7 +6,9 @@ with the cure. Options that a message names as `name=value` are evaluated as the
 
 from __future__ import annotations
 
+import os
 import re
+import warnings
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ from pipeback.schedules.order import POLICIES
 from tests.helpers.long_forms import grouped
 from tests.laws.cases import data, network
 
-from . import building, calls, of_methods, of_models
+from . import building, calls, of_methods, of_models, of_options, of_runs
 from .rows import (
     BATCH,
     Branching,
@@ -29,7 +31,7 @@ from .rows import (
 )
 
 TYPED = r"[Uu]se ([a-z_]+)=((?:\"[^\"]*\"|'[^']*'|[^,;\s])+)"
-ROWS = {**building.ROWS, **of_methods.ROWS, **of_models.ROWS, **calls.ROWS}
+ROWS = {**building.ROWS, **of_methods.ROWS, **of_models.ROWS, **of_options.ROWS, **of_runs.ROWS, **calls.ROWS}
 
 
 # -- options whose cure stands in the message as name=value ------------------------------------------------------------
@@ -168,3 +170,54 @@ def test_commit_with_a_folder(tmp_path):
 
 def test_every_order_is_named():
     assert all(order in refused(lambda: build(debug=pipeback.Debug(order="x")), "order") for order in POLICIES)
+
+
+def test_a_closed_store_is_opened_by_a_new_pipeline(tmp_path):
+    pipe = build(store=f"disk:{tmp_path}")
+    pipe.push(BATCH, BATCH)
+    pipe.commit()
+    state = pipe.state_dict()
+    pipe.close()
+    says = "the store was closed with the pipeline; build a new Pipeline, which goes on from it"
+    refused(lambda: pipe.load_state_dict(state), says)
+    with pytest.warns(
+        UserWarning, match="holds a version of an earlier training, and this one goes on .* another fold"
+    ):
+        train(build(store=f"disk:{tmp_path}"))
+    train(build(store=f"disk:{tmp_path / 'another'}"))
+
+
+def test_a_loop_that_begins_at_0_again():
+    state = (pipe := build()).push(BATCH, BATCH) and pipe.state_dict()
+    again = build()
+    again.load_state_dict(state)
+    with pytest.warns(UserWarning, match=r"begin it at pipe.pushes, for example for step in range\(pipe.pushes, steps"):
+        again.push(BATCH, BATCH)
+    cured = build()
+    cured.load_state_dict(state)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(cured.pushes, 3):
+            cured.push(BATCH + step, BATCH)
+
+
+def test_threads_that_share_the_cores():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2 * (os.cpu_count() or 1))
+    try:
+        with pytest.warns(UserWarning, match=r"share \d+ cores; call torch.set_num_threads\(1\) before training"):
+            train(build(workers=2))
+        torch.set_num_threads(1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            train(build(workers=2))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_how_many_checkpoints_remain(tmp_path):
+    pipe = build()
+    refused(
+        lambda: pipeback.checkpoint.save(pipe, tmp_path, keep=0), "at least the new checkpoint remains; give 1 or more"
+    )
+    pipeback.checkpoint.save(pipe, tmp_path, keep=1)

@@ -80,7 +80,7 @@ def test_a_traced_model_with_a_dict_and_a_structured_output():
         pipe.push(x, y)
     x, y = {k: torch.cat([x[k] for x, _ in some]) for k in some[0][0]}, torch.cat([y for _, y in some])
     whole = pipe.evaluate(x)
-    with pytest.raises(ValueError, match=r"a tensor of shape \(36, 7\) in it"):  # one row per token
+    with pytest.raises(ValueError, match=r"a tensor of shape \(36, 7\) in it.*cannot be concatenated; leave batch_size out"):  # one row per token
         pipe.evaluate(x, batch_size=6)
     wanted = branching.loss(whole, y).double()
     with pytest.raises(ValueError, match="evaluate as many targets as samples, or use batch_size=None"):  # y, too
@@ -110,7 +110,7 @@ def test_what_is_refused_and_the_cures():
     pipe = trained(model())
     some, loss = batches(), pipe.evaluate(X, Y)
     for wrong, kind, says, cured in (
-        (lambda: pipe.evaluate(some, Y), TypeError, "leave y out", lambda: pipe.evaluate(some)),
+        (lambda: pipe.evaluate(some, Y), TypeError, "which have their own; leave y out", lambda: pipe.evaluate(some)),
         (
             lambda: pipe.evaluate(TensorDataset(X, Y)), TypeError, r"DataLoader\(dataset, batch_size=256\)",
             lambda: pipe.evaluate(DataLoader(TensorDataset(X, Y), batch_size=256)),

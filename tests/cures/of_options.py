@@ -1,0 +1,164 @@
+"""What is refused of options that name another object or number, and the cure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import pipeback
+from tests.laws.cases import network
+
+from .rows import BATCH, Row, adam, build, momentum, sgd, trains
+
+
+def lbfgs(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(params)
+
+
+class Whole(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+def frozen(again: bool) -> None:
+    model = network(4)
+    model[1].requires_grad_(False)
+    pipe = build(model)
+    pipe.push(BATCH, BATCH)
+    model[1].requires_grad_(True)
+    (build(model) if again else pipe).push(BATCH, BATCH)
+
+
+def measured(**options: Any) -> Callable[[], Any]:
+    def do() -> None:
+        pipe = build(**options)
+        pipe.record()
+        pipe.push(BATCH, BATCH)
+        pipe.close()
+
+    return do
+
+
+def metrics(given: Any) -> Callable[[], Any]:
+    return lambda: build().evaluate(BATCH, BATCH, metrics=given)
+
+
+def units(count: int) -> Callable[[], Any]:
+    def do() -> None:
+        schedule = pipeback.schedules.flowing(2)
+        list(pipeback.timeline.timeline(schedule, 2, 4, costs=[{"F": 1, "B": 1, "U": 1}] * count))
+
+    return do
+
+
+class Numpy(nn.Module):
+    """Computes by numpy between its layers, or not."""
+
+    def __init__(self, numpy: bool) -> None:
+        super().__init__()
+        self.a, self.b, self.numpy = nn.Linear(6, 6), nn.Linear(6, 6), numpy
+
+    def forward(self, x: Any) -> Any:
+        h = self.a(x)
+        return self.b(torch.as_tensor(h.detach().numpy()) + h if self.numpy else h)
+
+
+class Setting(nn.Module):
+    """Gives a weight other memory, or writes into it."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.a, self.b, self.how = nn.Linear(6, 6), nn.Linear(6, 6), how
+        self.a.weight.requires_grad_(how != "frozen")
+
+    def forward(self, x: Any) -> Any:
+        if self.how == "copy":
+            with torch.no_grad():
+                self.a.weight.copy_(self.a.weight.clamp(-1, 1))
+        else:
+            self.a.weight.data = self.a.weight.data.clamp(-1, 1)
+        return self.b(self.a(x))
+
+
+def traced(model: nn.Module, *leaves: str, **options: Any) -> Callable[[], Any]:
+    stages = pipeback.Splitting("layer", leaves=leaves)
+    return lambda: trains(**{"model": model, "stages": stages, "example": BATCH, **options})
+
+
+ROWS: dict[str, Row] = {
+    # optimizers
+    "an optimizer that evaluates again": Row(
+        lambda: build(optimizer=lbfgs),
+        "LBFGS evaluates the loss several times per step, a pipeline cannot; use SGD or Adam",
+        lambda: [trains(optimizer=sgd), trains(optimizer=adam, method="pipedream")],
+    ),
+    "a rule for momentum": Row(
+        lambda: build(optimizer=adam, method="cerebras"),
+        "is written for momentum SGD, but the optimizer is Adam; use ",
+        lambda: trains(optimizer=momentum(), method="cerebras"),
+    ),
+    "a reference for another optimizer": Row(
+        lambda: build(optimizer=adam, method="pb", micro_batch_size=1, reference_batch=32),
+        "scales rate and momentum by a rule for SGD, but the optimizer is Adam; leave reference_batch out",
+        lambda: trains(optimizer=adam, method="pb", micro_batch_size=1),
+    ),
+    "a weight that trains anew": Row(
+        lambda: frozen(False),
+        "was frozen when the pipeline was built, which does not train it; build a new Pipeline now that requires_grad",
+        lambda: frozen(True),
+    ),
+    # splitting
+    "more stages than layers": Row(
+        lambda: trains(model=Numpy(False), stages=9, example=BATCH),
+        r'stages=9, but the model has 2 layers to share out; use that or less, or "auto"',
+        lambda: [trains(model=Numpy(False), stages=value, example=BATCH) for value in (2, 1, "auto")],
+    ),
+    "words for a list": Row(
+        lambda: build([*network(4)], stages=["0"]),
+        'stages=.*: a list has its modules for stages; give "auto", a number or one module',
+        lambda: [trains(model=[*network(4)], stages=value) for value in ("auto", 2)],
+    ),
+    "numpy within": Row(
+        traced(Numpy(True)),
+        "Numpy.forward calls Tensor.numpy, which cannot be traced; keep to torch functions, or ",
+        lambda: [traced(Numpy(False))(), traced(Numpy(True), "")()],
+    ),
+    "other memory for a weight": Row(
+        traced(Setting("data")),
+        r"and whose optimizer would go on with the old data; write into it under torch.no_grad\(\), with copy_\(\)",
+        lambda: [traced(Setting("copy"))(), traced(Setting("frozen"))()],
+    ),
+    # stores and stacks
+    "a store of whole matrices": Row(
+        lambda: build(store=pipeback.Streaming(sparsity="set"), optimizer=lambda ps: Whole(ps, lr=0.1)),
+        "may look at whole matrices, of which only the survivors are kept; use one of torch.optim's elementwise ones",
+        lambda: [
+            trains(store=pipeback.Streaming(sparsity="set"), optimizer=each, method="pipedream") for each in (sgd, adam)
+        ],
+    ),
+    "recording a stack": Row(
+        measured(vectorize=True), "stages that run as one cannot be measured apart; build it with vectorize=False",
+        measured(vectorize=False),
+    ),
+    "graphs without a device": Row(
+        lambda: build(debug=pipeback.Debug(), vectorize="cuda_graph"),
+        'vectorize="cuda_graph" needs all stages on a CUDA device; move the model, or use True',
+        lambda: trains(vectorize=True),
+    ),
+    "host memory that is too little": Row(
+        lambda: build(store=pipeback.HostStore(host_memory=100)),
+        'take .*; keep them in files, store="disk:FOLDER", or give host_memory of at least ',
+        lambda: trains(store=pipeback.HostStore(host_memory="1 GB")),
+    ),
+    # calls
+    "metrics without names": Row(
+        metrics([nn.functional.mse_loss]), "metrics must be a dict of functions by name, but is ",
+        metrics({"accuracy": lambda output, y: (output.argmax(1) == y.argmax(1)).float().mean()}),
+    ),
+    "costs of other stages": Row(
+        units(3), "costs needs one entry per stage: 2, not 3; give the units of time of each", units(2)
+    ),
+}  # fmt: skip

@@ -1,0 +1,299 @@
+"""What is refused under Lightning says what to do, and that trains."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader
+
+import pipeback
+from pipeback.lightning import PipelineMonitor, SaveWeights
+from tests.laws.cases import network
+from tests.lightning.cases import Regression, loader, strategy, trainer
+from tests.lightning.several_modules import Heads, batches
+
+from .rows import Row, refused
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+def vector(module: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().flatten().clone() for p in module.parameters()])
+
+
+def fits(module: Any = Regression, where: Any = None, data: Any = loader, val: Any = None, **options: Any) -> Any:
+    """What trains a new module for two epochs."""
+
+    def do() -> None:
+        made = module()
+        before = vector(made)
+        try:
+            trainer(where() if where else strategy("pb"), **options).fit(made, data(), None if val is None else val())
+        except (ValueError, TypeError):
+            assert before.is_meta or torch.equal(before, vector(made)), "half a step was trained"
+            raise
+        assert not torch.equal(before, vector(made))
+
+    return do
+
+
+class Listed(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        h = batch[0]
+        for layer in self.model if isinstance(self.model, nn.ModuleList) else [self.model]:
+            h = layer(h)
+        return mse_loss(h, batch[1])
+
+
+class Ordered(nn.Module):
+    """Declares its stages in the order in which they run, or not."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.names = nn.Linear(6, 6), nn.Linear(6, 6), names
+
+    def forward(self, x: Any) -> Any:
+        return self.second(self.first(x))
+
+    def pipeline_stages(self) -> list[nn.Module]:
+        return [getattr(self, name) for name in self.names]
+
+
+class Twice(Regression):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        if self.how == "joined":
+            one, two = self.model(torch.cat([x, x])).chunk(2)
+            return mse_loss(one, y) + mse_loss(two, y)
+        loss = mse_loss(self.model(x), y)
+        if self.how == "no_grad":
+            with torch.no_grad():
+                self.model(x)
+            return loss
+        return loss + mse_loss(self.model(x), y)
+
+
+class Idle(Regression):
+    def __init__(self, calls: bool) -> None:
+        super().__init__()
+        self.calls = calls
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return mse_loss(self.model(batch[0]) if self.calls else batch[0].clone().requires_grad_(), batch[1])
+
+
+class Peeks(Regression):
+    """Calls the model outside of training_step, with gradients or without."""
+
+    def __init__(self, gradients: bool) -> None:
+        super().__init__()
+        self.gradients = gradients
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with torch.set_grad_enabled(self.gradients):
+            self.model(batch[0])
+
+
+class Setting(Heads):
+    """Its forward sets an attribute that training_step reads, or returns it."""
+
+    returns = False
+
+    def forward(self, x: Any) -> Any:
+        code = self.encoder(x)
+        if self.returns:
+            return self.first(code), code
+        self.code = code
+        return self.first(code)
+
+    def loss(self, x: Any, y: Any) -> Any:
+        if self.returns:
+            out, self.code = self(x)
+        else:
+            out = self(x)
+        return nn.functional.cross_entropy(out, y) + self.code.pow(2).mean()
+
+
+class Returning(Setting):
+    returns = True
+
+
+class Counting(Heads):
+    """Its forward reads a counter of the Trainer's, or what was noted before each batch."""
+
+    notes = False
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.notes:
+            self.seen_steps = self.global_step
+
+    def forward(self, x: Any) -> Any:
+        return self.first(self.encoder(x)) * (1 + (self.seen_steps if self.notes else self.global_step))
+
+    def loss(self, x: Any, y: Any) -> Any:
+        return nn.functional.cross_entropy(self(x), y)
+
+
+class Noting(Counting):
+    notes = True
+
+
+class Resting(Heads):
+    def loss(self, x: Any, y: Any) -> Any:
+        with torch.no_grad():
+            return self.first(self.encoder(x)).sum().requires_grad_()
+
+
+class Working(Heads):
+    def loss(self, x: Any, y: Any) -> Any:
+        return self.first(self.encoder(x)).pow(2).mean()
+
+
+def meta() -> Regression:
+    with torch.device("meta"):
+        return Regression(nn.Sequential(*(nn.Linear(6, 6) for _ in range(3))))
+
+
+def normal(module: nn.Module) -> None:
+    for p in module.parameters():
+        nn.init.normal_(p, std=0.1)
+
+
+class Making(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return mse_loss(self.model(torch.ones(3, 6)), torch.zeros(3, 6))
+
+
+def numbers() -> Any:
+    return DataLoader([{"n": "a"}] * 12, batch_size=3)
+
+
+class OwnPrecision(pl.plugins.Precision):
+    precision = "8-mixed"
+
+
+def scaled() -> Any:
+    return pl.plugins.MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
+
+
+nominated = partial(strategy, "pb", module="model")
+own = partial(strategy, "pb", module="self")
+ROWS: dict[str, Row] = {
+    "a list of modules": Row(
+        fits(lambda: Listed(nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)])), nominated),
+        r"'model' \(ModuleList\) has no forward, so training_step cannot call it; write it as an nn.Sequential",
+        fits(lambda: Listed(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))), nominated),
+    ),
+    "stages in another order": Row(
+        fits(lambda: Regression(Ordered("second", "first"))),
+        r"model.pipeline_stages\(\) does not compute what Ordered.forward does; return the modules in the order in",
+        fits(lambda: Regression(Ordered("first", "second"))),
+    ),
+    "two calls": Row(
+        fits(lambda: Twice("twice"), partial(strategy, "pb", module="model")),
+        r'called self.model twice; .*concatenate the inputs and call it once, wrap a call that needs no gradient in '
+        r'torch.no_grad\(\), or have all calls of training_step followed: PipelineStrategy\(module="self"\)',
+        lambda: [
+            fits(lambda: Twice("joined"))(), fits(lambda: Twice("no_grad"))(), fits(lambda: Twice("twice"), own)(),
+        ],
+    ),
+    "no call": Row(
+        fits(lambda: Idle(False)), "did not call self.model, so there is nothing for the stages to learn from; call it",
+        fits(lambda: Idle(True)),
+    ),
+    "an attribute that a forward sets": Row(
+        fits(Setting, data=batches), r"but it runs in the stages, and training_step does not see what they set; have",
+        fits(Returning, data=batches),
+    ),
+    "a counter of the Trainer's": Row(
+        fits(Counting, data=batches), r"write self.seen = self.global_step in on_train_batch_start, and read self.seen",
+        fits(Noting, data=batches),
+    ),
+    "no trained weight": Row(
+        fits(Resting, data=batches), r"uses no trained weight, so there is nothing for the stages to learn; call",
+        fits(Working, data=batches),
+    ),
+    "gradients beside a store": Row(
+        fits(lambda: Peeks(True), partial(strategy, "pb", store="host")),
+        r"called with gradients outside of training_step; its stages live in a store.*call it in torch.no_grad\(\)",
+        fits(lambda: Peeks(False), partial(strategy, "pb", store="host")),
+    ),
+    "no values": Row(
+        fits(meta, partial(strategy, "pb")),
+        r'without values, which stages get on one device with store="host" or "disk:FOLDER"; build it with its values',
+        lambda: [
+            trainer(strategy("pb", store=pipeback.Streaming("host", init=normal))).fit(meta(), loader()), fits()(),
+        ],
+    ),
+    "values beside init": Row(
+        fits(where=partial(strategy, "pb", store=pipeback.Streaming("host", init=normal))),
+        r'init gives values .* but self.model has its values; build it in torch.device\("meta"\), or leave init out',
+        lambda: [
+            trainer(strategy("pb", store=pipeback.Streaming("host", init=normal))).fit(meta(), loader()),
+            fits(where=partial(strategy, "pb", store="host"))(),
+        ],
+    ),
+    "a monitor of nothing": Row(
+        lambda: trainer(callbacks=[PipelineMonitor()]).fit(Regression(), loader()),
+        r'PipelineMonitor watches the pipeback strategy.*use Trainer\(strategy="pipeback"\) or leave the callback out',
+        lambda: [fits(where=lambda: "pipeback")(), trainer().fit(Regression(), loader())],
+    ),
+    "loss scaling": Row(
+        lambda: fits(plugins=[scaled()])(),
+        'precision="16-mixed": loss scaling needs one step for all stages; use "bf16-mixed", "bf16-true" or "32-true"',
+        lambda: [fits(precision=name)() for name in ("bf16-mixed", "bf16-true", "32-true")],
+    ),
+    "another precision": Row(
+        lambda: fits(plugins=[OwnPrecision()])(),
+        'precision="8-mixed" is not supported by pipeback; use "32-true", "bf16-true" or "64-true"',
+        lambda: [fits(precision=name)() for name in ("32-true", "bf16-true")],
+    ),
+    "samples that nobody counts": Row(
+        fits(Making, partial(strategy, "pb", reference_batch=32), numbers),
+        "but the batch has no tensors of one length that would count them; leave reference_batch out",
+        fits(Making, partial(strategy, "pb"), numbers),
+    ),
+    **{
+        f"{name} of the Trainer's": Row(
+            fits(where=partial(strategy, "pb", **given)),
+            rf"PipelineStrategy does not take {name}=.*; use ",
+            fits(**cure),
+        )
+        for name, given, cure in (
+            ("weights", {"micro_batch_size": pipeback.MicroBatches(weights="samples")},
+             {"where": partial(strategy, "pb", micro_batch_size=pipeback.MicroBatches(weights="equal"))}),
+            ("device", {"store": pipeback.Streaming("host", device="cpu")}, {"accelerator": "cpu"}),
+            ("check_finite", {"debug": pipeback.Debug(check_finite=True)},
+             {"where": partial(strategy, "pb", debug=pipeback.Debug(check_finite=False))}),
+        )
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_the_cure_works(name):
+    row = ROWS[name]
+    refused(row.broken, row.says)
+    row.cured()
+
+
+def test_weights_in_files(tmp_path):
+    run = partial(SaveWeights, tmp_path / "weights")
+    says = (
+        "SaveWeights writes the stages of a PipelineStrategy, but the strategy is SingleDevice.*; use ModelCheckpoint"
+    )
+    refused(lambda: trainer(callbacks=[run()]).fit(Regression(), loader()), says)
+    cure = pl.callbacks.ModelCheckpoint(tmp_path)
+    trainer(callbacks=[cure], enable_checkpointing=True).fit(Regression(network(2)), loader())
+    assert list(tmp_path.glob("*.ckpt"))
