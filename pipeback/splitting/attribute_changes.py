@@ -11,6 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 from torch import nn
 
 from pipeback.splitting.call_listeners import instead
+from pipeback.splitting.module_walk import walked
 
 Name = tuple[str, str]  # of an attribute: the path of its module, and its own
 Attributes = Mapping[str, tuple[nn.Module, Mapping[str, Any] | None]]  # every module by its path; None of leaves
@@ -108,13 +109,15 @@ class Sets:
 
         def getting(module: nn.Module, key: str) -> Any:
             value = original(module, key)
-            if key in MACHINERY or (path := paths.get(id(module))) is None or (path, key) in known:
+            if key in MACHINERY or (not left and inside()) or (path := paths.get(id(module))) is None:
                 return value
-            if (path, key) in left:
-                self._read.add((path, key))
-            plain = isinstance(value, PLAIN)
-            if plain and (path, key) not in decided and not inside() and _held_as_it_is(module, key):
-                decided.add((path, key))
+            name = path, key
+            if name in known:
+                return value
+            if name in left:
+                self._read.add(name)
+            if name not in decided and isinstance(value, PLAIN) and not inside() and _held_as_it_is(module, key):
+                decided.add(name)
             return value
 
         return getting
@@ -128,9 +131,9 @@ def _held_as_it_is(module: nn.Module, key: str) -> bool:
     )
 
 
-def attributes(model: nn.Module, leaves: Callable[[str, nn.Module], bool]) -> Attributes:
-    """Return all modules, with the attributes of those that are traced into."""
-    return {path: (module, None if leaves(path, module) else _held(module)) for path, module in model.named_modules()}
+def attributes(modules: Mapping[str, nn.Module], leaf: Mapping[int, bool]) -> Attributes:
+    """Return all modules of a model, with the attributes of those that are traced into. leaf: which are not, by id."""
+    return {path: (module, None if leaf[id(module)] else _held(module)) for path, module in modules.items()}
 
 
 def check_unchanged(model: nn.Module, before: Attributes, harmless: Collection[Name] = ()) -> None:
@@ -140,7 +143,7 @@ def check_unchanged(model: nn.Module, before: Attributes, harmless: Collection[N
     to the values that they have then. A number is not a mark, since it may depend on the size of the micro-batch. The
     error is also a `FirstCall` if a module has replaced another one.
     """
-    modules = dict(model.named_modules())
+    modules = walked(model)
     exchanged = any(modules.get(path) is not module for path, (module, _) in before.items())
     found = [
         (path, key, vars(module).get(key))

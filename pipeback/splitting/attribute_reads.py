@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import nn
 
+from pipeback.splitting.module_walk import walked
+
 Name = tuple[str, str]  # of an attribute: the path of its module, and its own
 
 
@@ -26,7 +28,7 @@ class AttributeReads:
 
     def add(self, names: Collection[Name]) -> None:
         """Add attributes that a forward has read; earlier traces have not read them and do not depend on them."""
-        paths = dict(self._model.named_modules())
+        paths = walked(self._model)
         new = {name: paths[name[0]] for name in sorted(names) if name not in self._names and name[0] in paths}
         for state in self._states:
             state += [_kept(getattr(module, key, None)) for (_, key), module in new.items()]
@@ -47,7 +49,7 @@ class AttributeReads:
 @contextmanager
 def modes(model: nn.Module, training: bool | None) -> Iterator[None]:
     """A context within which every module is in this mode (True: training); None leaves each in its own."""
-    before = [(m, m.training) for m in model.modules()]
+    before = [(m, m.training) for m in walked(model).values()]
     try:
         for m, _ in before if training is not None else ():
             m.training = bool(training)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Any
 
@@ -15,16 +14,21 @@ Autocast = tuple[tuple[str, torch.dtype | None], ...]  # a type for each kind of
 
 def autocasts() -> Autocast:
     """Return the autocast setting of this thread."""
-    return _now(accelerators.kinds())
+    return tuple((kind, _now(kind)) for kind in accelerators.kinds())
 
 
 def other(around: Autocast) -> Autocast:
     """Return the part of the present autocast setting that differs from `around`."""
-    return tuple(now for now in _now(kind for kind, _ in around) if now not in around)
+    found = []
+    for kind, was in around:
+        if (now := _now(kind)) != was:
+            found.append((kind, now))
+    return tuple(found)
 
 
-def _now(kinds: Iterable[str]) -> Autocast:
-    return tuple((k, torch.get_autocast_dtype(k) if torch.is_autocast_enabled(k) else None) for k in kinds)
+def _now(kind: str) -> torch.dtype | None:
+    """The type to which autocast casts on devices of this kind; None where it is off."""
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 class Entered:

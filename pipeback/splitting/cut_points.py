@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, cast
 from torch import nn
 
 from pipeback.splitting.call_trace import Call, CallTrace
+from pipeback.splitting.module_walk import walked
 from pipeback.splitting.partition import balance
 
 Cuts = str | int | Sequence[str]
@@ -55,11 +56,11 @@ def blocks_of(model: nn.Module) -> list[str]:
     """Return the paths of the blocks: those of a known family, or else the composite modules that stand in lists."""
     known = family(model)
     if known is not None:
-        found = [path for path, module in model.named_modules() if type(module).__name__ in known.blocks]
+        found = [path for path, module in walked(model).items() if type(module).__name__ in known.blocks]
         if found:
             return found
     found = []
-    for path, module in model.named_modules():
+    for path, module in walked(model).items():
         if type(module) not in CONTAINERS:
             continue
         for name, child in module.named_children():

@@ -42,6 +42,8 @@ def check_draws(model: nn.Module, record: CallTrace, trace: Callable[[], CallTra
 
 def _decided(record: CallTrace) -> str | None:
     """Return the path of a module that decides by a random number alone; None if there is none."""
+    if not any(map(_draws, record.calls)):
+        return None
     made: dict[int, list[Call]] = {}
     for call in record.calls:
         refs = [ref.number for ref in call.refs()]

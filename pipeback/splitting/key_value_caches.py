@@ -11,11 +11,12 @@ from typing import Any
 from torch import nn
 
 from pipeback.private import pytree
+from pipeback.splitting.module_walk import walked
 
 
 def caching(model: nn.Module) -> bool:
     """Whether a configuration of transformers asks for caches."""
-    configs = [c for m in model.modules() if (c := getattr(m, "config", None)) is not None]
+    configs = [c for m in walked(model).values() if (c := getattr(m, "config", None)) is not None]
     return any(_theirs(type(c)) and getattr(c, "use_cache", None) is True for c in configs)
 
 

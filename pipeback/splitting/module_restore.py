@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from operator import is_
 from typing import Any
 
 from torch import Tensor, nn
 
 from pipeback.splitting.attribute_changes import Changed, FirstCall
 from pipeback.splitting.in_place import laid_back
+from pipeback.splitting.module_walk import walked
 from pipeback.splitting.outside_draws import generators, read, write
 from pipeback.tensors.layout import put
 
@@ -23,7 +25,7 @@ def untouched(module: nn.Module, rewritten: Iterable[str] | None = None) -> Iter
     It also restores generators of Python and numpy, numbers and tensors in attributes, and the parameters named in
     `rewritten`, which the forward writes into; a segment knows its own.
     """
-    modules = list(module.modules())
+    modules = list(walked(module).values())
     attributes = [(vars(m), dict(vars(m))) for m in modules if "__rewritten__" not in vars(m)]
     names = getattr(module, "__rewritten__", ()) if rewritten is None else rewritten
     parameters = [(p, p.data, p.detach().clone()) for p in map(module.get_parameter, names)]
@@ -45,6 +47,8 @@ def untouched(module: nn.Module, rewritten: Iterable[str] | None = None) -> Iter
         for p, memory, value in parameters:
             laid_back(p, memory, value)
         for now, before in attributes:
+            if list(now) == list(before) and all(map(is_, now.values(), before.values())):
+                continue
             for key, value in before.items():
                 if now.get(key) is not value and _counts(value) and _counts(now.get(key)):
                     now[key] = value

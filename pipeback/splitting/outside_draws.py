@@ -7,6 +7,7 @@ while, and once with one that yields its largest. That shows a layer drop of any
 
 from __future__ import annotations
 
+import ctypes
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -37,7 +38,12 @@ class OutsideDraws:
         self.generators = generators(modules)
         self.where: str | None = None
         self.drawn: list[Generator] = []
-        self.leave()
+        self.states = read(self.generators)
+
+    def enter(self, leaf: nn.Module, where: str) -> None:
+        """Look before a leaf runs, unless it is a layer of torch, which draws from torch alone."""
+        if not _torchs(leaf):
+            self.look(where)
 
     def look(self, where: str) -> None:
         """Look whether anything was drawn; `where` is the module that runs."""
@@ -46,9 +52,16 @@ class OutsideDraws:
                 self.drawn.append(each)
                 self.where = where if self.where is None else self.where
 
-    def leave(self) -> None:
+    def leave(self, leaf: nn.Module) -> None:
         """A leaf may have drawn whatever it likes."""
-        self.states = read(self.generators)
+        if not _torchs(leaf):
+            self.states = read(self.generators)
+
+
+def _torchs(leaf: nn.Module) -> bool:
+    """Whether a leaf is a layer of torch and nothing else."""
+    bare = type(leaf).__module__.startswith("torch.nn.") and "forward" not in vars(leaf)
+    return bare and not (leaf._modules or leaf._forward_hooks or leaf._forward_pre_hooks)
 
 
 def generators(modules: Iterable[nn.Module]) -> list[Generator]:
@@ -56,8 +69,12 @@ def generators(modules: Iterable[nn.Module]) -> list[Generator]:
     numpy = sys.modules.get("numpy")
     found = [Generator(random.getstate, random.setstate)]
     if numpy is not None:
-        found.append(Generator(lambda: numpy.random.get_state(legacy=False), numpy.random.set_state))
+        found.append(_of_numpy(numpy.random))
     places = {id(names): names for m in modules for names in (vars(m), _around(m))}
+    kinds = set[type]().union(*[map(type, [*names.values()]) for names in places.values()])
+    drawing = (random.Random,) if numpy is None else (random.Random, numpy.random.RandomState, numpy.random.Generator)
+    if not any(issubclass(kind, drawing) for kind in kinds):
+        return found  # the rule; looking at kinds first is far cheaper than looking at every value
     held = {id(value): value for names in places.values() for value in [*names.values()]}
     for value in held.values():
         if isinstance(value, random.Random):
@@ -68,6 +85,33 @@ def generators(modules: Iterable[nn.Module]) -> list[Generator]:
             bits = value.bit_generator
             found.append(Generator(lambda b=bits: b.state, lambda s, b=bits: setattr(b, "state", s)))  # type: ignore[misc]
     return found
+
+
+def _of_numpy(numpys: Any) -> Generator:
+    """numpy's default generator. Its state is read anew only if its memory has changed, which is far cheaper to see.
+
+    A normal number that it has drawn in advance, if it `has_gauss`, lies elsewhere.
+    """
+    known: list[tuple[bytes, Any]] = []
+
+    def read_it() -> Any:
+        memory = _memory(getattr(numpys, "get_bit_generator", lambda: None)())
+        if known and memory and known[0][0] == memory and not known[0][1]["has_gauss"]:
+            return known[0][1]
+        known[:] = [(memory, numpys.get_state(legacy=False))]
+        return known[0][1]
+
+    def write_it(state: Any) -> None:
+        known.clear()
+        numpys.set_state(state)
+
+    return Generator(read_it, write_it)
+
+
+def _memory(bits: Any) -> bytes:
+    """The memory in which numpy's Mersenne twister keeps its words and its place in them; empty for any other."""
+    twister = type(bits).__name__ == "MT19937"
+    return ctypes.string_at(bits.ctypes.state_address, 4 * (WORDS + 1)) if twister else b""
 
 
 def _around(module: nn.Module) -> dict[str, Any]:
@@ -124,6 +168,8 @@ def _led(state: Any, word: int) -> Any:
 
 
 def _same(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
     if isinstance(a, list):

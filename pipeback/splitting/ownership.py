@@ -9,6 +9,7 @@ from torch import nn
 
 from pipeback.splitting.call_trace import Call
 from pipeback.splitting.cut_points import given
+from pipeback.splitting.module_walk import held, walked
 from pipeback.splitting.refusals import one_call
 from pipeback.splitting.segment import Lent
 
@@ -28,8 +29,9 @@ class Ownership:
         self.owned: list[dict[str, Any]] = [{} for _ in range(count)]
         self.copied: list[set[str]] = [set() for _ in range(count)]  # copies of other stages' buffers
         where: dict[str, int] = {}
-        buffers = dict(model.named_buffers())
-        self._parameters = dict(model.named_parameters())
+        modules = walked(model)
+        buffers = dict(held(modules, "_buffers"))
+        self._parameters = dict(held(modules, "_parameters"))
         self._known = {*buffers, *self._parameters}
         calls: list[Call] = []
         first: dict[str, int] = {}  # the number of the first call of each module and buffer

@@ -297,7 +297,7 @@ class Segment(nn.Module):
             if isinstance(value, Ref):
                 return known[value.number]
             if isinstance(value, torch.device) and value == portion.device:
-                return script.call(getattr, (known[portion.takes[0]], "device"))
+                return script.once(getattr, (known[portion.takes[0]], "device"))
             return attribute(value.name) if isinstance(value, Attribute) else value
 
         def carry(written: bool) -> None:

@@ -46,6 +46,7 @@ class Script:
         self._lines: list[tuple[list[Name], bool, str]] = []  # (names it defines, whether it unpacks, text)
         self._count = 0
         self._given: dict[int, str] = {}  # the names of globals by identity
+        self._once: dict[Any, Name] = {}  # what `once` has written
         self.held: dict[str, Any] = {}  # modules, parameters, buffers and constants
         self.others: dict[str, Any] = {}  # functions, and values that are no literals
         self.paths: dict[str, str] = {}  # the path in the model of each value in `held`
@@ -71,6 +72,13 @@ class Script:
         self._lines.append(([found], False, self._called(function, args, kwargs or {})))
         return found
 
+    def once(self, function: Any, args: Sequence[Any]) -> Name:
+        """Write a line as `call` does, or return the name that the same line has defined before."""
+        key = function, *args
+        if key not in self._once:
+            self._once[key] = self.call(function, args)
+        return self._once[key]
+
     def unpack(self, function: Any, args: Sequence[Any], count: int) -> list[Name]:
         """Write a line that calls a function, which returns a list of `count` values; return their names."""
         found = [self._new("v") for _ in range(count)]
@@ -95,7 +103,7 @@ class Script:
             written.append(f"    {text}; {gone}None" if gone else f"    {text}")
         written.append(f"    return {_tuple(name.text for name in gives)}")
         self.source = "\n".join(written)
-        self._lines, self._given = [], {}
+        self._lines, self._given, self._once = [], {}, {}
         self._compile()
         return self
 

@@ -15,6 +15,7 @@ NUMBERS = {
     "allclose", "is_nonzero",
 }  # fmt: skip
 AWAY = {"numpy", "__array__", "data_ptr", "__dlpack__", "storage", "untyped_storage"}  # these cannot be traced
+KIND = {"device", "dtype", "ndim", "layout", "requires_grad", "is_cuda", "is_cpu"}  # properties that are no tensors
 
 
 class About(NamedTuple):
@@ -30,6 +31,7 @@ class About(NamedTuple):
     asks: bool  # it gives Python values of a tensor
     away: bool  # its result leaves torch
     fills: bool  # it is a function of torch.nn.init
+    kind: bool  # it tells Python the kind of a tensor, which is never recorded
 
 
 def about(function: Any) -> About:
@@ -58,4 +60,5 @@ def _about(function: Any) -> About:
         name in NUMBERS,
         name in AWAY,
         getattr(function, "__module__", "") == "torch.nn.init",
+        name == "__get__" and held in KIND,
     )

@@ -32,6 +32,7 @@ from pipeback.splitting.forward_check import check_equal
 from pipeback.splitting.key_value_caches import caching, without_caches
 from pipeback.splitting.known_forms import Known, example_of, tensors_of, with_own_tensors
 from pipeback.splitting.module_restore import untouched
+from pipeback.splitting.module_walk import walked
 from pipeback.splitting.ownership import Ownership
 from pipeback.splitting.partition import StagePart
 from pipeback.splitting.refusals import kept_whole, left_out
@@ -72,8 +73,8 @@ class TracedModel:
         self.held = AttributeReads(model)
         self._known: dict[Key, Known] = {}
         self._variants: dict[Key, list[Known]] = {}  # the variants of every form
-        self.enter(example)  # refuses what has no tensors
         arguments, complete = self.arguments(example), self.complete
+        entered, _ = self._entered(example, arguments)  # refuses what has no tensors
         record, known = self._first(arguments, complete, whole, by)
         self.ownership = Ownership(model, self._staged(record), len(self.units), record.changed)
         saved = set(model.state_dict())
@@ -83,7 +84,7 @@ class TracedModel:
             segment.__rewritten__ = self.ownership.names_of(s, self.rewritten)
             segment.training = model.training  # the attribute alone: its modules are the model's, in their own modes
         self._copies: list[Sequence[nn.Module]] = [self.segments]
-        x = self._take(record, self.enter(arguments)[0], None, known)
+        x = self._take(record, entered, None, known)
         if complete:
             self._prove(arguments, x)
         if caching(model):
@@ -101,7 +102,10 @@ class TracedModel:
 
     def enter(self, x: Any) -> tuple[Any, Form]:
         """Return the tensors that were pushed, as the first stage takes them, and the structure around them."""
-        tensors, form = opened(tuple(self.arguments(x)))
+        return self._entered(x, self.arguments(x))
+
+    def _entered(self, x: Any, arguments: Arguments) -> tuple[Any, Form]:
+        tensors, form = opened(tuple(arguments))
         array = any(getattr(c, "ndim", 0) and hasattr(c, "__array__") for c in form.constants)
         if array or not tensors:
             found = "with an array in it" if array else "without a tensor"
@@ -193,7 +197,7 @@ class TracedModel:
     # -- tracing -------------------------------------------------------------------------------------------------
 
     def _check(self, whole: Sequence[str], by: str) -> None:
-        paths = dict(self.model.named_modules()) if whole else {}
+        paths = walked(self.model) if whole else {}
         for path in whole:
             if path not in paths:
                 raise ValueError(f"leaves: {type(self.model).__name__} has no module {path!r}; named_modules() has all")
@@ -265,7 +269,7 @@ class TracedModel:
     @contextmanager
     def _unchanged(self) -> Iterator[None]:
         """A context that restores the model's buffers and the random state on exit."""
-        held = [t for m in self.model.modules() for own in (m._parameters, m._buffers) for t in own.values()]
+        held = [t for m in walked(self.model).values() for own in (m._parameters, m._buffers) for t in own.values()]
         with untouched(self.model, self.rewritten), accelerators.forked({t.device for t in held if t is not None}):
             yield
 

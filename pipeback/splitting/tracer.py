@@ -31,6 +31,7 @@ from pipeback.splitting.escaped_tensors import Escape, Inside
 from pipeback.splitting.in_place import Hooked, Kept, stays
 from pipeback.splitting.key_value_caches import without_caches
 from pipeback.splitting.module_inputs import ModuleInputs
+from pipeback.splitting.module_walk import beside, held, walked
 from pipeback.splitting.outside_draws import OutsideDraws
 from pipeback.splitting.refusals import away, set_anew, shared, unmade
 from pipeback.splitting.script_values import Applied
@@ -39,7 +40,6 @@ from pipeback.splitting.vmap_calls import Mapped
 from pipeback.tensors.structures import PLAIN, SINGLE, Form, Ref, fixed, opened, parts
 
 SIMPLE = {int, float, bool, str, type(None), torch.dtype, torch.device}  # types that a call records as they are
-NO_TENSORS = {dict, set, type(None), bool, int, float, str}  # types of most attributes
 
 
 @torch.enable_grad()  # a model that is evaluated first may be trained later; a forward may still use no_grad
@@ -63,12 +63,12 @@ def trace_forward(
     forward leaves in a module, values from outside of torch.
     """
     recorder = _Recorder(model, leaves, values, answers, work, left)
-    watched = [(name, buffer, buffer._version) for name, buffer in model.named_buffers()]
+    watched = [(name, buffer, buffer._version) for name, buffer in recorder.buffers]
     given, _ = opened((tuple(args), dict(kwargs)))
     for tensor in given:
         recorder.new(tensor)
     device = given[0].device if given else torch.device("cpu")
-    before, modules = attributes(model, leaves), recorder.modules.values()
+    before, modules = attributes(recorder.modules, recorder.leaf), recorder.modules.values()
     with ExitStack() as stack:
         stack.callback(recorder.kept.put_back if recorder.kept is not None else dict)
         for context in (
@@ -111,18 +111,13 @@ class _Recorder(TorchFunctionMode):
         self.numbers: dict[int, int] = {}
         self.alive: list[Any] = []  # so that their ids are not reused
         self.numbered: list[Tensor] = []
-        self.modules = dict(model.named_modules())
+        self.modules = walked(model)
         self.paths = {id(module): path for path, module in self.modules.items()}
         self.leaf = {id(m): leaves(path, m) for path, m in self.modules.items()}
-        parameters = list(model.named_parameters())
-        own = [*model.named_buffers(), *parameters] if values is None else values.items()
+        parameters, self.buffers = list(held(self.modules, "_parameters")), list(held(self.modules, "_buffers"))
+        own = [*self.buffers, *parameters] if values is None else values.items()
         self.names = {id(t): name for name, t in own}
-        self.held = {
-            id(value): f"{path}.{key}".lstrip(".")
-            for path, module in self.modules.items()
-            for key, value in vars(module).items()
-            if type(value) not in NO_TENSORS and isinstance(value, Tensor)
-        }
+        self.held = beside(self.modules)
         self.constants: dict[str, Tensor] = {}
         self.forms: list[tuple[torch.Size, torch.dtype]] = []
         self.grads: list[bool] = []
@@ -246,7 +241,7 @@ class _Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, known = kwargs or {}, about(func)
-        if threading.get_ident() != self.thread:
+        if threading.get_ident() != self.thread or (known.kind and not self.inside):
             return func(*args, **kwargs)
         name, target = known.name, known.target
         self.shaped = self.shaped or (known.makes and makes(name, args, kwargs))
@@ -364,13 +359,14 @@ class _Recorder(TorchFunctionMode):
             return original(module, *args, **kwargs)
         path = self.paths[id(module)]
         if not self.leaf[id(module)]:
+            self.outside.look(self.where)
             self.stack.append(path)
             try:
                 return original(module, *args, **kwargs)
             finally:
                 self.outside.look(path)
                 self.stack.pop()
-        self.outside.look(self.where)
+        self.outside.enter(module, self.where)
         if any(isinstance(x, nn.Module) for x in parts((args, kwargs))):
             who = f"{self.name(self.where)}.forward gives {self.name(path)}"
             raise Escape(path, f"{who} a module, whose weights it would compute with; leave its path out of the leaves")
@@ -383,7 +379,7 @@ class _Recorder(TorchFunctionMode):
             output = handed.apart(module, output, lambda key: self.sets.decided.add((path, key)))
         finally:
             self.inside -= 1
-            self.outside.leave()
+            self.outside.leave(module)
         who = self.name(path)
         placed = handed.placed(lambda value: self.placed(value, who))
         call = Call(path, *placed, self.where, torch.is_grad_enabled(), left=handed.changed())

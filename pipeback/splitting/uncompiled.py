@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from pipeback import private
+from pipeback.splitting.module_walk import walked
 
 
 def uncompiled(model: nn.Module | Sequence[nn.Module], where: str = "model") -> nn.Module | Sequence[nn.Module]:
@@ -38,7 +39,7 @@ def _without(module: nn.Module, name: str, found: list[str]) -> nn.Module:
     if inner is not None:
         found.append(name)
         return _without(inner, name, [])
-    for path, parent in list(module.named_modules()):
+    for path, parent in walked(module).items():
         for key, child in list(parent._modules.items()):
             if child is not None and (inner := private.uncompiled(child)) is not None:
                 found.append(".".join(part for part in (name, path, key) if part))

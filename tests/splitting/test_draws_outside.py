@@ -1,6 +1,7 @@
 """Random numbers of Python and numpy: a forward that computes by them is not cut; a stage draws what a loop draws."""
 
 import random
+from collections import Counter, OrderedDict
 
 import numpy
 import pytest
@@ -8,6 +9,8 @@ import torch
 from torch import nn
 
 import pipeback
+from pipeback.splitting import outside_draws
+from pipeback.splitting.split import split_model
 
 FOUND = random.Random(0)  # beside the forwards below
 DRAWS = {
@@ -154,3 +157,96 @@ class InPlace(nn.Module):
 def test_of_torch_too_when_drawn_in_place(draw):
     with pytest.raises(ValueError, match="InPlace.forward draws a random number and decides by it which layers run"):
         build(InPlace(draw))
+
+
+class Inner(nn.Module):
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+class Outer(nn.Module):
+    """Draws between a layer of torch and a module that is traced into, which is not the one that draws."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.inner = nn.Linear(6, 6), Inner(nn.Linear(6, 6))
+
+    def forward(self, x):
+        return self.inner(self.first(x) * random.random())
+
+
+def test_the_module_that_draws_is_named_and_not_the_next():
+    with pytest.raises(ValueError, match="Outer 'outer'"):
+        split_model(nn.Sequential(OrderedDict(outer=Outer(), last=nn.Linear(6, 6))), "layer", torch.randn(2, 6))
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """How often the state of Python's generator is read."""
+    counts, read = Counter(), random.getstate
+
+    def counting():
+        counts["reads"] += 1
+        return read()
+
+    monkeypatch.setattr(random, "getstate", counting)
+    return counts
+
+
+def test_nobody_looks_around_layers_of_torch(counted):
+    reads = []
+    for layers in (2, 20):
+        counted.clear()
+        split_model(Inner(nn.Sequential(*[nn.Linear(6, 6) for _ in range(layers)])), "layer", torch.randn(2, 6))
+        reads.append(counted["reads"])
+    assert reads[0] == reads[1]
+
+
+def test_numpys_state_is_read_anew_only_where_it_may_have_changed(monkeypatch):
+    counts, read_it = Counter(), numpy.random.get_state
+
+    def counting(**given):
+        counts["reads"] += 1
+        return read_it(**given)
+
+    numpy.random.seed(0)  # noqa: NPY002
+    monkeypatch.setattr(numpy.random, "get_state", counting)
+    (_, of_numpy, *_) = outside_draws.generators([])
+    states = [of_numpy.read() for _ in range(5)]
+    assert counts["reads"] == 1
+    assert not outside_draws.drawn([of_numpy], states[:1])
+    numpy.random.rand()  # noqa: NPY002
+    assert outside_draws.drawn([of_numpy], states[:1])
+
+
+@pytest.mark.parametrize("before", [0, 1, 2, 3, 1249])
+@pytest.mark.parametrize("draw", ["randn", "rand", "randint", "standard_gamma"])
+def test_every_draw_of_numpy_is_noticed(draw, before):
+    """A normal number may come from one that was drawn before, and leaves the words of the generator as they are."""
+    numpy.random.seed(0)  # noqa: NPY002
+    for _ in range(before):
+        numpy.random.randn()  # noqa: NPY002
+    (_, of_numpy, *_) = outside_draws.generators([])
+    for _ in range(4):
+        states = outside_draws.read([of_numpy])
+        assert not outside_draws.drawn([of_numpy], states)
+        expected = numpy.random.get_state(legacy=False)  # noqa: NPY002
+        getattr(numpy.random, draw)(*[3] * (draw in ("randint", "standard_gamma")))
+        assert outside_draws.drawn([of_numpy], states)
+        outside_draws.write([of_numpy], states)
+        found = numpy.random.get_state(legacy=False)  # noqa: NPY002
+        assert (found["state"]["key"] == expected["state"]["key"]).all()
+        assert [found[key] for key in ("has_gauss", "gauss")] == [expected[key] for key in ("has_gauss", "gauss")]
+        assert not outside_draws.drawn([of_numpy], states)
+        numpy.random.randn()  # noqa: NPY002
+
+
+def test_a_hook_on_a_layer_of_torch_may_draw_what_it_likes():
+    model = Inner(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)))
+    numbers = model.numbers = numpy.random.default_rng(1)
+    model.layers[0].register_forward_hook(lambda *_: numbers.random() and None)
+    assert len(split_model(model, "layer", torch.randn(2, 6)).parts) == 2

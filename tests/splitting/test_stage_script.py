@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from pipeback.splitting import stage_script as scripts
 from pipeback.splitting.script_values import without_gradient
+from pipeback.splitting.split import split_model
 from pipeback.splitting.stage_script import Script
 
 
@@ -101,3 +102,17 @@ def test_an_error_shows_its_line():
     with pytest.raises(TypeError) as caught:
         script.function(torch.ones(2))
     assert "v1 = mul_0(x0, 'no number')" in "".join(traceback.format_exception(caught.value))
+
+
+def test_a_device_is_asked_for_once():
+    class Made(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x):
+            x = self.a(x + torch.ones(3, device=x.device))
+            return self.b(x) + torch.ones(3, device=x.device) + torch.zeros(3, device=x.device)
+
+    codes = [part.module.__script__() for part in split_model(Made(), "layer", torch.randn(2, 3)).parts]
+    assert [code.count("'device'") for code in codes] == [1, 1], codes
