@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from pipeback.private import hooks_of
+
 WORDS, LED = 624, 128  # of the state of a Mersenne twister; how many of them say what is drawn next
 SMALLEST, LARGEST = 0, 0x12DD9BB3  # words that become 0 and 2**32 - 1 when they are drawn
 
@@ -61,7 +63,7 @@ class OutsideDraws:
 def _torchs(leaf: nn.Module) -> bool:
     """Whether a leaf is a layer of torch and nothing else."""
     bare = type(leaf).__module__.startswith("torch.nn.") and "forward" not in vars(leaf)
-    return bare and not (leaf._modules or leaf._forward_hooks or leaf._forward_pre_hooks)
+    return bare and not leaf._modules and not hooks_of(leaf)
 
 
 def generators(modules: Iterable[nn.Module]) -> list[Generator]:
