@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 from torch import nn
 
 from pipeback.splitting.call_listeners import instead
-from pipeback.splitting.module_walk import walked
+from pipeback.splitting.module_walk import identical, walked
 
 Name = tuple[str, str]  # of an attribute: the path of its module, and its own
 Attributes = Mapping[str, tuple[nn.Module, Mapping[str, Any] | None]]  # every module by its path; None of leaves
@@ -63,6 +63,7 @@ class Sets:
 
     def __init__(self, paths: Mapping[int, str], left: Collection[Name]) -> None:
         self._paths, self._left = paths, left
+        self._plain = _Plain()
         self._set: set[Name] = set()
         self._read: set[Name] = set()
         self.decided: set[Name] = set()  # plain attributes that were read before they were set, outside of leaves
@@ -106,6 +107,7 @@ class Sets:
 
     def _getting(self, kind: type[nn.Module], inside: Callable[[], bool]) -> Callable[..., Any]:
         original, paths, known, left, decided = kind.__getattribute__, self._paths, self._set, self._left, self.decided
+        kinds = self._plain
 
         def getting(module: nn.Module, key: str) -> Any:
             value = original(module, key)
@@ -116,11 +118,19 @@ class Sets:
                 return value
             if name in left:
                 self._read.add(name)
-            if name not in decided and isinstance(value, PLAIN) and not inside() and _held_as_it_is(module, key):
+            if name not in decided and kinds[type(value)] and not inside() and _held_as_it_is(module, key):
                 decided.add(name)
             return value
 
         return getting
+
+
+class _Plain(dict[type, bool]):
+    """Whether values of a type are plain; looking a type up is far cheaper than isinstance."""
+
+    def __missing__(self, kind: type) -> bool:
+        self[kind] = issubclass(kind, PLAIN)
+        return self[kind]
 
 
 def _held_as_it_is(module: nn.Module, key: str) -> bool:
@@ -150,6 +160,7 @@ def check_unchanged(model: nn.Module, before: Attributes, harmless: Collection[N
         for path, (module, known) in before.items()
         if known is not None
         for now in [_held(module)]
+        if not identical(now, known)
         for key in sorted({*known, *now})
         if not _same(known.get(key, NOWHERE), now.get(key, NOWHERE))
     ]

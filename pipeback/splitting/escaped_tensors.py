@@ -12,10 +12,12 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
+import torch
 from torch import Tensor
 
-from pipeback.tensors.structures import parts
+from pipeback.tensors.structures import PLAIN, parts
 
+NO_TENSORS = {*PLAIN, torch.Size}
 P = ParamSpec("P")
 R = TypeVar("R")
 S = TypeVar("S")
@@ -37,6 +39,8 @@ class Inside:
 
     def note(self, output: Any, path: str) -> None:
         """Note the output of a torch function that was called within the module of that path."""
+        if type(output) in NO_TENSORS:
+            return
         for x in (output,) if isinstance(output, Tensor) else parts(output):
             if isinstance(x, Tensor):
                 self._made[id(x)] = weakref.ref(x), path

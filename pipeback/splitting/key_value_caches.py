@@ -16,7 +16,8 @@ from pipeback.splitting.module_walk import walked
 
 def caching(model: nn.Module) -> bool:
     """Whether a configuration of transformers asks for caches."""
-    configs = [c for m in walked(model).values() if (c := getattr(m, "config", None)) is not None]
+    having = [m for m in walked(model).values() if "config" in vars(m) or hasattr(type(m), "config")]
+    configs = [c for m in having if (c := getattr(m, "config", None)) is not None]
     return any(_theirs(type(c)) and getattr(c, "use_cache", None) is True for c in configs)
 
 

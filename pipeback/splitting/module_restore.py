@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from operator import is_
 from typing import Any
 
 from torch import Tensor, nn
 
 from pipeback.splitting.attribute_changes import Changed, FirstCall
 from pipeback.splitting.in_place import laid_back
-from pipeback.splitting.module_walk import walked
+from pipeback.splitting.module_walk import identical, walked
 from pipeback.splitting.outside_draws import generators, read, write
 from pipeback.tensors.layout import put
 
@@ -47,9 +46,7 @@ def untouched(module: nn.Module, rewritten: Iterable[str] | None = None) -> Iter
         for p, memory, value in parameters:
             laid_back(p, memory, value)
         for now, before in attributes:
-            if list(now) == list(before) and all(map(is_, now.values(), before.values())):
-                continue
-            for key, value in before.items():
+            for key, value in () if identical(now, before) else before.items():
                 if now.get(key) is not value and _counts(value) and _counts(now.get(key)):
                     now[key] = value
 

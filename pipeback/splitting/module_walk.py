@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
+from operator import is_
 from typing import Any, Literal
 
 from torch import Tensor, nn
 
-NO_TENSORS = {dict, set, type(None), bool, int, float, str}  # types of most attributes
+KINDS: tuple[Literal["_parameters"], Literal["_buffers"]] = "_parameters", "_buffers"  # of tensors in modules
+NO_TENSORS = {dict, OrderedDict, list, tuple, set, type(None), bool, int, float, str}  # types of most attributes
 
 
 def walked(model: nn.Module) -> dict[str, nn.Module]:
@@ -50,6 +53,12 @@ def beside(modules: Mapping[str, nn.Module]) -> dict[int, str]:
     return {
         id(value): f"{path}.{key}".lstrip(".")
         for path, module in modules.items()
+        if not NO_TENSORS.issuperset(map(type, vars(module).values()))
         for key, value in vars(module).items()
         if type(value) not in NO_TENSORS and isinstance(value, Tensor)
     }
+
+
+def identical(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    """Whether two sets of attributes have the same names, in the same order, and the very same values."""
+    return list(a) == list(b) and all(map(is_, a.values(), b.values()))

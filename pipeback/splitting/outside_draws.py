@@ -41,10 +41,12 @@ class OutsideDraws:
         self.where: str | None = None
         self.drawn: list[Generator] = []
         self.states = read(self.generators)
+        self._calm = False  # whether the leaf that runs does not draw from them
 
     def enter(self, leaf: nn.Module, where: str) -> None:
         """Look before a leaf runs, unless it is a layer of torch, which draws from torch alone."""
-        if not _torchs(leaf):
+        self._calm = _torchs(leaf)
+        if not self._calm:
             self.look(where)
 
     def look(self, where: str) -> None:
@@ -54,9 +56,9 @@ class OutsideDraws:
                 self.drawn.append(each)
                 self.where = where if self.where is None else self.where
 
-    def leave(self, leaf: nn.Module) -> None:
+    def leave(self) -> None:
         """A leaf may have drawn whatever it likes."""
-        if not _torchs(leaf):
+        if not self._calm:
             self.states = read(self.generators)
 
 

@@ -32,7 +32,7 @@ from pipeback.splitting.forward_check import check_equal
 from pipeback.splitting.key_value_caches import caching, without_caches
 from pipeback.splitting.known_forms import Known, example_of, tensors_of, with_own_tensors
 from pipeback.splitting.module_restore import untouched
-from pipeback.splitting.module_walk import walked
+from pipeback.splitting.module_walk import KINDS, held, walked
 from pipeback.splitting.ownership import Ownership
 from pipeback.splitting.partition import StagePart
 from pipeback.splitting.refusals import kept_whole, left_out
@@ -71,6 +71,7 @@ class TracedModel:
             )
         self.kind: Cuts = ("block" if self.blocks else "layer") if self.cuts == "auto" else self.cuts
         self.held = AttributeReads(model)
+        self._cures: dict[str, str] = {}
         self._known: dict[Key, Known] = {}
         self._variants: dict[Key, list[Known]] = {}  # the variants of every form
         arguments, complete = self.arguments(example), self.complete
@@ -180,9 +181,10 @@ class TracedModel:
     @property
     def complete(self) -> bool:
         """Whether all weights are here with their values."""
-        tensors = [*self.model.parameters(), *self.model.buffers()]
-        held = [piece for t in tensors for piece in pieces(t)]
-        return not any(t.is_meta or (t.numel() and not t.untyped_storage().size()) for t in held)
+        modules = walked(self.model)
+        tensors = [t for kind in KINDS for _, t in held(modules, kind)]
+        found = [piece for t in tensors for piece in pieces(t)]
+        return not any(t.is_meta or (t.numel() and not t.untyped_storage().size()) for t in found)
 
     @property
     def parts(self) -> list[StagePart]:
@@ -302,7 +304,9 @@ class TracedModel:
         return f"{type(module).__name__} {path!r}" if path else type(module).__name__
 
     def _kept(self, path: str) -> str:
-        return kept_whole(self.model, path)
+        if path not in self._cures:
+            self._cures[path] = kept_whole(self.model, path)
+        return self._cures[path]
 
     def _staged(self, record: CallTrace) -> Iterator[tuple[int, Call]]:
         """Yield every call with its stage."""

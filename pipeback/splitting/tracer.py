@@ -379,7 +379,7 @@ class _Recorder(TorchFunctionMode):
             output = handed.apart(module, output, lambda key: self.sets.decided.add((path, key)))
         finally:
             self.inside -= 1
-            self.outside.leave(module)
+            self.outside.leave()
         who = self.name(path)
         placed = handed.placed(lambda value: self.placed(value, who))
         call = Call(path, *placed, self.where, torch.is_grad_enabled(), left=handed.changed())

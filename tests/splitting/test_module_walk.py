@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipeback.splitting.module_walk import beside, held, walked
+from pipeback.splitting.module_walk import beside, held, identical, walked
 
 
 class Renamed(nn.Module):
@@ -44,3 +44,10 @@ def test_names_are_those_that_torch_gives(make):
 def test_tensors_in_plain_attributes():
     model = nn.Sequential(Shared())
     assert beside(walked(model)) == {id(model[0].plain): "0.plain"}
+
+
+def test_attributes_are_identical_by_name_order_and_value():
+    value, other = [1], [1]
+    assert identical({"a": value, "b": 2}, {"a": value, "b": 2})
+    for changed in ({"a": other, "b": 2}, {"b": 2, "a": value}, {"c": value, "b": 2}, {"a": value}, {}):
+        assert not identical({"a": value, "b": 2}, changed)
