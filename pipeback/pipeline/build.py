@@ -17,6 +17,7 @@ from pipeback.distributed.ranks import Ranks, SingleProcess, meet
 from pipeback.methods.base import Method
 from pipeback.pipeline import by_name
 from pipeback.pipeline.method_choice import chosen
+from pipeback.pipeline.named_parameters import by_stage
 from pipeback.pipeline.options import PipelineOptions
 from pipeback.pipeline.reference_batch import scaling
 from pipeback.pipeline.stage_builder import StageBuilder
@@ -66,16 +67,16 @@ def build(model: nn.Module | Sequence[nn.Module] | Split, options: PipelineOptio
             cuts = options.splitting
             model = split_model(model, cuts.stages, options.example, cuts.leaves, cuts.balance)
         parts, n = model.parts, len(model.parts)
-        method = chosen(options.method, options.optimizer, parts)
+        factories = by_stage(options.optimizer, model.model, parts)
+        method = chosen(options.method, factories, parts)
         options.check_together(method, n, replicas, ranks.count, home)
         every = kinds(options.activations, [part.name for part in parts])
         method.check_stages(n)
         delays = method.delays(n)
-        factory, reference = options.optimizer, options.reference_batch
-        if reference is not None:
+        if (reference := options.reference_batch) is not None:
             everywhere = ranks.replicas if ranks.several else replicas
-            factory = scaling(factory, reference, method, options.micro_batches.size, everywhere)
-        building = StageBuilder(method, delays, options.loss, factory, every, options.masters, options.compile)
+            factories = [scaling(f, reference, method, options.micro_batches.size, everywhere) for f in factories]
+        building = StageBuilder(method, delays, options.loss, factories, every, options.masters, options.compile)
         stages = building.stages(parts, ranks.replica)
         named = {id(t): key for key, t in model.model.state_dict(keep_vars=True).items()}
         for stage in stages:

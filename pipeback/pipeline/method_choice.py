@@ -18,14 +18,16 @@ from pipeback.stages.stage import OptimizerFactory
 DEFAULT, ANY_OPTIMIZER = "cerebras", "pipedream"
 
 
-def chosen(given: Any, factory: OptimizerFactory, parts: Sequence[StagePart]) -> Any:
+def chosen(given: Any, factories: Sequence[OptimizerFactory], parts: Sequence[StagePart]) -> Any:
     """The method for these stages: `given`, the one of that name, or, for None, one that the optimizer allows.
+
+    factories: the user's function for each stage.
 
     Options that a name needs are derived from the number of stages and a training of 4,000 updates, and a warning says
     so if they are a guess.
     """
     if given is None:
-        given = by_optimizer(_tried(factory, parts))
+        given = by_optimizer(_tried(factories, parts))
     return named(given, len(parts)) if isinstance(given, str) else given
 
 
@@ -71,9 +73,9 @@ def _described(optimizer: torch.optim.Optimizer) -> str:
     return name
 
 
-def _tried(factory: OptimizerFactory, parts: Sequence[StagePart]) -> torch.optim.Optimizer | None:
+def _tried(factories: Sequence[OptimizerFactory], parts: Sequence[StagePart]) -> torch.optim.Optimizer | None:
     """What the user's function returns for the first stage that has weights; None if it fails, which is told later."""
-    for part in parts:
+    for factory, part in zip(factories, parts, strict=True):
         weights = [p for p in part.module.parameters() if p.requires_grad]
         if weights:
             try:

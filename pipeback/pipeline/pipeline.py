@@ -44,7 +44,7 @@ class Pipeline(Lifetime):
                 `example`; or a `Split`. The modules are trained in place
     loss        (output, target) -> 0-d tensor, the mean over the micro-batch; None: you compute the loss yourself,
                 between `forward` and `backward`
-    optimizer   parameters -> torch.optim.Optimizer, called once per stage
+    optimizer   parameters -> torch.optim.Optimizer, per stage; `lambda named_parameters: ...` is given names, too
     method      a name of `pipeback.methods.available()` or a `Method`; None: "cerebras" if the optimizer allows it
     micro_batch_size  samples per micro-batch, the last of a push may have fewer; None: a push. Or a `MicroBatches`
     reference_batch  samples per update for which SGD's rate and momentum were chosen; they are scaled to those here

@@ -24,7 +24,7 @@ class StageBuilder(NamedTuple):
     method: Method
     delays: Sequence[int]
     loss: Callable[[Any, Any], Tensor] | None
-    optimizer: OptimizerFactory
+    optimizers: Sequence[OptimizerFactory]  # one per stage
     activations: Sequence[str]  # one per stage
     masters: bool
     compile: bool | dict[str, Any]
@@ -33,7 +33,7 @@ class StageBuilder(NamedTuple):
         """One stage per part. Raises ValueError or TypeError, naming the stage, if optimizer and method do not fit."""
         n, stages = len(parts), []
         for s, part in enumerate(parts):
-            factory = checked_factory(self.optimizer, s)
+            factory = checked_factory(self.optimizers[s], s)
             judge = self.loss if s == n - 1 else None
             stage = Stage(
                 s, n, part.module, part.name, self.method, factory, judge, self.masters, replica,
