@@ -28,6 +28,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from pipeback import Splitting
+from pipeback.counts import counted
 from pipeback.recipes.foreign.case import Case
 from pipeback.recipes.foreign.others import package
 
@@ -133,7 +134,7 @@ def counts(lines: Iterable[Line]) -> str:
     found, pb = Counter(n.verdict for n in lines), Counter(n.pb for n in lines if n.pb)
     single = sum(n.stages == 1 for n in lines)
     right = 100 * (found["ok"] + found["cured"]) / max(len(lines), 1)
-    models = "1 model" if len(lines) == 1 else f"{len(lines)} models"
+    models = counted(len(lines), "model")
     return (
         f"{models}: {found['ok']} ok, {found['cured']} refused with a cure, {found['failed']} failed; "
         f"{right:.1f} % train exactly, {single} of them as one stage.\n"

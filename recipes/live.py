@@ -19,6 +19,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from pipeback.counts import counted
 from pipeback.recipes.callbacks import written
 
 COLUMNS = (TextColumn("{task.description}"), BarColumn(bar_width=30), MofNCompleteColumn(),
@@ -46,9 +47,7 @@ class Live:
         self.thread = threading.Thread(target=self._watch, daemon=True)
 
     def __enter__(self) -> Live:
-        self.all = self.progress.add_task(
-            f"[bold]{len(self.runs)} run{'s' if len(self.runs) != 1 else ''}", total=len(self.runs), note=""
-        )
+        self.all = self.progress.add_task(f"[bold]{counted(len(self.runs), 'run')}", total=len(self.runs), note="")
         self.progress.start()
         self.thread.start()
         return self

@@ -26,6 +26,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 import pipeback
+from pipeback.counts import counted
 from pipeback.recipes.command import mistakes, plain, raising
 from pipeback.recipes.command import quoted as quoted_option
 from pipeback.recipes.provenance import command as typed
@@ -113,7 +114,7 @@ def made(sources: Sequence[Path | str], runs: Sequence[Run]) -> dict[str, str]:
     names = {"threads": "torch threads", "pipeback": "pipeback of the runs"}
     return {
         "command": command(sources),
-        "from": f"{len(runs)} run{'s' if len(runs) > 1 else ''} in {', '.join(map(str, sources))}",
+        "from": f"{counted(len(runs), 'run')} in {', '.join(map(str, sources))}",
         **{names.get(name, name): value for name, value in facts.items()},
         "pipeback of this page": pipeback.__version__,
     }

@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import pipeback
+from pipeback.counts import counted
 from pipeback.draw.worker_bands import COLOURS, INK
 from pipeback.pipeline.breakdown import StageRow
 from pipeback.recipes.foreign import WHERE, build
@@ -85,7 +86,7 @@ def show(name: str, stages: Any, method: pipeback.Method, out: str | None) -> No
         method=method, stages=stages, example=x,
     )  # fmt: skip
     rows = pipe.breakdown(x, y, repeats=REPEATS)
-    title = f"{name}: {len(rows)} stages by {pipe.split.rung}; D of {method!r}"
+    title = f"{name}: {counted(len(rows), 'stage')} by {pipe.split.rung}; D of {method!r}"
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 150

@@ -31,6 +31,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 import pipeback
+from pipeback.counts import counted
 from pipeback.lightning import PipelineMonitor, PipelineStrategy
 from pipeback.lightning.find_stages import find
 from pipeback.recipes import build
@@ -67,7 +68,10 @@ def run(config: Mapping[str, Any], more: Iterable[Callback] = (), say: Callable[
         out.mkdir(parents=True, exist_ok=True)
         (out / "config.yaml").write_text(as_yaml(config))
     begin(trainer.loggers, facts, config["ckpt_path"])
-    say(f"{facts['method']}: {facts['stages']} stages, D = {facts['delays'][0]} at stage 0, seed {facts['seed']}")
+    say(
+        f"{facts['method']}: {counted(facts['stages'], 'stage')}, D = {facts['delays'][0]} at stage 0, seed "
+        f"{facts['seed']}"
+    )
     say(f"update size {facts['update_size']}: {facts['optimizer']}")
     if isinstance(trainer.strategy, PipelineStrategy):
         trainer.strategy.tell = tell
@@ -77,7 +81,7 @@ def run(config: Mapping[str, Any], more: Iterable[Callback] = (), say: Callable[
     finally:
         end(trainer.loggers)
     if found["diverged"]:
-        say(f"diverged after {measure.samples:,} samples")
+        say(f"diverged after {counted(measure.samples, 'sample')}")
     else:
         told = [written(k, v) for k, v in found["measures"].items()]
         say("   ".join([*told, f"{found['samples_per_second']:,.0f} samples/s"]))

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from pipeback.counts import counted
 from pipeback.methods.base import Method
 from pipeback.runtime.loop import Loop, Messages, check_progress, merge_progress
 from pipeback.stages import stage_state, state_check
@@ -199,7 +200,8 @@ def fits(
         )
     if len(state["stages"]) != len(stages):
         raise ValueError(
-            f"the state has {len(state['stages'])} stages, the pipeline has {len(stages)}; build the model of the state"
+            f"the state has {counted(len(state['stages']), 'stage')}, the pipeline has {len(stages)}; build the "
+            "model of the state"
         )
     if plain["weights"] != weights:
         raise ValueError(

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Protocol
 
+from pipeback.counts import counted
 from pipeback.draw import perfetto as traces
 from pipeback.draw.worker_bands import COLOURS as _COLOURS
 from pipeback.draw.worker_bands import INK as _INK
@@ -165,8 +166,9 @@ def summary(recording: Recording) -> str:
     widths = [max(8, len(name)) for name in names]
     cells = "  ".join(name.rjust(width) for name, width in zip(names, widths, strict=True))
     lines = [
-        f"{recording.name or 'the run'}: {recording.stages} stages on {len(recording.tracks)} workers, "
-        f"{recording.micro_batches()} micro-batches, {1e3 * recording.idle().span:.1f} ms; "
+        f"{recording.name or 'the run'}: {counted(recording.stages, 'stage')} on "
+        f"{counted(len(recording.tracks), 'worker')}, "
+        f"{counted(recording.micro_batches(), 'micro-batch')}, {1e3 * recording.idle().span:.1f} ms; "
         f"the clocks agree within {1e6 * recording.uncertainty:.0f} µs",
         f"{'idle %':<37}     all  between fill and drain  {cells}",
     ]

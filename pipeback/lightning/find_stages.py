@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
+from pipeback.counts import counted
 from pipeback.lightning.call_override import call_instead
 from pipeback.lightning.followed_step import FollowedStep, Given
 from pipeback.pipeline.arguments import Splitting
@@ -218,6 +219,7 @@ def _on_device_of(module: nn.Module, example: Any) -> Any:
 def few(name: str, stages: int, ranks: int) -> str:
     """The message of the error that there are fewer stages than devices."""
     return (
-        f"several devices: self.{name} has {stages} stages for {ranks} devices; use as many devices or less, or "
+        f"several devices: self.{name} has {counted(stages, 'stage')} for {ranks} devices; use as many devices or "
+        "less, or "
         'split it finer (stages="layer")'
     )

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 import pipeback
+from pipeback.counts import counted
 from pipeback.notebook import Drawing, table
 from pipeback.pipeline import memory_use
 from pipeback.pipeline.breakdown import StageRow, breakdown
@@ -41,7 +42,7 @@ class Inspection:
         engine = self._engine
         state = f"{max(self._in_flight(), default=0)} in flight" if engine.error is None else "closed"
         delays = ", ".join(map(str, engine.delays[:4])) + (", …" if len(engine.delays) > 4 else "")
-        what = f"{len(engine.stages)} stages, {engine.method!r}, delays {delays}"
+        what = f"{counted(len(engine.stages), 'stage')}, {engine.method!r}, delays {delays}"
         return f"Pipeline({what}; {engine.arrived} pushed, {state})"
 
     def html(self) -> str:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from pipeback.counts import counted
 from pipeback.methods.base import Method
 from pipeback.pipeline.method_choice import allowing
 from pipeback.runtime.loop import Batch
@@ -155,12 +156,15 @@ def above_zero(name: str, value: Any, what: str, example: str) -> None:
 def check_workers(stages: int, ranks: int, threads: Any) -> None:
     """Raise ValueError if there are fewer stages than workers."""
     if (threads or 0) > stages:
-        raise ValueError(f"workers={threads} but the model has {stages} stages; use at most one worker per stage")
+        raise ValueError(
+            f"workers={threads} but the model has {counted(stages, 'stage')}; use at most one worker per stage"
+        )
     if ranks > 1 and threads is not None:
         raise ValueError(f"workers={threads}: over processes each rank is a worker; leave workers out")
     if ranks > stages:
         raise ValueError(
-            f"{ranks} ranks share a pipeline but the model has {stages} stages; start at most one rank per stage, or "
+            f"{ranks} ranks share a pipeline but the model has {counted(stages, 'stage')}; start at most one rank "
+            "per stage, or "
             "give replicas= so that several pipelines share the ranks"
         )
 
@@ -197,7 +201,8 @@ def shares(x: Value, y: Any, size: int | None, replicas: int) -> list[Batch]:
     least, more = divmod(length, replicas)
     if least < each:
         raise ValueError(
-            f"the {length} samples pushed cannot be shared by {replicas} replicas; push a multiple of {replicas} "
+            f"the {counted(length, 'sample')} pushed cannot be shared by {replicas} replicas; push a multiple of "
+            f"{replicas} "
             "(DataLoader(drop_last=True) leaves a short last batch out)"
         )
     found = []

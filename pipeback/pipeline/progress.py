@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeback.counts import counted
 from pipeback.runtime.loop import Batch
 from pipeback.tensors.checksum import checksum
 
@@ -39,7 +40,8 @@ class Progress:
             elif self._first is not None and seen == self._first:
                 if not self._asked:
                     warnings.warn(
-                        f"the state that was loaded has seen {self.pushes} pushes, and the first x after it is the "
+                        f"the state that was loaded has seen {counted(self.pushes, 'push')}, and the first x after "
+                        "it is the "
                         "first x of training: if this is a loop that begins at 0 again, begin it at pipe.pushes, for "
                         "example for step in range(pipe.pushes, steps); if data come round again, read pipe.pushes "
                         "after loading, and this is not said",

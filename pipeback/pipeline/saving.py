@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pipeback.checkpoint import commits, pipeline_state
+from pipeback.counts import counted
 from pipeback.errors import StoreError
 from pipeback.pipeline.build import Built
 from pipeback.pipeline.engine import Engine
@@ -146,11 +147,10 @@ class Saving:
             self.load(saved or {})
         except ValueError as error:
             raise StoreError(f"{store.folder}: {error}; or give the store another folder") from error
-        n, pushes = engine.arrived, engine.progress.pushes
+        after = f"{counted(engine.arrived, 'micro-batch')} in {counted(engine.progress.pushes, 'push')}"
         warnings.warn(
-            f"store: {store.folder} holds a version of an earlier training, and this one goes on from it, after {n} "
-            f"micro-batch{'es' * (n != 1)} in {pushes} push{'es' * (pushes != 1)}; give the store another folder to "
-            "begin anew",
+            f"store: {store.folder} holds a version of an earlier training, and this one goes on from it, after {after}; give "
+            "the store another folder to begin anew",
             stacklevel=4,
         )
         self._commits.made(engine.arrived)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import ceil
 
+from pipeback.counts import counted
 from pipeback.plan.forecast import HOST, Forecast, HostBytes, foresee, host_room
 from pipeback.plan.survey import PlanInputs, said, slot_bytes
-from pipeback.plan.training_plan import most, plural
+from pipeback.plan.training_plan import most
 from pipeback.stages.stage import Stage
 from pipeback.streaming.byte_sizes import written
 from pipeback.streaming.store import HostStore, Store
@@ -61,18 +62,19 @@ def _device_refusal(facts: PlanInputs, push: Forecast, micro_batches: int) -> st
         cures.append(smaller)
     if micro_batches > 1 and (fit := most(facts)):
         fitting = written(foresee(facts, fit, 1).device.total)
-        cures.append(f"at most {fit} {plural('micro-batch', fit)} per push ({fitting})")
+        cures.append(f"at most {counted(fit, 'micro-batch')} per push ({fitting})")
     if not cures:
         cures.append(f"a model cut into more stages, of which {big.label} is the largest")
     cures.append(f"device_memory of at least {written(need.total)} ({need.total})")
     elsewhere = ""
     if facts.keeps and 2 * need.activations > need.total:
         elsewhere = '. activations="host" or "recompute" keep less on the device'
-    stages = f"{push.peak_stages} of {len(facts.stages)} stages, the largest {big.label} of {written(big.load.weights)}"
+    some = f"{push.peak_stages} of {counted(len(facts.stages), 'stage')}"
+    stages = f"{some}, the largest {big.label} of {written(big.load.weights)}"
     return (
         f"device_memory={facts.written[0]} is too little by {written(need.total - limit)}: the device would hold "
         f"{written(need.total)}, weights {written(need.weights)} ({stages}), gradients {written(need.gradients)} and "
-        f"activations {written(need.activations)} (pushes of {micro_batches} × {facts.samples} samples). "
+        f"activations {written(need.activations)} (pushes of {micro_batches} × {counted(facts.samples, 'sample')}). "
         f"What fits: {'; '.join(cures)}{elsewhere}"
     )
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from pipeback.counts import counted, plural
 from pipeback.notebook import table as html_table
 from pipeback.plan.dry_run import Room
 from pipeback.plan.forecast import HOST, Forecast, HostBytes, disk_room, foresee, host_room
@@ -139,17 +140,18 @@ Row = tuple[str, str, str]  # what, how much, of what
 
 def title(plan: Plan) -> str:
     facts = plan.facts
+    some = "" if len(facts.stages) == facts.depth else f"{len(facts.stages)} of "
     ahead = "" if facts.prefetch is None else f", {facts.prefetch} {plural('stage', facts.prefetch)} fetched ahead"
     return (
-        f"{facts.method!r}: {len(facts.stages)} of {facts.depth} stages, weights {WHERE[facts.kind]}{ahead}; "
+        f"{facts.method!r}: {some}{counted(facts.depth, 'stage')}, weights {WHERE[facts.kind]}{ahead}; "
         f"pushes of {plan.micro_batches} × {facts.samples} {plural('sample', facts.samples)}"
-    ).replace(f"{facts.depth} of {facts.depth} stages", f"{facts.depth} stages")
+    )
 
 
 def rows(plan: Plan) -> list[Row]:
     """The lines of a printed plan, one per number."""
     facts, push, device = plan.facts, plan.push, plan.device
-    at_once = "" if facts.kind == "device" else f" ({push.peak_stages} of {len(facts.stages)} stages)"
+    at_once = "" if facts.kind == "device" else f" ({push.peak_stages} of {counted(len(facts.stages), 'stage')})"
     found = [
         ("on the device", written(device.total),
          f"weights {written(device.weights)}{at_once}, gradients {written(device.gradients)}, "
@@ -257,10 +259,6 @@ def _aligned(lines: Iterable[Row]) -> list[str]:
 
 def _allowed(budget: int | None, said: str) -> str:
     return "" if budget is None else f"; the budget is {said}"
-
-
-def plural(word: str, count: float) -> str:
-    return word if count == 1 else f"{word}es" if word.endswith("s") else f"{word}s"
 
 
 def _time(seconds: float) -> str:

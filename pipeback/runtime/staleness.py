@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+from pipeback.counts import counted
 from pipeback.notebook import number, table
 from pipeback.stages.stage import Stage
 from pipeback.tensors.weight_list import Weights
@@ -63,7 +64,7 @@ class Watch:
 
     def __repr__(self) -> str:
         known = sum(not math.isnan(gap) for gap in self.gap)
-        return f"Watch({len(self.gap)} stages, the gap of {known} measured)"
+        return f"Watch({counted(len(self.gap), 'stage')}, the gap of {known} measured)"
 
     def _repr_html_(self) -> str:
         measured = zip(self.delay, self.gap, self.update, strict=True)

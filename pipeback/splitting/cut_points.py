@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, cast
 
 from torch import nn
 
+from pipeback.counts import counted
 from pipeback.splitting.call_trace import Call, CallTrace
 from pipeback.splitting.module_walk import walked
 from pipeback.splitting.partition import balance
@@ -161,7 +162,8 @@ def joined(units: Sequence[Unit], count: int, by: str) -> list[Unit]:
     """
     if count > len(units):
         raise ValueError(
-            f'stages={count}, but the model has {len(units)} layers to share out; use that or less, or "auto"'
+            f"stages={count}, but the model has {counted(len(units), 'layer')} to share out; use that or less, or "
+            '"auto"'
         )
     costs = [unit.work if by == "time" else float(unit.weights) for unit in units]
     owner = balance([cost + 1e-9 for cost in costs], count)

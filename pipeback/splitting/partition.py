@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
+from pipeback.counts import counted
+
 
 class StagePart(NamedTuple):
     """One stage's module and the name it has in the user's model."""
@@ -104,7 +106,8 @@ def join(parts: list[StagePart], count: int | None) -> list[StagePart]:
         return parts
     if count > len(parts):
         raise ValueError(
-            f'stages={count}, but there are {len(parts)} modules to share out; use that or less, or "auto"'
+            f"stages={count}, but the model has {counted(len(parts), 'module')} to share out; use that or less, or "
+            '"auto"'
         )
     owner = balance([float(sum(p.numel() for p in part.module.parameters())) + 1e-3 for part in parts], count)
     found = []

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipeback.counts import counted
 from pipeback.notebook import Drawing, bars, table
 from pipeback.splitting.cut_points import Cuts, chosen, family
 from pipeback.splitting.module_restore import untouched
@@ -38,10 +39,10 @@ class Split:
     def __str__(self) -> str:
         reasons = "".join(f"\n  not {letter}: {reason}" for letter, reason in self.reasons.items())
         names = ", ".join(part.name for part in self.parts)
-        return f"{len(self.parts)} stages by {self.rung}{reasons}\n  {names}"
+        return f"{counted(len(self.parts), 'stage')} by {self.rung}{reasons}\n  {names}"
 
     def __repr__(self) -> str:
-        return f"Split({len(self.parts)} stages by {self.rung})"
+        return f"Split({counted(len(self.parts), 'stage')} by {self.rung})"
 
     def _repr_html_(self) -> str:
         rows = [(n, part.name, type(part.module).__name__, f"{_size(part):,}") for n, part in enumerate(self.parts)]
@@ -51,7 +52,7 @@ class Split:
     def draw(self) -> Drawing:
         """A picture of the stages, with one bar per stage, as long as it has parameters; a notebook shows it."""
         rows = [(f"{n} {part.name}", float(_size(part)), f"{_size(part):,}") for n, part in enumerate(self.parts)]
-        return bars(f"Parameters of {len(self.parts)} stages", rows)
+        return bars(f"Parameters of {counted(len(self.parts), 'stage')}", rows)
 
 
 def split_model(

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pipeback.counts import counted
 from pipeback.stages.flight import ActivationPolicy
 from pipeback.stages.offload import HostActivations
 from pipeback.stages.recompute import Recompute
@@ -48,7 +49,8 @@ def kinds(asked: str | Sequence[str] | Mapping[str | int, str], names: Sequence[
     elif isinstance(asked, (list, tuple)):
         if len(asked) != len(names):
             raise ValueError(
-                f"activations has {len(asked)} kinds for {len(names)} stages; give one per stage, one for all, or a "
+                f"activations has {counted(len(asked), 'kind')} for {counted(len(names), 'stage')}; give one per "
+                "stage, one for all, or a "
                 "dict of those that are not on the device"
             )
         found = list(asked)

@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from pipeback.counts import counted
 from pipeback.recipes.reports import wandb_runs
 from pipeback.recipes.reports.wandb_runs import Row
 
@@ -75,7 +76,7 @@ def read(sources: Sequence[Path | str]) -> tuple[list[Run], list[str]]:
     if not kept:
         raise ValueError(f"nothing was logged in any run of {', '.join(map(str, sources))}")
     if twice := sum(bool(run.rows) for run in found) - len(kept):
-        notes.append(f"{twice} run{'s' if twice > 1 else ''} found twice (same method, seed and numbers) counted once")
+        notes.append(f"{counted(twice, 'run')} found twice (same method, seed and numbers) counted once")
     return kept, notes
 
 

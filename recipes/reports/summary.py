@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from pipeback.counts import counted
 from pipeback.recipes.reports.metric import mean_and_deviation, spread
 from pipeback.recipes.reports.runs import SAMPLES, SECONDS, Method
 from pipeback.recipes.reports.target import Target
@@ -11,20 +12,16 @@ from pipeback.recipes.reports.target import Target
 
 def lead(methods: Sequence[Method]) -> str:
     """Return the sizes of the comparison: "20 stages, 1,438 training samples, 3 epochs, 3 seeds"."""
-    parts = [count(len(methods), "method")]
+    parts = [counted(len(methods), "method")]
     for name, one in (("stages", "stage"), ("epoch_samples", "training sample"), ("epochs", "epoch")):
         values = sorted({m.facts[name] for m in methods if (m.facts.get(name) or 0) > 0})
         if len(values) == 1:
-            parts.append(count(values[0], one))
+            parts.append(counted(values[0], one))
         elif values:
-            parts.append(f"{values[0]:,} to {count(values[-1], one)}")
+            parts.append(f"{values[0]:,} to {counted(values[-1], one)}")
     seeds = sorted({len(m.runs) for m in methods})
-    parts.append(count(seeds[-1], "seed") if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]} seeds")
+    parts.append(counted(seeds[-1], "seed") if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]} seeds")
     return ", ".join(parts)
-
-
-def count(number: int, thing: str) -> str:
-    return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
 def glance(methods: Sequence[Method], goal: Target | None) -> dict[str, str]:
@@ -65,7 +62,7 @@ def divergence(methods: Sequence[Method]) -> str:
     runs, failed = sum(len(m.runs) for m in methods), [m for m in methods if any(m.diverged)]
     parts = [f"{m.label} {sum(m.diverged)} of {len(m.runs)}" for m in failed]
     total = sum(sum(m.diverged) for m in failed)
-    return f"{total} of {count(runs, 'run')} ({', '.join(parts)})" if failed else f"none of {count(runs, 'run')}"
+    return f"{total} of {counted(runs, 'run')} ({', '.join(parts)})" if failed else f"none of {counted(runs, 'run')}"
 
 
 def unfinished(methods: Sequence[Method]) -> list[str]:

@@ -80,7 +80,7 @@ ROWS: dict[Callable[[int, bool], None], str] = {
     clipped: "rank 1 has clip_norm None, rank 0 has 1.0; start the same script with the same options",
     replicated: "replicas=3 does not divide the 2 ranks; start a multiple of it",
     threaded: "workers=2: over processes each rank is a worker; leave workers out",
-    narrow: "2 ranks share a pipeline but the model has 1 stages; start at most one rank per stage, or give replicas=",
+    narrow: "2 ranks share a pipeline but the model has 1 stage; start at most one rank per stage, or give replicas=",
     drained: r"every rank must call drain\(\) at the same micro-batch",
     rated: r"had different rates \(lr\); set them in pipe.optimizers, or step schedulers, alike on every rank",
     other_batch: "every rank must push the same data, in the same order",

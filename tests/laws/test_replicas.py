@@ -143,7 +143,7 @@ def test_other_stages_work_while_a_sum_is_on_its_way():
 
 def test_what_cannot_be_shared():
     pipe = pipeline(network(), "pb", replicas=2)
-    with pytest.raises(ValueError, match=r"the 1 samples pushed cannot be shared by 2 replicas; push a multiple"):
+    with pytest.raises(ValueError, match=r"the 1 sample pushed cannot be shared by 2 replicas; push a multiple"):
         pipe.push(*data(1, samples=1)[0])
     with pytest.raises(ValueError, match=r"replicas must be a whole number of at least 1"):
         pipeline(network(), "pb", replicas=0)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from pipeback.counts import counted
 from pipeback.distributed.health.heartbeat import Heartbeat
 
 
@@ -74,7 +75,7 @@ def _end(status: Heartbeat, waiter: int, what: str, timeout: float) -> str:
         return ended(waiter, what)
     doing, reason = status.doing, ""
     if doing == "in its own code":
-        doing += f", having pushed {status.pushed} micro-batches,"
+        doing += f", having pushed {counted(status.pushed, 'micro-batch')},"
         reason = "every rank must make the same calls in the same order; "
     return (
         f"is {doing} for {status.seconds:.1f} s while rank {waiter} waits for it ({what}): {reason}"
