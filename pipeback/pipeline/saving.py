@@ -149,8 +149,8 @@ class Saving:
             raise StoreError(f"{store.folder}: {error}; or give the store another folder") from error
         after = f"{counted(engine.arrived, 'micro-batch')} in {counted(engine.progress.pushes, 'push')}"
         warnings.warn(
-            f"store: {store.folder} holds a version of an earlier training, and this one goes on from it, after {after}; give "
-            "the store another folder to begin anew",
+            f"store: {store.folder} holds a version of an earlier training, and this one goes on, after {after}; "
+            "give the store another folder to begin anew",
             stacklevel=4,
         )
         self._commits.made(engine.arrived)
