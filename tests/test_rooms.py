@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "pipeback"
 FLOORS = [
-    {"errors", "norms", "notebook", "plugins", "private", "weights", "schedules", "tensors"},
+    {"counts", "errors", "norms", "notebook", "plugins", "private", "weights", "schedules", "tensors"},
     {"methods", "sparsities", "splitting", "draw"},
     {"stages"},
     {"runtime"},
@@ -23,28 +23,33 @@ FLOORS = [
 ]
 FLOOR = {room: n for n, floor in enumerate(FLOORS) for room in floor}
 ALONE = {  # what a room may import of pipeback, where that is less than all that lies below
+    "counts": set(),
     "errors": set(),
     "schedules": set(),
     "tensors": {"private"},
-    "splitting": {"tensors", "notebook", "private"},
+    "splitting": {"counts", "tensors", "notebook", "private"},
     "methods": {"schedules", "tensors", "plugins", "private"},
     "sparsities": {"plugins"},
-    "draw": {"schedules"},
-    "stages": {"methods", "splitting", "tensors", "private"},
-    "runtime": {"stages", "methods", "schedules", "tensors", "errors", "notebook", "private"},
+    "draw": {"counts", "schedules"},
+    "stages": {"counts", "methods", "splitting", "tensors", "private"},
+    "runtime": {"counts", "stages", "methods", "schedules", "tensors", "errors", "notebook", "private"},
     "streaming": {
         "runtime", "stages", "methods", "sparsities", "schedules", "tensors", "errors", "notebook", "private",
     },
     "vectorized": {"runtime", "stages", "methods", "splitting", "schedules", "tensors", "errors", "private"},
     "distributed": {
         "streaming", "runtime", "stages", "methods", "sparsities", "splitting", "schedules", "tensors", "weights",
-        "errors", "private",
+        "counts", "errors", "private",
     },
-    "checkpoint": {"distributed", "streaming", "runtime", "stages", "methods", "schedules", "tensors", "errors"},
-    "plan": {"distributed", "streaming", "runtime", "stages", "methods", "schedules", "tensors", "notebook", "private"},
+    "checkpoint": {
+        "distributed", "streaming", "runtime", "stages", "methods", "schedules", "tensors", "counts", "errors",
+    },
+    "plan": {
+        "distributed", "streaming", "runtime", "stages", "methods", "schedules", "tensors", "counts", "notebook", "private",
+    },
 }  # fmt: skip
 INSIDE = {  # the same for a folder in a room, file by file where a room is not meant as a whole
-    "distributed.health": {"distributed.health", "errors"},
+    "distributed.health": {"counts", "distributed.health", "errors"},
     "distributed.transport": {"distributed.transport", "runtime.link", "tensors"},
 }
 FILES = {
