@@ -45,7 +45,8 @@ ALONE = {  # what a room may import of pipeback, where that is less than all tha
         "distributed", "streaming", "runtime", "stages", "methods", "schedules", "tensors", "counts", "errors",
     },
     "plan": {
-        "distributed", "streaming", "runtime", "stages", "methods", "schedules", "tensors", "counts", "notebook", "private",
+        "distributed", "streaming", "runtime", "stages", "methods", "schedules", "tensors", "notebook", "private",
+        "counts",
     },
 }  # fmt: skip
 INSIDE = {  # the same for a folder in a room, file by file where a room is not meant as a whole
