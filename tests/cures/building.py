@@ -56,7 +56,7 @@ ROWS: dict[str, Row] = {
     ),
     "too many stages": Row(
         lambda: build(network(4), stages=5),
-        r'stages=5, but there are 4.*use that or less, or "auto"',
+        r'stages=5, but the model has 4 modules to share out; use that or less, or "auto"',
         lambda: [trains(stages=4), trains(stages="auto")],
     ),
     "an unknown leaf": Row(
