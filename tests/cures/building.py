@@ -158,7 +158,7 @@ ROWS: dict[str, Row] = {
     ),
     "kinds of too few": Row(
         lambda: build(activations=["host"]),
-        "activations has 1 kinds for 4 stages; give one per stage, one for all, or a dict",
+        "activations has 1 kind for 4 stages; give one per stage, one for all, or a dict",
         lambda: [trains(activations=a) for a in (["host"] * 4, "host", {0: "host"})],
     ),
     "masters of survivors": Row(

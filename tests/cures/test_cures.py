@@ -181,7 +181,7 @@ def test_a_closed_store_is_opened_by_a_new_pipeline(tmp_path):
     says = "the store was closed with the pipeline; build a new Pipeline, which goes on from it"
     refused(lambda: pipe.load_state_dict(state), says)
     with pytest.warns(
-        UserWarning, match="holds a version of an earlier training, and this one goes on .* another fold"
+        UserWarning, match="holds a version of an earlier training, and this one goes on, .* another folder"
     ):
         train(build(store=f"disk:{tmp_path}"))
     train(build(store=f"disk:{tmp_path / 'another'}"))

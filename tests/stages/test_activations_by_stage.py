@@ -69,7 +69,7 @@ def test_a_state_goes_on_under_other_kinds():
     ("asked", "says"),
     [
         ("hsot", "must be one of device, recompute, host, but is 'hsot'$"),
-        (["host"], "1 kinds for 3 stages"),
+        (["host"], "1 kind for 3 stages"),
         (["host", "device", "recomp"], r"but is 'recomp' for stage 2 \(c\)"),
         ({"d": "host"}, "there is no stage 'd'; there are a, b, c, numbered from 0 to 2"),
         ({3: "host"}, "there is no stage 3"),
