@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from html import escape
 from os import PathLike
 from pathlib import Path
 
-CELL = "text-align: left; font-variant-numeric: tabular-nums"
-MOST = 64  # rows that are shown; a table of a deep model says how many there are
+WORDS, NUMBERS = "text-align: left", "text-align: right; font-variant-numeric: tabular-nums"
+FIRST, LAST = 16, 8  # rows that a long table shows of its two ends
+NUMBER = re.compile(r"(?:[-+]?[\d.,]+(?:e[-+]?\d+)?%?(?: [µmkKMGT]?i?[Bs])?|–)?")  # or nothing
 
 
 class Drawing:
     """A picture that a notebook shows inline. svg: its text."""
 
     def __init__(self, svg: str) -> None:
-        self.svg = svg
+        self.svg = svg.replace("<svg ", '<svg style="max-width: 100%; height: auto" ', 1)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the picture as an SVG file."""
@@ -29,17 +31,35 @@ class Drawing:
 
 
 def table(title: str, head: Sequence[str], rows: Iterable[Sequence[object]], notes: str = "") -> str:
-    """A table in HTML. Every text is escaped, and rows beyond the first 64 are only counted."""
-    rows = list(rows)
-    if len(rows) > MOST:
-        notes = f"{notes} The first {MOST} of {len(rows)} rows are shown.".strip()
-    lines = ["".join(f'<td style="{CELL}">{escape(str(cell))}</td>' for cell in row) for row in rows[:MOST]]
-    top = "".join(f'<th style="{CELL}">{escape(name)}</th>' for name in head)
+    """A table in HTML, columns of numbers to the right. Every text is escaped; of many rows the two ends are shown."""
+    texts = [[str(cell) for cell in row] for row in rows]
+    styles = [NUMBERS if texts and all(map(NUMBER.fullmatch, column)) else WORDS for column in zip(*texts, strict=True)]
+    styles = styles or [WORDS for _ in head]
+    more = len(texts) - FIRST - LAST
+    shown = texts if more <= 1 else [*texts[:FIRST], [f"… {more:,} more", *[""] * (len(head) - 1)], *texts[-LAST:]]
+    lines = [
+        "".join(f'<td style="{style}">{escape(cell)}</td>' for style, cell in zip(styles, row, strict=True))
+        for row in shown
+    ]
+    top = "".join(f'<th style="{style}">{escape(name)}</th>' for style, name in zip(styles, head, strict=True))
     return (
-        f"<div><strong>{escape(title)}</strong><table><thead><tr>{top}</tr></thead><tbody>"
+        '<div style="overflow-x: auto">'
+        f"<strong>{escape(title)}</strong><table><thead><tr>{top}</tr></thead><tbody>"
         + "".join(f"<tr>{line}</tr>" for line in lines)
         + f"</tbody></table>{escape(notes)}</div>"
     )
+
+
+def seconds(value: float) -> str:
+    """A time in three digits, with the unit that suits it.
+
+    >>> seconds(0.00866), seconds(12.0)
+    ('8.66 ms', '12 s')
+    """
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if value >= size or not value:
+            return f"{value / size:.3g} {unit}"
+    return f"{value / 1e-6:.3g} µs"
 
 
 def number(value: float) -> str:

@@ -29,6 +29,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 from rich.console import Console
 
+from pipeback.counts import counted
 from pipeback.recipes import build
 from pipeback.recipes.callbacks import ProgressFile, tell
 from pipeback.recipes.command import explained, mistakes, quoted, start
@@ -137,10 +138,10 @@ def compare(
     todo = [run for run in runs if not run.done]
     if others:
         console.print(
-            f"{some(len(others), 'earlier run')} of other methods or seeds in the report, too", highlight=False
+            f"{counted(len(others), 'earlier run')} of other methods or seeds in the report, too", highlight=False
         )
     if done:
-        console.print(f"{some(len(done), 'finished run')} of this configuration taken over", highlight=False)
+        console.print(f"{counted(len(done), 'finished run')} of this configuration taken over", highlight=False)
     for each in todo:
         if each.out != each.home:
             console.print(f"{each.home} holds another run, which stays: this one goes to {each.out}", highlight=False)
@@ -163,17 +164,13 @@ def compare(
                 start("compare", job, "train")
             except BrokenProcessPool as error:
                 raise SystemExit("pipeback compare: a process died (out of memory?); try jobs=1") from error
-    console.print(f"{some(len(todo), 'run')} in {time.perf_counter() - began:.0f} s\n", highlight=False)
+    console.print(f"{counted(len(todo), 'run')} in {time.perf_counter() - began:.0f} s\n", highlight=False)
     sys.argv[1:] = words  # as typed, for the report
     failed = [run for run in runs if state(run.out).get("state") == "failed"]
     if len(failed) < len(runs):
         report([*(run.out for run in runs if run not in failed), *others], out / "report.html", console)
     if failed:
         sys.exit("\n".join(f"{run.label}, seed {run.seed} failed; {run.out / 'log.txt'} tells how" for run in failed))
-
-
-def some(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def main() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -35,13 +37,19 @@ def state(folder: Path) -> dict[str, Any]:
         return {}
 
 
+def redraws() -> bool:
+    """Whether what is written can be drawn anew in its place: not in files, nor in the cells of a notebook."""
+    return sys.stdout.isatty() and "JPY_PARENT_PID" not in os.environ
+
+
 class Live:
     """A context in which a thread reads the progress files of the runs. runs: folder -> name of the run."""
 
     def __init__(self, runs: Mapping[Path, str], console: Console, every: float = 0.3) -> None:
         self.runs, self.every = dict(runs), every
         self.console = console
-        self.progress = Progress(*COLUMNS, console=console, redirect_stdout=False, redirect_stderr=False)
+        shown = console if redraws() else Console(file=console.file, force_terminal=False, width=console.width)
+        self.progress = Progress(*COLUMNS, console=shown, redirect_stdout=False, redirect_stderr=False)
         self.tasks: dict[Path, TaskID] = {}
         self.stop = threading.Event()
         self.thread = threading.Thread(target=self._watch, daemon=True)

@@ -38,6 +38,7 @@ from pipeback.recipes import build
 from pipeback.recipes.callbacks import Measure, StopWhenNotFinite, written
 from pipeback.recipes.command import mistakes, start
 from pipeback.recipes.facts import facts_of
+from pipeback.recipes.live import redraws
 from pipeback.recipes.logs import begin, end
 from pipeback.recipes.resident import resident
 from pipeback.recipes.schemas import check
@@ -103,6 +104,8 @@ def trainer_of(config: Mapping[str, Any], more: Iterable[Callback] = ()) -> tupl
     """Return the Trainer of its group, with the loggers and callbacks of theirs, and the callback `Measure`."""
     measure = Measure()
     callbacks: list[Callback] = [measure, *objects("callbacks", config), *more]
+    if not redraws():
+        callbacks = [c for c in callbacks if not isinstance(c, ProgressBar)]  # each line would stay
     loggers = objects("logger", config)
     if not isinstance(config["trainer"].get("strategy"), Mapping):
         callbacks = [c for c in callbacks if not isinstance(c, PipelineMonitor)]  # there is no pipeline to monitor

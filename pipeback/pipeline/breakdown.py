@@ -15,11 +15,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from pipeback.notebook import seconds as in_seconds
+from pipeback.notebook import table
 from pipeback.splitting.segment import Lent
 from pipeback.stages.compile_check import untouched
 from pipeback.stages.flight import Value, cut, grown
 from pipeback.stages.rehearsal import measure
 from pipeback.stages.stage import Stage
+from pipeback.streaming.byte_sizes import written
 
 
 class StageRow(NamedTuple):
@@ -37,6 +40,19 @@ class StageRow(NamedTuple):
     times: tuple[float, ...] = ()  # seconds of F and B, one by one; none without repeats
 
 
+class Breakdown(list[StageRow]):
+    """The rows of all stages; a notebook shows them as a table."""
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (r.stage, r.name, r.layers, f"{r.parameters:,}", f"{r.forward_flops + r.backward_flops:,}",
+             in_seconds(r.seconds), written(r.activations), r.delay)
+            for r in self
+        ]  # fmt: skip
+        head = ["stage", "name", "layers", "parameters", "FLOPs", "F and B", "activations", "delay"]
+        return table("Breakdown, of one micro-batch", head, rows)
+
+
 def breakdown(
     stages: Sequence[Stage],
     seconds: Sequence[float],
@@ -45,7 +61,7 @@ def breakdown(
     target: Any,
     present: Callable[[Stage], AbstractContextManager[None]],
     repeats: int,
-) -> list[StageRow]:
+) -> Breakdown:
     """One row per stage, for the micro-batch (x, target) that was rehearsed; nothing is trained and nothing changes.
 
     seconds: per stage, what the rehearsal measured. repeats: 0 for those, or how often F and B run once more.
@@ -73,13 +89,13 @@ def breakdown(
         )  # fmt: skip
         value = cut(output)
     if not repeats:
-        return rows
+        return Breakdown(rows)
     times: list[list[float]] = [[] for _ in stages]
     for _ in range(repeats):  # in rounds over all stages, so that whatever else the machine does is spread over them
         for stage, given, mine in zip(stages, inputs_of, times, strict=True):
             with present(stage), untouched(stage):
                 mine.append(measure(stage, given, target))
-    return [row._replace(seconds=median(t), times=tuple(t)) for row, t in zip(rows, times, strict=True)]
+    return Breakdown(row._replace(seconds=median(t), times=tuple(t)) for row, t in zip(rows, times, strict=True))
 
 
 def _layers(module: nn.Module) -> str:

@@ -11,7 +11,7 @@ import pipeback
 from pipeback.counts import counted
 from pipeback.notebook import Drawing, table
 from pipeback.pipeline import memory_use
-from pipeback.pipeline.breakdown import StageRow, breakdown
+from pipeback.pipeline.breakdown import Breakdown, breakdown
 from pipeback.pipeline.build import telling
 from pipeback.pipeline.engine import Engine
 from pipeback.pipeline.memory_use import Memory
@@ -124,7 +124,7 @@ class Inspection:
                 raise ValueError("plan: nothing was pushed yet; give it a push: pipe.plan(x, y)")
             return plan(survey(engine.holding, engine.setting, samples), count, pushes)
 
-    def breakdown(self, x: Value, y: Any, repeats: int) -> list[StageRow]:
+    def breakdown(self, x: Value, y: Any, repeats: int) -> Breakdown:
         """As `Pipeline.breakdown`."""
         if type(repeats) is not int or repeats < 0:
             raise ValueError(

@@ -9,6 +9,16 @@ from pipeback.notebook import table
 from pipeback.stages.stage import Stage
 from pipeback.streaming.byte_sizes import written
 
+OF_WHAT = {
+    "weights": "one copy of the trainable weights",
+    "copies": "copies of the weights at the peak, the live one included",
+    "state": "state of the method, in copies of the weights",
+    "activations": "kept on the device for backwards, at the peak",
+    "host": "the same in host memory",
+    "rounded": "weights of a half type beside their float32 masters",
+    "beside": "gradients of small weights, and what stages that run as one hold",
+}
+
 
 class Memory(NamedTuple):
     """The memory that training holds, measured."""
@@ -25,9 +35,11 @@ class Memory(NamedTuple):
     beside: int = 0
 
     def _repr_html_(self) -> str:
-        copies = ("copies", "state")
-        rows = [(n, f"{v:.3g} × the weights" if n in copies else written(v)) for n, v in self._asdict().items()]
-        return table("Memory", ["", "measured"], rows)
+        rows = [
+            (name, f"{value:.3g}" if name in ("copies", "state") else written(int(value)), OF_WHAT[name])
+            for name, value in self._asdict().items()
+        ]
+        return table("Memory", ["", "measured", "of what"], rows)
 
 
 def counted(stages: Sequence[Stage], owner: Sequence[int]) -> Memory:

@@ -15,7 +15,7 @@ from pipeback.distributed.ranks import Ranks, SingleProcess
 from pipeback.methods.base import Method
 from pipeback.notebook import Drawing
 from pipeback.pipeline.arguments import Clipping, Debug, MicroBatches, Processes, Splitting, Streaming, as_long, knowing
-from pipeback.pipeline.breakdown import StageRow
+from pipeback.pipeline.breakdown import Breakdown
 from pipeback.pipeline.build import build, closing, telling
 from pipeback.pipeline.engine import Engine
 from pipeback.pipeline.evaluation import Evaluation
@@ -328,7 +328,7 @@ class Pipeline(Lifetime):
         """
         return self._inspection.plan(x, y, pushes, expected)
 
-    def breakdown(self, x: Value, y: Any = None, *, repeats: int = 0) -> list[StageRow]:
+    def breakdown(self, x: Value, y: Any = None, *, repeats: int = 0) -> Breakdown:
         """A `StageRow` per stage: its layers, parameters, FLOPs, seconds, activations and delay.
 
         x, y: a push, of which one micro-batch is rehearsed and not trained on. Works in one process only.

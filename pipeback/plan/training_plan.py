@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from pipeback.counts import counted, plural
+from pipeback.notebook import seconds
 from pipeback.notebook import table as html_table
 from pipeback.plan.dry_run import Room
 from pipeback.plan.forecast import HOST, Forecast, HostBytes, disk_room, foresee, host_room
@@ -178,11 +179,11 @@ def rows(plan: Plan) -> list[Row]:
                 written(push.gradients_out),
                 f"{plan.gradient_passes:.3g} {plural('pass', plan.gradient_passes)}{away}",
             ),
-            ("waiting", f"{push.share:.0%}", f"{_time(push.stall)} of the {_time(push.seconds)} of a push"),
+            ("waiting", f"{push.share:.0%}", f"{seconds(push.stall)} of the {seconds(push.seconds)} of a push"),
             ("batch window", *_window(plan)),
         ]
     else:
-        found.append(("a push takes", _time(push.seconds), "of computing"))
+        found.append(("a push takes", seconds(push.seconds), "of computing"))
     if facts.kind == "disk":
         read, write = facts.bandwidth.disk_read, facts.bandwidth.disk_write
         found.append(
@@ -242,7 +243,7 @@ def beside(plan: Plan, before: Traffic, after: Traffic, pushes: int) -> list[Row
     return [
         *found,
         ("waiting", f"{push.share:.0%}", f"{mean('stall') / moved if moved else 0.0:.0%}"),
-        ("a push takes", _time(push.seconds), _time(moved)),
+        ("a push takes", seconds(push.seconds), seconds(moved)),
     ]
 
 
@@ -259,10 +260,3 @@ def _aligned(lines: Iterable[Row]) -> list[str]:
 
 def _allowed(budget: int | None, said: str) -> str:
     return "" if budget is None else f"; the budget is {said}"
-
-
-def _time(seconds: float) -> str:
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds / 1e-6:.3g} µs"

@@ -53,8 +53,11 @@ class Ledger(Sequence[Record]):
             (s, *(f"{cell.get('F', '')} → {cell.get('B', '…')}" if (cell := used.get((s, i))) else "" for i in columns))
             for s in sorted({s for s, _ in used})
         ]
-        notes = "F used the version left of the arrow, and B the one right of it; … where B is still to come."
-        return table(repr(self), ["stage", *(f"micro-batch {i}" for i in columns)], rows, notes)
+        notes = (
+            "Columns are micro-batches. F used the version left of the arrow, and B the one right of it; … where B is "
+            "still to come."
+        )
+        return table(repr(self), ["stage", *map(str, columns)], rows, notes)
 
     def add(self, kind: str, stages: Sequence[int], mbs: Sequence[int], versions: Sequence[int]) -> None:
         """Add records of one kind, one per stage."""

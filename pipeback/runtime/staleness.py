@@ -69,7 +69,10 @@ class Watch:
     def _repr_html_(self) -> str:
         measured = zip(self.delay, self.gap, self.update, strict=True)
         rows = [(n, *map(number, values)) for n, values in enumerate(measured)]
-        return table(repr(self), ["stage", "delay", "gap", "norm of one update"], rows)
+        waiting = (
+            "" if any(gap == gap for gap in self.gap) else "Nothing was measured yet: push, and call watch() again."
+        )
+        return table(repr(self), ["stage", "delay", "gap", "norm of one update"], rows, waiting)
 
     # -- calls by the worker: at F with its weights in place, at B with the newest still in place ------------------
 

@@ -51,7 +51,10 @@ class Split:
 
     def draw(self) -> Drawing:
         """A picture of the stages, with one bar per stage, as long as it has parameters; a notebook shows it."""
-        rows = [(f"{n} {part.name}", float(_size(part)), f"{_size(part):,}") for n, part in enumerate(self.parts)]
+        rows = [
+            (part.name if part.name == str(n) else f"{n} {part.name}", float(_size(part)), f"{_size(part):,}")
+            for n, part in enumerate(self.parts)
+        ]
         return bars(f"Parameters of {counted(len(self.parts), 'stage')}", rows)
 
 

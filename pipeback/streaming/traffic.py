@@ -8,8 +8,24 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
-from pipeback.notebook import number, table
+from pipeback.notebook import seconds as in_seconds
+from pipeback.notebook import table
 from pipeback.streaming.byte_sizes import written as as_bytes
+
+OF_WHAT = {
+    "weights_in": "weights copied to the device",
+    "gradients_out": "gradients and partial sums that left the device",
+    "sums_in": "partial sums that came back",
+    "gathered": "weights from the stores of other ranks",
+    "scattered": "gradients to other ranks",
+    "fetches": "how often the weights of a stage were brought",
+    "stall": "computing waited for weights, gradients or the store",
+    "seconds": "operations ran, with their waits",
+    "peak_stages": "the most on the device at once, of one worker",
+    "peak_bytes": "the most bytes of weights on the device at once",
+    "read": "from files",
+    "written": "to files",
+}
 
 
 class Traffic(NamedTuple):
@@ -34,9 +50,14 @@ class Traffic(NamedTuple):
         return self._replace(**more)
 
     def _repr_html_(self) -> str:
-        plain = {"fetches": "", "peak_stages": "", "stall": " s", "seconds": " s"}
-        rows = [(n, number(v) + plain[n] if n in plain else as_bytes(v)) for n, v in self._asdict().items()]
-        return table("Traffic", ["", "so far"], [(name.replace("_", " "), text) for name, text in rows])
+        others: dict[str, Callable[[float], str]] = {
+            "fetches": str, "peak_stages": str, "stall": in_seconds, "seconds": in_seconds,
+        }  # fmt: skip
+        rows = [
+            (name.replace("_", " "), others.get(name, as_bytes)(value), OF_WHAT[name])
+            for name, value in self._asdict().items()
+        ]
+        return table("Traffic", ["", "so far", "of what"], rows)
 
 
 class Meter:

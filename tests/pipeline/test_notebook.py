@@ -1,5 +1,6 @@
 """What objects show of themselves in a notebook, which waits for nothing and changes no bit."""
 
+import doctest
 import xml.etree.ElementTree as tree
 
 import pytest
@@ -7,7 +8,8 @@ import torch
 from torch import nn
 
 import pipeback
-from pipeback.notebook import MOST, Drawing, table
+from pipeback import notebook
+from pipeback.notebook import FIRST, LAST, NUMBERS, WORDS, Drawing, table
 from pipeback.runtime.ledger import Ledger
 
 
@@ -79,7 +81,7 @@ def test_a_ledger_is_a_grid_of_versions():
     ledger.add("B", [1], [3], [2])
     assert repr(ledger) == "Ledger(3 records, the versions of the weights that every F and B used)"
     rows = cells(ledger._repr_html_())
-    assert rows[0][-1] == "micro-batch 3"
+    assert rows[0][-1] == "3"
     assert [row[-1] for row in rows[1:]] == ["1 → …", "2 → 2"]
     assert cells(Ledger()._repr_html_()) == [["stage"]]
 
@@ -89,12 +91,13 @@ def test_measurements_are_tables():
     watch = pipe.watch()
     assert repr(watch) == "Watch(4 stages, the gap of 0 measured)"
     assert cells(watch._repr_html_())[1] == ["0", "–", "–", "–"]
+    assert "Nothing was measured yet: push, and call watch() again." in watch._repr_html_()
     pushed(pipe)
     plan = pipe.plan()
     assert repr(plan).startswith("Plan(PipelinedBackpropagation(slack=2): 4 stages") and "\n" not in repr(plan)
     assert cells(plan._repr_html_())[1][0] == "on the device"
-    assert ["weights", "672 B"] in cells(pipe.memory()._repr_html_())
-    assert ["fetches", "0"] in cells(pipe.traffic()._repr_html_())
+    assert ["weights", "672 B", "one copy of the trainable weights"] in cells(pipe.memory()._repr_html_())
+    assert ["fetches", "0", "how often the weights of a stage were brought"] in cells(pipe.traffic()._repr_html_())
 
 
 def test_a_split_shows_its_stages_and_draws_them():
@@ -114,5 +117,30 @@ def test_a_drawing_is_saved(tmp_path):
 
 def test_names_are_escaped_and_long_tables_cut():
     assert cells(table("<b>", ["a"], [["<script>"]])) == [["a"], ["<script>"]]
-    long = table("a", ["n"], [[n] for n in range(MOST + 1)])
-    assert len(cells(long)) == MOST + 1 and f"The first {MOST} of {MOST + 1} rows are shown." in long
+    whole = table("a", ["n", "name"], [[n, "x"] for n in range(FIRST + LAST + 1)])
+    assert [row[0] for row in cells(whole)[1:]] == [str(n) for n in range(FIRST + LAST + 1)]
+    long = cells(table("a", ["n", "name"], [[n, "x"] for n in range(2000)]))
+    assert [row[0] for row in long[1:]] == [*map(str, range(FIRST)), "… 1,976 more", *map(str, range(1992, 2000))]
+
+
+def test_columns_of_numbers_stand_to_the_right():
+    rows = [["a", "1,024", "5.3 KiB", "–", "12%", "8.66 ms", "–0"], ["b", 0, "0 B", "1e-05", "3%", "12 s", "x"]]
+    wanted = [WORDS, *[NUMBERS] * 5, WORDS]
+    for row in tree.fromstring(table("t", list("abcdefg"), rows)).iter("tr"):
+        assert [cell.get("style") for cell in row] == wanted
+
+
+def test_a_breakdown_is_a_table():
+    rows = made().breakdown(torch.randn(20, 6), torch.randn(20, 6))
+    shown = cells(rows._repr_html_())
+    assert shown[0] == ["stage", "name", "layers", "parameters", "FLOPs", "F and B", "activations", "delay"]
+    assert shown[1][:5] == ["0", "0", "Linear", "42", str(rows[0].forward_flops + rows[0].backward_flops)]
+    assert isinstance(rows, list) and len(rows) == 4
+
+
+def test_pictures_fit_the_cell():
+    assert 'style="max-width: 100%; height: auto"' in made().split.draw()._repr_svg_()
+
+
+def test_the_doctests():
+    assert doctest.testmod(notebook).failed == 0 < doctest.testmod(notebook).attempted
