@@ -47,6 +47,7 @@ from pipeback.tensors.meta import absent
 
 # warnings that do not apply here: the data are in memory, and a folder is overwritten on purpose
 QUIET = (
+    "an update is of",  # the command says the update size, and rates are scaled by optimizer.reference
     "does not have many workers", "Checkpoint directory .* exists", "log directory .* exists", "Experiment logs dir",
     "LeafSpec", "set_vital", "smaller than the logging interval", "The number of training batches", "GPU available",
 )  # fmt: skip

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from pipeback.counts import counted
 from pipeback.methods.base import Method
 from pipeback.pipeline.reference_batch import check_scalable, samples_per_update, scaled
 from pipeback.tensors import batches as batch_form
@@ -46,7 +47,7 @@ class UpdateSize:
                 check_scalable(self._optimizer, self._reference)
         elif samples * FAR <= step:
             rank_zero_warn(
-                f"an update is of {samples} sample{'s' * (samples != 1)} here, and of {step} under a plain Trainer: a "
+                f"an update is of {counted(samples, 'sample')} here, and of {step} under a plain Trainer: a "
                 f"learning rate that suits {step} is too large. {self._cure(samples, step)}"
             )
 

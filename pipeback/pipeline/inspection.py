@@ -85,7 +85,7 @@ class Inspection:
         stages = len(engine.stages)
         count = 2 * stages + 4 if micro_batches is None else micro_batches
         slots = list(timeline(engine.method.schedule, stages, count))
-        wide = min(16.0, max(6.0, 0.34 * float(max((slot.end for slot in slots), default=1)) + 1.2))
+        wide = min(10.0, max(6.0, 0.34 * float(max((slot.end for slot in slots), default=1)) + 1.2))
         figure = Figure(figsize=(wide, 0.42 * stages + 1.3), layout="constrained")
         picture(slots, figure.subplots(), title=repr(engine.method))
         text = StringIO()
