@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import wraps
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, ParamSpec, TypeVar
@@ -87,11 +87,9 @@ class Sets:
         inside: returns whether a leaf or another thread is running.
         """
         kinds = set(map(type, modules))
-        heard = [(kind, self._setting(kind, told), self._getting(kind, inside)) for kind in kinds]
-        with ExitStack() as stack:
-            for kind, setting, getting in heard:
-                stack.enter_context(instead(kind, "__setattr__", setting))
-                stack.enter_context(instead(kind, "__getattribute__", getting))
+        setting = [(kind, "__setattr__", self._setting(kind, told)) for kind in kinds]
+        getting = [(kind, "__getattribute__", self._getting(kind, inside)) for kind in kinds]
+        with instead([*setting, *getting]):
             yield
 
     def _setting(self, kind: type[nn.Module], told: Callable[[nn.Module, str], None]) -> Callable[..., None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -44,9 +44,7 @@ def modules_heard(modules: Iterable[nn.Module], called: Callable[..., Any]) -> I
 
     A thread may have several such contexts, of which the last one hears of a call first; other threads wait.
     """
-    with _one_at_a_time, ExitStack() as stack:
-        for kind, call in [(kind, _call(kind.__call__, called)) for kind in set(map(type, modules))]:
-            stack.enter_context(instead(kind, "__call__", call))
+    with _one_at_a_time, instead([(k, "__call__", _call(k.__call__, called)) for k in set(map(type, modules))]):
         yield
 
 
@@ -58,18 +56,22 @@ def _call(original: Callable[..., Any], called: Callable[..., Any]) -> Callable[
 
 
 @contextmanager
-def instead(kind: type, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """A context within which a class has this method.
+def instead(methods: Sequence[tuple[type, str, Callable[..., Any]]]) -> Iterator[None]:
+    """A context within which these classes have these methods.
 
     It is used on classes of modules rather than on nn.Module, since Python visits all hundreds of subclasses of a class
     that is changed.
     """
-    own = vars(kind).get(name)
-    setattr(kind, name, function)
+    own = [(kind, name, vars(kind).get(name)) for kind, name, _ in methods]
+    begun = 0
     try:
+        for kind, name, function in methods:
+            setattr(kind, name, function)
+            begun += 1
         yield
     finally:
-        if own is None:
-            delattr(kind, name)
-        else:
-            setattr(kind, name, own)
+        for kind, name, before in own[:begun][::-1]:
+            if before is None:
+                delattr(kind, name)
+            else:
+                setattr(kind, name, before)

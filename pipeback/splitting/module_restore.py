@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,13 +18,15 @@ Home = tuple[dict[str, Tensor | None], str, Tensor, Tensor]  # (holder, name, bu
 
 
 @contextmanager
-def untouched(module: nn.Module, rewritten: Iterable[str] | None = None) -> Iterator[list[Home]]:
+def untouched(
+    module: nn.Module, rewritten: Iterable[str] | None = None, within: Mapping[str, nn.Module] | None = None
+) -> Iterator[list[Home]]:
     """A context that restores the buffers of a module on exit, the tensors and their values; it yields their places.
 
     It also restores generators of Python and numpy, numbers and tensors in attributes, and the parameters named in
-    `rewritten`, which the forward writes into; a segment knows its own.
+    `rewritten`, which the forward writes into; a segment knows its own. within: the modules by their paths, if known.
     """
-    modules = list(walked(module).values())
+    modules = list((walked(module) if within is None else within).values())
     attributes = [(vars(m), dict(vars(m))) for m in modules if "__rewritten__" not in vars(m)]
     names = getattr(module, "__rewritten__", ()) if rewritten is None else rewritten
     parameters = [(p, p.data, p.detach().clone()) for p in map(module.get_parameter, names)]

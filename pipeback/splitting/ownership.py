@@ -67,7 +67,7 @@ class Ownership:
             where.setdefault(call.target, s)
             first.setdefault(call.target, len(calls) - 1)
             tied = []
-            for name, p in module.named_parameters():
+            for name, p in held(walked(module), "_parameters"):
                 self.names.setdefault(id(p), f"{call.target}.{name}")
                 if self.owner.setdefault(id(p), s) != s:
                     tied.append(name)

@@ -271,8 +271,11 @@ class TracedModel:
     @contextmanager
     def _unchanged(self) -> Iterator[None]:
         """A context that restores the model's buffers and the random state on exit."""
-        held = [t for m in walked(self.model).values() for own in (m._parameters, m._buffers) for t in own.values()]
-        with untouched(self.model, self.rewritten), accelerators.forked({t.device for t in held if t is not None}):
+        modules = walked(self.model)
+        devices = {
+            t.device for m in modules.values() for t in (*m._parameters.values(), *m._buffers.values()) if t is not None
+        }
+        with untouched(self.model, self.rewritten, modules), accelerators.forked(devices):
             yield
 
     # -- stages --------------------------------------------------------------------------------------------------
