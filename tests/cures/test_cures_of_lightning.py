@@ -27,8 +27,15 @@ def vector(module: nn.Module) -> torch.Tensor:
     return torch.cat([p.detach().flatten().clone() for p in module.parameters()])
 
 
-def fits(module: Any = Regression, where: Any = None, data: Any = loader, val: Any = None, **options: Any) -> Any:
-    """What trains a new module for two epochs."""
+def fits(
+    module: Any = Regression,
+    where: Any = None,
+    data: Any = loader,
+    val: Any = None,
+    later: bool = False,
+    **options: Any,
+) -> Any:
+    """What trains a new module for two epochs. later: it fails after some updates."""
 
     def do() -> None:
         made = module()
@@ -36,7 +43,7 @@ def fits(module: Any = Regression, where: Any = None, data: Any = loader, val: A
         try:
             trainer(where() if where else strategy("pb"), **options).fit(made, data(), None if val is None else val())
         except (ValueError, TypeError):
-            assert before.is_meta or torch.equal(before, vector(made)), "half a step was trained"
+            assert later or before.is_meta or torch.equal(before, vector(made)), "half a step was trained"
             raise
         assert not torch.equal(before, vector(made))
 
@@ -64,6 +71,27 @@ class Ordered(nn.Module):
 
     def pipeline_stages(self) -> list[nn.Module]:
         return [getattr(self, name) for name in self.names]
+
+
+class Relu(nn.Module):
+    def forward(self, x: Any) -> Any:
+        return torch.relu(x)
+
+
+class Functions(nn.Module):
+    """Has a function among its stages, or a module in its place."""
+
+    def __init__(self, function: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.relu, self.second = nn.Linear(6, 6), Relu(), nn.Linear(6, 6)
+        self.function = function
+
+    def forward(self, x: Any) -> Any:
+        return self.second(torch.relu(self.first(x)))
+
+    def pipeline_stages(self) -> list[Any]:
+        return [self.first, torch.relu if self.function else self.relu, self.second]
 
 
 class Twice(Regression):
@@ -179,6 +207,58 @@ def numbers() -> Any:
     return DataLoader([{"n": "a"}] * 12, batch_size=3)
 
 
+class Trained(Regression):
+    """With another optimizer, or steps of its own."""
+
+    automatic = True
+
+    def __init__(self, made: Any, automatic: bool = True) -> None:
+        super().__init__()
+        self.made, self.automatic_optimization = made, automatic
+
+    def configure_optimizers(self) -> Any:
+        return self.made(self)
+
+
+def all_of(module: Any) -> Any:
+    return torch.optim.SGD(module.parameters(), lr=0.05)
+
+
+def some_of(module: Any) -> Any:
+    return torch.optim.SGD(module.model[:2].parameters(), lr=0.05)
+
+
+def some_frozen(module: Any) -> Any:
+    module.model[2:].requires_grad_(False)
+    return some_of(module)
+
+
+class Turning(Heads):
+    """Its training_step takes another way after some updates, or always calls one module that does."""
+
+    def loss(self, x: Any, y: Any) -> Any:
+        head = self.first if self.global_step < 2 else self.second
+        return nn.functional.cross_entropy(head(self.encoder(x)), y)
+
+
+class Switch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 5), nn.Linear(8, 5)
+
+    def forward(self, x: Any) -> Any:
+        return torch.where(x.sum(1, keepdim=True) > 0, self.one(x), self.two(x))
+
+
+class Switching(Heads):
+    def build(self) -> None:
+        super().build()
+        self.switch = Switch()
+
+    def loss(self, x: Any, y: Any) -> Any:
+        return nn.functional.cross_entropy(self.switch(self.encoder(x)), y)
+
+
 class OwnPrecision(pl.plugins.Precision):
     precision = "8-mixed"
 
@@ -259,6 +339,51 @@ ROWS: dict[str, Row] = {
         'precision="8-mixed" is not supported by pipeback; use "32-true", "bf16-true" or "64-true"',
         lambda: [fits(precision=name)() for name in ("32-true", "bf16-true")],
     ),
+    "an optimizer that evaluates again": Row(
+        fits(lambda: Trained(lambda m: torch.optim.LBFGS(m.parameters()))),
+        "configure_optimizers returned LBFGS, which evaluates the loss several times per step.*use SGD or Adam",
+        fits(lambda: Trained(lambda m: torch.optim.Adam(m.parameters()))),
+    ),
+    "steps of one's own": Row(
+        fits(lambda: Trained(all_of, automatic=False)),
+        "uses manual optimization, .*; use automatic optimization: return the loss from training_step",
+        fits(lambda: Trained(all_of)),
+    ),
+    "weights in no group": Row(
+        fits(lambda: Trained(some_of)),
+        "is in no group of the optimizer; add it, or set its requires_grad to False before training",
+        lambda: [fits(lambda: Trained(all_of))(), fits(lambda: Trained(some_frozen))()],
+    ),
+    "a step that goes another way": Row(
+        fits(Turning, data=batches, later=True),
+        "the pipeline makes the same calls for every micro-batch: put what differs into the forward of one module",
+        fits(Switching, data=batches),
+    ),
+    "stages that are no modules": Row(
+        fits(lambda: Regression(Functions(True))),
+        "gave a builtin_function_or_method as stage 1; return modules, and wrap a function in one",
+        fits(lambda: Regression(Functions(False))),
+    ),
+    "a clock of each rank": Row(
+        fits(val_check_interval="00:00:10:00", devices=2, val=loader),
+        "each rank has a clock of its own; give a number of batches or a fraction of an epoch",
+        lambda: [fits(val_check_interval=value, val=loader)() for value in (2, 0.5)],
+    ),
+    "an average over devices": Row(
+        fits(callbacks=[pl.callbacks.StochasticWeightAveraging(swa_lrs=0.01)], devices=2),
+        "needs the whole model in one process; leave it out, or use devices=1",
+        lambda: fits(callbacks=[pl.callbacks.StochasticWeightAveraging(swa_lrs=0.01)])(),
+    ),
+    "threads on devices": Row(
+        fits(where=partial(strategy, "pb", workers=2), devices=2),
+        r"workers=2: with several devices each has a process.*leave workers out, or use Trainer\(devices=1\)",
+        fits(where=partial(strategy, "pb", workers=2), devices=1),
+    ),
+    "words for threads": Row(
+        fits(where=partial(strategy, "pb", workers="two")),
+        "workers must be a number of threads, a pipeback.Processes or None, but is 'two'; for example workers=2",
+        fits(where=partial(strategy, "pb", workers=2)),
+    ),
     "samples that nobody counts": Row(
         fits(Making, partial(strategy, "pb", reference_batch=32), numbers),
         "but the batch has no tensors of one length that would count them; leave reference_batch out",
@@ -297,3 +422,14 @@ def test_weights_in_files(tmp_path):
     cure = pl.callbacks.ModelCheckpoint(tmp_path)
     trainer(callbacks=[cure], enable_checkpointing=True).fit(Regression(network(2)), loader())
     assert list(tmp_path.glob("*.ckpt"))
+
+
+def test_files_of_a_model_that_memory_may_not_hold(tmp_path):
+    given = pipeback.Streaming(f"disk:{tmp_path / 'store'}", init=normal)
+    every = [pl.callbacks.ModelCheckpoint(tmp_path)]
+    says = "use enable_checkpointing=False, and pipeback.lightning.SaveWeights"
+    run = trainer(strategy("pb", store=given), callbacks=every, enable_checkpointing=True)
+    refused(lambda: run.fit(meta(), loader()), says)
+    saving = [SaveWeights(tmp_path / "weights")]
+    trainer(strategy("pb", store=given), callbacks=saving, enable_checkpointing=False).fit(meta(), loader())
+    assert list((tmp_path / "weights").rglob("*.safetensors"))

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
+from torch.nn.functional import mse_loss
 
 import pipeback
 from tests.laws.cases import data, network, pipeline
 from tests.processes.crew import Crew
+
+from .rows import sgd
 
 TIMEOUT = 10.0
 Do = Callable[[int], Any]  # by one rank
@@ -76,6 +81,69 @@ def fewer(rank: int, some: bool) -> None:
         pushed(pipeline(network(4), "pb", workers=pipeback.Processes(timeout=2.0 if some else TIMEOUT)))
 
 
+def forgotten(rank: int, some: bool) -> None:
+    pipe = built(loss=None, method="gpipe")
+    output = pipe.forward(data(1)[0][0])
+    if some:
+        pipe.forget()
+    pipe.backward(None if output is None else torch.zeros_like(output))
+    pipe.step()
+    pipe.close()
+
+
+def built(**options: Any) -> Any:
+    given = {"loss": mse_loss, "optimizer": sgd, "method": "pb", "workers": pipeback.Processes(timeout=TIMEOUT)}
+    return pipeback.Pipeline(network(4), **{**given, **options})
+
+
+def watched(rank: int, some: bool) -> None:
+    pipe = built(replicas=2, store="host" if some else None)
+    pushed(pipe, lambda: pipe.watch())
+
+
+def sparse(rank: int, some: bool) -> None:
+    store = pipeback.Streaming("host", sparsity="set")
+    pushed(built(replicas=2, store=store if some else None))
+    if not some:
+        pushed(built(store=store))
+
+
+class Whole(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+def whole(rank: int, some: bool) -> None:
+    def optimizer(params: Any) -> Any:
+        return Whole(params, lr=0.01)
+
+    if some:
+        pushed(built(replicas=2, store="host", optimizer=optimizer))
+    pushed(built(replicas=2, store="host"))
+    pushed(built(replicas=2, optimizer=optimizer))
+    pushed(built(store="host", optimizer=optimizer))
+
+
+def meshed(rank: int, some: bool) -> None:
+    shape = (2, 1, 1) if some else (2, 1)
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", shape)
+    pushed(built(workers=pipeback.Processes(mesh=mesh, timeout=TIMEOUT)))
+
+
+def no_mesh(rank: int, some: bool) -> None:
+    mesh = [0, 1] if some else torch.distributed.device_mesh.init_device_mesh("cpu", (1, 2))
+    pushed(built(workers=pipeback.Processes(mesh=mesh, timeout=TIMEOUT)))
+
+
+def half_meta(rank: int, some: bool) -> None:
+    with torch.device("meta" if some and rank else "cpu"):
+        model = network(4)
+    pipe = pipeback.Pipeline(
+        model, loss=mse_loss, optimizer=sgd, method="pb", workers=pipeback.Processes(timeout=TIMEOUT)
+    )
+    pushed(pipe)
+
+
 ROWS: dict[Callable[[int, bool], None], str] = {
     clipped: "rank 1 has clip_norm None, rank 0 has 1.0; start the same script with the same options",
     replicated: "replicas=3 does not divide the 2 ranks; start a multiple of it",
@@ -84,6 +152,13 @@ ROWS: dict[Callable[[int, bool], None], str] = {
     drained: r"every rank must call drain\(\) at the same micro-batch",
     rated: r"had different rates \(lr\); set them in pipe.optimizers, or step schedulers, alike on every rank",
     other_batch: "every rank must push the same data, in the same order",
+    forgotten: "forget: the other ranks are ahead already; give backward a gradient of zeros",
+    watched: "watch measures whole weights, of which a rank's store has a slice; use store=None",
+    sparse: "a store splits weights over the ranks of the replicas, but not sparse ones; use store=None, or one replica",
+    whole: "may look at whole matrices, but every replica's store keeps a slice of them; use one of torch",
+    meshed: r"mesh has 3 dimensions; use \(replicas, workers\), or \(workers,\)",
+    no_mesh: "mesh must be None or a DeviceMesh, but is list; for example mesh=torch.distributed.device_mesh.init_dev",
+    half_meta: "is on the meta device on some ranks; build it there on all of them, or on none",
     fewer: r"rank 1 did not come to build the pipeline within 2 s; every rank must call Pipeline\(...\)",
 }
 
@@ -101,5 +176,23 @@ def test_the_cure_of_ranks_works(crew, do):
     found = crew.ranks(2).run(told, do, True, each=range(2))
     crew.again()
     assert any(re.search(ROWS[do], text) for text in found), found
+    assert crew.ranks(2).run(told, do, False, each=range(2)) == ["", ""]
+    crew.again()
+
+
+def committed(rank: int, some: bool, folder: str) -> None:
+    pipe = built(store=f"disk:{folder}/{some}")
+    if some:
+        pipe.commit()
+    pipe.push(*data(1)[0])
+    pipe.commit()
+    pipe.close()
+
+
+def test_a_commit_before_the_first_push(crew, tmp_path):
+    do = partial(committed, folder=str(tmp_path))
+    found = crew.ranks(2).run(told, do, True, each=range(2))
+    crew.again()
+    assert any("no rank has its stages before the first push; call it afterwards" in text for text in found), found
     assert crew.ranks(2).run(told, do, False, each=range(2)) == ["", ""]
     crew.again()

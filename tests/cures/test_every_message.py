@@ -20,7 +20,11 @@ ELSEWHERE = (
     "pipeline/test_by_name.py",
     "pipeline/test_held_out.py",
     "pipeline/test_method_choice.py",
+    "processes/test_runtimes.py",
+    "splitting/test_draws_outside.py",
+    "splitting/test_following.py",
     "splitting/test_one_stage.py",
+    "splitting/test_vmap_calls.py",
 )
 VERBS = (
     "use|set|pass|add|give|install|leave|push|put|build|call|start|write|choose|wrap|keep|say|for example|did you mean"
