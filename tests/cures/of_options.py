@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 import pipeback
+import pipeback.draw
+from pipeback import methods
 from tests.laws.cases import network
 
 from .rows import BATCH, Row, adam, build, momentum, sgd, trains
@@ -88,7 +90,90 @@ def traced(model: nn.Module, *leaves: str, **options: Any) -> Callable[[], Any]:
     return lambda: trains(**{"model": model, "stages": stages, "example": BATCH, **options})
 
 
+def stored(again: bool) -> None:
+    """Freezes a weight that lives in a store."""
+    model = network(4)
+    pipe = build(model, store="host")
+    pipe.push(BATCH, BATCH)
+    model[1].requires_grad_(False)
+    if again:
+        pipe.close()
+        pipe = build(model, store="host")
+    pipe.push(BATCH, BATCH)
+    pipe.close()
+
+
+def flushes(at_once: bool) -> None:
+    pipe = build(loss=None, method=methods.create("gpipe", micro_batches=2))
+    if at_once:
+        pipe.forward_many([BATCH] * 3)
+    for _ in range(4):
+        pipe.forward(BATCH)
+        pipe.backward(torch.ones(4, 6))
+    pipe.close()
+
+
+class Rare(nn.Module):
+    """A layer runs for positive inputs alone, in this form of the model or within a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.more, self.b = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Any, more: Any = None) -> Any:
+        h = self.a(x)
+        return self.b(h if more is None else self.more(h))
+
+
+def rare(example: Any, *leaves: str) -> Callable[[], Any]:
+    stages = pipeback.Splitting("layer", leaves=leaves)
+
+    def do() -> None:
+        pipe = build(Rare(), stages=stages, example=example)
+        pipe.push({"x": BATCH, "more": BATCH}, BATCH)
+
+    return do
+
+
+def drawn(record: bool, one: bool) -> Callable[[], Any]:
+    def do() -> None:
+        pipe = build()
+        if record:
+            pipe.record()
+        pipe.push(torch.randn(40, 6), torch.randn(40, 6))
+        pipe.wait()
+        pipeback.draw.measured(pipe) if one else pipeback.draw.beside([pipe.recorded])
+        pipe.close()
+
+    return do
+
+
 ROWS: dict[str, Row] = {
+    "a weight of a store that is frozen": Row(
+        lambda: stored(False), "cannot be frozen in between; build a new Pipeline once requires_grad is set",
+        lambda: stored(True),
+    ),
+    "more than a flush": Row(
+        lambda: flushes(True), "do not lie in one flush of .*; call forward and backward for one after the other",
+        lambda: flushes(False),
+    ),
+    "a layer that the example does not need": Row(
+        rare({"x": BATCH}), "so that no stage has it; give an example= for which it does, or keep what calls it whole",
+        lambda: [rare({"x": BATCH, "more": BATCH})(), rare({"x": BATCH}, "")()],
+    ),
+    "a whole model in several stages": Row(
+        lambda: build(Rare(), stages=pipeback.Splitting(2, leaves=[""]), example=BATCH),
+        r"leaves=\[''\] keeps the whole model one stage, but stages=2; give stages=pipeback.Splitting\(1, l.*=\[''\]",
+        lambda: trains(model=Rare(), stages=pipeback.Splitting(1, leaves=[""]), example=BATCH),
+    ),
+    "a run that was not recorded": Row(
+        drawn(False, True), r"nothing was recorded: call pipe.record\(\) before the pushes that are to be seen",
+        drawn(True, True),
+    ),
+    "runs that were not recorded": Row(
+        drawn(False, False), r"there is nothing to draw: nothing was recorded; call pipe.record\(\) before the pushes",
+        drawn(True, False),
+    ),
     # optimizers
     "an optimizer that evaluates again": Row(
         lambda: build(optimizer=lbfgs),

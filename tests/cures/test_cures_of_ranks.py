@@ -154,7 +154,7 @@ ROWS: dict[Callable[[int, bool], None], str] = {
     other_batch: "every rank must push the same data, in the same order",
     forgotten: "forget: the other ranks are ahead already; give backward a gradient of zeros",
     watched: "watch measures whole weights, of which a rank's store has a slice; use store=None",
-    sparse: "a store splits weights over the ranks of the replicas, but not sparse ones; use store=None, or one replica",
+    sparse: "a store splits weights over the ranks of the replicas, but not sparse ones; use store=None",
     whole: "may look at whole matrices, but every replica's store keeps a slice of them; use one of torch",
     meshed: r"mesh has 3 dimensions; use \(replicas, workers\), or \(workers,\)",
     no_mesh: "mesh must be None or a DeviceMesh, but is list; for example mesh=torch.distributed.device_mesh.init_dev",
