@@ -280,7 +280,7 @@ def test_options(options, message):
 
 
 @pytest.mark.parametrize(
-    ("stages", "message"), [(0, "stages must be"), ("all", "stages must be"), (9, "there are 5 mod")]
+    ("stages", "message"), [(0, "stages must be"), ("all", "stages must be"), (9, "the model has 5 modules to share")]
 )
 def test_stages(stages, message):
     refused(Regression(), message, strategy("pb", stages=stages))
