@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pipeback
 from pipeback import methods
+from pipeback.schedules import flowing
 
 from .rows import (
     Row,
@@ -14,7 +15,23 @@ from .rows import (
     weight_form,
 )
 
+
+class Timeless(pipeback.Method):
+    """A method of a user's own, without its schedule."""
+
+
+def timed() -> pipeback.Method:
+    method = Timeless()
+    method.schedule = flowing(2)
+    return method
+
+
 ROWS: dict[str, Row] = {
+    "no schedule": Row(
+        lambda: build(method=Timeless()),
+        r"method Timeless has no schedule; set one, for example flowing\(2\)",
+        lambda: trains(method=timed()),
+    ),
     # methods
     "an unknown name": Row(
         lambda: methods.create("cerebas"),

@@ -207,6 +207,11 @@ ROWS: dict[str, Row] = {
         "a saved state cannot hold, since one of its keys is a tuple; use strings",
         given(Named(x=BATCH)),
     ),
+    "bytes beside tensors": Row(
+        given({"x": BATCH, "more": b"abc"}),
+        "a micro-batch has a bytes in it, b'abc', which a saved state cannot hold; push tensors, numbers and strings",
+        given({"x": BATCH, "more": "abc"}),
+    ),
     # options that meet the machine
     "graphs of one micro-batch": Row(
         lambda: build(compile={"mode": "reduce-overhead"}),

@@ -13,6 +13,8 @@ from torch.nn.functional import mse_loss
 
 import pipeback
 from tests.laws.cases import data, network, pipeline
+from tests.lightning import ranks as lightning_ranks
+from tests.lightning.cases import Regression, loader
 from tests.processes.crew import Crew
 
 from .rows import sgd
@@ -142,6 +144,60 @@ def half_meta(rank: int, some: bool) -> None:
         model, loss=mse_loss, optimizer=sgd, method="pb", workers=pipeback.Processes(timeout=TIMEOUT)
     )
     pushed(pipe)
+
+
+class Peeks(Regression):
+    """Calls the model where a rank cannot serve it, or as the message says."""
+
+    def __init__(self, where: str, some: bool) -> None:
+        super().__init__()
+        self.where, self.some = where, some
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        asks = self.where == "after" and self.trainer.global_step == 3
+        if asks and not self.some:
+            self.looked(batch[0])
+        output = self.model(batch[0])
+        if asks and self.some:
+            self.looked(batch[0])
+        return mse_loss(output, batch[1])
+
+    def looked(self, x: Any) -> None:
+        with torch.no_grad():
+            self.model.eval()(x)
+        self.model.train()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if self.where == "gradients":
+            with torch.set_grad_enabled(self.some):
+                self.model(batch[0])
+        elif self.where == "training":
+            self.model.train()
+            if not self.some:
+                self.model.eval()
+            self.model(batch[0])
+            self.model.train()
+
+
+def peeked(rank: int, some: bool, where: str) -> None:
+    lightning_ranks.fit(module=partial(Peeks, where, some), val=partial(loader, 2), inference_mode=False)
+
+
+PEEKS = {
+    "after": "where the other ranks leave training_step; call it before",
+    "gradients": r"its stages are on several devices, which give gradients there only: call it in torch.no_grad\(\)",
+    "training": r"over several devices that is not possible: call self.model.eval\(\) before, and train\(\) afterwards",
+}
+
+
+@pytest.mark.parametrize("where", PEEKS)
+def test_calls_that_several_devices_cannot_serve(crew, where):
+    do = partial(peeked, where=where)
+    found = crew.ranks(2).run(told, do, True, each=range(2))
+    crew.again()
+    assert any(re.search(PEEKS[where], text) for text in found), found
+    assert crew.ranks(2).run(told, do, False, each=range(2)) == ["", ""]
+    crew.again()
 
 
 ROWS: dict[Callable[[int, bool], None], str] = {
