@@ -1,4 +1,8 @@
-"""Messages with a cure that no test of this folder types yet, as the source has them; {} is what is filled in."""
+"""Messages with a cure in which no test of this folder is found, as the source has them; {} is what is filled in.
+
+Those that are hardly more than what is filled in, such as "{} must be one of {}", are typed by test_cures.py all the
+same, word by word; no test types the cures of the others yet.
+"""
 
 # ruff: noqa: E501
 
