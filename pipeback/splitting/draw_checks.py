@@ -14,12 +14,16 @@ from pipeback.splitting.branches import alters
 from pipeback.splitting.call_trace import Call, CallTrace
 from pipeback.splitting.outside_draws import at, extremes
 from pipeback.splitting.refusals import draws_outside, drops_layers
+from pipeback.tensors.structures import Ref
 
 DRAWS = {
     "rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "randperm", "bernoulli", "bernoulli_",
     "normal", "normal_", "uniform_", "random_", "exponential_", "geometric_", "cauchy_", "log_normal_", "poisson",
     "multinomial",
 }  # fmt: skip
+
+# comparisons, and whether one of a number from [0, 1) with 0 always ends alike; with 1, and outside, all do
+COMPARED = {"lt": True, "ge": True, "gt": False, "le": False}
 
 
 def check_draws(model: nn.Module, record: CallTrace, trace: Callable[[], CallTrace]) -> None:
@@ -48,14 +52,32 @@ def _decided(record: CallTrace) -> str | None:
     for call in record.calls:
         refs = [ref.number for ref in call.refs()]
         if call.check is not None:
-            leading = _leading(refs, made)
-            if all(n >= record.inputs for n in leading) and any(_draws(each) for n in leading for each in made[n]):
+            leading = set() if _certain(refs, made) else _leading(refs, made)
+            if (
+                leading
+                and all(n >= record.inputs for n in leading)
+                and any(_draws(each) for n in leading for each in made[n])
+            ):
                 return call.where
         for number in call.out:
             made[number] = [call]
         for number in refs if alters(call) else ():
             made.setdefault(number, []).append(call)
     return None
+
+
+def _certain(refs: list[int], made: dict[int, list[Call]]) -> bool:
+    """Whether what decides compares a number from [0, 1) with one outside of it, as a layer drop of 0 does."""
+    makers = made.get(refs[0], []) if len(refs) == 1 else []
+    name = getattr(makers[0].target, "__name__", "").strip("_") if len(makers) == 1 else ""
+    if name not in COMPARED:
+        return False
+    drawn, bound = makers[0].args[:2]
+    below = COMPARED[name]
+    uniform = isinstance(drawn, Ref) and [getattr(c.target, "__name__", "") for c in made.get(drawn.number, ())] == [
+        "rand"
+    ]
+    return uniform and isinstance(bound, (int, float)) and (bound >= 1 or bound < 0 or (bound == 0 and below))
 
 
 def _leading(wanted: list[int], made: dict[int, list[Call]]) -> set[int]:

@@ -1,5 +1,6 @@
 """Layer drop: a forward that decides by a random number which layers run is refused, and both cures work as typed."""
 
+import operator
 import re
 
 import pytest
@@ -84,6 +85,50 @@ def test_one_that_is_no_model_of_transformers():
         pipeback.Pipeline(Whole(), **options)
     pipe = pipeback.Pipeline(Whole(), stages=pipeback.Splitting(leaves=["drops"]), **options)
     assert len(pipe.optimizers) == 2 and torch.isfinite(pipe.push(torch.randn(4, 6), torch.randn(4, 6)))
+
+
+class Compares(nn.Module):
+    """Draws and compares with p; what is always so decides nothing."""
+
+    def __init__(self, skips, p):
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(nn.Linear(6, 6) for _ in range(3)), nn.Linear(6, 6)
+        self.skips, self.p = skips, p
+
+    def forward(self, x):
+        for layer in self.layers:
+            if not self.skips(torch.rand([]), self.p):
+                x = layer(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize(("skips", "p", "certain"), [
+    ("lt", 0.0, True), ("lt", 1e-9, False), ("lt", 1.0, True), ("le", 0.0, False), ("le", -0.1, True),
+    ("gt", 1.0, True), ("gt", 0.0, False), ("ge", 1.0, True), ("ge", 0.0, True), ("ge", 1 - 1e-9, False),
+])  # fmt: skip
+def test_a_drop_of_0_or_1_decides_nothing(skips, p, certain):
+    def build(**options):
+        return pipeback.Pipeline(
+            model(), loss=nn.functional.mse_loss, optimizer=sgd, method="sgd", example=torch.randn(4, 6), **options
+        )
+
+    def model():
+        torch.manual_seed(0)
+        return Compares(getattr(operator, skips), p)
+
+    if not certain:
+        with pytest.raises(ValueError, match="draws a random number and decides by it"):
+            build()
+        return
+    pipe, plain = build(), model()
+    optimizer = sgd(plain.parameters())
+    for x in torch.randn(5, 4, 6):
+        optimizer.zero_grad()
+        wanted = nn.functional.mse_loss(plain(x), x)
+        wanted.backward()
+        optimizer.step()
+        assert torch.equal(pipe.push(x, x), wanted)
+    assert all(map(torch.equal, pipe.model.parameters(), plain.parameters()))
 
 
 class Whole(nn.Module):
