@@ -31,6 +31,13 @@ def followed(between: Callable[[Any], Any], *leaves: str) -> Callable[[], Any]:
     return lambda: trains(model=Stepped(between), stages=splitting, example=BATCH)
 
 
+def down(x: Any) -> Any:
+    def halved(row: Any, n: int = 2) -> Any:
+        return row if n == 0 else halved(row / 2, n - 1)
+
+    return torch.vmap(halved)(x)
+
+
 class Declared(nn.Module):
     def __init__(self, *names: str) -> None:
         super().__init__()
@@ -190,6 +197,10 @@ ROWS: dict[str, Row] = {
     "parameters that are added": Row(
         lambda: added(False), r"stage 0 \(0\): parameters were added to its optimizer; build a new Pipeline",
         lambda: added(True),
+    ),
+    "a function under vmap that calls itself": Row(
+        followed(down), "a function under torch.vmap calls itself; give the path of the module whose forward does so",
+        followed(down, ""),
     ),
     # what travels, and what is saved
     "a function that keeps an object": Row(

@@ -8,7 +8,6 @@ same, word by word; no test types the cures of the others yet.
 
 UNTYPED = frozenset(
     [
-        "a function under torch.vmap calls itself; give the path of the module whose forward does so in stages=pipeback.Splitting(leaves=[...])",
         "a tensor of layout {} does not travel between stages; use .to_dense()",
         "an object of {} stands in two places of what a module is given, and a stage would make two objects of it; pass it once, or give the path of that module in stages=pipeback.Splitting(leaves=[...])",
         "link: ranks {} and {} do not share memory (other hosts, or accelerators); use workers=pipeback.Processes(link='auto')",
