@@ -304,7 +304,10 @@ def _file(stage: int, replica: int) -> str:
 
 def _form(name: str, tensor: Tensor) -> list[Any]:
     if tensor.layout is not torch.strided:
-        raise TypeError(f"{name} is a {tensor.layout} tensor, which checkpoints do not hold; use dense tensors")
+        raise TypeError(
+            f"{name} is a {tensor.layout} tensor, which checkpoints do not hold; use dense tensors, or drain() before "
+            "saving"
+        )
     form = form_of(tensor)
     return [str(form.dtype).removeprefix("torch."), list(form.shape), list(form.stride), form.shift]
 

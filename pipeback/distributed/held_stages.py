@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -22,7 +21,7 @@ from pipeback.stages.stage import Stage
 from pipeback.streaming.shards import ReplicaGroup
 from pipeback.streaming.sparse_weights import SparseWeights, choose
 from pipeback.streaming.store import Store
-from pipeback.tensors import meta
+from pipeback.tensors import copies, meta
 
 
 class HeldStages:
@@ -137,9 +136,9 @@ class HeldStages:
         # buffers, such as batch statistics, differ between replicas; those of the first are used
         own = {s.index: self.values(s) for s in self.mine if self.shards or not s.replica}
         parts = self.ranks.gather({} if self.ranks.replica else own, "model")
-        whole = copy.deepcopy(model)
+        whole = copies.deep(model)
         meta.move([t for t in (*whole.parameters(), *whole.buffers()) if t.is_meta], "cpu")
-        for buffer in whole.buffers():
+        for buffer in (b for b in whole.buffers() if b.layout is torch.strided):
             buffer.data = buffer.data.contiguous()  # an expanded buffer cannot be written into
         values = [(self.stages[s].names, found) for part in parts for s, found in part.items()]
         named = {names[key]: value for names, found in values for key, value in found.items()}

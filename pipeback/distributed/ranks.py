@@ -249,6 +249,10 @@ class Ranks:
     def share(self, tensors: Sequence[Tensor]) -> None:
         """Give every rank the first rank's values."""
         for tensor in tensors:
+            if tensor.layout is not torch.strided:
+                with torch.no_grad():
+                    tensor.copy_(self.gather(tensor.detach(), "Pipeline(...)")[0])
+                continue
             with self.health.calling("Pipeline(...)"), self.health.waiting(self.others, "the first rank's weights"):
                 value = tensor.detach().cpu().contiguous()
                 try:

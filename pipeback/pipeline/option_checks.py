@@ -254,7 +254,12 @@ def micro_batches(
             f"{who} takes batches: the first dimension counts samples, but a 0-d tensor was given; give x[None]"
         )
     y = batches_in.checked(y)
-    length = len(batched[0])
+    try:
+        length = len(batched[0])
+    except RuntimeError as error:
+        raise TypeError(
+            f"push: a nested tensor of layout {batched[0].layout} has no shape; make it with layout=torch.jagged"
+        ) from error
     if length == 0:
         raise ValueError(f"the batch that {who} got is empty; leave such batches out")
     if size is None:

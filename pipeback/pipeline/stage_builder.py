@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ from pipeback.splitting.traced_model import TracedModel
 from pipeback.stages import compiled
 from pipeback.stages.activations import keeping, recomputes
 from pipeback.stages.stage import OptimizerFactory, Stage
+from pipeback.tensors import copies
 
 
 class StageBuilder(NamedTuple):
@@ -51,7 +51,7 @@ class StageBuilder(NamedTuple):
     def twins(self, parts: Sequence[StagePart], program: TracedModel | None, replicas: int) -> Iterator[list[Stage]]:
         """The stages of every further replica in this process, on copies. program: that of a traced model."""
         for replica in range(1, replicas):
-            copies = [part._replace(module=copy.deepcopy(part.module)) for part in parts]
+            mine = [part._replace(module=copies.deep(part.module)) for part in parts]
             if program is not None:
-                program.follow_too([part.module for part in copies])
-            yield self.stages(copies, replica)
+                program.follow_too([part.module for part in mine])
+            yield self.stages(mine, replica)

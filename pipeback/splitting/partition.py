@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
@@ -61,8 +62,9 @@ def split(model: nn.Module | Sequence[nn.Module]) -> list[StagePart]:
             kind = "parameter" if n < len(parameters) else "buffer"
             if not tensor.numel():
                 continue
-            # memory, not identity: views share too; on the meta device there is no memory
-            place = id(tensor) if tensor.is_meta else tensor.data_ptr()
+            # memory, not identity: views share too; on the meta device there is no memory, and sparse ones have several
+            alone = tensor.is_meta or tensor.layout is not torch.strided
+            place = id(tensor) if alone else tensor.data_ptr()
             first, other = owner.setdefault(place, (s, key))
             if first != s:
                 raise ValueError(

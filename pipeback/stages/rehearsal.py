@@ -226,7 +226,8 @@ def measure(stage: Stage, value: Value, target: Any) -> float:
     inputs = starts + [p for p in stage.params if p.requires_grad]  # some may have been frozen since
     if roots and inputs:
         try:
-            grads = torch.autograd.grad(roots, inputs, [torch.ones_like(y) for y in roots], allow_unused=True)
+            seeds = [torch.ones_like(y) if y.layout is torch.strided else y.detach() for y in roots]
+            grads = torch.autograd.grad(roots, inputs, seeds, allow_unused=True)
         except Exception as error:
             raise ValueError(f"{stage.label}: the backward failed on the first micro-batch: {error}") from error
         # of others little is known: a batch of one sample lies in memory in every order

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeback.private import identity
 from pipeback.tensors.layout import LINE, form_of
@@ -40,6 +41,12 @@ def made_of(layout: torch.layout, shape: Sequence[int], coalesced: bool, parts: 
     return torch.sparse_compressed_tensor(ends, indices, values, tuple(shape), layout=layout)
 
 
+def deep(module: nn.Module) -> nn.Module:
+    """Return a deep copy of a module; torch itself does not copy compressed sparse buffers, such as adjacencies."""
+    odd = [b for b in module.buffers() if b.layout is not torch.strided]
+    return copy.deepcopy(module, {id(b): b.detach().clone() for b in odd})
+
+
 def lies_in(tensor: Tensor, known: Container[int]) -> bool:
     """Whether a tensor, with all its pieces, lies in these storages."""
     return all(identity(piece) in known for piece in pieces(tensor))
@@ -66,6 +73,6 @@ def replica(tensor: Tensor, device: torch.device | None = None) -> Tensor:
     form = form_of(tensor)
     if tensor.data_ptr() % LINE != form.shift * tensor.element_size() or (not form.shift and tensor.is_contiguous()):
         return tensor.detach().to(device, copy=True)
-    copy = form.empty(device)
-    form.elements(copy).copy_(form.elements(tensor))
-    return copy
+    made = form.empty(device)
+    form.elements(made).copy_(form.elements(tensor))
+    return made

@@ -69,7 +69,7 @@ def _walk(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[tuple[Any, .
 def form_of(tensor: Tensor) -> Layout:
     """Return the layout of a strided tensor. Raises TypeError for sparse and other tensors."""
     if tensor.layout is not torch.strided:
-        raise TypeError(f"a tensor of layout {tensor.layout} does not travel between stages; use .to_dense()")
+        raise TypeError(f"a tensor of layout {tensor.layout} does not travel between processes; use .to_dense()")
     shift, rest = divmod(tensor.data_ptr() % LINE, tensor.element_size())
     if rest or not tensor.numel():  # at an odd byte, which no allocation gives
         shift = 0

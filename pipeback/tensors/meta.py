@@ -21,8 +21,13 @@ def absent(module: nn.Module) -> bool:
 
 
 def move(tensors: Iterable[Tensor], device: torch.device | str) -> None:
-    """Move tensors to `device` without their values: to the meta device to free memory, from it to allocate it."""
+    """Move tensors to `device` without their values: to the meta device to free memory, from it to allocate it.
+
+    Sparse ones stay as they are, since how many values they have is a value, too.
+    """
     for tensor in tensors:
+        if tensor.layout is not torch.strided:
+            continue
         tensor.grad = None
         other: Tensor = torch.empty_like(tensor.detach(), device=device)
         if isinstance(tensor, nn.Parameter):

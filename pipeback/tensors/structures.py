@@ -179,8 +179,8 @@ def apart(value: Any, seen: set[int], opens: Callable[[Any], bool] | None = None
         if id(x) in seen:
             raise ValueError(
                 f"an object of {type(x).__name__} stands in two places of what a module is given, and a stage would "
-                "make two objects of it; pass it once, or give the path of that module in "
-                "stages=pipeback.Splitting(leaves=[...])"
+                "make two objects of it; pass it once, or give the path of the module whose forward passes it in "
+                "stages=pipeback.Splitting(leaves=[...]), '' for the whole model"
             )
         seen.add(id(x))
         own = _attributes(x)

@@ -38,6 +38,65 @@ def down(x: Any) -> Any:
     return torch.vmap(halved)(x)
 
 
+class Asking(nn.Module):
+    """Takes as many ways as there are values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scaled, self.last = Scaled(), nn.Linear(6, 6)
+
+    def forward(self, x: Any) -> Any:
+        return self.last(self.scaled(x))
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Any) -> Any:
+        return self.b(self.a(x * x.mean().item()))
+
+
+def often(*leaves: str) -> Callable[[], Any]:
+    def do() -> None:
+        pipe = build(Asking(), stages=pipeback.Splitting("layer", leaves=leaves), example=BATCH)
+        for n in range(70):
+            pipe.push(BATCH + n / 100, BATCH)
+        pipe.close()
+
+    return do
+
+
+class Handed:
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+
+class Both(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, one: Any, more: Any) -> Any:
+        return self.linear(one.x) + sum(each.x for each in more)
+
+
+class Hands(nn.Module):
+    def __init__(self, once: bool) -> None:
+        super().__init__()
+        self.a, self.both, self.b, self.once = nn.Linear(6, 6), Both(), nn.Linear(6, 6), once
+
+    def forward(self, x: Any) -> Any:
+        one = Handed(self.a(x))
+        return self.b(self.both(one, [] if self.once else [one]))
+
+
+def hands(once: bool, *leaves: str) -> Callable[[], Any]:
+    splitting = pipeback.Splitting("layer", leaves=leaves)
+    return lambda: trains(model=Hands(once), stages=splitting, example=BATCH)
+
+
 class Declared(nn.Module):
     def __init__(self, *names: str) -> None:
         super().__init__()
@@ -201,6 +260,16 @@ ROWS: dict[str, Row] = {
     "a function under vmap that calls itself": Row(
         followed(down), "a function under torch.vmap calls itself; give the path of the module whose forward does so",
         followed(down, ""),
+    ),
+    "ways without end": Row(
+        often(), r"Asking.forward has taken 64 branches .*: item gave .*; keep decisions by values within one layer: ",
+        often("scaled"),
+    ),
+    "an object in two places": Row(
+        hands(False, "both"),
+        r"an object of Handed stands in two places of what a module is given.*; pass it once, or give the path of the "
+        "module whose forward passes it in stages=.*, '' for the whole model",
+        lambda: [hands(True, "both")(), hands(False, "")()],
     ),
     # what travels, and what is saved
     "a function that keeps an object": Row(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from pipeback.lightning.find_stages import TrainedModule
 from pipeback.splitting.split import Split
-from pipeback.tensors import meta
+from pipeback.tensors import copies, meta
 
 
 class ModuleShell:
@@ -43,7 +43,7 @@ class ModuleShell:
             parts = [part._replace(module=stage) for part, stage in zip(found.split.parts, stages, strict=True)]
             self.split = replace(found.split, parts=parts, model=self.copy)
         self.followed = found.followed
-        self._places = {name: tensor.data_ptr() for name, tensor in _tensors(found.module).items()}
+        self._places = {name: _place(tensor) for name, tensor in _tensors(found.module).items()}
         self._pairs = list(zip(found.module.modules(), self.copy.modules(), strict=True))
 
     def modes(self) -> Callable[[], None] | None:
@@ -59,7 +59,7 @@ class ModuleShell:
     def check(self) -> None:
         """Raise RuntimeError if the tensors of the user's module were replaced since it was copied."""
         for name, tensor in _tensors(self.module).items():
-            if self._places[name] != tensor.data_ptr():
+            if self._places[name] != _place(tensor):
                 raise RuntimeError(
                     f"{self.name}.{name} was replaced after the Trainer had set up; write into it instead, as "
                     "load_state_dict and copy_ do"
@@ -114,3 +114,7 @@ class ModuleShell:
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
     return dict([*module.named_parameters(), *module.named_buffers()])
+
+
+def _place(tensor: Tensor) -> int:
+    return copies.pieces(tensor)[-1].data_ptr()
