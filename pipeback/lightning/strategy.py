@@ -11,6 +11,7 @@ So every hook, log and closure of Lightning keeps its meaning. Only `lightning_i
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -143,10 +144,11 @@ class PipelineStrategy(Place):
         self._resumed = Resumed()
 
     def __repr__(self) -> str:
-        # a Trainer of the other distribution of Lightning shows this in its error
-        o = self.options
+        o, note = self.options, ""
+        if "pytorch_lightning" in sys.modules:  # whose Trainer shows this in its error
+            note = ", which is for lightning.pytorch, not for pytorch_lightning"
         given = f"method={o.method!r}, micro_batch_size={o.micro_batch_size}, stages={o.splitting.stages!r}"
-        return f"PipelineStrategy({given}), which is for lightning.pytorch, not for pytorch_lightning"
+        return f"PipelineStrategy({given}){note}"
 
     @property
     def built(self) -> bool:
