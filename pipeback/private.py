@@ -16,6 +16,8 @@
   or all of them.
 * `fused_adam`: torch's kernel for one step of Adam over lists of weights.
 * `uncompiled`: the module inside of one that torch.compile has made, or one whose own `compile` was called.
+* `group_named`: the name of a process group. torch 2.11 gives one twice, and a new group then waits at an address of
+  the old one; later versions count the groups of a process, which may differ between ranks.
 * `inductor`, `as_autograd_cuts`: what torch.compile can be told about the graphs that it makes.
 
 Two families are used by their names all over the library, and only checked here: `torch._foreach_*`, arithmetic over
@@ -25,6 +27,7 @@ lists of tensors, and the `_modules`, `_parameters` and `_buffers` of a module.
 from __future__ import annotations
 
 import inspect
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -272,3 +275,20 @@ def as_autograd_cuts() -> Any:
             return as_autograd_cuts, ()  # a class of its own here, since its base is slow to import
 
     return AsWritten()
+
+
+@contextmanager
+def group_named(name: str) -> Iterator[None]:
+    """A context in which this thread's `torch.distributed.new_group` gives a group this name."""
+    with needing("torch.distributed.distributed_c10d._process_group_name"):
+        from torch.distributed import distributed_c10d as groups
+
+        original, thread = groups._process_group_name, threading.get_ident()
+
+    def named(*args: Any, **options: Any) -> Any:
+        return name if threading.get_ident() == thread else original(*args, **options)
+
+    with ExitStack() as stack:
+        stack.callback(setattr, groups, "_process_group_name", original)
+        groups._process_group_name = named
+        yield

@@ -26,6 +26,7 @@ from pipeback.distributed.health.heartbeat import RankIdentity, host_store, join
 from pipeback.distributed.join import join, layout, wanted
 from pipeback.distributed.transport.process_group import Broken
 from pipeback.errors import RankError, StageError
+from pipeback.private import group_named
 from pipeback.runtime.link import OtherBatch
 from pipeback.runtime.replicas import RankReplicas
 from pipeback.streaming.shards import Collective, ReplicaGroup
@@ -81,6 +82,7 @@ class Ranks:
         self.others = [rank for rank in self.everyone if rank != self.rank]
         board = board or _board()
         self.number, self._groups = _built[1], list[dist.ProcessGroup]()
+        self._name = f"{_attempt()} {self.number}"
         store, self.facts = self._meet(board)
         self.health = Health(store, self.rank, self.everyone, self.facts, timeout)
         self.control = self.group(self.everyone, "gloo")
@@ -128,7 +130,10 @@ class Ranks:
 
     def group(self, ranks: Sequence[int], backend: str, seconds: float | None = None) -> dist.ProcessGroup:
         """Return a process group of these ranks, all of which call this. seconds: the time limit of its operations."""
-        with self.health.calling("Pipeline(...)"), self.health.waiting(self.others, "a process group"):
+        before = sum(dist.get_process_group_ranks(group) == sorted(ranks) for group in self._groups)
+        name = f"pipeback {self._name} {'-'.join(map(str, ranks))} {before}"  # one that no other group of a run has
+        waiting = self.health.waiting(self.others, "a process group")
+        with self.health.calling("Pipeline(...)"), waiting, group_named(name):
             try:
                 made = dist.new_group(
                     list(ranks),
@@ -297,8 +302,11 @@ def _board() -> dist.Store:
     else:
         _left.clear()  # their groups are gone with the default group
     _built[:] = weakref.ref(group), number
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"pipeback/{attempt}/{number}", dist.distributed_c10d._get_default_store())
+    return dist.PrefixStore(f"pipeback/{_attempt()}/{number}", dist.distributed_c10d._get_default_store())
+
+
+def _attempt() -> str:
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 def _ranks(ranks: Sequence[int]) -> str:
