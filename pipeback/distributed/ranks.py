@@ -82,7 +82,6 @@ class Ranks:
         self.others = [rank for rank in self.everyone if rank != self.rank]
         board = board or _board()
         self.number, self._groups = _built[1], list[dist.ProcessGroup]()
-        self._name = f"{_attempt()} {self.number}"
         store, self.facts = self._meet(board)
         self.health = Health(store, self.rank, self.everyone, self.facts, timeout)
         self.control = self.group(self.everyone, "gloo")
@@ -131,7 +130,8 @@ class Ranks:
     def group(self, ranks: Sequence[int], backend: str, seconds: float | None = None) -> dist.ProcessGroup:
         """Return a process group of these ranks, all of which call this. seconds: the time limit of its operations."""
         before = sum(dist.get_process_group_ranks(group) == sorted(ranks) for group in self._groups)
-        name = f"pipeback {self._name} {'-'.join(map(str, ranks))} {before}"  # one that no other group of a run has
+        whose = "-".join(map(str, ranks))
+        name = f"pipeback {_attempt()} {self.number} {whose} {before}"  # one that no other group of a run has
         waiting = self.health.waiting(self.others, "a process group")
         with self.health.calling("Pipeline(...)"), waiting, group_named(name):
             try:

@@ -258,7 +258,7 @@ def micro_batches(
         length = len(batched[0])
     except RuntimeError as error:
         raise TypeError(
-            f"push: a nested tensor of layout {batched[0].layout} has no shape; make it with layout=torch.jagged"
+            f"{who}: a nested tensor of layout {batched[0].layout} has no shape; make it with layout=torch.jagged"
         ) from error
     if length == 0:
         raise ValueError(f"the batch that {who} got is empty; leave such batches out")

@@ -51,13 +51,10 @@ def _decided(record: CallTrace) -> str | None:
     made: dict[int, list[Call]] = {}
     for call in record.calls:
         refs = [ref.number for ref in call.refs()]
-        if call.check is not None:
-            leading = set() if _certain(refs, made) else _leading(refs, made)
-            if (
-                leading
-                and all(n >= record.inputs for n in leading)
-                and any(_draws(each) for n in leading for each in made[n])
-            ):
+        if call.check is not None and not _certain(refs, made):
+            leading = _leading(refs, made)
+            given = any(number < record.inputs for number in leading)
+            if not given and any(_draws(each) for number in leading for each in made[number]):
                 return call.where
         for number in call.out:
             made[number] = [call]
@@ -69,15 +66,13 @@ def _decided(record: CallTrace) -> str | None:
 def _certain(refs: list[int], made: dict[int, list[Call]]) -> bool:
     """Whether what decides compares a number from [0, 1) with one outside of it, as a layer drop of 0 does."""
     makers = made.get(refs[0], []) if len(refs) == 1 else []
-    name = getattr(makers[0].target, "__name__", "").strip("_") if len(makers) == 1 else ""
+    name = _name(makers[0]).strip("_") if len(makers) == 1 else ""
     if name not in COMPARED:
         return False
     drawn, bound = makers[0].args[:2]
-    below = COMPARED[name]
-    uniform = isinstance(drawn, Ref) and [getattr(c.target, "__name__", "") for c in made.get(drawn.number, ())] == [
-        "rand"
-    ]
-    return uniform and isinstance(bound, (int, float)) and (bound >= 1 or bound < 0 or (bound == 0 and below))
+    uniform = isinstance(drawn, Ref) and [_name(call) for call in made.get(drawn.number, ())] == ["rand"]
+    outside = isinstance(bound, (int, float)) and (bound >= 1 or bound < 0 or (bound == 0 and COMPARED[name]))
+    return uniform and outside
 
 
 def _leading(wanted: list[int], made: dict[int, list[Call]]) -> set[int]:
@@ -93,4 +88,8 @@ def _leading(wanted: list[int], made: dict[int, list[Call]]) -> set[int]:
 
 
 def _draws(call: Call) -> bool:
-    return getattr(call.target, "__name__", "") in DRAWS
+    return _name(call) in DRAWS
+
+
+def _name(call: Call) -> str:
+    return getattr(call.target, "__name__", "")

@@ -45,8 +45,8 @@ def heard(crew, function, *arguments):
     return found
 
 
-def ranks_train(*arguments: Any, **options: Any) -> None:
-    """What each of the ranks does. arguments: its rank, which the crew gives."""
+def ranks_train(**options: Any) -> None:
+    """What each of the ranks does."""
     trains(**{"workers": RANKS(), **options})
 
 

@@ -9,7 +9,7 @@ import pipeback
 from pipeback import checkpoint
 from tests.lightning import ranks as lightning_ranks
 from tests.lightning.cases import Regression
-from tests.processes.crew import Crew, Failed
+from tests.processes.crew import Crew
 
 FORMS = ["to_sparse", "to_sparse_csr"]
 WAYS = [{}, {"workers": 2}, {"store": "host"}, {"store": "disk"}, {"activations": "host"}, {"replicas": 2},
@@ -144,10 +144,3 @@ def test_devices_of_lightning(crew, form):
     for found in crew.ranks(2).run(fit, form, 2):
         assert all(torch.equal(found["weights"][k].to_dense(), v.to_dense()) for k, v in wanted["weights"].items())
     crew.again()
-
-
-def test_sparse_tensors_do_not_cross_processes(crew):
-    with pytest.raises(Failed, match=r"layout torch.sparse_csr does not travel between processes; use .to_dense\(\)"):
-        crew.ranks(2).run(of_ranks, handing, "to_sparse_csr")
-    crew.again()
-    crew.ranks(2).run(of_ranks, graph, "to_sparse_csr")
