@@ -166,4 +166,4 @@ def test_the_peak_is_what_a_piece_of_work_held():
     found = peaks.peak(lambda: torch.ones(8_000_000))
     if found is None:
         pytest.skip("the system does not tell")
-    assert 32 <= found < 64
+    assert 31 <= found < 64  # 32 MB of floats; the kernel counts resident pages in batches per processor
