@@ -225,6 +225,7 @@ class Engine:
     def take_up(self, plain: Mapping[str, Any], current: Options) -> None:
         """Load the part of a state that belongs to no stage. current: the optimizers' options in it."""
         self.current, self.arrived = current, plain["arrived"]
+        self._regroup(plain)
         self.progress.take_up(plain)
         self.holding.seconds = plain["seconds"]
         self._rehearsals.forget()
@@ -268,16 +269,27 @@ class Engine:
 
         stacks = self.setting.stacks
         kept, told = fitting(
-            self.stages, stacks, [batches[0][0], smallest(batches)[0]], self.method, self._vectorize,
+            self.stages, stacks, [batches[0][:2], smallest(batches)[:2]], self.method, self._vectorize,
             self.current, self.setting.worker, again=bool(self.vectorized),
         )  # fmt: skip
         self.vectorized = self.vectorized or told
         self.setting = self.setting._replace(stacks=kept)
-        if len(kept) < len(stacks):
+        if kept != list(stacks):
             for loop in self.loops:  # of a state that was taken up
-                loop.worker.executor.leave([stack for stack in stacks if stack not in kept])
+                loop.worker.executor.use(kept)
             if self._compile:  # what is left compiles, and is checked, on its own
                 self._rehearsals.whole(batches[0], relay)
+
+    def _regroup(self, plain: Mapping[str, Any]) -> None:
+        """Let those stages run as one that did in a state, as far as it has micro-batches in flight there."""
+        if not self.setting.stacks:
+            return
+        from pipeback.vectorized.choose_stacks import regrouped  # here, since most pipelines have no stacks
+
+        rows = [p["row"] for part in plain["stages"] for p in part.get("flights", {}).values() if p.get("row")]
+        groups = {tuple(row[-1]) for row in rows}
+        stacks = regrouped(self.stages, self.setting.stacks, sorted(groups), self.method, self._vectorize)
+        self.setting = self.setting._replace(stacks=stacks)
 
     def _relay(self, x: Value, part: Callable[[Sequence[Stage], Value], Value]) -> None:
         assert isinstance(self.runtime, RankRunner)

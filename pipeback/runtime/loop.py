@@ -296,7 +296,7 @@ class Loop:
             if s < self.worker.count - 1:
                 for mb in range(order.backwards[s], order.backwards[s + 1]):
                     link.wait("B", s, order.start + mb)
-        return {**link.box, **self.worker.executor.between(order)}
+        return dict(link.box)
 
     def progress(self, number: Callable[[Options], int]) -> dict[str, Any]:
         """Return the progress as plain values; `entries`, `options` and `sizes` are of micro-batches still in use."""

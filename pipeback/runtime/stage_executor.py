@@ -9,13 +9,11 @@ import torch
 from torch import Tensor
 
 from pipeback.errors import StageError
-from pipeback.runtime.link import Name
 from pipeback.runtime.worker import Worker
 from pipeback.schedules.order import Ops, Order
 from pipeback.stages.flight import Flight
 from pipeback.stages.gradients import differentiate
 from pipeback.stages.stage import Stage
-from pipeback.tensors.layout import Message
 
 
 class StageExecutor:
@@ -103,15 +101,11 @@ class StageExecutor:
     def spread(self) -> None:
         """Do nothing: each stage has its gradients."""
 
-    def between(self, order: Order) -> dict[Name, Message]:
-        """Return nothing: all messages wait in the link."""
-        return {}
-
     def take_up(self) -> None:
         """Do nothing: stages and link hold the whole state."""
 
-    def leave(self, stacks: Sequence[Any]) -> None:
-        """Do nothing: every stage runs on its own already."""
+    def use(self, stacks: Sequence[Any]) -> None:
+        """Do nothing: every stage runs on its own."""
 
     # -- errors --------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from pipeback.errors import StageError
 from pipeback.methods.base import Method, When, overrides
 from pipeback.private import hooked
 from pipeback.runtime.ledger import Ledger
-from pipeback.runtime.link import Link, Name
+from pipeback.runtime.link import Link
 from pipeback.runtime.optimizer_state_watch import OptimizerStateWatch
 from pipeback.runtime.replicas import Replicas
 from pipeback.runtime.staleness import Watch
@@ -33,7 +33,6 @@ from pipeback.stages.gradients import GradientSums
 from pipeback.stages.joint_optimizer import Options, joinable
 from pipeback.stages.stage import Stage
 from pipeback.stages.team import StageGroup
-from pipeback.tensors.layout import Message
 from pipeback.tensors.weight_list import Weights
 
 _Step = tuple[StageGroup, int, Sequence[Options], When | None]  # who steps, and with the options of which micro-batch
@@ -63,14 +62,11 @@ class Executor(Protocol):
     def spread(self) -> None:
         """Hand the stages their gradients, if those of several stages are kept together."""
 
-    def between(self, order: Order) -> dict[Name, Message]:
-        """Return the messages that wait elsewhere than in the link."""
-
     def take_up(self) -> None:
         """Go on after a state was put into the stages, and messages into the link."""
 
-    def leave(self, stacks: Sequence[Any]) -> None:
-        """Run the stages of these stacks one by one from now on."""
+    def use(self, stacks: Sequence[Any]) -> None:
+        """Run the stages of these stacks as one from now on, and all others one by one."""
 
 
 class Worker:

@@ -76,7 +76,10 @@ class Step:
 
 
 class Rows:
-    """The weights of `stages`, upstream first, as tensors (n, …); the stages' own weights become rows of these."""
+    """The weights of `stages`, upstream first, as tensors (n, …); the stages' own weights become rows of these.
+
+    With one stage alone (n = 1) the tensors are the stage's own, without the dimension of the rows.
+    """
 
     def __init__(self, stages: Sequence[Stage]) -> None:
         self.stages = list(stages)
@@ -96,7 +99,7 @@ class Rows:
     @torch.no_grad()
     def _whole(self) -> list[Tensor]:
         if len(self.stages) == 1:
-            return [p.data[None] for p in self.stages[0].module.parameters()]
+            return [p.data for p in self.stages[0].module.parameters()]
         found = []
         for same in zip(*(list(stage.module.parameters()) for stage in self.stages), strict=True):
             whole = torch.stack([p.data for p in same])
@@ -109,13 +112,16 @@ class Rows:
 
     def _buffers(self) -> list[Tensor]:
         """The buffers for shifted weights, if the method uses them; the stages' own buffers become rows of these."""
-        own = [stage.versions.scratch or () for stage in self.stages]
-        if len(own) == 1:
-            return [w[None] for w in own[0]]
-        wholes, rows = _laid(own)
-        for stage, mine in zip(self.stages, rows, strict=False):
+        if not any(stage.versions.scratch for stage in self.stages):
+            return []
+        wholes, rows = _laid([stage.versions.scratch or () for stage in self.stages])
+        for stage, mine in zip(self.stages, rows, strict=True):
             stage.versions.lay(mine)
         return wholes
+
+    def of(self, whole: Tensor) -> Sequence[Tensor]:
+        """Return the rows of a tensor (n, …)."""
+        return _rows(whole, len(self.stages))
 
     def add(self, grads: list[Tensor], rows: Sequence[int]) -> None:
         """Add gradients (n, …), one micro-batch for each of these rows, to the gradient sums of the stages."""
@@ -124,7 +130,7 @@ class Rows:
             self.sums = grads
         else:
             self.spread()
-            self._add_apart([g.unbind() for g in grads], rows)
+            self._add_apart([self.of(g) for g in grads], rows)
         for r in rows:
             self.stages[r].gradients.count_more(1)
 
@@ -166,7 +172,7 @@ class Rows:
         if sums is not None:
             self._summed.clear()
         for n, whole in enumerate(sums or ()):
-            for stage, row in zip(self.stages, whole.unbind(), strict=True):
+            for stage, row in zip(self.stages, self.of(whole), strict=True):
                 stage.gradients.values[n] = row
 
     def step(self) -> bool:
@@ -214,6 +220,8 @@ class Rows:
 
     def _along(self, step: Step, directions: Sequence[Tensor], some: Sequence[int] | None) -> None:
         weights = list(self._chosen(some, self.stepped))
+        if not weights:
+            return
         if step.rate is None:
             torch._foreach_addcmul_(weights, list(directions), list(self._chosen(some, step.along)))
         else:
@@ -226,7 +234,8 @@ class Rows:
     def number(self, value: float) -> Tensor:
         """Return a number as a tensor on the device of the weights, always the same tensor for a number."""
         if self._number is None or self._number[0] != value:
-            self._number = value, torch.tensor(value, dtype=self.weights[0].dtype, device=self.weights[0].device)
+            like = self.stepped[0] if self.stepped else torch.zeros(())
+            self._number = value, torch.tensor(value, dtype=like.dtype, device=like.device)
         return self._number[1]
 
     def move(self, step: Step | AdamStep, grads: Sequence[Tensor], some: Sequence[int] | None = None) -> None:
@@ -272,6 +281,8 @@ class Rows:
         return step
 
     def _uncorrected(self, options: Sequence[Options]) -> Step | AdamStep | None:
+        if not self.stepped:
+            return Step(0.0, (), [], [])
         of_stages = [rates_of(stage, some) for stage, some in zip(self.stages, options, strict=True)]
         rates = [[of_stage[n] for of_stage in of_stages] for n in range(len(self.stepped))]
         same = self._common(settings, options)
@@ -336,6 +347,8 @@ class Rows:
 
         `STEP` is one matrix (weights, n); every other entry is a list of tensors (n, …).
         """
+        if not self.stepped:
+            return [[] for _ in names]
         if not self.alone and any(
             row is None or stage.optimizer.state.get(stage.weights[0], {}).get(names[0]) is not row
             for stage, row in zip(self.stages, self._first_rows, strict=True)
@@ -343,7 +356,10 @@ class Rows:
             steps = torch.zeros(len(self.stepped), len(self.stages))
             kept: list[Any] = [steps if name == STEP else list(map(torch.zeros_like, self.stepped)) for name in names]
             for m in range(len(self.stepped)):
-                rows = [whole[m].unbind() for whole in kept]
+                rows = [
+                    whole[m].unbind() if name == STEP else self.of(whole[m])
+                    for name, whole in zip(names, kept, strict=True)
+                ]
                 for stage, *mine in zip(self.stages, *rows, strict=True):
                     entry = stage.optimizer.state.get(stage.weights[m], {})
                     for name, row in zip(names, mine, strict=True):
@@ -360,8 +376,14 @@ class Rows:
 
 def _laid(lists: Sequence[Sequence[Tensor]]) -> tuple[list[Tensor], list[list[Tensor]]]:
     """Return lists of tensors of equal shapes, one list per stage, as tensors (n, …), and as lists of their rows."""
+    if len(lists) == 1:
+        return list(lists[0]), [list(lists[0])]
     wholes = [torch.stack(list(same)) for same in zip(*lists, strict=True)]
     return wholes, [list(rows) for rows in zip(*(whole.unbind() for whole in wholes), strict=True)]
+
+
+def _rows(whole: Tensor, count: int) -> Sequence[Tensor]:
+    return (whole,) if count == 1 else whole.unbind()
 
 
 def _groups(stage: Stage, options: Options) -> list[tuple[float, float]] | None:

@@ -8,12 +8,10 @@ import torch
 from torch import Tensor
 
 from pipeback.errors import StageError
-from pipeback.runtime.link import Name
 from pipeback.runtime.stage_executor import StageExecutor
 from pipeback.runtime.worker import Worker
 from pipeback.schedules.order import Ops, Order
 from pipeback.stages.flight import Flight
-from pipeback.tensors.layout import Message
 from pipeback.vectorized.stack import Stack
 from pipeback.vectorized.steady import Steady
 
@@ -94,10 +92,8 @@ class StackExecutor:
         for stack in self.stacks:
             some, graphs = [op for op in ops if self._of.get(op[0]) is stack], []
             if self._mixed:
-                stack.take(self.link.box)
                 graphs = [(s, i) for s, i in some if self.stages[s].flights[i].row is None]
                 some = [op for op in some if op not in graphs]
-                self._lend(stack, graphs)
                 others += graphs
             if some:
                 try:
@@ -138,41 +134,15 @@ class StackExecutor:
         for stack in self.stacks:
             stack.rows.spread()
 
-    def _lend(self, stack: Stack, ops: Ops) -> None:
-        """Pass gradients from rows of the stack to stages whose flight is an autograd graph."""
-        for s, i in ops:
-            name = ("B", s, i)
-            if name not in self.link.box:
-                value = stack.waiting(name)
-                assert value is not None
-                self.link.box[name] = value
-
     # -- states --------------------------------------------------------------------------------------------------
-
-    def between(self, order: Order) -> dict[Name, Message]:
-        """Return the messages that wait in rows of stacks."""
-        found: dict[Name, Message] = {}
-        for stack in self.stacks:
-            for s in range(stack.first, stack.last + 1):
-                came = range(order.forwards[s], order.forwards[s - 1]) if s > stack.first else ()
-                back = range(order.backwards[s], order.backwards[s + 1]) if s < stack.last else ()
-                for kind, mbs in (("F", came), ("B", back)):
-                    for mb in mbs:
-                        name = (kind, s, order.start + mb)
-                        value = None if name in self.link.box else stack.waiting(name)
-                        if value is not None:
-                            found[name] = value
-        return found
 
     def take_up(self) -> None:
         """Go on after a state was put into the stages, and messages into the link."""
         self._look()
-        for stack in self.stacks:
-            stack.take(self.link.box)
 
-    def leave(self, stacks: Sequence[Stack]) -> None:
-        """Run the stages of these stacks one by one from now on."""
-        self.stacks = [stack for stack in self.stacks if stack not in stacks]
+    def use(self, stacks: Sequence[Stack]) -> None:
+        """Run the stages of these stacks as one from now on, and all others one by one."""
+        self.stacks = list(stacks)
         self._of = {stage.index: stack for stack in self.stacks for stage in stack.stages}
         self._steady = None
 

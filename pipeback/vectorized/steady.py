@@ -22,12 +22,14 @@ from pipeback.vectorized.adam_rows import AdamStep
 from pipeback.vectorized.bounded_cache import BoundedCache
 from pipeback.vectorized.capture import Unfit, capture_loss_stage
 from pipeback.vectorized.eligible import leaps, torchs
-from pipeback.vectorized.ring_buffers import Kind, RingBuffers
+from pipeback.vectorized.forms import floating, leaves
+from pipeback.vectorized.waiting import Waiting
 from pipeback.vectorized.rows import Rows, Step
 from pipeback.vectorized.stack import Compile, Stack
 from pipeback.vectorized.steady_run import SteadyRun
 from pipeback.vectorized.tick import LossStage, StackTick, form, fused
-from pipeback.vectorized.verify import check_plain, example, judged_alike
+from pipeback.vectorized.verify import check_plain, judged_alike
+from pipeback.vectorized.wiring import Where, wire
 
 
 class Steady:
@@ -39,10 +41,10 @@ class Steady:
         self.turns = schedule.turns if leaps(worker.method) and isinstance(schedule, Flowing) else 0
         self.last = worker.stages[worker.count - 1]
         self.done = 0  # ticks of the last run
-        self._moving: BoundedCache[tuple[RingBuffers, ...], list[StackTick]] = BoundedCache()
+        self._moving: BoundedCache[tuple[Waiting, ...], tuple[list[StackTick], Where]] = BoundedCache()
         self._judges: BoundedCache[Any, LossStage | None] = BoundedCache()
         self._judge_rows: Rows | None = None
-        self._examples: BoundedCache[Kind, Tensor] = BoundedCache()  # tensors like the outputs of stacks
+        self._judged: Any = None  # an input of the last stage
         self._teams: dict[int, StageGroup] = {}  # groups of one stage each
         self._fused: BoundedCache[tuple[Any, ...], Any] = (
             BoundedCache()
@@ -51,17 +53,17 @@ class Steady:
     def run(self, order: Order, ticks: int) -> int:
         """Run as many of the next `ticks` ticks as are steady, and return their number."""
         self.done = 0
-        moving = self._ready() if self.turns else None
-        if moving is None:
+        ready = self._ready() if self.turns else None
+        if ready is None:
             return 0
         forwards = [order.start + i for i in order.forwards]
         backwards = [order.start + i for i in order.backwards]
         options = {i: f.options for i, f in self.worker.stages[0].flights.items()}
         told = options | self.worker.options
-        run = SteadyRun(self.worker, self.judged, moving, self.turns, self._teams, forwards, backwards, told)
+        run = SteadyRun(self.worker, self.judged, *ready, self.turns, self._teams, forwards, backwards, told)
         judge = None
         if self._may_judge:
-            x = self._judges_input(forwards[-1])
+            x = self._judged = self.worker.link.box.get(("F", self.last.index, forwards[-1]), self._judged)
             if x is None:
                 ticks = 1  # after that tick there is an input to make a graph for
             else:
@@ -82,16 +84,14 @@ class Steady:
             for stack in self.stacks:
                 stack.leaps = bool(run.turns[0].steps)
 
-    def _ready(self) -> list[StackTick] | None:
+    def _ready(self) -> tuple[list[StackTick], Where] | None:
         kinds = [kind for stack in self.stacks if (kind := stack.one_kind) is not None]
         if len(kinds) < len(self.stacks):
             return None
         key = tuple(stack.rings(kind) for stack, kind in zip(self.stacks, kinds, strict=True))
         if key not in self._moving:
-            made = {stack.name: StackTick(stack, rings) for stack, rings in zip(self.stacks, key, strict=True)}
-            for one in made.values():
-                one.source = made[(one.stack.partner or one.stack).name]
-            self._moving[key] = list(made.values())
+            made = [StackTick(stack, rings) for stack, rings in zip(self.stacks, key, strict=True)]
+            self._moving[key] = made, wire(made)
         return self._moving.used(key)
 
     @property
@@ -102,29 +102,17 @@ class Steady:
         stage = self.last
         return stage.stack is None and stage.random.state is None and stage.loss is not None and torchs(stage.loss)
 
-    def _judges_input(self, mb: int) -> Any:
-        """Return the last stage's input for a micro-batch, or a tensor like it; None while its shape is unknown."""
-        name, stack = ("F", self.last.index, mb), self.worker.stages[self.last.index - 1].stack
-        if name in self.worker.link.box:
-            return self.worker.link.box[name]
-        kind = None if stack is None else stack.one_kind
-        if stack is None or kind is None:
-            return None
-        if kind not in self._examples:
-            self._examples[kind] = example(kind[0], kind[1], stack.rows.weights[0].device)
-        return self._examples.used(kind)
-
     def _judge(self, x: Any, target: Any) -> LossStage | None:
         """Return the last stage as a graph, or None if it cannot be traced."""
         stage = self.last
         assert stage.loss is not None
         key = form(x, target), stage.module.training, listened(stage.module)
-        if key[0] is None or not x.is_floating_point():
+        if key[0] is None or not any(floating(v.dtype) for v in leaves(x)):
             return None
         if key not in self._judges:
             self._judges[key] = None
             try:
-                clones = check_plain([stage], x)
+                clones = check_plain([stage], x).clones
                 graph = capture_loss_stage(stage.module, stage.loss, x, target, clones=clones)
                 judged_alike(stage, graph, x, target)
                 self._judge_rows = self._judge_rows or Rows([stage])

@@ -26,8 +26,10 @@ from pipeback.stages.stage import Stage
 from pipeback.stages.team import StageGroup
 from pipeback.vectorized.adam_rows import AdamStep
 from pipeback.vectorized.cuda_graph import CudaGraphed
+from pipeback.vectorized.forms import packed
 from pipeback.vectorized.rows import Rows, Step
-from pipeback.vectorized.tick import LossStage, StackTick, form
+from pipeback.vectorized.tick import LossStage, Parts, StackTick, form
+from pipeback.vectorized.wiring import Where, entering, give, leaving, take
 
 
 @dataclass
@@ -35,6 +37,7 @@ class Turn:
     """The stages that are busy at a tick: those that run as one, the last stage as a graph, and the others."""
 
     moving: list[StackTick]
+    where: Where
     judge: LossStage | None
     others: list[int]
     steps: list[Step | AdamStep] = field(default_factory=list)
@@ -45,7 +48,8 @@ class Turn:
 
     def __post_init__(self) -> None:
         self.rows = [*(one.stack.rows for one in self.moving), *([self.judge.rows] if self.judge else [])]
-        self.parts = [(one, one.stack.first, one.stack.last) for one in self.moving]
+        self.entering = [(one, *way) for one in self.moving for way in entering(one)]
+        self.leaving = [(one, *way) for one in self.moving for way in leaving(one, self.where)]
 
     def fuse(self, compiled: Any) -> None:
         """Use a compiled function for this turn, with these steps."""
@@ -75,13 +79,14 @@ class SteadyRun:
         worker: Worker,
         judged: Callable[[int, Tensor], None],
         moving: Sequence[StackTick],
+        where: Where,
         turns: int,
         teams: dict[int, StageGroup],
         forwards: Sequence[int],
         backwards: Sequence[int],
         options: dict[int, Options],
     ) -> None:
-        self.worker, self.judged, self.moving = worker, judged, moving
+        self.worker, self.judged, self.moving, self.where = worker, judged, moving, where
         self.f, self.b, self.options = forwards, backwards, options
         self.count, self.teams = turns, teams
         self._first = 0 if turns == 1 or backwards[1] > backwards[0] else 1  # the number of the first turn
@@ -109,7 +114,8 @@ class SteadyRun:
             inside.add(judge.stage.index)
         self.turns = [
             Turn(
-                [one for one in self.moving if self.turn(one.stack.first) == n],
+                [one for one in self.moving if self.turn(one.first) == n],
+                self.where,
                 judge if judge is not None and self.turn(judge.stage.index) == n else None,
                 [s for s in self.worker.stages if s not in inside and self.turn(s) == n],
             )
@@ -122,8 +128,7 @@ class SteadyRun:
 
     def begin(self) -> None:
         with torch.no_grad():
-            for one in self.turns[0].moving:
-                one.begin(self.f, self.b, self.worker.link.box)
+            take(self.turns[0].moving, self.where, self.f, self.b, self.worker.link.box)
             for one in self.moving:
                 if self.stashes:
                     one.take_weights()
@@ -152,45 +157,40 @@ class SteadyRun:
     def _tick(self, turn: Turn, k: int) -> None:
         """Run tick k: every stage whose turn it is has done k since the run began."""
         worker, f, b, judge = self.worker, self.f, self.b, turn.judge
-        box = worker.link.box
+        link = worker.link
         if turn.others:
             worker.forward([(s, f[s] + k) for s in turn.others])
-        parts = [(*part, step) for part, step in zip(turn.parts, turn.steps)]
-        given = [
-            (
-                box.pop(("F", first, f[first] + k)) if one.enters else None,
-                box.pop(("B", last, b[last] + k)) if one.leaves else None,
-            )
-            for one, first, last in turn.parts
-        ]
+        messages = {(kind, s): link.recv(kind, s, (f if kind == "F" else b)[s] + k) for _, kind, s in turn.entering}
+        given = [one.given(messages) for one in turn.moving]  # before anything of this tick replaces them
         asked: Asked = None
         if judge is not None:
             s = judge.stage.index
             i = f[s] + k
-            asked = i, box.pop(("F", s, i)), target_on(judge.stage.device, box.pop(("Y", s, i)))
+            asked = i, link.recv("F", s, i), target_on(judge.stage.device, link.recv("Y", s, i))
         with torch.no_grad():
-            for one, first, _, how in parts:
+            for one, how in zip(turn.moving, turn.steps):
                 if one.stash is not None:
-                    one.stash.keep(f[first] + k)
+                    one.stash.keep(f[one.first] + k + one.place)
                 if how.drift:
                     one.about_to_drift()
             gx = (self._one_by_one if turn.fused is None else self._fused)(turn, k, given, asked)
             if judge is not None:
-                box["B", s - 1, i] = gx
-            for one, first, last, how in parts:
+                link.send("B", s - 1, i, gx)
+            for one, how in zip(turn.moving, turn.steps):
                 if how.drift:
                     one.drifted(how)
-                if one.leaves:
-                    box["F", last + 1, f[last] + k] = one.y[-1]
-                if one.enters and first:
-                    box["B", first - 1, b[first] + k] = one.gx[0]
+            for one, kind, s, row in turn.leaving:
+                if kind == "F":
+                    link.send("F", s + 1, f[s] + k, one.sent(row))
+                else:
+                    link.send("B", s - 1, b[s] + k, one.sent_back(row))
         self.done += 1
         if turn.others:
             ops = [(s, b[s] + k) for s in turn.others]
             worker.backward(ops)
             worker.update(ops)
 
-    def _one_by_one(self, turn: Turn, k: int, given: Sequence[tuple[Any, Any]], asked: Asked) -> Any:
+    def _one_by_one(self, turn: Turn, k: int, given: Sequence[tuple[Parts, Parts]], asked: Asked) -> Any:
         """Run the stacks one after the other. Returns the gradient of the last stage's input."""
         judge, gx = turn.judge, None
         if judge is not None and asked is not None:
@@ -198,28 +198,29 @@ class SteadyRun:
             loss, gx, grads = judge.eager(x, target, step)
             self.judged(i, loss)
             judge.rows.move(step, grads)
-        for (one, first, _), how, (inward, back) in zip(turn.parts, turn.steps, given, strict=False):
-            one.eager(self.f[first] + k, self.b[first] + k, inward, back, how)
+        for one, how, (xs, gs) in zip(turn.moving, turn.steps, given, strict=False):
+            one.eager(self.f[one.first] + k + one.place, self.b[one.first] + k - one.place, xs, gs, how)
         return gx
 
-    def _fused(self, turn: Turn, k: int, given: Sequence[tuple[Any, Any]], asked: Asked) -> Any:
+    def _fused(self, turn: Turn, k: int, given: Sequence[tuple[Parts, Parts]], asked: Asked) -> Any:
         """Run the compiled function of the turn. Returns the gradient of the last stage's input."""
         fused, judge, gx = turn.fused, turn.judge, None
         assert fused is not None
         stay = isinstance(fused, CudaGraphed)
         each = [
-            one.changing(self.b[first] + k, inward, back, stay=stay)
-            for (one, first, _), (inward, back) in zip(turn.parts, given)
+            one.changing(self.b[one.first] + k - one.place, xs, gs, stay=stay)
+            for one, (xs, gs) in zip(turn.moving, given, strict=True)
         ]
         if judge is not None and asked is not None:
             each.append(judge.changing(*asked[1:]))
         found = fused(turn.fixed, [(*some, *how) for some, how in zip(each, turn.told)])
-        for (one, first, _), how, (y, left, back, factors) in zip(turn.parts, turn.steps, found, strict=False):
-            one.y, one.gx = y, back
-            one.rings.put(one.rings.places(self.f[first] + k), left)
+        for one, how, (ys, left, gxs, factors) in zip(turn.moving, turn.steps, found, strict=False):
+            one.ys, one.gxs = ys, gxs
+            one.rings.put(self.f[one.first] + k + one.place, left)
             one.finish(factors, how)
         if judge is not None and asked is not None:
-            loss, gx = found[-1]
+            loss, gxs = found[-1]
+            gx = packed(gxs, judge.packed)
             self.judged(asked[0], loss)
         return gx
 
@@ -271,16 +272,13 @@ class SteadyRun:
 
     def _fits(self, turn: Turn, k: int) -> bool:
         """Whether the inputs of the tick have the same form and options as before."""
-        box = self.worker.link.box
-        for one in turn.moving:
-            if one.enters:
-                x = box[("F", one.stack.first, self.f[one.stack.first] + k)]
-                if type(x) is not Tensor or x.shape != one.kind[0] or x.dtype != one.kind[1]:
-                    return False
+        box, f = self.worker.link.box, self.f
+        if not all(one.fits(box["F", s, f[s] + k]) for one, kind, s in turn.entering if kind == "F"):
+            return False
         if turn.judge is None:
             return True
         s = turn.judge.stage.index
-        return form(box[("F", s, self.f[s] + k)], box[("Y", s, self.f[s] + k)]) == turn.judge.form
+        return form(box["F", s, f[s] + k], box["Y", s, f[s] + k]) == turn.judge.form
 
     def told(self) -> None:
         """Bring flights, versions, options and the ledger up to date."""
@@ -291,15 +289,13 @@ class SteadyRun:
             for rows in turn.rows:
                 rows.alone = False
         with torch.no_grad():
-            for one in self.turns[self.done % self.count].moving:
-                one.end(f, b, worker.link.box)
+            give(self.turns[self.done % self.count].moving, self.where, f, b, worker.link.box)
         for turn in self.turns[: self.done]:
             if not turn.inside:
                 continue
             n, used = rounds[turn.inside[0]], self._used(turn.inside, rounds[turn.inside[0]])
             for one in turn.moving:
-                s = one.stack.first
-                one.stack.moved_on(n, self.f[s], self.b[s], self.options)
+                one.stack.moved_on(n, self.f, self.b, self.options)
             if turn.judge is not None:
                 last = turn.judge.stage
                 last.went_backward(self.options[f[-1] - 1])

@@ -10,50 +10,83 @@ W the weights, v the velocities, g the gradients, m the momentum, η the learnin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from pipeback.runtime.link import Name
 from pipeback.stages.stage import Stage
-from pipeback.tensors.layout import Message
 from pipeback.vectorized.adam_rows import AdamStep, adapted
 from pipeback.vectorized.cuda_graph import side_by_side
+from pipeback.vectorized.forms import leaves, packed
 from pipeback.vectorized.graph_rewrites import Graph, accumulating, direct
-from pipeback.vectorized.ring_buffers import RingBuffers
+from pipeback.vectorized.waiting import Waiting
 from pipeback.vectorized.rows import Rows, Step
 from pipeback.vectorized.stack import Stack
 from pipeback.vectorized.weight_ring import WeightRing
 
 Slots = Sequence[Tensor] | Tensor
-Box = dict[Name, Message]
+Parts = Sequence[Sequence[Tensor]]  # of each tensor of a value, the pieces that make it
+Messages = Mapping[tuple[Literal["F", "B"], int], Any]  # by direction, "F" or "B", and stage
+
+
+class Piece(NamedTuple):
+    """Some of a stack's rows that get their tensors from one place.
+
+    source: the stack; None: a message, to the stage numbered `stage`. rows: which of the source's rows; None: it has one
+    or they are all. lifts: whether the tensor lacks the dimension of the rows.
+    """
+
+    source: StackTick | None
+    stage: int
+    rows: slice | int | None
+    lifts: bool
+
+
+def joined(pieces: Sequence[Piece], parts: Parts) -> list[Tensor]:
+    """Return for each tensor of a value its pieces as one (n, …)."""
+    found = []
+    for tensors in parts:
+        some = []
+        for (_, _, rows, lifts), t in zip(pieces, tensors, strict=True):
+            t = t if rows is None else t[rows]
+            some.append(t[None] if lifts else t)
+        found.append(some[0] if len(some) == 1 else torch.cat(some))
+    return found
 
 
 class StackTick:
     """A stack whose rows all do F, B and U at each of their ticks."""
 
-    def __init__(self, stack: Stack, rings: RingBuffers) -> None:
+    def __init__(self, stack: Stack, rings: Waiting) -> None:
         self.stack, self.rings, self.kind = stack, rings, rings.kind
-        self.source = self  # the stack whose rows give these their inputs: itself, or its partner
-        other = stack.partner
-        self.enters = other is None or stack.first < other.first  # whether the first row gets its input from outside
-        self.leaves = other is None or stack.last > other.last  # whether the last row gets its gradient from outside
-        rows = len(stack.stages)
-        behind = 0 if other is not None and self.enters else 1  # which row of the source is behind the first
-        self._inward = slice(0, rows - self.enters)
-        self._back = slice(behind, behind + rows - self.leaves)
+        self.written = rings.written
+        self.inward: list[Piece] = []  # where the rows get their inputs from
+        self.back: list[Piece] = []  # and their gradients
+        self.ys: list[Tensor] = []  # the outputs of the last tick, (n, …)
+        self.gxs: list[Tensor | None] = []  # and the gradients of its inputs
         self.stash: WeightRing | None = None  # the weights that F used, where B runs on them
         self.drift: list[Tensor] = []  # δ, if B runs on weights shifted by it
-        self._accumulate = direct(accumulating(self.rings.written, stack.rows.trained)) if stack.fuse is None else None
+        weights, trained = len(stack.rows.weights), stack.rows.trained
+        self._accumulate = direct(accumulating(self.written, weights, trained)) if stack.fuse is None else None
+
+    @property
+    def first(self) -> int:
+        """The number of its first stage."""
+        return self.stack.first
+
+    @property
+    def place(self) -> int:
+        """p of its first stage."""
+        return self.stack.places[0]
 
     def take_weights(self) -> None:
         """Take over the weights on which the micro-batches in flight have gone forward."""
-        stack, length = self.stack, self.rings.length
-        if stack.stash is None or stack.stash.length != length:
-            stack.stash = WeightRing(stack.rows, length)
+        stack = self.stack
+        if stack.stash is None or stack.stash.like is not self.rings or stack.stash.length != self.rings.length:
+            stack.stash = WeightRing(stack.rows, self.rings)
         self.stash = stack.stash
         self.stash.take()
 
@@ -72,66 +105,62 @@ class StackTick:
         for d, w, before, share in zip(self.drift, stack.rows.stepped, stack.spare, step.drift, strict=True):
             d.lerp_(torch.sub(w, before, out=before), share)
 
-    def begin(self, f: Sequence[int], b: Sequence[int], box: Box) -> None:
-        """Take the messages that wait for a tick at which row r does F of f − r and B of b + r."""
-        rings, first = self.rings, self.stack.first
-        if self.source is self:
-            self.y = torch.cat([rings.inputs[f[first] % rings.length, 1:], rings.inputs[0, :1]])
-            self.gx = torch.cat([rings.gradients[0, :1], rings.gradients[b[first] % rings.length, :-1]])
-            return
-        shape, dtype, _ = self.kind
-        nothing = torch.zeros(shape, dtype=dtype, device=rings.inputs.device)
-        y, gx = ([nothing] * len(self.source.stack.stages) for _ in range(2))
-        for name, row in self._names(f, b):
-            (y if name[0] == "F" else gx)[row] = box.pop(name)
-        self.source.y, self.source.gx = torch.stack(y), torch.stack(gx)
+    def fits(self, x: Any) -> bool:
+        """Whether a message to one of the stages has the form for which the graphs are made."""
+        if (type(x) is tuple) != self.kind.packed:
+            return False
+        given = zip(leaves(x), self.kind.inputs, strict=True)
+        return all(type(v) is Tensor and v.shape == shape and v.dtype == dtype for v, (shape, dtype) in given)
 
-    def end(self, f: Sequence[int], b: Sequence[int], box: Box) -> None:
-        """Leave the messages for such a tick in `box`, after the ticks before it."""
-        rings, first = self.rings, self.stack.first
-        if self.source is self:
-            rings.inputs[f[first] % rings.length, 1:] = self.y[:-1]
-            rings.gradients[b[first] % rings.length, :-1] = self.gx[1:]
-            return
-        y, gx = self.source.y.unbind(), self.source.gx.unbind()
-        box.update({name: (y if name[0] == "F" else gx)[row] for name, row in self._names(f, b)})
+    def sent(self, row: int) -> Any:
+        """Return the last output of a row, as it is sent on."""
+        ys = self.ys if self.stack.alone else [y[row] for y in self.ys]
+        return packed(ys, self.written.packs)
+
+    def sent_back(self, row: int) -> Any:
+        """Return the last gradient of a row's input, as it is sent back."""
+        gxs = self.gxs if self.stack.alone else [None if gx is None else gx[row] for gx in self.gxs]
+        return packed(gxs, self.kind.packed)
 
     def leave(self) -> None:
         """Let go of all inputs and gradients after a run of ticks."""
-        self.y = self.gx = torch.empty(0)
+        self.ys, self.gxs = [], []
         self.stash, self.drift = None, []
 
-    def _names(self, f: Sequence[int], b: Sequence[int]) -> Iterator[tuple[Name, int]]:
-        """Yield the names of the messages that rows get from the source, with the rows there."""
-        numbers = self.stack.numbers
-        for s, row in zip(numbers[self.enters :], range(len(numbers)), strict=False):
-            yield ("F", s, f[s]), row
-        for s, row in zip(numbers[: len(numbers) - self.leaves], range(self._back.start, self._back.stop), strict=True):
-            yield ("B", s, b[s]), row
+    def given(self, messages: Messages) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
+        """Return what the rows get at the next tick: for each input, and then for each gradient, a tensor per piece.
+
+        messages: those to these stages from outside of all stacks, by direction and stage.
+        """
+        inputs, gives = range(len(self.kind.inputs)), self.written.gives
+        come: Any = [
+            [leaves(messages["F", piece.stage]) if piece.source is None else piece.source.ys for piece in self.inward],
+            [leaves(messages["B", piece.stage]) if piece.source is None else piece.source.gxs for piece in self.back],
+        ]
+        return [[some[n] for some in come[0]] for n in inputs], [[some[n] for some in come[1]] for n in gives]
 
     def fixed(self, step: Step | AdamStep, *, stay: bool) -> tuple[Any, ...]:
         """Return the first arguments of `compiled`, which stay in place. stay: all tensors must that are not copied."""
         rings = (self.rings.saved, () if self.stash is None else self.stash.rings) if stay else ((), ())
         return self.stack.rows.weights, self.stack.rows.kept(step), self.drift, *rings
 
-    def changing(self, b: int, x: Tensor | None, g: Tensor | None, *, stay: bool) -> tuple[Any, ...]:
+    def changing(self, b: int, xs: Parts, gs: Parts, *, stay: bool) -> tuple[Any, ...]:
         """Return the next arguments of `compiled`: those that change at every tick."""
-        rings, stash, source = self.rings, self.stash, self.source
-        x, g = None if x is None else x.contiguous(), None if g is None else g.contiguous()
+        rings, stash = self.rings, self.stash
+        xs, gs = (
+            [
+                [t.contiguous() if piece.source is None else t for t, piece in zip(some, pieces, strict=True)]
+                for some in parts
+            ]
+            for parts, pieces in ((xs, self.inward), (gs, self.back))
+        )
         if stay:
-            return rings.slot(b), () if stash is None else stash.slot(b), x, source.y, g, source.gx
-        return rings.left(b), () if stash is None else stash.slots(b), x, source.y, g, source.gx
+            return rings.slot(b), () if stash is None else stash.slot(b), xs, gs
+        return rings.left(b), () if stash is None else stash.slots(b), xs, gs
 
     def told(self, step: Step | AdamStep) -> tuple[Any, ...]:
         """Return the last arguments of `compiled`: the numbers of the step."""
         return step.ahead, step.back, numbers(self.stack.rows, step)
-
-    def _joined(self, x: Tensor | None, y: Tensor, g: Tensor | None, gx: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the inputs and the gradients of all rows."""
-        inward, back = y[self._inward], gx[self._back]
-        return (
-            inward if x is None else torch.cat([x[None], inward]), back if g is None else torch.cat([back, g[None]]),
-        )  # fmt: skip
 
     def compiled(
         self,
@@ -143,28 +172,28 @@ class StackTick:
         stash: Sequence[Tensor],
         left: Slots,
         used: Slots,
-        x: Tensor | None,
-        y: Tensor,
-        g: Tensor | None,
-        gx: Tensor,
+        xs: Parts,
+        gs: Parts,
         ahead: Sequence[Tensor],
         back: Sequence[Tensor],
         numbers: Numbers,
-    ) -> tuple[Tensor, list[Tensor], Tensor, Sequence[Tensor]]:
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor | None], Sequence[Tensor]]:
         """Do the whole tick but `finish`, written for a compiler. left, used: the tensors that F saved and the weights
         on which it ran, or the numbers of their slots in `rings` and `stash`.
         """
-        forward, backward, made = self.rings.written
-        trained, (inward, gradient) = self.stack.rows.trained, self._joined(x, y, g, gx)
-        y, *leaves = forward(*shifted(weights, trained, kept, ahead), inward)
+        forward, backward, made, outputs, *_ = self.written
+        trained = self.stack.rows.trained
+        inward, gradients = joined(self.inward, xs), joined(self.back, gs)
+        sent = forward(*shifted(weights, trained, kept, ahead), *inward)
         gives = self.rings.factors if self.rings.factors is not None and how.by_factors else backward
         then = shifted(weights, trained, drift or kept, back)
         for n, w in zip(trained, slots(stash, used), strict=False):
             then[n] = w
-        found = gives(*slots(rings, left), *made(*then), gradient)
-        grads, gx, factors = found[: len(weights)], found[len(weights)], found[len(weights) + 1 :]
+        found = gives(*slots(rings, left), *made(*then), *gradients)
+        count, ends = len(weights), len(weights) + len(inward)
+        grads, gxs, factors = found[:count], found[count:ends], found[ends:]
         how.step([weights[n] for n in trained], kept, [grads[n] for n in trained], numbers)
-        return y, leaves, gx, factors
+        return list(sent[:outputs]), list(sent[outputs:]), list(gxs), factors
 
     def finish(self, factors: Sequence[Tensor], step: Step | AdamStep) -> None:
         """Step the weights whose gradients come as factors."""
@@ -173,17 +202,21 @@ class StackTick:
             return
         some = [rows.trained.index(n) for n in self.rings.factored]
         if not step.momentum:
-            rows.move(step, [torch.bmm(a, b) for a, b in pairs], some)
+            rows.move(step, [a @ b for a, b in pairs], some)
             return
         for m, (a, b) in zip(some, pairs, strict=True):
-            rows.velocities()[m].baddbmm_(a, b, beta=step.momentum)
+            v = rows.velocities()[m]
+            if v.dim() == 2:
+                v.addmm_(a, b, beta=step.momentum)
+            else:
+                v.baddbmm_(a, b, beta=step.momentum)
         rows.follow(step, some)
 
-    def eager(self, f: int, b: int, x: Tensor | None, g: Tensor | None, step: Step | AdamStep) -> None:
-        """Do the whole tick without a compiler."""
-        rows, rings, (forward, backward, made) = self.stack.rows, self.rings, self.rings.eager
-        saved, (inward, gradient) = rings.left(b), self._joined(x, self.source.y, g, self.source.gx)
-        y, *left = forward(*rows.shifted(step.ahead), inward)
+    def eager(self, f: int, b: int, xs: Parts, gs: Parts, step: Step | AdamStep) -> None:
+        """Do the whole tick without a compiler. f, b: micro-batches of F and B at a place p = 0."""
+        rows, rings, (forward, backward, made, outputs, *_) = self.stack.rows, self.rings, self.rings.eager
+        saved, gradients = rings.left(b), joined(self.back, gs)
+        sent = forward(*rows.shifted(step.ahead), *joined(self.inward, xs))
         if self.stash is not None:
             views = made(*self.stash.used(b))
         else:
@@ -191,35 +224,37 @@ class StackTick:
             views = made(*rows.shifted(step.back, along)) if step.back or rings.made is None else rings.made
         if isinstance(step, Step) and step.momentum and not step.late and self._accumulate is not None:
             factor = rows.number(step.momentum)
-            self.gx = self._accumulate(*saved, *views, gradient, step.momentum, factor, *rows.velocities())
+            gxs = self._accumulate(*saved, *views, *gradients, step.momentum, factor, *rows.velocities())
             rows.follow(step)
         else:
-            *grads, self.gx = backward(*saved, *views, gradient)
-            rows.move(step, [grads[n] for n in rows.trained])
-        self.y = y
-        rings.put(rings.places(f), left)
+            found = backward(*saved, *views, *gradients)
+            gxs = found[len(rows.weights) :]
+            rows.move(step, [found[n] for n in rows.trained])
+        self.ys, self.gxs = list(sent[:outputs]), list(gxs)
+        rings.put(f, sent[outputs:])
 
 
 class LossStage:
     """The last stage with the loss as one graph, since its F and B are of the same micro-batch."""
 
-    def __init__(self, stage: Stage, graph: Graph, rows: Rows, x: Tensor, target: Any, *, check: bool) -> None:
+    def __init__(self, stage: Stage, graph: Graph, rows: Rows, x: Any, target: Any, *, check: bool) -> None:
         """rows: the stage's weights. check: whether the weights must stay if the loss is not finite."""
         self.stage, self.graph, self.rows, self.check = stage, graph, rows, check
+        self.inputs, self.packed = len(leaves(x)), type(x) is tuple
         self.form = form(x, target)
 
-    def eager(self, x: Tensor, target: Any, step: Step | AdamStep) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Return the loss, the gradient of the input, and those of the weights, (1, …)."""
-        loss, gx, *grads = self.graph(*[w[0] for w in self.rows.shifted(step.ahead)], x, target)
-        return loss, gx, [g[None] for g in grads]
+    def eager(self, x: Any, target: Any, step: Step | AdamStep) -> tuple[Tensor, Any, list[Tensor]]:
+        """Return the loss, the gradient of the input, and those of the weights."""
+        loss, *found = self.graph(*self.rows.shifted(step.ahead), *leaves(x), target)
+        return loss, packed(found[: self.inputs], self.packed), found[self.inputs :]
 
     def fixed(self, step: Step | AdamStep, *, stay: bool) -> tuple[Any, ...]:
         """Return the first arguments of `compiled`: tensors that stay in place."""
         return self.rows.weights, self.rows.kept(step)
 
-    def changing(self, x: Tensor, target: Any) -> tuple[Any, ...]:
+    def changing(self, x: Any, target: Any) -> tuple[Any, ...]:
         """Return the next arguments of `compiled`: those that change at every tick."""
-        return x.contiguous(), target.contiguous()
+        return [v.contiguous() for v in leaves(x)], target.contiguous()
 
     def told(self, step: Step | AdamStep) -> tuple[Any, ...]:
         """Return the last arguments of `compiled`: the numbers of the step."""
@@ -230,22 +265,21 @@ class LossStage:
         how: How,
         weights: Sequence[Tensor],
         kept: Sequence[Any],
-        x: Tensor,
+        xs: Sequence[Tensor],
         target: Any,
         ahead: Sequence[Tensor],
         numbers: Numbers,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, list[Tensor | None]]:
         """Do F, B and U, written for a compiler."""
-        used = shifted(weights, self.rows.trained, kept, ahead)
-        loss, gx, *grads = self.graph(*[w[0] for w in used], x, target)
-        grads = [g[None] for g in grads]
+        loss, *found = self.graph(*shifted(weights, self.rows.trained, kept, ahead), *xs, target)
+        gxs, grads = found[: len(xs)], found[len(xs) :]
         if self.check:
             fine = torch.isfinite(loss)
             grads = [torch.where(fine, g, 0) for g in grads]
             along, *others = numbers
             numbers = [torch.where(fine, c, 0) for c in along], *others
         how.step([weights[n] for n in self.rows.trained], kept, grads, numbers)
-        return loss, gx
+        return loss, gxs
 
 
 def slots(rings: Sequence[Tensor], at: Slots) -> Sequence[Tensor]:
@@ -301,7 +335,8 @@ def descended(
     for n, (w, g, c, decay) in enumerate(zip(weights, grads, along, decays, strict=True)):
         if g is None:
             continue
-        moved = late = torch.add(g, w, alpha=decay) if decay else g
+        # not add(…, alpha=decay): where g is a product of matrices, inductor makes one call of both and forgets alpha
+        moved = late = g + decay * w if decay else g
         if velocities:
             velocities[n].mul_(momentum).add_(moved)
             moved = velocities[n]
@@ -312,8 +347,9 @@ def descended(
 
 def form(x: Any, target: Any) -> tuple[Any, ...] | None:
     """Return the shapes and dtypes for which a graph of the loss is made; None if there can be no graph."""
-    both = (x, target)
-    return tuple((v.shape, v.dtype) for v in both) if all(type(v) is Tensor for v in both) else None
+    both = (*leaves(x), target)
+    plain = all(type(v) is Tensor for v in both)
+    return (type(x) is tuple, *((v.shape, v.dtype) for v in both)) if plain else None
 
 
 def fused(
@@ -328,7 +364,7 @@ def fused(
     """
     parts: list[StackTick | LossStage] = [*moving, *([] if judge is None else [judge])]
     calls = [partial(one.compiled, How.of(step)) for one, step in zip(parts, steps, strict=True)]
-    cuda = moving[0].stack.rows.weights[0].is_cuda
+    cuda = moving[0].rings.device.type == "cuda"
 
     def tick(fixed: Sequence[tuple[Any, ...]], changing: Sequence[tuple[Any, ...]]) -> list[Any]:
         every = [partial(call, *some, *rest) for call, some, rest in zip(calls, fixed, changing, strict=True)]
