@@ -265,13 +265,12 @@ class Engine:
 
     def _fit_stacks(self, batches: Sequence[Batch], relay: Relay | None) -> None:
         """Of the runs of similar stages, keep those that can run as one for these micro-batches."""
-        from pipeback.vectorized.choose_stacks import fitting  # here, since most pipelines have no stacks
+        from pipeback.vectorized.fit_stacks import Request, fitting  # here, since most pipelines have no stacks
 
         stacks = self.setting.stacks
-        kept, told = fitting(
-            self.stages, stacks, [batches[0][:2], smallest(batches)[:2]], self.method, self._vectorize,
-            self.current, self.setting.worker, again=bool(self.vectorized),
-        )  # fmt: skip
+        asked = Request(self.method, self._vectorize, self.current, self.setting.worker)
+        some = [batches[0][:2], smallest(batches)[:2]]
+        kept, told = fitting(self.stages, stacks, some, asked, again=bool(self.vectorized))
         self.vectorized = self.vectorized or told
         self.setting = self.setting._replace(stacks=kept)
         if kept != list(stacks):

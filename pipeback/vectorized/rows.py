@@ -119,6 +119,19 @@ class Rows:
             stage.versions.lay(mine)
         return wholes
 
+    @torch.no_grad()
+    def lay(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Lay the weights of a single stage in memory as this function does."""
+        (stage,) = self.stages
+        for p in stage.module.parameters():
+            p.data = change(p.data)
+        stage.moved()
+        self.weights = self._whole()
+        self.stepped = [self.weights[n] for n in self.trained]
+        if stage.versions.scratch is not None:
+            stage.versions.lay([torch.empty_like(w) for w in self.stepped])
+            self.scratch = self._buffers()
+
     def of(self, whole: Tensor) -> Sequence[Tensor]:
         """Return the rows of a tensor (n, …)."""
         return _rows(whole, len(self.stages))

@@ -11,6 +11,7 @@ and their results are dropped.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +30,8 @@ from pipeback.vectorized.forms import Kind, floating, leaves, packed
 from pipeback.vectorized.graph_rewrites import Graphs
 from pipeback.vectorized.held_tensors import HeldTensors
 from pipeback.vectorized.rows import Rows
-from pipeback.vectorized.verify import examples, gain, verified
+from pipeback.vectorized.timing import alone, as_graphs, channels_last, gain, seconds
+from pipeback.vectorized.verify import example, examples, verified
 from pipeback.vectorized.waiting import Turns, Waiting
 from pipeback.vectorized.weight_ring import WeightRing
 
@@ -90,6 +92,7 @@ class Stack:
             self.compile = lambda graph: torch.compile(graph, **options)
             if writes_in_order(options):
                 self.fuse = lambda tick: torch.compile(tick, **of_ticks(options))
+        self.channels_last = False  # whether the weights of a single stage, and its inputs, lie so in memory
         self.leaps = False  # whether most ticks skip `forward` and `backward`, which then need no compiler
 
     @property
@@ -268,6 +271,7 @@ class Stack:
                 self._more(rings)
             with torch.no_grad():
                 xs = [self._joined([came[i][n] for _, i in some], some) for n in range(len(kind.inputs))]
+                xs = self.entered(xs) if self.alone else xs
                 graphs = self._graphs(rings)
                 found = graphs.forward(*self.rows.weights, *xs)
                 rings.leave(found[graphs.outputs :], some)
@@ -327,8 +331,28 @@ class Stack:
         return whole
 
     def gain(self) -> float:
-        """Return the speed-up of F and B of all rows at once over one after the other, timed alternately."""
-        return gain(self.stages, self.rows.weights, self._rings[self.known])
+        """Return the speed-up of F and B of all rows at once over autograd, one stage after the other."""
+        rings = self._rings[self.known]
+        return gain(self.stages, self.rows.weights, rings.eager, self.known, rings.device)
+
+    def faster_apart(self, by: float) -> bool:
+        """Return whether F and B of each stage as a graph of its own are faster, by a factor, than all as one."""
+        if self.alone:
+            return False
+        kind, (stage, place) = self.known, (self.stages[-1], self.places[-1])
+        weights = [p.detach() for p in stage.module.parameters()]
+        device = self._rings[kind].device
+        try:
+            one = verified([stage], weights, self.rows.trained, self._examples(kind, None), kind, [place], 1)
+        except Unfit:
+            return False
+        xs = examples(kind, len(self.stages), device)
+        with torch.no_grad():
+            found = self._rings[kind].eager
+            gs = [example(y.shape, y.dtype, device) for y in found.forward(*self.rows.weights, *xs)[: found.outputs]]
+        as_one = partial(as_graphs, found, self.rows.weights, xs, gs, rows=len(self.stages))
+        together, *apart = seconds([as_one, *alone(one.eager, weights, kind, device)], device)
+        return len(self.stages) * min(apart) * by < together
 
     def _more(self, rings: Waiting) -> None:
         """Make the rings longer."""
@@ -343,11 +367,12 @@ class Stack:
             self.stages, self.rows.weights, self.rows.trained, xs, kind, self.places, self._length,
             recompute=self.stages[0].keeping is not None,
         )  # fmt: skip
+        if self.alone and not self.channels_last and not self._rings and self.fuse is None and self.compile is None:
+            self._lay(rings)
         if self.fuse is not None:
             large = [n for n in self.rows.trained if self.rows.weights[n].nbytes > LARGE]
             rings = rings.packed(large)
-        # the first stage is given tensors of the user's, who may write into them
-        as_they_are = self.alone and self.first > 0 and self.fuse is None and self.compile is None
+        as_they_are = self.alone and self.fuse is None and self.compile is None
         waiting = self._rings[kind] = HeldTensors(rings) if as_they_are else rings
         if self.compile is not None:
             graphs = waiting.graphs
@@ -357,6 +382,20 @@ class Stack:
         waiting.flights = [FlightRow(self, kind, r) for r in range(len(self.stages))]
         for stage in self.stages:
             stage.learn(activation_bytes=waiting.slot_bytes)
+
+    def _lay(self, rings: Waiting) -> None:
+        """Lay the weights of convolutions with channels last if F and B are faster so."""
+        if any(w.dim() == 4 for w in self.rows.weights) and any(len(shape) == 4 for shape, _ in rings.kind.inputs):
+            as_is, last = seconds(alone(rings.eager, self.rows.weights, rings.kind, rings.device), rings.device)
+            if last < as_is:
+                self.channels_last = True
+                self.rows.lay(channels_last)
+
+    def entered(self, xs: Sequence[Tensor]) -> list[Tensor]:
+        """Return the inputs of a single stage as its graphs take them."""
+        if not self.first:  # tensors of the user's, who may write into them
+            xs = [x.clone() for x in xs]
+        return [channels_last(x) for x in xs] if self.channels_last else list(xs)
 
     # -- states: tensors that wait between F and B -------------------------------------------------------------------
 

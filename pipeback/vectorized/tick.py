@@ -216,7 +216,8 @@ class StackTick:
         """Do the whole tick without a compiler. f, b: micro-batches of F and B at a place p = 0."""
         rows, rings, (forward, backward, made, outputs, *_) = self.stack.rows, self.rings, self.rings.eager
         saved, gradients = rings.left(b), joined(self.back, gs)
-        sent = forward(*rows.shifted(step.ahead), *joined(self.inward, xs))
+        inputs = joined(self.inward, xs)
+        sent = forward(*rows.shifted(step.ahead), *(self.stack.entered(inputs) if self.stack.alone else inputs))
         if self.stash is not None:
             views = made(*self.stash.used(b))
         else:

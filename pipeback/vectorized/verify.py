@@ -4,8 +4,6 @@ any other row.
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
@@ -23,7 +21,6 @@ from pipeback.vectorized.capture import Traits, Unfit, Unlike, capture
 from pipeback.vectorized.forms import Kind, floating, leaves, packed
 from pipeback.vectorized.graph_rewrites import Graph, Graphs, recomputing
 from pipeback.vectorized.ring_buffers import RingBuffers, unfolded
-from pipeback.vectorized.waiting import Waiting
 
 # how far the gradients of both may differ, in units of the dtype's epsilon, since sums are in another order
 CLOSE = {torch.float64: 1e-10, torch.float32: 1e-4}
@@ -91,34 +88,6 @@ def judged_alike(stage: Stage, graph: Graph, x: Any, target: Any) -> None:
             raise Unfit("its graph computes something else")
 
 
-def gain(stages: Sequence[Stage], weights: Sequence[Tensor], rings: Waiting, repeats: int = 5) -> float:
-    """Return the speed-up of F and B of all rows at once over one after the other, timed alternately."""
-    times: tuple[list[float], list[float]] = ([], [])
-    graphs = rings.eager
-    with torch.no_grad():
-        xs = examples(rings.kind, len(stages), rings.device)
-        gs = [example(y.shape, y.dtype, y.device) for y in graphs.forward(*weights, *xs)[: graphs.outputs]]
-    for _ in range(repeats + 1):
-        begin = time.perf_counter()
-        for r, stage in enumerate(stages):
-            with torch.enable_grad(), untouched(stage.module):
-                inputs = _leaves_of(stage, _row(xs, r, len(stages)))
-                given = [v.clone() for v in inputs] if stage.learnt.clones_input else inputs
-                ys = leaves(stage.module(packed(given, rings.kind.packed)))
-                _differentiated(ys, _row(gs, r, len(stages)), [*inputs, *stage.params])
-        _synchronized(rings.device)
-        between = time.perf_counter()
-        with torch.no_grad():
-            saved = graphs.forward(*weights, *xs)[graphs.outputs :]
-            made = graphs.made(*weights) if rings.made is None else rings.made
-            copies = [t.clone() for t in saved]  # as into rings
-            graphs.backward(*copies, *made, *(gs[n] for n in graphs.gives))
-        _synchronized(rings.device)
-        times[0].append(between - begin)
-        times[1].append(time.perf_counter() - between)
-    return statistics.median(times[0][1:]) / statistics.median(times[1][1:])
-
-
 def check_plain(stages: Sequence[Stage], x: Any) -> Traits:
     """Raise `Unfit` where a forward has side effects; return what else it does."""
     module = stages[0].module
@@ -172,7 +141,7 @@ def _prove(
             raise Unfit(f"their {names[m]} is not used, and gets no gradient")
     whole = rings.kind.packed
     for r, stage in enumerate(stages):
-        mine_x, mine_g = _row(xs, r, n), _row(gs, r, n)
+        mine_x, mine_g = row(xs, r, n), row(gs, r, n)
         outs, wanted = _both(stage, stage.module, mine_x, mine_g, whole)
         # the same code on the same weights has the same bits; in half types only bits tell constants apart
         for scale in SCALES:
@@ -182,22 +151,17 @@ def _prove(
             skip = 0 if stage.index else len(xs)  # the gradient of the first stage's input is not needed
             if not all(map(_same, (*mine, *own[skip:]), (*same, *others[skip:]))):
                 raise Unlike(f"{stage.label} computes something else than {stages[-1].label}")
-        of_inputs = [None if gx is None else _row([gx], r, n)[0] for gx in gxs]
+        of_inputs = [None if gx is None else row([gx], r, n)[0] for gx in gxs]
         if not stage.index:
             of_inputs = list(wanted[: len(xs)])
-        mine_found = [*_row(ys, r, n), *of_inputs, *_row([grads[m] for m in trained], r, n)]
+        mine_found = [*row(ys, r, n), *of_inputs, *row([grads[m] for m in trained], r, n)]
         for a, b in zip(mine_found, [*outs, *wanted], strict=True):
             if (a is None) != (b is None) or (a is not None and b is not None and not _close(a, b)):
                 raise Unlike(f"{stage.label} computes something else than {stages[0].label}")
 
 
-def _row(tensors: Sequence[Tensor], r: int, rows: int) -> list[Tensor]:
+def row(tensors: Sequence[Tensor], r: int, rows: int) -> list[Tensor]:
     return list(tensors) if rows == 1 else [t[r] for t in tensors]
-
-
-def _leaves_of(stage: Stage, xs: Sequence[Tensor]) -> list[Tensor]:
-    """Return inputs as leaves of a new graph; those of the first stage have no gradients."""
-    return [x.detach().clone().requires_grad_(floating(x.dtype) and bool(stage.index)) for x in xs]
 
 
 def _both(
@@ -207,10 +171,10 @@ def _both(
     with torch.enable_grad(), untouched(stage.module):
         inputs = [x.detach().clone().requires_grad_(floating(x.dtype)) for x in xs]
         ys = leaves(module(packed([x.clone() for x in inputs], whole)))  # copies: the module may change them in place
-        return ys, _differentiated(ys, gs, [*inputs, *stage.params])
+        return ys, differentiated(ys, gs, [*inputs, *stage.params])
 
 
-def _differentiated(ys: Sequence[Tensor], gs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor | None]:
+def differentiated(ys: Sequence[Tensor], gs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor | None]:
     """Return the gradients of these inputs for gradients of the outputs ys."""
     some = [(y, g) for y, g in zip(ys, gs, strict=True) if y.requires_grad]
     moving = [x for x in inputs if x.requires_grad]
@@ -267,11 +231,6 @@ def _otherwise(x: Tensor) -> Tensor:
 
 def _turned_round(x: Tensor) -> Tensor:
     return x + 1 if floating(x.dtype) else x.flatten().flip(0).view(x.shape)
-
-
-def _synchronized(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 def examples(kind: Kind, rows: int, device: torch.device) -> list[Tensor]:

@@ -24,7 +24,7 @@ class WeightRing:
 
     def __init__(self, rows: Rows, like: Waiting) -> None:
         self.rows, self.like, self.length = rows, like, like.length
-        self.rings = [w.new_zeros(self.length, *w.shape) for w in rows.stepped]
+        self.rings = [_ring(w, self.length, alone=len(rows.stages) == 1) for w in rows.stepped]
         self._slots = [tuple(ring[n] for ring in self.rings) for n in range(self.length)]
         self._places: list[list[Weights]] = [
             [[rows.of(w)[r] for w in slot] for r in range(len(rows.stages))] for slot in self._slots
@@ -90,3 +90,12 @@ class WeightRing:
         for r, stage in enumerate(self.rows.stages):
             for i in stage.flights:
                 yield stage, i, self._places[self.like.slot_of(r, i)][r]
+
+
+def _ring(w: Tensor, length: int, *, alone: bool) -> Tensor:
+    """Return room for `length` weights like w, each of which lies in memory as w does if w has no rows."""
+    strides = w.stride()
+    order = sorted(range(w.dim()), key=lambda dim: -strides[dim]) if alone else list(range(w.dim()))
+    found = w.new_zeros(length, *(w.shape[dim] for dim in order))
+    back = [order.index(dim) for dim in range(w.dim())]
+    return found.permute(0, *(dim + 1 for dim in back))

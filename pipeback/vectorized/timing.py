@@ -1,0 +1,95 @@
+"""Timing: how fast the forward (F) and the backward (B) of stages are by autograd, as graphs side by side, and each as a
+graph of its own.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeback.splitting.module_restore import untouched
+from pipeback.stages.stage import Stage
+from pipeback.vectorized.forms import Kind, floating, leaves, packed
+from pipeback.vectorized.graph_rewrites import Graphs
+from pipeback.vectorized.verify import differentiated, example, examples, row
+
+REPEATS = 5
+
+
+def seconds(calls: Sequence[Callable[[], Any]], device: torch.device, repeats: int = REPEATS) -> list[float]:
+    """Return how long each of the calls takes at the median; they take turns."""
+    times: list[list[float]] = [[] for _ in calls]
+    for _ in range(repeats + 1):
+        for call, found in zip(calls, times, strict=True):
+            begin = time.perf_counter()
+            call()
+            if device.type != "cpu":
+                torch.accelerator.synchronize(device)
+            found.append(time.perf_counter() - begin)
+    return [statistics.median(found[1:]) for found in times]
+
+
+def gain(stages: Sequence[Stage], weights: Sequence[Tensor], graphs: Graphs, kind: Kind, device: torch.device) -> float:
+    """Return the speed-up of F and B of all stages as graphs over autograd, one stage after the other."""
+    n = len(stages)
+    xs = examples(kind, n, device)
+    with torch.no_grad():
+        gs = _gradients(graphs, weights, xs)
+    with ExitStack() as context:
+        for stage in stages:
+            context.enter_context(untouched(stage.module))
+        apart, as_one = seconds(
+            [
+                lambda: _by_autograd(stages, xs, gs, whole=kind.packed),
+                lambda: as_graphs(graphs, weights, xs, gs, rows=n),
+            ],
+            device,
+        )
+    return apart / as_one
+
+
+def alone(graphs: Graphs, weights: Sequence[Tensor], kind: Kind, device: torch.device) -> list[Callable[[], Any]]:
+    """Return calls of F and B of a single stage: as its weights lie in memory, and with channels last."""
+    xs = examples(kind, 1, device)
+    found: list[Callable[[], Any]] = []
+    for change in (Tensor.detach, channels_last):
+        given, mine = [change(x) for x in xs], [change(w) for w in weights]
+        with torch.no_grad():
+            gs = [change(g) for g in _gradients(graphs, mine, given)]
+        found.append(lambda given=given, mine=mine, gs=gs: as_graphs(graphs, mine, given, gs, rows=1))
+    return found
+
+
+def channels_last(tensor: Tensor) -> Tensor:
+    """Return a batch of images, or the weight of a convolution, with channels last in memory, and others as they are."""
+    return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
+
+
+def as_graphs(
+    graphs: Graphs, weights: Sequence[Tensor], xs: Sequence[Tensor], gs: Sequence[Tensor], *, rows: int
+) -> None:
+    """Do F and B of all rows; what waits between them is copied, as into rings, if there are several rows."""
+    with torch.no_grad():
+        saved = graphs.forward(*weights, *xs)[graphs.outputs :]
+        kept = [t.clone() for t in saved] if rows > 1 else saved
+        graphs.backward(*kept, *graphs.made(*weights), *(gs[n] for n in graphs.gives))
+
+
+def _gradients(graphs: Graphs, weights: Sequence[Tensor], xs: Sequence[Tensor]) -> list[Tensor]:
+    return [example(y.shape, y.dtype, y.device) for y in graphs.forward(*weights, *xs)[: graphs.outputs]]
+
+
+def _by_autograd(stages: Sequence[Stage], xs: Sequence[Tensor], gs: Sequence[Tensor], *, whole: bool) -> None:
+    n = len(stages)
+    for r, stage in enumerate(stages):
+        with torch.enable_grad():
+            inputs = [x.detach().requires_grad_(floating(x.dtype) and bool(stage.index)) for x in row(xs, r, n)]
+            given = [v.clone() for v in inputs] if stage.learnt.clones_input else inputs
+            ys = leaves(stage.module(packed(given, whole)))
+            differentiated(ys, row(gs, r, n), [*inputs, *stage.params])
