@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from torch.func import functional_call, grad_and_value, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from pipeback.vectorized.convolutions import AS_PRODUCTS
 from pipeback.vectorized.forms import floating, leaves, packed
 from pipeback.vectorized.graph_rewrites import Graph, Graphs, constant, direct, simplified, split
 
@@ -51,12 +52,14 @@ def capture(
     rows: int,
     whole: bool = False,
     enters: bool = False,
+    products: bool = False,
 ) -> Graphs:
     """Return the graphs of n modules like this one.
 
     weights: (n, …) by name; trainable ones require a gradient. xs: (n, …), the inputs; whole: given to the module as a
-    tuple. rows: n. enters: whether the inputs have no gradients, since no stage stands before. Raises `Unfit` where torch
-    cannot trace n modules at once.
+    tuple. rows: n. enters: whether the inputs have no gradients, since no stage stands before. products: whether
+    convolutions of one sample are written as products of matrices. Raises `Unfit` where torch cannot trace n modules at
+    once.
     """
     from functorch.compile import aot_function, default_partition, make_boxed_func  # takes a second to import
 
@@ -84,7 +87,10 @@ def capture(
 
     if enters and not any(w.requires_grad for w in weights.values()):
         return _forward_only(all_of_them, [*weights.values(), *xs], len(names), traits)
-    function = aot_function(all_of_them, keep("forward"), keep("backward"), partition_fn=default_partition)
+    function = aot_function(
+        all_of_them, keep("forward"), keep("backward"), partition_fn=default_partition,
+        decompositions=AS_PRODUCTS if products else {},
+    )  # fmt: skip
     given = [w.detach().clone().requires_grad_(w.requires_grad) for w in weights.values()]
     inputs = [x.detach().clone().requires_grad_(floating(x.dtype) and not enters) for x in xs]
     try:

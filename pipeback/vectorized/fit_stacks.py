@@ -17,7 +17,7 @@ from pipeback.stages.joint_optimizer import Options
 from pipeback.stages.stage import Stage
 from pipeback.tensors import accelerators
 from pipeback.vectorized.capture import Unfit, Unlike
-from pipeback.vectorized.choose_stacks import LEAST, Shaper
+from pipeback.vectorized.choose_stacks import Shaper
 from pipeback.vectorized.eligible import leaps
 from pipeback.vectorized.forms import leaves
 from pipeback.vectorized.stack import Stack
@@ -44,11 +44,11 @@ class Request(NamedTuple):
     options: Options
     worker: Mapping[str, Any]
 
-    @property
-    def may_leap(self) -> bool:
-        """Whether whole ticks may be one function, as far as method and options go."""
+    def leaps(self, stacks: Sequence[Stack]) -> bool:
+        """Whether whole ticks can be one function with this method, these options and the optimizers of the stages."""
         seen = any(self.worker.get(name) for name in ("clip_norm", "clip_value", "samples"))
-        return leaps(self.method) and not seen
+        plain = all(stack.rows.plain([self.options] * len(stack.stages)) for stack in stacks)
+        return leaps(self.method) and not seen and plain
 
 
 def fitting(
@@ -63,13 +63,7 @@ def fitting(
     if again:
         return list(stacks), _learnt(stages, stacks, batches)
     shaper = Shaper(asked.method, len(stages), stacks[0].options, asked.vectorize == "cuda_graph")
-    every, reasons = _divided(stages, stacks, batches, asked, shaper)
-    kept = [stack for stack in every if stack.name not in reasons]
-    leap = asked.may_leap and all(stack.rows.plain([asked.options] * len(stack.stages)) for stack in kept)
-    for stack in list(kept):
-        pays, reasons[stack.name] = _judged(stack, asked, shaper, len(stages), leap=leap)
-        if not pays and not stack.flying:
-            kept.remove(stack)
+    every, kept, reasons = _divided(stages, stacks, batches, asked, shaper)
     several = [stack for stack in every if not stack.alone]
     missed = bool(several) and not any(stack in kept for stack in several)
     if (not kept or missed) and asked.vectorize != "auto":
@@ -103,31 +97,48 @@ def _learnt(stages: Sequence[Stage], stacks: Sequence[Stack], batches: Sequence[
 
 def _divided(
     stages: Sequence[Stage], stacks: Sequence[Stack], batches: Sequence[tuple[Any, Any]], asked: Request, shaper: Shaper
-) -> tuple[list[Stack], Reasons]:
-    """Divide stacks whose stages turn out not to be alike; return all stacks, and why some cannot run as one, by name."""
-    reasons: Reasons = {}
-    every: list[Stack] = []
+) -> tuple[list[Stack], list[Stack], Reasons]:
+    """Divide stacks whose stages are not alike after all, or are faster as graphs of their own.
+
+    Returns all stacks, those that are to run as one, and what is told of each, by name.
+    """
+    every, kept, reasons = list[Stack](), list[Stack](), Reasons()
+    leap = asked.leaps(stacks)
     values, returned = inputs(stages, *batches[0])
     waiting = [one for stack in stacks for one in _by_kind(stack, values, shaper)]
     while waiting:
         stack = waiting.pop(0)
-        every.append(stack)
-        if len(stack.stages) < LEAST and not asked.may_leap:
-            reasons[stack.name] = "stage by stage, because no other stage is alike"
-            continue
-        try:
-            _learn(stack, values, returned)
-        except Unfit as error:
-            apart = isinstance(error.__cause__, Unlike)
-            reasons[stack.name] = str(error)
+        apart = leap and not stack.alone and not stack.flying
+        if stack.alone and not leap:
+            pays, told = False, "stage by stage, because no other stage is alike"
         else:
-            apart = asked.vectorize == "auto" and stack.faster_apart(CLEARLY)
-        if apart and asked.may_leap and not stack.flying and not stack.alone:
-            every.pop()
-            reasons.pop(stack.name, None)
+            try:
+                _learn(stack, values, returned)
+            except Unfit as error:
+                pays, told, apart = False, str(error), apart and isinstance(error.__cause__, Unlike)
+            else:
+                pays, told = _judged(stack, asked, shaper, len(stages), leap=leap)
+                apart = apart and asked.vectorize == "auto" and (not pays or stack.faster_apart(CLEARLY))
+        if apart:
             waiting[:0] = [shaper.stack([stage]) for stage in stack.stages]
-    others = [stack for stack in every if stack.name not in reasons]
-    return every, reasons | _learnt(stages, others, batches[1:])
+            continue
+        every.append(stack)
+        reasons[stack.name] = told
+        if pays or stack.flying:
+            kept.append(stack)
+    _settle(kept)
+    for name, told in _learnt(stages, kept, batches[1:]).items():
+        reasons[name] = told
+        kept = [stack for stack in kept if stack.name != name]
+    return every, kept, reasons
+
+
+def _settle(stacks: Sequence[Stack]) -> None:
+    """Let single stages agree on how pictures lie in memory: where two layouts meet, kernels are slow."""
+    some = [stack for stack in stacks if not stack.flying and len({way.last for way in stack.ways}) == 2]
+    times = [sum(min(w.seconds for w in stack.ways if w.last == last) for stack in some) for last in (False, True)]
+    for stack in some:
+        stack.settle(last=times[1] < times[0])
 
 
 def inputs(stages: Sequence[Stage], x: Any, y: Any) -> tuple[dict[int, Any], dict[int, list[bool]]]:

@@ -236,6 +236,8 @@ def _undone(node: Any) -> fx.Node | None:
         return given.args[0] if twice else None  # type: ignore[return-value]
     if shape_of(node) is None or shape_of(node) != shape_of(given):
         return None
+    if node.target in (aten.slice.Tensor, aten.slice_backward.default):
+        return given  # of all
     if node.target is aten.mul.Scalar:
         return given if node.args[1] == 1 and node.meta["val"].dtype == given.meta["val"].dtype else None
     if node.target is aten.sum.dim_IntList and node.args[2:] == (True,) and not node.kwargs:
@@ -303,20 +305,22 @@ def accumulating(graphs: Graphs, weights: int, trained: Sequence[int]) -> Graph:
     (output,) = (node for node in graph.graph.nodes if node.op == "output")
     grads, gxs = output.args[0][:weights], output.args[0][weights:]
     there = [(grads[n], v) for n, v in zip(trained, velocities, strict=True)]
-    products = {grad: v for grad, v in there if _product(grad, grads)}
+    products = {root_of(grad): v for grad, v in there if _product(grad, grads)}
     whole = [v for node, v in products.items() if node.target in ADDED]
     if others := [v for v in velocities if v not in whole]:  # torch refuses an empty list
         part.call_function(torch._foreach_mul_, (others, factor))
     for node in graph.graph.nodes:
         if node in products:
-            pair = tuple(copies[a] for a in node.args)
+            pair, v = tuple(copies[a] for a in node.args), products[node]
+            if node not in grads:  # the gradient is the product in another shape
+                v = part.call_method("view", (v, list(shape_of(node) or ())))
             if node.target in ADDED:
-                part.call_method(ADDED[node.target], (products[node], *pair), {"beta": momentum})
+                part.call_method(ADDED[node.target], (v, *pair), {"beta": momentum})
             else:
-                part.call_method("addcmul_", (products[node], *pair))
-        elif node.op not in ("placeholder", "output"):
+                part.call_method("addcmul_", (v, *pair))
+        elif node.op not in ("placeholder", "output") and root_of(node) not in products:
             copies[node] = part.node_copy(node, lambda n: copies[n])
-    apart = [(v, copies[grads[n]]) for n, v in zip(trained, velocities, strict=True) if grads[n] not in products]
+    apart = [(v, copies[grad]) for grad, v in there if root_of(grad) not in products]
     if apart:
         part.call_function(torch._foreach_add_, ([v for v, _ in apart], [g for _, g in apart]))
     part.output([None if gx is None else copies[gx] for gx in gxs])
@@ -373,7 +377,8 @@ def factored(backward: Graph, which: Sequence[int]) -> tuple[Graph, list[int]]:
     graph: Any = copy.deepcopy(backward.__self__)  # type: ignore[attr-defined]
     (output,) = (node for node in graph.graph.nodes if node.op == "output")
     given = list(output.args[0])
-    found = [n for n in which if _product(given[n], given) and not _of_columns(given[n])]
+    direct = [n for n in which if _product(given[n], given) and root_of(given[n]) is given[n]]
+    found = [n for n in direct if not _of_columns(given[n])]
     pairs = [factor for n in found for factor in given[n].args]
     output.args = (tuple(None if n in found else node for n, node in enumerate(given)) + tuple(pairs),)
     graph.graph.eliminate_dead_code()
@@ -382,11 +387,17 @@ def factored(backward: Graph, which: Sequence[int]) -> tuple[Graph, list[int]]:
 
 
 def _product(grad: Any, given: Sequence[Any]) -> bool:
-    """Whether a gradient is one product, which is the gradient of one weight only and is not used elsewhere."""
+    """Whether a gradient is one product, perhaps in another shape, which is the gradient of one weight only and is not
+    used elsewhere.
+    """
     if not isinstance(grad, fx.Node):
         return False
-    outer = grad.target is aten.mul.Tensor and _columns(grad)
-    return (outer or grad.target in ADDED) and len(grad.users) == 1 and given.count(grad) == 1
+    root, node = root_of(grad), grad
+    outer = root.target is aten.mul.Tensor and _columns(root)
+    alone = given.count(grad) == 1
+    while alone and node is not root:
+        alone, node = len(node.users) == 1, node.args[0]  # type: ignore[assignment]
+    return (outer or root.target in ADDED) and alone and len(root.users) == 1
 
 
 def _of_columns(product: Any) -> bool:

@@ -11,7 +11,6 @@ and their results are dropped.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,11 +26,13 @@ from pipeback.tensors.layout import Message
 from pipeback.vectorized.bounded_cache import BoundedCache
 from pipeback.vectorized.capture import Unfit
 from pipeback.vectorized.forms import Kind, floating, leaves, packed
+from pipeback.vectorized.fastest_way import Way, ways
 from pipeback.vectorized.graph_rewrites import Graphs
 from pipeback.vectorized.held_tensors import HeldTensors
+from pipeback.vectorized.ring_buffers import RingBuffers
 from pipeback.vectorized.rows import Rows
-from pipeback.vectorized.timing import alone, as_graphs, channels_last, gain, seconds
-from pipeback.vectorized.verify import example, examples, verified
+from pipeback.vectorized.timing import channels_last, gain, seconds, trial
+from pipeback.vectorized.verify import examples, verified
 from pipeback.vectorized.waiting import Turns, Waiting
 from pipeback.vectorized.weight_ring import WeightRing
 
@@ -92,7 +93,8 @@ class Stack:
             self.compile = lambda graph: torch.compile(graph, **options)
             if writes_in_order(options):
                 self.fuse = lambda tick: torch.compile(tick, **of_ticks(options))
-        self.channels_last = False  # whether the weights of a single stage, and its inputs, lie so in memory
+        self.ways: list[Way] = []  # how convolutions can be computed, the fastest first
+        self.way: Way | None = None  # and how they are
         self.leaps = False  # whether most ticks skip `forward` and `backward`, which then need no compiler
 
     @property
@@ -293,6 +295,7 @@ class Stack:
                 made = rings.written.made(*self.rows.weights) if rings.made is None else rings.made
                 graphs = self._graphs(rings)
                 gs = [self._joined([came[i][n] for _, i in some], some) for n in graphs.gives]
+                gs = self.lying(gs) if self.alone else gs
                 found = graphs.backward(*rings.back(some), *made, *gs)
                 grads, gxs = found[: len(self.rows.weights)], found[len(self.rows.weights) :]
                 back = [None if gx is None else self.rows.of(gx) for gx in gxs]
@@ -337,22 +340,15 @@ class Stack:
 
     def faster_apart(self, by: float) -> bool:
         """Return whether F and B of each stage as a graph of its own are faster, by a factor, than all as one."""
-        if self.alone:
+        if self.alone or self.fuse is not None or self.compile is not None:
             return False
-        kind, (stage, place) = self.known, (self.stages[-1], self.places[-1])
-        weights = [p.detach() for p in stage.module.parameters()]
-        device = self._rings[kind].device
-        try:
-            one = verified([stage], weights, self.rows.trained, self._examples(kind, None), kind, [place], 1)
-        except Unfit:
-            return False
-        xs = examples(kind, len(self.stages), device)
-        with torch.no_grad():
-            found = self._rings[kind].eager
-            gs = [example(y.shape, y.dtype, device) for y in found.forward(*self.rows.weights, *xs)[: found.outputs]]
-        as_one = partial(as_graphs, found, self.rows.weights, xs, gs, rows=len(self.stages))
-        together, *apart = seconds([as_one, *alone(one.eager, weights, kind, device)], device)
-        return len(self.stages) * min(apart) * by < together
+        kind, n, last = self.known, len(self.stages), self.stages[-1]
+        rings = self._rings[kind]
+        xs = self._examples(kind, None)
+        found = ways([last], [p.detach() for p in last.module.parameters()], self.rows.trained, xs, kind, [0], 1)[0]
+        together = trial(rings.written, self.rows.weights, self.rows.trained, kind, rings.device, rows=n)
+        one, every = seconds([found.call, together], rings.device)
+        return n * one * by < every
 
     def _more(self, rings: Waiting) -> None:
         """Make the rings longer."""
@@ -363,39 +359,56 @@ class Stack:
 
     def learn(self, xs: Sequence[Tensor], kind: Kind) -> None:
         """Make and check the graphs for micro-batches like xs, the inputs of one stage."""
-        rings = verified(
-            self.stages, self.rows.weights, self.rows.trained, xs, kind, self.places, self._length,
-            recompute=self.stages[0].keeping is not None,
-        )  # fmt: skip
-        if self.alone and not self.channels_last and not self._rings and self.fuse is None and self.compile is None:
-            self._lay(rings)
+        given = self.stages, self.rows.weights, self.rows.trained, xs, kind, self.places, self._length
+        recompute = self.stages[0].keeping is not None
+        if self.fuse is None and self.compile is None and not self.ways:
+            self.ways = ways(*given, recompute=recompute)
+            self._take(self.ways[0], kind)
+            return
+        products = self.way is not None and self.way.products
+        rings = verified(*given, recompute=recompute, products=products)
         if self.fuse is not None:
             large = [n for n in self.rows.trained if self.rows.weights[n].nbytes > LARGE]
             rings = rings.packed(large)
-        as_they_are = self.alone and self.fuse is None and self.compile is None
-        waiting = self._rings[kind] = HeldTensors(rings) if as_they_are else rings
+        waiting = self._wait(rings, kind)
         if self.compile is not None:
             graphs = waiting.graphs
             waiting.graphs = graphs._replace(
                 forward=self.compile(graphs.forward), backward=self.compile(graphs.backward)
             )
+
+    def _wait(self, rings: RingBuffers, kind: Kind) -> Waiting:
+        """Let micro-batches of this kind wait in such ring buffers, or as they are at a single stage."""
+        as_they_are = self.alone and self.fuse is None and self.compile is None
+        waiting = self._rings[kind] = HeldTensors(rings) if as_they_are else rings
         waiting.flights = [FlightRow(self, kind, r) for r in range(len(self.stages))]
         for stage in self.stages:
             stage.learn(activation_bytes=waiting.slot_bytes)
+        return waiting
 
-    def _lay(self, rings: Waiting) -> None:
-        """Lay the weights of convolutions with channels last if F and B are faster so."""
-        if any(w.dim() == 4 for w in self.rows.weights) and any(len(shape) == 4 for shape, _ in rings.kind.inputs):
-            as_is, last = seconds(alone(rings.eager, self.rows.weights, rings.kind, rings.device), rings.device)
-            if last < as_is:
-                self.channels_last = True
-                self.rows.lay(channels_last)
+    def _take(self, way: Way, kind: Kind) -> None:
+        """Compute convolutions in this way; no micro-batch may be in flight."""
+        if way.last != (self.way is not None and self.way.last):
+            self.rows.lay(channels_last if way.last else Tensor.contiguous)
+        self.way = way
+        way.rings.view(self.rows.weights)
+        self._wait(way.rings, kind)
+
+    def settle(self, *, last: bool) -> None:
+        """Compute convolutions with channels last, or not, as the stages around do."""
+        if self.way is not None and self.way.last != last:
+            self._take(next(way for way in self.ways if way.last == last), self.known)
 
     def entered(self, xs: Sequence[Tensor]) -> list[Tensor]:
         """Return the inputs of a single stage as its graphs take them."""
         if not self.first:  # tensors of the user's, who may write into them
             xs = [x.clone() for x in xs]
-        return [channels_last(x) for x in xs] if self.channels_last else list(xs)
+        return self.lying(xs)
+
+    def lying(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return inputs or gradients of a single stage as its kernels read them fastest from memory."""
+        last = self.way is not None and self.way.last
+        return [channels_last(t) for t in tensors] if last else list(tensors)
 
     # -- states: tensors that wait between F and B -------------------------------------------------------------------
 

@@ -215,9 +215,10 @@ class StackTick:
     def eager(self, f: int, b: int, xs: Parts, gs: Parts, step: Step | AdamStep) -> None:
         """Do the whole tick without a compiler. f, b: micro-batches of F and B at a place p = 0."""
         rows, rings, (forward, backward, made, outputs, *_) = self.stack.rows, self.rings, self.rings.eager
-        saved, gradients = rings.left(b), joined(self.back, gs)
-        inputs = joined(self.inward, xs)
-        sent = forward(*rows.shifted(step.ahead), *(self.stack.entered(inputs) if self.stack.alone else inputs))
+        saved, gradients, inputs = rings.left(b), joined(self.back, gs), joined(self.inward, xs)
+        if self.stack.alone:
+            gradients, inputs = self.stack.lying(gradients), self.stack.entered(inputs)
+        sent = forward(*rows.shifted(step.ahead), *inputs)
         if self.stash is not None:
             views = made(*self.stash.used(b))
         else:

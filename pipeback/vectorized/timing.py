@@ -16,7 +16,7 @@ from torch import Tensor
 from pipeback.splitting.module_restore import untouched
 from pipeback.stages.stage import Stage
 from pipeback.vectorized.forms import Kind, floating, leaves, packed
-from pipeback.vectorized.graph_rewrites import Graphs
+from pipeback.vectorized.graph_rewrites import Graphs, accumulating, direct
 from pipeback.vectorized.verify import differentiated, example, examples, row
 
 REPEATS = 5
@@ -54,16 +54,25 @@ def gain(stages: Sequence[Stage], weights: Sequence[Tensor], graphs: Graphs, kin
     return apart / as_one
 
 
-def alone(graphs: Graphs, weights: Sequence[Tensor], kind: Kind, device: torch.device) -> list[Callable[[], Any]]:
-    """Return calls of F and B of a single stage: as its weights lie in memory, and with channels last."""
-    xs = examples(kind, 1, device)
-    found: list[Callable[[], Any]] = []
-    for change in (Tensor.detach, channels_last):
-        given, mine = [change(x) for x in xs], [change(w) for w in weights]
+def trial(
+    graphs: Graphs, weights: Sequence[Tensor], trained: Sequence[int], kind: Kind, device: torch.device, *, rows: int,
+    change: Callable[[Tensor], Tensor] = Tensor.detach,
+) -> Callable[[], Any]:  # fmt: skip
+    """Return a call of F, and of B with the step of the velocities, for all rows. change: lays a tensor in memory."""
+    xs, mine = [change(x) for x in examples(kind, rows, device)], [change(w) for w in weights]
+    velocities = [torch.zeros_like(mine[n]) for n in trained]
+    backward, made = direct(accumulating(graphs, len(mine), trained)), graphs.each(direct).made
+    with torch.no_grad():
+        gs = [change(g) for n, g in enumerate(_gradients(graphs, mine, xs)) if n in graphs.gives]
+    momentum = torch.tensor(0.5, device=device)
+
+    def call() -> None:
         with torch.no_grad():
-            gs = [change(g) for g in _gradients(graphs, mine, given)]
-        found.append(lambda given=given, mine=mine, gs=gs: as_graphs(graphs, mine, given, gs, rows=1))
-    return found
+            saved = graphs.forward(*mine, *xs)[graphs.outputs :]
+            kept = [t.clone() for t in saved] if rows > 1 else saved  # as into rings
+            backward(*kept, *made(*mine), *gs, 0.5, momentum, *velocities)
+
+    return call
 
 
 def channels_last(tensor: Tensor) -> Tensor:

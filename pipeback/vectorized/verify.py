@@ -38,12 +38,13 @@ def verified(
     length: int,
     *,
     recompute: bool = False,
+    products: bool = False,
 ) -> RingBuffers:
     """Return ring buffers with graphs of the stages for micro-batches like xs, the input tensors of one stage.
 
     weights: (n, …), of which those of the numbers `trained` get gradients. places, length: of the rings, in
-    micro-batches. recompute: whether the backward (B) repeats the forward (F). Raises `Unfit` where the stages cannot run
-    as one.
+    micro-batches. recompute: whether the backward (B) repeats the forward (F). products: see `capture`. Raises `Unfit`
+    where the stages cannot run as one.
     """
     like = stages[-1].module  # not the first stage: in a traced model its input has no gradient
     pairs = zip([name for name, _ in like.named_parameters()], weights, like.parameters(), strict=True)
@@ -53,7 +54,7 @@ def verified(
     try:
         traits = check_plain(stages, packed(xs, kind.packed))
         enters = n == 1 and not stages[0].index
-        graphs = capture(like, named, every, traits, rows=n, whole=kind.packed, enters=enters)
+        graphs = capture(like, named, every, traits, rows=n, whole=kind.packed, enters=enters, products=products)
         graphs = recomputing(graphs) if recompute else graphs
     finally:
         for w in weights:
@@ -62,10 +63,7 @@ def verified(
         saved = graphs.forward(*weights, *every)[graphs.outputs :]
         folds = _folds(graphs, weights, every, saved, n)
         rings = RingBuffers(graphs, kind, saved, folds, places, length, xs[0].device)
-        made = graphs.made(*weights)
-        own = {w.untyped_storage().data_ptr() for w in weights}
-        if all(t.untyped_storage().data_ptr() in own for t in made):
-            rings.made = made  # they are views, which change with the weights
+        rings.view(weights)
         _prove(stages, weights, trained, rings, every)
     return rings
 

@@ -37,6 +37,13 @@ class Waiting(ABC):
         self._slots: list[Tensor] = []
         self._numbers: list[Tensor] = []
 
+    @torch.no_grad()
+    def view(self, weights: Sequence[Tensor]) -> None:
+        """Make the tensors that B needs of these weights once if they are views, which change with the weights."""
+        made = self.written.made(*weights)
+        own = {w.untyped_storage().data_ptr() for w in weights}
+        self.made = made if all(t.untyped_storage().data_ptr() in own for t in made) else None
+
     def slot_of(self, row: int, mb: int) -> int:
         """Return the slot in which a row has a micro-batch."""
         return (mb - self.at[row]) % self.length
