@@ -11,6 +11,7 @@ from the weights that are in force when the backward runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pipeback.vectorized.convolutions import AS_PRODUCTS
 from pipeback.vectorized.forms import floating, leaves, packed
+from pipeback.vectorized.group_norms import GroupNormsAsOne
 from pipeback.vectorized.graph_rewrites import Graph, Graphs, constant, direct, simplified, split
 
 
@@ -95,7 +97,7 @@ def capture(
     inputs = [x.detach().clone().requires_grad_(floating(x.dtype) and not enters) for x in xs]
     try:
         # vmap has no rule for the fused kernels of attention, but has rules for its plain operations
-        with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+        with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), GroupNormsAsOne() if rows > 1 else nullcontext():
             ys = function(*given, *inputs)
             gives = tuple(n for n, y in enumerate(ys) if y.requires_grad)
             torch.autograd.backward([ys[n] for n in gives], [torch.ones_like(ys[n]) for n in gives])

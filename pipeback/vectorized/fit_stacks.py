@@ -27,7 +27,7 @@ from pipeback.vectorized.stack import Stack
 ALL, SOME, SPARSE = 2.0, 5.0, 1.4  # with fewer than SPARSE ticks per micro-batch ALL holds, otherwise SOME
 # the same where a tick is one function: a small stack gains little, and its gain is measured roughly. A single stage
 # takes work from the event loop, which the gain of F and B does not count
-WHOLE, SINGLE = 1.2, 1.0
+WHOLE, SINGLE = 1.05, 1.0
 CLEARLY = 1.05  # by how much a way of running stages has to be faster than the other to be taken instead of it
 
 Reasons = dict[str, str]  # what is told of stacks, by their names
@@ -193,7 +193,7 @@ def _learn(stack: Stack, values: Mapping[int, Any], returned: Mapping[int, Seque
 def _judged(stack: Stack, asked: Request, shaper: Shaper, stages: int, *, leap: bool) -> tuple[bool, str]:
     """Return whether a stack should run as one, and what is told of it. leap: whether whole ticks are one function."""
     ticks = 1.0 if leap else calls(asked.method.schedule, stages, stack)
-    times = stack.gain() / ticks
+    times = stack.gain(steps=leap) / ticks
     full = shaper.turns == 1 and ticks < SPARSE
     enough = (SINGLE if stack.alone else WHOLE) if leap else ALL if full else SOME
     as_one = "as a graph" if stack.alone else "as one"

@@ -327,6 +327,13 @@ def accumulating(graphs: Graphs, weights: int, trained: Sequence[int]) -> Graph:
     return fx.GraphModule(graph, part).forward
 
 
+def products(graphs: Graphs, trained: Sequence[int]) -> list[int]:
+    """Return the numbers of those of the weights `trained` whose gradient is a matrix product."""
+    graph: Any = graphs.backward.__self__  # type: ignore[attr-defined]
+    (output,) = (node for node in graph.graph.nodes if node.op == "output")
+    return [n for n in trained if _product(output.args[0][n], output.args[0])]
+
+
 def direct(forward: Graph) -> Graph:
     """Return the same graph with cheaper calls of operators, to run it without a compiler."""
     whole = getattr(forward, "__self__", None)

@@ -333,22 +333,33 @@ class Stack:
             whole[r] = value
         return whole
 
-    def gain(self) -> float:
-        """Return the speed-up of F and B of all rows at once over autograd, one stage after the other."""
-        rings = self._rings[self.known]
-        return gain(self.stages, self.rows.weights, rings.eager, self.known, rings.device)
+    def gain(self, *, steps: bool) -> float:
+        """Return the speed-up of F and B of all rows at once over autograd, one stage after the other.
+
+        steps: with a step of momentum SGD.
+        """
+        rings, rows = self._rings[self.known], self.rows
+        change = channels_last if self.way is not None and self.way.last else Tensor.detach
+        return gain(
+            self.stages, rings.written, rows.weights, rows.trained, self.known, rings.device, steps=steps, change=change
+        )
 
     def faster_apart(self, by: float) -> bool:
         """Return whether F and B of each stage as a graph of its own are faster, by a factor, than all as one."""
         if self.alone or self.fuse is not None or self.compile is not None:
             return False
         kind, n, last = self.known, len(self.stages), self.stages[-1]
-        rings = self._rings[kind]
-        xs = self._examples(kind, None)
-        found = ways([last], [p.detach() for p in last.module.parameters()], self.rows.trained, xs, kind, [0], 1)[0]
-        together = trial(rings.written, self.rows.weights, self.rows.trained, kind, rings.device, rows=n)
-        one, every = seconds([found.call, together], rings.device)
-        return n * one * by < every
+        rings, trained = self._rings[kind], self.rows.trained
+        every = [[p.detach() for p in stage.module.parameters()] for stage in self.stages]
+        found = ways([last], every[-1], trained, self._examples(kind, None), kind, [0], 1)[0]
+        change = channels_last if found.last else Tensor.detach
+        # each on weights of its own, which are not in the cache when its turn comes
+        apart = [
+            trial(found.rings.written, mine, trained, kind, rings.device, rows=1, change=change) for mine in every
+        ]
+        together = trial(rings.written, self.rows.weights, trained, kind, rings.device, rows=n)
+        times = seconds([lambda: [call() for call in apart], together], rings.device)
+        return times[0] * by < times[1]
 
     def _more(self, rings: Waiting) -> None:
         """Make the rings longer."""

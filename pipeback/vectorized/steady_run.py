@@ -27,6 +27,7 @@ from pipeback.stages.team import StageGroup
 from pipeback.vectorized.adam_rows import AdamStep
 from pipeback.vectorized.cuda_graph import CudaGraphed
 from pipeback.vectorized.forms import packed
+from pipeback.vectorized.joint_step import JointStep
 from pipeback.vectorized.rows import Rows, Step
 from pipeback.vectorized.tick import LossStage, Parts, StackTick, form
 from pipeback.vectorized.wiring import Where, entering, give, leaving, take
@@ -88,7 +89,7 @@ class SteadyRun:
     ) -> None:
         self.worker, self.judged, self.moving, self.where = worker, judged, moving, where
         self.f, self.b, self.options = forwards, backwards, options
-        self.count, self.teams = turns, teams
+        self.count, self.teams, self._joint = turns, teams, JointStep()
         self._first = 0 if turns == 1 or backwards[1] > backwards[0] else 1  # the number of the first turn
         self.done = 0  # how many ticks were done
         first = next(iter(options.values()))
@@ -192,14 +193,18 @@ class SteadyRun:
 
     def _one_by_one(self, turn: Turn, k: int, given: Sequence[tuple[Parts, Parts]], asked: Asked) -> Any:
         """Run the stacks one after the other. Returns the gradient of the last stage's input."""
-        judge, gx = turn.judge, None
+        judge, gx, joint = turn.judge, None, self._joint
         if judge is not None and asked is not None:
             (i, x, target), step = asked, turn.steps[-1]
             loss, gx, grads = judge.eager(x, target, step)
             self.judged(i, loss)
-            judge.rows.move(step, grads)
+            if isinstance(step, Step) and joint.fits(judge.rows, step):
+                joint.add(judge.rows, step, grads)
+            else:
+                judge.rows.move(step, grads)
         for one, how, (xs, gs) in zip(turn.moving, turn.steps, given, strict=False):
-            one.eager(self.f[one.first] + k + one.place, self.b[one.first] + k - one.place, xs, gs, how)
+            one.eager(self.f[one.first] + k + one.place, self.b[one.first] + k - one.place, xs, gs, how, joint)
+        joint.make()
         return gx
 
     def _fused(self, turn: Turn, k: int, given: Sequence[tuple[Parts, Parts]], asked: Asked) -> Any:

@@ -21,7 +21,8 @@ from pipeback.stages.stage import Stage
 from pipeback.vectorized.adam_rows import AdamStep, adapted
 from pipeback.vectorized.cuda_graph import side_by_side
 from pipeback.vectorized.forms import leaves, packed
-from pipeback.vectorized.graph_rewrites import Graph, accumulating, direct
+from pipeback.vectorized.graph_rewrites import Graph, accumulating, direct, products
+from pipeback.vectorized.joint_step import JointStep
 from pipeback.vectorized.waiting import Waiting
 from pipeback.vectorized.rows import Rows, Step
 from pipeback.vectorized.stack import Stack
@@ -69,8 +70,15 @@ class StackTick:
         self.gxs: list[Tensor | None] = []  # and the gradients of its inputs
         self.stash: WeightRing | None = None  # the weights that F used, where B runs on them
         self.drift: list[Tensor] = []  # δ, if B runs on weights shifted by it
-        weights, trained = len(stack.rows.weights), stack.rows.trained
-        self._accumulate = direct(accumulating(self.written, weights, trained)) if stack.fuse is None else None
+        rows = stack.rows
+        self._accumulate: Graph | None = None  # the backward with momentum, without a compiler
+        self._together = (
+            False  # whether its weights are better stepped in one pass, together with those of other stacks
+        )
+        if stack.fuse is None:
+            self._accumulate = direct(accumulating(self.written, len(rows.weights), rows.trained))
+            into = sum(rows.weights[n].nbytes for n in products(self.written, rows.trained))
+            self._together = 2 * into < sum(w.nbytes for w in rows.stepped)
 
     @property
     def first(self) -> int:
@@ -212,8 +220,8 @@ class StackTick:
                 v.baddbmm_(a, b, beta=step.momentum)
         rows.follow(step, some)
 
-    def eager(self, f: int, b: int, xs: Parts, gs: Parts, step: Step | AdamStep) -> None:
-        """Do the whole tick without a compiler. f, b: micro-batches of F and B at a place p = 0."""
+    def eager(self, f: int, b: int, xs: Parts, gs: Parts, step: Step | AdamStep, joint: JointStep) -> None:
+        """Do the whole tick without a compiler, or leave U to the joint step. f, b: micro-batches of F and B at p = 0."""
         rows, rings, (forward, backward, made, outputs, *_) = self.stack.rows, self.rings, self.rings.eager
         saved, gradients, inputs = rings.left(b), joined(self.back, gs), joined(self.inward, xs)
         if self.stack.alone:
@@ -224,7 +232,11 @@ class StackTick:
         else:
             along = self.drift or None
             views = made(*rows.shifted(step.back, along)) if step.back or rings.made is None else rings.made
-        if isinstance(step, Step) and step.momentum and not step.late and self._accumulate is not None:
+        if self._together and isinstance(step, Step) and joint.fits(rows, step):
+            found = backward(*saved, *views, *gradients)
+            gxs = found[len(rows.weights) :]
+            joint.add(rows, step, [found[n] for n in rows.trained])
+        elif isinstance(step, Step) and step.momentum and not step.late and self._accumulate is not None:
             factor = rows.number(step.momentum)
             gxs = self._accumulate(*saved, *views, *gradients, step.momentum, factor, *rows.velocities())
             rows.follow(step)

@@ -152,7 +152,7 @@ def test_what_a_run_as_one_cannot_do():
 )  # fmt: skip
 def test_auto_asks_for_more_where_ticks_cost_more(case, gain, as_one, monkeypatch):
     """gain: of F and B alone. Ticks that are gone through stage by stage cost, and twice as many cost more."""
-    monkeypatch.setattr(Stack, "gain", lambda stack: gain)
+    monkeypatch.setattr(Stack, "gain", lambda stack, steps: gain)
     method = methods.create("gpipe", micro_batches=32) if case == "gpipe" else CASES[case](S)
     pipe = pipeline(model(), method, vectorize="auto")
     pipe.push(*doubles(1)[0])
@@ -173,7 +173,7 @@ def test_auto_asks_for_more_where_ticks_cost_more(case, gain, as_one, monkeypatc
     ids=["clipped", "samples", "RMSprop"],
 )
 def test_auto_asks_for_more_where_options_forbid_whole_ticks(options, monkeypatch):
-    monkeypatch.setattr(Stack, "gain", lambda stack: 1.5)
+    monkeypatch.setattr(Stack, "gain", lambda stack, steps: 1.5)
     given = {"loss": mse_loss, "optimizer": OPTIMIZERS["momentum"], **options}
     pipe = pipeback.Pipeline(model(), method="pb", vectorize="auto", **given)
     pipe.push(*doubles(1)[0])

@@ -142,7 +142,7 @@ def trained(vectorize, make, shape, sizes, method="pb", dtype=torch.float64, hea
 @pytest.fixture
 def never_slower(monkeypatch):
     """Have "auto" choose whatever can run as one."""
-    monkeypatch.setattr("pipeback.vectorized.stack.Stack.gain", lambda stack: 100.0)
+    monkeypatch.setattr("pipeback.vectorized.stack.Stack.gain", lambda stack, steps: 100.0)
 
 
 @pytest.mark.parametrize(
