@@ -162,6 +162,13 @@ class Engine:
                 self.do(self.runtime.wait, harmless=() if isinstance(self.runtime, EventLoop) else (KeyboardInterrupt,))
             self.modes.done()
 
+    def _reach(self, done: Callable[[], bool]) -> None:
+        """Do what was pushed until `done` says so; the rest stays in flight."""
+        with self.lock, torch.enable_grad():
+            self.open()
+            if isinstance(self.runtime, TickLoop):
+                self.do(partial(self.runtime.loop.reach, done))
+
     def drain(self, then: Then) -> None:
         """As `Pipeline.drain`. then: called if something could be in flight."""
         with self.lock, torch.enable_grad():
@@ -308,7 +315,7 @@ class Engine:
         """Build the runtime for the stages that this process holds now; returns its loops."""
         self.runtime = start(self.holding, self.setting)
         if isinstance(self.runtime, TickLoop):
-            self.runtime.settle = _weakly(self.wait)
+            self.runtime.reach = _weakly(self._reach)
         if not isinstance(self.runtime, EventLoop) or self.holding.store is not None:
             self._finalizer = weakref.finalize(self, _end, self.runtime, self.ranks, self._process)
         self.observing.started(self.loops)
@@ -343,15 +350,15 @@ def _end(runtime: Runner, ranks: Ranks | SingleProcess, process: int) -> None:
         ranks.leave()
 
 
-def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+def _weakly(method: Callable[[Callable[[], bool]], None]) -> Callable[[Callable[[], bool]], None]:
     """A method of an object that this reference does not keep alive."""
     held = weakref.WeakMethod(method)
 
-    def call() -> None:
+    def call(done: Callable[[], bool]) -> None:
         there = held()
         if there is None:
             raise RuntimeError("the pipeline is gone, and with it what was pushed and not done")
-        there()
+        there(done)
 
     return call
 

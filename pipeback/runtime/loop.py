@@ -244,6 +244,14 @@ class Loop:
         self.worker.settle()
         self._remember()
 
+    def reach(self, done: Callable[[], bool]) -> None:
+        """Do operations that may run until `done` says so, or none is left."""
+        self._look()
+        if not self.fresh:
+            self.worker.run(self.order.rest(done))
+            self.worker.settle()
+        self._remember()
+
     def rest(self) -> None:
         """Do every operation that may run, and wait for operations that run elsewhere."""
         self.settle()
@@ -256,6 +264,7 @@ class Loop:
         if self._rested or self.worker.residence.joins:
             for changes in self.worker.outside:
                 changes.look()
+        self.worker.executor.look()
         self._rested = False
 
     def _remember(self) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from pipeback.errors import StageError
 from pipeback.runtime.worker import Worker
 from pipeback.schedules.order import Ops, Order
+from pipeback.schedules.spans import Span
 from pipeback.stages.flight import Flight
 from pipeback.stages.gradients import differentiate
 from pipeback.stages.stage import Stage
@@ -28,9 +29,15 @@ class StageExecutor:
     def record(self, on: bool) -> None:
         """Do nothing: the worker measures each operation."""
 
-    def leap(self, order: Order, ticks: int) -> int:
+    def leap(self, order: Order, span: Span) -> int:
         """Return 0: each operation is done by itself."""
         return 0
+
+    def land(self) -> None:
+        """Do nothing: no tick is leapt."""
+
+    def look(self) -> None:
+        """Do nothing: the stages are asked at every operation."""
 
     def forward(self, ops: Ops) -> list[Flight]:
         """Do F of each (stage, micro-batch), in the order given; return the new flights."""

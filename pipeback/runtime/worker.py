@@ -28,6 +28,7 @@ from pipeback.runtime.weight_provider import HookCall, ResidentWeights, WeightPr
 from pipeback.runtime.weight_write_watch import WeightWriteWatch
 from pipeback.schedules.ops import Kind
 from pipeback.schedules.order import Ops, Order, Wave
+from pipeback.schedules.spans import Span
 from pipeback.stages.flight import Flight
 from pipeback.stages.gradients import GradientSums
 from pipeback.stages.joint_optimizer import Options, joinable
@@ -47,8 +48,14 @@ class Executor(Protocol):
     def record(self, on: bool) -> None:
         """Begin or end measuring operations; raises ValueError if they cannot be measured one by one."""
 
-    def leap(self, order: Order, ticks: int) -> int:
-        """Do as many ticks as possible as one, at most `ticks`; return their number."""
+    def leap(self, order: Order, span: Span) -> int:
+        """Do as many ticks of a span as possible without any work per stage; return their number."""
+
+    def land(self) -> None:
+        """Let stages and worker know of the ticks that were leapt."""
+
+    def look(self) -> None:
+        """Note that micro-batches may have come, and that the user may have changed optimizers or their state."""
 
     def forward(self, ops: Ops) -> list[Flight]:
         """Do F of each (stage, micro-batch); return the new flights, in the same order."""

@@ -46,6 +46,12 @@ class AdamStep:
     varies: bool = False
     ahead = ()
 
+    def part(self, first: int, end: int) -> AdamStep:
+        """Return the step of some of the rows."""
+        rates = [some[first:end] for some in self.rates]
+        like, back, drift = ([t[first:end] for t in some] for some in (self.like, self.back, self.drift))
+        return AdamStep(self.settings, rates, like, back, drift, self.varies)
+
     @property
     def form(self) -> tuple[Any, ...]:
         """Return the properties of a step that a compiled function relies on."""

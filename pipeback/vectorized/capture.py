@@ -21,8 +21,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pipeback.vectorized.convolutions import AS_PRODUCTS
 from pipeback.vectorized.forms import floating, leaves, packed
-from pipeback.vectorized.group_norms import GroupNormsAsOne
 from pipeback.vectorized.graph_rewrites import Graph, Graphs, constant, direct, simplified, split
+from pipeback.vectorized.group_norms import GroupNormsAsOne
 
 
 class Unfit(ValueError):

@@ -24,15 +24,18 @@ CONVOLUTION = torch.ops.aten.convolution.default
 
 
 class Way(NamedTuple):
-    """A way to compute convolutions. last: with channels last. products: as products of matrices.
+    """A way to compute convolutions. last: with channels last. products: as products of matrices."""
 
-    call: F and B of all rows. seconds: how long that takes; 0 if there is no other way.
-    """
-
-    rings: RingBuffers
-    call: Callable[[], Any]
     last: bool = False
     products: bool = False
+
+
+class Tried(NamedTuple):
+    """A way that was tried. call: F and B of all rows. seconds: how long that takes; 0 if there is no other way."""
+
+    way: Way
+    rings: RingBuffers
+    call: Callable[[], Any]
     seconds: float = 0.0
 
 
@@ -46,7 +49,7 @@ def ways(
     length: int,
     *,
     recompute: bool = False,
-) -> list[Way]:
+) -> list[Tried]:
     """Return all ways, with ring buffers for each, the fastest first. The arguments are those of `verified`.
 
     Raises `Unfit` if there is none.
@@ -54,12 +57,12 @@ def ways(
     given = stages, weights, trained, xs, kind, places, length
     rings, rows = verified(*given, recompute=recompute), len(stages)
     calls = [trial(rings.written, weights, trained, kind, rings.device, rows=rows)]
-    found = [Way(rings, calls[0])]
+    found = [Tried(Way(), rings, calls[0])]
     if recompute or not _convolves(rings.written):
         return found
     if rows == 1:
         call = trial(rings.written, weights, trained, kind, rings.device, rows=rows, change=channels_last)
-        found.append(Way(rings, call, last=True))
+        found.append(Tried(Way(last=True), rings, call))
     if all(shape[:1] == (1,) for shape, _ in kind.inputs) and all(w.is_contiguous() for w in weights):
         try:
             other = verified(*given, products=True)
@@ -67,10 +70,10 @@ def ways(
             pass  # not every convolution can be written so
         else:
             call = trial(other.written, weights, trained, kind, rings.device, rows=rows)
-            found.append(Way(other, call, products=True))
-    times = seconds([way.call for way in found], rings.device)
-    timed = [way._replace(seconds=time) for way, time in zip(found, times, strict=True)]
-    return sorted(timed, key=lambda way: way.seconds)
+            found.append(Tried(Way(products=True), other, call))
+    times = seconds([one.call for one in found], rings.device)
+    timed = [one._replace(seconds=time) for one, time in zip(found, times, strict=True)]
+    return sorted(timed, key=lambda one: one.seconds)
 
 
 def _convolves(graphs: Graphs) -> bool:

@@ -47,7 +47,7 @@ class Request(NamedTuple):
     def leaps(self, stacks: Sequence[Stack]) -> bool:
         """Whether whole ticks can be one function with this method, these options and the optimizers of the stages."""
         seen = any(self.worker.get(name) for name in ("clip_norm", "clip_value", "samples"))
-        plain = all(stack.rows.plain([self.options] * len(stack.stages)) for stack in stacks)
+        plain = all(stack.plan.step([self.options] * len(stack.stages)) for stack in stacks)
         return leaps(self.method) and not seen and plain
 
 
@@ -135,10 +135,14 @@ def _divided(
 
 def _settle(stacks: Sequence[Stack]) -> None:
     """Let single stages agree on how pictures lie in memory: where two layouts meet, kernels are slow."""
-    some = [stack for stack in stacks if not stack.flying and len({way.last for way in stack.ways}) == 2]
-    times = [sum(min(w.seconds for w in stack.ways if w.last == last) for stack in some) for last in (False, True)]
-    for stack in some:
-        stack.settle(last=times[1] < times[0])
+    some = {id(stack): stack.tried for stack in stacks if not stack.flying and stack.tried}
+    some = {n: tried for n, tried in some.items() if len({one.way.last for one in tried}) == 2}
+    times = [
+        sum(min(one.seconds for one in tried if one.way.last == last) for tried in some.values())
+        for last in (False, True)
+    ]
+    for stack in stacks:
+        stack.settle(last=times[1] < times[0] if id(stack) in some else None)
 
 
 def inputs(stages: Sequence[Stage], x: Any, y: Any) -> tuple[dict[int, Any], dict[int, list[bool]]]:

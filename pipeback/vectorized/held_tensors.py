@@ -38,6 +38,18 @@ class HeldTensors(Waiting):
         """Return the tensors that F has saved for the B of this tick, and hold them no longer."""
         return self._taken(b % self.length)
 
+    @property
+    def even(self) -> bool:
+        return False
+
+    def left_of(self, rows: tuple[int, int], shapes: Sequence[Sequence[int]], b: int) -> Sequence[Tensor]:
+        """Raise an error: there is one row."""
+        raise IndexError(rows)
+
+    def put_of(self, rows: tuple[int, int], f: int, saved: Sequence[Tensor]) -> None:
+        """Raise an error: there is one row."""
+        raise IndexError(rows)
+
     def _keep(self, slot: int, saved: Sequence[Tensor]) -> None:
         self._kept[slot] = saved
 

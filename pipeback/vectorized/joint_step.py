@@ -12,7 +12,8 @@ from torch import Tensor
 
 from pipeback.private import fused_sgd
 from pipeback.vectorized.adam_rows import AdamStep
-from pipeback.vectorized.rows import Rows, Step
+from pipeback.vectorized.row_tensors import RowTensors
+from pipeback.vectorized.sgd_rows import Step
 
 Lists = tuple[list[Tensor], list[Tensor], list[Tensor]]  # weights, gradients and velocities
 
@@ -25,14 +26,14 @@ class JointStep:
         self._lists: dict[tuple[float, float, float], Lists] = {}
 
     @staticmethod
-    def fits(rows: Rows, step: Step | AdamStep) -> bool:
+    def fits(rows: RowTensors, step: Step | AdamStep) -> bool:
         """Whether the weights can be part of the step: torch's own of momentum SGD, at one rate, and on the CPU, where
         other steps take a pass per operation.
         """
         plain = isinstance(step, Step) and bool(step.momentum) and step.rate is not None
         return plain and bool(rows.stepped) and all(w.is_cpu and w.dtype in _KINDS for w in rows.stepped)
 
-    def add(self, rows: Rows, step: Step, grads: Sequence[Tensor]) -> None:
+    def add(self, rows: RowTensors, step: Step, grads: Sequence[Tensor]) -> None:
         """Add the weights of these rows, which fit, with their gradients."""
         assert step.rate is not None
         for w, g, v, decay in zip(rows.stepped, grads, rows.velocities(), step.decays, strict=True):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pipeback.vectorized.forms import Kind
-from pipeback.vectorized.graph_rewrites import Graph, Graphs, factored, for_compiler
+from pipeback.vectorized.graph_rewrites import Graphs, factored, for_compiler
 from pipeback.vectorized.waiting import Turns, Waiting
 
 ALIGNED = 64  # bytes, the alignment of torch's tensors
@@ -135,6 +135,22 @@ class RingBuffers(Waiting):
             self._flat = [ring.view(self.length * self.rows, -1) for ring in self.saved]
         for ring, t, dim, flat in zip(self._flat, saved, self.folds, self._is_flat, strict=True):
             ring.index_copy_(0, places, t if flat else unfolded(t, dim, self.rows))
+
+    @property
+    def even(self) -> bool:
+        return not any(self.folds)
+
+    def left_of(self, rows: tuple[int, int], shapes: Sequence[Sequence[int]], b: int) -> list[Tensor]:
+        """Return what F has saved for the B of this tick, of the rows from one up to another. shapes: of these tensors."""
+        slot = b % self.length
+        return [ring[slot, slice(*rows)].view(shape) for ring, shape in zip(self.saved, shapes, strict=True)]
+
+    def put_of(self, rows: tuple[int, int], f: int, saved: Sequence[Tensor]) -> None:
+        """Keep what F saves for B at this tick, of the rows from one up to another."""
+        first, end = rows
+        places = self.places(f)[first:end]
+        for ring, t in zip(self.saved, saved, strict=True):
+            ring.view(self.length * self.rows, -1).index_copy_(0, places, t.reshape(end - first, -1))
 
     def _places(self, some: Turns, *, everywhere: bool = False) -> Tensor:
         """Return the places of these rows in a ring, as row numbers of a matrix.

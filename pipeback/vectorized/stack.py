@@ -25,14 +25,18 @@ from pipeback.stages.stage import Stage
 from pipeback.tensors.layout import Message
 from pipeback.vectorized.bounded_cache import BoundedCache
 from pipeback.vectorized.capture import Unfit
+from pipeback.vectorized.fastest_way import Tried, Way, ways
 from pipeback.vectorized.forms import Kind, floating, leaves, packed
-from pipeback.vectorized.fastest_way import Way, ways
 from pipeback.vectorized.graph_rewrites import Graphs
 from pipeback.vectorized.held_tensors import HeldTensors
+from pipeback.vectorized.resized import Otherwise
 from pipeback.vectorized.ring_buffers import RingBuffers
+from pipeback.vectorized.row_sums import RowSums
 from pipeback.vectorized.rows import Rows
+from pipeback.vectorized.sizes import Sizes
+from pipeback.vectorized.step_plan import StepPlan
 from pipeback.vectorized.timing import channels_last, gain, seconds, trial
-from pipeback.vectorized.verify import examples, verified
+from pipeback.vectorized.verify import captured, examples, verified
 from pipeback.vectorized.waiting import Turns, Waiting
 from pipeback.vectorized.weight_ring import WeightRing
 
@@ -79,6 +83,8 @@ class Stack:
         self.options = options
         self._row_of = {s: r for r, s in enumerate(self.numbers)}
         self.rows = Rows(stages)
+        self.plan = StepPlan(self.rows)
+        self.sums = RowSums(self.rows, self.plan)
         self._length = length
         self._kinds: dict[int, Kind] = {}  # of the micro-batches between F and B of the first stage
         self.apart: set[int] = set()  # those among them that run stage by stage
@@ -93,8 +99,8 @@ class Stack:
             self.compile = lambda graph: torch.compile(graph, **options)
             if writes_in_order(options):
                 self.fuse = lambda tick: torch.compile(tick, **of_ticks(options))
-        self.ways: list[Way] = []  # how convolutions can be computed, the fastest first
-        self.way: Way | None = None  # and how they are
+        self.way = Way()  # how convolutions are computed
+        self.tried: list[Tried] | None = None  # the ways, the fastest first, until one is settled on
         self.leaps = False  # whether most ticks skip `forward` and `backward`, which then need no compiler
 
     @property
@@ -117,29 +123,33 @@ class Stack:
         kinds = set(self._kinds.values())
         return kinds.pop() if len(kinds) == 1 else None
 
-    def moved_on(self, ticks: int, f: Sequence[int], b: Sequence[int], options: Mapping[int, Any]) -> None:
-        """Note that every stage did F, B and U `ticks` times. f, b: per stage of the pipeline, the micro-batches of the
-        first of these F and B.
+    def moved_on(self, rounds: Sequence[int], f: Sequence[int], b: Sequence[int], options: Mapping[int, Any]) -> None:
+        """Note that stages have done rounds of F, B and U. rounds: of every stage of the pipeline; f, b: likewise, the
+        micro-batches of the first of these F and B.
 
-        options: those of the micro-batches whose F was done. Finished flights are reused for as many new ones.
+        options: those of the micro-batches that are in flight now, and of the last one that was not. Finished flights are
+        reused for as many new ones.
         """
-        kind = self.one_kind
-        assert kind is not None
         for stage in self.stages:
             s, flights = stage.index, stage.flights
-            count = f[s] - b[s]
-            gone, came = min(count, ticks), max(f[s], b[s] + ticks)
+            if not rounds[s]:
+                continue
+            count, done = f[s] - b[s], b[s] + rounds[s]
+            gone, came = min(count, rounds[s]), max(f[s], done)
             version = stage.version - f[s]  # of micro-batch i: version + i
             for i, flight in enumerate([flights.pop(i) for i in range(b[s], b[s] + gone)], came):
                 flight.version, flight.options = version + i, options[i]
                 flights[i] = flight
-            stage.went_backward(options[b[s] + ticks - 1])
+            stage.went_backward(options[done - 1])
             stage.note_flights(count + 1)
         first = self.first
-        for i in range(b[first], min(f[first], b[first] + ticks)):
-            del self._kinds[i]
-        for i in range(max(f[first], b[first] + ticks), f[first] + ticks):
-            self._kinds[i] = kind
+        if rounds[first]:
+            kind, done = self.one_kind, b[first] + rounds[first]
+            assert kind is not None
+            for i in range(b[first], min(f[first], done)):
+                del self._kinds[i]
+            for i in range(max(f[first], done), f[first] + rounds[first]):
+                self._kinds[i] = kind
 
     @property
     def held(self) -> int:
@@ -182,7 +192,12 @@ class Stack:
             what = next(v for v in tensors if type(v) is not Tensor or v.layout is not torch.strided)
             raise Unfit(f"they are given {type(what).__name__}, and not plain tensors")
         inputs = tuple((tuple(v.shape), v.dtype) for v in tensors)
-        return Kind(inputs, type(x) is tuple, self.stages[0].module.training + 2 * self._era)
+        return Kind(inputs, type(x) is tuple, self.mode)
+
+    @property
+    def mode(self) -> int:
+        """The mode of the micro-batches that come now (`Kind`)."""
+        return self.stages[0].module.training + 2 * self._era
 
     def renew(self) -> None:
         """Note that the modules compute something else from now on; micro-batches in flight keep the old graphs."""
@@ -303,7 +318,7 @@ class Stack:
                     if self.numbers[r]:
                         upstream = [None if gx is None else gx[r] for gx in back]
                         link.send("B", self.numbers[r] - 1, i, packed(upstream, kind.packed))
-                self.rows.add([grads[n] for n in self.rows.trained], [r for r, _ in some])
+                self.sums.add([grads[n] for n in self.rows.trained], [r for r, _ in some])
             for r, i in some:
                 if not r:
                     del self._kinds[i]
@@ -339,10 +354,11 @@ class Stack:
         steps: with a step of momentum SGD.
         """
         rings, rows = self._rings[self.known], self.rows
-        change = channels_last if self.way is not None and self.way.last else Tensor.detach
+        change = channels_last if self.way.last else Tensor.detach
         return gain(
-            self.stages, rings.written, rows.weights, rows.trained, self.known, rings.device, steps=steps, change=change
-        )
+            self.stages, rings.written, rows.weights, rows.trained, self.known, rings.device,
+            steps=steps and self.fuse is None, change=change,
+        )  # fmt: skip
 
     def faster_apart(self, by: float) -> bool:
         """Return whether F and B of each stage as a graph of its own are faster, by a factor, than all as one."""
@@ -352,11 +368,9 @@ class Stack:
         rings, trained = self._rings[kind], self.rows.trained
         every = [[p.detach() for p in stage.module.parameters()] for stage in self.stages]
         found = ways([last], every[-1], trained, self._examples(kind, None), kind, [0], 1)[0]
-        change = channels_last if found.last else Tensor.detach
+        change = channels_last if found.way.last else Tensor.detach
         # each on weights of its own, which are not in the cache when its turn comes
-        apart = [
-            trial(found.rings.written, mine, trained, kind, rings.device, rows=1, change=change) for mine in every
-        ]
+        apart = [trial(found.rings.written, mine, trained, kind, rings.device, rows=1, change=change) for mine in every]
         together = trial(rings.written, self.rows.weights, trained, kind, rings.device, rows=n)
         times = seconds([lambda: [call() for call in apart], together], rings.device)
         return times[0] * by < times[1]
@@ -372,11 +386,11 @@ class Stack:
         """Make and check the graphs for micro-batches like xs, the inputs of one stage."""
         given = self.stages, self.rows.weights, self.rows.trained, xs, kind, self.places, self._length
         recompute = self.stages[0].keeping is not None
-        if self.fuse is None and self.compile is None and not self.ways:
-            self.ways = ways(*given, recompute=recompute)
-            self._take(self.ways[0], kind)
+        if self.fuse is None and self.compile is None and self.tried is None:
+            self.tried = ways(*given, recompute=recompute)
+            self._take(self.tried[0], kind)
             return
-        products = self.way is not None and self.way.products
+        products = self.way.products
         rings = verified(*given, recompute=recompute, products=products)
         if self.fuse is not None:
             large = [n for n in self.rows.trained if self.rows.weights[n].nbytes > LARGE]
@@ -397,18 +411,33 @@ class Stack:
             stage.learn(activation_bytes=waiting.slot_bytes)
         return waiting
 
-    def _take(self, way: Way, kind: Kind) -> None:
+    def _take(self, tried: Tried, kind: Kind) -> None:
         """Compute convolutions in this way; no micro-batch may be in flight."""
-        if way.last != (self.way is not None and self.way.last):
-            self.rows.lay(channels_last if way.last else Tensor.contiguous)
-        self.way = way
-        way.rings.view(self.rows.weights)
-        self._wait(way.rings, kind)
+        if tried.way.last != self.way.last:
+            self.rows.lay(channels_last if tried.way.last else Tensor.contiguous)
+        self.way = tried.way
+        tried.rings.view(self.rows.weights)
+        self._wait(tried.rings, kind)
 
-    def settle(self, *, last: bool) -> None:
-        """Compute convolutions with channels last, or not, as the stages around do."""
-        if self.way is not None and self.way.last != last:
-            self._take(next(way for way in self.ways if way.last == last), self.known)
+    def settle(self, last: bool | None) -> None:
+        """Compute convolutions with channels last, or not, as the stages around do; None: in the fastest way."""
+        if last is not None and self.tried and self.way.last != last:
+            self._take(next(one for one in self.tried if one.way.last == last), self.known)
+        self.tried = []  # each holds memory
+
+    def sizes(self, rings: Waiting) -> Sizes | None:
+        """Return graphs for fewer rows; None if there are none."""
+        n, trained, weights = len(self.stages), self.rows.trained, self.rows.weights
+        if self.alone or self.stages[0].keeping is not None:
+            return None
+        m = n - 1 if n > 2 else n + 1  # a single row is traced in another way
+        mine = [torch.cat([w, w[:1]])[:m] for w in weights]
+        products = self.way.products
+        try:
+            other = captured(self.stages, mine, self._examples(rings.kind, None), rings.kind, m, products=products)
+            return Sizes(rings.written, other, n, m, len(weights), trained)
+        except (Unfit, Otherwise):
+            return None
 
     def entered(self, xs: Sequence[Tensor]) -> list[Tensor]:
         """Return the inputs of a single stage as its graphs take them."""
@@ -418,7 +447,7 @@ class Stack:
 
     def lying(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return inputs or gradients of a single stage as its kernels read them fastest from memory."""
-        last = self.way is not None and self.way.last
+        last = self.way.last
         return [channels_last(t) for t in tensors] if last else list(tensors)
 
     # -- states: tensors that wait between F and B -------------------------------------------------------------------

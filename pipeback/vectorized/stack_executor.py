@@ -11,6 +11,7 @@ from pipeback.errors import StageError
 from pipeback.runtime.stage_executor import StageExecutor
 from pipeback.runtime.worker import Worker
 from pipeback.schedules.order import Ops, Order
+from pipeback.schedules.spans import Span
 from pipeback.stages.flight import Flight
 from pipeback.vectorized.stack import Stack
 from pipeback.vectorized.steady import Steady
@@ -37,10 +38,10 @@ class StackExecutor:
         if on:
             raise ValueError("record: stages that run as one cannot be measured apart; build it with vectorize=False")
 
-    def leap(self, order: Order, ticks: int) -> int:
-        """Do at once as many ticks as possible at which every stage does F, B and U; return their number.
+    def leap(self, order: Order, span: Span) -> int:
+        """Do as many ticks of a span as possible without any work per stage; return their number.
 
-        The order counts them.
+        The order counts them. `land` comes before anything else is done.
         """
         worker = self.worker
         seen = worker.replicas or worker.watch or worker.tracing or worker.began or worker.samples
@@ -48,11 +49,17 @@ class StackExecutor:
             return 0
         if self._steady is None:
             self._steady = Steady(worker, self.judged, self.stacks)
-        try:
-            return self._steady.run(order, ticks)
-        except BaseException:
-            order.skip(self._steady.done)
-            raise
+        return self._steady.run(order, span)
+
+    def land(self) -> None:
+        """Let stages and worker know of the ticks that were leapt."""
+        if self._steady is not None:
+            self._steady.finish()
+
+    def look(self) -> None:
+        """Note that micro-batches may have come, and that the user may have changed optimizers or their state."""
+        if self._steady is not None:
+            self._steady.look()
 
     def judged(self, i: int, loss: Tensor) -> None:
         """Take the loss of a micro-batch from the last stage."""
@@ -104,7 +111,7 @@ class StackExecutor:
                     for s, i in some:
                         self._one_by_one.weigh(self.stages[s], i)
             if graphs:
-                stack.rows.apart([stack.numbers.index(s) for s, _ in graphs])
+                stack.sums.apart([stack.numbers.index(s) for s, _ in graphs])
         apart = self._one_by_one.apart
         for some in [[op] for op in sorted(others)] if apart else [sorted(others)] if others else []:
             self._one_by_one.backward(some)
@@ -121,18 +128,18 @@ class StackExecutor:
         there = {s for s, _ in ops}
         done: set[int] = set()
         for stack in self.stacks:
-            if plain and there.issuperset(stack.numbers) and stack.rows.step():
+            if plain and there.issuperset(stack.numbers) and stack.sums.step():
                 done.update(stack.numbers)
                 for stage in stack.stages:
                     stage.updated()
             else:
-                stack.rows.spread()
+                stack.sums.spread()
         return [op for op in ops if op[0] not in done]
 
     def spread(self) -> None:
         """Hand the stages of each stack their gradients."""
         for stack in self.stacks:
-            stack.rows.spread()
+            stack.sums.spread()
 
     # -- states --------------------------------------------------------------------------------------------------
 
@@ -142,6 +149,7 @@ class StackExecutor:
 
     def use(self, stacks: Sequence[Stack]) -> None:
         """Run the stages of these stacks as one from now on, and all others one by one."""
+        self.land()
         self.stacks = list(stacks)
         self._of = {stage.index: stack for stack in self.stacks for stage in stack.stages}
         self._steady = None

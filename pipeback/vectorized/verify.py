@@ -46,19 +46,10 @@ def verified(
     micro-batches. recompute: whether the backward (B) repeats the forward (F). products: see `capture`. Raises `Unfit`
     where the stages cannot run as one.
     """
-    like = stages[-1].module  # not the first stage: in a traced model its input has no gradient
-    pairs = zip([name for name, _ in like.named_parameters()], weights, like.parameters(), strict=True)
-    named = {name: w.requires_grad_(p.requires_grad) for name, w, p in pairs}
     n = len(stages)
-    every = [x if n == 1 else x.unsqueeze(0).repeat(n, *(1 for _ in x.shape)) for x in xs]
-    try:
-        traits = check_plain(stages, packed(xs, kind.packed))
-        enters = n == 1 and not stages[0].index
-        graphs = capture(like, named, every, traits, rows=n, whole=kind.packed, enters=enters, products=products)
-        graphs = recomputing(graphs) if recompute else graphs
-    finally:
-        for w in weights:
-            w.requires_grad_(False)
+    graphs = captured(stages, weights, xs, kind, n, products=products)
+    graphs = recomputing(graphs) if recompute else graphs
+    every = _repeated(xs, n)
     with torch.no_grad():
         saved = graphs.forward(*weights, *every)[graphs.outputs :]
         folds = _folds(graphs, weights, every, saved, n)
@@ -66,6 +57,29 @@ def verified(
         rings.view(weights)
         _prove(stages, weights, trained, rings, every)
     return rings
+
+
+def captured(
+    stages: Sequence[Stage], weights: Sequence[Tensor], xs: Sequence[Tensor], kind: Kind, rows: int, *, products: bool
+) -> Graphs:
+    """Return the graphs of stages like these, for so many rows: as many as `weights` have. Raises `Unfit`."""
+    like = stages[-1].module  # not the first stage: in a traced model its input has no gradient
+    pairs = zip([name for name, _ in like.named_parameters()], weights, like.parameters(), strict=True)
+    named = {name: w.requires_grad_(p.requires_grad) for name, w, p in pairs}
+    try:
+        traits = check_plain(stages, packed(xs, kind.packed))
+        enters = rows == 1 and not stages[0].index
+        return capture(
+            like, named, _repeated(xs, rows), traits, rows=rows, whole=kind.packed, enters=enters, products=products
+        )
+    finally:
+        for w in weights:
+            w.requires_grad_(False)
+
+
+def _repeated(xs: Sequence[Tensor], rows: int) -> list[Tensor]:
+    """Return inputs of one stage as (n, …)."""
+    return [x if rows == 1 else x.unsqueeze(0).repeat(rows, *(1 for _ in x.shape)) for x in xs]
 
 
 def judged_alike(stage: Stage, graph: Graph, x: Any, target: Any) -> None:

@@ -68,6 +68,21 @@ class Waiting(ABC):
     def left(self, b: int) -> Sequence[Tensor]:
         """Return the tensors that F has saved for the B of this tick."""
 
+    # -- and of some neighbouring rows -------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def even(self) -> bool:
+        """Whether the rows lie one after the other in all tensors, so that some of them can be taken."""
+
+    @abstractmethod
+    def left_of(self, rows: tuple[int, int], shapes: Sequence[Sequence[int]], b: int) -> Sequence[Tensor]:
+        """Return what F has saved for the B of this tick, of the rows from one up to another. shapes: of these tensors."""
+
+    @abstractmethod
+    def put_of(self, rows: tuple[int, int], f: int, saved: Sequence[Tensor]) -> None:
+        """Keep what F saves for B at this tick, of the rows from one up to another."""
+
     def places(self, f: int) -> Tensor:
         """Return the places for what F keeps at this tick, as row numbers of matrices (slots · n, elements)."""
         if not self._slots:

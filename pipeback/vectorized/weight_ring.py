@@ -13,8 +13,8 @@ from torch import Tensor
 
 from pipeback.stages.stage import Stage
 from pipeback.tensors.weight_list import Weights
-from pipeback.vectorized.waiting import Waiting
 from pipeback.vectorized.rows import Rows
+from pipeback.vectorized.waiting import Waiting
 
 
 class WeightRing:
@@ -41,21 +41,23 @@ class WeightRing:
 
     # -- at a tick at which a stage with place p does F of micro-batch f − p and B of b + p -----------------------
 
-    def keep(self, f: int) -> None:
-        """Keep the weights on which F is going to run."""
+    def keep(self, f: int, rows: tuple[int, int] | None = None) -> None:
+        """Keep the weights on which F is going to run. rows: of the rows from one up to another; None: of all."""
         if not self.rings:
             return
         if not self._from:
             torch._foreach_copy_(self._slots[(f - 2 * self.like.at[0]) % self.length], self.rows.stepped)
             return
-        places = self.like.places(f)
+        places, some = self.like.places(f), slice(None) if rows is None else slice(*rows)
         for to, w in zip(self._to, self._from, strict=True):
-            to.index_copy_(0, places, w)
+            to.index_copy_(0, places[some], w[some])
 
-    def used(self, b: int) -> list[Tensor]:
+    def used(self, b: int, rows: tuple[int, int] | None = None) -> list[Tensor]:
         """Return all weights for B, as F used them."""
-        found = list(self.rows.weights)
-        for n, w in zip(self.rows.trained, self.slots(b), strict=True):
+        found, some = list(self.rows.weights), self.slots(b)
+        if rows is not None:
+            found, some = [w[slice(*rows)] for w in found], [w[slice(*rows)] for w in some]
+        for n, w in zip(self.rows.trained, some, strict=True):
             found[n] = w
         return found
 

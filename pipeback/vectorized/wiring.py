@@ -7,15 +7,12 @@ stacks, or goes to one, is a message of the link.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
-
-import torch
-from torch import Tensor
+from typing import Literal
 
 from pipeback.runtime.link import Name
 from pipeback.tensors.layout import Message
 from pipeback.vectorized.forms import leaves
-from pipeback.vectorized.tick import Piece, StackTick
+from pipeback.vectorized.tick import Piece, Pieces, StackTick
 
 Box = dict[Name, Message]
 Where = dict[int, tuple[StackTick, int]]  # of each stage, the stack that it is in, and its row there
@@ -25,14 +22,23 @@ def wire(ticks: Sequence[StackTick]) -> Where:
     """Tell each stack where its rows get their inputs and gradients from; return where each stage is."""
     where = {s: (one, row) for one in ticks for row, s in enumerate(one.stack.numbers)}
     for one in ticks:
-        one.inward, one.back = _pieces(one, where, -1), _pieces(one, where, 1)
+        pieces(one, where, one.all)
     return where
 
 
-def _pieces(one: StackTick, where: Where, by: Literal[-1, 1]) -> list[Piece]:
-    """Return the sources of the rows of a stack: the stages `by` further on."""
-    runs: list[list[int]] = []  # of stages of this stack, whose sources are neighbouring rows of one stack
-    for s in one.stack.numbers:
+def pieces(one: StackTick, where: Where, rows: tuple[int, int]) -> Pieces:
+    """Return where the rows of a stack, from one up to another, get their inputs and gradients from."""
+    found = one.pieces.get(rows)
+    if found is None:
+        numbers = one.stack.numbers[slice(*rows)]
+        found = one.pieces[rows] = Pieces(_pieces(one, numbers, where, -1), _pieces(one, numbers, where, 1))
+    return found
+
+
+def _pieces(one: StackTick, numbers: Sequence[int], where: Where, by: Literal[-1, 1]) -> list[Piece]:
+    """Return the sources of these stages of a stack: the stages `by` further on."""
+    runs: list[list[int]] = []  # of stages whose sources are neighbouring rows of one stack
+    for s in numbers:
         last = where.get(runs[-1][-1] + by) if runs else None
         mine = where.get(s + by)
         if last is not None and mine is not None and mine[0] is last[0] and mine[1] == last[1] + 1:
@@ -44,20 +50,21 @@ def _pieces(one: StackTick, where: Where, by: Literal[-1, 1]) -> list[Piece]:
 
 def _piece(one: StackTick, place: tuple[StackTick, int] | None, run: Sequence[int]) -> Piece:
     if place is None:
-        return Piece(None, run[0], None, lifts=not one.stack.alone)
-    source, first = place
+        return Piece(None, run[0], 0, None, lifts=not one.stack.alone)
+    (source, first), s = place, run[0]
+    late = abs(source.stack.places[first] - one.stack.places[one.stack.numbers.index(s)])
     if source.stack.alone:
-        return Piece(source, run[0], None, lifts=not one.stack.alone)
+        return Piece(source, s, late, None, lifts=not one.stack.alone)
     if one.stack.alone:
-        return Piece(source, run[0], first, lifts=False)
+        return Piece(source, s, late, first, lifts=False)
     whole = len(run) == len(source.stack.numbers)
-    return Piece(source, run[0], None if whole else slice(first, first + len(run)), lifts=False)
+    return Piece(source, s, late, None if whole else slice(first, first + len(run)), lifts=False)
 
 
-def entering(one: StackTick) -> list[tuple[Literal["F", "B"], int]]:
+def entering(one: StackTick, where: Where) -> list[tuple[Literal["F", "B"], int]]:
     """Return the messages from outside of all stacks that the rows of a stack get: direction and stage."""
-    found: list[tuple[Literal["F", "B"], int]] = [("F", piece.stage) for piece in one.inward if piece.source is None]
-    return [*found, *(("B", piece.stage) for piece in one.back if piece.source is None)]
+    found: list[tuple[Literal["F", "B"], int]] = [("F", s) for s in one.stack.numbers if s - 1 not in where]
+    return [*found, *(("B", s) for s in one.stack.numbers if s + 1 not in where)]
 
 
 def leaving(one: StackTick, where: Where) -> list[tuple[Literal["F", "B"], int, int]]:
@@ -81,36 +88,29 @@ def _between(ticks: Sequence[StackTick], where: Where) -> Iterator[tuple[Literal
                 yield "B", s, *where[s + 1]
 
 
-def take(ticks: Sequence[StackTick], where: Where, f: Sequence[int], b: Sequence[int], box: Box) -> None:
-    """Take the messages that wait for the next F and B of these stacks out of `box`, into the stacks that sent them.
+Waits = tuple[Literal["F", "B"], int, int, StackTick, int, int]
+Ends = tuple[Sequence[int], Sequence[int]]  # per stage, the micro-batches of its next F and B
 
-    f, b: of each stage, the micro-batch of its next F and B.
-    """
-    came: dict[tuple[Literal["F", "B"], int], tuple[StackTick, dict[int, tuple[Tensor, ...]]]] = {}
+
+def _waiting(ticks: Sequence[StackTick], where: Where, ends: Ends) -> Iterator[Waits]:
+    """Yield of each message that waits between stacks direction, stage, micro-batch, source, row, and tick of sending."""
+    f, b = ends
     for kind, s, source, row in _between(ticks, where):
-        message = leaves(box.pop((kind, s, (f if kind == "F" else b)[s])))
-        came.setdefault((kind, source.first), (source, {}))[1][row] = message
-    for (kind, _), (source, rows) in came.items():
-        some = next(iter(rows.values()))
-        values = [_whole(source, [message[n] for message in rows.values()], list(rows)) for n in range(len(some))]
-        if kind == "F":
-            source.ys = values
-        else:
-            source.gxs = list(values)
+        t, place = source.stack.numbers[row], source.stack.places[row]
+        for i in range(f[s], f[t]) if kind == "F" else range(b[s], b[t]):
+            yield kind, s, i, source, row, i + place if kind == "F" else i - place
 
 
-def _whole(source: StackTick, values: Sequence[Any], rows: Sequence[int]) -> Any:
-    """Return the values of these rows as (n, …); the other rows, which send to no stack, are zeros."""
-    if source.stack.alone or values[0] is None:
-        return values[0]
-    every = [torch.zeros_like(values[0])] * len(source.stack.numbers)
-    for row, value in zip(rows, values, strict=True):
-        every[row] = value
-    return torch.stack(every)
+def take(ticks: Sequence[StackTick], where: Where, ends: Ends, box: Box) -> None:
+    """Take the messages that wait between these stacks out of `box`, into the mail of the stacks that sent them."""
+    for kind, s, i, source, row, tick in list(_waiting(ticks, where, ends)):
+        value = leaves(box.pop((kind, s, i)))
+        if not source.stack.alone:
+            value = tuple(None if v is None else v[None] for v in value)
+        (source.ys if kind == "F" else source.gxs).send(tick, (row, row + 1), value)
 
 
-def give(ticks: Sequence[StackTick], where: Where, f: Sequence[int], b: Sequence[int], box: Box) -> None:
-    """Leave in `box` the messages for the next F and B of these stacks, which `take` takes."""
-    for kind, s, source, row in _between(ticks, where):
-        value = source.sent(row) if kind == "F" else source.sent_back(row)
-        box[kind, s, (f if kind == "F" else b)[s]] = value
+def give(ticks: Sequence[StackTick], where: Where, ends: Ends, box: Box) -> None:
+    """Leave in `box` the messages that `take` takes."""
+    for kind, s, i, source, row, tick in _waiting(ticks, where, ends):
+        box[kind, s, i] = source.sent(kind, tick, row)
