@@ -103,3 +103,11 @@ def laid_back(p: nn.Parameter, memory: Tensor, value: Tensor) -> None:
     if p.data_ptr() != memory.data_ptr():
         p.data = memory
     memory.copy_(value)
+
+
+@torch.no_grad()
+def settled(p: nn.Parameter, memory: Tensor) -> None:
+    """Move the value of a parameter into the memory that it had, if it was given other memory."""
+    if p.data_ptr() != memory.data_ptr():
+        memory.copy_(p)
+        p.data = memory

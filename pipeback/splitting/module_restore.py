@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from pipeback.splitting.attribute_changes import Changed, FirstCall
 from pipeback.splitting.in_place import laid_back
 from pipeback.splitting.module_walk import identical, walked
-from pipeback.splitting.outside_draws import generators, read, write
-from pipeback.tensors.layout import put
+from pipeback.splitting.outside_draws import generators, read, torch_generators, write
+from pipeback.tensors.layout import put_back
 
 Home = tuple[dict[str, Tensor | None], str, Tensor, Tensor]  # (holder, name, buffer, copy of it)
 
@@ -23,8 +23,9 @@ def untouched(
 ) -> Iterator[list[Home]]:
     """A context that restores the buffers of a module on exit, the tensors and their values; it yields their places.
 
-    It also restores generators of Python and numpy, numbers and tensors in attributes, and the parameters named in
-    `rewritten`, which the forward writes into; a segment knows its own. within: the modules by their paths, if known.
+    It also restores generators of Python and numpy, torch's in attributes, numbers and tensors in attributes, and the
+    parameters named in `rewritten`, which the forward writes into; a segment knows its own. within: the modules by
+    their paths, if known.
     """
     modules = list((walked(module) if within is None else within).values())
     attributes = [(vars(m), dict(vars(m))) for m in modules if "__rewritten__" not in vars(m)]
@@ -33,7 +34,7 @@ def untouched(
     homes = [
         (m._buffers, key, b, b.detach().clone()) for m in modules for key, b in m._buffers.items() if b is not None
     ]
-    outside = generators(modules)
+    outside = [*generators(modules), *torch_generators(modules)]
     states = read(outside)
     try:
         yield homes
@@ -44,7 +45,7 @@ def untouched(
         write(outside, states)
         for owner, key, buffer, value in homes:
             owner[key] = buffer
-            put(buffer.data, value)  # not seen by graphs that saved the buffer
+            put_back(buffer, value)
         for p, memory, value in parameters:
             laid_back(p, memory, value)
         for now, before in attributes:
@@ -54,5 +55,10 @@ def untouched(
 
 
 def _counts(value: Any) -> bool:
-    """Whether an attribute is restored: a number, a tensor or None is; a mark (a bool or a string) stays set."""
-    return not isinstance(value, bool) and isinstance(value, (int, float, Tensor, type(None)))
+    """Whether an attribute is restored: numbers, tensors and None are; a mark (a bool or a string) stays set."""
+    return not isinstance(value, bool) and (isinstance(value, (int, float, Tensor, type(None))) or _state(value))
+
+
+def _state(value: Any) -> bool:
+    """Whether a value is a structure of tensors, as the state of a recurrent layer is."""
+    return type(value) in (tuple, list) and bool(value) and all(isinstance(x, Tensor) or _state(x) for x in value)

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from operator import eq
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from pipeback.private import hooks_of
@@ -89,6 +90,12 @@ def generators(modules: Iterable[nn.Module]) -> list[Generator]:
             bits = value.bit_generator
             found.append(Generator(lambda b=bits: b.state, lambda s, b=bits: setattr(b, "state", s)))  # type: ignore[misc]
     return found
+
+
+def torch_generators(modules: Iterable[nn.Module]) -> list[Generator]:
+    """The generators of torch in the modules' attributes; a trace sees who draws from them."""
+    held = {id(x): x for m in modules for x in vars(m).values() if type(x) is torch.Generator}
+    return [Generator(x.get_state, lambda state, x=x: x.set_state(state)) for x in held.values()]  # type: ignore[misc]
 
 
 def _of_numpy(numpys: Any) -> Generator:

@@ -58,6 +58,16 @@ def decided_anew(who: str, whole: str, name: str, found: Any, expected: Any) -> 
     )
 
 
+def reads_changing(model: nn.Module, where: str, what: str) -> ValueError:
+    """The error for a forward that gives Python a number which is another one for each micro-batch. where: its path."""
+    caller = model.get_submodule(where)
+    who = f"{type(caller).__name__} {where!r}" if where else type(caller).__name__
+    return ValueError(
+        f"{who}.forward gives Python the value of {what} so that it is another one for each micro-batch, and stages "
+        f"would repeat that of the first; compute with tensors, or keep it whole: {kept_whole(model, where)}"
+    )
+
+
 def kept_whole(model: nn.Module, path: str) -> str:
     """Return the option that keeps a module, and all of its class (which decide alike), as one call each."""
     kind = type(model.get_submodule(path))

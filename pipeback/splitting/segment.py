@@ -18,6 +18,7 @@ from torch.func import functional_call
 from pipeback.private import pytree
 from pipeback.splitting.autocast_regions import Entered
 from pipeback.splitting.call_trace import Attribute, Call
+from pipeback.splitting.in_place import settled
 from pipeback.splitting.refusals import decided_anew
 from pipeback.splitting.script_values import argument, in_a_row, without_gradient
 from pipeback.splitting.stage_script import Name, Script
@@ -233,11 +234,14 @@ class Segment(nn.Module):
         # autocast caches its casts of leaves; the inputs of a stage are leaves here, but not in the model
         if self.__entered or accelerators.autocast():
             parts = tuple(x.view_as(x) if x.requires_grad and x.is_leaf else x for x in parts)
+        memory = [(p, p.data) for p in map(self.get_parameter, self.__rewritten__)]
         try:
             out = found[0].function(*parts)
         except BaseException:
             self.__left()
             raise
+        for p, before in memory:
+            settled(p, before)
         return out[0] if len(out) == 1 else out
 
     def __structured__(self, given: Any, out: Any) -> Any:

@@ -37,6 +37,7 @@ from pipeback.splitting.ownership import Ownership
 from pipeback.splitting.partition import StagePart
 from pipeback.splitting.refusals import kept_whole, left_out
 from pipeback.splitting.segment import Key, Segment, key_of
+from pipeback.splitting.value_reads import check_value_reads
 from pipeback.tensors import accelerators
 from pipeback.tensors.batches import bare
 from pipeback.tensors.copies import pieces
@@ -237,6 +238,7 @@ class TracedModel:
         record = trace(work)
         self.held.add(record.decided)
         check_draws(self.model, record, trace)
+        check_value_reads(self.model, record)
         found = [each for each in decisions(record) if answers is not None or each.holds(tensors)]
         return record, Known(form, record.form, record.answers, found)
 

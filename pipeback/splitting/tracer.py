@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
@@ -33,6 +32,7 @@ from pipeback.splitting.key_value_caches import without_caches
 from pipeback.splitting.module_inputs import ModuleInputs
 from pipeback.splitting.module_walk import beside, held, walked
 from pipeback.splitting.outside_draws import OutsideDraws
+from pipeback.splitting.reentrant import CheckpointFunction, checkpointed
 from pipeback.splitting.refusals import away, set_anew, shared, unmade
 from pipeback.splitting.script_values import Applied
 from pipeback.splitting.torch_functions import about
@@ -268,7 +268,7 @@ class _Recorder(TorchFunctionMode):
         if known.reads:
             self.check_size(args[0])
         begin = self.done
-        asks = known.asks and self.asks(args, kwargs)
+        asks = known.asks and (self.asks(args, kwargs) or self.owned(args))
         output = self.answered(target, args, kwargs) if asks and self.answers else target(*args, **kwargs)
         cost = self.done - begin
         given = _tensors(output)
@@ -323,6 +323,10 @@ class _Recorder(TorchFunctionMode):
         """Whether one of the arguments is a tensor of the micro-batch rather than of the model."""
         return any(isinstance(x, Tensor) and id(x) in self.numbers for x in parts((args, kwargs)))
 
+    def owned(self, args: Any) -> bool:
+        """Whether a tensor of which Python asks for the values is a parameter, a buffer or an attribute."""
+        return bool(args) and (id(args[0]) in self.names or id(args[0]) in self.held)
+
     def applied(self, original: Callable[..., Any], function: Any, args: Any, kwargs: Any) -> Any:
         """Record the call of a custom autograd function, which has its own backward."""
         if threading.get_ident() != self.thread:
@@ -332,8 +336,8 @@ class _Recorder(TorchFunctionMode):
             output = original(*args, **kwargs)
             self.made.note(output, self.leaf_path)
             return output
-        if function is torch.utils.checkpoint.CheckpointFunction:
-            return args[0](*args[2:])  # traced into; activations= recomputes in stages
+        if function is CheckpointFunction:
+            return checkpointed(args)
         return self.whole(Applied(function), lambda: original(*args, **kwargs), *args, **kwargs)
 
     def whole(self, target: Any, does: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
