@@ -82,6 +82,7 @@ class CallTrace:
     decided: set[tuple[str, str]] = field(default_factory=set)  # plain attributes that were read: (module, name)
     draws: str | None = None  # the path of the first module that has drawn from generators of Python or numpy
     outside: Sequence[Generator] = ()  # those generators
+    loose: set[int] = field(default_factory=set)  # numbers of the tensors whose size depends on values
 
     @property
     def answers(self) -> list[Any]:

@@ -29,6 +29,7 @@ from pipeback.splitting.dataflow import hand_along
 from pipeback.splitting.draw_checks import check_draws
 from pipeback.splitting.escaped_tensors import looked_into
 from pipeback.splitting.forward_check import check_equal
+from pipeback.splitting.input_forms import Key, key_of
 from pipeback.splitting.key_value_caches import caching, without_caches
 from pipeback.splitting.known_forms import Known, example_of, tensors_of, with_own_tensors
 from pipeback.splitting.module_restore import untouched
@@ -36,7 +37,8 @@ from pipeback.splitting.module_walk import KINDS, held, walked
 from pipeback.splitting.ownership import Ownership
 from pipeback.splitting.partition import StagePart
 from pipeback.splitting.refusals import kept_whole, left_out
-from pipeback.splitting.segment import Key, Segment, key_of
+from pipeback.splitting.segment import LooksAlike, Segment
+from pipeback.splitting.size_decisions import deciding_by_sizes
 from pipeback.splitting.value_reads import check_value_reads
 from pipeback.tensors import accelerators
 from pipeback.tensors.batches import bare
@@ -75,9 +77,10 @@ class TracedModel:
         self._cures: dict[str, str] = {}
         self._known: dict[Key, Known] = {}
         self._variants: dict[Key, list[Known]] = {}  # the variants of every form
+        self.units: list[Unit] = []
         arguments, complete = self.arguments(example), self.complete
         entered, _ = self._entered(example, arguments)  # refuses what has no tensors
-        record, known = self._first(arguments, complete, whole, by)
+        record, known = self._first(arguments, complete, by)
         self.ownership = Ownership(model, self._staged(record), len(self.units), record.changed)
         saved = set(model.state_dict())
         self.segments = [self._segment(s, saved) for s in range(len(self.units))]
@@ -207,20 +210,28 @@ class TracedModel:
         if by not in ("time", "memory"):
             raise ValueError(f'balance must be "time" or "memory", but is {by!r}')
 
-    def _first(self, arguments: Arguments, real: bool, whole: Sequence[str], by: str) -> tuple[CallTrace, Known]:
+    def _first(self, arguments: Arguments, real: bool, by: str) -> tuple[CallTrace, Known]:
         """Trace the model on the example, and choose the cuts."""
         number = isinstance(self.cuts, int)
         finest: Cuts = ("block" if self.blocks else "layer") if number else self.kind
-        self._leaves = leaves(self.blocks if finest == "block" else (), whole, self.opened)
         work = Work() if number and by == "time" else None
-        record, known = self._follow(arguments, real, work=work)
-        self.units = cut_units(self.model, record, finest, self.blocks)
+        record, known = self._cut(arguments, real, finest, work)
         if isinstance(self.cuts, int):
             if self.cuts > len(self.units) and finest == "block":
-                self._leaves = leaves((), whole, self.opened)
-                record, known = self._follow(arguments, real, work=work)
-                self.units = cut_units(self.model, record, "layer", ())
+                record, known = self._cut(arguments, real, "layer", work)
             self.units = joined(self.units, self.cuts, by)
+        return record, known
+
+    def _cut(self, arguments: Arguments, real: bool, finest: Cuts, work: Work | None) -> tuple[CallTrace, Known]:
+        """Trace the model on the example, and find the units of this granularity."""
+        blocks = self.blocks if finest == "block" else []
+        self._leaves = leaves(blocks, self.whole, self.opened)
+        record, known = self._follow(arguments, real, work=work)
+        fixed = {*self.opened, *self.whole, *blocks, *(() if isinstance(finest, (str, int)) else finest)}
+        if found := deciding_by_sizes(self.model, record, known.decisions, fixed):
+            self.whole.update(found)
+            record, known = self._follow(arguments, real, work=work)
+        self.units = cut_units(self.model, record, finest, blocks)
         return record, known
 
     @looked_into
@@ -344,8 +355,6 @@ class TracedModel:
         if known.mark is None and (known.decisions or differs):
             taken = [o.mark for o in others if o.mark is not None]
             known = known._replace(mark=mark(known.decisions, taken, known.inputs.constants if differs else ()))
-        marked = known.marked(x)
-        key = self._key(marked, training)
         try:
             staged = list(self._staged(record))
             if not all(self.ownership.able(s, call) for s, call in staged):
@@ -361,11 +370,30 @@ class TracedModel:
                 raise
             staged = able
         asked = {decision.number for decision in known.decisions}
-        labels = [segment.__label__ for segment in self.segments]
+        try:
+            return self._learn(record, staged, asked, known, x, training)
+        except LooksAlike:
+            if known.mark is not None or not record.loose:
+                raise
+            shapes = [*known.inputs.constants, *((tuple(t.shape), t.dtype) for t in tensors_of(x))]
+            return self._learn(record, staged, asked, known._replace(mark=mark((), (), shapes)), x, training)
+
+    def _learn(
+        self,
+        record: CallTrace,
+        staged: Sequence[tuple[int, Call]],
+        asked: Collection[int],
+        known: Known,
+        x: Any,
+        training: bool | None,
+    ) -> Any:
+        """Teach the stages this work; return x with its mark. asked: decisions that are evaluated at the push."""
+        marked, labels = known.marked(x), [segment.__label__ for segment in self.segments]
+        key = self._key(marked, training)
         found = hand_along(record, staged, self.ownership, labels, known.mark, asked)
         for s, (portion, forms) in enumerate(found):
             for copy in self._copies:
                 copy[s].__learn__(key if s == 0 else (*key[:2], *forms), portion)  # type: ignore[operator]
         self._known[key] = known
-        others.append(known)
+        self._variants[self._key(x, training)].append(known)
         return marked

@@ -8,6 +8,7 @@ take another branch never takes the wrong one (`branches` finds the decisions th
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
@@ -25,7 +26,7 @@ from pipeback.splitting.autocast_regions import autocasts, other
 from pipeback.splitting.call_cost import Work
 from pipeback.splitting.call_listeners import calls_heard
 from pipeback.splitting.call_trace import Attribute, Call, CallTrace
-from pipeback.splitting.data_sizes import bounded, ends_at_tensors, makes, sizes
+from pipeback.splitting.data_sizes import bounded, ends_at_tensors, makes, padded, pads, sizes, to_longest
 from pipeback.splitting.escaped_tensors import Escape, Inside
 from pipeback.splitting.in_place import Hooked, Kept, stays
 from pipeback.splitting.key_value_caches import without_caches
@@ -34,10 +35,10 @@ from pipeback.splitting.module_walk import beside, held, walked
 from pipeback.splitting.outside_draws import OutsideDraws
 from pipeback.splitting.reentrant import CheckpointFunction, checkpointed
 from pipeback.splitting.refusals import away, set_anew, shared, unmade
-from pipeback.splitting.script_values import Applied
+from pipeback.splitting.script_values import Applied, same
 from pipeback.splitting.torch_functions import about
 from pipeback.splitting.vmap_calls import Mapped
-from pipeback.tensors.structures import PLAIN, SINGLE, Form, Ref, fixed, opened, parts
+from pipeback.tensors.structures import PLAIN, SINGLE, Form, Ref, fixed, holds_tensor, opened, parts
 
 SIMPLE = {int, float, bool, str, type(None), torch.dtype, torch.device}  # types that a call records as they are
 
@@ -92,7 +93,7 @@ def trace_forward(
     grads = [before or tensor.requires_grad for before, tensor in zip(r.grads, r.numbered, strict=True)]
     return CallTrace(
         r.calls, len(given), out, form, r.constants, r.forms, grads, changed, r.costs, device, r.sets.held,
-        r.outside.where, r.outside.drawn,
+        r.outside.where, r.outside.drawn, r.by_values,
     ), output  # fmt: skip
 
 
@@ -175,7 +176,7 @@ class _Recorder(TorchFunctionMode):
         """Return the number of a tensor of the output; an attribute or constant gets a call that returns it."""
         if id(tensor) not in self.numbers:
             placed = self.placed(tensor, "its caller")
-            call = Call(_same, (placed,), {}, self.where, True)
+            call = Call(same, (placed,), {}, self.where, True)
             self.write(call)
             call.out = [self.new(tensor)]
         return self.numbers[id(tensor)]
@@ -261,6 +262,9 @@ class _Recorder(TorchFunctionMode):
             args = (args[0], bounded(args[1], asked), *args[2:])
         if known.property is not None:
             args = (args[0], known.property, *args[1:2]) if name == "__set__" else (args[0], known.property)
+        elif name == "_pad_packed_sequence" and pads(caller := sys._getframe(1)):
+            self.uncheck_size(args[1])
+            target, args = (padded, args[:4]) if to_longest(caller) else (target, args)
         elif name == "register_hook" and stays(args[1]):
             target, args = Hooked(args[1]), args[:1]
         if known.away and args and isinstance(args[0], Tensor):
@@ -271,7 +275,7 @@ class _Recorder(TorchFunctionMode):
         asks = known.asks and (self.asks(args, kwargs) or self.owned(args))
         output = self.answered(target, args, kwargs) if asks and self.answers else target(*args, **kwargs)
         cost = self.done - begin
-        given = _tensors(output)
+        given = holds_tensor(output)
         if given or asks or known.acts or name == "register_hook":
             what = f"torch function {name}"
             call = Call(target, self.place(args, what), self.place(kwargs, what), self.where, torch.is_grad_enabled())
@@ -286,11 +290,9 @@ class _Recorder(TorchFunctionMode):
         """Note an error if the forward sets an attribute of a leaf from outside, which no stage would repeat."""
         if not self.inside and self.leaf[id(module)] and threading.get_ident() == self.thread:
             path = self.paths[id(module)]
-            self.told = self.told or Escape(
-                path,
-                f"{self.name(self.where)}.forward sets {key} of {self.name(path)}, which stages would not do again for "
-                "each micro-batch; give it as an argument, or leave its path out of the leaves",
-            )
+            told = f"{self.name(self.where)}.forward sets {key} of {self.name(path)}, which stages would not do again "
+            cure = "for each micro-batch; give it as an argument, or leave its path out of the leaves"
+            self.told = self.told or Escape(path, told + cure)
 
     def apart(self) -> bool:
         """Whether nothing is recorded now, because a leaf or another thread is running."""
@@ -315,9 +317,14 @@ class _Recorder(TorchFunctionMode):
         number = self.numbers.get(id(tensor))
         if number in self.by_values and number not in self.checked:
             self.checked.add(number)
-            call = Call(sizes, (Ref(number),), {}, self.where, False)
-            call.check = (sizes(tensor),)
-            self.write(call)
+            self.write(Call(sizes, (Ref(number),), {}, self.where, False, check=(sizes(tensor),)))
+
+    def uncheck_size(self, tensor: Tensor) -> None:
+        """Take the last check back, if it is one of the size of this tensor."""
+        last = Call(sizes, (Ref(self.numbers.get(id(tensor), -1)),), {}, self.where, False, check=(sizes(tensor),))
+        if self.calls and self.calls[-1] == last:
+            self.checked.discard(last.args[0].number)
+            self.calls.pop(), self.costs.pop()
 
     def asks(self, args: Any, kwargs: Any) -> bool:
         """Whether one of the arguments is a tensor of the micro-batch rather than of the model."""
@@ -390,11 +397,3 @@ class _Recorder(TorchFunctionMode):
         self.write(call, self.done - begin)
         self.give(call, (output, *[handed.args[key] for key in call.left]) if call.left else output, handed.passed)
         return output
-
-
-def _same(value: Any) -> Any:
-    return value
-
-
-def _tensors(value: Any) -> bool:
-    return isinstance(value, Tensor) or any(isinstance(x, Tensor) for x in parts(value))

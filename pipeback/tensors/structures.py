@@ -49,6 +49,11 @@ def parts(value: Any) -> list[Any]:
     return [leaf for part in (value.values() if kind is dict else value) for leaf in parts(part)]
 
 
+def holds_tensor(value: Any) -> bool:
+    """Whether a value is a tensor, or a structure of tuples, lists and dictionaries with one in it."""
+    return isinstance(value, Tensor) or any(isinstance(x, Tensor) for x in parts(value))
+
+
 class Object:
     """An object taken apart. values: those of its attributes, by `names`, then its items, by `keys` if it has keys."""
 

@@ -249,8 +249,13 @@ ROWS: dict[str, Row] = {
         followed(lambda x: x + ONES, ""),
     ),
     "a branch by many numbers": Row(
+        followed(lambda x: x + torch.tensor((x > 0).tolist())),
+        r"takes another branch for this micro-batch: tolist gave \[\[[\w., ]{,60}, but \[\[.*leaves=\[''\]",
+        followed(lambda x: x + torch.tensor((x > 0).tolist()), ""),
+    ),
+    "numbers that weights compute": Row(
         followed(lambda x: x + torch.tensor(x.tolist())),
-        r"takes another branch for this micro-batch: tolist gave \[\[[-\d., ]{,60}, but \[\[.*leaves=\[''\]",
+        r"gives Python the value of a number that weights compute so that it is another one .*leaves=\[''\]",
         followed(lambda x: x + torch.tensor(x.tolist()), ""),
     ),
     "parameters that are added": Row(
