@@ -250,7 +250,7 @@ ROWS: dict[str, Row] = {
     ),
     "a branch by many numbers": Row(
         followed(lambda x: x + torch.tensor((x > 0).tolist())),
-        r"takes another branch for this micro-batch: tolist gave \[\[[\w., ]{,60}, but \[\[.*leaves=\[''\]",
+        r"takes another branch for this micro-batch: tolist gave \[\[[\w., \[\]]{,60}, but \[\[.*leaves=\[''\]",
         followed(lambda x: x + torch.tensor((x > 0).tolist()), ""),
     ),
     "numbers that weights compute": Row(
