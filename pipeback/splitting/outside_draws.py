@@ -34,11 +34,12 @@ class Generator(NamedTuple):
 class OutsideDraws:
     """Notices what a forward draws between its leaves.
 
-    where: the path of the module that has drawn first. drawn: the generators that it and others have drawn from.
+    generators: those to watch. where: the path of the module that has drawn first. drawn: the generators that it and
+    others have drawn from.
     """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self.generators = generators(modules)
+    def __init__(self, generators: Sequence[Generator]) -> None:
+        self.generators = generators
         self.where: str | None = None
         self.drawn: list[Generator] = []
         self.states = read(self.generators)
@@ -75,7 +76,9 @@ def generators(modules: Iterable[nn.Module]) -> list[Generator]:
     found = [Generator(random.getstate, random.setstate)]
     if numpy is not None:
         found.append(_of_numpy(numpy.random))
-    places = {id(names): names for m in modules for names in (vars(m), _around(m))}
+    modules = list(modules)
+    around = {id(names): names for kind in set(map(type, modules)) if (names := _around(kind))}
+    places = {**around, **{id(vars(m)): vars(m) for m in modules}}
     kinds = set[type]().union(*[map(type, [*names.values()]) for names in places.values()])
     drawing = (random.Random,) if numpy is None else (random.Random, numpy.random.RandomState, numpy.random.Generator)
     if not any(issubclass(kind, drawing) for kind in kinds):
@@ -125,10 +128,10 @@ def _memory(bits: Any) -> bytes:
     return ctypes.string_at(bits.ctypes.state_address, 4 * (WORDS + 1)) if twister else b""
 
 
-def _around(module: nn.Module) -> dict[str, Any]:
-    """The names that the module's forward finds beside it."""
-    found: dict[str, Any] = getattr(type(module).forward, "__globals__", {})
-    return found
+def _around(kind: type[nn.Module]) -> dict[str, Any]:
+    """The names that the forward of such a module finds beside it; torch's own layers draw from torch alone."""
+    found: dict[str, Any] = getattr(kind.forward, "__globals__", {})
+    return {} if found.get("__name__", "").startswith("torch.nn.") else found
 
 
 def read(of: Sequence[Generator]) -> list[Any]:

@@ -35,6 +35,14 @@ def away(who: str, where: str, name: str) -> ValueError:
     )
 
 
+def set_elsewhere(who: str) -> str:
+    """The message for a forward that sets an attribute of a module which is not traced into."""
+    return (
+        f"{who}, which stages would not do again for each micro-batch; give it as an argument, or leave its path out "
+        "of the leaves"
+    )
+
+
 def set_anew(who: str, name: str) -> ValueError:
     """The error for a forward that gives a trained weight other memory."""
     return ValueError(

@@ -9,12 +9,12 @@ its gradient travels back. So it is one weight with one delay, that of its owner
 from __future__ import annotations
 
 import warnings
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from pipeback.private import FakeTensorMode
@@ -32,13 +32,14 @@ from pipeback.splitting.forward_check import check_equal
 from pipeback.splitting.input_forms import Key, key_of
 from pipeback.splitting.key_value_caches import caching, without_caches
 from pipeback.splitting.known_forms import Known, example_of, tensors_of, with_own_tensors
-from pipeback.splitting.module_restore import untouched
+from pipeback.splitting.module_restore import Untouched, untouched
 from pipeback.splitting.module_walk import KINDS, held, walked
 from pipeback.splitting.ownership import Ownership
 from pipeback.splitting.partition import StagePart
 from pipeback.splitting.refusals import kept_whole, left_out
 from pipeback.splitting.segment import LooksAlike, Segment
 from pipeback.splitting.size_decisions import deciding_by_sizes
+from pipeback.splitting.stage_names import label, labels
 from pipeback.splitting.value_reads import check_value_reads
 from pipeback.tensors import accelerators
 from pipeback.tensors.batches import bare
@@ -82,8 +83,8 @@ class TracedModel:
         entered, _ = self._entered(example, arguments)  # refuses what has no tensors
         record, known = self._first(arguments, complete, by)
         self.ownership = Ownership(model, self._staged(record), len(self.units), record.changed)
-        saved = set(model.state_dict())
-        self.segments = [self._segment(s, saved) for s in range(len(self.units))]
+        unsaved = _unsaved(model)
+        self.segments = [self._segment(s, unsaved) for s in range(len(self.units))]
         self.rewritten = record.changed and record.changed.intersection(dict(model.named_parameters()))
         for s, segment in enumerate(self.segments):
             segment.__rewritten__ = self.ownership.names_of(s, self.rewritten)
@@ -193,12 +194,7 @@ class TracedModel:
     @property
     def parts(self) -> list[StagePart]:
         """The stages, with the names that they have in reports."""
-        labels = [self._label(unit) for unit in self.units]
-        counts = Counter(labels)
-        for s, unit in enumerate(self.units):
-            if counts[labels[s]] > 1:
-                labels[s] = unit.names[0] if unit.names and unit.names[0] not in labels else f"{labels[s]}#{s}"
-        return [StagePart(label, segment) for label, segment in zip(labels, self.segments, strict=True)]
+        return [StagePart(*each) for each in zip(labels(self.units, self.kind), self.segments, strict=True)]
 
     # -- tracing -------------------------------------------------------------------------------------------------
 
@@ -264,8 +260,12 @@ class TracedModel:
         from pipeback.splitting.tracer import trace_forward  # here, since a sequence is not traced
 
         if real:
-            with self._unchanged():
-                return trace_forward(self.model, *with_own_tensors(arguments), self._leaves, work=work, left=left)[0]
+            found, devices = self._found()
+            with found, accelerators.forked(devices):
+                return trace_forward(
+                    self.model, *with_own_tensors(arguments), self._leaves, work=work, left=left,
+                    outside=found.generators,
+                )[0]  # fmt: skip
         tensors, form = opened(tuple(arguments))
         with FakeTensorMode(allow_non_fake_inputs=True) as fake:
             own = dict([*self.model.named_buffers(), *self.model.named_parameters()])
@@ -279,41 +279,31 @@ class TracedModel:
 
     def _prove(self, arguments: Arguments, x: Any) -> None:
         args, kwargs = with_own_tensors(arguments)
-        check_equal(self.model, lambda: without_caches(self.model(*args, **kwargs)), self.segments, x, self._unchanged)
+        found, devices = self._found()
 
-    @contextmanager
-    def _unchanged(self) -> Iterator[None]:
-        """A context that restores the model's buffers and the random state on exit."""
+        @contextmanager
+        def unchanged() -> Iterator[None]:
+            with found, accelerators.forked(devices):
+                yield
+
+        check_equal(self.model, lambda: without_caches(self.model(*args, **kwargs)), self.segments, x, unchanged)
+
+    def _found(self) -> tuple[Untouched, Collection[torch.device]]:
+        """Return a context that restores the model on exit, and the devices that it may draw random numbers on."""
         modules = walked(self.model)
-        devices = {
-            t.device for m in modules.values() for t in (*m._parameters.values(), *m._buffers.values()) if t is not None
-        }
-        with untouched(self.model, self.rewritten, modules), accelerators.forked(devices):
-            yield
+        devices = {t.device for kind in KINDS for _, t in held(modules, kind)}
+        return untouched(self.model, self.rewritten, modules), devices
 
     # -- stages --------------------------------------------------------------------------------------------------
 
-    def _segment(self, s: int, saved: Collection[str]) -> Segment:
-        label, owned = f"stage {s} ({self._label(self.units[s])})", self.ownership.owned[s]
+    def _segment(self, s: int, unsaved: Collection[str]) -> Segment:
         return Segment(
-            label,
-            owned,
+            f"stage {s} ({label(self.units[s], self.kind)})",
+            self.ownership.owned[s],
             self._describe,
             self._kept,
-            self.ownership.copied[s] | (set(owned) - set(saved)),
+            self.ownership.copied[s].union(unsaved),
         )
-
-    def _label(self, unit: Unit) -> str:
-        """Return a unit's name: that of its layer, or, of several, the longest path that contains them, or a range."""
-        if not unit.names or self.kind in ("layer", "sublayer"):
-            return unit.names[0] if unit.names else unit.start or "input"
-        paths = [name.split(".") for name in unit.names]
-        common = []
-        for steps in zip(*paths, strict=False):
-            if len(set(steps)) > 1:
-                break
-            common.append(steps[0])
-        return ".".join(common) or f"{paths[0][0]}…{paths[-1][0]}"
 
     def _describe(self, path: str) -> str:
         module = self.model.get_submodule(path)
@@ -388,12 +378,18 @@ class TracedModel:
         training: bool | None,
     ) -> Any:
         """Teach the stages this work; return x with its mark. asked: decisions that are evaluated at the push."""
-        marked, labels = known.marked(x), [segment.__label__ for segment in self.segments]
+        marked, names = known.marked(x), [segment.__label__ for segment in self.segments]
         key = self._key(marked, training)
-        found = hand_along(record, staged, self.ownership, labels, known.mark, asked)
+        found = hand_along(record, staged, self.ownership, names, known.mark, asked)
         for s, (portion, forms) in enumerate(found):
             for copy in self._copies:
                 copy[s].__learn__(key if s == 0 else (*key[:2], *forms), portion)  # type: ignore[operator]
         self._known[key] = known
         self._variants[self._key(x, training)].append(known)
         return marked
+
+
+def _unsaved(model: nn.Module) -> list[str]:
+    """Return the names of the buffers that are in no state_dict."""
+    found = ((path, key) for path, module in walked(model).items() for key in module._non_persistent_buffers_set)
+    return [f"{path}.{key}".lstrip(".") for path, key in found]

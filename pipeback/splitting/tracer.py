@@ -32,9 +32,9 @@ from pipeback.splitting.in_place import Hooked, Kept, stays
 from pipeback.splitting.key_value_caches import without_caches
 from pipeback.splitting.module_inputs import ModuleInputs
 from pipeback.splitting.module_walk import beside, held, walked
-from pipeback.splitting.outside_draws import OutsideDraws
+from pipeback.splitting.outside_draws import Generator, OutsideDraws, generators
 from pipeback.splitting.reentrant import CheckpointFunction, checkpointed
-from pipeback.splitting.refusals import away, set_anew, shared, unmade
+from pipeback.splitting.refusals import away, set_anew, set_elsewhere, shared, unmade
 from pipeback.splitting.script_values import Applied, same
 from pipeback.splitting.torch_functions import about
 from pipeback.splitting.vmap_calls import Mapped
@@ -53,17 +53,18 @@ def trace_forward(
     answers: Callable[..., Any] | None = None,
     work: Work | None = None,
     left: Collection[Name] = (),
+    outside: Sequence[Generator] | None = None,
 ) -> tuple[CallTrace, Any]:
-    """Run `model(*args, **kwargs)` and record its calls; return the record and the output. leaves: says of a path and
-    a module whether its call is recorded as one. values: parameters and buffers to use in place of the model's.
-    answers: returns the value by which Python decides where there are shapes only, given the deciding call, the calls
-    before and the constants. work: counts the cost of calls. left: attributes that the forward may leave changed if it
-    sets them before it reads them. The tensors of args and kwargs, in pytree order, have the numbers 0, 1, …
+    """Run `model(*args, **kwargs)` and record its calls; return the record and the output.
 
-    Raises ValueError naming the module if something cannot be traced: objects that calls would share, state that a
-    forward leaves in a module, values from outside of torch.
+    leaves: says of a path and a module whether its call is recorded as one. values: parameters and buffers to use in
+    place of the model's. answers: returns the value by which Python decides where there are shapes only, given the
+    deciding call, the calls before and the constants. work: counts the cost of calls. left: attributes that the forward
+    may leave changed if it sets them before it reads them. outside: the model's `generators`, if they are known. The
+    tensors of args and kwargs, in pytree order, have the numbers 0, 1, … Raises ValueError naming the module if
+    something cannot be traced: objects that calls would share, state that a forward leaves, values from elsewhere.
     """
-    recorder = _Recorder(model, leaves, values, answers, work, left)
+    recorder = _Recorder(model, leaves, values, answers, work, left, outside)
     watched = [(name, buffer, buffer._version) for name, buffer in recorder.buffers]
     given, _ = opened((tuple(args), dict(kwargs)))
     for tensor in given:
@@ -106,6 +107,7 @@ class _Recorder(TorchFunctionMode):
         answers: Callable[..., Any] | None = None,
         work: Work | None = None,
         left: Collection[Name] = (),
+        outside: Sequence[Generator] | None = None,
     ) -> None:
         super().__init__()
         self.model, self.calls = model, list[Call]()
@@ -137,7 +139,7 @@ class _Recorder(TorchFunctionMode):
         self.told: Escape | None = None
         self.sets = Sets(self.paths, left)
         self.around = autocasts()
-        self.outside = OutsideDraws(m for m in self.modules.values() if not self.leaf[id(m)])
+        self.outside = OutsideDraws(generators(self.modules.values()) if outside is None else outside)
         tell = partial(set_anew, type(model).__name__)
         self.kept = None if values is not None else Kept(parameters, tell)
 
@@ -290,9 +292,8 @@ class _Recorder(TorchFunctionMode):
         """Note an error if the forward sets an attribute of a leaf from outside, which no stage would repeat."""
         if not self.inside and self.leaf[id(module)] and threading.get_ident() == self.thread:
             path = self.paths[id(module)]
-            told = f"{self.name(self.where)}.forward sets {key} of {self.name(path)}, which stages would not do again "
-            cure = "for each micro-batch; give it as an argument, or leave its path out of the leaves"
-            self.told = self.told or Escape(path, told + cure)
+            who = f"{self.name(self.where)}.forward sets {key} of {self.name(path)}"
+            self.told = self.told or Escape(path, set_elsewhere(who))
 
     def apart(self) -> bool:
         """Whether nothing is recorded now, because a leaf or another thread is running."""

@@ -6,6 +6,7 @@ advances, is another number then, and so is what weights compute (`self.scale.ex
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from torch import nn
@@ -20,20 +21,24 @@ def check_value_reads(model: nn.Module, record: CallTrace) -> None:
     """Raise ValueError, which names the module, if a number that Python was given will be another one next time."""
     if not any(call.check is not None for call in record.calls):
         return
-    trained = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
     for each in decided(record):
-        names = [name for call in each.calls() for name in call.attributes()]
+        names = {name for call in each.calls() for name in call.attributes()}
         changing = next((name for name in names if name in record.changed), None)
         if changing is not None:
             raise reads_changing(model, each.call.where, f"{changing!r}, which it changes,")
         assert each.call.check is not None
-        if _fraction(each.call.check[0]) and (trained.intersection(names) or _layers(model, each)):
+        if _fraction(each.call.check[0]) and (_trained(model, names) or _layers(model, each)):
             raise reads_changing(model, each.call.where, "a number that weights compute")
 
 
 def _fraction(value: Any) -> bool:
     """Whether a value has a fractional number in it; a comparison or a count may stay the same."""
     return any(isinstance(x, float) for x in parts(value))
+
+
+def _trained(model: nn.Module, names: Collection[str]) -> bool:
+    """Whether a weight that trains is among these parameters and buffers."""
+    return any(p.requires_grad for name, p in model.named_parameters(remove_duplicate=False) if name in names)
 
 
 def _layers(model: nn.Module, decision: Decision) -> bool:
