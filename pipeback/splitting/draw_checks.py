@@ -12,7 +12,7 @@ from torch import nn
 
 from pipeback.splitting.call_origins import Decision, decided
 from pipeback.splitting.call_trace import Call, CallTrace
-from pipeback.splitting.outside_draws import at, extremes
+from pipeback.splitting.outside_draws import at, extremes, read
 from pipeback.splitting.refusals import draws_outside, drops_layers
 from pipeback.tensors.structures import Ref
 
@@ -26,22 +26,21 @@ DRAWS = {
 COMPARED = {"lt": True, "ge": True, "gt": False, "le": False}
 
 
-def check_draws(model: nn.Module, record: CallTrace, trace: Callable[[], CallTrace]) -> None:
+def check_draws(model: nn.Module, record: CallTrace, trace: Callable[[bool], CallTrace]) -> None:
     """Raise ValueError, which names the module, if the trace depends on what its forward has drawn.
 
-    trace: traces the forward once more. A forward that has drawn from a generator of Python or numpy is traced with
-    the least and with the largest numbers that this can give, so that a layer drop of any probability is seen.
+    trace: traces the forward once more; told True, it finds out exactly which module draws. A forward that has drawn
+    from a generator of Python or numpy is traced with the least and with the largest numbers that this can give, so
+    that a layer drop of any probability is seen.
     """
     if (path := _decided(record)) is not None:
         raise drops_layers(model, path)
     if record.draws is None:
         return
     for states in extremes(record.outside):
-        if states is None:  # such a generator cannot be told what to draw
-            raise draws_outside(model, record.draws)
-        with at(record.outside, states):
-            if not trace().repeats(record):
-                raise draws_outside(model, record.draws)
+        with at(record.outside, states or read(record.outside)):
+            if states is None or not trace(False).repeats(record):  # None: it cannot be told what to draw
+                raise draws_outside(model, trace(True).draws or record.draws)
 
 
 def _decided(record: CallTrace) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from pipeback.splitting.attribute_changes import Changed, FirstCall
 from pipeback.splitting.in_place import laid_back
 from pipeback.splitting.module_walk import identical, walked
-from pipeback.splitting.outside_draws import generators, read, torch_generators, write
+from pipeback.splitting.outside_draws import Generator, generators, read, torch_generators, write
 from pipeback.tensors.layout import put_back
 
 Home = tuple[dict[str, Tensor | None], str, Tensor, Tensor]  # (holder, name, buffer, copy of it)
@@ -21,11 +21,16 @@ class Untouched:
 
     It also restores generators of Python and numpy, torch's in attributes, numbers and tensors in attributes, and the
     parameters named in `rewritten`, which the forward writes into; a segment knows its own. within: the modules by
-    their paths, if known. It may be entered again, and restores what it found when it was made.
+    their paths, if known; outside: their `generators`. It may be entered again, and restores what was there when it was
+    made.
     """
 
     def __init__(
-        self, module: nn.Module, rewritten: Iterable[str] | None = None, within: Mapping[str, nn.Module] | None = None
+        self,
+        module: nn.Module,
+        rewritten: Iterable[str] | None = None,
+        within: Mapping[str, nn.Module] | None = None,
+        outside: Sequence[Generator] | None = None,
     ) -> None:
         modules = list((walked(module) if within is None else within).values())
         self._attributes = [(vars(m), dict(vars(m))) for m in modules if "__rewritten__" not in vars(m)]
@@ -34,7 +39,7 @@ class Untouched:
         self.homes: list[Home] = [
             (m._buffers, key, b, b.detach().clone()) for m in modules for key, b in m._buffers.items() if b is not None
         ]
-        self.generators = generators(modules)
+        self.generators = generators(modules) if outside is None else outside
         self._outside = [*self.generators, *torch_generators(modules)]
         self._states = read(self._outside)
 

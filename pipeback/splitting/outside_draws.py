@@ -34,12 +34,12 @@ class Generator(NamedTuple):
 class OutsideDraws:
     """Notices what a forward draws between its leaves.
 
-    generators: those to watch. where: the path of the module that has drawn first. drawn: the generators that it and
-    others have drawn from.
+    generators: those to watch. fine: whether to look at every module that is called, and so to know which one has
+    drawn. where: the path of the module that has drawn first, or of one after it. drawn: the generators that were used.
     """
 
-    def __init__(self, generators: Sequence[Generator]) -> None:
-        self.generators = generators
+    def __init__(self, generators: Sequence[Generator], fine: bool = False) -> None:
+        self.generators, self.fine = generators, fine
         self.where: str | None = None
         self.drawn: list[Generator] = []
         self.states = read(self.generators)
@@ -49,6 +49,11 @@ class OutsideDraws:
         """Look before a leaf runs, unless it is a layer of torch, which draws from torch alone."""
         self._calm = _torchs(leaf)
         if not self._calm:
+            self.look(where)
+
+    def turn(self, where: str) -> None:
+        """The module `where` has run so far; another one follows."""
+        if self.fine:
             self.look(where)
 
     def look(self, where: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -15,13 +15,20 @@ from pipeback.splitting.segment import Lent
 
 
 class Ownership:
-    """Says which of `count` stages owns what. staged: every call with its stage. changed: buffers that change.
+    """Says which of `count` stages owns what.
+
+    modules: all of the model, by their paths. staged: every call with its stage. changed: buffers that change.
 
     Raises ValueError, which names the layer and the cure, if several stages use what only one can hold.
     """
 
     def __init__(
-        self, model: nn.Module, staged: Iterable[tuple[int, Call]], count: int, changed: Container[str]
+        self,
+        model: nn.Module,
+        modules: Mapping[str, nn.Module],
+        staged: Iterable[tuple[int, Call]],
+        count: int,
+        changed: Container[str],
     ) -> None:
         self.model = model
         self.owner: dict[int, int] = {}  # the stage that owns each parameter, by identity
@@ -29,7 +36,6 @@ class Ownership:
         self.owned: list[dict[str, Any]] = [{} for _ in range(count)]
         self.copied: list[set[str]] = [set() for _ in range(count)]  # copies of other stages' buffers
         where: dict[str, int] = {}
-        modules = walked(model)
         buffers = dict(held(modules, "_buffers"))
         self._parameters = dict(held(modules, "_parameters"))
         self._known = {*buffers, *self._parameters}

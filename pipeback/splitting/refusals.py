@@ -43,6 +43,19 @@ def set_elsewhere(who: str) -> str:
     )
 
 
+def escaped(who: str, what: str, value: Tensor, maker: str) -> str:
+    """The message for a tensor that leaves the module `maker`, which is not traced into. what: gets it."""
+    return (
+        f"{who}.forward gives {what} a tensor {tuple(value.shape)} that was made within {maker}, which does not return "
+        "it; return it there, or leave that path out of the leaves"
+    )
+
+
+def given_module(who: str) -> str:
+    """The message for a module that is given to another one."""
+    return f"{who} a module, whose weights it would compute with; leave its path out of the leaves"
+
+
 def set_anew(who: str, name: str) -> ValueError:
     """The error for a forward that gives a trained weight other memory."""
     return ValueError(

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from pipeback.private import FakeTensorMode
@@ -32,8 +31,9 @@ from pipeback.splitting.forward_check import check_equal
 from pipeback.splitting.input_forms import Key, key_of
 from pipeback.splitting.key_value_caches import caching, without_caches
 from pipeback.splitting.known_forms import Known, example_of, tensors_of, with_own_tensors
-from pipeback.splitting.module_restore import Untouched, untouched
+from pipeback.splitting.module_restore import untouched
 from pipeback.splitting.module_walk import KINDS, held, walked
+from pipeback.splitting.outside_draws import OutsideDraws
 from pipeback.splitting.ownership import Ownership
 from pipeback.splitting.partition import StagePart
 from pipeback.splitting.refusals import kept_whole, left_out
@@ -74,7 +74,8 @@ class TracedModel:
                 f'stages="block": {type(model).__name__} repeats no block in a list of modules; use stages="layer"'
             )
         self.kind: Cuts = ("block" if self.blocks else "layer") if self.cuts == "auto" else self.cuts
-        self.held = AttributeReads(model)
+        self._walked = walked(model)  # its modules, as they were when it was traced last
+        self.held = AttributeReads()
         self._cures: dict[str, str] = {}
         self._known: dict[Key, Known] = {}
         self._variants: dict[Key, list[Known]] = {}  # the variants of every form
@@ -82,8 +83,8 @@ class TracedModel:
         arguments, complete = self.arguments(example), self.complete
         entered, _ = self._entered(example, arguments)  # refuses what has no tensors
         record, known = self._first(arguments, complete, by)
-        self.ownership = Ownership(model, self._staged(record), len(self.units), record.changed)
-        unsaved = _unsaved(model)
+        self.ownership = Ownership(model, self._walked, self._staged(record), len(self.units), record.changed)
+        unsaved = _unsaved(self._walked)
         self.segments = [self._segment(s, unsaved) for s in range(len(self.units))]
         self.rewritten = record.changed and record.changed.intersection(dict(model.named_parameters()))
         for s, segment in enumerate(self.segments):
@@ -93,7 +94,8 @@ class TracedModel:
         x = self._take(record, entered, None, known)
         if complete:
             self._prove(arguments, x)
-        if caching(model):
+        vars(self).pop("_restores", None)  # and the copies of buffers in it
+        if caching(self._walked.values()):
             warnings.warn(
                 f"{type(model).__name__} has use_cache=True, but key-value caches are for generation: its stages give "
                 "none (use_cache=False in its config silences this)",
@@ -143,6 +145,7 @@ class TracedModel:
         # casts that it leaves in torch's cache would be used in training, of weights that a store had not brought yet
         with accelerators.under(accelerators.casting()), modes(self.model, training):
             record, known = self._follow(Arguments(args, kwargs), real=self.complete)
+        vars(self).pop("_restores", None)
         return self._take(record, x, training, known)
 
     def forms(self) -> list[dict[str, Any]]:
@@ -186,8 +189,7 @@ class TracedModel:
     @property
     def complete(self) -> bool:
         """Whether all weights are here with their values."""
-        modules = walked(self.model)
-        tensors = [t for kind in KINDS for _, t in held(modules, kind)]
+        tensors = [t for kind in KINDS for _, t in held(walked(self.model), kind)]
         found = [piece for t in tensors for piece in pieces(t)]
         return not any(t.is_meta or (t.numel() and not t.untyped_storage().size()) for t in found)
 
@@ -242,9 +244,9 @@ class TracedModel:
     ) -> tuple[CallTrace, Known]:
         tensors, form = opened(tuple(arguments))
         trace = partial(self._trace, arguments, real, answers, left)
-        record = trace(work)
-        self.held.add(record.decided)
-        check_draws(self.model, record, trace)
+        record = trace(work=work)
+        self.held.add(record.decided, self._walked)
+        check_draws(self.model, record, lambda fine: trace(fine=fine))
         check_value_reads(self.model, record)
         found = [each for each in decisions(record) if answers is not None or each.holds(tensors)]
         return record, Known(form, record.form, record.answers, found)
@@ -256,15 +258,15 @@ class TracedModel:
         answers: Sequence[Any] | None,
         left: Collection[Name],
         work: Work | None = None,
+        fine: bool = False,
     ) -> CallTrace:
         from pipeback.splitting.tracer import trace_forward  # here, since a sequence is not traced
 
         if real:
-            found, devices = self._found()
-            with found, accelerators.forked(devices):
+            with self._unchanged(anew=True):
                 return trace_forward(
                     self.model, *with_own_tensors(arguments), self._leaves, work=work, left=left,
-                    outside=found.generators,
+                    outside=OutsideDraws(self._restores.generators, fine), within=self._walked,
                 )[0]  # fmt: skip
         tensors, form = opened(tuple(arguments))
         with FakeTensorMode(allow_non_fake_inputs=True) as fake:
@@ -279,20 +281,23 @@ class TracedModel:
 
     def _prove(self, arguments: Arguments, x: Any) -> None:
         args, kwargs = with_own_tensors(arguments)
-        found, devices = self._found()
-
-        @contextmanager
-        def unchanged() -> Iterator[None]:
-            with found, accelerators.forked(devices):
-                yield
-
+        unchanged = partial(self._unchanged, anew=False)  # it has been restored since it was traced
+        if self.rewritten:
+            self._found_now()
         check_equal(self.model, lambda: without_caches(self.model(*args, **kwargs)), self.segments, x, unchanged)
 
-    def _found(self) -> tuple[Untouched, Collection[torch.device]]:
-        """Return a context that restores the model on exit, and the devices that it may draw random numbers on."""
-        modules = walked(self.model)
-        devices = {t.device for kind in KINDS for _, t in held(modules, kind)}
-        return untouched(self.model, self.rewritten, modules), devices
+    def _found_now(self) -> None:
+        self._walked = walked(self.model)
+        self._restores = untouched(self.model, self.rewritten, self._walked)
+
+    @contextmanager
+    def _unchanged(self, anew: bool) -> Iterator[None]:
+        """A context that restores the model and the random state on exit. anew: to what they are now, not earlier."""
+        if anew:
+            self._found_now()
+        devices = {t.device for kind in KINDS for _, t in held(self._walked, kind)}
+        with self._restores, accelerators.forked(devices):
+            yield
 
     # -- stages --------------------------------------------------------------------------------------------------
 
@@ -389,7 +394,7 @@ class TracedModel:
         return marked
 
 
-def _unsaved(model: nn.Module) -> list[str]:
+def _unsaved(modules: Mapping[str, nn.Module]) -> list[str]:
     """Return the names of the buffers that are in no state_dict."""
-    found = ((path, key) for path, module in walked(model).items() for key in module._non_persistent_buffers_set)
+    found = ((path, key) for path, module in modules.items() for key in module._non_persistent_buffers_set)
     return [f"{path}.{key}".lstrip(".") for path, key in found]

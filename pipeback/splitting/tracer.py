@@ -32,9 +32,9 @@ from pipeback.splitting.in_place import Hooked, Kept, stays
 from pipeback.splitting.key_value_caches import without_caches
 from pipeback.splitting.module_inputs import ModuleInputs
 from pipeback.splitting.module_walk import beside, held, walked
-from pipeback.splitting.outside_draws import Generator, OutsideDraws, generators
+from pipeback.splitting.outside_draws import OutsideDraws, generators
 from pipeback.splitting.reentrant import CheckpointFunction, checkpointed
-from pipeback.splitting.refusals import away, set_anew, set_elsewhere, shared, unmade
+from pipeback.splitting.refusals import away, escaped, given_module, set_anew, set_elsewhere, shared, unmade
 from pipeback.splitting.script_values import Applied, same
 from pipeback.splitting.torch_functions import about
 from pipeback.splitting.vmap_calls import Mapped
@@ -53,18 +53,19 @@ def trace_forward(
     answers: Callable[..., Any] | None = None,
     work: Work | None = None,
     left: Collection[Name] = (),
-    outside: Sequence[Generator] | None = None,
+    outside: OutsideDraws | None = None,
+    within: Mapping[str, nn.Module] | None = None,
 ) -> tuple[CallTrace, Any]:
     """Run `model(*args, **kwargs)` and record its calls; return the record and the output.
 
     leaves: says of a path and a module whether its call is recorded as one. values: parameters and buffers to use in
     place of the model's. answers: returns the value by which Python decides where there are shapes only, given the
     deciding call, the calls before and the constants. work: counts the cost of calls. left: attributes that the forward
-    may leave changed if it sets them before it reads them. outside: the model's `generators`, if they are known. The
-    tensors of args and kwargs, in pytree order, have the numbers 0, 1, … Raises ValueError naming the module if
-    something cannot be traced: objects that calls would share, state that a forward leaves, values from elsewhere.
+    may leave changed if it sets them before it reads them. outside: watches the model's generators. within: its modules
+    by their paths, if known. The tensors of args and kwargs, in pytree order, have the numbers 0, 1, … Raises
+    ValueError naming the module if something cannot be traced: objects that calls would share, state that is left.
     """
-    recorder = _Recorder(model, leaves, values, answers, work, left, outside)
+    recorder = _Recorder(model, leaves, values, answers, work, left, outside, within)
     watched = [(name, buffer, buffer._version) for name, buffer in recorder.buffers]
     given, _ = opened((tuple(args), dict(kwargs)))
     for tensor in given:
@@ -81,6 +82,7 @@ def trace_forward(
         ):
             stack.enter_context(context)
         output = model(*args, **kwargs) if values is None else functional_call(model, dict(values), args, dict(kwargs))
+    recorder.outside.look("")
     check_unchanged(model, before, recorder.sets.harmless)
     if recorder.told is not None:
         raise recorder.told
@@ -107,14 +109,15 @@ class _Recorder(TorchFunctionMode):
         answers: Callable[..., Any] | None = None,
         work: Work | None = None,
         left: Collection[Name] = (),
-        outside: Sequence[Generator] | None = None,
+        outside: OutsideDraws | None = None,
+        within: Mapping[str, nn.Module] | None = None,
     ) -> None:
         super().__init__()
         self.model, self.calls = model, list[Call]()
         self.numbers: dict[int, int] = {}
         self.alive: list[Any] = []  # so that their ids are not reused
         self.numbered: list[Tensor] = []
-        self.modules = walked(model)
+        self.modules = walked(model) if within is None else within
         self.paths = {id(module): path for path, module in self.modules.items()}
         self.leaf = {id(m): leaves(path, m) for path, m in self.modules.items()}
         parameters, self.buffers = list(held(self.modules, "_parameters")), list(held(self.modules, "_buffers"))
@@ -139,7 +142,7 @@ class _Recorder(TorchFunctionMode):
         self.told: Escape | None = None
         self.sets = Sets(self.paths, left)
         self.around = autocasts()
-        self.outside = OutsideDraws(generators(self.modules.values()) if outside is None else outside)
+        self.outside = outside or OutsideDraws(generators(self.modules.values()))
         tell = partial(set_anew, type(model).__name__)
         self.kept = None if values is not None else Kept(parameters, tell)
 
@@ -196,11 +199,7 @@ class _Recorder(TorchFunctionMode):
             self.constants[self.held[id(value)]] = value
             return Attribute(self.held[id(value)])
         if path := self.made.where(value):
-            raise Escape(
-                path,
-                f"{self.name(self.where)}.forward gives {what} a tensor {tuple(value.shape)} that was made within "
-                f"{self.name(path)}, which does not return it; return it there, or leave that path out of the leaves",
-            )
+            raise Escape(path, escaped(self.name(self.where), what, value, self.name(path)))
         raise unmade(self.name(self.where), self.where, what, value)
 
     def plain(self, value: Any, where: str, what: str) -> Any:
@@ -371,17 +370,16 @@ class _Recorder(TorchFunctionMode):
             return original(module, *args, **kwargs)
         path = self.paths[id(module)]
         if not self.leaf[id(module)]:
-            self.outside.look(self.where)
+            self.outside.turn(self.where)
             self.stack.append(path)
             try:
                 return original(module, *args, **kwargs)
             finally:
-                self.outside.look(path)
+                self.outside.turn(path)
                 self.stack.pop()
         self.outside.enter(module, self.where)
         if any(isinstance(x, nn.Module) for x in parts((args, kwargs))):
-            who = f"{self.name(self.where)}.forward gives {self.name(path)}"
-            raise Escape(path, f"{who} a module, whose weights it would compute with; leave its path out of the leaves")
+            raise Escape(path, given_module(f"{self.name(self.where)}.forward gives {self.name(path)}"))
         handed = self.handed = ModuleInputs(args, kwargs)
         self.leaf_path = path
         self.inside += 1
