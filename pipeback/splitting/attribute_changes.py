@@ -109,7 +109,9 @@ class Sets:
 
         def getting(module: nn.Module, key: str) -> Any:
             value = original(module, key)
-            if key in MACHINERY or (not left and inside()) or (path := paths.get(id(module))) is None:
+            if key in MACHINERY or (not left and (not kinds[type(value)] or inside())):
+                return value
+            if (path := paths.get(id(module))) is None:
                 return value
             name = path, key
             if name in known:

@@ -50,7 +50,9 @@ def bounded(index: Any, number: Callable[[Tensor], int]) -> Any:
 
 def ends_at_tensors(value: Any) -> bool:
     """Whether a value is a slice with a tensor as its begin, end or step."""
-    return type(value) is slice and any(isinstance(end, Tensor) for end in (value.start, value.stop, value.step))
+    if type(value) is not slice:
+        return False
+    return isinstance(value.start, Tensor) or isinstance(value.stop, Tensor) or isinstance(value.step, Tensor)
 
 
 def sizes(tensor: Tensor) -> list[int]:

@@ -26,12 +26,11 @@ DRAWS = {
 COMPARED = {"lt": True, "ge": True, "gt": False, "le": False}
 
 
-def check_draws(model: nn.Module, record: CallTrace, trace: Callable[[bool], CallTrace]) -> None:
+def check_draws(model: nn.Module, record: CallTrace, trace: Callable[[], CallTrace]) -> None:
     """Raise ValueError, which names the module, if the trace depends on what its forward has drawn.
 
-    trace: traces the forward once more; told True, it finds out exactly which module draws. A forward that has drawn
-    from a generator of Python or numpy is traced with the least and with the largest numbers that this can give, so
-    that a layer drop of any probability is seen.
+    trace: traces the forward once more. A forward that has drawn from a generator of Python or numpy is traced with
+    the least and with the largest numbers that this can give, so that a layer drop of any probability is seen.
     """
     if (path := _decided(record)) is not None:
         raise drops_layers(model, path)
@@ -39,8 +38,8 @@ def check_draws(model: nn.Module, record: CallTrace, trace: Callable[[bool], Cal
         return
     for states in extremes(record.outside):
         with at(record.outside, states or read(record.outside)):
-            if states is None or not trace(False).repeats(record):  # None: it cannot be told what to draw
-                raise draws_outside(model, trace(True).draws or record.draws)
+            if states is None or not trace().repeats(record):  # None: it cannot be told what to draw
+                raise draws_outside(model, record.draws)
 
 
 def _decided(record: CallTrace) -> str | None:

@@ -34,8 +34,8 @@ class Generator(NamedTuple):
 class OutsideDraws:
     """Notices what a forward draws between its leaves.
 
-    generators: those to watch. fine: whether to look at every module that is called, and so to know which one has
-    drawn. where: the path of the module that has drawn first, or of one after it. drawn: the generators that were used.
+    generators: those to watch. fine: whether to look at every module that is called; otherwise only `end` looks, and
+    sees draws of leaves, too. where: the path of the module that has drawn first. drawn: the generators that were used.
     """
 
     def __init__(self, generators: Sequence[Generator], fine: bool = False) -> None:
@@ -47,16 +47,16 @@ class OutsideDraws:
 
     def enter(self, leaf: nn.Module, where: str) -> None:
         """Look before a leaf runs, unless it is a layer of torch, which draws from torch alone."""
-        self._calm = _torchs(leaf)
+        self._calm = not self.fine or _torchs(leaf)
         if not self._calm:
-            self.look(where)
+            self.end(where)
 
     def turn(self, where: str) -> None:
         """The module `where` has run so far; another one follows."""
         if self.fine:
-            self.look(where)
+            self.end(where)
 
-    def look(self, where: str) -> None:
+    def end(self, where: str) -> None:
         """Look whether anything was drawn; `where` is the module that runs."""
         for each, state in zip(self.generators, self.states, strict=True):
             if each not in self.drawn and not _same(each.read(), state):

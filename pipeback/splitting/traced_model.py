@@ -244,9 +244,11 @@ class TracedModel:
     ) -> tuple[CallTrace, Known]:
         tensors, form = opened(tuple(arguments))
         trace = partial(self._trace, arguments, real, answers, left)
-        record = trace(work=work)
+        record = trace(work)
+        if record.draws is not None:  # something was drawn; in its leaves, or between them
+            record = trace(work, fine=True)
         self.held.add(record.decided, self._walked)
-        check_draws(self.model, record, lambda fine: trace(fine=fine))
+        check_draws(self.model, record, partial(trace, fine=True))
         check_value_reads(self.model, record)
         found = [each for each in decisions(record) if answers is not None or each.holds(tensors)]
         return record, Known(form, record.form, record.answers, found)

@@ -82,7 +82,7 @@ def trace_forward(
         ):
             stack.enter_context(context)
         output = model(*args, **kwargs) if values is None else functional_call(model, dict(values), args, dict(kwargs))
-    recorder.outside.look("")
+    recorder.outside.end("")
     check_unchanged(model, before, recorder.sets.harmless)
     if recorder.told is not None:
         raise recorder.told
@@ -142,7 +142,7 @@ class _Recorder(TorchFunctionMode):
         self.told: Escape | None = None
         self.sets = Sets(self.paths, left)
         self.around = autocasts()
-        self.outside = outside or OutsideDraws(generators(self.modules.values()))
+        self.outside = outside or OutsideDraws(generators(self.modules.values()), True)
         tell = partial(set_anew, type(model).__name__)
         self.kept = None if values is not None else Kept(parameters, tell)
 
