@@ -24,7 +24,7 @@ from pipeback.splitting.refusals import decided_anew
 from pipeback.splitting.script_values import argument, in_a_row, without_gradient
 from pipeback.splitting.stage_script import Name, Script
 from pipeback.tensors import accelerators
-from pipeback.tensors.structures import Form, Ref, opened
+from pipeback.tensors.structures import Form, Ref, openable, opened
 
 
 class LooksAlike(ValueError):
@@ -80,7 +80,7 @@ class Opened:
         found: list[Tensor] = []
         if self._open is not None and self._open(value, found):
             return found
-        tensors, form = opened(value)
+        tensors, form = opened(value, opens=openable)
         if form.spec != self.form.spec or _constants(form) != _constants(self.form):
             raise ValueError(
                 f"{self.who} gave another structure than when the model was traced: {_told(form)} instead of "

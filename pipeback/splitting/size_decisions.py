@@ -1,4 +1,4 @@
-"""Size decisions: modules whose forward goes by a size that their layers decide, as a mixture of experts does.
+"""Size decisions: modules whose forward goes by a size or a count that their layers decide, as mixtures of experts do.
 
 How many tokens a router sends to an expert is another number for each micro-batch. A trace that looks into such a
 module would fit none but its own. So it is kept whole, unless most of the model is in it.
@@ -12,34 +12,43 @@ from collections.abc import Collection
 from torch import nn
 
 from pipeback.splitting.branches import Branch
-from pipeback.splitting.call_trace import CallTrace
+from pipeback.splitting.call_origins import decided
+from pipeback.splitting.call_trace import Call, CallTrace
 from pipeback.splitting.data_sizes import sizes
+from pipeback.tensors.structures import parts
 
 
 def deciding_by_sizes(
     model: nn.Module, record: CallTrace, evaluated: Collection[Branch], fixed: Collection[str]
 ) -> list[str]:
-    """Return the paths of these modules, with all of their classes, and warn of it.
+    """Return the paths of these modules, with all others of their classes, and warn of it.
 
     evaluated: decisions that can be evaluated before a micro-batch enters. fixed: paths that are not to be kept whole.
     """
-    known, checks = {branch.number for branch in evaluated}, (call for call in record.calls if call.check is not None)
-    where = {call.where for n, call in enumerate(checks) if call.target is sizes and n not in known}
-    if not where:
+    if not any(call.check is not None for call in record.calls):
         return []
-    total = _size(model)
-    kinds = {type(model.get_submodule(path)) for path in where if path}
-    found = {path: module for path, module in model.named_modules() if path and type(module) in kinds}
-    if any(2 * _size(module) > total or _holds(path, fixed) for path, module in found.items()):
-        return []
+    known = {branch.number for branch in evaluated}
+    where = {each.call.where for n, each in enumerate(decided(record)) if n not in known and _varies(each.call)}
+    total, found = _size(model), list[str]()
+    for kind in {type(model.get_submodule(path)) for path in where if path}:
+        alike = {path: module for path, module in model.named_modules() if type(module) is kind}
+        if not any(2 * _size(module) > total or _holds(path, fixed) for path, module in alike.items()):
+            found += alike
     if found:
-        first = next(iter(found))
+        who = f"{type(model.get_submodule(found[0])).__name__} {found[0]!r}"
         warnings.warn(
-            f"{type(found[first]).__name__} {first!r} goes by sizes that depend on values of its layers, so that it is "
-            f"not cut; stages=pipeback.Splitting(leaves={list(found)!r}) says so, too",
+            f"{who} goes by sizes or counts that its layers decide, so that it is not cut; "
+            f"stages=pipeback.Splitting(leaves={found!r}) says so, too",
             stacklevel=2,
         )
-    return list(found)
+    return found
+
+
+def _varies(call: Call) -> bool:
+    """Whether a call gives Python a size that depends on values, or a count: a whole number that is computed."""
+    assert call.check is not None
+    counts = [x for x in parts(call.check[0]) if isinstance(x, int) and not isinstance(x, bool)]
+    return call.target is sizes or bool(counts)
 
 
 def _size(module: nn.Module) -> int:

@@ -38,7 +38,7 @@ from pipeback.splitting.refusals import away, escaped, given_module, set_anew, s
 from pipeback.splitting.script_values import Applied, same
 from pipeback.splitting.torch_functions import about
 from pipeback.splitting.vmap_calls import Mapped
-from pipeback.tensors.structures import PLAIN, SINGLE, Form, Ref, fixed, holds_tensor, opened, parts
+from pipeback.tensors.structures import PLAIN, SINGLE, Form, Ref, fixed, holds_tensor, openable, opened, parts
 
 SIMPLE = {int, float, bool, str, type(None), torch.dtype, torch.device}  # types that a call records as they are
 
@@ -125,11 +125,9 @@ class _Recorder(TorchFunctionMode):
         self.names = {id(t): name for name, t in own}
         self.held = beside(self.modules)
         self.constants: dict[str, Tensor] = {}
-        self.forms: list[tuple[torch.Size, torch.dtype]] = []
-        self.grads: list[bool] = []
-        self.costs: list[float] = []
-        self.work = work
-        self.answers = answers
+        self.forms = list[tuple[torch.Size, torch.dtype]]()
+        self.grads, self.costs = list[bool](), list[float]()
+        self.work, self.answers = work, answers
         self.inside = 0  # how many leaves are running, one within the other
         self.leaf_path = ""  # the path of the leaf that runs
         self.handed = ModuleInputs((), {})  # the arguments of that leaf
@@ -226,14 +224,18 @@ class _Recorder(TorchFunctionMode):
         else:
             where = call.target if call.module else call.where
             number = lambda tensor: self.new(tensor, id(tensor) not in passed)  # noqa: E731
-            call.out, call.form = self.opened(output, number, where)
+            if call.left:  # what it returns may be an argument, which has changed
+                opened(output[0])
+            call.out, call.form = self.opened(output, number, where, openable if call.left else None)
         if self.shaped or (self.by_values and any(ref.number in self.by_values for ref in call.refs())):
             self.by_values.update(call.out)
         self.shaped = False
 
-    def opened(self, value: Any, number: Callable[[Tensor], int], where: str) -> tuple[list[int], Form]:
-        """Return the numbers of the tensors in the output of a call or of the model, and its structure."""
-        tensors, form = opened(value)
+    def opened(
+        self, value: Any, number: Callable[[Tensor], int], where: str, opens: Any = None
+    ) -> tuple[list[int], Form]:
+        """Return the numbers of the tensors in the output of a call or of the model, and its form. opens: see there."""
+        tensors, form = opened(value, opens=opens)
         for constant in form.constants:
             if not isinstance(constant, Ref):
                 self.plain(constant, where, "its caller")

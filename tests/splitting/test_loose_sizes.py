@@ -116,12 +116,22 @@ class Router(nn.Module):
         return found
 
 
+class Counter(Router):
+    """Sends rows in the order of their experts, by a list of how many each gets."""
+
+    def forward(self, x):
+        best = self.gate(x).argmax(-1)
+        order, counts = best.argsort(stable=True), best.bincount(minlength=2).tolist()
+        parts = [expert(rows) for expert, rows in zip(self.experts, x[order].split(counts), strict=True)]
+        return torch.zeros_like(x).index_add(0, order, torch.cat(parts))
+
+
 class Mixture(nn.Module):
-    def __init__(self, count=2):
+    def __init__(self, count=2, kind=Router):
         super().__init__()
         torch.manual_seed(0)
         self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.routers = nn.ModuleList(Router() for _ in range(count))
+        self.routers = nn.ModuleList(kind() for _ in range(count))
 
     def forward(self, x):
         x = self.first(x)
@@ -130,14 +140,15 @@ class Mixture(nn.Module):
         return self.last(x)
 
 
-def test_a_router_is_one_layer_and_its_cure_says_so():
-    with pytest.warns(UserWarning, match="Router 'routers.0' goes by sizes .* so that it is not cut") as said:
-        pipe = equals_plain_training(Mixture(), inputs(6))
+@pytest.mark.parametrize("kind", [Router, Counter])
+def test_a_router_is_one_layer_and_its_cure_says_so(kind):
+    with pytest.warns(UserWarning, match="er 'routers.0' goes by sizes or counts that its .* it is not cut") as said:
+        pipe = equals_plain_training(Mixture(kind=kind), inputs(6))
     assert pipe.stages == 4
     (cure,) = re.findall(r"stages=(pipeback\.Splitting\(.*\])", str(said[0].message))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        equals_plain_training(Mixture(), inputs(6), stages=eval(f'{cure[:19]}"layer", {cure[19:]})'))
+        equals_plain_training(Mixture(kind=kind), inputs(6), stages=eval(f'{cure[:19]}"layer", {cure[19:]})'))
 
 
 def test_a_router_in_which_stages_begin_by_name_is_cut():
