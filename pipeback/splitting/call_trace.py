@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pipeback.private import pytree
 from pipeback.splitting.autocast_regions import Autocast
 from pipeback.splitting.outside_draws import Generator
 from pipeback.tensors.structures import SINGLE, Form, Ref, parts
@@ -57,6 +58,12 @@ class Call:
     def attributes(self) -> list[str]:
         """Names of the parameters and buffers among its arguments."""
         return (self._taken or self._looked())[1]
+
+    def given(self, numbers: Mapping[str, Ref]) -> Call:
+        """Return the same call with references to tensors in place of these parameters and buffers."""
+        one = lambda x: numbers.get(x.name, x) if type(x) is Attribute else x  # noqa: E731
+        args, kwargs = pytree.tree_map(one, (self.args, self.kwargs))
+        return replace(self, args=args, kwargs=kwargs)
 
     def _looked(self) -> tuple[list[Ref], list[str]]:
         leaves = parts((self.args, self.kwargs))

@@ -353,7 +353,7 @@ class TracedModel:
             taken = [o.mark for o in others if o.mark is not None]
             known = known._replace(mark=mark(known.decisions, taken, known.inputs.constants if differs else ()))
         try:
-            staged = list(self._staged(record))
+            staged = self.ownership.lent(record, self._staged(record))
             if not all(self.ownership.able(s, call) for s, call in staged):
                 raise ValueError(
                     f"{type(self.model).__name__}.forward calls its layers in another order than for the example, "
@@ -365,7 +365,7 @@ class TracedModel:
                 if (call := self.ownership.unknown(record.calls)) is not None:
                     raise left_out(self.model, call.where, call.target) from None
                 raise
-            staged = able
+            staged = self.ownership.lent(record, able)
         asked = {decision.number for decision in known.decisions}
         try:
             return self._learn(record, staged, asked, known, x, training)
