@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -26,17 +27,18 @@ from pipeback.splitting.autocast_regions import autocasts, other
 from pipeback.splitting.call_cost import Work
 from pipeback.splitting.call_listeners import calls_heard
 from pipeback.splitting.call_trace import Attribute, Call, CallTrace
-from pipeback.splitting.data_sizes import bounded, ends_at_tensors, makes, padded, pads, sizes, to_longest
+from pipeback.splitting.data_sizes import bounded, ends_at_tensors, padded, pads, to_longest
 from pipeback.splitting.escaped_tensors import Escape, Inside
 from pipeback.splitting.in_place import Hooked, Kept, stays
 from pipeback.splitting.key_value_caches import without_caches
+from pipeback.splitting.loose_sizes import LooseSizes
 from pipeback.splitting.module_inputs import ModuleInputs
 from pipeback.splitting.module_walk import beside, held, walked
 from pipeback.splitting.outside_draws import OutsideDraws, generators
 from pipeback.splitting.reentrant import CheckpointFunction, checkpointed
 from pipeback.splitting.refusals import away, escaped, given_module, set_anew, set_elsewhere, shared, unmade
 from pipeback.splitting.script_values import Applied, same
-from pipeback.splitting.torch_functions import about
+from pipeback.splitting.torch_functions import About, about
 from pipeback.splitting.vmap_calls import Mapped
 from pipeback.tensors.structures import PLAIN, SINGLE, Form, Ref, fixed, holds_tensor, openable, opened, parts
 
@@ -96,7 +98,7 @@ def trace_forward(
     grads = [before or tensor.requires_grad for before, tensor in zip(r.grads, r.numbered, strict=True)]
     return CallTrace(
         r.calls, len(given), out, form, r.constants, r.forms, grads, changed, r.costs, device, r.sets.held,
-        r.outside.where, r.outside.drawn, r.by_values,
+        r.outside.where, r.outside.drawn, r.loose.numbers,
     ), output  # fmt: skip
 
 
@@ -132,9 +134,7 @@ class _Recorder(TorchFunctionMode):
         self.leaf_path = ""  # the path of the leaf that runs
         self.handed = ModuleInputs((), {})  # the arguments of that leaf
         self.made = Inside()  # tensors that leaves have made
-        self.shaped = False  # whether the running call has made a tensor whose size depends on values
-        self.by_values: set[int] = set()  # numbers of the tensors that depend on such calls
-        self.checked: set[int] = set()  # those of them whose size is checked
+        self.loose = LooseSizes()
         self.stack: list[str] = []
         self.thread = threading.get_ident()
         self.told: Escape | None = None
@@ -227,9 +227,7 @@ class _Recorder(TorchFunctionMode):
             if call.left:  # what it returns may be an argument, which has changed
                 opened(output[0])
             call.out, call.form = self.opened(output, number, where, openable if call.left else None)
-        if self.shaped or (self.by_values and any(ref.number in self.by_values for ref in call.refs())):
-            self.by_values.update(call.out)
-        self.shaped = False
+        self.loose.made(call)
 
     def opened(
         self, value: Any, number: Callable[[Tensor], int], where: str, opens: Any = None
@@ -248,7 +246,8 @@ class _Recorder(TorchFunctionMode):
         if threading.get_ident() != self.thread or (known.kind and not self.inside):
             return func(*args, **kwargs)
         name, target = known.name, known.target
-        self.shaped = self.shaped or (known.makes and makes(name, args, kwargs))
+        if known.makes:
+            self.loose.look(name, args, kwargs)
         if self.kept is not None and (known.changes or kwargs):
             self.kept.look(known.changes, name == "__set__", args, kwargs)
         if self.inside:
@@ -260,20 +259,10 @@ class _Recorder(TorchFunctionMode):
             return self.unheard(func, args, kwargs)  # the initialisation of a module that this forward creates
         if name == "__iter__":
             return iter(self.__torch_function__(Tensor.unbind, types, args, kwargs))
-        if name in ("__getitem__", "__setitem__"):
-            asked = lambda x: self.__torch_function__(Tensor.__index__, types, (x,))  # noqa: E731
-            args = (args[0], bounded(args[1], asked), *args[2:])
-        if known.property is not None:
-            args = (args[0], known.property, *args[1:2]) if name == "__set__" else (args[0], known.property)
-        elif name == "_pad_packed_sequence" and pads(caller := sys._getframe(1)):
-            self.uncheck_size(args[1])
-            target, args = (padded, args[:4]) if to_longest(caller) else (target, args)
-        elif name == "register_hook" and stays(args[1]):
-            target, args = Hooked(args[1]), args[:1]
-        if known.away and args and isinstance(args[0], Tensor):
-            raise away(self.name(self.where), self.where, name)
-        if known.reads:
-            self.check_size(args[0])
+        if known.odd:
+            target, args = self.recorded(known, types, args, sys._getframe(1))
+        if known.reads and (check := self.loose.checks(args[0], self.numbers, self.where)) is not None:
+            self.write(check)
         begin = self.done
         asks = known.asks and (self.asks(args, kwargs) or self.owned(args))
         output = self.answered(target, args, kwargs) if asks and self.answers else target(*args, **kwargs)
@@ -288,6 +277,24 @@ class _Recorder(TorchFunctionMode):
             elif given:
                 self.give(call, output)
         return output
+
+    def recorded(self, known: About, types: Any, args: Any, caller: FrameType) -> tuple[Any, Any]:
+        """Return the function and the arguments that are recorded for a call that stages make in another way."""
+        name, target = known.name, known.target
+        if known.away and args and isinstance(args[0], Tensor):
+            raise away(self.name(self.where), self.where, name)
+        if name in ("__getitem__", "__setitem__"):
+            asked = lambda x: self.__torch_function__(Tensor.__index__, types, (x,))  # noqa: E731
+            return target, (args[0], bounded(args[1], asked), *args[2:])
+        if known.property is not None:
+            return target, (args[0], known.property, *(args[1:2] if name == "__set__" else ()))
+        if name == "_pad_packed_sequence" and pads(caller):
+            if self.loose.unchecks(args[1], self.numbers, self.calls):
+                self.calls.pop(), self.costs.pop()
+            return (padded, args[:4]) if to_longest(caller) else (target, args)
+        if name == "register_hook" and stays(args[1]):
+            return Hooked(args[1]), args[:1]
+        return target, args
 
     def set_from_outside(self, module: nn.Module, key: str) -> None:
         """Note an error if the forward sets an attribute of a leaf from outside, which no stage would repeat."""
@@ -313,20 +320,6 @@ class _Recorder(TorchFunctionMode):
         assert self.answers is not None
         call = Call(target, self.place(args, "a decision"), self.place(kwargs, "a decision"), self.where, False)
         return self.answers(call, self.calls, self.constants)
-
-    def check_size(self, tensor: Any) -> None:
-        """Record a check of the size of a tensor, which Python reads, if that size depends on values."""
-        number = self.numbers.get(id(tensor))
-        if number in self.by_values and number not in self.checked:
-            self.checked.add(number)
-            self.write(Call(sizes, (Ref(number),), {}, self.where, False, check=(sizes(tensor),)))
-
-    def uncheck_size(self, tensor: Tensor) -> None:
-        """Take the last check back, if it is one of the size of this tensor."""
-        last = Call(sizes, (Ref(self.numbers.get(id(tensor), -1)),), {}, self.where, False, check=(sizes(tensor),))
-        if self.calls and self.calls[-1] == last:
-            self.checked.discard(last.args[0].number)
-            self.calls.pop(), self.costs.pop()
 
     def asks(self, args: Any, kwargs: Any) -> bool:
         """Whether one of the arguments is a tensor of the micro-batch rather than of the model."""
