@@ -1,7 +1,7 @@
 """Size decisions: modules whose forward goes by a size or a count that their layers decide, as mixtures of experts do.
 
 How many tokens a router sends to an expert is another number for each micro-batch. A trace that looks into such a
-module would fit none but its own. So it is kept whole, unless most of the model is in it.
+module would fit none but its own. So it is kept whole, unless most layers of the model are in it.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def deciding_by_sizes(
         return []
     known = {branch.number for branch in evaluated}
     where = {each.call.where for n, each in enumerate(decided(record)) if n not in known and _varies(each.call)}
-    total, found = _size(model), list[str]()
+    layers, found = _layers(model), list[str]()
     for kind in {type(model.get_submodule(path)) for path in where if path}:
         alike = {path: module for path, module in model.named_modules() if type(module) is kind}
-        if not any(2 * _size(module) > total or _holds(path, fixed) for path, module in alike.items()):
+        if not any(2 * _layers(module) > layers or _holds(path, fixed) for path, module in alike.items()):
             found += alike
     if found:
         who = f"{type(model.get_submodule(found[0])).__name__} {found[0]!r}"
@@ -51,8 +51,9 @@ def _varies(call: Call) -> bool:
     return call.target is sizes or bool(counts)
 
 
-def _size(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters() if p.requires_grad)
+def _layers(module: nn.Module) -> int:
+    """How many modules with weights of their own are in a module."""
+    return sum(any(True for _ in m.parameters(recurse=False)) for m in module.modules())
 
 
 def _holds(path: str, others: Collection[str]) -> bool:
