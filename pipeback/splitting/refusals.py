@@ -15,7 +15,7 @@ def unmade(who: str, where: str, what: str, value: Tensor) -> ValueError:
     """The error for a tensor of unknown origin. who: names the module at `where`, a path. what: gets the tensor."""
     return ValueError(
         f"{who}.forward gives {what} a tensor {tuple(value.shape)} that no torch function or module has made from its "
-        f"input (what numpy computes, for example, is not traced); {_whole(where)}"
+        f"input (what numpy computes, for example, is not traced); {cure_whole(where)}"
     )
 
 
@@ -23,15 +23,15 @@ def shared(who: str, where: str, what: str, value: Any) -> ValueError:
     """The error for an object that a stage cannot create anew for every micro-batch."""
     return ValueError(
         f"{who}.forward gives {what} an object of {type(value).__name__}, which every micro-batch would share; leave "
-        f"it out, or give tensors, numbers and strings, or {_whole(where)}"
+        f"it out, or give tensors, numbers and strings, or {cure_whole(where)}"
     )
 
 
 def away(who: str, where: str, name: str) -> ValueError:
     """The error for a tensor that leaves torch."""
     return ValueError(
-        f"{who}.forward calls Tensor.{name}, which cannot be traced; keep to torch functions, or {_whole(where)}; a "
-        "loss that does so is computed outside: push without labels, and give loss= to Pipeline"
+        f"{who}.forward calls Tensor.{name}, which cannot be traced; keep to torch functions, or {cure_whole(where)}; "
+        "a loss that does so is computed outside: push without labels, and give loss= to Pipeline"
     )
 
 
@@ -145,7 +145,8 @@ def draws_outside(model: nn.Module, where: str) -> ValueError:
     )
 
 
-def _whole(where: str) -> str:
+def cure_whole(where: str) -> str:
+    """Return the cure that keeps the module of this path whole."""
     if where:
         return f"keep it whole: stages=pipeback.Splitting(leaves=[{where!r}])"
     return (

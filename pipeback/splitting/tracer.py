@@ -36,7 +36,7 @@ from pipeback.splitting.module_inputs import ModuleInputs
 from pipeback.splitting.module_walk import beside, held, walked
 from pipeback.splitting.outside_draws import OutsideDraws, generators
 from pipeback.splitting.reentrant import CheckpointFunction, checkpointed
-from pipeback.splitting.refusals import away, escaped, given_module, set_anew, set_elsewhere, shared, unmade
+from pipeback.splitting.refusals import away, cure_whole, escaped, given_module, set_anew, set_elsewhere, shared, unmade
 from pipeback.splitting.script_values import Applied, same
 from pipeback.splitting.torch_functions import About, about
 from pipeback.splitting.vmap_calls import Mapped
@@ -357,7 +357,7 @@ class _Recorder(TorchFunctionMode):
         if self.inside or threading.get_ident() != self.thread:
             return original(function, *options, *args, **kwargs)
         modes = function_modes()
-        target = Mapped(function, options, modes[modes.index(self) + 1 :])
+        target = Mapped(function, options, modes[modes.index(self) + 1 :], cure_whole(self.where))
         return self.whole(target, lambda: original(function, *options, *args, **kwargs), target.holds, args, kwargs)
 
     def call(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:

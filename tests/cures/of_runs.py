@@ -263,7 +263,7 @@ ROWS: dict[str, Row] = {
         lambda: added(True),
     ),
     "a function under vmap that calls itself": Row(
-        followed(down), "a function under torch.vmap calls itself; give the path of the module whose forward does so",
+        followed(down), r"a function under torch.vmap calls itself; .*: stages=pipeback.Splitting\(leaves=\[''\]\)",
         followed(down, ""),
     ),
     "ways without end": Row(
