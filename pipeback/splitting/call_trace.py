@@ -90,6 +90,9 @@ class CallTrace:
     draws: str | None = None  # the path of the first module that has drawn from generators of Python or numpy
     outside: Sequence[Generator] = ()  # those generators
     loose: set[int] = field(default_factory=set)  # numbers of the tensors whose size depends on values
+    writes: Mapping[str, Sequence[int]] = field(
+        default_factory=dict
+    )  # parameters and buffers, and who writes into them
 
     @property
     def answers(self) -> list[Any]:

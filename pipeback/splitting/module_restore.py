@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from pipeback.splitting.attribute_changes import Changed, FirstCall
@@ -69,10 +70,10 @@ def untouched(
 
 
 def _counts(value: Any) -> bool:
-    """Whether an attribute is restored: numbers, tensors and None are; a mark (a bool or a string) stays set."""
-    return not isinstance(value, bool) and (isinstance(value, (int, float, Tensor, type(None))) or _state(value))
+    """Whether an attribute is restored: numbers, tensors and None are, also in tuples and lists; a mark stays set.
 
-
-def _state(value: Any) -> bool:
-    """Whether a value is a structure of tensors, as the state of a recurrent layer is."""
-    return type(value) in (tuple, list) and bool(value) and all(isinstance(x, Tensor) or _state(x) for x in value)
+    Marks are bools and strings. What belongs together, as a table and its size do, is restored together.
+    """
+    if type(value) in (tuple, list, torch.Size):
+        return all(map(_counts, value))
+    return not isinstance(value, bool) and isinstance(value, (int, float, Tensor, type(None)))

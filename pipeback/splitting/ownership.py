@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pipeback.splitting.branches import alters
 from pipeback.splitting.call_trace import Attribute, Call, CallTrace
 from pipeback.splitting.cut_points import given
 from pipeback.splitting.module_walk import held, walked
@@ -19,7 +18,7 @@ from pipeback.tensors.structures import Ref
 class Ownership:
     """Says which of `count` stages owns what.
 
-    modules: all of the model, by their paths. staged: every call with its stage. changed: buffers that change.
+    modules: all of the model, by their paths. staged: every call of the record with its stage.
 
     Raises ValueError, which names the layer and the cure, if several stages use what only one can hold.
     """
@@ -28,9 +27,9 @@ class Ownership:
         self,
         model: nn.Module,
         modules: Mapping[str, nn.Module],
-        staged: Iterable[tuple[int, Call]],
+        staged: Sequence[tuple[int, Call]],
         count: int,
-        changed: Container[str],
+        record: CallTrace,
     ) -> None:
         self.model = model
         self.owner: dict[int, int] = {}  # the stage that owns each parameter, by identity
@@ -44,12 +43,11 @@ class Ownership:
         self._known = {*self._buffers, *self._parameters}
         calls: list[Call] = []
         first: dict[str, int] = {}  # the number of the first call of each module
-        staged = list(staged)
-        # the last stage that changes a buffer itself
-        self._changes = {name: s for s, call in staged if alters(call) for name in call.attributes() if name in changed}
+        # the last stage that writes into a parameter or a buffer
+        self._writers = {name: staged[min(numbers[-1], len(staged) - 1)][0] for name, numbers in record.writes.items()}
         for s, call in staged:
             calls.append(call)
-            self._take_buffers(s, calls, changed)
+            self._take_buffers(s, calls, record.changed)
             for name in given(self._parameters, call):
                 p = self._parameters[name]
                 if id(p) not in self.owner:
@@ -74,6 +72,18 @@ class Ownership:
                 self.owned[s][call.target] = Lent(module, tied)
             else:
                 self.owned[s][call.target] = module
+        self._check_writers(calls)
+
+    def _check_writers(self, calls: Sequence[Call]) -> None:
+        """Raise ValueError if a later stage than its owner writes into a parameter."""
+        for name, s in self._writers.items():
+            owner = self.owner.get(id(self._parameters.get(name)), s)
+            if owner < s:
+                whole = one_call(self.model, (call.where for call in calls if name in call.attributes()))
+                raise ValueError(
+                    f"{name!r} is written into by the forward in stage {s}, and stage {owner} reads it; cut so that "
+                    f"one stage alone does, or {whole}"
+                )
 
     def _take_buffers(self, s: int, calls: Sequence[Call], changed: Container[str]) -> None:
         """Give stage s the buffers that the last call reads, or copies, unless an earlier stage will lend them."""
@@ -83,7 +93,7 @@ class Ownership:
             owner, first = self._first.setdefault(name, (s, len(calls) - 1))
             if owner == s:
                 self.owned[s][name] = self._buffers[name]
-            elif self._changes.get(name, s) < s:
+            elif self._writers.get(name, s) < s:
                 continue  # it is changed by an earlier stage alone
             elif name in changed:
                 whole = one_call(self.model, (call.where for call in calls[first:]))

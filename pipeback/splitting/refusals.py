@@ -11,9 +11,13 @@ from torch import Tensor, nn
 LONGEST = 60  # characters of a value in a message
 
 
-def unmade(who: str, where: str, what: str, value: Tensor) -> ValueError:
+class Unmade(ValueError):
+    """A tensor of unknown origin."""
+
+
+def unmade(who: str, where: str, what: str, value: Tensor) -> Unmade:
     """The error for a tensor of unknown origin. who: names the module at `where`, a path. what: gets the tensor."""
-    return ValueError(
+    return Unmade(
         f"{who}.forward gives {what} a tensor {tuple(value.shape)} that no torch function or module has made from its "
         f"input (what numpy computes, for example, is not traced); {cure_whole(where)}"
     )
@@ -54,6 +58,14 @@ def escaped(who: str, what: str, value: Tensor, maker: str) -> str:
 def given_module(who: str) -> str:
     """The message for a module that is given to another one."""
     return f"{who} a module, whose weights it would compute with; leave its path out of the leaves"
+
+
+def replaces(who: str) -> ValueError:
+    """The error for a forward that replaces a tensor which it has used, in a list or dictionary of its modules."""
+    return ValueError(
+        f"{who}.forward replaces a tensor in a list or dictionary that a module holds, which stages would not do again "
+        f"for each micro-batch; make it a buffer that is changed in place, or {cure_whole('')}"
+    )
 
 
 def set_anew(who: str, name: str) -> ValueError:

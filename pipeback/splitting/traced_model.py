@@ -32,7 +32,7 @@ from pipeback.splitting.input_forms import Key, key_of
 from pipeback.splitting.key_value_caches import caching, without_caches
 from pipeback.splitting.known_forms import Known, example_of, tensors_of, with_own_tensors
 from pipeback.splitting.module_restore import untouched
-from pipeback.splitting.module_walk import KINDS, held, walked
+from pipeback.splitting.module_walk import KINDS, held, unsaved_buffers, walked
 from pipeback.splitting.outside_draws import OutsideDraws
 from pipeback.splitting.ownership import Ownership
 from pipeback.splitting.partition import StagePart
@@ -67,6 +67,7 @@ class TracedModel:
         self._check(whole, by)
         self.rewritten: set[str] = set()  # parameters that its forward writes into
         self.whole, self.opened = set(whole), set[str]()  # paths: modules kept whole, modules traced into after all
+        self.deep = False  # see `looked_into`
         self.family = family(model)
         self.blocks = blocks_of(model) if self.cuts in ("auto", "block") or isinstance(self.cuts, int) else []
         if self.cuts == "block" and not self.blocks:
@@ -83,8 +84,8 @@ class TracedModel:
         arguments, complete = self.arguments(example), self.complete
         entered, _ = self._entered(example, arguments)  # refuses what has no tensors
         record, known = self._first(arguments, complete, by)
-        self.ownership = Ownership(model, self._walked, self._staged(record), len(self.units), record.changed)
-        unsaved = _unsaved(self._walked)
+        self.ownership = Ownership(model, self._walked, list(self._staged(record)), len(self.units), record)
+        unsaved = unsaved_buffers(self._walked)
         self.segments = [self._segment(s, unsaved) for s in range(len(self.units))]
         self.rewritten = record.changed and record.changed.intersection(dict(model.named_parameters()))
         for s, segment in enumerate(self.segments):
@@ -268,7 +269,7 @@ class TracedModel:
             with self._unchanged(anew=True):
                 return trace_forward(
                     self.model, *with_own_tensors(arguments), self._leaves, work=work, left=left,
-                    outside=OutsideDraws(self._restores.generators, fine), within=self._walked,
+                    outside=OutsideDraws(self._restores.generators, fine), within=self._walked, deep=self.deep,
                 )[0]  # fmt: skip
         tensors, form = opened(tuple(arguments))
         with FakeTensorMode(allow_non_fake_inputs=True) as fake:
@@ -279,6 +280,7 @@ class TracedModel:
             return trace_forward(
                 self.model, args, kwargs, self._leaves, values,
                 partial(told, tensors) if saved is None else lambda *asked: next(saved), work, left,
+                deep=self.deep,
             )[0]  # fmt: skip
 
     def _prove(self, arguments: Arguments, x: Any) -> None:
@@ -394,9 +396,3 @@ class TracedModel:
         self._known[key] = known
         self._variants[self._key(x, training)].append(known)
         return marked
-
-
-def _unsaved(modules: Mapping[str, nn.Module]) -> list[str]:
-    """Return the names of the buffers that are in no state_dict."""
-    found = ((path, key) for path, module in modules.items() for key in module._non_persistent_buffers_set)
-    return [f"{path}.{key}".lstrip(".") for path, key in found]

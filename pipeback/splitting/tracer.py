@@ -22,6 +22,7 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from pipeback.private import function_modes, pytree
+from pipeback.splitting import refusals
 from pipeback.splitting.attribute_changes import Name, Sets, attributes, check_unchanged
 from pipeback.splitting.autocast_regions import autocasts, other
 from pipeback.splitting.call_cost import Work
@@ -33,10 +34,9 @@ from pipeback.splitting.in_place import Hooked, Kept, stays
 from pipeback.splitting.key_value_caches import without_caches
 from pipeback.splitting.loose_sizes import LooseSizes
 from pipeback.splitting.module_inputs import ModuleInputs
-from pipeback.splitting.module_walk import beside, held, walked
+from pipeback.splitting.module_walk import beside, held, in_structures, walked
 from pipeback.splitting.outside_draws import OutsideDraws, generators
 from pipeback.splitting.reentrant import CheckpointFunction, checkpointed
-from pipeback.splitting.refusals import away, cure_whole, escaped, given_module, set_anew, set_elsewhere, shared, unmade
 from pipeback.splitting.script_values import Applied, same
 from pipeback.splitting.torch_functions import About, about
 from pipeback.splitting.vmap_calls import Mapped
@@ -57,6 +57,7 @@ def trace_forward(
     left: Collection[Name] = (),
     outside: OutsideDraws | None = None,
     within: Mapping[str, nn.Module] | None = None,
+    deep: bool = False,
 ) -> tuple[CallTrace, Any]:
     """Run `model(*args, **kwargs)` and record its calls; return the record and the output.
 
@@ -64,23 +65,25 @@ def trace_forward(
     place of the model's. answers: returns the value by which Python decides where there are shapes only, given the
     deciding call, the calls before and the constants. work: counts the cost of calls. left: attributes that the forward
     may leave changed if it sets them before it reads them. outside: watches the model's generators. within: its modules
-    by their paths, if known. The tensors of args and kwargs, in pytree order, have the numbers 0, 1, … Raises
-    ValueError naming the module if something cannot be traced: objects that calls would share, state that is left.
+    by their paths, if known. deep: whether it may use tensors in lists and dictionaries of its modules. The tensors of
+    args and kwargs, in pytree order, have the numbers 0, 1, … Raises ValueError naming the module if something cannot
+    be traced: objects that calls would share, state that is left.
     """
     recorder = _Recorder(model, leaves, values, answers, work, left, outside, within)
+    recorder.held.update(in_structures(recorder.modules) if deep else {})
     watched = [(name, buffer, buffer._version) for name, buffer in recorder.buffers]
     given, _ = opened((tuple(args), dict(kwargs)))
     for tensor in given:
         recorder.new(tensor)
     device = given[0].device if given else torch.device("cpu")
-    before, modules = attributes(recorder.modules, recorder.leaf), recorder.modules.values()
+    before, modules = attributes(recorder.modules, recorder.leaf), recorder.modules
     with ExitStack() as stack:
         stack.callback(recorder.kept.put_back if recorder.kept is not None else dict)
         for context in (
             work or nullcontext(),
             recorder,
-            calls_heard(modules, recorder.call, recorder.applied, recorder.mapped),
-            recorder.sets.heard(modules, recorder.set_from_outside, recorder.apart),
+            calls_heard(modules.values(), recorder.call, recorder.applied, recorder.mapped),
+            recorder.sets.heard(modules.values(), recorder.set_from_outside, recorder.apart),
         ):
             stack.enter_context(context)
         output = model(*args, **kwargs) if values is None else functional_call(model, dict(values), args, dict(kwargs))
@@ -88,6 +91,11 @@ def trace_forward(
     check_unchanged(model, before, recorder.sets.harmless)
     if recorder.told is not None:
         raise recorder.told
+    if deep and not {id(tensor) for tensor in recorder.constants.values()} <= {
+        *beside(modules),
+        *in_structures(modules),
+    }:
+        raise refusals.replaces(type(model).__name__)
     output = without_caches(output)
     out, form = recorder.opened(output, recorder.known, "")
     if not out:
@@ -98,7 +106,7 @@ def trace_forward(
     grads = [before or tensor.requires_grad for before, tensor in zip(r.grads, r.numbered, strict=True)]
     return CallTrace(
         r.calls, len(given), out, form, r.constants, r.forms, grads, changed, r.costs, device, r.sets.held,
-        r.outside.where, r.outside.drawn, r.loose.numbers,
+        r.outside.where, r.outside.drawn, r.loose.numbers, {} if r.kept is None else r.kept.writes,
     ), output  # fmt: skip
 
 
@@ -131,8 +139,7 @@ class _Recorder(TorchFunctionMode):
         self.grads, self.costs = list[bool](), list[float]()
         self.work, self.answers = work, answers
         self.inside = 0  # how many leaves are running, one within the other
-        self.leaf_path = ""  # the path of the leaf that runs
-        self.handed = ModuleInputs((), {})  # the arguments of that leaf
+        self.leaf_path, self.handed = "", ModuleInputs((), {})  # the path of the leaf that runs, and its arguments
         self.made = Inside()  # tensors that leaves have made
         self.loose = LooseSizes()
         self.stack: list[str] = []
@@ -141,8 +148,8 @@ class _Recorder(TorchFunctionMode):
         self.sets = Sets(self.paths, left)
         self.around = autocasts()
         self.outside = outside or OutsideDraws(generators(self.modules.values()), True)
-        tell = partial(set_anew, type(model).__name__)
-        self.kept = None if values is not None else Kept(parameters, tell)
+        tell = partial(refusals.set_anew, type(model).__name__)
+        self.kept = None if values is not None else Kept([*parameters, *self.buffers], tell)
 
     @property
     def where(self) -> str:
@@ -197,15 +204,15 @@ class _Recorder(TorchFunctionMode):
             self.constants[self.held[id(value)]] = value
             return Attribute(self.held[id(value)])
         if path := self.made.where(value):
-            raise Escape(path, escaped(self.name(self.where), what, value, self.name(path)))
-        raise unmade(self.name(self.where), self.where, what, value)
+            raise Escape(path, refusals.escaped(self.name(self.where), what, value, self.name(path)))
+        raise refusals.unmade(self.name(self.where), self.where, what, value)
 
     def plain(self, value: Any, where: str, what: str) -> Any:
         if type(value).__module__ == "numpy" and not getattr(value, "ndim", 1):
             return value.item()  # a scalar of numpy becomes a number of Python
         if (isinstance(value, PLAIN) or fixed(value)) and not ends_at_tensors(value):
             return value
-        raise shared(self.name(where), where, what, value)
+        raise refusals.shared(self.name(where), where, what, value)
 
     def place(self, values: Any, what: str) -> Any:
         kind = type(values)
@@ -249,7 +256,7 @@ class _Recorder(TorchFunctionMode):
         if known.makes:
             self.loose.look(name, args, kwargs)
         if self.kept is not None and (known.changes or kwargs):
-            self.kept.look(known.changes, name == "__set__", args, kwargs)
+            self.kept.look(known.changes, name == "__set__", args, kwargs, len(self.calls))
         if self.inside:
             self.handed.look(args, kwargs)
             output = func(*args, **kwargs)
@@ -282,7 +289,7 @@ class _Recorder(TorchFunctionMode):
         """Return the function and the arguments that are recorded for a call that stages make in another way."""
         name, target = known.name, known.target
         if known.away and args and isinstance(args[0], Tensor):
-            raise away(self.name(self.where), self.where, name)
+            raise refusals.away(self.name(self.where), self.where, name)
         if name in ("__getitem__", "__setitem__"):
             asked = lambda x: self.__torch_function__(Tensor.__index__, types, (x,))  # noqa: E731
             return target, (args[0], bounded(args[1], asked), *args[2:])
@@ -301,7 +308,7 @@ class _Recorder(TorchFunctionMode):
         if not self.inside and self.leaf[id(module)] and threading.get_ident() == self.thread:
             path = self.paths[id(module)]
             who = f"{self.name(self.where)}.forward sets {key} of {self.name(path)}"
-            self.told = self.told or Escape(path, set_elsewhere(who))
+            self.told = self.told or Escape(path, refusals.set_elsewhere(who))
 
     def apart(self) -> bool:
         """Whether nothing is recorded now, because a leaf or another thread is running."""
@@ -357,7 +364,7 @@ class _Recorder(TorchFunctionMode):
         if self.inside or threading.get_ident() != self.thread:
             return original(function, *options, *args, **kwargs)
         modes = function_modes()
-        target = Mapped(function, options, modes[modes.index(self) + 1 :], cure_whole(self.where))
+        target = Mapped(function, options, modes[modes.index(self) + 1 :], refusals.cure_whole(self.where))
         return self.whole(target, lambda: original(function, *options, *args, **kwargs), target.holds, args, kwargs)
 
     def call(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -374,7 +381,7 @@ class _Recorder(TorchFunctionMode):
                 self.stack.pop()
         self.outside.enter(module, self.where)
         if any(isinstance(x, nn.Module) for x in parts((args, kwargs))):
-            raise Escape(path, given_module(f"{self.name(self.where)}.forward gives {self.name(path)}"))
+            raise Escape(path, refusals.given_module(f"{self.name(self.where)}.forward gives {self.name(path)}"))
         handed = self.handed = ModuleInputs(args, kwargs)
         self.leaf_path = path
         self.inside += 1

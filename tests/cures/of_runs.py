@@ -126,9 +126,6 @@ def added(again: bool) -> None:
     train_on.wait()
 
 
-ONES = torch.ones(6)
-
-
 class Keeping(torch.autograd.Function):
     """Keeps a tensor on ctx, or where it belongs."""
 
@@ -243,10 +240,10 @@ ROWS: dict[str, Row] = {
         lambda: [followed(lambda x: x)(), followed(lambda x: x * random.random(), "")()],
     ),
     "a tensor from elsewhere": Row(
-        followed(lambda x: x + ONES),
+        followed(lambda x: x + torch.Tensor([1.0] * 6)),
         r"a tensor \(6,\) that no torch function or module has made from its input.*keep the whole model one stage: "
         r"stages=pipeback.Splitting\(leaves=\[''\]\)",
-        followed(lambda x: x + ONES, ""),
+        followed(lambda x: x + torch.Tensor([1.0] * 6), ""),
     ),
     "a branch by many numbers": Row(
         followed(lambda x: x + torch.tensor((x > 0).tolist())),

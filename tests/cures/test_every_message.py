@@ -26,6 +26,7 @@ ELSEWHERE = (
     "splitting/test_following.py",
     "splitting/test_one_stage.py",
     "splitting/test_value_reads.py",
+    "splitting/test_written_into.py",
     "splitting/test_vmap_calls.py",
 )
 VERBS = (

@@ -14,7 +14,6 @@ from pipeback.splitting.split import split_model
 from pipeback.splitting.traced_model import TracedModel
 from pipeback.tensors import meta
 from tests.splitting.models import Deep, X, linear, pipe
-from tests.splitting.plain_training import equals_plain_training
 
 
 def names(model, stages, x=X, **options):
@@ -244,37 +243,3 @@ def test_a_number_of_stages_goes_by_work_that_is_counted(monkeypatch):
         found = [split_model(Uneven(), count, torch.randn(3, 6)).parts for _ in range(3)]
         layers = [[sum(isinstance(m, nn.Linear) for m in part.module.modules()) for part in parts] for parts in found]
         assert len(layers[0]) == count and layers[0][0] == 1 and layers == layers[:1] * 3
-
-
-class Codes(nn.Module):
-    """Looks codes up that follow what it looks up; in training after the first layer, and always after the second."""
-
-    def __init__(self, late=False):
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b, self.late = linear(), linear(), late
-        self.register_buffer("codes", torch.randn(4, 4))
-
-    def forward(self, x):
-        z = self.a(x)
-        best = (z @ self.codes.T).argmax(-1)
-        if self.training:
-            with torch.no_grad():
-                self.codes[best] = self.codes[best] * 0.5 + z * 0.5
-        found = self.b(z)
-        if self.late:
-            self.codes.mul_(0.5)
-        return found + self.codes[best]
-
-
-def test_a_buffer_that_an_earlier_stage_changes():
-    batches = [torch.randn(3, 4, generator=torch.Generator().manual_seed(n)) for n in range(4)]
-    found = equals_plain_training(Codes(), batches)
-    assert found.stages == 2
-    plain = copy.deepcopy(found.model).eval()
-    assert torch.equal(found.evaluate(batches[0]), plain(batches[0]))
-    assert torch.equal(found.model.codes, plain.codes)
-    with pytest.raises(
-        ValueError, match="buffer 'codes' is changed by the forward, and stages 0 and 1 read it; cut so"
-    ):
-        pipe(Codes(late=True), batches[0], stages="layer")
