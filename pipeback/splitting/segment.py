@@ -298,13 +298,6 @@ class Segment(nn.Module):
                 return script.once(getattr, (known[portion.takes[0]], "device"))
             return attribute(value.name) if isinstance(value, Attribute) else value
 
-        def carry(written: bool) -> None:
-            for name, number in portion.lends.items():
-                if (name in self.__rewritten__) == written:
-                    carried = self.__carried.setdefault(name, Carried())
-                    known[number] = script.call(carried, (attribute(name),))
-
-        carry(written=False)
         entered: Entered | None = None
         for call in portion.calls:
             entered = self.__autocast(script, call, entered)
@@ -317,7 +310,10 @@ class Segment(nn.Module):
             known.update(zip(call.out, script.unpack(opens, (found,), len(call.out)), strict=True))
         if entered is not None:
             script.call(entered, ())
-        carry(written=True)
+        # last, so that what later stages add to a weight's gradient comes first, as in the backward of the model itself
+        for name, number in portion.lends.items():
+            carried = self.__carried.setdefault(name, Carried())
+            known[number] = script.call(carried, (attribute(name),))
         return script.end([known[number] for number in portion.gives])
 
     def __autocast(self, script: Script, call: Call, entered: Entered | None) -> Entered | None:
