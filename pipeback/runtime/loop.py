@@ -264,7 +264,7 @@ class Loop:
         if self._rested or self.worker.residence.joins:
             for changes in self.worker.outside:
                 changes.look()
-        self.worker.executor.look()
+        self.worker.look()
         self._rested = False
 
     def _remember(self) -> None:

@@ -121,6 +121,10 @@ class Worker:
         self.outside = OptimizerStateWatch(stages, method), WeightWriteWatch(stages)  # they notice changes by the user
         self.executor = executor(self)
 
+    def look(self) -> None:
+        """Note that micro-batches may have come, and that the user may have changed optimizers or their state."""
+        self.executor.look()
+
     def record(self, on: bool) -> None:
         """Measure every operation from now on."""
         self.executor.record(on)

@@ -4,7 +4,7 @@ In the order "skewed", a pipeline without flushes consists of such ticks once it
 stage 0 and take in a stage more at each tick; before one they end with the last stage. f and b are the numbers of
 micro-batches gone forward and backward at each stage s of S, D its delay:
 
-    between two rounds    f − b = D                active    an input waits (f < f of s − 1), and a gradient (b < b of s + 1)
+    between two rounds    f − b = D                active    f < f of s − 1: an input waits; b < b of s + 1: a gradient
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 
 class Span(NamedTuple):
-    """Some stages, each or every second one of a range, that all do F, B and U at the next tick, and none else anything.
+    """Some stages, each or every second one of a range, that all do F, B and U at the next tick, and none else
+    anything.
 
     ticks: for how many ticks it is certain to be so; where even and odd stages take turns, the other ones have every
     second of these.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -70,10 +71,12 @@ def untouched(
 
 
 def _counts(value: Any) -> bool:
-    """Whether an attribute is restored: numbers, tensors and None are, also in tuples and lists; a mark stays set.
+    """Whether an attribute is restored: numbers, tensors, weak references and None are, also in tuples and lists; a
+    mark stays set.
 
-    Marks are bools and strings. What belongs together, as a table and its size do, is restored together.
+    Marks are bools and strings. What belongs together is restored together: a table and its size, or the weights of an
+    LSTM and its references to them, by which it knows whether they are others.
     """
     if type(value) in (tuple, list, torch.Size):
         return all(map(_counts, value))
-    return not isinstance(value, bool) and isinstance(value, (int, float, Tensor, type(None)))
+    return not isinstance(value, bool) and isinstance(value, (int, float, Tensor, ref, type(None)))

@@ -73,7 +73,8 @@ class AdamStep:
         for m in apart:
             whole = weights[m], grads[m].contiguous(), first[m], second[m]  # torch's step ignores strides
             fused(
-                *(([some] if len(self.rates[m]) == 1 else [*some.unbind()]) for some in whole), [], [*steps[m].unbind()],
+                *(([some] if len(self.rates[m]) == 1 else [*some.unbind()]) for some in whole), [],
+                [*steps[m].unbind()],
                 lr=self.rates[m][0], beta1=b1, beta2=b2, weight_decay=decays[m], eps=eps, amsgrad=False, maximize=False,
             )  # fmt: skip
         if rest:

@@ -21,8 +21,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pipeback.vectorized.convolutions import AS_PRODUCTS
 from pipeback.vectorized.forms import floating, leaves, packed
-from pipeback.vectorized.graph_rewrites import Graph, Graphs, constant, direct, simplified, split
+from pipeback.vectorized.graphs import Graph, Graphs, direct
 from pipeback.vectorized.group_norms import GroupNormsAsOne
+from pipeback.vectorized.simplified_graph import constant, simplified
+from pipeback.vectorized.split_graph import split
 
 
 class Unfit(ValueError):
@@ -130,9 +132,9 @@ def capture_loss_stage(
 ) -> Graph:
     """Return the forward and backward of the stage with the loss as one graph.
 
-    x: its input, a tensor or a tuple. The graph maps (*weights, *X, target) to (loss, *gradients of the inputs, *gradients
-    of the weights that train); an input without a gradient has None. clones: as for `capture`. Raises `Unfit` where
-    torch cannot trace it so.
+    x: its input, a tensor or a tuple. The graph maps (*weights, *X, target) to (loss, *gradients of the inputs,
+    *gradients of the weights that train); an input without a gradient has None. clones: as for `capture`. Raises
+    `Unfit` where torch cannot trace it so.
     """
     from torch.fx.experimental.proxy_tensor import make_fx  # slow to import, too
 

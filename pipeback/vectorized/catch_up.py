@@ -22,8 +22,8 @@ Used = tuple[Sequence[int], Sequence[int]]  # the versions of its weights on whi
 
 
 class Rounds:
-    """The rounds of the stages of a worker. done: per stage, their number. f, b: per stage, the micro-batch of the first
-    F and of the first B. turns: 1, or 2 where even and odd stages take turns.
+    """The rounds of the stages of a worker. done: per stage, their number. f, b: per stage, the micro-batch of the
+    first F and of the first B. turns: 1, or 2 where even and odd stages take turns.
     """
 
     def __init__(self, worker: Worker, done: Sequence[int], f: Sequence[int], b: Sequence[int], turns: int) -> None:

@@ -40,7 +40,8 @@ class Shaper(NamedTuple):
         stack = Stack(stages, places, max(flying[stage.index] for stage in stages) + 1, self.options)
         stack.leaps = leaps(self.method)
         if self.graphed:
-            stack.fuse = CudaGraphed if stack.fuse is None else partial(_graphed, stack.fuse)
+            fuse = stack.maker.fuse
+            stack.maker.fuse = CudaGraphed if fuse is None else partial(_graphed, fuse)
         for stage in stages:  # the stack is compiled, not its stages
             stage.join(stack)
         return stack
@@ -63,8 +64,8 @@ def stacked(
 ) -> list[Stack]:
     """Return stacks of the stages that look alike (none without `vectorize`); `fitting` finds out whether they are.
 
-    Where a whole tick is one function, single stages are part of it as well. Raises ValueError where `vectorize` demands
-    a stack and there is none, and for CUDA graphs without CUDA.
+    Where a whole tick is one function, single stages are part of it as well. Raises ValueError where `vectorize`
+    demands a stack and there is none, and for CUDA graphs without CUDA.
     """
     if not vectorize:
         return []
@@ -78,8 +79,8 @@ def stacked(
     stacks = [shaper.stack(group) for group in groups]
     if not stacks and vectorize != "auto":
         raise ValueError(
-            f"vectorize={vectorize!r}: no stages are alike (in layers, shapes, options; the last one has the loss); use "
-            'vectorize="auto" or False'
+            f"vectorize={vectorize!r}: no stages are alike (in layers, shapes, options; the last one has the loss); "
+            'use vectorize="auto" or False'
         )
     return stacks
 
@@ -91,11 +92,11 @@ def regrouped(
     method: Method,
     vectorize: bool | str,
 ) -> list[Stack]:
-    """Return stacks of these groups of stages, in which a state has micro-batches in flight; others stay as they are."""
+    """Return stacks of these groups of stages, in which a state has micro-batches in flight; others stay."""
     wanted = [list(numbers) for numbers in groups]
     if not stacks or all(numbers in [stack.numbers for stack in stacks] for numbers in wanted):
         return list(stacks)
-    shaper = Shaper(method, len(stages), stacks[0].options, vectorize == "cuda_graph")
+    shaper = Shaper(method, len(stages), stacks[0].maker.options, vectorize == "cuda_graph")
     taken = {s for numbers in wanted for s in numbers}
     for stack in stacks:
         rest = [s for s in stack.numbers if s not in taken]

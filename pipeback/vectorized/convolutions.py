@@ -41,7 +41,7 @@ def _product(a: Tensor, b: Tensor, *, turned: tuple[bool, bool] = (False, False)
 
 
 def forward(
-    x: Tensor, w: Tensor, b: Tensor | None, stride: Sizes, padding: Sizes, dilation: Sizes, transposed: bool,
+    x: Tensor, w: Tensor, b: Tensor | None, stride: Sizes, padding: Sizes, dilation: Sizes, transposed: bool,  # noqa: E501
     output_padding: Sizes, groups: int,
 ) -> Any:  # fmt: skip
     """Do what aten.convolution does."""
@@ -58,8 +58,8 @@ def forward(
 
 
 def backward(
-    g: Tensor, x: Tensor, w: Tensor, bias: Sizes | None, stride: Sizes, padding: Sizes, dilation: Sizes, transposed: bool,
-    output_padding: Sizes, groups: int, wanted: Sequence[bool],
+    g: Tensor, x: Tensor, w: Tensor, bias: Sizes | None, stride: Sizes, padding: Sizes, dilation: Sizes,
+    transposed: bool, output_padding: Sizes, groups: int, wanted: Sequence[bool],
 ) -> Any:  # fmt: skip
     """Do what aten.convolution_backward does."""
     if not _fits(x, w, transposed):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pipeback.vectorized.adam_rows import AdamStep
-from pipeback.vectorized.graph_rewrites import Graph, Graphs
+from pipeback.vectorized.graphs import Graph, Graphs
 from pipeback.vectorized.joint_step import JointStep
 from pipeback.vectorized.row_tensors import RowTensors
 from pipeback.vectorized.sgd_rows import Step

@@ -15,7 +15,7 @@ from torch import Tensor
 from pipeback.stages.stage import Stage
 from pipeback.vectorized.capture import Unfit
 from pipeback.vectorized.forms import Kind
-from pipeback.vectorized.graph_rewrites import Graphs
+from pipeback.vectorized.graphs import Graphs
 from pipeback.vectorized.ring_buffers import RingBuffers
 from pipeback.vectorized.timing import channels_last, seconds, trial
 from pipeback.vectorized.verify import verified

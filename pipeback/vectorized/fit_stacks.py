@@ -56,13 +56,13 @@ def fitting(
 ) -> tuple[list[Stack], Reasons]:
     """Return the stacks that can and should run as one on micro-batches like these, and the findings, by name.
 
-    The stages of the other stacks run one by one from then on. batches: x and y of micro-batches. again: micro-batches of
-    another form have come; stacks that they do not fit run their stages one by one on them. Raises ValueError where
+    The stages of the other stacks run one by one from then on. batches: x and y of micro-batches. again: micro-batches
+    of another form have come; stacks that they do not fit run their stages one by one on them. Raises ValueError where
     `vectorize` demands a stack and none can run as one.
     """
     if again:
         return list(stacks), _learnt(stages, stacks, batches)
-    shaper = Shaper(asked.method, len(stages), stacks[0].options, asked.vectorize == "cuda_graph")
+    shaper = Shaper(asked.method, len(stages), stacks[0].maker.options, asked.vectorize == "cuda_graph")
     every, kept, reasons = _divided(stages, stacks, batches, asked, shaper)
     several = [stack for stack in every if not stack.alone]
     missed = bool(several) and not any(stack in kept for stack in several)
@@ -135,7 +135,7 @@ def _divided(
 
 def _settle(stacks: Sequence[Stack]) -> None:
     """Let single stages agree on how pictures lie in memory: where two layouts meet, kernels are slow."""
-    some = {id(stack): stack.tried for stack in stacks if not stack.flying and stack.tried}
+    some = {id(stack): stack.maker.tried for stack in stacks if not stack.flying and stack.maker.tried}
     some = {n: tried for n, tried in some.items() if len({one.way.last for one in tried}) == 2}
     times = [
         sum(min(one.seconds for one in tried if one.way.last == last) for tried in some.values())
@@ -203,7 +203,7 @@ def _judged(stack: Stack, asked: Request, shaper: Shaper, stages: int, *, leap: 
     as_one = "as a graph" if stack.alone else "as one"
     if (stack.alone and not leap) or (asked.vectorize == "auto" and times < enough):
         return False, (
-            f"stage by stage, because {as_one} F and B are {times:.2f} times as fast, which pays from {enough:g} on with "
+            f"stage by stage: {as_one}, F and B are {times:.2f} times as fast, which pays from {enough:g} on with "
             f"these options and {asked.method!r}"
         )
     return True, f"{as_one}, which makes F and B {times:.1f} times as fast"

@@ -13,7 +13,7 @@ from torch import Tensor
 from pipeback.stages.stage import Stage
 from pipeback.vectorized.adam_rows import AdamStep
 from pipeback.vectorized.forms import leaves, packed
-from pipeback.vectorized.graph_rewrites import Graph
+from pipeback.vectorized.graphs import Graph
 from pipeback.vectorized.rows import Rows
 from pipeback.vectorized.sgd_rows import Step
 from pipeback.vectorized.step_form import How, Numbers, numbers, shifted

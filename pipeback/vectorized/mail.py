@@ -1,7 +1,7 @@
 """Mail: what the rows of a stack have sent to other stages that run as one, until these take it.
 
-At one tick a row sends one value, and its receiver takes one; at most two wait. So there are two slots, each with a place
-for every row, and consecutive ticks of a row use one after the other.
+At one tick a row sends one value, and its receiver takes one; at most two wait. So there are two slots, each with a
+place for every row, and consecutive ticks of a row use one after the other.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import fx
 
-from pipeback.vectorized.graph_rewrites import Graph
 from pipeback.vectorized.graph_shapes import shape_of
+from pipeback.vectorized.graphs import Graph
 
 
 class Otherwise(ValueError):

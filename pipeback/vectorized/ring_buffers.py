@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from pipeback.vectorized.forms import Kind
-from pipeback.vectorized.graph_rewrites import Graphs, factored, for_compiler
+from pipeback.vectorized.graphs import Graphs, for_compiler
+from pipeback.vectorized.product_gradients import factored
 from pipeback.vectorized.waiting import Turns, Waiting
 
 ALIGNED = 64  # bytes, the alignment of torch's tensors
@@ -141,7 +142,7 @@ class RingBuffers(Waiting):
         return not any(self.folds)
 
     def left_of(self, rows: tuple[int, int], shapes: Sequence[Sequence[int]], b: int) -> list[Tensor]:
-        """Return what F has saved for the B of this tick, of the rows from one up to another. shapes: of these tensors."""
+        """Return what F has saved for the B of this tick, of the rows from one up to another. shapes: of each."""
         slot = b % self.length
         return [ring[slot, slice(*rows)].view(shape) for ring, shape in zip(self.saved, shapes, strict=True)]
 

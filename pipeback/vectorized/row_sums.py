@@ -1,5 +1,5 @@
-"""Row sums: sums the gradients of stages that run as one, where ticks are interpreted: together as long as all stages have
-those of one micro-batch, and in the stages otherwise.
+"""Row sums: sums the gradients of stages that run as one, where ticks are interpreted: together as long as all stages
+have those of one micro-batch, and in the stages otherwise.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipeback.vectorized.graph_rewrites import Graph, Graphs, accumulating, direct
+from pipeback.vectorized.graphs import Graph, Graphs, direct
+from pipeback.vectorized.product_gradients import accumulating
 from pipeback.vectorized.resized import Resized
 
 

@@ -19,32 +19,24 @@ from torch import Tensor
 from pipeback.counts import numbered
 from pipeback.runtime.link import Link, Name
 from pipeback.schedules.order import Ops
-from pipeback.stages.compiled import Options, of_ticks, writes_in_order
+from pipeback.stages.compiled import Options
 from pipeback.stages.flight import Flight
 from pipeback.stages.stage import Stage
 from pipeback.tensors.layout import Message
 from pipeback.vectorized.bounded_cache import BoundedCache
 from pipeback.vectorized.capture import Unfit
-from pipeback.vectorized.fastest_way import Tried, Way, ways
-from pipeback.vectorized.forms import Kind, floating, leaves, packed
-from pipeback.vectorized.graph_rewrites import Graphs
-from pipeback.vectorized.held_tensors import HeldTensors
-from pipeback.vectorized.resized import Otherwise
-from pipeback.vectorized.ring_buffers import RingBuffers
+from pipeback.vectorized.forms import Kind, leaves, packed
+from pipeback.vectorized.graph_maker import GraphMaker
+from pipeback.vectorized.graphs import Graphs
 from pipeback.vectorized.row_sums import RowSums
 from pipeback.vectorized.rows import Rows
-from pipeback.vectorized.sizes import Sizes
 from pipeback.vectorized.step_plan import StepPlan
-from pipeback.vectorized.timing import channels_last, gain, seconds, trial
-from pipeback.vectorized.verify import captured, examples, verified
 from pipeback.vectorized.waiting import Turns, Waiting
 from pipeback.vectorized.weight_ring import WeightRing
 
-Compile = Callable[[Any], Any]
 # forms of micro-batches that have memory at once, more only while more are in flight. At a change of form two are in
 # flight; where runs of three forms take turns, memory is soon allocated again
 KINDS = 2
-LARGE = 1 << 20  # bytes of weights above which no cache holds a gradient until the step, and a compiler gains nothing
 
 
 class FlightRow(NamedTuple):
@@ -80,12 +72,11 @@ class Stack:
         self.spare: list[Tensor] = []  # memory for the weights, allocated likewise
         # the calls of the stages one by one
         self.calls = [stage.call if stage.stack is None else stage.stack.call_of(stage) for stage in stages]
-        self.options = options
         self._row_of = {s: r for r, s in enumerate(self.numbers)}
         self.rows = Rows(stages)
         self.plan = StepPlan(self.rows)
         self.sums = RowSums(self.rows, self.plan)
-        self._length = length
+        self.maker = GraphMaker(stages, self.rows, places, length, options)
         self._kinds: dict[int, Kind] = {}  # of the micro-batches between F and B of the first stage
         self.apart: set[int] = set()  # those among them that run stage by stage
         self._rings: BoundedCache[Kind, Waiting] = BoundedCache()
@@ -93,14 +84,6 @@ class Stack:
         self._era = 0  # how often the computation of the modules has changed
         self._unfit: dict[Kind, str] = {}  # why the stages cannot run as one, by kind
         self.told: dict[str, str] = {}  # what the user is told about stacks, by their names
-        self.compile: Compile | None = None  # compiles both graphs
-        self.fuse: Compile | None = None  # compiles whole ticks
-        if options is not None:
-            self.compile = lambda graph: torch.compile(graph, **options)
-            if writes_in_order(options):
-                self.fuse = lambda tick: torch.compile(tick, **of_ticks(options))
-        self.way = Way()  # how convolutions are computed
-        self.tried: list[Tried] | None = None  # the ways, the fastest first, until one is settled on
         self.leaps = False  # whether most ticks skip `forward` and `backward`, which then need no compiler
 
     @property
@@ -127,8 +110,8 @@ class Stack:
         """Note that stages have done rounds of F, B and U. rounds: of every stage of the pipeline; f, b: likewise, the
         micro-batches of the first of these F and B.
 
-        options: those of the micro-batches that are in flight now, and of the last one that was not. Finished flights are
-        reused for as many new ones.
+        options: those of the micro-batches that are in flight now, and of the last one that was not. Finished flights
+        are reused for as many new ones.
         """
         for stage in self.stages:
             s, flights = stage.index, stage.flights
@@ -215,7 +198,7 @@ class Stack:
             self._make_room(kind)
         if kind not in self._rings:
             try:
-                self.learn(self._examples(kind, x), kind)
+                self._hold(self.maker.learn(kind, x))
             except Exception as error:  # whatever the user's code or torch raises: the stages still run one by one
                 told = str(error).strip().partition("\n")[0]
                 self._unfit[kind] = told if isinstance(error, Unfit) else f"torch cannot run them as one: {told}"
@@ -229,13 +212,23 @@ class Stack:
             self._rings.used(kind, self._busy).hold(True)
         return self._rings[kind]
 
-    def _examples(self, kind: Kind, x: Any) -> list[Tensor]:
-        """Return the inputs of one stage for which graphs are made: x where it is of integers, else made-up numbers."""
-        made = examples(kind, 1, self.stages[0].device or torch.device("cpu"))
-        if x is None:
-            return made
-        given = [v.detach() for v in leaves(x)]
-        return [a if floating(a.dtype) else v for a, v in zip(made, given, strict=True)]
+    def _hold(self, waiting: Waiting) -> None:
+        waiting.flights = [FlightRow(self, waiting.kind, r) for r in range(len(self.stages))]
+        self._rings[waiting.kind] = waiting
+
+    def settle(self, last: bool | None) -> None:
+        """As `GraphMaker.settle`; no micro-batch may be in flight."""
+        waiting = self.maker.settle(last)
+        if waiting is not None:
+            self._hold(waiting)
+
+    def gain(self, *, steps: bool) -> float:
+        """As `GraphMaker.gain`."""
+        return self.maker.gain(self._rings[self.known], steps=steps)
+
+    def faster_apart(self, by: float) -> bool:
+        """As `GraphMaker.faster_apart`."""
+        return self.maker.faster_apart(self._rings[self.known], by)
 
     def _make_room(self, kind: Kind) -> None:
         """Keep memory for this kind, for those in flight and, if these are few, for the kind before; free all other."""
@@ -277,6 +270,12 @@ class Stack:
             self._kinds.clear()
             self.apart.clear()
 
+    def entered(self, xs: Sequence[Tensor]) -> list[Tensor]:
+        """Return the inputs of a single stage as its graphs take them."""
+        if not self.first:  # tensors of the user's, who may write into them
+            xs = [x.clone() for x in xs]
+        return self.maker.lying(xs)
+
     # -- F and B -------------------------------------------------------------------------------------------------
 
     def forward(self, ops: Ops, link: Link) -> None:
@@ -310,7 +309,7 @@ class Stack:
                 made = rings.written.made(*self.rows.weights) if rings.made is None else rings.made
                 graphs = self._graphs(rings)
                 gs = [self._joined([came[i][n] for _, i in some], some) for n in graphs.gives]
-                gs = self.lying(gs) if self.alone else gs
+                gs = self.maker.lying(gs) if self.alone else gs
                 found = graphs.backward(*rings.back(some), *made, *gs)
                 grads, gxs = found[: len(self.rows.weights)], found[len(self.rows.weights) :]
                 back = [None if gx is None else self.rows.of(gx) for gx in gxs]
@@ -348,107 +347,12 @@ class Stack:
             whole[r] = value
         return whole
 
-    def gain(self, *, steps: bool) -> float:
-        """Return the speed-up of F and B of all rows at once over autograd, one stage after the other.
-
-        steps: with a step of momentum SGD.
-        """
-        rings, rows = self._rings[self.known], self.rows
-        change = channels_last if self.way.last else Tensor.detach
-        return gain(
-            self.stages, rings.written, rows.weights, rows.trained, self.known, rings.device,
-            steps=steps and self.fuse is None, change=change,
-        )  # fmt: skip
-
-    def faster_apart(self, by: float) -> bool:
-        """Return whether F and B of each stage as a graph of its own are faster, by a factor, than all as one."""
-        if self.alone or self.fuse is not None or self.compile is not None:
-            return False
-        kind, n, last = self.known, len(self.stages), self.stages[-1]
-        rings, trained = self._rings[kind], self.rows.trained
-        every = [[p.detach() for p in stage.module.parameters()] for stage in self.stages]
-        found = ways([last], every[-1], trained, self._examples(kind, None), kind, [0], 1)[0]
-        change = channels_last if found.way.last else Tensor.detach
-        # each on weights of its own, which are not in the cache when its turn comes
-        apart = [trial(found.rings.written, mine, trained, kind, rings.device, rows=1, change=change) for mine in every]
-        together = trial(rings.written, self.rows.weights, trained, kind, rings.device, rows=n)
-        times = seconds([lambda: [call() for call in apart], together], rings.device)
-        return times[0] * by < times[1]
-
     def _more(self, rings: Waiting) -> None:
         """Make the rings longer."""
         flying = [
             [i for i, f in s.flights.items() if f.row is not None and f.row.kind == rings.kind] for s in self.stages
         ]
         rings.longer(2 * rings.length, flying)
-
-    def learn(self, xs: Sequence[Tensor], kind: Kind) -> None:
-        """Make and check the graphs for micro-batches like xs, the inputs of one stage."""
-        given = self.stages, self.rows.weights, self.rows.trained, xs, kind, self.places, self._length
-        recompute = self.stages[0].keeping is not None
-        if self.fuse is None and self.compile is None and self.tried is None:
-            self.tried = ways(*given, recompute=recompute)
-            self._take(self.tried[0], kind)
-            return
-        products = self.way.products
-        rings = verified(*given, recompute=recompute, products=products)
-        if self.fuse is not None:
-            large = [n for n in self.rows.trained if self.rows.weights[n].nbytes > LARGE]
-            rings = rings.packed(large)
-        waiting = self._wait(rings, kind)
-        if self.compile is not None:
-            graphs = waiting.graphs
-            waiting.graphs = graphs._replace(
-                forward=self.compile(graphs.forward), backward=self.compile(graphs.backward)
-            )
-
-    def _wait(self, rings: RingBuffers, kind: Kind) -> Waiting:
-        """Let micro-batches of this kind wait in such ring buffers, or as they are at a single stage."""
-        as_they_are = self.alone and self.fuse is None and self.compile is None
-        waiting = self._rings[kind] = HeldTensors(rings) if as_they_are else rings
-        waiting.flights = [FlightRow(self, kind, r) for r in range(len(self.stages))]
-        for stage in self.stages:
-            stage.learn(activation_bytes=waiting.slot_bytes)
-        return waiting
-
-    def _take(self, tried: Tried, kind: Kind) -> None:
-        """Compute convolutions in this way; no micro-batch may be in flight."""
-        if tried.way.last != self.way.last:
-            self.rows.lay(channels_last if tried.way.last else Tensor.contiguous)
-        self.way = tried.way
-        tried.rings.view(self.rows.weights)
-        self._wait(tried.rings, kind)
-
-    def settle(self, last: bool | None) -> None:
-        """Compute convolutions with channels last, or not, as the stages around do; None: in the fastest way."""
-        if last is not None and self.tried and self.way.last != last:
-            self._take(next(one for one in self.tried if one.way.last == last), self.known)
-        self.tried = []  # each holds memory
-
-    def sizes(self, rings: Waiting) -> Sizes | None:
-        """Return graphs for fewer rows; None if there are none."""
-        n, trained, weights = len(self.stages), self.rows.trained, self.rows.weights
-        if self.alone or self.stages[0].keeping is not None:
-            return None
-        m = n - 1 if n > 2 else n + 1  # a single row is traced in another way
-        mine = [torch.cat([w, w[:1]])[:m] for w in weights]
-        products = self.way.products
-        try:
-            other = captured(self.stages, mine, self._examples(rings.kind, None), rings.kind, m, products=products)
-            return Sizes(rings.written, other, n, m, len(weights), trained)
-        except (Unfit, Otherwise):
-            return None
-
-    def entered(self, xs: Sequence[Tensor]) -> list[Tensor]:
-        """Return the inputs of a single stage as its graphs take them."""
-        if not self.first:  # tensors of the user's, who may write into them
-            xs = [x.clone() for x in xs]
-        return self.lying(xs)
-
-    def lying(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return inputs or gradients of a single stage as its kernels read them fastest from memory."""
-        last = self.way.last
-        return [channels_last(t) for t in tensors] if last else list(tensors)
 
     # -- states: tensors that wait between F and B -------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
-"""Steady: chooses how ticks are run at which stages do F (forward), B (backward) and U (update) of one micro-batch each:
-which stages run as one, whether the last stage with its loss is a graph, and whether the whole tick is compiled. A
-`SteadyRun` runs them.
+"""Steady: chooses how ticks are run at which stages do F (forward), B (backward) and U (update) of one micro-batch
+each: which stages run as one, whether the last stage with its loss is a graph, and whether the whole tick is compiled.
+A `SteadyRun` runs them.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from pipeback.vectorized.capture import Unfit, capture_loss_stage
 from pipeback.vectorized.eligible import leaps, torchs
 from pipeback.vectorized.forms import Kind, floating, leaves
 from pipeback.vectorized.fused_tick import fused
+from pipeback.vectorized.graph_maker import Compile
 from pipeback.vectorized.loss_stage import LossStage, form
 from pipeback.vectorized.rows import Rows
 from pipeback.vectorized.sgd_rows import Step
-from pipeback.vectorized.stack import Compile, Stack
+from pipeback.vectorized.stack import Stack
 from pipeback.vectorized.steady_run import SteadyRun
 from pipeback.vectorized.step_plan import StepPlan
 from pipeback.vectorized.tick import StackTick
@@ -60,7 +61,7 @@ class Steady:
 
     def run(self, order: Order, span: Span) -> int:
         """Run as many ticks of a span as possible, and return their number."""
-        compile = self.stacks[0].fuse
+        compile = self.stacks[0].maker.fuse
         every = len(range(span.stages.start % max(1, self.turns), self.worker.count, max(1, self.turns)))
         if not self.turns or (compile is not None and len(span.stages) < every):
             return 0
@@ -115,7 +116,7 @@ class Steady:
                 judge = self._judge(x, target)
         self._mode = self._modes()
         run.take(judge, self._plan)
-        if self.stacks[0].fuse is not None and self.last.device != torch.device("cpu") and run.adapts():
+        if self.stacks[0].maker.fuse is not None and self.last.device != torch.device("cpu") and run.adapts():
             for stack in self.stacks:
                 stack.leaps = False
             return None

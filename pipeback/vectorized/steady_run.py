@@ -1,8 +1,8 @@
-"""Steady run: runs ticks at which stages do F (forward), B (backward) and U (update) of one micro-batch each, without any
-work per stage: every stage, every second one, or those that have something to do.
+"""Steady run: runs ticks at which stages do F (forward), B (backward) and U (update) of one micro-batch each, without
+any work per stage: every stage, every second one, or those that have something to do.
 
-A run goes on from push to push. Flights, versions, options and the ledger are brought up to date when it is over; nobody
-sees them before.
+A run goes on from push to push. Flights, versions, options and the ledger are brought up to date when it is over;
+nobody sees them before.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ Compiled = Callable[..., Any]  # returns a compiled tick
 
 
 class SteadyRun:
-    """A run of ticks. turns: 1, or 2 where even and odd stages take turns. f, b: per stage, the micro-batch of its next F
-    and B.
+    """A run of ticks. turns: 1, or 2 where even and odd stages take turns. f, b: per stage, the micro-batch of its next
+    F and B.
     """
 
     def __init__(

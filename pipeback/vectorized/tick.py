@@ -20,9 +20,10 @@ from torch import Tensor
 from pipeback.vectorized.adam_rows import AdamStep
 from pipeback.vectorized.eager_tick import EagerTick, Room, drifted
 from pipeback.vectorized.forms import leaves, packed
-from pipeback.vectorized.graph_rewrites import accumulating, direct, products
+from pipeback.vectorized.graphs import direct
 from pipeback.vectorized.joint_step import JointStep
 from pipeback.vectorized.mail import Mail
+from pipeback.vectorized.product_gradients import accumulating, products
 from pipeback.vectorized.sgd_rows import Step
 from pipeback.vectorized.sizes import Sizes
 from pipeback.vectorized.stack import Stack
@@ -37,9 +38,9 @@ Messages = Mapping[tuple[Literal["F", "B"], int], Any]  # by direction, "F" or "
 class Piece(NamedTuple):
     """Some of a stack's rows that get their tensors from one place.
 
-    source: the stack; None: a message, to the stage numbered `stage`. late: by how many ticks less the source has counted
-    when it sends. rows: which of the source's rows; None: it has one or they are all. lifts: whether the tensor lacks the
-    dimension of the rows.
+    source: the stack; None: a message, to the stage numbered `stage`. late: by how many ticks less the source has
+    counted when it sends. rows: which of the source's rows; None: it has one or they are all. lifts: whether the tensor
+    lacks the dimension of the rows.
     """
 
     source: StackTick | None
@@ -83,12 +84,14 @@ class StackTick:
         self.stash: WeightRing | None = None  # the weights that F used, where B runs on them
         self.drift: list[Tensor] = []  # δ, if B runs on weights shifted by it
         rows = stack.rows
-        into = sum(rows.weights[n].nbytes for n in products(self.written, rows.trained)) if stack.fuse is None else 0
+        into = (
+            sum(rows.weights[n].nbytes for n in products(self.written, rows.trained)) if stack.maker.fuse is None else 0
+        )
         self._together = 2 * into < sum(w.nbytes for w in rows.stepped)  # see `EagerTick`
         self._parts: dict[tuple[int, int], EagerTick] = {}
         self._steps: tuple[Step | AdamStep | None, dict[tuple[int, int], Step | AdamStep]] = None, {}  # of some rows
         self._sizes: Sizes | None = None  # graphs for other numbers of rows
-        self._tried = stack.alone or stack.fuse is not None or not rings.even  # whether there are none
+        self._tried = stack.alone or stack.maker.fuse is not None or not rings.even  # whether there are none
 
     @property
     def first(self) -> int:
@@ -136,16 +139,19 @@ class StackTick:
         self.stash, self.drift = None, []
 
     def given(self, rows: tuple[int, int], f: int, b: int, messages: Messages) -> tuple[Parts, Parts]:
-        """Return what the rows from one up to another get: for each input, and then for each gradient, a tensor per piece.
+        """Return what the rows from one up to another get: for each input, and then for each gradient, a tensor per
+        piece.
 
         f, b: micro-batches of F and B at a place p = 0. messages: those to these stages from outside of all stacks.
         """
         inward, back = self.pieces[rows]
         come: Any = [
-            leaves(messages["F", piece.stage]) if piece.source is None else piece.of(piece.source.ys, f) for piece in inward
+            leaves(messages["F", piece.stage]) if piece.source is None else piece.of(piece.source.ys, f)
+            for piece in inward
         ]
         gone: Any = [
-            leaves(messages["B", piece.stage]) if piece.source is None else piece.of(piece.source.gxs, b) for piece in back
+            leaves(messages["B", piece.stage]) if piece.source is None else piece.of(piece.source.gxs, b)
+            for piece in back
         ]
         xs, gs = range(len(self.kind.inputs)), self.written.gives
         return [[some[n] for some in come] for n in xs], [[some[n] for some in gone] for n in gs]
@@ -244,7 +250,7 @@ class StackTick:
         stack, rings, stash = self.stack, self.rings, self.stash
         xs, gs = map(joined, self.pieces[rows], given)
         if stack.alone:
-            xs, gs = stack.entered(xs), stack.lying(gs)
+            xs, gs = stack.entered(xs), stack.maker.lying(gs)
         part, drift, spare = self._part(rows), self.drift, stack.spare
         if rows == self.all:
             keep, used = (None, None) if stash is None else (stash.keep, stash.used)
@@ -253,7 +259,9 @@ class StackTick:
             assert self._sizes is not None
             first, end = rows
             shapes = self._sizes.saved(end - first)
-            keep, used = (None, None) if stash is None else (partial(stash.keep, rows=rows), partial(stash.used, rows=rows))
+            keep, used = (
+                (None, None) if stash is None else (partial(stash.keep, rows=rows), partial(stash.used, rows=rows))
+            )
             room = Room(partial(rings.left_of, rows, shapes), partial(rings.put_of, rows), keep, used)
             drift, spare = ([t[first:end] for t in some] for some in (drift, spare))
             step = self._step(step, rows)
@@ -273,7 +281,7 @@ class StackTick:
         """Whether some of the rows can do a tick without the others."""
         if self._sizes is None and not self._tried:
             self._tried = True
-            self._sizes = self.stack.sizes(self.rings)
+            self._sizes = self.stack.maker.sizes(self.rings)
         return self.stack.alone or self._sizes is not None
 
     def _part(self, rows: tuple[int, int]) -> EagerTick:

@@ -1,5 +1,5 @@
-"""Timing: how fast the forward (F) and the backward (B) of stages are by autograd, as graphs side by side, and each as a
-graph of its own.
+"""Timing: how fast the forward (F) and the backward (B) of stages are by autograd, as graphs side by side, and each as
+a graph of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from torch import Tensor
 from pipeback.splitting.module_restore import untouched
 from pipeback.stages.stage import Stage
 from pipeback.vectorized.forms import Kind, floating, leaves, packed
-from pipeback.vectorized.graph_rewrites import Graphs, accumulating, direct
+from pipeback.vectorized.graphs import Graphs, direct
+from pipeback.vectorized.product_gradients import accumulating
 from pipeback.vectorized.verify import differentiated, example, examples, row
 
 REPEATS = 7
@@ -89,7 +90,7 @@ def trial(
 
 
 def channels_last(tensor: Tensor) -> Tensor:
-    """Return a batch of images, or the weight of a convolution, with channels last in memory, and others as they are."""
+    """Return a batch of images, or the weight of a convolution, with channels last in memory; others as they are."""
     return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
 
 

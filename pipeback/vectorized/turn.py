@@ -29,7 +29,12 @@ class Turn:
     """The stacks `moving`, the last stage as a graph, if it is among them, and other stages, which run one by one."""
 
     def __init__(
-        self, moving: Sequence[StackTick], where: Where, judge: LossStage | None, plan: StepPlan | None, others: list[int]
+        self,
+        moving: Sequence[StackTick],
+        where: Where,
+        judge: LossStage | None,
+        plan: StepPlan | None,
+        others: list[int],
     ) -> None:
         """plan: that of the last stage."""
         self.moving, self.judge, self.others = list(moving), judge, others

@@ -19,8 +19,10 @@ from pipeback.stages.stage import Stage
 from pipeback.tensors import accelerators
 from pipeback.vectorized.capture import Traits, Unfit, Unlike, capture
 from pipeback.vectorized.forms import Kind, floating, leaves, packed
-from pipeback.vectorized.graph_rewrites import Graph, Graphs, recomputing
+from pipeback.vectorized.graphs import Graph, Graphs
 from pipeback.vectorized.ring_buffers import RingBuffers, unfolded
+from pipeback.vectorized.sizes import Sizes
+from pipeback.vectorized.split_graph import recomputing
 
 # how far the gradients of both may differ, in units of the dtype's epsilon, since sums are in another order
 CLOSE = {torch.float64: 1e-10, torch.float32: 1e-4}
@@ -75,6 +77,29 @@ def captured(
     finally:
         for w in weights:
             w.requires_grad_(False)
+
+
+def resized_alike(graphs: Graphs, sizes: Sizes, weights: Sequence[Tensor], xs: Sequence[Tensor], rows: int) -> None:
+    """Raise `Unfit` unless the graphs for fewer rows do what the graphs of all rows do. xs: inputs of one stage."""
+    n, every = rows, len(weights)
+    with torch.no_grad():
+        given = [x * (r + 1) if floating(x.dtype) else x for x in xs for r in range(n)]
+        whole = [torch.stack(given[n * k : n * (k + 1)]) for k in range(len(xs))]
+        gs = [example(y.shape, y.dtype, y.device) for y in graphs.forward(*weights, *whole)[: graphs.outputs]]
+
+        def both(graphs: Graphs, some: slice) -> list[Tensor | None]:
+            mine = [w[some].contiguous() for w in weights]
+            found = graphs.forward(*mine, *(x[some] for x in whole))
+            back = (gs[n][some] for n in graphs.gives)
+            found_back = graphs.backward(*found[graphs.outputs :], *graphs.made(*mine), *back)
+            return [*found[: graphs.outputs], *found_back[: every + len(xs)]]
+
+        wanted = both(graphs, slice(None))
+        for some in (slice(0, n - 1), slice(1, n), slice(n - 1, n)):
+            found = both(sizes.at(some.stop - some.start)[0], some)
+            for a, b in zip(found, wanted, strict=True):
+                if (a is None) != (b is None) or (a is not None and b is not None and not _close(a, b[some])):
+                    raise Unfit("fewer of them compute something else")
 
 
 def _repeated(xs: Sequence[Tensor], rows: int) -> list[Tensor]:

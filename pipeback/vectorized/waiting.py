@@ -1,5 +1,5 @@
-"""Waiting: the graphs for one kind of micro-batch, and the tensors that wait between the forward (F) and the backward (B)
-of each.
+"""Waiting: the graphs for one kind of micro-batch, and the tensors that wait between the forward (F) and the backward
+(B) of each.
 
 A stage has a place p: its number s, or s // 2 where stages of even and of odd number take turns. Micro-batch i of the
 stage has slot i − p. So at a tick at which a stage does F of micro-batch f − p and B of b + p, for some f and b, what
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pipeback.vectorized.forms import Kind
-from pipeback.vectorized.graph_rewrites import Graph, Graphs, direct
+from pipeback.vectorized.graphs import Graph, Graphs, direct
 
 Turns = list[tuple[int, int]]  # (row, micro-batch)
 
@@ -77,7 +77,7 @@ class Waiting(ABC):
 
     @abstractmethod
     def left_of(self, rows: tuple[int, int], shapes: Sequence[Sequence[int]], b: int) -> Sequence[Tensor]:
-        """Return what F has saved for the B of this tick, of the rows from one up to another. shapes: of these tensors."""
+        """Return what F has saved for the B of this tick, of the rows from one up to another. shapes: of each."""
 
     @abstractmethod
     def put_of(self, rows: tuple[int, int], f: int, saved: Sequence[Tensor]) -> None:

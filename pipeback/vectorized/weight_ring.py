@@ -1,7 +1,7 @@
 """Weight ring: holds the weights that the forward (F) of each micro-batch in flight used, for stages that run as one.
 
-The weights of a stage for micro-batch i lie in slot i − p, as in `ring_buffers`. So the weights for all backwards (B) of
-a tick, which are of different micro-batches, lie in one slot.
+The weights of a stage for micro-batch i lie in slot i − p, as in `ring_buffers`. So the weights for all backwards (B)
+of a tick, which are of different micro-batches, lie in one slot.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ Ends = tuple[Sequence[int], Sequence[int]]  # per stage, the micro-batches of it
 
 
 def _waiting(ticks: Sequence[StackTick], where: Where, ends: Ends) -> Iterator[Waits]:
-    """Yield of each message that waits between stacks direction, stage, micro-batch, source, row, and tick of sending."""
+    """Yield direction, stage, micro-batch, source, row and tick of sending of each message that waits."""
     f, b = ends
     for kind, s, source, row in _between(ticks, where):
         t, place = source.stack.numbers[row], source.stack.places[row]

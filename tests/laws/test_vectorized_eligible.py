@@ -159,7 +159,7 @@ def test_auto_asks_for_more_where_ticks_cost_more(case, gain, as_one, monkeypatc
     for name, told in pipe.vectorized.items():
         if name == "stage 0":
             continue
-        assert told.startswith("as one, which makes F and B " if as_one else "stage by stage, because as "), told
+        assert told.startswith("as one, which makes F and B " if as_one else "stage by stage: as "), told
         assert as_one or (case in LEAP) == ("which pays from 1 on" in told)
 
 

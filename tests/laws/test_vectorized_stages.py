@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import pipeback
-from pipeback.vectorized.stack import KINDS, Stack
+from pipeback.vectorized.graph_maker import GraphMaker
+from pipeback.vectorized.stack import KINDS
 from tests.helpers.choice import mostly_rare
 from tests.laws.cases import CASES, weights
 
@@ -228,14 +229,16 @@ def test_memory_of_many_forms_is_bounded():
 @pytest.fixture
 def learnt(monkeypatch):
     """Of every stack, the sizes of micro-batches that graphs were made for, and the rings that there were."""
-    found, learn = {}, Stack.learn
+    found, learn = {}, GraphMaker.learn
 
-    def learning(stack, xs, kind):
-        learn(stack, xs, kind)
-        if not stack.alone:
-            found.setdefault(stack.name, []).append((len(xs[0]), weakref.ref(stack._rings[kind])))
+    def learning(maker, kind, x):
+        waiting = learn(maker, kind, x)
+        if len(maker.stages) > 1:
+            name = tuple(stage.index for stage in maker.stages)
+            found.setdefault(name, []).append((kind.inputs[0][0][0], weakref.ref(waiting)))
+        return waiting
 
-    monkeypatch.setattr(Stack, "learn", learning)
+    monkeypatch.setattr(GraphMaker, "learn", learning)
     return found
 
 

@@ -1,5 +1,6 @@
 """The order: what it lets run, its agreement with the programs, deadlocks, saving and resuming."""
 
+from functools import partial
 from itertools import chain
 
 import pytest
@@ -115,8 +116,7 @@ def test_ticks_that_are_leapt_are_those_that_would_come(slack, stages, pushes, m
                 assert order is one or not leapt  # other operations come after `landed`
                 some.append(wave)
             if ticks is not None:
-                left = iter([False] * ticks)
-                some.extend(order.rest(lambda: next(left, True)))
+                some.extend(order.rest(partial(next, iter([False] * ticks), True)))
         assert waves == found and one.state() == other.state()
     third = Order(flowing(slack), stages, policy="skewed")
     third.resume(flowing(slack), other.state())
