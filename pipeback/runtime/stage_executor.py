@@ -11,7 +11,7 @@ from torch import Tensor
 from pipeback.errors import StageError
 from pipeback.runtime.worker import Worker
 from pipeback.schedules.order import Ops, Order
-from pipeback.schedules.spans import Span
+from pipeback.schedules.spans import TickSpan
 from pipeback.stages.flight import Flight
 from pipeback.stages.gradients import differentiate
 from pipeback.stages.stage import Stage
@@ -29,7 +29,7 @@ class StageExecutor:
     def record(self, on: bool) -> None:
         """Do nothing: the worker measures each operation."""
 
-    def leap(self, order: Order, span: Span) -> int:
+    def leap(self, order: Order, span: TickSpan) -> int:
         """Return 0: each operation is done by itself."""
         return 0
 

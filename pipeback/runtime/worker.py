@@ -28,7 +28,7 @@ from pipeback.runtime.weight_provider import HookCall, ResidentWeights, WeightPr
 from pipeback.runtime.weight_write_watch import WeightWriteWatch
 from pipeback.schedules.ops import Kind
 from pipeback.schedules.order import Ops, Order, Wave
-from pipeback.schedules.spans import Span
+from pipeback.schedules.spans import TickSpan
 from pipeback.stages.flight import Flight
 from pipeback.stages.gradients import GradientSums
 from pipeback.stages.joint_optimizer import Options, joinable
@@ -48,7 +48,7 @@ class Executor(Protocol):
     def record(self, on: bool) -> None:
         """Begin or end measuring operations; raises ValueError if they cannot be measured one by one."""
 
-    def leap(self, order: Order, span: Span) -> int:
+    def leap(self, order: Order, span: TickSpan) -> int:
         """Do as many ticks of a span as possible without any work per stage; return their number."""
 
     def land(self) -> None:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from pipeback.schedules.ops import Kind, Op, Schedule, until
 from pipeback.schedules.programs import Flowing
-from pipeback.schedules.spans import Span, next_span
+from pipeback.schedules.spans import TickSpan, next_span
 
 Ops = Sequence[tuple[int, int]]  # (stage, micro-batch)
 
@@ -62,7 +62,7 @@ class Order:
         self._random = random.Random(seed)
         self._handed: Ops = ()  # the forwards of the last tick, which may not have been done yet
         # does ticks at which stages do the same, and says how many; and is told when others follow
-        self.leap: Callable[[Span], int] | None = None
+        self.leap: Callable[[TickSpan], int] | None = None
         self.landed: Callable[[], None] = lambda: None
         self.restart(schedule)
 
@@ -297,12 +297,12 @@ class Order:
             return self.forwards[0] >= self.arrived - self.start
         return self._heads[0] is not None and self._awaits_input(0, self._heads[0])
 
-    def _span(self) -> Span | None:
+    def _span(self) -> TickSpan | None:
         turns = 0 if self._flow is None else self._flow.turns
         arrived = self.arrived - self.start
         return next_span(turns, self.forwards, self.backwards, self.updated, arrived) if turns else None
 
-    def skip(self, span: Span, ticks: int) -> None:
+    def skip(self, span: TickSpan, ticks: int) -> None:
         """Count as done so many ticks of a span."""
         every, step = span.stages, span.stages.step
         counts = self.forwards, self.backwards, self.updated, self._leapt

@@ -14,7 +14,7 @@ from operator import and_, lt, sub
 from typing import NamedTuple
 
 
-class Span(NamedTuple):
+class TickSpan(NamedTuple):
     """Some stages, each or every second one of a range, that all do F, B and U at the next tick, and none else
     anything.
 
@@ -28,16 +28,16 @@ class Span(NamedTuple):
 
 def next_span(
     turns: int, forwards: Sequence[int], backwards: Sequence[int], updated: Sequence[int], arrived: int
-) -> Span | None:
+) -> TickSpan | None:
     """Return the span of the next tick; None if some stage does anything else.
 
     turns: 1 if every stage does a round at a tick (D = 2(S − 1 − s)), 2 if even and odd ones take turns (S − 1 − s).
     arrived: micro-batches that stage 0 can have.
 
     >>> next_span(1, [9, 8, 7], [5, 6, 7], [5, 6, 7], 12)
-    Span(stages=range(0, 3), ticks=3)
+    TickSpan(stages=range(0, 3), ticks=3)
     >>> next_span(1, [9, 8, 7], [5, 6, 7], [5, 6, 7], 9)
-    Span(stages=range(1, 3), ticks=1)
+    TickSpan(stages=range(1, 3), ticks=1)
     """
     last = len(forwards) - 1
     slack = 3 - turns
@@ -56,5 +56,5 @@ def next_span(
         return None
     waiting = arrived - forwards[0]
     if len(stages) < len(range(stages.start % turns, last + 1, turns)) or not waiting:
-        return Span(stages, 1)
-    return Span(stages, turns * waiting - (turns - 1) * (stages.start == 0))  # then stage 0 waits
+        return TickSpan(stages, 1)
+    return TickSpan(stages, turns * waiting - (turns - 1) * (stages.start == 0))  # then stage 0 waits

@@ -41,7 +41,7 @@ def _product(a: Tensor, b: Tensor, *, turned: tuple[bool, bool] = (False, False)
 
 
 def forward(
-    x: Tensor, w: Tensor, b: Tensor | None, stride: Sizes, padding: Sizes, dilation: Sizes, transposed: bool,  # noqa: E501
+    x: Tensor, w: Tensor, b: Tensor | None, stride: Sizes, padding: Sizes, dilation: Sizes, transposed: bool,
     output_padding: Sizes, groups: int,
 ) -> Any:  # fmt: skip
     """Do what aten.convolution does."""

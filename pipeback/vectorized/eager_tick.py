@@ -15,7 +15,7 @@ from pipeback.vectorized.row_tensors import RowTensors
 from pipeback.vectorized.sgd_rows import Step
 
 
-class Room(NamedTuple):
+class WaitingRoom(NamedTuple):
     """Where the tensors that wait between F and B of these rows are.
 
     left: returns those for B. put: keeps those of F. keep: keeps the weights on which F is going to run, and used:
@@ -49,7 +49,7 @@ class EagerTick:
         gs: Sequence[Tensor],
         step: Step | AdamStep,
         joint: JointStep,
-        room: Room,
+        room: WaitingRoom,
         drift: Sequence[Tensor] = (),
         before: Sequence[Tensor] = (),
     ) -> tuple[list[Tensor], list[Tensor | None]]:

@@ -11,7 +11,7 @@ from pipeback.errors import StageError
 from pipeback.runtime.stage_executor import StageExecutor
 from pipeback.runtime.worker import Worker
 from pipeback.schedules.order import Ops, Order
-from pipeback.schedules.spans import Span
+from pipeback.schedules.spans import TickSpan
 from pipeback.stages.flight import Flight
 from pipeback.vectorized.stack import Stack
 from pipeback.vectorized.steady import Steady
@@ -38,7 +38,7 @@ class StackExecutor:
         if on:
             raise ValueError("record: stages that run as one cannot be measured apart; build it with vectorize=False")
 
-    def leap(self, order: Order, span: Span) -> int:
+    def leap(self, order: Order, span: TickSpan) -> int:
         """Do as many ticks of a span as possible without any work per stage; return their number.
 
         The order counts them. `land` comes before anything else is done.

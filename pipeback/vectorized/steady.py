@@ -16,7 +16,7 @@ from pipeback.private import listened
 from pipeback.runtime.worker import Worker
 from pipeback.schedules.order import Order
 from pipeback.schedules.programs import Flowing
-from pipeback.schedules.spans import Span
+from pipeback.schedules.spans import TickSpan
 from pipeback.stages.flight import target_on
 from pipeback.vectorized.adam_rows import AdamStep
 from pipeback.vectorized.asked_steps import AskedSteps
@@ -59,7 +59,7 @@ class Steady:
             BoundedCache()
         )  # by the stacks, the stage with the loss, and the form of the steps
 
-    def run(self, order: Order, span: Span) -> int:
+    def run(self, order: Order, span: TickSpan) -> int:
         """Run as many ticks of a span as possible, and return their number."""
         compile = self.stacks[0].maker.fuse
         every = len(range(span.stages.start % max(1, self.turns), self.worker.count, max(1, self.turns)))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pipeback.runtime.worker import Worker
-from pipeback.schedules.spans import Span
+from pipeback.schedules.spans import TickSpan
 from pipeback.stages.flight import target_on
 from pipeback.stages.joint_optimizer import Options
 from pipeback.vectorized.adam_rows import AdamStep
@@ -27,7 +27,7 @@ from pipeback.vectorized.loss_stage import LossStage, form
 from pipeback.vectorized.sgd_rows import Step
 from pipeback.vectorized.step_plan import StepPlan
 from pipeback.vectorized.tick import Parts, StackTick
-from pipeback.vectorized.turn import Part, Turn
+from pipeback.vectorized.turn import StackRows, Turn
 from pipeback.vectorized.wiring import Where, give, take
 
 LIMIT = 1024  # rounds after which a run ends, since it holds the options of its micro-batches
@@ -141,7 +141,7 @@ class SteadyRun:
 
     # -- ticks ---------------------------------------------------------------------------------------------------------
 
-    def go(self, span: Span, compiled: Compiled | None, done: list[None]) -> None:
+    def go(self, span: TickSpan, compiled: Compiled | None, done: list[None]) -> None:
         """Run ticks of a span, and append to `done` for each; stop at inputs or options that need a new decision."""
         turn = self.turns[span.stages.start % self.count]
         if not self._see():
@@ -208,7 +208,7 @@ class SteadyRun:
         i = self.f[s] + turn.rounds
         return i, link.recv("F", s, i), target_on(turn.judge.stage.device, link.recv("Y", s, i))
 
-    def _tick(self, turn: Turn, parts: Sequence[Part], stages: range) -> None:
+    def _tick(self, turn: Turn, parts: Sequence[StackRows], stages: range) -> None:
         """Run the tick of these stages of a turn: of these rows of stacks, and of stages outside."""
         worker, f, b, k = self.worker, self.f, self.b, turn.rounds
         link, others = worker.link, [s for s in turn.others if s in stages]
@@ -238,13 +238,15 @@ class SteadyRun:
             worker.backward(ops)
             worker.update(ops)
 
-    def _ticks(self, part: Part, rounds: int) -> tuple[int, int]:
+    def _ticks(self, part: StackRows, rounds: int) -> tuple[int, int]:
         """Return the micro-batches of F and B at a place p = 0, when these rows have done so many rounds."""
         first, stack = part.rows[0], part.one.stack
         s, place = stack.numbers[first], stack.places[first]
         return self.f[s] + rounds + place, self.b[s] + rounds - place
 
-    def _one_by_one(self, turn: Turn, parts: Sequence[Part], given: Sequence[tuple[Parts, Parts]], asked: Asked) -> Any:
+    def _one_by_one(
+        self, turn: Turn, parts: Sequence[StackRows], given: Sequence[tuple[Parts, Parts]], asked: Asked
+    ) -> Any:
         """Run the stacks one after the other. Returns the gradient of the last stage's input."""
         gx = None if asked is None else self._judge(turn, asked)
         for part, some in zip(parts, given, strict=True):
@@ -265,7 +267,7 @@ class SteadyRun:
             judge.rows.whole.move(step, grads)
         return gx
 
-    def _fused(self, turn: Turn, parts: Sequence[Part], given: Sequence[tuple[Parts, Parts]], asked: Asked) -> Any:
+    def _fused(self, turn: Turn, parts: Sequence[StackRows], given: Sequence[tuple[Parts, Parts]], asked: Asked) -> Any:
         """Run the compiled function of the turn. Returns the gradient of the last stage's input."""
         fused, judge, gx = turn.fused, turn.judge, None
         stay, ticks = isinstance(fused, CudaGraphed), [self._ticks(part, turn.rounds) for part in parts]
@@ -308,7 +310,7 @@ class SteadyRun:
         rounds.tell(self.moving, self.judge, self.options, stashes=self.worker.stash)
 
 
-def _able(part: Part) -> bool:
+def _able(part: StackRows) -> bool:
     """Whether the rows can do a tick without the others."""
     return part.rows == part.one.all or part.one.divides()
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from pipeback.vectorized.adam_rows import AdamStep
-from pipeback.vectorized.eager_tick import EagerTick, Room, drifted
+from pipeback.vectorized.eager_tick import EagerTick, WaitingRoom, drifted
 from pipeback.vectorized.forms import leaves, packed
 from pipeback.vectorized.graphs import direct
 from pipeback.vectorized.joint_step import JointStep
@@ -254,7 +254,7 @@ class StackTick:
         part, drift, spare = self._part(rows), self.drift, stack.spare
         if rows == self.all:
             keep, used = (None, None) if stash is None else (stash.keep, stash.used)
-            room = Room(rings.left, rings.put, keep, used)
+            room = WaitingRoom(rings.left, rings.put, keep, used)
         else:
             assert self._sizes is not None
             first, end = rows
@@ -262,7 +262,7 @@ class StackTick:
             keep, used = (
                 (None, None) if stash is None else (partial(stash.keep, rows=rows), partial(stash.used, rows=rows))
             )
-            room = Room(partial(rings.left_of, rows, shapes), partial(rings.put_of, rows), keep, used)
+            room = WaitingRoom(partial(rings.left_of, rows, shapes), partial(rings.put_of, rows), keep, used)
             drift, spare = ([t[first:end] for t in some] for some in (drift, spare))
             step = self._step(step, rows)
         ys, gxs = part.run(f, b, xs, gs, step, joint, room, drift, spare)

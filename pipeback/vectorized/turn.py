@@ -17,7 +17,7 @@ from pipeback.vectorized.tick import StackTick
 from pipeback.vectorized.wiring import Where, entering, leaving, pieces
 
 
-class Part(NamedTuple):
+class StackRows(NamedTuple):
     """Some neighbouring rows of a stack, from one up to another. number: that of the stack in its turn."""
 
     number: int
@@ -52,18 +52,18 @@ class Turn:
         inside = chain(*(one.stack.numbers for one in moving), [] if judge is None else [judge.stage.index])
         self.inside = sorted(inside)  # the stages that are not run one by one
         self.size = len(self.inside) + len(others)
-        self.whole = [Part(n, one, one.all) for n, one in enumerate(moving)]
+        self.whole = [StackRows(n, one, one.all) for n, one in enumerate(moving)]
         self._where = where
-        self._parts: dict[range, list[Part]] = {}
+        self._parts: dict[range, list[StackRows]] = {}
 
-    def parts(self, stages: range) -> list[Part]:
+    def parts(self, stages: range) -> list[StackRows]:
         """Return the rows of stacks whose stages are among these."""
         if stages not in self._parts:
             found = []
             for n, one, _ in self.whole:
                 rows = [row for row, s in enumerate(one.stack.numbers) if s in stages]
                 if rows:
-                    found.append(Part(n, one, (rows[0], rows[-1] + 1)))
+                    found.append(StackRows(n, one, (rows[0], rows[-1] + 1)))
                     pieces(one, self._where, found[-1].rows)
             self._parts[stages] = found
         return self._parts[stages]
