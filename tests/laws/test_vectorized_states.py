@@ -92,9 +92,7 @@ def test_a_state_in_flight_needs_stacks():
     for x, y in doubles(9):
         pipe.push(x, y)
     state = pipe.state_dict()
-    with pytest.raises(
-        ValueError, match=r"stage 0 .* was saved in flight with vectorize=.*vectorize=True, or .* drained"
-    ):
+    with pytest.raises(ValueError, match="in flight in stage.*ran as one.*vectorize=True, or .* drained"):
         pipeline(model(), "pb").load_state_dict(state)
     pipe.drain()
     plain = pipeline(model(), "pb")
