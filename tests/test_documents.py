@@ -19,7 +19,7 @@ from tests.laws.cases import network
         "methods.chain",
         "draw.figures",
         "sparsities.densities",
-        "streaming.byte_sizes",
+        "byte_sizes",
         "norms",
     ],
 )

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from pipeback.byte_sizes import written
 from pipeback.notebook import seconds as in_seconds
 from pipeback.notebook import table
 from pipeback.splitting.segment import Lent
@@ -22,7 +23,6 @@ from pipeback.stages.compile_check import untouched
 from pipeback.stages.flight import Value, cut, grown
 from pipeback.stages.rehearsal import measure
 from pipeback.stages.stage import Stage
-from pipeback.streaming.byte_sizes import written
 
 
 class StageRow(NamedTuple):

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipeback.runtime.link import Link, Name
+from pipeback.runtime.link import Name, StageLink
 from pipeback.schedules.order import Ops
 from pipeback.stages.compiled import Options, of_ticks, writes_in_order
 from pipeback.stages.flight import Flight
@@ -218,7 +218,7 @@ class Stack:
 
     # -- F and B -------------------------------------------------------------------------------------------------
 
-    def forward(self, ops: Ops, link: Link) -> None:
+    def forward(self, ops: Ops, link: StageLink) -> None:
         """Do F of each (stage, micro-batch); each stage occurs at most once, and none feeds another one."""
         came = {} if self.partner is None else {i: link.recv("F", s, i) for s, i in ops}
         if ops[0][0] == self.first and self.partner is None:
@@ -246,7 +246,7 @@ class Stack:
                 flight.row = rings.flights[r]
                 stage.take_off(i, flight)
 
-    def backward(self, ops: Ops, link: Link) -> None:
+    def backward(self, ops: Ops, link: StageLink) -> None:
         """Do B of each (stage, micro-batch), whose flights are rows of this stack."""
         came = {i: link.recv("B", s, i) for s, i in ops if self.partner is not None or s == self.last}
         for i, gradient in came.items():
