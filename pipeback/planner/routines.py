@@ -128,7 +128,7 @@ def routine(name: str, workers: int, micro_batches: int, *, chunks: int = 2, sla
                 f"need; give micro_batches={-(-micro_batches // workers) * workers}"
             )
         return Routine(workers, micro_batches, slack=2, lead=(chunks - 1) * workers, chunks=chunks)
-    raise ValueError(f"there is no routine {name!r}; choose one of {', '.join(NAMES)}")
+    raise ValueError(f"there is no routine {name!r}; there are {', '.join(NAMES)}")
 
 
 def read(schedule: Schedule, stages: int, micro_batches: int) -> Routine:

@@ -85,7 +85,7 @@ def test_what_is_in_flight_is_counted_on_the_program(name):
 
 
 @pytest.mark.parametrize("call, says", [
-    (lambda: routine("1f1b", 4, 8), "there is no routine '1f1b'; choose one of fill_drain, one_f_one_b"),
+    (lambda: routine("1f1b", 4, 8), "there is no routine '1f1b'; there are fill_drain, one_f_one_b"),
     (lambda: routine("flowing", 0, 8), "workers must be at least 1, but is 0"),
     (lambda: routine("interleaved", 4, 6), "6 micro-batches are no multiple of 4 workers.*give micro_batches=8"),
 ])  # fmt: skip

@@ -1,0 +1,53 @@
+"""Constants: the numbers of the cost model that no data sheet has; in the catalogue, with how they were fitted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from pipeback.planner import catalogue
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What `costs` multiplies by."""
+
+    efficiency: float  # of the peak, that large products reach
+    small_tokens: float  # tokens at which a product takes twice as long as its FLOP say
+    small_width: float  # width at which a product takes twice as long as its FLOP say
+    activation_moves: float  # times that a kept activation is moved to or from memory per forward
+    score_moves: float  # times that a kept attention score is
+    launch: float  # seconds to launch the kernels of a module, per forward
+    launch_reduction: float  # seconds to launch an all-reduce
+    scale_up: float  # share of a node's links that collectives reach
+    scale_out: float  # share of the network that collectives across nodes reach
+    latency: float  # seconds of a collective, beside its bytes
+    message: float  # share of the network that messages between stages reach; above 1: some are hidden
+    message_latency: float  # seconds of a message, beside its bytes
+    reduce: float  # share of the network that the gradients' all-reduce reaches
+    optimizer: float  # bytes per parameter that a step of Adam moves
+    step: float  # seconds per step for all else
+    name: str = ""
+    fitted_on: str = ""
+    valid: str = ""  # where they have been compared with measurements
+
+    def with_(self, **values: float) -> Constants:
+        return replace(self, **values)
+
+
+NUMBERS = tuple(one.name for one in fields(Constants) if one.name not in ("name", "fitted_on", "valid"))
+UNITS = {
+    "small_tokens": "tokens", "small_width": "width", "activation_moves": "times", "score_moves": "times",
+    "launch": "s", "launch_reduction": "s", "latency": "s", "message_latency": "s", "optimizer": "bytes", "step": "s",
+}  # fmt: skip
+
+
+def constants(name: str = "default") -> Constants:
+    """The constants of this name in the catalogue. Raises ValueError for an unknown name or a number that is missing."""
+    entries: dict[str, Any] = catalogue.table("constants")
+    entry = entries[catalogue.key("set of constants", name, entries)]
+    missing = [number for number in NUMBERS if number not in entry]
+    if missing:
+        raise ValueError(f"[constants.{name}] has no {missing[0]}; give it as `pipeback plan fit` prints it")
+    known = {one.name for one in fields(Constants)}
+    return Constants(**{"name": name, **{key: value for key, value in entry.items() if key in known}})
