@@ -145,6 +145,6 @@ def estimate(job: Job, option: Option) -> Estimate:
 
 def complete(job: Job, option: Option, some: Sequence[StageLoad], there: Places) -> Estimate:
     """The same, where loads and places are known."""
-    slow = job.loss.delay(option.technique, option.stages, job.optimizer)
+    slow = job.loss.delay(option.technique, option.stages, job.optimizer, option.batch)
     taken = step(option, some, job.model, job.costs, job.precision)
     return Estimate(job, option, some, there, taken, slow)

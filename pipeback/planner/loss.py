@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from math import sqrt
 from typing import NamedTuple
 
-from pipeback.planner.techniques import Technique
+from pipeback.planner.techniques import Technique, assumed
 
 CRITICAL = 2e6  # tokens
 SOURCE = "the order of Kaplan et al., arXiv 2001.08361, eq. 5.3, at the losses of models of billions of parameters"
@@ -49,18 +49,20 @@ class Loss:
         """By which factor updates of so many tokens need more tokens in all."""
         return 1 + tokens / self.critical_batch
 
-    def delay(self, technique: Technique, stages: int, optimizer: str) -> Slow:
-        """What the delays of so many stages cost."""
-        effective = effective_delay(technique.delays(stages))
+    def delay(self, technique: Technique, stages: int, optimizer: str, samples: float = 1) -> Slow:
+        """What the delays of so many stages cost, at updates of so many samples."""
+        delays = technique.delays(stages)
+        effective = effective_delay(delays)
         if not effective:
             return Slow(1.0, 0.0, "no delay", "")
         if technique.name in self.slow:
             kappa = float(self.slow[technique.name])
-            known = "calibrated" if self.calibrated else "given"
-            return Slow(1 + kappa * effective, kappa, known, self.calibrated or "given by you")
-        kappa = technique.slow.get(optimizer, technique.slow.get("adamw", 0.0))
-        known = "published" if technique.published and optimizer in technique.slow else "assumed"
-        return Slow(1 + kappa * effective, kappa, known, technique.published or technique.assumed or "nothing is known")
+            return Slow(1 + kappa * effective, kappa, "calibrated" if self.calibrated else "given", self.calibrated)
+        for known in technique.slow:
+            if known.optimizer == optimizer and known.delay >= max(delays) and known.samples >= samples:
+                return Slow(1 + known.kappa * effective, known.kappa, "published", known.source)
+        other = assumed()
+        return Slow(1 + other.kappa * effective, other.kappa, "assumed", other.source)
 
 
 def effective_delay(delays: Sequence[int]) -> float:

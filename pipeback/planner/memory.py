@@ -16,7 +16,7 @@ Weights that live elsewhere are on the device a few layers at a time; the host o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from pipeback.planner.options import Option
@@ -62,34 +62,38 @@ def places(option: Option, loads: Sequence[StageLoad], precision: Precision) -> 
     """The bytes of an option."""
     if option.streams:
         return _streamed(option, loads[0], precision)
-    return Places([_worker(option, loads, precision, w) for w in range(option.pipeline)])
+    return _piped(option, loads, precision, range(option.pipeline))
 
 
 def likely(option: Option, loads: Sequence[StageLoad], precision: Precision) -> Places:
     """The bytes of the workers that are most likely the fullest: those at the ends, and beside the first."""
     if option.streams:
         return _streamed(option, loads[0], precision)
-    some = sorted({0, min(1, option.pipeline - 1), option.pipeline - 1})
-    return Places([_worker(option, loads, precision, w) for w in some])
+    return _piped(option, loads, precision, sorted({0, min(1, option.pipeline - 1), option.pipeline - 1}))
 
 
-def _worker(option: Option, loads: Sequence[StageLoad], precision: Precision, w: int) -> DeviceBytes:
-    technique, mine = option.technique, loads[w :: option.pipeline]
+def _piped(option: Option, loads: Sequence[StageLoad], precision: Precision, workers: Iterable[int]) -> Places:
+    technique, p = option.technique, option.pipeline
     # a pipeline that is never drained is filled by so many micro-batches
-    enough = technique.slack * option.pipeline + 1 if technique.updates_each else option.micro_batches
-    routine = technique.routine(option.pipeline, enough, option.chunks)
-    parameters = sum(load.parameters for load in mine)
+    enough = technique.slack * p + 1 if technique.updates_each else option.micro_batches
+    routine = technique.routine(p, enough, option.chunks)
     share = 1 if option.shard == "none" else option.data
-    each = sum(load.kept for load in mine) / len(mine)
-    flying = routine.in_flight(w) + AFTER_I * routine.unfinished(w)
-    return DeviceBytes(
-        weights=parameters * precision.weights,
-        older=parameters * precision.weights * (technique.held(w, option.pipeline) - 1),
-        gradients=parameters * precision.gradients,
-        optimizer=parameters * (precision.masters + precision.optimizer) / share,
-        state=parameters * precision.state * technique.state,
-        activations=flying * each + max(load.again for load in mine),
-    )
+    found = []
+    for w in workers:
+        mine = loads[w::p]
+        parameters = sum(load.parameters for load in mine)
+        flying = routine.in_flight(w) + AFTER_I * routine.unfinished(w)
+        found.append(
+            DeviceBytes(
+                weights=parameters * precision.weights,
+                older=parameters * precision.weights * (technique.held(w, p) - 1),
+                gradients=parameters * precision.gradients,
+                optimizer=parameters * (precision.masters + precision.optimizer) / share,
+                state=parameters * precision.state * technique.state,
+                activations=flying * sum(load.kept for load in mine) / len(mine) + max(load.again for load in mine),
+            )
+        )
+    return Places(found)
 
 
 def _streamed(option: Option, load: StageLoad, precision: Precision) -> Places:

@@ -91,3 +91,12 @@ def large(value: float) -> str:
 
 def _three(value: float) -> str:
     return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f}"
+
+
+def gigabytes(size: float) -> str:
+    """A size in GB of 10⁹ bytes, as data sheets have them.
+
+    >>> gigabytes(63.6e9), gigabytes(2.4e15), gigabytes(8.19e9)
+    ('63.6', '2400000', '8.19')
+    """
+    return _three(size / 1e9)

@@ -38,6 +38,23 @@ def step(option: Option, loads: Sequence[StageLoad], model: Model, costs: Costs,
     return _streamed(option, loads, model, costs, precision) if option.streams else _piped(option, loads, costs)
 
 
+def least(option: Option, loads: Sequence[StageLoad], model: Model, costs: Costs, precision: Precision) -> float:
+    """Seconds that an update takes at least.
+
+    Of a flush, a worker begins when a forward has passed the workers before it, and ends before a backward passes them.
+    """
+    if option.streams:
+        return step(option, loads, model, costs, precision).seconds
+    some = times(option, loads, costs)
+    p, m, before, longest = option.pipeline, option.micro_batches, 0.0, 0.0
+    for w in range(p):
+        longest = max(longest, before + sum(_busy(t, m) for t in some[w::p]))
+        if not option.technique.flows:
+            split = 0 if option.technique.order.startswith("zb") else some[w].weight_gradient
+            before += float(some[w].forward + some[w].input_gradient + split)
+    return longest
+
+
 def _piped(option: Option, loads: Sequence[StageLoad], costs: Costs) -> StepTime:
     some = times(option, loads, costs)
     technique, m = option.technique, option.micro_batches

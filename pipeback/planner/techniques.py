@@ -6,11 +6,21 @@ They are entries of the catalogue, so that methods of other packages can be adde
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from pipeback.planner import catalogue
 from pipeback.planner.routines import Routine, routine
+
+
+class Known(NamedTuple):
+    """What a source says of the price of delays: kappa per update of effective delay."""
+
+    kappa: float
+    source: str
+    optimizer: str = ""
+    delay: float = float("inf")  # up to so many updates
+    samples: float = float("inf")  # and so many samples per update
 
 
 @dataclass(frozen=True)
@@ -25,9 +35,7 @@ class Technique:
     copies: int | str = 1  # of the weights, the newest included; "stash": one per update of delay, and one
     state: float = 0.0  # in copies of the weights
     needs: tuple[str, ...] = ()  # optimizers; empty: any
-    slow: dict[str, float] = field(default_factory=dict)  # by optimizer, per update of effective delay
-    published: str = ""
-    assumed: str = ""
+    slow: tuple[Known, ...] = ()
 
     @property
     def flows(self) -> bool:
@@ -52,7 +60,9 @@ class Technique:
 
     def held(self, stage: int, stages: int) -> float:
         """Copies of the weights that a stage holds, the newest included."""
-        return 1.0 + self.delays(stages)[stage] if self.copies == "stash" else float(self.copies)
+        if self.copies == "stash":
+            return 1.0 + self.slack * (stages - 1 - stage)
+        return float(self.copies)
 
 
 def technique(name: str) -> Technique:
@@ -64,9 +74,14 @@ def technique(name: str) -> Technique:
         raise ValueError(f"[methods.{key}] has no routine; give one of those that methods.toml names")
     return Technique(
         key, entry.get("title", key), entry["routine"], entry.get("slack", 0), entry.get("group", False),
-        entry.get("copies", 1), float(entry.get("state", 0)), tuple(entry.get("needs", ())), entry.get("slow", {}),
-        entry.get("published", ""), entry.get("assumed", ""),
+        entry.get("copies", 1), float(entry.get("state", 0)), tuple(entry.get("needs", ())),
+        tuple(Known(**known) for known in entry.get("slow", ())),
     )  # fmt: skip
+
+
+def assumed() -> Known:
+    """What is assumed of the price of delays where nothing is known."""
+    return Known(**catalogue.defaults("methods")["slow"])
 
 
 def names() -> list[str]:

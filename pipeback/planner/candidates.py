@@ -1,0 +1,155 @@
+"""Candidates: every option worth a look, with what it takes at least: its computing and exchanging, without waiting.
+
+What is decided here, because it is never worse in this model: replicas share out the optimizer's states, and of the ways
+to recompute the first that fits is taken, as each computes more than the one before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import NamedTuple
+
+from pipeback.planner.costs import RECOMPUTE
+from pipeback.planner.estimates import DAY, Job
+from pipeback.planner.memory import MARGIN, Places, likely
+from pipeback.planner.options import Option
+from pipeback.planner.steps import least
+from pipeback.planner.techniques import Technique
+from pipeback.planner.timing import StageLoad, loads
+
+MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)  # samples
+CHUNKS = (2, 3, 4, 6, 8)
+BATCHES = 2.0  # the most tokens per update that are looked at, in critical batches
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the user has fixed; an empty tuple leaves it open. stages: workers of a pipeline. batch: samples."""
+
+    stages: tuple[int, ...] = ()
+    replicas: tuple[int, ...] = ()
+    tensor: tuple[int, ...] = ()
+    stores: tuple[str, ...] = ("device",)
+    micro_batch: tuple[int, ...] = ()
+    recompute: tuple[str, ...] = ()
+    batch: int = 0
+
+
+class Candidate(NamedTuple):
+    """An option, and the fewest days it can take."""
+
+    days: float
+    option: Option
+    loads: Sequence[StageLoad]
+    places: Places  # of the workers that are most likely the fullest
+
+    @property
+    def required(self) -> float:
+        return self.places.fullest.total / (1 - MARGIN)
+
+
+def candidates(job: Job, techniques: Sequence[Technique], asked: Asked) -> Iterator[Candidate]:
+    """All that fit, and for each way to cut the model the one of those that do not fit that needs least."""
+    device, count, model = job.costs.cluster.device, job.costs.cluster.count, job.model
+    for tensor, pipeline in product(_tensors(job, asked), asked.stages or range(1, count + 1)):
+        data, rest = divmod(count, tensor * pipeline)
+        if rest or not data or pipeline > model.blocks or (asked.replicas and data not in asked.replicas):
+            continue
+        for micro_batch in asked.micro_batch or MICRO_BATCHES:
+            if micro_batch * data > _most_samples(job, asked):
+                break
+            yield from _of(job, techniques, asked, Option(
+                techniques[0], data, pipeline, tensor, 1, micro_batch, shard="optimizer" if data > 1 else "none"
+            ))  # fmt: skip
+    del device
+
+
+def _of(job: Job, techniques: Sequence[Technique], asked: Asked, base: Option) -> Iterator[Candidate]:
+    """The candidates of one way to share the devices out."""
+    known: dict[tuple[int, str], Sequence[StageLoad]] = {}
+
+    def loaded(option: Option) -> Sequence[StageLoad]:
+        key = option.chunks, option.recompute
+        if key not in known:
+            known[key] = loads(option, job.model, job.costs)
+        return known[key]
+
+    ways = _recompute(job, asked)
+    for option in _methods(job, techniques, asked, base):
+        for way in ways:
+            tried = replace(option, recompute=way)
+            some = loaded(tried)
+            there = likely(tried, some, job.precision)
+            device = job.costs.cluster.device
+            fits = there.fullest.total <= device.memory * (1 - MARGIN) and there.host <= device.host_memory
+            if fits or way == ways[-1]:
+                yield Candidate(_days(job, tried, some) if fits else float("inf"), tried, some, there)
+                break
+
+
+def _methods(job: Job, techniques: Sequence[Technique], asked: Asked, base: Option) -> Iterator[Option]:
+    """Every method, number of micro-batches, chunks and store."""
+    for technique in techniques:
+        mine = replace(base, technique=technique)
+        if base.pipeline == 1:
+            if technique.name not in ("gpipe", "sgd") and any(t.name in ("gpipe", "sgd") for t in techniques):
+                continue  # without a pipeline, all methods are the same
+            for m in _micro_batches(job, asked, mine):
+                plain = replace(mine, micro_batches=m)
+                for store in asked.stores:
+                    yield plain if store == "device" else replace(plain, store=store)
+                if base.data > 1 and "device" in asked.stores:
+                    yield replace(plain, shard="all")
+            continue
+        if "device" not in asked.stores or technique.slack == 0 and technique.flows:
+            continue
+        chunks = [v for v in CHUNKS if not job.model.blocks % (v * base.pipeline)] if technique.order == "interleaved" else [1]
+        for v, m in product(chunks, _micro_batches(job, asked, mine)):
+            if technique.order != "interleaved" or not m % base.pipeline:
+                yield replace(mine, chunks=v, micro_batches=m)
+
+
+def _micro_batches(job: Job, asked: Asked, option: Option) -> list[int]:
+    """The numbers of micro-batches per update that are worth a look."""
+    technique, each = option.technique, option.micro_batch * option.data
+    if technique.updates_each and option.pipeline > 1:
+        return [1]
+    least_many = technique.slack * (option.pipeline - 1) + 1 if technique.group else 1
+    if asked.batch:
+        many, rest = divmod(asked.batch, each)
+        return [many] if not rest and many >= least_many else []
+    found, m = [], 1
+    while m * each <= _most_samples(job, asked):
+        if m >= least_many:
+            found.append(m)
+        m *= 2
+    return found
+
+
+def _most_samples(job: Job, asked: Asked) -> float:
+    return asked.batch or max(1.0, BATCHES * job.loss.critical_batch / job.model.context)
+
+
+def _tensors(job: Job, asked: Asked) -> list[int]:
+    """Devices that share a layer: within a node, and divisors of the heads."""
+    if asked.tensor:
+        return list(asked.tensor)
+    most = min(job.costs.cluster.device.per_node, job.costs.cluster.count, max(1, job.model.heads))
+    return [t for t in (1, 2, 4, 8, 16) if t <= most and (t == 1 or not job.model.heads % t)]
+
+
+def _recompute(job: Job, asked: Asked) -> list[str]:
+    if asked.recompute:
+        return [way for way in RECOMPUTE if way in asked.recompute]
+    scores = any(layer.scores for layer in job.model.layers)
+    return [way for way in RECOMPUTE if way != "selective" or scores]
+
+
+def _days(job: Job, option: Option, some: Sequence[StageLoad]) -> float:
+    """The fewest days to the target."""
+    tokens = option.batch * job.model.context
+    slow = job.loss.delay(option.technique, option.stages, job.optimizer, option.batch).factor
+    seconds = least(option, some, job.model, job.costs, job.precision)
+    return job.tokens / tokens * seconds / DAY * slow * job.loss.batch(tokens)
