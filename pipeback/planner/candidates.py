@@ -7,14 +7,16 @@ to recompute the first that fits is taken, as each computes more than the one be
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import product
+from math import inf
 from typing import NamedTuple
 
+from pipeback.planner import catalogue
 from pipeback.planner.costs import RECOMPUTE
 from pipeback.planner.estimates import DAY, Job
 from pipeback.planner.memory import MARGIN, Places, likely
-from pipeback.planner.options import Option
+from pipeback.planner.options import STORES, Option
 from pipeback.planner.steps import least
 from pipeback.planner.techniques import Technique
 from pipeback.planner.timing import StageLoad, loads
@@ -36,6 +38,35 @@ class Asked:
     recompute: tuple[str, ...] = ()
     batch: int = 0
 
+    @property
+    def told(self) -> str:
+        """What is fixed, as it is typed."""
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        texts = {name: ",".join(map(str, value)) if isinstance(value, tuple) else value for name, value in values.items()}
+        return " ".join(f"{name}={text}" for name, text in texts.items() if text and name != "stores")
+
+    def check(self, job: Job) -> None:
+        """Raise ValueError, by name, for what cannot be."""
+        model = job.model
+        for name, known in (("stores", STORES), ("recompute", RECOMPUTE)):
+            for value in getattr(self, name):
+                catalogue.key(name.removesuffix("s"), value, known)
+        for stages in self.stages:
+            if stages > model.blocks:
+                raise ValueError(
+                    f"stages={stages} are more than the {model.blocks} layers of {model.name}; give stages={model.blocks}"
+                )
+        for tensor in self.tensor:
+            if tensor > 1 and (not model.heads or model.heads % tensor):
+                most = max((n for n in range(1, tensor) if model.heads and not model.heads % n), default=1)
+                raise ValueError(f"tensor={tensor} does not divide heads={model.heads}; give tensor={most}")
+        least = min(self.stages, default=1) * min(self.tensor, default=1) * min(self.replicas, default=1)
+        if least > job.cluster.count:
+            raise ValueError(
+                f"{self.told} are {least} devices, but there are {job.cluster.count}; "
+                f"give devices={least}x{job.cluster.device.name}"
+            )
+
 
 class Candidate(NamedTuple):
     """An option, and the fewest days it can take."""
@@ -44,6 +75,7 @@ class Candidate(NamedTuple):
     option: Option
     loads: Sequence[StageLoad]
     places: Places  # of the workers that are most likely the fullest
+    fits: bool
 
     @property
     def required(self) -> float:
@@ -52,7 +84,7 @@ class Candidate(NamedTuple):
 
 def candidates(job: Job, techniques: Sequence[Technique], asked: Asked) -> Iterator[Candidate]:
     """All that fit, and for each way to cut the model the one of those that do not fit that needs least."""
-    device, count, model = job.costs.cluster.device, job.costs.cluster.count, job.model
+    count, model = job.cluster.count, job.model
     for tensor, pipeline in product(_tensors(job, asked), asked.stages or range(1, count + 1)):
         data, rest = divmod(count, tensor * pipeline)
         if rest or not data or pipeline > model.blocks or (asked.replicas and data not in asked.replicas):
@@ -63,17 +95,16 @@ def candidates(job: Job, techniques: Sequence[Technique], asked: Asked) -> Itera
             yield from _of(job, techniques, asked, Option(
                 techniques[0], data, pipeline, tensor, 1, micro_batch, shard="optimizer" if data > 1 else "none"
             ))  # fmt: skip
-    del device
 
 
 def _of(job: Job, techniques: Sequence[Technique], asked: Asked, base: Option) -> Iterator[Candidate]:
     """The candidates of one way to share the devices out."""
-    known: dict[tuple[int, str], Sequence[StageLoad]] = {}
+    known: dict[tuple[int, str, bool], Sequence[StageLoad]] = {}
 
     def loaded(option: Option) -> Sequence[StageLoad]:
-        key = option.chunks, option.recompute
+        key = option.chunks, option.recompute, option.shard == "all"  # which has constants of its own
         if key not in known:
-            known[key] = loads(option, job.model, job.costs)
+            known[key] = loads(option, job.model, job.costs(option))
         return known[key]
 
     ways = _recompute(job, asked)
@@ -82,10 +113,10 @@ def _of(job: Job, techniques: Sequence[Technique], asked: Asked, base: Option) -
             tried = replace(option, recompute=way)
             some = loaded(tried)
             there = likely(tried, some, job.precision)
-            device = job.costs.cluster.device
+            device = job.cluster.device
             fits = there.fullest.total <= device.memory * (1 - MARGIN) and there.host <= device.host_memory
             if fits or way == ways[-1]:
-                yield Candidate(_days(job, tried, some) if fits else float("inf"), tried, some, there)
+                yield Candidate(_days(job, tried, some) if fits else inf, tried, some, there, fits)
                 break
 
 
@@ -136,7 +167,7 @@ def _tensors(job: Job, asked: Asked) -> list[int]:
     """Devices that share a layer: within a node, and divisors of the heads."""
     if asked.tensor:
         return list(asked.tensor)
-    most = min(job.costs.cluster.device.per_node, job.costs.cluster.count, max(1, job.model.heads))
+    most = min(job.cluster.device.per_node, job.cluster.count, max(1, job.model.heads))
     return [t for t in (1, 2, 4, 8, 16) if t <= most and (t == 1 or not job.model.heads % t)]
 
 
@@ -151,5 +182,5 @@ def _days(job: Job, option: Option, some: Sequence[StageLoad]) -> float:
     """The fewest days to the target."""
     tokens = option.batch * job.model.context
     slow = job.loss.delay(option.technique, option.stages, job.optimizer, option.batch).factor
-    seconds = least(option, some, job.model, job.costs, job.precision)
+    seconds = least(option, some, job.model, job.costs(option), job.precision)
     return job.tokens / tokens * seconds / DAY * slow * job.loss.batch(tokens)

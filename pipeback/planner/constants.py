@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import Any
 
 from pipeback.planner import catalogue
@@ -15,6 +16,7 @@ class Constants:
     efficiency: float  # of the peak, that large products reach
     small_tokens: float  # tokens at which a product takes twice as long as its FLOP say
     small_width: float  # width at which a product takes twice as long as its FLOP say
+    fused_attention: float  # of what large products reach, that a fused attention does
     activation_moves: float  # times that a kept activation is moved to or from memory per forward
     score_moves: float  # times that a kept attention score is
     launch: float  # seconds to launch the kernels of a module, per forward
@@ -30,12 +32,11 @@ class Constants:
     name: str = ""
     fitted_on: str = ""
     valid: str = ""  # where they have been compared with measurements
+    shard: str = ""  # the options that they are for, as `Option.shard` has it; "": any
+    devices: tuple[str, ...] = ()  # and the devices; empty: any
 
-    def with_(self, **values: float) -> Constants:
-        return replace(self, **values)
 
-
-NUMBERS = tuple(one.name for one in fields(Constants) if one.name not in ("name", "fitted_on", "valid"))
+NUMBERS = tuple(one.name for one in fields(Constants) if one.type == "float")
 UNITS = {
     "small_tokens": "tokens", "small_width": "width", "activation_moves": "times", "score_moves": "times",
     "launch": "s", "launch_reduction": "s", "latency": "s", "message_latency": "s", "optimizer": "bytes", "step": "s",
@@ -45,9 +46,19 @@ UNITS = {
 def constants(name: str = "default") -> Constants:
     """The constants of this name in the catalogue. Raises ValueError for an unknown name or a number that is missing."""
     entries: dict[str, Any] = catalogue.table("constants")
-    entry = entries[catalogue.key("set of constants", name, entries)]
+    key = catalogue.key("set of constants", name, entries)
+    entry = {one: value for one, value in entries[key].items() if one in {f.name for f in fields(Constants)}}
     missing = [number for number in NUMBERS if number not in entry]
     if missing:
-        raise ValueError(f"[constants.{name}] has no {missing[0]}; give it as `pipeback plan fit` prints it")
-    known = {one.name for one in fields(Constants)}
-    return Constants(**{"name": name, **{key: value for key, value in entry.items() if key in known}})
+        raise ValueError(f"[constants.{key}] has no {missing[0]}; write the entry as `pipeback plan fit` prints it")
+    return Constants(**{**entry, "name": key, "devices": tuple(entry.get("devices", ()))})
+
+
+@lru_cache(maxsize=64)
+def best_for(device: str, shard: str) -> Constants:
+    """The set that is for such options on this device, or else the default."""
+    for name in catalogue.table("constants"):
+        found = constants(name)
+        if found.devices and device in found.devices and found.shard in ("", shard):
+            return found
+    return constants()

@@ -57,7 +57,7 @@ class Costs(NamedTuple):
         flops = device.flops * c.efficiency
         small = (1 + c.small_tokens / tokens) * (1 + c.small_width / part.width) if part.products else 0.0
         products = samples * part.products / flops * small
-        attention = samples * part.attention / flops
+        attention = samples * part.attention / flops / (1.0 if part.scores else c.fused_attention)
         moved = samples * c.activation_moves * (part.kept + part.shared) / device.memory_speed
         scores = samples * c.score_moves * part.scores / device.memory_speed
         exchange = part.reductions * self.reduction(samples * layer.output, tensor)

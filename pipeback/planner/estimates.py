@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from pipeback.planner.constants import Constants, best_for
 from pipeback.planner.costs import Costs
+from pipeback.planner.hardware import Cluster
 from pipeback.planner.loss import Loss, Slow
 from pipeback.planner.memory import MARGIN, Places, places
 from pipeback.planner.models import Model
@@ -27,12 +29,17 @@ class Job:
     """What is asked: a model, on a cluster, to a target, with an optimizer."""
 
     model: Model
-    costs: Costs
+    cluster: Cluster
     precision: Precision
     tokens: float
     loss: Loss
     optimizer: str
     price: float = 0.0  # per device and hour
+    constants: Constants | None = None  # None: those of the catalogue that fit the option best
+
+    def costs(self, option: Option) -> Costs:
+        """The cost model of an option."""
+        return Costs(self.cluster, self.constants or best_for(self.cluster.device.name, option.shard))
 
 
 
@@ -48,6 +55,16 @@ class Estimate(NamedTuple):
     slow: Slow
 
     @property
+    def title(self) -> str:
+        """The method, or what replicas do that have no pipeline."""
+        option = self.option
+        if option.pipeline > 1:
+            return option.technique.name
+        if option.store != "device":
+            return "streaming"
+        return "sharded" if option.shard == "all" else "data parallel" if option.data > 1 else "tensor parallel"
+
+    @property
     def tokens_per_update(self) -> float:
         return float(self.option.batch * self.job.model.context)
 
@@ -60,7 +77,7 @@ class Estimate(NamedTuple):
     def mfu(self) -> float:
         """The share of the devices' peak that the model's FLOP take, without recomputation."""
         flops = self.job.model.flops * self.option.batch
-        return flops / (self.step.seconds * self.option.devices * self.job.costs.cluster.device.flops)
+        return flops / (self.step.seconds * self.option.devices * self.job.cluster.device.flops)
 
     @property
     def bubble(self) -> float:
@@ -99,7 +116,7 @@ class Estimate(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        device = self.job.costs.cluster.device
+        device = self.job.cluster.device
         return self.required <= device.memory and self.places.host <= device.host_memory
 
     @property
@@ -125,6 +142,28 @@ class Estimate(NamedTuple):
         return name if share > LITTLE else "compute"
 
     @property
+    def marks(self) -> list[str]:
+        """Why the numbers lie outside what was compared with measurements; none if they do not."""
+        option, device, used = self.option, self.job.cluster.device, self.job.costs(self.option).constants
+        found = []
+        if self.job.constants is None and not used.devices and not device.name.startswith("A100"):
+            found.append(f"constants of A100, by the data sheet of {device.name}")
+        if option.store != "device":
+            found.append("weight streaming is compared with runs on this machine alone")
+        if option.pipeline > 1 and option.technique.order.startswith("zb"):
+            found.append("of zero-bubble schedules, bubbles are compared with published ones, and seconds are not")
+        if option.technique.flows and option.pipeline > 1:
+            found.append("of pipelines that are never drained, seconds are compared with runs on two processes alone")
+        if self.slow.known == "assumed":
+            found.append(f"the price of the delay is assumed: {self.slow.source}")
+        used_numbers = {"scale_out"} if self.job.cluster.nodes > 1 else set()
+        used_numbers |= {"host", "host_memory", "host_speed"} if option.store != "device" else set()
+        used_numbers |= {"disk_read", "disk_write"} if option.store == "disk" else set()
+        if doubtful := sorted((used_numbers | {"tflops", "memory", "memory_speed"}) & device.unconfirmed):
+            found.append(f"of {device.name} not confirmed: {', '.join(doubtful)}")
+        return found
+
+    @property
     def routine(self) -> Routine:
         """Of one update, or of enough micro-batches to see a pipeline that is never drained."""
         technique, option = self.option.technique, self.option
@@ -133,18 +172,18 @@ class Estimate(NamedTuple):
 
     def timeline(self) -> list[Slot]:
         """The operations of one replica, in seconds, for `pipeback.draw.picture`."""
-        return simulate(self.routine, times(self.option, self.loads, self.job.costs), slots=True).slots
+        return simulate(self.routine, times(self.option, self.loads, self.job.costs(self.option)), slots=True).slots
 
 
 def estimate(job: Job, option: Option) -> Estimate:
     """Everything about an option. Raises ValueError where its numbers contradict each other."""
-    option.check(job.model, job.costs.cluster)
-    some = loads(option, job.model, job.costs)
+    option.check(job.model, job.cluster)
+    some = loads(option, job.model, job.costs(option))
     return complete(job, option, some, places(option, some, job.precision))
 
 
 def complete(job: Job, option: Option, some: Sequence[StageLoad], there: Places) -> Estimate:
     """The same, where loads and places are known."""
     slow = job.loss.delay(option.technique, option.stages, job.optimizer, option.batch)
-    taken = step(option, some, job.model, job.costs, job.precision)
+    taken = step(option, some, job.model, job.costs(option), job.precision)
     return Estimate(job, option, some, there, taken, slow)

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
+from pipeback.counts import counted
 from pipeback.notebook import table as html_table
 from pipeback.planner.estimates import Estimate, Job
 from pipeback.planner.memory import NAMES
 from pipeback.planner.quantities import days, gigabytes, large
 
-DAGGER = "†"
+HEAD = (
+    "", "method", "data × pipe × tensor", "micro-batches", "recompute", "weights", "s/update", "bubble %", "waiting %",
+    "MFU %", "GB device", "GB host", "GB disk", "D", "slow", "to target", "device-days", "binds",
+)  # fmt: skip
+WORDS = (1, 2, 3, 4, 5, 17)  # the columns that are no numbers
+
+
+class Point(NamedTuple):
+    """The best option of so many devices."""
+
+    devices: int
+    best: Estimate
 
 
 class Found(Sequence[Estimate]):
@@ -35,3 +47,110 @@ class Found(Sequence[Estimate]):
     @property
     def best(self) -> Estimate:
         return self.ranked[0]
+
+    @property
+    def title(self) -> str:
+        job = self.job
+        return (
+            f"{job.model.name} ({large(job.model.parameters)} parameters) on {job.cluster}, {large(job.tokens)} tokens, "
+            f"{job.optimizer} in {job.precision.name} precision"
+        )
+
+    def rows(self, most: int | None = None) -> list[tuple[str, ...]]:
+        """The cells below `HEAD`."""
+        return [row(n, one) for n, one in enumerate(self.ranked[:most], start=1)]
+
+    @property
+    def notes(self) -> list[str]:
+        """What the numbers rest on, and what does not fit."""
+        job = self.job
+        told = [
+            "to target: until the loss that training without delay reaches with small batches after so many tokens; "
+            f"updates of B tokens need 1 + B/{large(job.loss.critical_batch)} times as many, and delays `slow` times",
+            "binds: what costs most of the time to the target, if anything but computing takes more than a tenth",
+        ]
+        marks = list(dict.fromkeys(mark for one in self.ranked for mark in one.marks))
+        told += [f"{DAGGER} {mark}" for mark in marks]
+        for one in self.refused:
+            device = job.cluster.device
+            told.append(
+                f"{one.option.technique.name} does not fit: it needs at least {gigabytes(one.required)} GB per device, "
+                f"{device.name} has {gigabytes(device.memory)}"
+            )
+        return told
+
+    def table(self, most: int | None = 20) -> str:
+        """The ranked options as text."""
+        lines = [HEAD, *self.rows(most)]
+        wide = [max(len(line[n]) for line in lines) for n in range(len(HEAD))]
+        return "\n".join(
+            "  ".join(cell.ljust(w) if n in WORDS else cell.rjust(w) for n, (cell, w) in enumerate(zip(line, wide)))
+            .rstrip()
+            for line in lines
+        )  # fmt: skip
+
+    def __str__(self) -> str:
+        return "\n".join([self.title, self.table(), *self.notes])
+
+    def __repr__(self) -> str:
+        return f"Found({counted(len(self), 'option')} for {self.title})"
+
+    def _repr_html_(self) -> str:
+        return html_table(self.title, HEAD, self.rows(), "; ".join(self.notes))
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything as plain values; bytes, seconds and shares."""
+        return {
+            "model": self.job.model.name, "parameters": self.job.model.parameters, "devices": str(self.job.cluster),
+            "tokens": self.job.tokens, "optimizer": self.job.optimizer,
+            "critical_batch": self.job.loss.critical_batch,
+            "options": [plain(one) for one in self.ranked], "refused": [plain(one) for one in self.refused],
+            "notes": self.notes,
+        }  # fmt: skip
+
+
+DAGGER = "†"
+
+
+def row(n: int, one: Estimate) -> tuple[str, ...]:
+    """An option as a row of the table."""
+    option, full = one.option, one.places.fullest.total
+    chunks = f", {option.chunks} chunks" if option.chunks > 1 else ""
+    return (
+        f"{n}{DAGGER if one.marks else ''}",
+        one.title,
+        f"{option.data} × {option.pipeline} × {option.tensor}{chunks}",
+        f"{option.micro_batches} × {option.micro_batch}",
+        option.recompute,
+        option.store,
+        f"{one.step.seconds:.3g}",
+        f"{100 * one.bubble:.1f}",
+        f"{100 * one.waiting:.1f}",
+        f"{100 * one.mfu:.1f}",
+        gigabytes(full),
+        gigabytes(one.places.host) if one.places.host else "",
+        gigabytes(one.places.disk) if one.places.disk else "",
+        str(option.delay),
+        f"{one.slow.factor:.2f}",
+        days(one.days * 86_400),
+        f"{one.device_days:,.0f}",
+        one.binds,
+    )
+
+
+def plain(one: Estimate) -> dict[str, Any]:
+    """An option as plain values."""
+    option = one.option
+    fields = ("data", "pipeline", "tensor", "chunks", "micro_batch", "micro_batches", "recompute", "shard", "store")
+    return {
+        "method": option.technique.name, "title": one.title, **{name: getattr(option, name) for name in fields},
+        "delay": option.delay, "samples_per_update": option.batch, "tokens_per_update": one.tokens_per_update,
+        "seconds_per_update": one.step.seconds, "tokens_per_second": one.throughput, "seconds": one.step._asdict(),
+        "bubble": one.bubble, "waiting": one.waiting, "mfu": one.mfu,
+        "memory": [dict(zip(NAMES, some, strict=True)) for some in one.places.devices],
+        "device_bytes": one.places.fullest.total, "required": one.required, "fits": one.fits,
+        "host_bytes": one.places.host, "disk_bytes": one.places.disk,
+        "slow": one.slow._asdict(), "batch_factor": one.batch_factor, "days_of_tokens": one.plain_days,
+        "days": one.days, "device_days": one.device_days, "cost": one.cost or None, "binds": one.binds,
+        "shares": one.losses, "outside_validated_range": one.marks,
+    }  # fmt: skip

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
-from pipeback.planner.constants import Constants
+from pipeback.planner.constants import Constants, best_for
 from pipeback.planner.costs import Costs
 from pipeback.planner.hardware import GIGA, Cluster, Link, device
 from pipeback.planner.models import Model
@@ -30,6 +30,8 @@ TABLES: dict[str, dict[str, Any]] = {
     "megatron_a100": {"device": "A100", "network": 25},
     "korthikanti_steps": {"device": "A100", "network": 25},
     "mt_nlg": {"device": "A100", "network": 25},
+    "foundry_a100": {"network": 25, "fused": True, "dropout": False},
+    "foundry_h100": {"network": 50, "fused": True, "dropout": False},
     "megatron_h100": {"device": "H100", "network": 50, "vocabulary": 131072, "fused": True, "dropout": False},
 }
 
@@ -43,9 +45,9 @@ class MeasuredRun(NamedTuple):
     cluster: Cluster
     seconds: float  # per step
 
-    def predicted(self, constants: Constants) -> float:
-        """The seconds that the planner predicts."""
-        costs = Costs(self.cluster, constants)
+    def predicted(self, constants: Constants | None = None) -> float:
+        """The seconds that the planner predicts. constants: None: those that a plan would take."""
+        costs = Costs(self.cluster, constants or best_for(self.cluster.device.name, self.option.shard))
         some = loads(self.option, self.model, costs)
         return step(self.option, some, self.model, costs, precision()).seconds
 
@@ -68,7 +70,7 @@ def run(row: Mapping[str, str], given: Mapping[str, Any]) -> MeasuredRun:
     data = count // (tensor * pipeline)
     option = Option(
         technique("interleaved" if chunks > 1 else "one_f_one_b"), data, pipeline, tensor, chunks, micro_batch,
-        batch // (micro_batch * data), values.get("recompute", "full"),
+        batch // (micro_batch * data), values.get("recompute", "full"), values.get("shard", "none"),
     )  # fmt: skip
     there = device(values["device"])
     cluster = Cluster(replace(there, scale_out=Link(float(values["network"]) * GIGA, "network")), count)

@@ -1,33 +1,82 @@
-"""Search: the best options for a job, ranked by the days to the target.
+"""Search: the best options for a job, ranked by the days to the target; and how many devices a target takes.
 
-    found = search(Model.named("gpt:13b"), "64xA100", tokens=300e9)
+    found = search("gpt:13b", "64xA100", tokens=300e9)
     print(found)
-    found.best, found[2].timeline(), found.frontier()
-
-Of every method the best few are found exactly: candidates are simulated in the order of the fewest days that they can
-take, until no other can be better. So a rank is exact, though few are simulated.
+    found.best, found[2].timeline(), found[2].explain()
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
-from pipeback.planner.candidates import Asked, Candidate, candidates
-from pipeback.planner.constants import Constants, constants
-from pipeback.planner.costs import Costs
-from pipeback.planner.estimates import Estimate, Job, complete
-from pipeback.planner.found import Found
+from pipeback.planner.candidates import Asked
+from pipeback.planner.constants import Constants
+from pipeback.planner.estimates import Job
+from pipeback.planner.found import Found, Point
 from pipeback.planner.hardware import Cluster, Device, devices
 from pipeback.planner.loss import Loss
-from pipeback.planner.memory import places
 from pipeback.planner.models import Model
-from pipeback.planner.options import Option
 from pipeback.planner.precisions import precision
-from pipeback.planner.quantities import count
+from pipeback.planner.quantities import count, days
+from pipeback.planner.ranking import ranked
+from pipeback.planner.refusals import MOST, NothingFits, nothing_fits
 from pipeback.planner.techniques import Technique, names, technique
 
-EACH = 3  # options of a method that are ranked
 TOKENS = 20  # per parameter, if nothing is asked: Hoffmann et al., arXiv 2203.15556
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is to be found out, but for the devices. Fields are those of `search`."""
+
+    model: Model
+    tokens: float
+    techniques: tuple[Technique, ...]
+    optimizer: str = "adamw"
+    numbers: str = "mixed"
+    target: Loss = field(default_factory=Loss)
+    asked: Asked = field(default_factory=Asked)
+    using: Constants | None = None
+    price: float = 0.0
+
+    def job(self, cluster: Cluster) -> Job:
+        return Job(
+            self.model, cluster, precision(self.numbers, self.optimizer), self.tokens, self.target, self.optimizer,
+            self.price, self.using,
+        )  # fmt: skip
+
+    def answer(self, cluster: Cluster) -> Found:
+        """Raises ValueError for what contradicts itself; and where nothing fits, with the nearest that does."""
+        job = self.job(cluster)
+        self.asked.check(job)
+        found = ranked(job, self.techniques, self.asked)
+        if not found:
+            raise nothing_fits(job, self.techniques, self.asked, found)
+        return found
+
+    def best(self, cluster: Cluster) -> Found | None:
+        """The same; None where nothing fits."""
+        return ranked(self.job(cluster), self.techniques, self.asked) or None
+
+
+def question(
+    model: Model | str,
+    *,
+    tokens: float | str | None = None,
+    methods: str | Iterable[str] = "all",
+    optimizer: str = "adamw",
+    numbers: str = "mixed",
+    target: Loss | None = None,
+    asked: Asked | None = None,
+    using: Constants | None = None,
+    price: float = 0.0,
+) -> Question:
+    """A question about a model; arguments as those of `search`."""
+    model = Model.named(model) if isinstance(model, str) else model
+    wanted = TOKENS * model.parameters if tokens is None else count("tokens", tokens)
+    some = tuple(_techniques(methods, optimizer))
+    return Question(model, wanted, some, optimizer, numbers, target or Loss(), asked or Asked(), using, price)
 
 
 def search(
@@ -47,63 +96,66 @@ def search(
 ) -> Found:
     """The options for a model on a cluster, best first.
 
-    tokens: to train on; None: 20 per parameter. methods: names, or "all". numbers: "mixed" or "float" (`precisions`).
-    target: what delays and batches cost. asked: what is fixed. price: of a device per hour. link, host: as `devices`.
+    tokens: to train on; None: 20 per parameter. methods: names, or "all". optimizer: adamw or sgd (with momentum).
+    numbers: "mixed" or "float" precision. target: what delays and batches cost. asked: what is fixed.
+    using: constants of the cost model; None: the catalogue's. price: of a device per hour. link, host: as `devices`.
     Raises ValueError for what contradicts itself; and where nothing fits, with the nearest that does.
     """
-    model = Model.named(model) if isinstance(model, str) else model
-    cluster = devices(on, link=link, host=host)
-    wanted = TOKENS * model.parameters if tokens is None else count("tokens", tokens)
-    job = Job(
-        model, Costs(cluster, using or constants()), precision(numbers, optimizer), wanted, target or Loss(), optimizer,
-        price,
+    asking = question(
+        model, tokens=tokens, methods=methods, optimizer=optimizer, numbers=numbers, target=target, asked=asked,
+        using=using, price=price,
     )  # fmt: skip
-    fixed = asked or Asked()
-    return _found(job, _techniques(methods, optimizer), fixed)
+    return asking.answer(devices(on, link=link, host=host))
 
 
 def _techniques(methods: str | Iterable[str], optimizer: str) -> list[Technique]:
     if methods == "all":
         every = [technique(name) for name in names() if name != "sgd"]
         return [one for one in every if not one.needs or optimizer in one.needs]
-    found = [technique(name) for name in (methods.split(",") if isinstance(methods, str) else methods)]
+    found = [technique(name.strip()) for name in (methods.split(",") if isinstance(methods, str) else methods)]
     for one in found:
         if one.needs and optimizer not in one.needs:
-            raise ValueError(f"method={one.name} is for {', '.join(one.needs)}; give optimizer={one.needs[0]}")
+            raise ValueError(f"method={one.name} is written for {', '.join(one.needs)}; give optimizer={one.needs[0]}")
     return found
 
 
-def _found(job: Job, techniques: Sequence[Technique], asked: Asked) -> Found:
-    by_method: dict[str, list[Candidate]] = {}
-    refused: dict[str, Candidate] = {}
-    for one in candidates(job, techniques, asked):
-        name = one.option.technique.name
-        if one.days < float("inf"):
-            by_method.setdefault(name, []).append(one)
-        elif name not in refused or one.required < refused[name].required:
-            refused[name] = one
-    ranked = [whole for some in by_method.values() for one in _best(job, some) if (whole := _whole(job, one)).fits]
-    left = [refused[name] for name in refused if name not in {best.option.technique.name for best in ranked}]
-    return Found(job, sorted(ranked, key=lambda one: one.days), [_whole(job, one) for one in left])
+def frontier(asking: Question, cluster: Cluster, counts: Iterable[int] = ()) -> list[Point]:
+    """The best option of several numbers of devices; counts: none for powers of two around that of the cluster."""
+    here = cluster.count
+    wanted = list(counts) or sorted({here} | {2**n for n in range(18) if here / 16 <= 2**n <= 16 * here})
+    points = ((number, asking.best(cluster.of(number))) for number in wanted)
+    return [Point(number, found.best) for number, found in points if found is not None]
 
 
-def _best(job: Job, some: Sequence[Candidate]) -> list[Estimate]:
-    """The best few, no two of which differ in micro-batches alone."""
-    found: list[Estimate] = []
-    for one in sorted(some, key=lambda one: one.days):
-        if len(found) == EACH and one.days >= found[-1].days:
-            break
-        whole = complete(job, one.option, one.loads, one.places)
-        alike = [other for other in found if _way(other.option) == _way(whole.option)]
-        if not alike or whole.days < alike[0].days:
-            found = sorted([other for other in found if other not in alike] + [whole], key=lambda one: one.days)[:EACH]
-    return found
+def within(asking: Question, device: Device, seconds: float) -> Found:
+    """The fewest devices with which the target is reached in so many seconds.
 
+    Raises ValueError, with the best there is, where no number of devices is enough.
+    """
+    best: Found | None = None
+    number, fits = 1, False
+    while number <= MOST:
+        found = asking.best(Cluster(device, number))
+        if found is not None:
+            best = found if best is None or found.best.days < best.best.days else best
+            if fits := found.best.days * 86_400 <= seconds:
+                break
+        number *= 2
+    if best is None:
+        raise NothingFits(
+            f"{asking.model.name} fits on no number of {device.name}; give devices= with more memory than "
+            f"{device.memory / 1e9:.0f} GB each"
+        )
+    if not fits:
+        least = best.best.days
+        raise ValueError(
+            f"{asking.model.name} takes {days(86_400 * least)} at least, on {best.job.cluster}; with more devices, the "
+            f"{best.best.binds} binds; give in={least * 1.01:.3g}d"
+        )
+    step = max(1, number // 16)
+    for fewer in range(number // 2 + step, number, step):
+        found = asking.best(Cluster(device, fewer))
+        if found is not None and found.best.days * 86_400 <= seconds:
+            return found
+    return best
 
-def _way(option: Option) -> tuple[object, ...]:
-    return option.data, option.pipeline, option.tensor, option.chunks, option.shard, option.store
-
-
-def _whole(job: Job, one: Candidate | Estimate) -> Estimate:
-    """With the bytes of all workers, where only those that are likely the fullest were looked at."""
-    return complete(job, one.option, one.loads, places(one.option, one.loads, job.precision))

@@ -25,6 +25,7 @@ PRIORS = {  # middle, deviation of its logarithm
     "efficiency": (0.75, 0.15),
     "small_tokens": (150.0, 0.7),  # peak over memory speed: where reading weights takes as long as the product
     "small_width": (150.0, 0.7),
+    "fused_attention": (0.6, 0.3),
     "activation_moves": (1.5, 0.4),  # written once, and half of them read by another kernel
     "score_moves": (4.0, 0.4),  # scaling, mask, softmax and dropout as kernels of their own
     "launch": (1.2e-4, 0.5),
