@@ -1,7 +1,7 @@
 """Candidates: every option worth a look, with what it takes at least: its computing and exchanging, without waiting.
 
-What is decided here, because it is never worse in this model: replicas share out the optimizer's states, and of the ways
-to recompute the first that fits is taken, as each computes more than the one before.
+What is decided here, because it is never worse in this model: replicas share out the optimizer's states, and of the
+ways to recompute the first that fits is taken, as each computes more than the one before.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ class Asked:
     def told(self) -> str:
         """What is fixed, as it is typed."""
         values = {one.name: getattr(self, one.name) for one in fields(self)}
-        texts = {name: ",".join(map(str, value)) if isinstance(value, tuple) else value for name, value in values.items()}
+        texts = {
+            name: ",".join(map(str, value)) if isinstance(value, tuple) else value for name, value in values.items()
+        }
         return " ".join(f"{name}={text}" for name, text in texts.items() if text and name != "stores")
 
     def check(self, job: Job) -> None:
@@ -54,7 +56,8 @@ class Asked:
         for stages in self.stages:
             if stages > model.blocks:
                 raise ValueError(
-                    f"stages={stages} are more than the {model.blocks} layers of {model.name}; give stages={model.blocks}"
+                    f"stages={stages} are more than the {model.blocks} layers of {model.name}; "
+                    f"give stages={model.blocks}"
                 )
         for tensor in self.tensor:
             if tensor > 1 and (not model.heads or model.heads % tensor):
@@ -125,7 +128,7 @@ def _methods(job: Job, techniques: Sequence[Technique], asked: Asked, base: Opti
     for technique in techniques:
         mine = replace(base, technique=technique)
         if base.pipeline == 1:
-            if technique.name not in ("gpipe", "sgd") and any(t.name in ("gpipe", "sgd") for t in techniques):
+            if technique is not techniques[0]:
                 continue  # without a pipeline, all methods are the same
             for m in _micro_batches(job, asked, mine):
                 plain = replace(mine, micro_batches=m)
@@ -134,9 +137,13 @@ def _methods(job: Job, techniques: Sequence[Technique], asked: Asked, base: Opti
                 if base.data > 1 and "device" in asked.stores:
                     yield replace(plain, shard="all")
             continue
-        if "device" not in asked.stores or technique.slack == 0 and technique.flows:
+        if "device" not in asked.stores or (technique.slack == 0 and technique.flows):
             continue
-        chunks = [v for v in CHUNKS if not job.model.blocks % (v * base.pipeline)] if technique.order == "interleaved" else [1]
+        chunks = (
+            [v for v in CHUNKS if not job.model.blocks % (v * base.pipeline)]
+            if technique.order == "interleaved"
+            else [1]
+        )
         for v, m in product(chunks, _micro_batches(job, asked, mine)):
             if technique.order != "interleaved" or not m % base.pipeline:
                 yield replace(mine, chunks=v, micro_batches=m)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any
@@ -44,7 +45,7 @@ UNITS = {
 
 
 def constants(name: str = "default") -> Constants:
-    """The constants of this name in the catalogue. Raises ValueError for an unknown name or a number that is missing."""
+    """The constants of this name in the catalogue. Raises ValueError for an unknown name, or a missing number."""
     entries: dict[str, Any] = catalogue.table("constants")
     key = catalogue.key("set of constants", name, entries)
     entry = {one: value for one, value in entries[key].items() if one in {f.name for f in fields(Constants)}}
@@ -54,11 +55,16 @@ def constants(name: str = "default") -> Constants:
     return Constants(**{**entry, "name": key, "devices": tuple(entry.get("devices", ()))})
 
 
-@lru_cache(maxsize=64)
 def best_for(device: str, shard: str) -> Constants:
     """The set that is for such options on this device, or else the default."""
+    return _best_for(device, shard, os.environ.get(catalogue.OWN, ""))
+
+
+@lru_cache(maxsize=64)
+def _best_for(device: str, shard: str, own: str) -> Constants:
+    """own: the user's files, with which the answer may change."""
     for name in catalogue.table("constants"):
         found = constants(name)
-        if found.devices and device in found.devices and found.shard in ("", shard):
+        if device in found.devices and found.shard in ("", shard):
             return found
     return constants()

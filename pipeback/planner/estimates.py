@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 from pipeback.planner.constants import Constants, best_for
 from pipeback.planner.costs import Costs
+from pipeback.planner.explain import text
 from pipeback.planner.hardware import Cluster
 from pipeback.planner.loss import Loss, Slow
-from pipeback.planner.memory import MARGIN, Places, places
+from pipeback.planner.memory import MARGIN, NAMES, Places, places
 from pipeback.planner.models import Model
 from pipeback.planner.options import Option
 from pipeback.planner.precisions import Precision
@@ -40,8 +41,6 @@ class Job:
     def costs(self, option: Option) -> Costs:
         """The cost model of an option."""
         return Costs(self.cluster, self.constants or best_for(self.cluster.device.name, option.shard))
-
-
 
 
 class Estimate(NamedTuple):
@@ -169,6 +168,14 @@ class Estimate(NamedTuple):
         technique, option = self.option.technique, self.option
         many = option.micro_batches if not technique.flows else max(option.micro_batches, 4 * option.pipeline)
         return technique.routine(option.pipeline, many, option.chunks)
+
+    def memory(self) -> list[dict[str, float]]:
+        """Bytes of every worker's device by kind; those of other replicas and of shared layers are alike."""
+        return [dict(zip(NAMES, some, strict=True)) for some in self.places.devices]
+
+    def explain(self) -> str:
+        """Every number with its formula and its inputs."""
+        return text(self)
 
     def timeline(self) -> list[Slot]:
         """The operations of one replica, in seconds, for `pipeback.draw.picture`."""

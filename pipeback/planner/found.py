@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, overload
 
 from pipeback.counts import counted
 from pipeback.notebook import table as html_table
 from pipeback.planner.estimates import Estimate, Job
-from pipeback.planner.memory import NAMES
+from pipeback.planner.hardware import Cluster
 from pipeback.planner.quantities import days, gigabytes, large
 
 HEAD = (
@@ -26,10 +26,16 @@ class Point(NamedTuple):
 
 
 class Found(Sequence[Estimate]):
-    """Options, best first. refused: of each method of which none fits, the option that needs the least memory."""
+    """Options, best first. refused: of each method of which none fits, the option that needs the least memory.
 
-    def __init__(self, job: Job, ranked: Sequence[Estimate], refused: Sequence[Estimate]) -> None:
-        self.job, self.ranked, self.refused = job, list(ranked), list(refused)
+    again: the same search on another cluster; None where nothing fits.
+    """
+
+    def __init__(
+        self, job: Job, ranked: Sequence[Estimate], refused: Sequence[Estimate],
+        again: Callable[[Cluster], Found | None] = lambda _: None,
+    ) -> None:  # fmt: skip
+        self.job, self.ranked, self.refused, self.again = job, list(ranked), list(refused), again
 
     def __len__(self) -> int:
         return len(self.ranked)
@@ -48,12 +54,19 @@ class Found(Sequence[Estimate]):
     def best(self) -> Estimate:
         return self.ranked[0]
 
+    def frontier(self, counts: Iterable[int] = ()) -> list[Point]:
+        """The best option of several numbers of devices; counts: none for powers of two around that of the cluster."""
+        here = self.job.cluster.count
+        wanted = list(counts) or sorted({here} | {2**n for n in range(18) if here / 8 <= 2**n <= 8 * here})
+        tried = ((number, self.again(self.job.cluster.of(number))) for number in wanted)
+        return [Point(number, found.best) for number, found in tried if found is not None]
+
     @property
     def title(self) -> str:
         job = self.job
         return (
-            f"{job.model.name} ({large(job.model.parameters)} parameters) on {job.cluster}, {large(job.tokens)} tokens, "
-            f"{job.optimizer} in {job.precision.name} precision"
+            f"{job.model.name} ({large(job.model.parameters)} parameters) on {job.cluster}, "
+            f"{large(job.tokens)} tokens, {job.optimizer} in {job.precision.name} precision"
         )
 
     def rows(self, most: int | None = None) -> list[tuple[str, ...]]:
@@ -147,7 +160,7 @@ def plain(one: Estimate) -> dict[str, Any]:
         "delay": option.delay, "samples_per_update": option.batch, "tokens_per_update": one.tokens_per_update,
         "seconds_per_update": one.step.seconds, "tokens_per_second": one.throughput, "seconds": one.step._asdict(),
         "bubble": one.bubble, "waiting": one.waiting, "mfu": one.mfu,
-        "memory": [dict(zip(NAMES, some, strict=True)) for some in one.places.devices],
+        "memory": one.memory(),
         "device_bytes": one.places.fullest.total, "required": one.required, "fits": one.fits,
         "host_bytes": one.places.host, "disk_bytes": one.places.disk,
         "slow": one.slow._asdict(), "batch_factor": one.batch_factor, "days_of_tokens": one.plain_days,

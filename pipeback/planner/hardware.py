@@ -1,7 +1,7 @@
 """Hardware: devices, the links between them, and clusters of them, from the catalogue or by numbers.
 
-    cluster = devices("64xA100")                                   # as the catalogue has it, eight per node
-    cluster = devices("8xH100", link="50 GB/s", host="1 TB")       # another network; host memory of all together
+cluster = devices("64xA100")                                   # as the catalogue has it, eight per node
+cluster = devices("8xH100", link="50 GB/s", host="1 TB")       # another network; host memory of all together
 """
 
 from __future__ import annotations
@@ -71,20 +71,16 @@ def _built(name: str, entry: Mapping[str, Any]) -> Device:
             raise ValueError(f"[devices.{name}] has no {need}; give it in the unit that devices.toml names")
     values = {"scale_out": entry["scale_up"], **given, **entry}
     taken = {one for one in given.get("unconfirmed", ()) if one not in entry}
+    speeds = {
+        one: values[one] * GIGA for one in ("memory_speed", "host_memory", "host_speed", "disk_read", "disk_write")
+    }
     return Device(
-        name,
-        values["tflops"] * 1e12,
-        values["memory"] * GIGA,
-        values["memory_speed"] * GIGA,
-        Link(values["host"] * GIGA, "host link"),
-        Link(values["scale_up"] * GIGA, "links within the node"),
-        Link(values["scale_out"] * GIGA, "network"),
-        values["per_node"],
-        *(values[one] * GIGA for one in ("host_memory", "host_speed", "disk_read", "disk_write")),
-        title=values.get("title", name),
+        name, flops=values["tflops"] * 1e12, memory=values["memory"] * GIGA, per_node=values["per_node"], **speeds,
+        host=Link(values["host"] * GIGA, "host link"), scale_up=Link(values["scale_up"] * GIGA, "links in the node"),
+        scale_out=Link(values["scale_out"] * GIGA, "network"), title=values.get("title", name),
         source=values.get("source", "a file of your own"),
         unconfirmed=frozenset(entry.get("unconfirmed", ())) | taken,
-    )
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

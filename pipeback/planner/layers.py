@@ -73,8 +73,9 @@ class TransformerShape:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a whole number of at least 1, but is {value!r}")
         if self.width % self.heads:
-            near = min((n for n in range(1, self.width + 1) if not self.width % n), key=lambda n: abs(n - self.heads))
-            raise ValueError(f"heads={self.heads} do not divide width={self.width}; give heads={near}, or another width")
+            divisors = [n for n in range(1, self.width + 1) if not self.width % n]
+            near = min(divisors, key=lambda n: abs(n - self.heads))
+            raise ValueError(f"heads={self.heads} do not divide width={self.width}; give heads={near} or another width")
         if self.kv_heads and self.heads % self.kv_heads:
             raise ValueError(
                 f"kv_heads={self.kv_heads} do not divide heads={self.heads}; give kv_heads={self.heads}, or a divisor"

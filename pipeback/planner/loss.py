@@ -1,11 +1,11 @@
 """Loss: how many tokens a method needs to a target, of its batch and of its delays.
 
-    tokens(B) = tokens·(1 + B/B_crit)                 McCandlish et al., arXiv 1812.06162: batches beyond B_crit gain little
-    slow      = 1 + κ·τ'                              κ by method and optimizer: published, assumed, or calibrated by you
-    τ'        = sqrt(Σ D_s²/S)                        effective delay of S stages whose curvature is taken to be equal
+    tokens(B) = tokens·(1 + B/B_crit)        McCandlish et al., arXiv 1812.06162: batches beyond B_crit gain little
+    slow      = 1 + κ·τ'                     κ by method and optimizer: published, assumed, or calibrated by you
+    τ'        = sqrt(Σ D_s²/S)               effective delay of S stages whose curvature is taken to be equal
 
 The target is the loss that training without delay reaches after `tokens` tokens in small batches. B counts tokens per
-update; D is the delay of stage s, in updates. That `slow` is linear in the delay is taken from the few points there are.
+update; D is the delay of stage s, in updates. That `slow` is linear in the delay is taken from few points.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Slow(NamedTuple):
 
 @dataclass(frozen=True)
 class Loss:
-    """critical_batch: in tokens. slow: κ by method, in the place of the catalogue's; `pipeback plan calibrate` fits it."""
+    """critical_batch: in tokens. slow: κ by method, instead of the catalogue's; `pipeback plan calibrate` fits it."""
 
     critical_batch: float = CRITICAL
     slow: Mapping[str, float] = field(default_factory=dict)

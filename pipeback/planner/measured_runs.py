@@ -23,7 +23,7 @@ from pipeback.planner.steps import step
 from pipeback.planner.techniques import technique
 from pipeback.planner.timing import loads
 
-# what the columns of a table leave out. counted: the table's TFLOP have 96·B·s·L·h² where everything is recomputed, 72 else
+# what the columns of a table leave out
 TABLES: dict[str, dict[str, Any]] = {
     "vtrain_multi": {"device": "A100", "network": 12.5},
     "vtrain_single": {"device": "A100", "network": 12.5},

@@ -1,8 +1,8 @@
 """Models: a transformer by name or by numbers, or any layers, measured on a pipeline.
 
-    Model.named("gpt:13b")        Model.named("llama:70b,context=8192")
-    Model.gpt(layers=48, width=8192, heads=64, context=2048)
-    Model.measured(pipe.breakdown(x, y), samples=8)
+Model.named("gpt:13b")        Model.named("llama:70b,context=8192")
+Model.gpt(layers=48, width=8192, heads=64, context=2048)
+Model.measured(pipe.breakdown(x, y), samples=8)
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any, Protocol
 
 from pipeback.planner import catalogue
 from pipeback.planner.layers import Layer, TransformerShape
 from pipeback.planner.quantities import whole
-
 
 Runs = tuple[tuple[Layer, int], ...]  # layers of a stage, equal ones that follow each other with their number
 
@@ -55,13 +54,13 @@ class Model:
 
     @classmethod
     def named(cls, text: str) -> Model:
-        """gpt:13b, llama:70b, or numbers: gpt:layers=48,width=8192,heads=64. Raises ValueError for what is not known."""
+        """gpt:13b, llama:70b, or numbers: gpt:layers=48,width=8192,heads=64. Raises ValueError for unknown ones."""
         family, _, rest = text.partition(":")
         families = catalogue.table("models")
         family = catalogue.key("family of models", family, families)
         entries = families[family]
         words = [word.strip() for word in rest.split(",") if word.strip()]
-        given = {name: value for name, value in entries.get("all", {}).items()}
+        given = dict(entries.get("all", {}))
         if words and "=" not in words[0]:
             given |= entries[catalogue.key(f"{family}:", words.pop(0), [name for name in entries if name != "all"])]
         source = given.pop("source", "a file of your own")
@@ -121,16 +120,19 @@ class Model:
         """How many stages it can be cut into: an embedding and a head are on the stages of their neighbours."""
         return len(self.layers) - 2 if self.shape else len(self.layers)
 
-
     def cut(self, stages: int) -> list[Runs]:
-        """The layers of each stage: as many blocks on each, or as even as can be by FLOP or measured seconds."""
+        """The layers of each stage.
+
+        Of a transformer: as many blocks on each; where this cannot be, one more on those before the last, which has the
+        head. Of other layers: as even as can be by FLOP or measured seconds.
+        """
         if stages not in self._cuts:
-            first, last = (1, len(self.layers) - 1) if self.shape else (0, len(self.layers))
-            each, more = divmod(last - first, stages)
-            if not more and self.shape:
-                ends = list(range(first + each, last + 1, each))
+            if self.shape:
+                each, more = divmod(self.blocks, stages)
+                counts = [each + (stages - 1 - more <= n < stages - 1) for n in range(stages)]
+                ends = [1 + end for end in accumulate(counts)]
             else:
-                ends = [first + end for end in even([_weight(layer) for layer in self.layers[first:last]], stages)]
+                ends = even([_weight(layer) for layer in self.layers], stages)
             ends[-1] = len(self.layers)
             self._cuts[stages] = [_runs(self.layers[a:b]) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
         return self._cuts[stages]

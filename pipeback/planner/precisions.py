@@ -1,9 +1,9 @@
 """Precisions: bytes per parameter of weights, gradients, masters and optimizer states.
 
-| name  | weights | gradients | masters | AdamW | momentum | in all with AdamW |                                         |
-| ----- | ------- | --------- | ------- | ----- | -------- | ----------------- | --------------------------------------- |
-| mixed | 2       | 4         | 4       | 8     | 4        | 18                | Megatron-LM, theoretical_memory_usage   |
-| float | 4       | 4         | 0       | 8     | 4        | 16                | pipeback without `masters`              |
+| name  | weights | gradients | masters | AdamW | momentum | with AdamW |                                       |
+| ----- | ------- | --------- | ------- | ----- | -------- | ---------- | ------------------------------------- |
+| mixed | 2       | 4         | 4       | 8     | 4        | 18         | Megatron-LM, theoretical_memory_usage |
+| float | 4       | 4         | 0       | 8     | 4        | 16         | pipeback without `masters`            |
 """
 
 from __future__ import annotations

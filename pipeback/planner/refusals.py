@@ -40,8 +40,9 @@ def nothing_fits(job: Job, techniques: Sequence[Technique], asked: Asked, found:
         stores = replace(asked, stores=("host", "disk"))
         cures += [f"store={one.option.store}" for one in ranked(job, techniques, stores)][:1]
     return NothingFits(
-        f"{job.model.name} does not fit on {job.cluster}: {_told(nearest)} needs least, {gigabytes(nearest.required)} GB "
-        f"per device, of which {gigabytes(most)} GB are {size}, and {here.name} has {gigabytes(here.memory)} GB. "
+        f"{job.model.name} does not fit on {job.cluster}: {_told(nearest)} needs least, "
+        f"{gigabytes(nearest.required)} GB per device, of which {gigabytes(most)} GB are {size}, and {here.name} has "
+        f"{gigabytes(here.memory)} GB. "
         f"What fits: {', '.join(cures) or 'nothing in the catalogue; cut the model or the context'}",
         nearest.required,
     )
@@ -63,7 +64,8 @@ def _elsewhere(job: Job, techniques: Sequence[Technique], asked: Asked) -> Itera
             break
     others = sorted((device(name) for name in catalogue.table("devices")), key=lambda one: one.memory)
     for other in others:
-        if other.memory > job.cluster.device.memory:
-            if found := ranked(replace(job, cluster=Cluster(other, job.cluster.count)), techniques, asked):
-                yield found.best
-                break
+        there = Cluster(other, job.cluster.count)
+        larger = other.memory > job.cluster.device.memory
+        if larger and (found := ranked(replace(job, cluster=there), techniques, asked)):
+            yield found.best
+            break

@@ -1,8 +1,8 @@
 """Search: the best options for a job, ranked by the days to the target; and how many devices a target takes.
 
-    found = search("gpt:13b", "64xA100", tokens=300e9)
-    print(found)
-    found.best, found[2].timeline(), found[2].explain()
+found = search("gpt:13b", "64xA100", tokens=300e9)
+print(found)
+found.best, found[2].timeline(), found[2].explain()
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pipeback.planner.candidates import Asked
 from pipeback.planner.constants import Constants
 from pipeback.planner.estimates import Job
-from pipeback.planner.found import Found, Point
+from pipeback.planner.found import Found
 from pipeback.planner.hardware import Cluster, Device, devices
 from pipeback.planner.loss import Loss
 from pipeback.planner.models import Model
@@ -53,11 +53,14 @@ class Question:
         found = ranked(job, self.techniques, self.asked)
         if not found:
             raise nothing_fits(job, self.techniques, self.asked, found)
+        found.again = self.best
         return found
 
     def best(self, cluster: Cluster) -> Found | None:
         """The same; None where nothing fits."""
-        return ranked(self.job(cluster), self.techniques, self.asked) or None
+        found = ranked(self.job(cluster), self.techniques, self.asked)
+        found.again = self.best
+        return found or None
 
 
 def question(
@@ -119,14 +122,6 @@ def _techniques(methods: str | Iterable[str], optimizer: str) -> list[Technique]
     return found
 
 
-def frontier(asking: Question, cluster: Cluster, counts: Iterable[int] = ()) -> list[Point]:
-    """The best option of several numbers of devices; counts: none for powers of two around that of the cluster."""
-    here = cluster.count
-    wanted = list(counts) or sorted({here} | {2**n for n in range(18) if here / 16 <= 2**n <= 16 * here})
-    points = ((number, asking.best(cluster.of(number))) for number in wanted)
-    return [Point(number, found.best) for number, found in points if found is not None]
-
-
 def within(asking: Question, device: Device, seconds: float) -> Found:
     """The fewest devices with which the target is reached in so many seconds.
 
@@ -158,4 +153,3 @@ def within(asking: Question, device: Device, seconds: float) -> Found:
         if found is not None and found.best.days * 86_400 <= seconds:
             return found
     return best
-

@@ -39,19 +39,26 @@ def step(option: Option, loads: Sequence[StageLoad], model: Model, costs: Costs,
 
 
 def least(option: Option, loads: Sequence[StageLoad], model: Model, costs: Costs, precision: Precision) -> float:
-    """Seconds that an update takes at least.
+    """Seconds that an update takes at least: the most of any worker's
 
-    Of a flush, a worker begins when a forward has passed the workers before it, and ends before a backward passes them.
+    operations, begun when a forward has passed the workers before it, and
+    of a flush: forwards and backwards, between a forward and a backward through the workers before it, and their update.
     """
     if option.streams:
         return step(option, loads, model, costs, precision).seconds
     some = times(option, loads, costs)
-    p, m, before, longest = option.pipeline, option.micro_batches, 0.0, 0.0
+    p, m = option.pipeline, option.micro_batches
+    if option.technique.flows:
+        return max(sum(_busy(t, m) for t in some[w::p]) for w in range(p))
+    late = option.technique.order.startswith("zb")  # W may come when the backward has passed
+    down = up = longest = 0.0
     for w in range(p):
-        longest = max(longest, before + sum(_busy(t, m) for t in some[w::p]))
-        if not option.technique.flows:
-            split = 0 if option.technique.order.startswith("zb") else some[w].weight_gradient
-            before += float(some[w].forward + some[w].input_gradient + split)
+        mine = some[w::p]
+        busy = sum(_busy(t, m) for t in mine)
+        waited = sum(t.update + (m * t.weight_gradient if late else 0.0) for t in mine)
+        longest = max(longest, down + busy, down + busy - waited + up + (some[0].update if w else waited))
+        down += float(some[w].forward)
+        up += float(some[w].input_gradient + (0.0 if late else some[w].weight_gradient))
     return longest
 
 
@@ -71,7 +78,14 @@ def _piped(option: Option, loads: Sequence[StageLoad], costs: Costs) -> StepTime
     computing = m * sum(load.seconds.total for load in mine) - again
     busy = sum(_busy(t, m) for t in spent)
     return StepTime(
-        seconds, computing, again, busy - update - computing - again, reducing, update - reducing, seconds - busy, 0.0
+        seconds,
+        computing,
+        again,
+        max(0.0, busy - update - computing - again),
+        reducing,
+        update - reducing,
+        max(0.0, seconds - busy),
+        0.0,
     )
 
 

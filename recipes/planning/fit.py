@@ -70,7 +70,9 @@ def fitted(runs: Sequence[MeasuredRun], weights: Sequence[float]) -> Constants:
     from scipy.optimize import least_squares
 
     def made(place: Any) -> Constants:
-        values = {n: PRIORS[n][0] * math.exp(float(z) * PRIORS[n][1]) for n, z in zip(NUMBERS, place, strict=True)}
+        values: dict[str, Any] = {
+            n: PRIORS[n][0] * math.exp(float(z) * PRIORS[n][1]) for n, z in zip(NUMBERS, place, strict=True)
+        }
         return Constants(**values)
 
     def residuals(place: Any) -> Any:

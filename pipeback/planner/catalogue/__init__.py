@@ -40,11 +40,11 @@ def defaults(kind: str) -> Mapping[str, Any]:
 
 
 def key(what: str, name: str, known: Iterable[str]) -> str:
-    """The name as the catalogue writes it, whatever its case and hyphens. Raises ValueError and suggests the nearest."""
+    """The name as the catalogue writes it, whatever its case and hyphens. Raises ValueError; suggests the nearest."""
     names = {_plain(other): other for other in known}
     if _plain(name) in names:
         return names[_plain(name)]
-    near = get_close_matches(_plain(name), names, n=1, cutoff=0.4)
+    near = get_close_matches(_plain(name), names, n=1, cutoff=0.55)
     hint = f"; did you mean {names[near[0]]!r}?" if near else ""
     raise ValueError(f"there is no {what} {name!r}{hint} (known: {', '.join(names.values())})")
 

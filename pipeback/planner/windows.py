@@ -1,0 +1,147 @@
+"""Windows: the tokens per weight pass between which streaming hides behind computing and everything fits.
+
+With F the FLOP per second that a device reaches, W its host link and P the parameters of the largest layer, a pass over
+T tokens computes 2PT FLOP forward and 4PT backward; weights have β bytes, 2 in a 16-bit type:
+
+    forward      2PT/F ≥ βP/W                      T ≥ β/2 · F/W          the binding phase of 16-bit weights
+    backward     (4 or, recomputed, 6)PT/F ≥ the larger of weights in and gradients out, over W
+    optimizer    (6 or 8)PT/F ≥ 28P/W_host         it steps in host memory, beside forward and backward
+    disk         the same with 14 bytes read and 14 written per parameter
+    memory       Σ kept·T ≤ memory − (prefetch + 1)·βP                    the upper end, of all samples of a pass
+
+Below, seconds are those of `costs`, so that small passes are slower than their FLOP say. Streamed activations are no
+upper end: computing grows with T as they do.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from pipeback.planner.constants import best_for
+from pipeback.planner.costs import WORD, Costs
+from pipeback.planner.hardware import Cluster, Device
+from pipeback.planner.layers import Layer
+from pipeback.planner.memory import MARGIN
+from pipeback.planner.models import Model
+from pipeback.planner.steps import ADAM, ON_DISK
+from pipeback.planner.timing import kept, repeated
+
+
+class Edge(NamedTuple):
+    """Tokens per weight pass from which, or up to which, something is so."""
+
+    name: str
+    tokens: float
+    formula: str  # with its inputs
+
+
+class Window(NamedTuple):
+    """The window of a device and a model."""
+
+    device: Device
+    model: Model
+    recompute: str
+    lows: list[Edge]  # from which each phase hides
+    high: Edge  # up to which the activations fit
+    reached: float  # FLOP per second of the largest layer's forward, at the lower edge
+
+    @property
+    def low(self) -> Edge:
+        """The phase that hides last."""
+        return max(self.lows, key=lambda edge: edge.tokens)
+
+    @property
+    def open(self) -> bool:
+        return self.low.tokens <= self.high.tokens
+
+    def __str__(self) -> str:
+        is_open = "open" if self.open else "empty"
+        head = (
+            f"{self.model.name} streamed to {self.device.name}, recompute={self.recompute}: the window is {is_open}, "
+            f"{self.low.tokens:,.0f} to {self.high.tokens:,.0f} tokens per weight pass"
+        )
+        wide = max(len(edge.name) for edge in (*self.lows, self.high))
+        lines = [f"  {edge.name:<{wide}}  {edge.tokens:>12,.0f}  {edge.formula}" for edge in (*self.lows, self.high)]
+        return "\n".join([head, *lines])
+
+
+def window(model: Model, device: Device, *, recompute: str = "full", store: str = "host", prefetch: int = 1) -> Window:
+    """The window of a model whose weights are in host memory or on disk."""
+    costs = Costs(Cluster(device), best_for(device.name, "none"))
+    layer = max(model.layers[1:-1] if model.shape else model.layers, key=lambda one: one.parameters)
+    size, link = model.weight_bytes * layer.parameters, device.host.speed
+    back = 3 if recompute == "full" else 2
+    lows = [
+        _edge(costs, model, layer, recompute, "forward", FORWARD, size / link,
+              f"weights in: {model.weight_bytes} B · P / {link / 1e9:g} GB/s"),
+        _edge(costs, model, layer, recompute, "backward", BACKWARD, max(size, WORD * layer.parameters) / link,
+              f"gradients out: {WORD} B · P / {link / 1e9:g} GB/s, against {2 * back}PT FLOP"),
+        _edge(costs, model, layer, recompute, "optimizer", BOTH, layer.parameters * ADAM / device.host_speed,
+              f"{ADAM} B · P / {device.host_speed / 1e9:g} GB/s of host memory, against {2 + 2 * back}PT FLOP"),
+    ]  # fmt: skip
+    if store == "disk":
+        seconds = layer.parameters * ON_DISK * (1 / device.disk_read + 1 / device.disk_write)
+        told = f"{ON_DISK} B · P read at {device.disk_read / 1e9:g} and written at {device.disk_write / 1e9:g} GB/s"
+        lows.append(_edge(costs, model, layer, recompute, "disk", BOTH, seconds, told))
+    low = max(edge.tokens for edge in lows)
+    reached = layer.products * low / model.context / _seconds(costs, model, layer, recompute, low, FORWARD)
+    return Window(device, model, recompute, lows, _high(model, device, recompute, size, prefetch), reached)
+
+
+Parts = tuple[int, int, int, int]  # which of F, I, W and what is recomputed count
+FORWARD, BACKWARD, BOTH = (1, 0, 0, 0), (0, 1, 1, 1), (1, 1, 1, 1)
+
+
+def _seconds(costs: Costs, model: Model, layer: Layer, recompute: str, tokens: float, parts: Parts) -> float:
+    one = costs.layer(layer, tokens, tokens / model.context, 1, recompute)
+    return sum(part * seconds for part, seconds in zip(parts, one, strict=True))
+
+
+def _edge(
+    costs: Costs, model: Model, layer: Layer, recompute: str, name: str, parts: Parts, moving: float, told: str
+) -> Edge:
+    """The fewest tokens whose computing takes as long as the moving; found by halving."""
+    low, high = 0.0, 1.0  # less than a token is none
+    while _seconds(costs, model, layer, recompute, high, parts) < moving:
+        low, high = high, 2 * high
+    while high - low > max(0.5, 1e-3 * high):
+        middle = (low + high) / 2
+        if _seconds(costs, model, layer, recompute, middle, parts) < moving:
+            low = middle
+        else:
+            high = middle
+    return Edge(name, high, f"{told} = {1e3 * moving:.3g} ms, P = {layer.parameters:.3g}")
+
+
+def _high(model: Model, device: Device, recompute: str, size: float, prefetch: int) -> Edge:
+    """Activations of all tokens are kept; what is computed once more, and the head's logits, is of one sample."""
+    layers = model.layers[:-1] if model.shape else model.layers
+    each = sum(kept(layer, 1, recompute) for layer in layers) / model.context
+    once = max(repeated(layer, 1, recompute) for layer in layers) + sum(
+        layer.kept + layer.shared for layer in model.layers[len(layers) :]
+    )
+    room = device.memory * (1 - MARGIN) - (prefetch + 1) * size - once
+    told = (
+        f"({device.memory / 1e9:g} GB · {1 - MARGIN:g} − {prefetch + 1} · {size / 1e9:.3g} GB of weights − "
+        f"{once / 1e9:.3g} GB of one sample) / {each / 1e3:.3g} kB of activations per token"
+    )
+    return Edge("memory", max(0.0, room) / each, told)
+
+
+class WindowLine(NamedTuple):
+    """Seconds of a layer at so many tokens, for a picture."""
+
+    tokens: float
+    computing: float  # of the forward
+    moving: float  # of its weights
+
+
+def lines(found: Window, points: int = 60) -> list[WindowLine]:
+    """Computing and moving of the largest layer's forward, over tokens around the window."""
+    costs = Costs(Cluster(found.device), best_for(found.device.name, "none"))
+    layer = max(found.model.layers[1:-1] if found.model.shape else found.model.layers, key=lambda one: one.parameters)
+    moving = found.model.weight_bytes * layer.parameters / found.device.host.speed
+    first, last = min(found.low.tokens, found.high.tokens) / 30, max(found.low.tokens, found.high.tokens) * 4
+    first = max(1.0, first)
+    grid = [first * (last / first) ** (n / (points - 1)) for n in range(points)]
+    return [WindowLine(t, _seconds(costs, found.model, layer, found.recompute, t, FORWARD), moving) for t in grid]
