@@ -49,7 +49,7 @@ ALONE = {  # what a room may import of pipeback, where that is less than all tha
     },
     "plan": {
         "distributed", "streaming", "runtime", "stages", "methods", "schedules", "tensors", "notebook", "private",
-        "byte_sizes", "counts",
+        "byte_sizes", "counts", "planner",
     },
 }  # fmt: skip
 INSIDE = {  # the same for a folder in a room, file by file where a room is not meant as a whole

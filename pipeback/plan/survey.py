@@ -70,6 +70,7 @@ class PlanInputs(NamedTuple):
     written: tuple[str, str]  # the budgets, as the user has written them
     device_room: int | None  # bytes that an accelerator has
     bandwidth: Bandwidth
+    assumed: str = ""  # the device that is not here for which the seconds are; "": they are of this machine
 
 
 def survey(holding: HeldStages, setting: Setting, samples: int, *, timed: bool = True) -> PlanInputs:

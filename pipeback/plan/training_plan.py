@@ -146,6 +146,7 @@ def title(plan: Plan) -> str:
     return (
         f"{facts.method!r}: {some}{counted(facts.depth, 'stage')}, weights {WHERE[facts.kind]}{ahead}; "
         f"pushes of {plan.micro_batches} × {facts.samples} {plural('sample', facts.samples)}"
+        f"{f', assumed on {facts.assumed}' if facts.assumed else ''}"
     )
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from pipeback.planner import catalogue
 from pipeback.planner.costs import RECOMPUTE
 from pipeback.planner.estimates import DAY, Job
-from pipeback.planner.memory import MARGIN, Places, likely
+from pipeback.planner.memory import MARGIN, Footprint, likely
 from pipeback.planner.options import STORES, Option
 from pipeback.planner.steps import least
 from pipeback.planner.techniques import Technique
@@ -27,7 +27,7 @@ BATCHES = 2.0  # the most tokens per update that are looked at, in critical batc
 
 
 @dataclass(frozen=True)
-class Asked:
+class Fixed:
     """What the user has fixed; an empty tuple leaves it open. stages: workers of a pipeline. batch: samples."""
 
     stages: tuple[int, ...] = ()
@@ -77,30 +77,30 @@ class Candidate(NamedTuple):
     days: float
     option: Option
     loads: Sequence[StageLoad]
-    places: Places  # of the workers that are most likely the fullest
+    footprint: Footprint  # of the workers that are most likely the fullest
     fits: bool
 
     @property
     def required(self) -> float:
-        return self.places.fullest.total / (1 - MARGIN)
+        return self.footprint.fullest.total / (1 - MARGIN)
 
 
-def candidates(job: Job, techniques: Sequence[Technique], asked: Asked) -> Iterator[Candidate]:
+def candidates(job: Job, techniques: Sequence[Technique], fixed: Fixed) -> Iterator[Candidate]:
     """All that fit, and for each way to cut the model the one of those that do not fit that needs least."""
     count, model = job.cluster.count, job.model
-    for tensor, pipeline in product(_tensors(job, asked), asked.stages or range(1, count + 1)):
+    for tensor, pipeline in product(_tensors(job, fixed), fixed.stages or range(1, count + 1)):
         data, rest = divmod(count, tensor * pipeline)
-        if rest or not data or pipeline > model.blocks or (asked.replicas and data not in asked.replicas):
+        if rest or not data or pipeline > model.blocks or (fixed.replicas and data not in fixed.replicas):
             continue
-        for micro_batch in asked.micro_batch or MICRO_BATCHES:
-            if micro_batch * data > _most_samples(job, asked):
+        for micro_batch in fixed.micro_batch or MICRO_BATCHES:
+            if micro_batch * data > _most_samples(job, fixed):
                 break
-            yield from _of(job, techniques, asked, Option(
+            yield from _of(job, techniques, fixed, Option(
                 techniques[0], data, pipeline, tensor, 1, micro_batch, shard="optimizer" if data > 1 else "none"
             ))  # fmt: skip
 
 
-def _of(job: Job, techniques: Sequence[Technique], asked: Asked, base: Option) -> Iterator[Candidate]:
+def _of(job: Job, techniques: Sequence[Technique], fixed: Fixed, base: Option) -> Iterator[Candidate]:
     """The candidates of one way to share the devices out."""
     known: dict[tuple[int, str, bool], Sequence[StageLoad]] = {}
 
@@ -110,8 +110,8 @@ def _of(job: Job, techniques: Sequence[Technique], asked: Asked, base: Option) -
             known[key] = loads(option, job.model, job.costs(option))
         return known[key]
 
-    ways = _recompute(job, asked)
-    for option in _methods(job, techniques, asked, base):
+    ways = _recompute(job, fixed)
+    for option in _methods(job, techniques, fixed, base):
         for way in ways:
             tried = replace(option, recompute=way)
             some = loaded(tried)
@@ -123,64 +123,64 @@ def _of(job: Job, techniques: Sequence[Technique], asked: Asked, base: Option) -
                 break
 
 
-def _methods(job: Job, techniques: Sequence[Technique], asked: Asked, base: Option) -> Iterator[Option]:
+def _methods(job: Job, techniques: Sequence[Technique], fixed: Fixed, base: Option) -> Iterator[Option]:
     """Every method, number of micro-batches, chunks and store."""
     for technique in techniques:
         mine = replace(base, technique=technique)
         if base.pipeline == 1:
             if technique is not techniques[0]:
                 continue  # without a pipeline, all methods are the same
-            for m in _micro_batches(job, asked, mine):
+            for m in _micro_batches(job, fixed, mine):
                 plain = replace(mine, micro_batches=m)
-                for store in asked.stores:
+                for store in fixed.stores:
                     yield plain if store == "device" else replace(plain, store=store)
-                if base.data > 1 and "device" in asked.stores:
+                if base.data > 1 and "device" in fixed.stores:
                     yield replace(plain, shard="all")
             continue
-        if "device" not in asked.stores or (technique.slack == 0 and technique.flows):
+        if "device" not in fixed.stores or (technique.slack == 0 and technique.flows):
             continue
         chunks = (
             [v for v in CHUNKS if not job.model.blocks % (v * base.pipeline)]
             if technique.order == "interleaved"
             else [1]
         )
-        for v, m in product(chunks, _micro_batches(job, asked, mine)):
+        for v, m in product(chunks, _micro_batches(job, fixed, mine)):
             if technique.order != "interleaved" or not m % base.pipeline:
                 yield replace(mine, chunks=v, micro_batches=m)
 
 
-def _micro_batches(job: Job, asked: Asked, option: Option) -> list[int]:
+def _micro_batches(job: Job, fixed: Fixed, option: Option) -> list[int]:
     """The numbers of micro-batches per update that are worth a look."""
     technique, each = option.technique, option.micro_batch * option.data
     if technique.updates_each and option.pipeline > 1:
         return [1]
     least_many = technique.slack * (option.pipeline - 1) + 1 if technique.group else 1
-    if asked.batch:
-        many, rest = divmod(asked.batch, each)
+    if fixed.batch:
+        many, rest = divmod(fixed.batch, each)
         return [many] if not rest and many >= least_many else []
     found, m = [], 1
-    while m * each <= _most_samples(job, asked):
+    while m * each <= _most_samples(job, fixed):
         if m >= least_many:
             found.append(m)
         m *= 2
     return found
 
 
-def _most_samples(job: Job, asked: Asked) -> float:
-    return asked.batch or max(1.0, BATCHES * job.loss.critical_batch / job.model.context)
+def _most_samples(job: Job, fixed: Fixed) -> float:
+    return fixed.batch or max(1.0, BATCHES * job.loss.critical_batch / job.model.context)
 
 
-def _tensors(job: Job, asked: Asked) -> list[int]:
+def _tensors(job: Job, fixed: Fixed) -> list[int]:
     """Devices that share a layer: within a node, and divisors of the heads."""
-    if asked.tensor:
-        return list(asked.tensor)
+    if fixed.tensor:
+        return list(fixed.tensor)
     most = min(job.cluster.device.per_node, job.cluster.count, max(1, job.model.heads))
     return [t for t in (1, 2, 4, 8, 16) if t <= most and (t == 1 or not job.model.heads % t)]
 
 
-def _recompute(job: Job, asked: Asked) -> list[str]:
-    if asked.recompute:
-        return [way for way in RECOMPUTE if way in asked.recompute]
+def _recompute(job: Job, fixed: Fixed) -> list[str]:
+    if fixed.recompute:
+        return [way for way in RECOMPUTE if way in fixed.recompute]
     scores = any(layer.scores for layer in job.model.layers)
     return [way for way in RECOMPUTE if way != "selective" or scores]
 

@@ -11,7 +11,7 @@ from pipeback.planner.costs import Costs
 from pipeback.planner.explain import text
 from pipeback.planner.hardware import Cluster
 from pipeback.planner.loss import Loss, Slow
-from pipeback.planner.memory import MARGIN, NAMES, Places, places
+from pipeback.planner.memory import MARGIN, NAMES, Footprint, footprint
 from pipeback.planner.models import Model
 from pipeback.planner.options import Option
 from pipeback.planner.precisions import Precision
@@ -49,7 +49,7 @@ class Estimate(NamedTuple):
     job: Job
     option: Option
     loads: Sequence[StageLoad]
-    places: Places
+    footprint: Footprint
     step: StepTime
     slow: Slow
 
@@ -111,12 +111,12 @@ class Estimate(NamedTuple):
     @property
     def required(self) -> float:
         """Bytes of device memory that it needs, with what the allocator takes beside."""
-        return self.places.fullest.total / (1 - MARGIN)
+        return self.footprint.fullest.total / (1 - MARGIN)
 
     @property
     def fits(self) -> bool:
         device = self.job.cluster.device
-        return self.required <= device.memory and self.places.host <= device.host_memory
+        return self.required <= device.memory and self.footprint.host <= device.host_memory
 
     @property
     def losses(self) -> dict[str, float]:
@@ -171,7 +171,7 @@ class Estimate(NamedTuple):
 
     def memory(self) -> list[dict[str, float]]:
         """Bytes of every worker's device by kind; those of other replicas and of shared layers are alike."""
-        return [dict(zip(NAMES, some, strict=True)) for some in self.places.devices]
+        return [dict(zip(NAMES, some, strict=True)) for some in self.footprint.devices]
 
     def explain(self) -> str:
         """Every number with its formula and its inputs."""
@@ -186,11 +186,11 @@ def estimate(job: Job, option: Option) -> Estimate:
     """Everything about an option. Raises ValueError where its numbers contradict each other."""
     option.check(job.model, job.cluster)
     some = loads(option, job.model, job.costs(option))
-    return complete(job, option, some, places(option, some, job.precision))
+    return complete(job, option, some, footprint(option, some, job.precision))
 
 
-def complete(job: Job, option: Option, some: Sequence[StageLoad], there: Places) -> Estimate:
-    """The same, where loads and places are known."""
+def complete(job: Job, option: Option, some: Sequence[StageLoad], there: Footprint) -> Estimate:
+    """The same, where loads and footprint are known."""
     slow = job.loss.delay(option.technique, option.stages, job.optimizer, option.batch)
     taken = step(option, some, job.model, job.costs(option), job.precision)
     return Estimate(job, option, some, there, taken, slow)

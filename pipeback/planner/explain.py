@@ -113,8 +113,8 @@ def _step(one: Any) -> Iterator[Line]:
 
 def _memory(one: Any) -> Iterator[Line]:
     option, numbers = one.option, one.job.precision
-    worker = max(range(len(one.places.devices)), key=lambda n: one.places.devices[n].total)
-    load, full = one.loads[min(worker, len(one.loads) - 1)], one.places.devices[worker]
+    worker = max(range(len(one.footprint.devices)), key=lambda n: one.footprint.devices[n].total)
+    load, full = one.loads[min(worker, len(one.loads) - 1)], one.footprint.devices[worker]
     part = f"memory of the fullest device, of worker {worker} (planner/memory.py)"
     told = f"P on the device {large(load.parameters)}"
     flying = one.routine.in_flight(worker) if not option.streams else option.micro_batches
@@ -134,7 +134,7 @@ def _memory(one: Any) -> Iterator[Line]:
             yield Line(part, name, f"{gigabytes(size)} GB", formula, of)
     yield Line(part, "required", f"{gigabytes(one.required)} GB", f"sum/(1 − {MARGIN:g}), the allocator's margin",
                f"{one.job.cluster.device.name} has {gigabytes(one.job.cluster.device.memory)} GB")  # fmt: skip
-    for name, size in (("host", one.places.host), ("disk", one.places.disk)):
+    for name, size in (("host", one.footprint.host), ("disk", one.footprint.disk)):
         if size:
             yield Line(
                 part, f"{name}, per device", f"{gigabytes(size)} GB", "what is not on the device, and its optimizer"

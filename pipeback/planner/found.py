@@ -127,7 +127,7 @@ DAGGER = "†"
 
 def row(n: int, one: Estimate) -> tuple[str, ...]:
     """An option as a row of the table."""
-    option, full = one.option, one.places.fullest.total
+    option, full = one.option, one.footprint.fullest.total
     chunks = f", {option.chunks} chunks" if option.chunks > 1 else ""
     return (
         f"{n}{DAGGER if one.marks else ''}",
@@ -141,8 +141,8 @@ def row(n: int, one: Estimate) -> tuple[str, ...]:
         f"{100 * one.waiting:.1f}",
         f"{100 * one.mfu:.1f}",
         gigabytes(full),
-        gigabytes(one.places.host) if one.places.host else "",
-        gigabytes(one.places.disk) if one.places.disk else "",
+        gigabytes(one.footprint.host) if one.footprint.host else "",
+        gigabytes(one.footprint.disk) if one.footprint.disk else "",
         str(option.delay),
         f"{one.slow.factor:.2f}",
         days(one.days * 86_400),
@@ -161,8 +161,8 @@ def plain(one: Estimate) -> dict[str, Any]:
         "seconds_per_update": one.step.seconds, "tokens_per_second": one.throughput, "seconds": one.step._asdict(),
         "bubble": one.bubble, "waiting": one.waiting, "mfu": one.mfu,
         "memory": one.memory(),
-        "device_bytes": one.places.fullest.total, "required": one.required, "fits": one.fits,
-        "host_bytes": one.places.host, "disk_bytes": one.places.disk,
+        "device_bytes": one.footprint.fullest.total, "required": one.required, "fits": one.fits,
+        "host_bytes": one.footprint.host, "disk_bytes": one.footprint.disk,
         "slow": one.slow._asdict(), "batch_factor": one.batch_factor, "days_of_tokens": one.plain_days,
         "days": one.days, "device_days": one.device_days, "cost": one.cost or None, "binds": one.binds,
         "shares": one.losses, "outside_validated_range": one.marks,

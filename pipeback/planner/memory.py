@@ -46,7 +46,7 @@ class DeviceBytes(NamedTuple):
 NAMES = ("weights", "older versions", "gradients", "optimizer", "method state", "activations", "buffers")
 
 
-class Places(NamedTuple):
+class Footprint(NamedTuple):
     """Where the bytes of an option are."""
 
     devices: list[DeviceBytes]  # per worker of a pipeline
@@ -58,21 +58,21 @@ class Places(NamedTuple):
         return max(self.devices, key=lambda some: some.total)
 
 
-def places(option: Option, loads: Sequence[StageLoad], precision: Precision) -> Places:
+def footprint(option: Option, loads: Sequence[StageLoad], precision: Precision) -> Footprint:
     """The bytes of an option."""
     if option.streams:
         return _streamed(option, loads[0], precision)
     return _piped(option, loads, precision, range(option.pipeline))
 
 
-def likely(option: Option, loads: Sequence[StageLoad], precision: Precision) -> Places:
+def likely(option: Option, loads: Sequence[StageLoad], precision: Precision) -> Footprint:
     """The bytes of the workers that are most likely the fullest: those at the ends, and beside the first."""
     if option.streams:
         return _streamed(option, loads[0], precision)
     return _piped(option, loads, precision, sorted({0, min(1, option.pipeline - 1), option.pipeline - 1}))
 
 
-def _piped(option: Option, loads: Sequence[StageLoad], precision: Precision, workers: Iterable[int]) -> Places:
+def _piped(option: Option, loads: Sequence[StageLoad], precision: Precision, workers: Iterable[int]) -> Footprint:
     technique, p = option.technique, option.pipeline
     # a pipeline that is never drained is filled by so many micro-batches
     enough = technique.slack * p + 1 if technique.updates_each else option.micro_batches
@@ -93,10 +93,10 @@ def _piped(option: Option, loads: Sequence[StageLoad], precision: Precision, wor
                 activations=flying * sum(load.kept for load in mine) / len(mine) + max(load.again for load in mine),
             )
         )
-    return Places(found)
+    return Footprint(found)
 
 
-def _streamed(option: Option, load: StageLoad, precision: Precision) -> Places:
+def _streamed(option: Option, load: StageLoad, precision: Precision) -> Footprint:
     """The weights of a few layers are on the device, and the activations of all."""
     most = max(layer.parameters for layer, _ in load.runs) / option.tensor
     parameters = load.parameters
@@ -114,10 +114,10 @@ def _streamed(option: Option, load: StageLoad, precision: Precision) -> Places:
             weights=own * precision.weights, gradients=slots.gradients + own * precision.gradients,
             optimizer=states / option.data,
         )  # fmt: skip
-        return Places([everything])
+        return Footprint([everything])
     share = option.data if option.shard != "none" else 1
     if option.store == "host":
-        return Places([slots], parameters * (precision.weights + precision.gradients) + states / share)
+        return Footprint([slots], parameters * (precision.weights + precision.gradients) + states / share)
     # two versions are on disk, the last and the one that is written; a few layers are open in host memory
     few = (option.prefetch + 1) * most * precision.total
-    return Places([slots], few, 2 * (parameters * precision.weights + states / share))
+    return Footprint([slots], few, 2 * (parameters * precision.weights + states / share))

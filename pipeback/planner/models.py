@@ -8,9 +8,10 @@ Model.measured(pipe.breakdown(x, y), samples=8)
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate, groupby
+from math import inf
 from typing import Any, Protocol
 
 from pipeback.planner import catalogue
@@ -33,6 +34,10 @@ class MeasuredStage(Protocol):
     def seconds(self) -> float: ...
     @property
     def activations(self) -> int: ...
+    @property
+    def input(self) -> int: ...
+    @property
+    def output(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -87,24 +92,28 @@ class Model:
 
     @classmethod
     def measured(
-        cls, stages: Iterable[MeasuredStage], samples: int, *, name: str = "your model", weight_bytes: int = 4,
-        context: int = 1, outputs: Sequence[float] = (),
-    ) -> Model:  # fmt: skip
+        cls, stages: Iterable[MeasuredStage], samples: int, *, name: str = "your model", weight_bytes: int = 4
+    ) -> Model:
         """From the rows of `pipe.breakdown(x, y)`, of a micro-batch of so many samples.
 
-        outputs: bytes from each stage to the next per micro-batch; messages take no time where they are not known.
+        Its context is how often a weight is used per sample, on average: FLOP/(2·parameters).
         """
         rows = list(stages)
-        sizes = [size / samples for size in outputs] or [0.0] * len(rows)
+        flops, parameters = (sum(map(float, some)) for some in zip(*((r.forward_flops, r.parameters) for r in rows)))
+        context = max(1, round(flops / (2 * parameters * samples))) if parameters else 1
         layers = [
             Layer(
                 row.name, float(row.parameters), row.forward_flops / samples, kept=row.activations / samples,
-                entry=sizes[n - 1] if n else 0.0, output=sizes[n], modules=1,
+                entry=row.input / samples, output=row.output / samples, width=inf,
                 seconds=(row.seconds / 3 / samples, 2 * row.seconds / 3 / samples),
             )
-            for n, row in enumerate(rows)
+            for row in rows
         ]  # fmt: skip
         return cls(name, tuple(layers), context, weight_bytes=weight_bytes, source="measured on a pipeline")
+
+    def elsewhere(self) -> Model:
+        """The same layers without the seconds that were measured, for another device."""
+        return replace(self, layers=tuple(layer._replace(seconds=None) for layer in self.layers))
 
     @cached_property
     def parameters(self) -> float:

@@ -8,21 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipeback.planner.candidates import Asked, Candidate, candidates
+from pipeback.planner.candidates import Fixed, Candidate, candidates
 from pipeback.planner.estimates import Estimate, Job, complete
 from pipeback.planner.found import Found
-from pipeback.planner.memory import places
+from pipeback.planner.memory import footprint
 from pipeback.planner.options import Option
 from pipeback.planner.techniques import Technique
 
 EACH = 3  # options of a method that are ranked
 
 
-def ranked(job: Job, techniques: Sequence[Technique], asked: Asked) -> Found:
+def ranked(job: Job, techniques: Sequence[Technique], fixed: Fixed) -> Found:
     """All that fit, best first; it is empty if nothing does."""
     by_method: dict[str, list[Candidate]] = {}
     refused: dict[str, Candidate] = {}
-    for one in candidates(job, techniques, asked):
+    for one in candidates(job, techniques, fixed):
         name = one.option.technique.name
         if one.fits:
             by_method.setdefault(name, []).append(one)
@@ -39,7 +39,7 @@ def _best(job: Job, some: Sequence[Candidate]) -> list[Estimate]:
     for one in sorted(some, key=lambda one: one.days):
         if len(found) == EACH and one.days >= found[-1].days:
             break
-        whole = complete(job, one.option, one.loads, one.places)
+        whole = complete(job, one.option, one.loads, one.footprint)
         alike = [other for other in found if _way(other.option) == _way(whole.option)]
         if not alike or whole.days < alike[0].days:
             found = sorted([other for other in found if other not in alike] + [whole], key=lambda one: one.days)[:EACH]
@@ -52,4 +52,4 @@ def _way(option: Option) -> tuple[object, ...]:
 
 def _whole(job: Job, one: Candidate | Estimate) -> Estimate:
     """With the bytes of all workers, where only those that are likely the fullest were looked at."""
-    return complete(job, one.option, one.loads, places(one.option, one.loads, job.precision))
+    return complete(job, one.option, one.loads, footprint(one.option, one.loads, job.precision))

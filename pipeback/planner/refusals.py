@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from pipeback.planner import catalogue
-from pipeback.planner.candidates import Asked
+from pipeback.planner.candidates import Fixed
 from pipeback.planner.estimates import Estimate, Job
 from pipeback.planner.found import Found
 from pipeback.planner.hardware import Cluster, device
@@ -25,19 +25,19 @@ class NothingFits(ValueError):
         self.required = required
 
 
-def nothing_fits(job: Job, techniques: Sequence[Technique], asked: Asked, found: Found) -> NothingFits:
+def nothing_fits(job: Job, techniques: Sequence[Technique], fixed: Fixed, found: Found) -> NothingFits:
     """What to raise where a search has found nothing."""
     if not found.refused:
         return NothingFits(
-            f"no way to share {job.cluster} out agrees with what is fixed ({asked.told or 'nothing'}); "
+            f"no way to share {job.cluster} out agrees with what is fixed ({fixed.told or 'nothing'}); "
             "leave batch=, stages=, replicas= or micro_batch= open, or give other devices="
         )
     nearest = min(found.refused, key=lambda one: one.required)
-    here, full = job.cluster.device, nearest.places.fullest
+    here, full = job.cluster.device, nearest.footprint.fullest
     most, size = max(zip(full, full._fields), key=lambda pair: pair[0])
-    cures = [f"devices={one.job.cluster}" for one in _elsewhere(job, techniques, asked)]
-    if asked.stores == ("device",):
-        stores = replace(asked, stores=("host", "disk"))
+    cures = [f"devices={one.job.cluster}" for one in _elsewhere(job, techniques, fixed)]
+    if fixed.stores == ("device",):
+        stores = replace(fixed, stores=("host", "disk"))
         cures += [f"store={one.option.store}" for one in ranked(job, techniques, stores)][:1]
     return NothingFits(
         f"{job.model.name} does not fit on {job.cluster}: {_told(nearest)} needs least, "
@@ -54,18 +54,18 @@ def _told(one: Estimate) -> str:
     return f"{one.title} ({ways}, recompute={option.recompute})"
 
 
-def _elsewhere(job: Job, techniques: Sequence[Technique], asked: Asked) -> Iterator[Estimate]:
+def _elsewhere(job: Job, techniques: Sequence[Technique], fixed: Fixed) -> Iterator[Estimate]:
     """The fewest more devices of this kind, and as many of the kind with the least memory that suffices."""
     number = job.cluster.count
     while number < MOST:
         number *= 2
-        if found := ranked(replace(job, cluster=job.cluster.of(number)), techniques, asked):
+        if found := ranked(replace(job, cluster=job.cluster.of(number)), techniques, fixed):
             yield found.best
             break
     others = sorted((device(name) for name in catalogue.table("devices")), key=lambda one: one.memory)
     for other in others:
         there = Cluster(other, job.cluster.count)
         larger = other.memory > job.cluster.device.memory
-        if larger and (found := ranked(replace(job, cluster=there), techniques, asked)):
+        if larger and (found := ranked(replace(job, cluster=there), techniques, fixed)):
             yield found.best
             break

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from pipeback.planner.candidates import Asked
+from pipeback.planner.candidates import Fixed
 from pipeback.planner.constants import Constants
 from pipeback.planner.estimates import Job
 from pipeback.planner.found import Found
@@ -23,7 +23,7 @@ from pipeback.planner.ranking import ranked
 from pipeback.planner.refusals import MOST, NothingFits, nothing_fits
 from pipeback.planner.techniques import Technique, names, technique
 
-TOKENS = 20  # per parameter, if nothing is asked: Hoffmann et al., arXiv 2203.15556
+TOKENS = 20  # per parameter, if none are given: Hoffmann et al., arXiv 2203.15556
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Question:
     optimizer: str = "adamw"
     numbers: str = "mixed"
     target: Loss = field(default_factory=Loss)
-    asked: Asked = field(default_factory=Asked)
+    fixed: Fixed = field(default_factory=Fixed)
     using: Constants | None = None
     price: float = 0.0
 
@@ -49,16 +49,16 @@ class Question:
     def answer(self, cluster: Cluster) -> Found:
         """Raises ValueError for what contradicts itself; and where nothing fits, with the nearest that does."""
         job = self.job(cluster)
-        self.asked.check(job)
-        found = ranked(job, self.techniques, self.asked)
+        self.fixed.check(job)
+        found = ranked(job, self.techniques, self.fixed)
         if not found:
-            raise nothing_fits(job, self.techniques, self.asked, found)
+            raise nothing_fits(job, self.techniques, self.fixed, found)
         found.again = self.best
         return found
 
     def best(self, cluster: Cluster) -> Found | None:
         """The same; None where nothing fits."""
-        found = ranked(self.job(cluster), self.techniques, self.asked)
+        found = ranked(self.job(cluster), self.techniques, self.fixed)
         found.again = self.best
         return found or None
 
@@ -71,7 +71,7 @@ def question(
     optimizer: str = "adamw",
     numbers: str = "mixed",
     target: Loss | None = None,
-    asked: Asked | None = None,
+    fixed: Fixed | None = None,
     using: Constants | None = None,
     price: float = 0.0,
 ) -> Question:
@@ -79,7 +79,7 @@ def question(
     model = Model.named(model) if isinstance(model, str) else model
     wanted = TOKENS * model.parameters if tokens is None else count("tokens", tokens)
     some = tuple(_techniques(methods, optimizer))
-    return Question(model, wanted, some, optimizer, numbers, target or Loss(), asked or Asked(), using, price)
+    return Question(model, wanted, some, optimizer, numbers, target or Loss(), fixed or Fixed(), using, price)
 
 
 def search(
@@ -91,7 +91,7 @@ def search(
     optimizer: str = "adamw",
     numbers: str = "mixed",
     target: Loss | None = None,
-    asked: Asked | None = None,
+    fixed: Fixed | None = None,
     using: Constants | None = None,
     price: float = 0.0,
     link: str | float | None = None,
@@ -100,12 +100,12 @@ def search(
     """The options for a model on a cluster, best first.
 
     tokens: to train on; None: 20 per parameter. methods: names, or "all". optimizer: adamw or sgd (with momentum).
-    numbers: "mixed" or "float" precision. target: what delays and batches cost. asked: what is fixed.
+    numbers: "mixed" or "float" precision. target: what delays and batches cost. fixed: what is fixed.
     using: constants of the cost model; None: the catalogue's. price: of a device per hour. link, host: as `devices`.
     Raises ValueError for what contradicts itself; and where nothing fits, with the nearest that does.
     """
     asking = question(
-        model, tokens=tokens, methods=methods, optimizer=optimizer, numbers=numbers, target=target, asked=asked,
+        model, tokens=tokens, methods=methods, optimizer=optimizer, numbers=numbers, target=target, fixed=fixed,
         using=using, price=price,
     )  # fmt: skip
     return asking.answer(devices(on, link=link, host=host))

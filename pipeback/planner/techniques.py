@@ -13,7 +13,7 @@ from pipeback.planner import catalogue
 from pipeback.planner.routines import Routine, routine
 
 
-class Known(NamedTuple):
+class DelayPrice(NamedTuple):
     """What a source says of the price of delays: kappa per update of effective delay."""
 
     kappa: float
@@ -35,7 +35,7 @@ class Technique:
     copies: int | str = 1  # of the weights, the newest included; "stash": one per update of delay, and one
     state: float = 0.0  # in copies of the weights
     needs: tuple[str, ...] = ()  # optimizers; empty: any
-    slow: tuple[Known, ...] = ()
+    slow: tuple[DelayPrice, ...] = ()
 
     @property
     def flows(self) -> bool:
@@ -75,13 +75,13 @@ def technique(name: str) -> Technique:
     return Technique(
         key, entry.get("title", key), entry["routine"], entry.get("slack", 0), entry.get("group", False),
         entry.get("copies", 1), float(entry.get("state", 0)), tuple(entry.get("needs", ())),
-        tuple(Known(**known) for known in entry.get("slow", ())),
+        tuple(DelayPrice(**known) for known in entry.get("slow", ())),
     )  # fmt: skip
 
 
-def assumed() -> Known:
+def assumed() -> DelayPrice:
     """What is assumed of the price of delays where nothing is known."""
-    return Known(**catalogue.defaults("methods")["slow"])
+    return DelayPrice(**catalogue.defaults("methods")["slow"])
 
 
 def names() -> list[str]:

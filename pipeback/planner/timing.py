@@ -65,7 +65,7 @@ def repeated(layer: Layer, tensor: int, recompute: str) -> float:
     part = layer.on(tensor, sequence=recompute == "selective")
     if recompute == "none":
         return 0.0
-    return part.scores + (part.kept + part.shared if recompute == "full" else 0.0)
+    return part.scores + (max(0.0, part.kept + part.shared - part.entry) if recompute == "full" else 0.0)
 
 
 def times(option: Option, some: Sequence[StageLoad], costs: Costs) -> list[StageTimes]:

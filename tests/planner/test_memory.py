@@ -7,7 +7,7 @@ import pytest
 from pipeback.planner import Model, devices
 from pipeback.planner.constants import constants
 from pipeback.planner.costs import Costs
-from pipeback.planner.memory import places
+from pipeback.planner.memory import footprint
 from pipeback.planner.options import Option
 from pipeback.planner.precisions import precision
 from pipeback.planner.techniques import technique
@@ -19,7 +19,7 @@ COSTS = Costs(devices("16xA100"), constants())
 
 def of(method, numbers="mixed", **more):
     option = Option(technique(method), **{"pipeline": 4, "micro_batches": 8, **more})
-    return places(option, loads(option, MODEL, COSTS), precision(numbers))
+    return footprint(option, loads(option, MODEL, COSTS), precision(numbers))
 
 
 @pytest.mark.parametrize("numbers, each", [("mixed", 18), ("float", 16)])

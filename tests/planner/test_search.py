@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from pipeback.planner import Loss, Model, devices, search
-from pipeback.planner.candidates import Asked, candidates
+from pipeback.planner.candidates import Fixed, candidates
 from pipeback.planner.estimates import estimate
 from pipeback.planner.hardware import device
 from pipeback.planner.options import Option
@@ -21,7 +21,7 @@ SMALL = Model.gpt(8, 1024, 16, context=512)
 
 @pytest.fixture(scope="module")
 def found():
-    return search("gpt:13b", "64xA100", tokens=300e9, asked=Asked(stores=("device", "host", "disk")))
+    return search("gpt:13b", "64xA100", tokens=300e9, fixed=Fixed(stores=("device", "host", "disk")))
 
 
 def test_options_are_ranked_by_the_days_to_the_target(found):
@@ -39,7 +39,7 @@ def test_no_option_is_better_than_the_best():
     for methods in ("one_f_one_b", "zb_h1", "pipedream_2bw", "interleaved"):
         asking = question(SMALL, tokens=1e9, methods=methods)
         job = asking.job(devices("8xA100"))
-        every = [one for one in candidates(job, asking.techniques, asking.asked) if one.fits]
+        every = [one for one in candidates(job, asking.techniques, asking.fixed) if one.fits]
         days = [estimate(job, one.option).days for one in every]
         assert all(one.days <= exact * (1 + 1e-9) for one, exact in zip(every, days, strict=True))
         assert asking.answer(devices("8xA100")).best.days == pytest.approx(min(days))
@@ -48,13 +48,13 @@ def test_no_option_is_better_than_the_best():
 def test_a_thousand_devices_under_two_seconds():
     """Of CPU time, so that what else the machine does is left out; it takes about half a second."""
     begin = time.process_time()
-    found = search("gpt:175b", "1024xA100", tokens=300e9, asked=Asked(stores=("device", "host", "disk")))
+    found = search("gpt:175b", "1024xA100", tokens=300e9, fixed=Fixed(stores=("device", "host", "disk")))
     assert time.process_time() - begin < 2 and len(found) > 20
 
 
 def test_what_is_fixed_is_kept(found):
-    asked = Asked(stages=(4,), tensor=(2,), replicas=(8,), micro_batch=(2,), batch=128, recompute=("full",))
-    for one in search("gpt:13b", "64xA100", asked=asked, methods="one_f_one_b,zb_h1"):
+    fixed = Fixed(stages=(4,), tensor=(2,), replicas=(8,), micro_batch=(2,), batch=128, recompute=("full",))
+    for one in search("gpt:13b", "64xA100", fixed=fixed, methods="one_f_one_b,zb_h1"):
         option = one.option
         assert (option.pipeline, option.tensor, option.data, option.micro_batch) == (4, 2, 8, 2)
         assert option.batch == 128 and option.recompute == "full"
@@ -63,15 +63,15 @@ def test_what_is_fixed_is_kept(found):
 def test_delays_and_batches_have_a_price():
     free = Loss(critical_batch=1e12, slow={"pb": 0.0, "pipedream": 0.0})
     dear = Loss(critical_batch=1e12, slow={"pb": 1.0, "pipedream": 0.0})
-    asked = Asked(stages=(8,), tensor=(1,), micro_batch=(4,))
+    fixed = Fixed(stages=(8,), tensor=(1,), micro_batch=(4,))
     one, other = (
-        search(SMALL, "8xA100", methods="pb,pipedream", target=target, asked=asked) for target in (free, dear)
+        search(SMALL, "8xA100", methods="pb,pipedream", target=target, fixed=fixed) for target in (free, dear)
     )
     days = [{one.title: one.days for one in each} for each in (one, other)]
     assert days[0]["pb"] == pytest.approx(days[1]["pb"] / (1 + 1.0 * (sum((2 * n) ** 2 for n in range(8)) / 8) ** 0.5))
     assert days[0]["pipedream"] == days[1]["pipedream"]
     assert next(one for one in other if one.title == "pb").binds == "delay"
-    small = search(SMALL, "8xA100", methods="gpipe", target=Loss(critical_batch=1e3), asked=Asked(stages=(8,)))
+    small = search(SMALL, "8xA100", methods="gpipe", target=Loss(critical_batch=1e3), fixed=Fixed(stages=(8,)))
     assert small.best.batch_factor > 1.5 and small.best.binds in ("batch", "bubble")
 
 
@@ -136,15 +136,15 @@ def test_how_many_devices_for_so_many_days():
     with pytest.raises(ValueError, match=r"gpt:13b takes .* at least, on .*; give in="):
         within(asking, device("A100"), 3600)
     with pytest.raises(NothingFits, match="fits on no number of RTX4090; give devices= with more memory"):
-        within(question("gpt:175b", methods="gpipe", asked=Asked(stages=(1,), tensor=(1,))), device("RTX4090"), 1e9)
+        within(question("gpt:175b", methods="gpipe", fixed=Fixed(stages=(1,), tensor=(1,))), device("RTX4090"), 1e9)
 
 
 @pytest.mark.parametrize("model, on, more, says", [
-    ("gpt:13b", "8xA100", dict(asked=Asked(stages=(50,))), "stages=50 are more than the 40 layers of gpt:13b; give stages=40"),
-    ("gpt:13b", "8xA100", dict(asked=Asked(tensor=(3,))), "tensor=3 does not divide heads=40; give tensor=2"),
-    ("gpt:13b", "8xA100", dict(asked=Asked(stages=(4,), tensor=(4,))), "stages=4 tensor=4 are 16 devices, but there are 8"),
-    ("gpt:13b", "8xA100", dict(asked=Asked(batch=7, stages=(1,), tensor=(1,))), "no way to share 8xA100 out agrees with"),
-    ("gpt:13b", "8xA100", dict(asked=Asked(stores=("disc",))), "there is no store 'disc'; did you mean 'disk'?"),
+    ("gpt:13b", "8xA100", dict(fixed=Fixed(stages=(50,))), "stages=50 are more than the 40 layers of gpt:13b; give stages=40"),
+    ("gpt:13b", "8xA100", dict(fixed=Fixed(tensor=(3,))), "tensor=3 does not divide heads=40; give tensor=2"),
+    ("gpt:13b", "8xA100", dict(fixed=Fixed(stages=(4,), tensor=(4,))), "stages=4 tensor=4 are 16 devices, but there are 8"),
+    ("gpt:13b", "8xA100", dict(fixed=Fixed(batch=7, stages=(1,), tensor=(1,))), "no way to share 8xA100 out agrees with"),
+    ("gpt:13b", "8xA100", dict(fixed=Fixed(stores=("disc",))), "there is no store 'disc'; did you mean 'disk'?"),
     ("gpt:13b", "8xA100", dict(methods="cerebras"), "method=cerebras is written for sgd; give optimizer=sgd"),
     ("gpt:13b", "8xA100", dict(optimizer="adamx"), "there is no optimizer 'adamx'; did you mean 'adam'?"),
     ("gpt:13b", "8xA100", dict(numbers="double"), "there is no precision 'double'"),
@@ -191,7 +191,7 @@ def test_what_fits_nowhere_says_what_does():
         if name == "devices":
             assert search("gpt:175b", value).best.fits
         else:
-            assert search("gpt:175b", "8xA100", asked=Asked(stores=(value,))).best.fits
+            assert search("gpt:175b", "8xA100", fixed=Fixed(stores=(value,))).best.fits
 
 
 def test_refused_methods_say_what_they_need():
