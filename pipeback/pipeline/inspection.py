@@ -109,9 +109,7 @@ class Inspection:
         read, written = store.moved if isinstance(store, DiskStore) else (0, 0)
         return found._replace(read=read, written=written)
 
-    def plan(
-        self, x: Value, y: Any, pushes: int | None, expected: int, device: str | Device | None
-    ) -> pipeback.Plan:
+    def plan(self, x: Value, y: Any, pushes: int | None, expected: int, device: str | Device | None) -> pipeback.Plan:
         """As `Pipeline.plan`."""
         from pipeback.plan.survey import survey  # here, since the import of Pipeline need not wait for it
         from pipeback.plan.training_plan import plan

@@ -325,7 +325,7 @@ class Pipeline(Lifetime):
 
         x, y: a push, which is rehearsed and not trained on; None: like the last one. expected: micro-batches until the
         next `step`, if the loss is computed outside. pushes: how many to average over; None: the steady state. device:
-        "H100", one of the planner's that is not here. Over processes it is about this rank; all make the first together.
+        "H100", one of the planner's that is not here. Over processes it is about this rank; all make the first one.
         """
         return self._inspection.plan(x, y, pushes, expected, device)
 

@@ -16,6 +16,8 @@ HEAD = (
     "MFU %", "GB device", "GB host", "GB disk", "D", "slow", "to target", "device-days", "binds",
 )  # fmt: skip
 WORDS = (1, 2, 3, 4, 5, 17)  # the columns that are no numbers
+ALWAYS = 5  # the columns that are always shown
+NOTHING = {"", "0.0", "0", "1.00", "device"}
 
 
 class Point(NamedTuple):
@@ -73,6 +75,11 @@ class Found(Sequence[Estimate]):
         """The cells below `HEAD`."""
         return [row(n, one) for n, one in enumerate(self.ranked[:most], start=1)]
 
+    def columns(self, most: int | None = None) -> list[int]:
+        """The columns that say something: not the same nothing in every row."""
+        rows = self.rows(most)
+        return [n for n in range(len(HEAD)) if n < ALWAYS or {row[n] for row in rows} - NOTHING]
+
     @property
     def notes(self) -> list[str]:
         """What the numbers rest on, and what does not fit."""
@@ -95,12 +102,11 @@ class Found(Sequence[Estimate]):
     def table(self, most: int | None = 20) -> str:
         """The ranked options as text."""
         lines = [HEAD, *self.rows(most)]
-        wide = [max(len(line[n]) for line in lines) for n in range(len(HEAD))]
+        wide = {n: max(len(line[n]) for line in lines) for n in self.columns(most)}
         return "\n".join(
-            "  ".join(cell.ljust(w) if n in WORDS else cell.rjust(w) for n, (cell, w) in enumerate(zip(line, wide)))
-            .rstrip()
+            "  ".join(line[n].ljust(w) if n in WORDS else line[n].rjust(w) for n, w in wide.items()).rstrip()
             for line in lines
-        )  # fmt: skip
+        )
 
     def __str__(self) -> str:
         return "\n".join([self.title, self.table(), *self.notes])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipeback.planner.candidates import Fixed, Candidate, candidates
+from pipeback.planner.candidates import Candidate, Fixed, candidates
 from pipeback.planner.estimates import Estimate, Job, complete
 from pipeback.planner.found import Found
 from pipeback.planner.memory import footprint

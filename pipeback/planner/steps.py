@@ -39,10 +39,10 @@ def step(option: Option, loads: Sequence[StageLoad], model: Model, costs: Costs,
 
 
 def least(option: Option, loads: Sequence[StageLoad], model: Model, costs: Costs, precision: Precision) -> float:
-    """Seconds that an update takes at least: the most of any worker's
+    """Seconds that an update takes at least.
 
-    operations, begun when a forward has passed the workers before it, and
-    of a flush: forwards and backwards, between a forward and a backward through the workers before it, and their update.
+    A worker begins when a forward has passed those before it, and does all its operations. Of a flush, a backward
+    passes those before it at the end, and the first updates.
     """
     if option.streams:
         return step(option, loads, model, costs, precision).seconds

@@ -110,7 +110,7 @@ def _edge(
             low = middle
         else:
             high = middle
-    return Edge(name, high, f"{told} = {1e3 * moving:.3g} ms, P = {layer.parameters:.3g}")
+    return Edge(name, max(1.0, high), f"{told} = {1e3 * moving:.3g} ms, P = {layer.parameters:.3g}")
 
 
 def _high(model: Model, device: Device, recompute: str, size: float, prefetch: int) -> Edge:

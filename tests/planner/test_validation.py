@@ -41,9 +41,7 @@ def test_the_other_half_of_llm_foundry(table):
 @pytest.mark.parametrize("row", rows("korthikanti_memory"), ids=lambda row: row["name"])
 def test_korthikanti_memory(row):
     """Parameters and optimizer of the blocks, and activations of the first worker, within 5 %."""
-    layers, width, heads, t, p, v = (
-        int(row[n]) for n in ("layers", "width", "heads", "tensor", "pipeline", "chunks")
-    )
+    layers, width, heads, t, p, v = (int(row[n]) for n in ("layers", "width", "heads", "tensor", "pipeline", "chunks"))
     model = Model.gpt(layers, width, heads)
     block, b = model.layers[1], int(row["micro_batch"])
     micro_batches = int(row["batch"]) // b
