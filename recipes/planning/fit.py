@@ -1,6 +1,8 @@
 """Fits the constants of the planner's cost model on vTrain's measured runs, and on nobody else's.
 
     pipeback plan fit                      # prints the entry of constants.toml, and the errors of all tables
+    pipeback plan fit crossed=true         # and how well each of vTrain's models is predicted from the others
+    pipeback plan fit table=foundry_h100   # on every second run of another published table
     pipeback plan fit rows=mine.csv        # on runs of your own (columns: pipeback/planner/measured_runs.py)
 
 Each constant has a prior: a middle that is physically expected, and how far off it may be, as the deviation of its
@@ -18,6 +20,7 @@ from typing import Any
 
 from rich.console import Console
 
+from pipeback.planner import catalogue
 from pipeback.planner.constants import NUMBERS, UNITS, Constants
 from pipeback.planner.measured_runs import TABLES, MeasuredRun, errors, measured_runs, run
 
@@ -44,24 +47,43 @@ SINGLE = 0.3  # weight of a run on a single node: there are many, and they are s
 EVERY = 10  # of the runs on a single node, every tenth is fitted on
 
 
-def main(options: dict[str, str], console: Console) -> None:
-    """Fit and print."""
+def main(words: list[str], console: Console) -> None:
+    """Fit and print. Raises ValueError for a mistake."""
+    options = dict(word.partition("=")[::2] for word in words)
+    for name in set(options) - {"rows", "table", "crossed"}:
+        raise ValueError(f"{name!r} is no option of fit; there are rows=, table= and crossed=true")
+    runs, weights, told = data(options)
+    found = fitted(runs, weights)
+    console.print(entry(found, told), highlight=False, markup=False, soft_wrap=True)
+    for table in TABLES:
+        off = errors(some := measured_runs(table), [one.predicted(found) for one in some])
+        console.print(f"{table:<18} mean error {off.mean:6.1%}  worst {off.worst:6.1%}  bias {off.bias:+6.1%}")
+    for name in crossed(runs, weights) if options.get("crossed") == "true" else ():
+        rest = [n for n, one in enumerate(runs) if one.name != name]
+        without = fitted([runs[n] for n in rest], [weights[n] for n in rest])
+        mine = [one for one in runs if one.name == name]
+        off = errors(mine, [one.predicted(without) for one in mine])
+        console.print(f"{name:<18} left out: mean error {off.mean:6.1%}  choosing costs {off.choices[name]:5.1%}")
+
+
+def crossed(runs: Sequence[MeasuredRun], weights: Sequence[float]) -> list[str]:
+    """The models that are left out of the fit in turn."""
+    return list(dict.fromkeys(one.name for one, weight in zip(runs, weights, strict=True) if weight == 1.0))
+
+
+def data(options: dict[str, str]) -> tuple[list[MeasuredRun], list[float], str]:
+    """The runs to fit on, their weights, and what they are."""
     if rows := options.get("rows"):
         with Path(rows).expanduser().open(encoding="utf-8-sig") as lines:
             given = {"device": "A100", "network": 25}
             runs = [run(row, given) for row in csv.DictReader(line for line in lines if not line.startswith("#"))]
-        weights = [1.0] * len(runs)
-        told = f"{len(runs)} runs of {Path(rows).name}"
-    else:
-        many, single = measured_runs("vtrain_multi"), measured_runs("vtrain_single")[::EVERY]
-        runs, weights = [*many, *single], [1.0] * len(many) + [SINGLE] * len(single)
-        told = f"{len(many)} runs of vTrain's ground_truth_multi and {len(single)} of its ground_truth_single"
-    found = fitted(runs, weights)
-    console.print(entry(found, told), highlight=False, markup=False, soft_wrap=True)
-    for table in TABLES:
-        some = [one for one in measured_runs(table) if one.seconds]
-        off = errors(some, [one.predicted(found) for one in some])
-        console.print(f"{table:<14} mean error {off.mean:6.1%}  worst {off.worst:6.1%}  bias {off.bias:+6.1%}")
+        return runs, [1.0] * len(runs), f"{len(runs)} runs of {Path(rows).name}"
+    if table := options.get("table"):
+        every = measured_runs(catalogue.key("table", table, TABLES))
+        return every[::2], [1.0] * len(every[::2]), f"every second of {len(every)} runs of {table}"
+    many, single = measured_runs("vtrain_multi"), measured_runs("vtrain_single")[::EVERY]
+    told = f"{len(many)} runs of vTrain's ground_truth_multi and {len(single)} of its ground_truth_single"
+    return [*many, *single], [1.0] * len(many) + [SINGLE] * len(single), told
 
 
 def fitted(runs: Sequence[MeasuredRun], weights: Sequence[float]) -> Constants:

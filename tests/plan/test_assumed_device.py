@@ -60,5 +60,7 @@ def test_mistakes():
     with pytest.raises(ValueError, match="there is no device 'H10'; did you mean 'H100'"):
         pipe.plan(X, Y, device="H10")
     pipe.push(X, Y)
-    with pytest.raises(ValueError, match=r'plan: give it a push, whose FLOP are counted: pipe.plan\(x, y, device="H100"\)'):
+    with pytest.raises(
+        ValueError, match=r'plan: give it a push, whose FLOP are counted: pipe.plan\(x, y, device="H100"\)'
+    ):
         pipe.plan(device="H100")
