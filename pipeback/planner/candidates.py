@@ -16,7 +16,7 @@ from pipeback.planner import catalogue
 from pipeback.planner.costs import RECOMPUTE
 from pipeback.planner.estimates import DAY, Job
 from pipeback.planner.memory import MARGIN, Footprint, likely
-from pipeback.planner.options import STORES, Option
+from pipeback.planner.options import STORES, Option, check_stages, check_tensor
 from pipeback.planner.steps import least
 from pipeback.planner.techniques import Technique
 from pipeback.planner.timing import StageLoad, loads
@@ -54,15 +54,9 @@ class Fixed:
             for value in getattr(self, name):
                 catalogue.key(name.removesuffix("s"), value, known)
         for stages in self.stages:
-            if stages > model.blocks:
-                raise ValueError(
-                    f"stages={stages} are more than the {model.blocks} layers of {model.name}; "
-                    f"give stages={model.blocks}"
-                )
+            check_stages(stages, model)
         for tensor in self.tensor:
-            if tensor > 1 and (not model.heads or model.heads % tensor):
-                most = max((n for n in range(1, tensor) if model.heads and not model.heads % n), default=1)
-                raise ValueError(f"tensor={tensor} does not divide heads={model.heads}; give tensor={most}")
+            check_tensor(tensor, model)
         least = min(self.stages, default=1) * min(self.tensor, default=1) * min(self.replicas, default=1)
         if least > job.cluster.count:
             raise ValueError(

@@ -57,25 +57,35 @@ class Option:
         if self.devices > cluster.count:
             raise ValueError(
                 f"data={self.data} × pipeline={self.pipeline} × tensor={self.tensor} are {self.devices} devices, "
-                f"but there are {cluster.count}; give devices={self.devices}x{cluster.device.name}"
+                f"more than the {cluster.count} there are; give devices={self.devices}x{cluster.device.name}"
             )
-        if self.stages > model.blocks:
-            raise ValueError(
-                f"stages={self.stages} are more than the {model.blocks} layers of {model.name}; "
-                f"give stages={model.blocks // self.chunks} or fewer"
-            )
-        if self.tensor > 1 and (not model.heads or model.heads % self.tensor):
-            most = next((n for n in range(self.tensor, 0, -1) if model.heads and not model.heads % n), 1)
-            raise ValueError(
-                f"tensor={self.tensor} does not divide the {model.heads} heads of {model.name}; give tensor={most}"
-            )
+        check_stages(self.stages, model, self.chunks)
+        check_tensor(self.tensor, model)
         for name, value, known in (
             ("recompute", self.recompute, RECOMPUTE), ("shard", self.shard, SHARDS), ("store", self.store, STORES),
         ):  # fmt: skip
             if value not in known:
-                raise ValueError(f"{name}={value!r} is none of {', '.join(known)}; give {name}={known[0]}")
+                raise ValueError(
+                    f"{name}={value!r} is unknown to an option, which has {', '.join(known)}; give {name}={known[0]}"
+                )
         if self.streams and self.pipeline > 1:
             raise ValueError(
                 f"store={self.store}, shard={self.shard}: the planner streams through whole replicas; give stages=1, "
                 'or plan the model at hand with pipe.plan(device="...")'
             )
+
+
+def check_stages(stages: int, model: Model, chunks: int = 1) -> None:
+    """Raise ValueError if a model cannot be cut into so many stages."""
+    if stages > model.blocks:
+        raise ValueError(
+            f"stages={stages} are more than the {model.blocks} layers of {model.name}; "
+            f"give stages={model.blocks // chunks} or fewer"
+        )
+
+
+def check_tensor(tensor: int, model: Model) -> None:
+    """Raise ValueError if a layer cannot be shared out over so many devices."""
+    if tensor > 1 and (not model.heads or model.heads % tensor):
+        most = max((n for n in range(1, tensor) if model.heads and not model.heads % n), default=1)
+        raise ValueError(f"tensor={tensor} does not divide heads={model.heads} of {model.name}; give tensor={most}")

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import pipeback
-from pipeback.planner import Device, Link
 from pipeback.plan.training_plan import rows, title
+from pipeback.planner import Device, Link
 
 WIDTH, SAMPLES = 64, 8
 SLOW = Device("slow", 1e12, 16e9, 1e11, Link(1e9), Link(1e9), Link(1e9), host_speed=1e10, disk_read=1e9, disk_write=5e8)

@@ -36,7 +36,8 @@ def test_clusters():
 
 MODELS = {  # parameters as their sources have them, to the digits given there
     "gpt:125m": (125e6, 0.02), "gpt:13b": (13.0e9, 0.02), "gpt:175b": (174.6e9, 0.001), "gpt:530b": (529.6e9, 0.001),
-    "llama:7b": (6.738e9, 0.001), "llama:8b": (8.03e9, 0.001), "llama:70b": (68.98e9, 0.001), "llama:405b": (405e9, 0.005),
+    "llama:7b": (6.738e9, 0.001), "llama:8b": (8.03e9, 0.001), "llama:70b": (68.98e9, 0.001),
+    "llama:405b": (405e9, 0.005),
 }  # fmt: skip
 
 
@@ -110,7 +111,7 @@ def test_a_file_of_ones_own(tmp_path, monkeypatch):
     ("[devices", device, "cannot be read"),
     ("devices = 3", device, "devices needs one table per name; write for example"),
     ("[devices.mine]\ntflops = 1", device, "[devices.mine] has no memory; give it in the unit that devices.toml names"),
-    ("[methods.mine]\nslack = 1", technique, "[methods.mine] has no routine; give one of those that methods.toml names"),
+    ("[methods.mine]\nslack = 1", technique, "[methods.mine] has no routine; give one of those that methods.toml"),
     ("[constants.mine]\nstep = 1", constants, "[constants.mine] has no efficiency; write the entry as"),
 ])  # fmt: skip
 def test_a_file_with_mistakes(content, read, says, tmp_path, monkeypatch):
@@ -130,7 +131,7 @@ def test_a_file_that_is_not_there(monkeypatch):
 
 @pytest.mark.parametrize("name", names())
 def test_methods_are_those_of_pipeback(name):
-    """The catalogue's delays, copies and state are what the methods themselves say; a missing one is an entry to write."""
+    """The catalogue's delays, copies and state are what the methods themselves say."""
     if name in ("interleaved", "zb_h1", "zb_h2") and name not in methods.available():
         pytest.skip("a schedule that the planner alone has")
     options = {"pipemare": {"anneal": 10}, "pipedream_2bw": {"micro_batches": 8}}.get(name, {})

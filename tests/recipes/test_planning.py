@@ -43,8 +43,9 @@ def test_the_data(planned):
 
 def test_the_page_is_one_file_with_everything(planned):
     page = (planned[1] / "plan.html").read_text()
-    for head in ("Options", "Memory", "Where the time goes", "A step", "Devices and days", "Streaming: the batch window",
-                 "When never flushing pays", "The best option, number by number", "How this was made"):  # fmt: skip
+    for head in ("Options", "Memory", "Where the time goes", "A step", "Devices and days",
+                 "Streaming: the batch window", "When never flushing pays", "The best option, number by number",
+                 "How this was made"):  # fmt: skip
         assert f"<h2>{head}</h2>" in page, head
     assert not re.search(r'(?:src|href|srcset)="(?!data:)', page)  # nothing is fetched
     assert page.count("<svg") > 10 and page.count("data:image/png;base64,") == 4
@@ -109,8 +110,8 @@ def test_published_measurements(tmp_path):
 def test_runs_of_ones_own(tmp_path):
     own = tmp_path / "mine.csv"
     own.write_text(
-        "name,layers,width,heads,context,devices,tensor,pipeline,chunks,micro_batch,batch,recompute,seconds,device,network\n"
-        "mine,24,1024,16,1024,8,1,2,1,4,64,full,0.5,A100,25\n"
+        "name,layers,width,heads,context,devices,tensor,pipeline,chunks,micro_batch,batch,recompute,seconds,network\n"
+        "mine,24,1024,16,1024,8,1,2,1,4,64,full,0.5,25\n"
     )
     done = pipeback("plan", "validate", "steps", "rows=mine.csv", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -137,12 +138,12 @@ def test_a_device_that_is_not_here(tmp_path):
     (["gpt:13b", "devices=8xA100", "in=soon"], "in='soon' is no time; write for example in=30d"),
     (["gpt:13b", "devices=8xA100", "out=plan.doc"], "plan.doc must end in one of .html, .png"),
     (["gpt:13b", "devices=8xA100", "out=nowhere/plan.png"], "there is no folder nowhere"),
-    (["gpt:13b", "devices=8xA100", "calibrate=none.json"], "calibrate=none.json is no file of `pipeback plan calibrate`"),
+    (["gpt:13b", "devices=8xA100", "calibrate=none.json"], "calibrate=none.json is no file of `pipeback plan"),
     (["gpt:125m", "devices=8xA100", "explain=99"], "explain=99, but there are"),
     (["gpt:13b", "--explain"], "--explain needs a value; write --explain=..."),
     (["window", "gpt:13b"], "name one model and its devices: pipeback plan window gpt:13b devices=H100,GH200"),
     (["window", "gpt:13b", "device=H100"], "'device=H100' is not an option of window; did you mean 'devices'?"),
-    (["calibrate", "method=gpipe"], "method=gpipe has no delay per micro-batch; give flowing ones, method=pb,pipedream"),
+    (["calibrate", "method=gpipe"], "method=gpipe has no delay per micro-batch; give flowing ones, method=pb"),
     (["validate", "bubble"], "'bubble' is no section; there are bubbles, steps, memory"),
     (["fit", "row=3"], "'row' is no option of fit; there are rows=, table= and crossed=true"),
     (["stages=4", "width=16", "device=H100", "run=2"], "run= trains here, and device= is not here"),
