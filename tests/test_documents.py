@@ -21,6 +21,9 @@ from tests.laws.cases import network
         "sparsities.densities",
         "byte_sizes",
         "norms",
+        "planner.quantities",
+        "planner.models",
+        "planner.simulation",
     ],
 )
 def test_examples_in_docstrings(name):
