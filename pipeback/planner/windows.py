@@ -7,7 +7,7 @@ T tokens computes 2PT FLOP forward and 4PT backward; weights have β bytes, 2 in
     backward     (4 or, recomputed, 6)PT/F ≥ the larger of weights in and gradients out, over W
     optimizer    (6 or 8)PT/F ≥ 28P/W_host         it steps in host memory, beside forward and backward
     disk         the same with 14 bytes read and 14 written per parameter
-    memory       Σ kept·T ≤ memory − (prefetch + 1)·βP                    the upper end, of all samples of a pass
+    memory       Σ kept·T ≤ memory − (prefetch + 1)·βP − ...              the upper end: bytes of `memory.footprint`
 
 Below, seconds are those of `costs`, so that small passes are slower than their FLOP say. Streamed activations are no
 upper end: computing grows with T as they do.
@@ -21,10 +21,14 @@ from pipeback.planner.constants import best_for
 from pipeback.planner.costs import WORD, Costs
 from pipeback.planner.hardware import Cluster, Device
 from pipeback.planner.layers import Layer
-from pipeback.planner.memory import MARGIN
+from pipeback.planner.memory import MARGIN, DeviceBytes, footprint
 from pipeback.planner.models import Model
+from pipeback.planner.options import Option
+from pipeback.planner.precisions import precision
+from pipeback.planner.quantities import gigabytes
 from pipeback.planner.steps import ADAM, ON_DISK
-from pipeback.planner.timing import kept, repeated
+from pipeback.planner.techniques import technique
+from pipeback.planner.timing import loads
 
 
 class Edge(NamedTuple):
@@ -83,9 +87,10 @@ def window(model: Model, device: Device, *, recompute: str = "full", store: str 
         seconds = layer.parameters * ON_DISK * (1 / device.disk_read + 1 / device.disk_write)
         told = f"{ON_DISK} B · P read at {device.disk_read / 1e9:g} and written at {device.disk_write / 1e9:g} GB/s"
         lows.append(_edge(costs, model, layer, recompute, "disk", BOTH, seconds, told))
+    high = _high(model, device, costs, recompute, store, prefetch)
     low = max(edge.tokens for edge in lows)
     reached = layer.products * low / model.context / _seconds(costs, model, layer, recompute, low, FORWARD)
-    return Window(device, model, recompute, lows, _high(model, device, recompute, size, prefetch), reached)
+    return Window(device, model, recompute, lows, high, reached)
 
 
 Parts = tuple[int, int, int, int]  # which of F, I, W and what is recomputed count
@@ -113,19 +118,24 @@ def _edge(
     return Edge(name, max(1.0, high), f"{told} = {1e3 * moving:.3g} ms, P = {layer.parameters:.3g}")
 
 
-def _high(model: Model, device: Device, recompute: str, size: float, prefetch: int) -> Edge:
-    """Activations of all tokens are kept; what is computed once more, and the head's logits, is of one sample."""
-    layers = model.layers[:-1] if model.shape else model.layers
-    each = sum(kept(layer, 1, recompute) for layer in layers) / model.context
-    once = max(repeated(layer, 1, recompute) for layer in layers) + sum(
-        layer.kept + layer.shared for layer in model.layers[len(layers) :]
-    )
-    room = device.memory * (1 - MARGIN) - (prefetch + 1) * size - once
+def _high(model: Model, device: Device, costs: Costs, recompute: str, store: str, prefetch: int) -> Edge:
+    """The tokens that fill the device, less its margin: the bytes of an option are linear in its micro-batches."""
+    types = precision("mixed" if model.weight_bytes == WORD else "float")
+
+    def held(micro_batches: int) -> DeviceBytes:
+        one = Option(
+            technique("gpipe"), micro_batches=micro_batches, recompute=recompute, store=store, prefetch=prefetch
+        )
+        return footprint(one, loads(one, model, costs), types).fullest
+
+    each = held(2).total - held(1).total
+    fixed = held(1).total - each
+    room = device.memory * (1 - MARGIN)
     told = (
-        f"({device.memory / 1e9:g} GB · {1 - MARGIN:g} − {prefetch + 1} · {size / 1e9:.3g} GB of weights − "
-        f"{once / 1e9:.3g} GB of one sample) / {each / 1e3:.3g} kB of activations per token"
+        f"({device.memory / 1e9:g} GB · {1 - MARGIN:g} − {gigabytes(fixed)} GB of {prefetch + 1} layers and what is "
+        f"computed once more) / {each / model.context / 1e3:.3g} kB of activations per token"
     )
-    return Edge("memory", max(0.0, room) / each, told)
+    return Edge("memory", max(0.0, room - fixed) / each * model.context, told)
 
 
 class WindowLine(NamedTuple):
