@@ -4,7 +4,8 @@
     computing       F0 │ F1 │ F2 │ B2 │ B1 │ B0         an operation waits for the weights that it needs
     updating                          U2 ── U1 ── U0    its gradients leave, and the optimizer steps where it lives
 
-There are prefetch + 1 slots. A layer whose turn comes again while it is in its slot is not fetched once more.
+There are prefetch + 1 slots. A layer whose turn comes again while it is in its slot is not fetched once more, unless it
+was updated since: its new weights are where it lives.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def stream(visits: Sequence[Visit], prefetch: int = 1, steps: int = 4) -> Stream
                 slot = ends[-1 - prefetch] if len(ends) > prefetch else 0.0
                 fetching = max(fetching, slot, updated.get(visit.layer, 0.0)) + visit.fetch
                 ready = fetching
-            here = visit.layer
+            here = None if visit.leave or visit.update else visit.layer
             now = max(now, ready) + visit.compute
             ends.append(now)
             if visit.leave or visit.update:

@@ -1,15 +1,16 @@
 """Measures from how many micro-batches per push on streaming hides on this machine, beside what is predicted.
 
 A push of m micro-batches of a model whose weights are in a store waits for them a share of its time. The edge is the
-smallest m with at most `HIDDEN` of waiting. It is predicted twice from the same measured speeds: by the dry run of the
-real order (`pipe.plan`), and by the planner's lanes, which know layers, seconds and bytes alone.
+smallest m with at most `HIDDEN` of waiting. It is predicted twice: by `pipe.plan`, a dry run of the real order with
+seconds of one rehearsal, and by the planner's lanes, with seconds that were recorded on the same model without a store.
+Both take the speed of the store as `pipe.plan` has measured it.
 """
 
 from __future__ import annotations
 
 import statistics
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -20,9 +21,9 @@ from pipeback.plan.survey import PlanInputs
 from pipeback.plan.training_plan import HIDDEN
 from pipeback.planner.lanes import Visit, stream
 
-STAGES, WIDTH, SAMPLES = 8, 768, 4
+STAGES, WIDTH, SAMPLES = 8, 2048, 8  # so large that the runtime's own time per operation is little
 MOST = 64  # micro-batches per push that are tried
-PUSHES = 3  # of every size, of which the median counts
+PUSHES = 5  # of every size, of which the median counts
 
 
 class EdgeHere(NamedTuple):
@@ -32,7 +33,6 @@ class EdgeHere(NamedTuple):
     lanes: int | None
     dry_run: int | None
     measured: int | None
-    waiting: dict[int, float]  # the share that was measured, by micro-batches per push
 
 
 def measured(stores: tuple[str, ...] = ("host", "disk")) -> list[EdgeHere]:
@@ -42,25 +42,21 @@ def measured(stores: tuple[str, ...] = ("host", "disk")) -> list[EdgeHere]:
 
 def _edge(name: str, store: str) -> EdgeHere:
     torch.set_num_threads(1)
+    x, y = torch.randn(2, SAMPLES * MOST, WIDTH)
+    costs = _costs(x[: SAMPLES * 8], y[: SAMPLES * 8])
     pipe = _pipe(store)
     try:
-        x, y = torch.randn(2, SAMPLES * MOST, WIDTH)
         for _ in range(2):
             pipe.push(x[: SAMPLES * 4], y[: SAMPLES * 4])
         plan = pipe.plan(x[: SAMPLES * 4], y[: SAMPLES * 4])
-        shares = {}
-        size = 1
-        while size <= MOST:
-            shares[size] = _waiting(pipe, x[: SAMPLES * size], y[: SAMPLES * size])
-            size = max(size + 1, size * 5 // 4)
-        found = next((size for size, share in shares.items() if share <= HIDDEN), None)
-        lanes = smallest(lambda m: streamed(plan.facts, m) <= HIDDEN)
-        return EdgeHere(name, lanes, plan.hides[0], found, shares)
+        found = smallest(lambda m: _waiting(pipe, x[: SAMPLES * m], y[: SAMPLES * m]) <= HIDDEN)
+        lanes = smallest(lambda m: streamed(plan.facts, costs, m) <= HIDDEN)
+        return EdgeHere(name, lanes, plan.hides[0], found)
     finally:
         pipe.close()
 
 
-def _pipe(store: str) -> pipeback.Pipeline:
+def _pipe(store: str | None) -> pipeback.Pipeline:
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(STAGES)]
     adamw: Any = lambda params: torch.optim.AdamW(params, lr=1e-4)  # noqa: E731
@@ -68,6 +64,21 @@ def _pipe(store: str) -> pipeback.Pipeline:
         nn.Sequential(*blocks), loss=nn.functional.mse_loss, optimizer=adamw, method="gpipe", micro_batch_size=SAMPLES,
         store=store,
     )  # fmt: skip
+
+
+Costs = list[Mapping[str, float]]  # seconds of F and B of every stage
+
+
+def _costs(x: torch.Tensor, y: torch.Tensor) -> Costs:
+    """Of a micro-batch whose weights are here."""
+    pipe = _pipe(None)
+    pipe.push(x, y)
+    pipe.record()
+    for _ in range(PUSHES):
+        pipe.push(x, y)
+    costs: Costs = pipe.recorded.costs()
+    pipe.close()
+    return costs
 
 
 def _waiting(pipe: pipeback.Pipeline, x: torch.Tensor, y: torch.Tensor) -> float:
@@ -78,23 +89,19 @@ def _waiting(pipe: pipeback.Pipeline, x: torch.Tensor, y: torch.Tensor) -> float
     for _ in range(PUSHES):
         before = pipe.traffic()
         pipe.push(x, y)
-        pipe.push(x, y)
         after = pipe.traffic()
         shares.append((after.stall - before.stall) / (after.seconds - before.seconds))
     return statistics.median(shares)
 
 
-def streamed(facts: PlanInputs, m: int) -> float:
+def streamed(facts: PlanInputs, costs: Costs, m: int) -> float:
     """The share of waiting that the planner's lanes predict for pushes of m micro-batches."""
-    loads = [facts.stages[s].load for s in sorted(facts.stages)]
-    forwards = [Visit(n, m * load.forward, load.fetch) for n, load in enumerate(loads)]
-    backwards = [
-        Visit(n, m * load.backward + (m - 1) * load.add, load.fetch, load.leave,
-              load.update)
-        for n, load in enumerate(loads)
-    ]  # fmt: skip
+    each = [(facts.stages[s].load, one) for s, one in enumerate(costs)]
+    forwards = [Visit(n, m * one["F"], load.fetch) for n, (load, one) in enumerate(each)]
+    backwards = [Visit(n, m * one["B"], load.fetch, load.leave, load.update) for n, (load, one) in enumerate(each)]
     return stream([*forwards, *backwards[::-1]], facts.prefetch or 0).share
 
 
 def smallest(hides: Callable[[int], bool]) -> int | None:
+    """The fewest micro-batches per push that hide streaming."""
     return next((m for m in range(1, MOST + 1) if hides(m)), None)

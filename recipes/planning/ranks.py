@@ -22,7 +22,7 @@ from pipeback.planner.techniques import technique
 from pipeback.recipes.benches.contenders import RANKS, Case, build, filled
 from pipeback.recipes.benches.turns import everywhere, join, on_ranks
 
-CASE = Case("large", width=256, length=64, samples=4, turn=48)
+CASE = Case("large", width=256, length=64, samples=4, turn=16)  # short turns: what else runs slows neighbours alike
 FLUSH = 8
 LINK: Literal["shared_memory"] = "shared_memory"
 METHODS = {"gpipe": FLUSH, "one_f_one_b": FLUSH, "pb": 0}

@@ -2,7 +2,7 @@
 
     pipeback plan validate                       # all sections, in some minutes
     pipeback plan validate published             # those that measure nothing here
-    pipeback plan validate ranks repeats=15      # sections: bubbles steps memory search pipelines ranks streaming
+    pipeback plan validate ranks repeats=25      # sections: bubbles steps memory search pipelines ranks streaming
     pipeback plan validate steps rows=mine.csv   # runs of your own (columns: pipeback/planner/measured_runs.py)
 
 bubbles     rates of the zero-bubble paper, by the simulation
@@ -74,7 +74,7 @@ def main(words: list[str], console: Console) -> None:
 
 def parsed(words: Sequence[str]) -> tuple[list[str], int, str]:
     chosen: list[str] = []
-    repeats, rows = 9, ""
+    repeats, rows = 15, ""
     for word in words:
         name, given, value = word.partition("=")
         if name == "repeats" and given:
@@ -220,8 +220,8 @@ def of_streaming() -> list[Summary]:
     print(table(["store", "planner", "dry run", "measured"], rows))
     off = [abs(one.lanes / one.measured - 1) for one in found if one.lanes and one.measured]
     if not off:
-        mean, worst = statistics.fmean(off), max(off)
-    return [Summary("streaming", len(off), mean, worst, "lower edge of the window", "", None)]
+        return []
+    return [Summary("streaming", len(off), statistics.fmean(off), max(off), "lower edge of the window", "", None)]
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ def longest(visits, prefetch, steps):
     ordered = []
     for at, (k, n, visit) in enumerate(row):
         before = ordered[-1] if ordered else None
-        stays = before is not None and before[2].layer == visit.layer
+        stays = before is not None and before[2].layer == visit.layer and before[:2] not in updated
         if not stays:
             earlier = [fetched[o[:2]] for o in ordered if o[:2] in fetched]
             versions = [updated[o[:2]] for o in ordered if o[:2] in updated and o[2].layer == visit.layer]
