@@ -39,7 +39,7 @@ ALONE = {  # what a room may import of pipeback, where that is less than all tha
         "runtime", "stages", "methods", "sparsities", "schedules", "tensors", "errors", "notebook", "private",
         "byte_sizes",
     },
-    "vectorized": {"runtime", "stages", "methods", "splitting", "schedules", "tensors", "errors", "private"},
+    "vectorized": {"counts", "runtime", "stages", "methods", "splitting", "schedules", "tensors", "errors", "private"},
     "distributed": {
         "streaming", "runtime", "stages", "methods", "sparsities", "splitting", "schedules", "tensors", "weights",
         "counts", "errors", "private",

@@ -76,9 +76,9 @@ def _costs(x: torch.Tensor, y: torch.Tensor) -> Costs:
     pipe.record()
     for _ in range(PUSHES):
         pipe.push(x, y)
-    costs: Costs = pipe.recorded.costs()
+    costs = pipe.recorded.costs()
     pipe.close()
-    return costs
+    return [{kind: float(seconds) for kind, seconds in one.items()} for one in costs]
 
 
 def _waiting(pipe: pipeback.Pipeline, x: torch.Tensor, y: torch.Tensor) -> float:
