@@ -86,7 +86,7 @@ class Found(Sequence[Estimate]):
         job = self.job
         told = [
             "to target: until the loss that training without delay reaches with small batches after so many tokens; "
-            f"updates of B tokens need 1 + B/{large(job.loss.critical_batch)} times as many, and delays `slow` times",
+            f'updates of B tokens need 1 + B/{large(job.loss.critical_batch)} times as many, delays "slow" times',
             "binds: what costs most of the time to the target, if anything but computing takes more than a tenth",
         ]
         marks = list(dict.fromkeys(mark for one in self.ranked for mark in one.marks))

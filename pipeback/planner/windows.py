@@ -32,11 +32,32 @@ from pipeback.planner.timing import loads
 
 
 class Edge(NamedTuple):
-    """Tokens per weight pass from which, or up to which, something is so."""
+    """Tokens per weight pass from which, or up to which, something is so. name: of `PHASES`, or "memory"."""
 
     name: str
     tokens: float
     formula: str  # with its inputs
+    moving: float = 0.0  # seconds that hide
+
+
+Parts = tuple[int, int, int, int]  # which of F, I, W and what is recomputed count
+FORWARD, BACKWARD, BOTH = (1, 0, 0, 0), (0, 1, 1, 1), (1, 1, 1, 1)
+
+
+class Phase(NamedTuple):
+    """What hides behind what, in the words of a picture."""
+
+    parts: Parts
+    computing: str
+    moving: str
+
+
+PHASES = {
+    "forward": Phase(FORWARD, "computing a layer's forward", "bringing its weights"),
+    "backward": Phase(BACKWARD, "computing a layer's backward", "its gradients leaving"),
+    "optimizer": Phase(BOTH, "computing a layer, both ways", "its optimizer step in host memory"),
+    "disk": Phase(BOTH, "computing a layer, both ways", "its state from and to disk"),
+}
 
 
 class Window(NamedTuple):
@@ -76,25 +97,21 @@ def window(model: Model, device: Device, *, recompute: str = "full", store: str 
     size, link = model.weight_bytes * layer.parameters, device.host.speed
     back = 3 if recompute == "full" else 2
     lows = [
-        _edge(costs, model, layer, recompute, "forward", FORWARD, size / link,
+        _edge(costs, model, layer, recompute, "forward", size / link,
               f"weights in: {model.weight_bytes} B · P / {link / 1e9:g} GB/s"),
-        _edge(costs, model, layer, recompute, "backward", BACKWARD, max(size, WORD * layer.parameters) / link,
+        _edge(costs, model, layer, recompute, "backward", max(size, WORD * layer.parameters) / link,
               f"gradients out: {WORD} B · P / {link / 1e9:g} GB/s, against {2 * back}PT FLOP"),
-        _edge(costs, model, layer, recompute, "optimizer", BOTH, layer.parameters * ADAM / device.host_speed,
+        _edge(costs, model, layer, recompute, "optimizer", layer.parameters * ADAM / device.host_speed,
               f"{ADAM} B · P / {device.host_speed / 1e9:g} GB/s of host memory, against {2 + 2 * back}PT FLOP"),
     ]  # fmt: skip
     if store == "disk":
         seconds = layer.parameters * ON_DISK * (1 / device.disk_read + 1 / device.disk_write)
         told = f"{ON_DISK} B · P read at {device.disk_read / 1e9:g} and written at {device.disk_write / 1e9:g} GB/s"
-        lows.append(_edge(costs, model, layer, recompute, "disk", BOTH, seconds, told))
+        lows.append(_edge(costs, model, layer, recompute, "disk", seconds, told))
     high = _high(model, device, costs, recompute, store, prefetch)
     low = max(edge.tokens for edge in lows)
     reached = layer.products * low / model.context / _seconds(costs, model, layer, recompute, low, FORWARD)
     return Window(device, model, recompute, lows, high, reached)
-
-
-Parts = tuple[int, int, int, int]  # which of F, I, W and what is recomputed count
-FORWARD, BACKWARD, BOTH = (1, 0, 0, 0), (0, 1, 1, 1), (1, 1, 1, 1)
 
 
 def _seconds(costs: Costs, model: Model, layer: Layer, recompute: str, tokens: float, parts: Parts) -> float:
@@ -102,10 +119,9 @@ def _seconds(costs: Costs, model: Model, layer: Layer, recompute: str, tokens: f
     return sum(part * seconds for part, seconds in zip(parts, one, strict=True))
 
 
-def _edge(
-    costs: Costs, model: Model, layer: Layer, recompute: str, name: str, parts: Parts, moving: float, told: str
-) -> Edge:
+def _edge(costs: Costs, model: Model, layer: Layer, recompute: str, name: str, moving: float, told: str) -> Edge:
     """The fewest tokens whose computing takes as long as the moving; found by halving."""
+    parts = PHASES[name].parts
     low, high = 0.0, 1.0  # less than a token is none
     while _seconds(costs, model, layer, recompute, high, parts) < moving:
         low, high = high, 2 * high
@@ -115,7 +131,7 @@ def _edge(
             low = middle
         else:
             high = middle
-    return Edge(name, max(1.0, high), f"{told} = {1e3 * moving:.3g} ms, P = {layer.parameters:.3g}")
+    return Edge(name, max(1.0, high), f"{told} = {1e3 * moving:.3g} ms, P = {layer.parameters:.3g}", moving)
 
 
 def _high(model: Model, device: Device, costs: Costs, recompute: str, store: str, prefetch: int) -> Edge:
@@ -142,16 +158,17 @@ class WindowLine(NamedTuple):
     """Seconds of a layer at so many tokens, for a picture."""
 
     tokens: float
-    computing: float  # of the forward
-    moving: float  # of its weights
+    computing: float
+    moving: float
 
 
-def lines(found: Window, points: int = 60) -> list[WindowLine]:
-    """Computing and moving of the largest layer's forward, over tokens around the window."""
+def lines(found: Window, points: int = 60, phase: str = "") -> list[WindowLine]:
+    """Computing and moving of the largest layer, over tokens around the window. phase: "": the one that hides last."""
     costs = Costs(Cluster(found.device), best_for(found.device.name, "none"))
     layer = max(found.model.layers[1:-1] if found.model.shape else found.model.layers, key=lambda one: one.parameters)
-    moving = found.model.weight_bytes * layer.parameters / found.device.host.speed
+    edge = next(edge for edge in found.lows if edge.name == (phase or found.low.name))
+    parts = PHASES[edge.name].parts
     first, last = min(found.low.tokens, found.high.tokens) / 30, max(found.low.tokens, found.high.tokens) * 4
     first = max(1.0, first)
     grid = [first * (last / first) ** (n / (points - 1)) for n in range(points)]
-    return [WindowLine(t, _seconds(costs, found.model, layer, found.recompute, t, FORWARD), moving) for t in grid]
+    return [WindowLine(t, _seconds(costs, found.model, layer, found.recompute, t, parts), edge.moving) for t in grid]

@@ -13,8 +13,8 @@ from pipeback.planner.crossover import Crossing, first
 from pipeback.planner.estimates import Estimate
 from pipeback.planner.found import Found, Point
 from pipeback.planner.memory import MARGIN, NAMES
-from pipeback.planner.quantities import days, gigabytes, large
-from pipeback.planner.windows import Window, WindowLine
+from pipeback.planner.quantities import days, gigabytes
+from pipeback.planner.windows import PHASES, Window, WindowLine
 from pipeback.recipes.reports.charts import Chart, Line, Mark, joined
 from pipeback.recipes.reports.scales import Scale
 from pipeback.recipes.reports.style import on_dark
@@ -149,8 +149,14 @@ def _log(values: Sequence[float], room: float = 1.25) -> Scale:
 
 def _axes(x: Scale, y: Scale, below: str, above: str) -> tuple[list[Mark], list[Mark]]:
     left = [Mark(0.0, f"{n:,.6g}{above}", round(100 - y.place(n), 2)) for n in y.marks(5)]
-    bottom = [Mark(round(x.place(n), 2), large(n) if n >= 1000 else f"{n:g}") for n in x.marks(5)]
+    bottom = [Mark(round(x.place(n), 2), _round(n)) for n in x.marks(5)]
     return left, bottom
+
+
+def _round(value: float) -> str:
+    """A round number at an axis: 200, 5K, 100K."""
+    unit, scale = next((one for one in (("M", 1e6), ("K", 1e3)) if value >= one[1]), ("", 1.0))
+    return f"{value / scale:,.6g}{unit}"
 
 
 def frontier(points: Sequence[Point], price: float) -> Chart:
@@ -170,22 +176,20 @@ def _point(point: Point, price: float) -> str:
 
 
 def window(found: Window, some: Sequence[WindowLine]) -> Chart:
-    """Computing and moving of a layer over tokens; the two edges as upright lines."""
+    """Computing and moving of the phase that hides last, over tokens; the two edges as upright lines."""
     x = Scale(some[0].tokens, some[-1].tokens, logarithmic=True)
     y = _log([one.computing for one in some] + [one.moving for one in some])
     computing = [(one.tokens, one.computing, f"{one.tokens:,.0f} tokens: {1e3 * one.computing:.3g} ms") for one in some]
     moving = [(one.tokens, one.moving, "") for one in some]
     low, high = found.low, found.high
-    ends = [(low, "5 4", "l2", f"hides from {low.tokens:,.0f} tokens ({low.name})"),
-            (high, "2 3", "l3", f"fits up to {high.tokens:,.0f}")]  # fmt: skip
-    lines = [
-        curve("computing the forward of a layer", "l0", computing, x, y),
-        curve("its weights over the host link", "l1", moving, x, y),
-    ]
+    ends = [(low, "5 4", "l2", f"hides from {low.tokens:,.0f} tokens on"),
+            (high, "2 3", "l3", f"fits up to {high.tokens:,.0f} tokens")]  # fmt: skip
+    phase = PHASES[low.name]
+    lines = [curve(phase.computing, "l0", computing, x, y), curve(phase.moving, "l1", moving, x, y)]
     for edge, dashes, paint, label in ends:
         lines.append(curve(label, paint, [(edge.tokens, place, "") for place in (y.low, y.high)], x, y, dashes))
-    left = [Mark(0.0, f"{1e3 * n:,.4g} ms", round(100 - y.place(n), 2)) for n in y.marks(5)]
-    bottom = [Mark(round(x.place(n), 2), large(n)) for n in x.marks(5)]
+    left = [Mark(0.0, f"{1e3 * n:,.10g} ms", round(100 - y.place(n), 2)) for n in y.marks(5)]
+    bottom = [Mark(round(x.place(n), 2), _round(n)) for n in x.marks(4)]
     state = "open" if found.open else "empty"
     return Chart(f"{found.device.name}: the window is {state}", "tokens per weight pass", left, bottom, lines)
 

@@ -28,4 +28,4 @@ def listed(found: Found, console: Console, top: int) -> None:
 
 def two_lines(name: str) -> str:
     """The head of a column."""
-    return name.replace(" ", "\n", 1) if " " in name else name
+    return name.replace(" ", "\n", 1) if " " in name else name.replace("-", "-\n", 1)

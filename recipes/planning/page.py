@@ -11,7 +11,7 @@ import pipeback
 from pipeback.planner.crossover import Crossing, crossings
 from pipeback.planner.estimates import Estimate
 from pipeback.planner.explain import explain
-from pipeback.planner.found import HEAD, WORDS, Found
+from pipeback.planner.found import HEAD, WORDS, Found, Point
 from pipeback.planner.quantities import days, gigabytes, large
 from pipeback.planner.search import Question
 from pipeback.planner.techniques import technique
@@ -24,6 +24,12 @@ from pipeback.recipes.report import template
 from pipeback.recipes.reports.figures import NIGHT, PHONE, png
 from pipeback.recipes.reports.style import ON_DARK, STYLE
 
+PHASES_TOLD = {
+    "forward": "From here on, computing a layer's forward takes longer than bringing the weights of the next one.",
+    "backward": "From here on, its backward takes longer than its gradients take to leave, while weights come in.",
+    "optimizer": "From here on, both take longer than the layer's optimizer step in host memory, beside them.",
+    "memory": "Up to here, the activations that wait for their backward fit on the device, beside the layers in it.",
+}
 FLUSH = "one_f_one_b"  # with which pipelines that are never drained are compared
 
 
@@ -32,13 +38,14 @@ def page(found: Found, asking: Question) -> str:
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, loader=jinja2.FunctionLoader(template)
     )
-    seen, crossed = windows(found), crossing(found)
+    seen, crossed, points = windows(found), crossing(found), found.frontier()
     return environment.get_template("plan.html.jinja").render(
         title=f"{found.job.model.name} on {found.job.cluster}", lead=found.title, glance=glance(found.best),
         head=[(two_lines(HEAD[n]), n in WORDS) for n in found.columns()], notes=found.notes,
         rows=[[(row[n], n in WORDS) for n in found.columns()] for row in found.rows()],
         memory=charts.memory(found), shares=charts.shares(found), images=images(found),
-        frontier=charts.frontier(found.frontier(), asking.price),
+        frontier=charts.frontier(points, asking.price), phases=PHASES_TOLD,
+        frontier_head=frontier_head(asking.price), frontier_rows=[frontier_row(one, asking.price) for one in points],
         windows=[charts.window(one, lines(one)) for one in seen], edges=list(map(str, seen)),
         crossover=charts.crossover(*crossed[:2]) if crossed else None, crossover_note=crossed[2] if crossed else "",
         explained={part: list(some) for part, some in groupby(explain(found.best), key=lambda line: line.part)},
@@ -58,6 +65,24 @@ def glance(best: Estimate) -> dict[str, str]:
         "fullest device": f"{gigabytes(best.footprint.fullest.total)} of {gigabytes(job.cluster.device.memory)} GB",
         "what binds": best.binds,
     }
+
+
+def frontier_head(price: float) -> list[str]:
+    return ["devices", "to the target", "device-days", *(["price"] if price else []), "best option", "binds"]
+
+
+def frontier_row(point: Point, price: float) -> list[str]:
+    """A number of devices below `frontier_head`."""
+    one = point.best
+    cost = [f"{one.cost:,.0f}"] if price else []
+    return [
+        f"{point.devices:,}",
+        days(86_400 * one.days),
+        f"{one.device_days:,.0f}",
+        *cost,
+        charts.told(one),
+        one.binds,
+    ]
 
 
 def images(found: Found) -> list[tuple[str, str]]:
