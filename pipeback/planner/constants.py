@@ -32,7 +32,9 @@ class Constants:
     step: float  # seconds per step for all else
     name: str = ""
     fitted_on: str = ""
-    valid: str = ""  # where they have been compared with measurements
+    valid: str = ""  # what they have been compared with
+    ranges: tuple[tuple[str, int, int], ...] = ()  # least and most devices, tensor, width and context of those runs
+    recompute: tuple[str, ...] = ()  # how they recompute; empty: any way
     shard: str = ""  # the options that they are for, as `Option.shard` has it; "": any
     devices: tuple[str, ...] = ()  # and the devices; empty: any
 
@@ -52,7 +54,9 @@ def constants(name: str = "default") -> Constants:
     missing = [number for number in NUMBERS if number not in entry]
     if missing:
         raise ValueError(f"[constants.{key}] has no {missing[0]}; write the entry as `pipeback plan fit` prints it")
-    return Constants(**{**entry, "name": key, "devices": tuple(entry.get("devices", ()))})
+    ranges = tuple((name, least, most) for name, (least, most) in entry.get("ranges", {}).items())
+    several = {name: tuple(entry.get(name, ())) for name in ("devices", "recompute")}
+    return Constants(**{**entry, **several, "name": key, "ranges": ranges})
 
 
 def best_for(device: str, shard: str) -> Constants:

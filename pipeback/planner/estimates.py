@@ -11,6 +11,7 @@ from pipeback.planner.costs import Costs
 from pipeback.planner.explain import text
 from pipeback.planner.hardware import Cluster
 from pipeback.planner.loss import Loss, Slow
+from pipeback.planner.marks import marks
 from pipeback.planner.memory import MARGIN, NAMES, Footprint, footprint
 from pipeback.planner.models import Model
 from pipeback.planner.options import Option
@@ -143,24 +144,7 @@ class Estimate(NamedTuple):
     @property
     def marks(self) -> list[str]:
         """Why the numbers lie outside what was compared with measurements; none if they do not."""
-        option, device, used = self.option, self.job.cluster.device, self.job.costs(self.option).constants
-        found = []
-        if self.job.constants is None and not used.devices and not device.name.startswith("A100"):
-            found.append(f"constants of A100, by the data sheet of {device.name}")
-        if option.store != "device":
-            found.append("weight streaming is compared with runs on this machine alone")
-        if option.pipeline > 1 and option.technique.order.startswith("zb"):
-            found.append("of zero-bubble schedules, bubbles are compared with published ones, and seconds are not")
-        if option.technique.flows and option.pipeline > 1:
-            found.append("of pipelines that are never drained, seconds are compared with runs on two processes alone")
-        if self.slow.known == "assumed":
-            found.append(f"the price of the delay is assumed: {self.slow.source}")
-        used_numbers = {"scale_out"} if self.job.cluster.nodes > 1 else set()
-        used_numbers |= {"host", "host_memory", "host_speed"} if option.store != "device" else set()
-        used_numbers |= {"disk_read", "disk_write"} if option.store == "disk" else set()
-        if doubtful := sorted((used_numbers | {"tflops", "memory", "memory_speed"}) & device.unconfirmed):
-            found.append(f"of {device.name} not confirmed: {', '.join(doubtful)}")
-        return found
+        return marks(self)
 
     @property
     def routine(self) -> Routine:

@@ -31,6 +31,7 @@ TABLES: dict[str, dict[str, Any]] = {
     "korthikanti_steps": {"device": "A100", "network": 25},
     "mt_nlg": {"device": "A100", "network": 25},
     "foundry_a100": {"network": 25, "fused": True, "dropout": False},
+    "foundry_a100_unseen": {"network": 25, "fused": True, "dropout": False},
     "foundry_h100": {"network": 50, "fused": True, "dropout": False},
     "megatron_h100": {"device": "H100", "network": 50, "vocabulary": 131072, "fused": True, "dropout": False},
 }

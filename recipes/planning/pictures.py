@@ -72,7 +72,8 @@ def timeline(one: Estimate, ax: Axes) -> dict[str, Artist]:
     ax.set_ylabel("worker", fontsize=SIZE)
     kinds: dict[str, Artist] = {}
     if legend := ax.get_legend():
-        kinds = dict(zip((one.get_text() for one in legend.get_texts()), legend.legend_handles, strict=True))
+        pairs = zip(legend.get_texts(), legend.legend_handles, strict=True)
+        kinds = {text.get_text(): handle for text, handle in pairs if handle is not None}
         legend.remove()
     return kinds | updates(in_ms, ax)
 

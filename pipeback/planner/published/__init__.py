@@ -1,6 +1,6 @@
 """The published: measurements of papers and projects, as tables, each with its source in its first lines.
 
-Nothing is predicted from them but by `fitting`, which fits the constants on vTrain's rows.
+`pipeback plan fit` fits the constants on some of them (`validation.FITTED`); all others are compared with alone.
 """
 
 from __future__ import annotations
