@@ -66,8 +66,8 @@ def _piped(option: Option, loads: Sequence[StageLoad], costs: Costs) -> StepTime
     some = times(option, loads, costs)
     technique, m = option.technique, option.micro_batches
     if technique.flows:
-        routine = technique.routine(option.pipeline, m if technique.group else 1)._replace(micro_batches=ENDLESS)
-        seconds, busiest = _flow(routine, tuple(some)) * m, max(range(len(some)), key=lambda n: _busy(some[n], m))
+        routine = technique.routine(option.pipeline, m if technique.group else 1)
+        seconds, busiest = flowing(routine, tuple(some)) * m, max(range(len(some)), key=lambda n: _busy(some[n], m))
     else:
         seconds = _flush(technique.routine(option.pipeline, m, option.chunks), tuple(some))
         busiest = max(range(option.pipeline), key=lambda w: sum(_busy(t, m) for t in some[w :: option.pipeline]))
@@ -99,10 +99,13 @@ def _flush(routine: Routine, some: tuple[StageTimes, ...]) -> float:
 
 
 @lru_cache(maxsize=4096)
-def _flow(routine: Routine, some: tuple[StageTimes, ...]) -> float:
-    """Seconds per micro-batch of a pipeline that is never drained."""
-    found = simulate(routine, some)
-    return float(found.steady if found.steady is not None else found.seconds / routine.micro_batches)
+def flowing(routine: Routine, some: tuple[StageTimes, ...]) -> float:
+    """Seconds per micro-batch of a pipeline that is never drained.
+
+    Where workers are nearly as fast as each other, a queue fills for longer than anybody looks: then the mean counts.
+    """
+    found = simulate(routine._replace(micro_batches=ENDLESS), some)
+    return float(found.steady if found.steady is not None else found.seconds / ENDLESS)
 
 
 def _streamed(option: Option, loads: Sequence[StageLoad], model: Model, costs: Costs, precision: Precision) -> StepTime:

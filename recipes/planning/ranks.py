@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from pipeback.planner.simulation import simulate
+from pipeback.planner.steps import flowing
 from pipeback.planner.sweeps import StageTimes
 from pipeback.planner.techniques import technique
 from pipeback.recipes.benches.contenders import RANKS, Case, build, filled
@@ -127,9 +128,7 @@ def _predicted(name: str, flush: int, each: list[Costs], owner: list[int], messa
     times = [StageTimes(one["F"], one["B"], 0.0, one["U"], message, message) for one in sums]
     chosen = technique(name)
     if chosen.flows:
-        steady = simulate(chosen.routine(RANKS, 1)._replace(micro_batches=10_000), times).steady
-        assert steady is not None
-        return float(steady)
+        return flowing(chosen.routine(RANKS, 1), tuple(times))
     return float(simulate(chosen.routine(RANKS, flush), times).seconds) / flush
 
 
