@@ -2,13 +2,14 @@
 
     pipeback plan validate                       # all sections, in some minutes
     pipeback plan validate published             # those that measure nothing here
-    pipeback plan validate ranks repeats=25      # sections: bubbles steps memory search pipelines ranks streaming
+    pipeback plan validate ranks repeats=25      # sections: those below
     pipeback plan validate steps rows=mine.csv   # runs of your own (columns: pipeback/planner/measured_runs.py)
 
 bubbles     rates of the zero-bubble paper, by the simulation
 steps       seconds per step, by the cost model
 memory      GiB per device of Korthikanti et al.
 search      CPU seconds of a search over 1,024 devices
+simulation  CPU seconds of a simulation of 1,000 stages and 10,000 micro-batches
 pipelines   bytes of real pipelines, for every method of pipeback, beside the planner's
 ranks       gpipe, one_f_one_b and pb on two processes, beside the simulation of costs that one process has
 streaming   from how many micro-batches on streaming hides here, beside the edge that is predicted
@@ -31,7 +32,10 @@ from pipeback.planner.candidates import Fixed
 from pipeback.planner.measured_runs import TABLES, run
 from pipeback.planner.published import source
 from pipeback.planner.quantities import whole
+from pipeback.planner.routines import routine
 from pipeback.planner.search import search
+from pipeback.planner.simulation import simulate
+from pipeback.planner.sweeps import StageTimes
 from pipeback.planner.validation import (
     Compared,
     Summary,
@@ -47,7 +51,8 @@ from pipeback.recipes.benches.turns import spread
 from pipeback.recipes.markdown import table
 from pipeback.recipes.provenance import command, heading, load, provenance
 
-PUBLISHED = ("bubbles", "steps", "memory", "search")
+PUBLISHED = ("bubbles", "steps", "memory", "search", "simulation")
+LARGE = 1000, 10_000  # stages, micro-batches
 HERE = ("pipelines", "ranks", "streaming")
 LONG = "vtrain_single"  # has too many rows to be printed one by one
 SEARCHED = (
@@ -61,7 +66,8 @@ def main(words: list[str], console: Console) -> None:
     print(heading(command(), {**provenance(), "threads": 1, "load": load()}))
     sections: dict[str, Callable[[], list[Summary]]] = {
         "bubbles": of_bubbles, "steps": lambda: of_steps(rows), "memory": of_memory, "search": of_search,
-        "pipelines": of_pipelines, "ranks": lambda: of_ranks(repeats), "streaming": of_streaming,
+        "simulation": of_simulation, "pipelines": of_pipelines,
+        "ranks": lambda: of_ranks(repeats), "streaming": of_streaming,
     }  # fmt: skip
     found = []
     for name in chosen:
@@ -95,7 +101,8 @@ def parsed(words: Sequence[str]) -> tuple[list[str], int, str]:
 def summed(one: Summary) -> list[str]:
     met = "" if one.met is None else "yes" if one.met else "no"
     form = ".1e" if one.source.startswith("zero bubble") else ".1%"
-    return [one.source, f"{one.rows:,}", f"{one.mean:{form}}", f"{one.worst:{form}}", one.told, one.goal, met]
+    off = ["", ""] if one.source in ("search", "simulation") else [f"{one.mean:{form}}", f"{one.worst:{form}}"]
+    return [one.source, f"{one.rows:,}", *off, one.told, one.goal, met]
 
 
 def compared(some: Sequence[Compared], form: str) -> str:
@@ -167,6 +174,23 @@ def of_search() -> list[Summary]:
         rows.append([f"{model} on {devices}", str(len(found)), f"{took:.2f}"])
     print(table(["", "options ranked", "seconds"], rows))
     return [Summary("search", len(rows), 0.0, 0.0, f"{longest:.2f} s at most", "2 s", longest < 2)]
+
+
+def of_simulation() -> list[Summary]:
+    stages, micro_batches = LARGE
+    told = f"{stages:,} stages, no two of them alike, and {micro_batches:,} micro-batches; CPU seconds of one process."
+    print(f"### Simulation\n\n{told}\n")
+    times = [StageTimes(1 + n % 7 / 10, 1 + n % 5 / 10, 1 + n % 3 / 10, 5, n % 11 / 100, 0.05) for n in range(stages)]
+    rows, longest = [], 0.0
+    for name in ("fill_drain", "one_f_one_b", "zb_h1", "zb_h2", "interleaved", "flowing"):
+        chunks = 2 if name == "interleaved" else 1
+        begin = time.process_time()
+        simulate(routine(name, stages // chunks, micro_batches, chunks=chunks), times)
+        took = time.process_time() - begin
+        longest = max(longest, took)
+        rows.append([f"`{name}`", f"{took:.2f}"])
+    print(table(["schedule", "seconds"], rows))
+    return [Summary("simulation", len(rows), 0.0, 0.0, f"{longest:.2f} s at most", "5 s", longest < 5)]
 
 
 # -- measured here -----------------------------------------------------------------------------------------------------
