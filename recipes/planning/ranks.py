@@ -2,15 +2,18 @@
 
 Two processes each train a copy of the model at once, alone on their core; a micro-batch's seconds are shared out to
 stages and operations as recorded. The planner simulates these costs on two workers, whose messages take as long as one
-sent to and fro does. Then both processes train as ranks of one pipeline. All take turns, so that what else the machine
-does slows them alike; the ratio of each round counts.
+sent to and fro does. Then both processes train as ranks of one pipeline. All take turns, and the ratio of each round
+counts, if the machine did little else in it: two processes that wait for each other lose more to a third one than two
+that do not.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -23,7 +26,11 @@ from pipeback.planner.techniques import technique
 from pipeback.recipes.benches.contenders import RANKS, Case, build, filled
 from pipeback.recipes.benches.turns import everywhere, join, on_ranks
 
-CASE = Case("large", width=256, length=64, samples=4, turn=16)  # short turns: what else runs slows neighbours alike
+CASE = Case(
+    "large", width=256, length=64, samples=4, turn=8
+)  # short turns: few of them meet what else the machine does
+QUIET = 0.1  # of the cores, that other processes may take in a round that counts
+MOST = 4  # times as many rounds are made, if too few are quiet
 FLUSH = 8
 LINK: Literal["shared_memory"] = "shared_memory"
 METHODS = {"gpipe": FLUSH, "one_f_one_b": FLUSH, "pb": 0}
@@ -35,12 +42,17 @@ class Round(NamedTuple):
     method: str
     predicted: float
     measured: float
+    others: float  # share of the cores that other processes took
 
 
 def measured(repeats: int, case: Case = CASE) -> list[Round]:
-    """All rounds."""
+    """So many rounds that count; or, if the machine is never quiet, those in which it was most."""
     rounds: list[Round] = on_ranks(_work, case, repeats)
-    return rounds
+    return sorted(rounds, key=lambda one: one.others)[: max(sum(map(_counts, rounds)), repeats * len(METHODS))]
+
+
+def _counts(one: Round) -> bool:
+    return one.others <= QUIET
 
 
 def _work(rank: int, store: str, case: Case, repeats: int) -> list[Round]:
@@ -52,19 +64,50 @@ def _work(rank: int, store: str, case: Case, repeats: int) -> list[Round]:
 
     pipes = {name: build(case, name, flush, workers=pipeback.Processes(link=LINK)) for name, flush in METHODS.items()}
     owner = pipes["pb"].owner
-    rounds = []
-    for turn in range(-1, repeats):
+    rounds: list[Round] = []
+    for turn in range(-1, MOST * repeats):
+        if sum(map(_counts, rounds)) >= repeats * len(METHODS):
+            break
+        begin = _spent()
         each = everywhere(_costs(alone, x, y, case.turn))
         message = max(everywhere(_message(rank, case)))
+        found = []
         for name, pipe in pipes.items():
             everywhere(None)
             took = max(everywhere(_train(pipe, case, METHODS[name])))
             guess = _predicted(name, METHODS[name], each, owner, message)
-            if turn >= 0:
-                rounds.append(Round(name, 1e3 * guess, 1e3 * took))
+            found.append(Round(name, 1e3 * guess, 1e3 * took, 0.0))
+        if turn >= 0:
+            others = everywhere(_others(begin))[0]
+            rounds += [one._replace(others=others) for one in found]
     for pipe in (alone, *pipes.values()):
         pipe.close()
     return rounds
+
+
+class Spent(NamedTuple):
+    """Seconds so far: by the clock, of all cores, and of the ranks."""
+
+    clock: float
+    cores: float
+    ranks: float
+
+
+def _spent() -> Spent:
+    ranks = sum(everywhere(time.process_time()))
+    try:
+        times = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    except (OSError, ValueError):  # not on Linux: then nothing is known of others
+        return Spent(time.perf_counter(), ranks, ranks)
+    busy = sum(times) - times[3] - times[4]  # without being idle and waiting for a disk
+    return Spent(time.perf_counter(), busy / os.sysconf("SC_CLK_TCK"), ranks)
+
+
+def _others(begin: Spent) -> float:
+    """The share of the cores that others have taken since."""
+    now = _spent()
+    whole = (now.clock - begin.clock) * (os.cpu_count() or 1)
+    return max(0.0, now.cores - begin.cores - now.ranks + begin.ranks) / whole
 
 
 Costs = list[Mapping[str, float]]  # seconds of F, B and U of every stage

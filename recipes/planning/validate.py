@@ -220,9 +220,13 @@ def of_ranks(repeats: int) -> list[Summary]:
     told = (
         f"{CASE.layers} transformer layers of width {CASE.width} on two processes, micro-batches of {CASE.samples} × "
     )
-    told += f"{CASE.length}, flushes of {FLUSH}; medians of {repeats} rounds, in brackets the smallest and the largest."
-    print(f"### Ranks\n\n{told}\n")
+    told += f"{CASE.length}, flushes of {FLUSH}; medians, in brackets the smallest and the largest."
+    print(f"### Ranks\n\n{told}", flush=True)
     rounds = measured(repeats)
+    others = max(one.others for one in rounds)
+    print(
+        f"Of {len(rounds) // len(METHODS)} rounds, in which other processes took at most {others:.0%} of the cores.\n"
+    )
     over = ratios(rounds)
     rows = []
     for name in METHODS:
