@@ -7,28 +7,29 @@ from pipeback.planner.hardware import device
 from pipeback.planner.loss import Loss
 from pipeback.planner.models import Model
 from pipeback.planner.techniques import technique
-from pipeback.planner.windows import lines, window
+from pipeback.planner.windows import PHASES, lines, window
 
 COMPUTING, MOVING, PRICES, WINDOW = "#2f6f9f", "#d0743c", ("#d0743c", "#3c8c5a", "#8a5fa8"), "#dfeee4"
 
 
 def windows():
     """`pipeback plan window gpt:13b devices=H100,CS-2` as a picture."""
-    figure, axes = plt.subplots(1, 2, figsize=(8.2, 3.4), layout="constrained")
+    figure, axes = plt.subplots(1, 2, figsize=(8.2, 4.1), layout="constrained")
     for ax, name in zip(axes, ("H100", "CS-2"), strict=True):
         found = window(Model.named("gpt:13b"), device(name))
         points = lines(found)
         tokens = [point.tokens for point in points]
         if found.open:
             ax.axvspan(found.low.tokens, found.high.tokens, color=WINDOW, linewidth=0, label="window")
-        ax.loglog(tokens, [1e3 * point.computing for point in points], color=COMPUTING, label="computing a layer")
-        ax.loglog(tokens, [1e3 * point.moving for point in points], color=MOVING, label="bringing its weights")
+        phase = PHASES[found.low.name]
+        ax.loglog(tokens, [1e3 * point.computing for point in points], color=COMPUTING, label=phase.computing)
+        ax.loglog(tokens, [1e3 * point.moving for point in points], color=MOVING, label=phase.moving)
         edges = f"from {found.low.tokens:,.0f} ({found.low.name}) to {found.high.tokens:,.0f} (memory)"
         ax.set_title(f"{name}: {edges if found.open else 'empty'}", fontsize=10)
         ax.set(xlabel="tokens per weight pass", xlim=(tokens[0], tokens[-1]))
         plain(ax)
-    axes[0].set_ylabel("milliseconds, forward")
-    axes[0].legend(frameon=False, fontsize=9)
+        ax.legend(frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(-0.02, -0.18))
+    axes[0].set_ylabel("milliseconds")
     return figure
 
 

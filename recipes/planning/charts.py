@@ -176,7 +176,7 @@ def _point(point: Point, price: float) -> str:
 
 
 def window(found: Window, some: Sequence[WindowLine]) -> Chart:
-    """Computing and moving of the phase that hides last, over tokens; the two edges as upright lines."""
+    """Computing and moving of the phase that hides last, over tokens; its edges upright, the window shaded."""
     x = Scale(some[0].tokens, some[-1].tokens, logarithmic=True)
     y = _log([one.computing for one in some] + [one.moving for one in some])
     computing = [(one.tokens, one.computing, f"{one.tokens:,.0f} tokens: {1e3 * one.computing:.3g} ms") for one in some]
@@ -188,6 +188,10 @@ def window(found: Window, some: Sequence[WindowLine]) -> Chart:
     lines = [curve(phase.computing, "l0", computing, x, y), curve(phase.moving, "l1", moving, x, y)]
     for edge, dashes, paint, label in ends:
         lines.append(curve(label, paint, [(edge.tokens, place, "") for place in (y.low, y.high)], x, y, dashes))
+    if found.open:
+        left_end, right_end = x.place(low.tokens), x.place(high.tokens)
+        corners = [(left_end, 0.0), (right_end, 0.0), (right_end, 100.0), (left_end, 100.0)]
+        lines[2] = lines[2]._replace(band=joined(corners))
     left = [Mark(0.0, f"{1e3 * n:,.10g} ms", round(100 - y.place(n), 2)) for n in y.marks(5)]
     bottom = [Mark(round(x.place(n), 2), _round(n)) for n in x.marks(4)]
     state = "open" if found.open else "empty"

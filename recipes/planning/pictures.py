@@ -153,6 +153,9 @@ def draw_chart(chart: Chart, ax: Axes) -> None:
     """Curves, as the page has them."""
     colours = {name: both[0] for name, both in charts.scheme().items()}
     for line in chart.lines:
+        if line.band:
+            corners = [[float(n) for n in place.split(",")] for place in line.band.split()]
+            ax.fill([x for x, _ in corners], [100 - y for _, y in corners], color=colours[line.paint], alpha=0.14, lw=0)
         xs, ys = zip(*(map(float, place.split(",")) for place in line.places.split()), strict=True)
         dash = (0, tuple(float(n) / 2 for n in line.dashes.split())) if line.dashes else "-"
         dots = "o" if len(xs) <= 12 and not line.dashes else None
