@@ -11,7 +11,7 @@ import pipeback
 from pipeback.planner.crossover import Crossing, crossings
 from pipeback.planner.estimates import Estimate
 from pipeback.planner.explain import explain
-from pipeback.planner.found import HEAD, WORDS, Found, Point
+from pipeback.planner.found import DAGGER, HEAD, WORDS, Found, Point
 from pipeback.planner.quantities import days, gigabytes, large
 from pipeback.planner.search import Question
 from pipeback.planner.techniques import technique
@@ -76,7 +76,7 @@ def frontier_row(point: Point, price: float) -> list[str]:
     one = point.best
     cost = [f"{one.cost:,.0f}"] if price else []
     return [
-        f"{point.devices:,}",
+        f"{point.devices:,}{DAGGER if one.marks else ''}",
         days(86_400 * one.days),
         f"{one.device_days:,.0f}",
         *cost,

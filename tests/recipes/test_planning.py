@@ -27,7 +27,7 @@ def planned(tmp_path_factory):
 def test_the_table(planned):
     done, _ = planned
     assert "gpt:125m (126M parameters) on 8xA100, 1.00B tokens, adamw in mixed precision" in done.stdout
-    first = re.search(r"^ +1 .*", done.stdout, re.MULTILINE)[0]
+    first = re.search(r"^ +1†? .*", done.stdout, re.MULTILINE)[0]
     assert "data parallel" in first or "sharded" in first
     assert "† the price of the delay is assumed" in done.stdout
     assert "written: plan.html" in done.stdout
