@@ -91,6 +91,7 @@ class PipelineOptions(NamedTuple):
             among.append(("activations", self.activations, kept, f"activations={kept!r}"))
             among.append(("masters", self.masters, False, "masters=False"))
             among.append(("order", order, "grouped", 'debug=pipeback.Debug(order="grouped")'))
-            check_goes_with(f"vectorize={self.vectorize!r}", ", or vectorize=False", among)
+            apart = [one for one in among if one[0] not in ("workers", "replicas", "ranks")]
+            check_goes_with(f"vectorize={self.vectorize!r}", ", or vectorize=False", apart)
         elif order == "skewed":
             check_goes_with('order="skewed"', "", among)
