@@ -11,6 +11,7 @@ import matplotlib
 import torch
 
 matplotlib.use("Agg")
+import planner_pictures
 from matplotlib import pyplot as plt
 from matplotlib.lines import Line2D
 
@@ -29,9 +30,13 @@ STAGES = 4
 def draw_all(folder):
     """Draw every picture into the folder, unless it is there and younger than the code that it shows."""
     folder.mkdir(parents=True, exist_ok=True)
-    code = max(path.stat().st_mtime for path in [Path(__file__), *Path(pipeback.__file__).parent.rglob("*.py")])
+    code = max(
+        path.stat().st_mtime
+        for path in [*Path(__file__).parent.glob("*.py"), *Path(pipeback.__file__).parent.rglob("*.py")]
+    )
     plt.rcParams.update({"svg.hashsalt": "pipeback", "font.size": 10, "axes.edgecolor": PALE, "text.color": INK})
     drawn = {"schedules": schedules, "filling": filling, "staleness": staleness, "memory": memory}
+    drawn |= {"planner_windows": planner_pictures.windows, "planner_crossover": planner_pictures.crossover}
     drawn |= {f"method_{name}": lambda name=name: which_weights(name) for name in pipeback.methods.available()}
     for name, draw in drawn.items():
         path = folder / f"{name}.svg"

@@ -11,8 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "pipeback"
 FLOORS = [
-    {"counts", "errors", "norms", "notebook", "plugins", "private", "weights", "schedules", "tensors"},
-    {"methods", "sparsities", "splitting", "draw"},
+    {"byte_sizes", "counts", "errors", "norms", "notebook", "plugins", "private", "weights", "schedules", "tensors"},
+    {"methods", "sparsities", "splitting", "draw", "planner"},
     {"stages"},
     {"runtime"},
     {"streaming", "vectorized"},
@@ -23,6 +23,7 @@ FLOORS = [
 ]
 FLOOR = {room: n for n, floor in enumerate(FLOORS) for room in floor}
 ALONE = {  # what a room may import of pipeback, where that is less than all that lies below
+    "byte_sizes": set(),
     "counts": set(),
     "errors": set(),
     "schedules": set(),
@@ -31,10 +32,12 @@ ALONE = {  # what a room may import of pipeback, where that is less than all tha
     "methods": {"schedules", "tensors", "plugins", "private"},
     "sparsities": {"plugins"},
     "draw": {"counts", "schedules"},
+    "planner": {"byte_sizes", "counts", "notebook", "schedules"},
     "stages": {"counts", "methods", "splitting", "tensors", "private"},
     "runtime": {"counts", "stages", "methods", "schedules", "tensors", "errors", "notebook", "private"},
     "streaming": {
         "runtime", "stages", "methods", "sparsities", "schedules", "tensors", "errors", "notebook", "private",
+        "byte_sizes",
     },
     "vectorized": {"counts", "runtime", "stages", "methods", "splitting", "schedules", "tensors", "errors", "private"},
     "distributed": {
@@ -46,7 +49,7 @@ ALONE = {  # what a room may import of pipeback, where that is less than all tha
     },
     "plan": {
         "distributed", "streaming", "runtime", "stages", "methods", "schedules", "tensors", "notebook", "private",
-        "counts",
+        "byte_sizes", "counts", "planner",
     },
 }  # fmt: skip
 INSIDE = {  # the same for a folder in a room, file by file where a room is not meant as a whole
@@ -166,8 +169,8 @@ def test_a_policy_knows_masks_and_numbers_alone(path):
     assert set(imports(path)) <= {f"sparsities.{name}" for name in ("base", "densities", "masks")}
 
 
-def test_schedules_run_without_torch():
-    names = sorted(name for name in FILES if name.startswith("schedules"))
+def test_schedules_and_the_planner_run_without_torch():
+    names = sorted(name for name in FILES if name.startswith(("schedules", "planner")))
     code = f"""
 import importlib, sys
 class NoTorch:

@@ -20,7 +20,7 @@ from pipeback.errors import StageError
 from pipeback.methods.base import Method, When, overrides
 from pipeback.private import hooked
 from pipeback.runtime.ledger import Ledger
-from pipeback.runtime.link import Link
+from pipeback.runtime.link import StageLink
 from pipeback.runtime.optimizer_state_watch import OptimizerStateWatch
 from pipeback.runtime.replicas import Replicas
 from pipeback.runtime.staleness import Watch
@@ -85,7 +85,7 @@ class Worker:
         stages: Sequence[Stage],
         method: Method,
         delays: Sequence[int],
-        link: Link,
+        link: StageLink,
         executor: Callable[[Worker], Executor],
         *,
         clip_norm: float | None = None,
