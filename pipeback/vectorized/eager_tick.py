@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from pipeback.errors import StageError
 from pipeback.vectorized.adam_rows import AdamStep
 from pipeback.vectorized.graphs import Graph, Graphs
 from pipeback.vectorized.joint_step import JointStep
@@ -31,14 +32,23 @@ class WaitingRoom(NamedTuple):
 class EagerTick:
     """The rows of `tensors`, with graphs for so many rows, called directly.
 
-    accumulate: the backward with momentum. together: whether the weights are better stepped in one pass, together with
-    those of other stacks. views: the output of the graph `made`, if it consists of views of the weights.
+    accumulate: the backward with momentum. name: returns what errors call the rows and their micro-batches at a tick.
+    together: whether the weights are better stepped in one pass, together with those of other stacks. views: the output
+    of the graph `made`, if it consists of views of the weights.
     """
 
     def __init__(
-        self, tensors: RowTensors, graphs: Graphs, accumulate: Graph, *, together: bool, views: Sequence[Tensor] | None
+        self,
+        tensors: RowTensors,
+        graphs: Graphs,
+        accumulate: Graph,
+        name: Callable[[int], str],
+        *,
+        together: bool,
+        views: Sequence[Tensor] | None,
     ) -> None:
         self.tensors, self.graphs, self.together, self.views = tensors, graphs, together, views
+        self.name = name
         self._accumulate = accumulate
 
     def run(
@@ -66,7 +76,10 @@ class EagerTick:
         if step.drift:
             torch._foreach_copy_(list(before), tensors.stepped)
         saved = room.left(b)
-        sent = forward(*tensors.shifted(step.ahead), *xs)
+        try:
+            sent = forward(*tensors.shifted(step.ahead), *xs)
+        except Exception as error:
+            raise self._failed("forward", f, error) from error
         give("F", list(sent[:outputs]))
         if room.used is not None:
             views = made(*room.used(b))
@@ -89,6 +102,9 @@ class EagerTick:
             tensors.move(step, [found[n] for n in tensors.trained])
         drifted(drift, before, tensors.stepped, step.drift)
         room.put(f, sent[outputs:])
+
+    def _failed(self, what: str, tick: int, error: Exception) -> StageError:
+        return StageError(f"{self.name(tick)}: the {what} failed: {error}")
 
 
 def drifted(

@@ -14,6 +14,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from pipeback.counts import numbered
+from pipeback.errors import StageError
 from pipeback.runtime.worker import Worker
 from pipeback.schedules.spans import TickSpan
 from pipeback.stages.flight import target_on
@@ -278,7 +280,10 @@ class SteadyRun:
         judge, step, joint = turn.judge, turn.steps[-1], self._joint
         assert judge is not None and asked is not None
         i, x, target = asked
-        loss, gx, grads = judge.eager(x, target, step)
+        try:
+            loss, gx, grads = judge.eager(x, target, step)
+        except Exception as error:
+            raise self.worker.failure("forward", judge.stage, i, error) from error
         self.judged(i, loss)
         if isinstance(step, Step) and joint.fits(judge.rows.whole, step):
             joint.add(judge.rows.whole, step, grads)
@@ -300,7 +305,11 @@ class SteadyRun:
         ]
         if judge is not None and asked is not None:
             each.append(judge.changing(*asked[1:]))
-        found = fused(turn.fixed, [(*some, *how) for some, how in zip(each, turn.told)])
+        try:
+            found = fused(turn.fixed, [(*some, *how) for some, how in zip(each, turn.told)])
+        except Exception as error:
+            names = numbered("stage", sorted(s for part in parts for s in part.one.stack.numbers))
+            raise StageError(f"{names} and the loss: a tick failed: {error}") from error
         for part, (f, b), (ys, left, gxs, factors) in zip(parts, ticks, found, strict=False):
             one = part.one
             one.ys.send(f, part.rows, ys)

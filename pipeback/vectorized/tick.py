@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from pipeback.counts import numbered
 from pipeback.stages.tracing_lock import TRACING
 from pipeback.vectorized.adam_rows import AdamStep
 from pipeback.vectorized.eager_tick import EagerTick, WaitingRoom, drifted
@@ -329,4 +330,13 @@ class StackTick:
             tensors = whole.part(*rows)
             graphs, accumulate = self._sizes.at(rows[1] - rows[0])
             views = None if self.rings.made is None else graphs.made(*tensors.weights)
-        return EagerTick(tensors, graphs, accumulate, together=self._together, views=views)
+        name = partial(self._name, rows)
+        return EagerTick(tensors, graphs, accumulate, name, together=self._together, views=views)
+
+    def _name(self, rows: tuple[int, int], tick: int) -> str:
+        """Return what errors call these rows, and their micro-batches at a tick (`Mail`)."""
+        first, end = rows
+        stages, places = self.stack.stages[first:end], self.stack.places[first:end]
+        mbs = numbered("micro-batch", [tick - p for p in reversed(places)])
+        name = stages[0].label if len(stages) == 1 else numbered("stage", [stage.index for stage in stages])
+        return f"{name}, {mbs}"
