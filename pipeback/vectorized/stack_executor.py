@@ -45,7 +45,7 @@ class StackExecutor:
         The order counts them. `land` comes before anything else is done.
         """
         worker = self.worker
-        seen = worker.replicas or worker.watch or worker.tracing or worker.began or worker.samples
+        seen = worker.replicas or worker.watch or worker.tracing or worker.samples
         if seen or worker.clip_norm or worker.clip_value or self._mixed or not self.stacks:
             return 0
         if self._steady is None:

@@ -229,6 +229,8 @@ class SteadyRun:
         """Run the tick of these stages of a turn: of these rows of stacks, and of stages outside."""
         worker, f, b, k = self.worker, self.f, self.b, turn.rounds
         link, others = worker.link, [s for s in turn.others if s in stages]
+        if worker.began is not None:
+            worker.began(("F", stages[0], f[stages[0]] + k))
         if others:
             worker.forward([(s, f[s] + k) for s in others])
         come = [(kind, s) for _, kind, s in turn.entering if s in stages]
