@@ -51,6 +51,8 @@ class _Chain(Method):
         self.merges = all(m.merges for m in self.methods)
         self.flush_each_push, self.by_worker = first.flush_each_push, first.by_worker
         self.needs_entry = any(m.needs_entry for m in self.methods)
+        self.needs_used = any(m.needs_used for m in self.methods)
+        self.elementwise = all(m.elementwise for m in self.methods)
         self.steps_itself = self.methods[-1].steps_itself
 
     def schedule_at(self, start: int, pushed: int) -> Schedule:
@@ -75,6 +77,9 @@ class _Chain(Method):
         if self.copies == "stash" and any(m.copies == "scratch" for m in self.methods):
             return 1 + in_flight(self.schedule, stages)[stage]  # the shifted weights of every micro-batch in flight
         return max(m.held(stage, stages) for m in self.methods)
+
+    def state_numbers(self, shape: Sequence[int]) -> float:
+        return sum(m.state_numbers(shape) for m in self.methods)
 
     def init(self, weights: Weights) -> State:
         return {f"{n}/{key}": value for n, m in enumerate(self.methods) for key, value in m.init(weights).items()}

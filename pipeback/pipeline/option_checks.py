@@ -85,6 +85,11 @@ def check_functions(method: Any, loss: Any, optimizer: Any) -> None:
         )
     if not callable(getattr(method, "schedule", None)):
         raise TypeError(f"method {type(method).__name__} has no schedule; set one, for example flowing(2)")
+    if method.needs_used and method.copies != "stash":
+        raise ValueError(
+            f'method {type(method).__name__} needs the weights that F used, but its copies are "{method.copies}", '
+            'which keep none; set copies = "stash"'
+        )
     for name, value in (("loss", loss), ("optimizer", optimizer)):
         if not callable(value) and not (name == "loss" and value is None):
             example = "torch.nn.functional.mse_loss" if name == "loss" else f"lambda params: {_call(value)}"

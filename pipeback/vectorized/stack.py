@@ -273,7 +273,9 @@ class Stack:
                 if r == 0:
                     del self._kinds[i]
                 for r, i in some:
-                    self.stages[r].went_backward(self.stages[r].flights.pop(i).options)
+                    stage, flight = self.stages[r], self.stages[r].flights.pop(i)
+                    stage.went_backward(flight.options)
+                    stage.versions.hand(i, flight)
                 self.rows.add([grads[n] for n in self.rows.trained], [r for r, _ in some])
 
     def _graphs(self, rings: RingBuffers) -> Graphs:
