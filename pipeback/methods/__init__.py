@@ -30,6 +30,13 @@ _METHODS = Plugins(
         "lwp": "lwp:LinearWeightPrediction",
         "sc": "sc:SpikeCompensation",
         "cerebras": "cerebras:Cerebras",
+        "ef": "ef:ErrorFeedback",
+        "pipeoptim": "pipeoptim:OptimizerPrediction",
+        "msnag": "msnag:DecayedPrediction",
+        "gap_aware": "gap_aware:GapAware",
+        "dc_asgd": "dc_asgd:DelayCompensation",
+        "braking": "braking:AdaptiveBraking",
+        "staleness_lr": "staleness_lr:StalenessRates",
     },
 )
 

@@ -23,8 +23,8 @@ from pipeback.stages.optimizer_counters import restore, saved
 from pipeback.stages.recompute import Recomputation, versions
 from pipeback.stages.recomputed_functions import Afresh, as_it_was
 from pipeback.stages.stage import Stage
-from pipeback.stages.versions import Due
 from pipeback.stages.state_check import Corrupt, named, trained
+from pipeback.stages.versions import Due
 from pipeback.tensors import accelerators, copies
 from pipeback.tensors.batches import Structure
 from pipeback.tensors.checksum import checksum

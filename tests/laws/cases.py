@@ -40,12 +40,23 @@ CASES: dict[str, Callable[[int], pipeback.Method]] = {
     "sc-horizon2": lambda S: methods.create("sc", horizon=2),
     "cerebras": lambda S: methods.create("cerebras"),
     "lwp-weight+sc": lambda S: pipeback.chain(methods.create("lwp", form="weight"), methods.create("sc")),
+    "ef": lambda S: methods.create("ef"),
+    "ef-horizon1": lambda S: methods.create("ef", horizon=1),
+    "pipeoptim": lambda S: methods.create("pipeoptim"),
+    "pipeoptim-xpipe": lambda S: methods.create("pipeoptim", slack=2, micro_batches=3),
+    "msnag": lambda S: methods.create("msnag"),
+    "msnag-stash": lambda S: methods.create("msnag", stash=True, slack=1),
+    "gap_aware": lambda S: methods.create("gap_aware"),
+    "dc_asgd": lambda S: methods.create("dc_asgd", slack=2),
+    "dc_asgd-adaptive": lambda S: methods.create("dc_asgd", adaptive=True),
+    "braking": lambda S: methods.create("braking"),
+    "staleness_lr": lambda S: methods.create("staleness_lr"),
 }
 
 # one of each kind, where all of them would take long
 FEW = (
     "gpipe-4", "one_f_one_b-3", "pb", "pipedream-vertical", "pipedream_2bw", "pipemare-t3", "spectrain-v2", "cerebras",
-    "lwp-weight+sc",
+    "lwp-weight+sc", "pipeoptim-xpipe", "gap_aware", "msnag",
 )  # fmt: skip
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -58,11 +69,14 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 # what the equations of these methods allow
 MOMENTUM_ONLY = {"lwp", "lwp-horizon3", "cerebras", "spectrain", "spectrain-slack2", "spectrain-v2"}
 SGD_ONLY = {"sc", "sc-horizon2", "lwp-weight+sc"}
+MOMENT_ONLY = {"braking", "msnag", "msnag-stash", "pipeoptim", "pipeoptim-xpipe"}
 
 
 def allowed(case: str, optimizer: str) -> bool:
     if case in MOMENTUM_ONLY:
         return optimizer == "momentum"
+    if case in MOMENT_ONLY and optimizer not in ("momentum", "adam", "adamw"):
+        return optimizer == "sgd" and case != "braking"
     return case not in SGD_ONLY or optimizer in ("sgd", "momentum")
 
 
