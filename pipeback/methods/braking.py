@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pipeback.methods.base import Method, OptimizerLike, State, Weights, When
 from pipeback.methods.gradients import gradients, replaced
-from pipeback.methods.options import check_number
+from pipeback.methods.option_checks import check_number
 from pipeback.schedules.programs import flowing
 
 FIRST_MOMENTS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam)

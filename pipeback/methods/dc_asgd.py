@@ -22,7 +22,7 @@ from torch import Tensor
 
 from pipeback.methods.base import Chosen, Method, OptimizerLike, State, Weights, When
 from pipeback.methods.gradients import gradients, replaced
-from pipeback.methods.options import check_number, check_share
+from pipeback.methods.option_checks import check_number, check_share
 from pipeback.schedules.programs import flowing
 
 TINY = 1e-7

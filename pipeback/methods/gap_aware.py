@@ -25,7 +25,7 @@ from torch import Tensor
 
 from pipeback.methods.base import Chosen, Method, OptimizerLike, State, Weights, When
 from pipeback.methods.gradients import decoupled, gradients, replaced
-from pipeback.methods.options import check_share
+from pipeback.methods.option_checks import check_share
 from pipeback.schedules.programs import flowing
 
 TINY = 1e-8

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pipeback.methods.base import Correction, Method, OptimizerLike, State, Weights, When
-from pipeback.methods.options import check_number
+from pipeback.methods.option_checks import check_number
 from pipeback.methods.rates import divided_rates
 from pipeback.schedules.programs import flowing
 

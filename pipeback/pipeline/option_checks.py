@@ -15,7 +15,7 @@ from pipeback.methods.base import Method
 from pipeback.pipeline.method_choice import allowing
 from pipeback.runtime.loop import Batch
 from pipeback.stages.flight import Value
-from pipeback.stages.joint_optimizer import own_step, torchs_step
+from pipeback.stages.joint_optimizer import own_step, replaced_step
 from pipeback.stages.stage import OptimizerFactory, Stage
 from pipeback.streaming.store import DeviceStore, Store
 from pipeback.tensors import batches as batches_in
@@ -60,12 +60,17 @@ def check_optimizer(stage: Stage, method: Method) -> None:
         except ValueError as error:
             names = ", ".join(f'method="{name}"' for name in allowing(opt, stage.stages))
             raise ValueError(f"{stage.label}: {error}, or one of those that allow it: {names}") from None
-        if method.steps_itself and isinstance(opt, torch.optim.SGD) and not torchs_step(opt):
+        if method.steps_itself and replaced_step(opt):
             raise ValueError(
-                f"{stage.label}: {method!r} makes the step of momentum SGD itself, and would never call the step of "
-                f'{type(opt).__name__}; use torch.optim.SGD, or a method that calls it, such as method="pb" or '
-                'pipeback.methods.create("lwp", form="weight")'
+                f"{stage.label}: {method!r} makes the step itself, and would never call the step of "
+                f'{type(opt).__name__}; use torch.optim.{_known(opt)}, or a method that calls it, such as method="pb" '
+                'or pipeback.methods.create("lwp", form="weight")'
             )
+
+
+def _known(optimizer: torch.optim.Optimizer) -> str:
+    kinds = torch.optim.SGD, torch.optim.AdamW, torch.optim.Adam
+    return next(kind.__name__ for kind in kinds if isinstance(optimizer, kind))
 
 
 def check_groups(stages: Sequence[Stage]) -> None:

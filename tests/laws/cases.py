@@ -68,7 +68,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 # what the equations of these methods allow
 MOMENTUM_ONLY = {"lwp", "lwp-horizon3", "cerebras", "spectrain", "spectrain-slack2", "spectrain-v2"}
-SGD_ONLY = {"sc", "sc-horizon2", "lwp-weight+sc"}
+SPIKED = {"sc", "sc-horizon2", "lwp-weight+sc"}
 MOMENT_ONLY = {"braking", "msnag", "msnag-stash", "pipeoptim", "pipeoptim-xpipe"}
 
 
@@ -77,7 +77,7 @@ def allowed(case: str, optimizer: str) -> bool:
         return optimizer == "momentum"
     if case in MOMENT_ONLY and optimizer not in ("momentum", "adam", "adamw"):
         return optimizer == "sgd" and case != "braking"
-    return case not in SGD_ONLY or optimizer in ("sgd", "momentum")
+    return case not in SPIKED or optimizer in ("sgd", "momentum", "adam", "adamw")
 
 
 def network(stages: int = STAGES, width: int = 6, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Sequential:

@@ -86,7 +86,7 @@ OPTIMIZERS = {
 ANY = ("sgd", "momentum", "nesterov", "dampening", "adam", "adamw")
 MOMENTS = ("momentum", "nesterov", "dampening", "adam", "adamw")
 DIRECTIONS = ("sgd", "momentum", "dampening", "adam", "adamw", "rmsprop")
-PLAIN = ("sgd", "momentum")  # where g enters v undamped
+PLAIN = ("sgd", "momentum", "adam", "adamw")  # where g enters v undamped
 VELOCITY = ("momentum",)
 
 
