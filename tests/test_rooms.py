@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "pipeback"
 FLOORS = [
     {"counts", "errors", "norms", "notebook", "plugins", "private", "weights", "schedules", "tensors"},
-    {"methods", "sparsities", "splitting", "draw"},
+    {"methods", "optim", "sparsities", "splitting", "draw"},
     {"stages"},
     {"runtime"},
     {"streaming", "vectorized"},
@@ -29,6 +29,7 @@ ALONE = {  # what a room may import of pipeback, where that is less than all tha
     "tensors": {"private"},
     "splitting": {"counts", "tensors", "notebook", "private"},
     "methods": {"schedules", "tensors", "plugins", "private"},
+    "optim": {"tensors"},
     "sparsities": {"plugins"},
     "draw": {"counts", "schedules"},
     "stages": {"counts", "methods", "splitting", "tensors", "private"},

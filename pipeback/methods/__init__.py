@@ -37,6 +37,7 @@ _METHODS = Plugins(
         "dc_asgd": "dc_asgd:DelayCompensation",
         "braking": "braking:AdaptiveBraking",
         "staleness_lr": "staleness_lr:StalenessRates",
+        "eigendelay": "eigendelay:EigenDelay",
     },
 )
 

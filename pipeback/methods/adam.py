@@ -80,29 +80,30 @@ def moments(optimizer: OptimizerLike, group: Group, weights: Sequence[Tensor]) -
     return Moments(there, first, second, steps, [1 - beta1**t for t in counts], [1 - beta2**t for t in counts])
 
 
-def adam_step(optimizer: OptimizerLike, horizons: Mapping[int, float], only: Sequence[Tensor] | None = None) -> None:
-    """One step of Adam or AdamW over all groups, or over some of their weights.
+def adam_step(
+    optimizer: OptimizerLike, horizons: Mapping[int, float], rates: Mapping[int, float] | None = None
+) -> None:
+    """One step of Adam or AdamW of the weights in `horizons`, which has T of spike compensation by their identity.
 
-    horizons: T of spike compensation, by the identity of a weight; 0 for those that are missing. Where T = 0, the bits
-    are those of torch's step. only: the weights that are stepped; None: all.
+    Where T = 0, the bits are those of torch's step. rates: η by the identity of a weight; None: that of its group.
     """
-    chosen = None if only is None else {id(w) for w in only}
     with torch.no_grad():
         for group in optimizer.param_groups:
-            params = [w for w in group["params"] if w.grad is not None and (chosen is None or id(w) in chosen)]
+            params = [w for w in group["params"] if w.grad is not None and id(w) in horizons]
             for w in params:
-                _begin(optimizer, w, group)["step"].add_(1)
-            prompt, late = ([w for w in params if bool(horizons.get(id(w))) == is_late] for is_late in (False, True))
-            if group.get("fused") and prompt:
+                adam_state(optimizer, w, group)["step"].add_(1)
+            prompt, late = ([w for w in params if bool(horizons[id(w)]) == is_late] for is_late in (False, True))
+            if group.get("fused") and prompt and rates is None:
                 _fused(moments(optimizer, group, prompt), group)
                 prompt = []
             for some in (prompt, late):
                 if some:
-                    _move(moments(optimizer, group, some), group, horizons)
+                    every = [float(group["lr"]) if rates is None else rates[id(w)] for w in some]
+                    _move(moments(optimizer, group, some), group, horizons, every)
 
 
-def _begin(optimizer: OptimizerLike, w: Tensor, group: Group) -> dict[str, Any]:
-    """The state of a weight, as torch begins it."""
+def adam_state(optimizer: OptimizerLike, w: Tensor, group: Group) -> dict[str, Any]:
+    """The state of a weight, which begins as torch begins it."""
     entry: dict[str, Any] = optimizer.state[w]
     if "exp_avg" not in entry:
         kind = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
@@ -113,23 +114,23 @@ def _begin(optimizer: OptimizerLike, w: Tensor, group: Group) -> dict[str, Any]:
     return entry
 
 
-def _move(of: Moments, group: Group, horizons: Mapping[int, float]) -> None:
+def _move(of: Moments, group: Group, horizons: Mapping[int, float], rates: Sequence[float]) -> None:
     """Step weights all of which come late, or none of which does."""
-    rate, (beta1, beta2), decay = float(group["lr"]), map(float, group["betas"]), group["weight_decay"]
+    (beta1, beta2), decay = map(float, group["betas"]), group["weight_decay"]
     if decay and decoupled(group):
-        torch._foreach_mul_(of.weights, 1 - rate * decay)
+        torch._foreach_mul_(of.weights, [1 - rate * decay for rate in rates])
     grads = [entering(w, group) for w in of.weights]
     torch._foreach_lerp_(of.first, grads, 1 - beta1)
     torch._foreach_mul_(of.second, beta2)
     torch._foreach_addcmul_(of.second, grads, grads, 1 - beta2)
-    along, sizes = of.first, [-rate / c for c in of.first_corrections]
-    if horizons.get(id(of.weights[0])):
+    along, sizes = of.first, [-rate / c for rate, c in zip(rates, of.first_corrections, strict=True)]
+    if horizons[id(of.weights[0])]:
         spikes = [adam_spike(beta1, horizons[id(w)]) for w in of.weights]
         along = list(
             torch._foreach_mul(of.first, [a / c for (a, _), c in zip(spikes, of.first_corrections, strict=True)])
         )
         torch._foreach_add_(along, torch._foreach_mul(grads, [b for _, b in spikes]))
-        sizes = [-rate] * len(spikes)
+        sizes = [-rate for rate in rates]
     torch._foreach_addcdiv_(of.weights, along, of.roots(group["eps"]), sizes)
 
 

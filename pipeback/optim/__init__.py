@@ -1,0 +1,8 @@
+"""Optimizers that help under delay, and are at home in a plain loop as well.
+
+Floor 2. It imports tensors.
+"""
+
+from pipeback.optim.rotated_adamw import RotatedAdamW
+
+__all__ = ["RotatedAdamW"]
