@@ -81,6 +81,23 @@ def check_groups(stages: Sequence[Stage]) -> None:
             raise ValueError(f"{stage.label}: parameters were added to its optimizer; build a new Pipeline")
 
 
+def check_whole_weights(method: Method, sparse: bool, shards: bool) -> None:
+    """Raise ValueError if a method needs whole weights, but a stage holds only some of their entries.
+
+    sparse: whether these are the ones that survive. shards: whether they are a rank's slice.
+    """
+    if not method.elementwise and (sparse or shards):
+        what, cure = ("sparsity keeps some of their entries", "leave sparsity out") if sparse else (
+            "every replica's store keeps a slice of them", "use store=None, or one replica"
+        )  # fmt: skip
+        raise ValueError(f'{method!r} looks at whole weights, but {what}; {cure}, or use method="pb"')
+    if method.needs_used and sparse:
+        raise ValueError(
+            f"{method!r} compares two versions of the weights, but under sparsity other entries may survive in each; "
+            'leave sparsity out, or use method="pipedream"'
+        )
+
+
 def check_functions(method: Any, loss: Any, optimizer: Any) -> None:
     """Raise TypeError or ValueError unless these are a method, a loss function and an optimizer function."""
     if not isinstance(method, Method):
