@@ -3,6 +3,7 @@
 Floor 2. It imports tensors.
 """
 
+from pipeback.optim.muon_adamw import MuonAdamW
 from pipeback.optim.rotated_adamw import RotatedAdamW
 
-__all__ = ["RotatedAdamW"]
+__all__ = ["MuonAdamW", "RotatedAdamW"]
