@@ -41,8 +41,9 @@ from pipeback.recipes.run_folders import Run, beside, place
 from pipeback.recipes.schemas import Compare, check
 from pipeback.recipes.train import as_yaml, quiet, run, task_of, trainer_of
 
-ALL = ("sgd", "pb", "sc", "lwp", "cerebras", "lwp_w_sc", "pipedream", "spectrain", "pipemare", "gpipe", "one_f_one_b",
-       "pipedream_2bw", "pipedream_slack2", "spectrain_slack2")  # fmt: skip
+ALL = ("sgd", "pb", "sc", "lwp", "lwp_w", "cerebras", "lwp_w_sc", "pipedream", "spectrain", "pipemare", "gpipe",
+       "one_f_one_b", "pipedream_2bw", "pipedream_slack2", "spectrain_slack2", "ef", "pipeoptim", "xpipe", "msnag",
+       "gap_aware", "dc_asgd", "dc_asgd_a", "braking", "staleness_lr", "eigendelay")  # fmt: skip
 FEW = ("sgd", "pb", "cerebras", "gpipe")
 OWN = re.compile(r"(methods|seeds|seed|jobs|again|out)=")  # options that are not passed on to `train` unchanged
 
@@ -50,10 +51,11 @@ OWN = re.compile(r"(methods|seeds|seed|jobs|again|out)=")  # options that are no
 def plan(config: Mapping[str, Any], words: list[str]) -> list[Run]:
     """List the runs. Every method is built once here, so that a mistake is reported before anything starts."""
     if config["methods"] is not None and not config["methods"]:
-        raise ValueError("methods=[] compares nothing; leave it out, or name some: methods=[sgd,pb]")
+        raise ValueError("methods=[] compares nothing; write methods=all, or name some: methods=[sgd,pb]")
     data = build.data(config["data"], config["batch_size"], config["seed"])
-    asked, labels = config["methods"], []
-    for label in map(entry, asked or (FEW if config["quick"] else ALL)):
+    every = FEW if config["quick"] and config["methods"] is None else ALL
+    asked, labels = None if config["methods"] == "all" else config["methods"], []
+    for label in map(entry, asked or every):
         values = composed(words, label, config["seed"])
         try:
             task_of(values, data, trainer_of({**values, "logger": {}, "callbacks": {}})[0])

@@ -211,7 +211,9 @@ def known(group: str, names: Iterable[str], name: Any) -> None:
 def table(group: str) -> Mapping[str, Any]:
     """Return the classes or functions of a group by name; they are imported here since they need Lightning."""
     if group == "optimizer":
-        return {k: v for k, v in vars(torch.optim).items() if isinstance(v, type)}
+        from pipeback import optim
+
+        return {k: v for module in (torch.optim, optim) for k, v in vars(module).items() if isinstance(v, type)}
     if group == "data":
         from pipeback.recipes.data import DATA
 
