@@ -126,6 +126,8 @@ class Method:
                     them: those that survive, or a rank's slice
     steps_itself    whether `update` makes the step without calling `optimizer.step()`; such a method is the last of a
                     chain
+    reads_moments   whether the hooks read the second moment of Adam in the optimizer's state
+    turns_moments   whether the method keeps it there in other coordinates than those of the weights
     """
 
     schedule: Schedule
@@ -138,6 +140,8 @@ class Method:
     needs_used: bool = False
     elementwise: bool = True
     steps_itself: bool = False
+    reads_moments: bool = False
+    turns_moments: bool = False
 
     def __init_subclass__(cls) -> None:
         if isinstance(cls.__dict__.get("schedule"), FunctionType):
@@ -193,6 +197,10 @@ class Method:
         """Move the weights by the averaged gradient in their `.grad`; return the new state."""
         optimizer.step()
         return state
+
+    def update_rates(self, when: When, state: State) -> Sequence[float]:
+        """The rates of the step inside `update`, one per weight, by which later methods of a chain predict."""
+        return when.rates
 
     def correction(self, when: When, state: State) -> Correction | None:
         """The `Correction` that the hooks compute; None if they do more, or keep more than v, δ and plain numbers.

@@ -16,7 +16,8 @@ basis; where a weight has none at all, c = 1. F is the forward, B the backward, 
 updates. Constants: β_s = 0.99, refresh = 10, κ = 4, p = 1. Each part can be switched off: `sides`, `over`, `spike`,
 `predict`, and `power=0, scale=1` for the rate.
 
-It is our own method, and not published elsewhere: docs/results/eigendelay.md. Adam and AdamW.
+It is our own method, and not published elsewhere. The bases are those of SOAP (Vyas et al., arXiv 2409.11321) and of
+basis rotation (Jung et al., arXiv 2602.03515), the spike is that of Kosson et al. (arXiv 2003.11666). Adam, AdamW.
 Weight copies: 1 and a scratch buffer. State of a matrix of r × c numbers: 2·(r² + c²), and one more copy.
 """
 
@@ -72,7 +73,7 @@ class EigenDelay(Method):
         self.copies = "stash" if self.stash else "scratch" if self.predict else "live"
         self.state_copies = int(self.predict)
         self.merges = self.steps_itself = True
-        self.elementwise = not self.sides
+        self.elementwise, self.turns_moments = not self.sides, bool(self.sides)
 
     def check(self, optimizer: torch.optim.Optimizer, stages: int) -> None:
         require_adam(optimizer, "eigendelay", 'method="staleness_lr"')
@@ -102,7 +103,7 @@ class EigenDelay(Method):
         return {**state, "ahead": [torch.zeros_like(w) for w in weights]} if self.predict else state
 
     def forward_weights(self, weights: Weights, state: State, when: When) -> Chosen:
-        if not self.predict or not any(when.delays):
+        if not self.predict or (self.stash and not when.delay):
             return weights
         return Shift(weights, [-rate if D else 0.0 for rate, D in self._rates(when)], state["ahead"])
 

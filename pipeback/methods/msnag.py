@@ -45,7 +45,7 @@ class DecayedPrediction(Method):
         self.schedule = flowing(self.slack)
         self.copies = "stash" if self.stash else "scratch"
         self.state_copies = 1
-        self.merges = True
+        self.merges = self.reads_moments = True
 
     def check(self, optimizer: torch.optim.Optimizer, stages: int) -> None:
         if not isinstance(optimizer, torch.optim.SGD) and not is_adam(optimizer):
@@ -64,7 +64,9 @@ class DecayedPrediction(Method):
         return {"ahead": [torch.zeros_like(w) for w in weights]}
 
     def forward_weights(self, weights: Weights, state: State, when: When) -> Chosen:
-        return Shift(weights, [float(D > 0) for D in when.delays], state["ahead"]) if any(when.delays) else weights
+        if self.stash and not when.delay:
+            return weights
+        return Shift(weights, [float(D > 0) for D in when.delays], state["ahead"])
 
     def backward_weights(self, weights: Weights, used: Weights | None, state: State, when: When) -> Chosen:
         if not self.stash:

@@ -16,7 +16,7 @@ optimizer. Weight copies: 1, with T2 a scratch buffer too; δ is one more copy a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -87,6 +87,11 @@ class PipeMare(Method):
             torch._foreach_mul_(state["drift"], gamma)
             torch._foreach_add_(state["drift"], moved, alpha=1 - gamma)
         return {**state, "updates": state["updates"] + (not warm)}
+
+    def update_rates(self, when: When, state: State) -> Sequence[float]:
+        if not self.t1 or when.mb < self.warmup:
+            return when.rates
+        return [rate / self._divisor(when, state) for rate in when.rates]
 
     def correction(self, when: When, state: State) -> Correction | None:
         count, late = len(when.rates), self.t2 and when.delay

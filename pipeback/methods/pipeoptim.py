@@ -43,6 +43,7 @@ class OptimizerPrediction(Method):
         self.grouped = self.micro_batches > 1
         self.state_copies = 1 + self.grouped
         self.merges = not self.grouped
+        self.reads_moments = True
 
     def check(self, optimizer: torch.optim.Optimizer, stages: int) -> None:
         require_direction(optimizer, "pipeoptim")

@@ -37,8 +37,11 @@ class StalenessRates(Method):
             optimizer.step()
         return state
 
+    def update_rates(self, when: When, state: State) -> list[float]:
+        return [rate / self._divisor(when.delay) for rate in when.rates]
+
     def correction(self, when: When, state: State) -> Correction:
-        return Correction(rates=[rate / self._divisor(when.delay) for rate in when.rates])
+        return Correction(rates=self.update_rates(when, state))
 
     def _divisor(self, delay: int) -> float:
         return float((1 + delay) ** self.power / self.scale)

@@ -51,6 +51,9 @@ CASES: dict[str, Callable[[int], pipeback.Method]] = {
     "dc_asgd-adaptive": lambda S: methods.create("dc_asgd", adaptive=True),
     "braking": lambda S: methods.create("braking"),
     "staleness_lr": lambda S: methods.create("staleness_lr"),
+    "dc_asgd+pipeoptim": lambda S: pipeback.chain(methods.create("dc_asgd"), methods.create("pipeoptim")),
+    "gap_aware+msnag": lambda S: pipeback.chain(methods.create("gap_aware"), methods.create("msnag", slack=1)),
+    "staleness_lr+ef": lambda S: pipeback.chain(methods.create("staleness_lr"), methods.create("ef")),
     "eigendelay": lambda S: methods.create("eigendelay"),
     "eigendelay-stash": lambda S: methods.create("eigendelay", stash=True, slack=1, refresh=3),
     "eigendelay-one-side": lambda S: methods.create("eigendelay", sides=1, predict=False, refresh=4),
@@ -79,7 +82,15 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 MOMENTUM_ONLY = {"lwp", "lwp-horizon3", "cerebras", "spectrain", "spectrain-slack2", "spectrain-v2"}
 SPIKED = {"sc", "sc-horizon2", "lwp-weight+sc"}
 ADAM_ONLY = set(SENSITIVE)
-MOMENT_ONLY = {"braking", "msnag", "msnag-stash", "pipeoptim", "pipeoptim-xpipe"}
+MOMENT_ONLY = {
+    "braking",
+    "msnag",
+    "msnag-stash",
+    "pipeoptim",
+    "pipeoptim-xpipe",
+    "dc_asgd+pipeoptim",
+    "gap_aware+msnag",
+}
 
 
 def allowed(case: str, optimizer: str) -> bool:

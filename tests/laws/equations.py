@@ -12,6 +12,7 @@ from torch import nn
 
 import pipeback
 from tests.laws.reference import Options, Recurrence, Tensors
+from tests.laws.reference_chains import BrakedSpike, CompensatedPrediction, FedBackRates, SlowPrediction, SlowVelocity
 from tests.laws.reference_later import (
     Braking,
     DecayedPrediction,
@@ -154,6 +155,16 @@ def sc(slack: int, horizon: float | None = None) -> Pair:
     return corrected("sc", slack, PLAIN, options, spike=True, spike_horizon=horizon)
 
 
+def chained(
+    cls: type[Recurrence], names: tuple[str, ...], slack: int, allowed: tuple[str, ...], **reference: Any
+) -> Pair:
+    return Pair(
+        lambda _: pipeback.chain(*(create(name, slack=slack) for name in names)),
+        lambda w, r, **k: cls(w, r, slack=slack, **reference, **k),
+        allowed,
+    )
+
+
 def xpipe(slack: int, k: int) -> Pair:
     return Pair(
         lambda _: create("pipeoptim", slack=slack, micro_batches=k),
@@ -231,6 +242,11 @@ PAIRS = {
     "msnag": plain("msnag", DecayedPrediction, 2, ANY),
     "msnag-slack-1": plain("msnag", DecayedPrediction, 1, ANY),
     "msnag-stash": plain("msnag", DecayedPrediction, 2, ANY, stash=True),
+    "dc_asgd-then-pipeoptim": chained(CompensatedPrediction, ("dc_asgd", "pipeoptim"), 1, DIRECTIONS, strength=0.04),
+    "staleness_lr-then-msnag": chained(SlowPrediction, ("staleness_lr", "msnag"), 2, ANY),
+    "staleness_lr-then-lwp": chained(SlowVelocity, ("staleness_lr", "lwp"), 1, VELOCITY, predict="velocity"),
+    "braking-then-sc": chained(BrakedSpike, ("braking", "sc"), 2, ("momentum", "adam", "adamw"), spike=True),
+    "ef-then-staleness_lr": chained(FedBackRates, ("ef", "staleness_lr"), 1, ANY),
 }
 
 
