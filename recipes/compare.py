@@ -14,10 +14,8 @@ import os
 import re
 import sys
 import time
-import traceback
 from collections.abc import Mapping
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,15 +29,15 @@ from rich.console import Console
 
 from pipeback.counts import counted
 from pipeback.recipes import build
-from pipeback.recipes.callbacks import ProgressFile, tell
-from pipeback.recipes.command import explained, mistakes, quoted, start
+from pipeback.recipes.command import mistakes, quoted, start
 from pipeback.recipes.interrupts import follow, stoppable
 from pipeback.recipes.live import Live, state
 from pipeback.recipes.report import console as report_console
 from pipeback.recipes.report import literal, report
 from pipeback.recipes.run_folders import Run, beside, place
 from pipeback.recipes.schemas import Compare, check
-from pipeback.recipes.train import as_yaml, quiet, run, task_of, trainer_of
+from pipeback.recipes.train import as_yaml, quiet, task_of, trainer_of
+from pipeback.recipes.work import work
 
 ALL = ("sgd", "pb", "sc", "lwp", "lwp_w", "cerebras", "lwp_w_sc", "pipedream", "spectrain", "pipemare", "gpipe",
        "one_f_one_b", "pipedream_2bw", "pipedream_slack2", "spectrain_slack2", "ef", "pipeoptim", "xpipe", "msnag",
@@ -111,22 +109,6 @@ def launcher(words: list[str], jobs: int, console: Console) -> list[str]:
         console.print("one run after the other: several at a time need `pip install hydra-joblib-launcher`")
         return []
     return ["hydra/launcher=joblib", f"hydra.launcher.n_jobs={jobs}"]
-
-
-def work(values: dict[str, Any]) -> None:
-    """Do one run. It writes its progress to progress.json, and its output to log.txt."""
-    out = Path(values["out"])
-    file = out / "progress.json"
-    tell(file, state="running")
-    with open(out / "log.txt", "w") as log, redirect_stdout(log), redirect_stderr(log):
-        quiet()
-        try:
-            found = run(values, [ProgressFile(file)])
-        except Exception as error:
-            traceback.print_exc()
-            tell(file, state="failed", error=explained(error))
-        else:
-            tell(file, state="diverged" if found["diverged"] else "finished", **found)
 
 
 def compare(

@@ -90,16 +90,16 @@ def test_divergence_does_not_stop_the_others(tmp_path):
 
 def test_failure_does_not_stop_the_others(no_report, tmp_path, monkeypatch):
     """A run that breaks is named at the end, and where its traceback is; the others are reported."""
-    from pipeback.recipes import compare
+    from pipeback.recipes import work
 
-    run = compare.run
+    run = work.run
 
     def breaks(values, more):
         if values["label"] == "pb":
             raise RuntimeError("no such memory")
         return run(values, more)
 
-    monkeypatch.setattr(compare, "run", breaks)
+    monkeypatch.setattr(work, "run", breaks)
     done = pipeback("compare", *TINY, "methods=[pb,sgd]", "jobs=1", "out=here", cwd=tmp_path)
     assert done.returncode == 1 and "pb, seed 0 failed" in done.stderr and "failed: no such memory" in done.stdout
     assert "Traceback" in (tmp_path / "here" / "pb-seed0" / "log.txt").read_text()

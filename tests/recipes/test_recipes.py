@@ -97,8 +97,9 @@ def test_rates_follow_warmup_and_decay(tmp_path):
     [("max_steps=2", "2"), ("epochs=1", "2"), ("epochs=1", "1.0")],
     ids=["mid-epoch", "validation at the end of the epoch", "end of the epoch"],
 )
-def test_resumed_equals_uninterrupted(first, every, tmp_path):
-    options = [*TINY, f"validate_every={every}", "epochs=2", "method=cerebras"]
+@pytest.mark.parametrize("warmup", [0, 4])
+def test_resumed_equals_uninterrupted(first, every, warmup, tmp_path):
+    options = [*TINY, f"validate_every={every}", "epochs=2", "method=cerebras", f"optimizer.warmup={warmup}"]
     assert pipeback("train", *options, "out=whole", cwd=tmp_path).returncode == 0
     assert pipeback("train", *options, first, "out=a=b", cwd=tmp_path).returncode == 0
     last = "a=b/checkpoints/last.ckpt"
