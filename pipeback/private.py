@@ -14,7 +14,7 @@
 * `catch`: a hook on a leaf without a handle to remove it by, which costs as much as a small kernel.
 * `hooks_of`, `handles`, `listened`, `hooked`, `without_step_hooks`: whether anybody listens to a module, an optimizer,
   or all of them.
-* `fused_adam`: torch's kernel for one step of Adam over lists of weights.
+* `fused_adam`, `fused_sgd`: torch's kernels for one step of Adam or momentum SGD over lists of weights.
 * `uncompiled`: the module inside of one that torch.compile has made, or one whose own `compile` was called.
 * `group_named`: the name of a process group. torch 2.11 gives one twice, and a new group then waits at an address of
   the old one; later versions count the groups of a process, which may differ between ranks.
@@ -243,6 +243,13 @@ def fused_adam(*, decoupled: bool) -> Callable[..., None]:
     name = "_fused_adamw_" if decoupled else "_fused_adam_"
     with needing(f"torch.{name}"):
         kernel: Callable[..., None] = getattr(torch, name)
+    return kernel
+
+
+def fused_sgd() -> Callable[..., None]:
+    """One step over lists of weights, gradients and momentum buffers."""
+    with needing("torch._fused_sgd_"):
+        kernel: Callable[..., None] = torch._fused_sgd_
     return kernel
 
 

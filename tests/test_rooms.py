@@ -37,7 +37,7 @@ ALONE = {  # what a room may import of pipeback, where that is less than all tha
     "streaming": {
         "runtime", "stages", "methods", "sparsities", "schedules", "tensors", "errors", "notebook", "private",
     },
-    "vectorized": {"runtime", "stages", "methods", "splitting", "schedules", "tensors", "errors", "private"},
+    "vectorized": {"counts", "runtime", "stages", "methods", "splitting", "schedules", "tensors", "errors", "private"},
     "distributed": {
         "streaming", "runtime", "stages", "methods", "sparsities", "splitting", "schedules", "tensors", "weights",
         "counts", "errors", "private",

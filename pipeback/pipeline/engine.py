@@ -162,6 +162,13 @@ class Engine:
                 self.do(self.runtime.wait, harmless=() if isinstance(self.runtime, EventLoop) else (KeyboardInterrupt,))
             self.modes.done()
 
+    def _reach(self, done: Callable[[], bool]) -> None:
+        """Do what was pushed until `done` says so; the rest stays in flight."""
+        with self.lock, torch.enable_grad():
+            self.open()
+            if isinstance(self.runtime, TickLoop):
+                self.do(partial(self.runtime.loop.reach, done))
+
     def drain(self, then: Then) -> None:
         """As `Pipeline.drain`. then: called if something could be in flight."""
         with self.lock, torch.enable_grad():
@@ -225,6 +232,7 @@ class Engine:
     def take_up(self, plain: Mapping[str, Any], current: Options) -> None:
         """Load the part of a state that belongs to no stage. current: the optimizers' options in it."""
         self.current, self.arrived = current, plain["arrived"]
+        self._regroup(plain)
         self.progress.take_up(plain)
         self.holding.seconds = plain["seconds"]
         self._rehearsals.forget()
@@ -264,20 +272,30 @@ class Engine:
 
     def _fit_stacks(self, batches: Sequence[Batch], relay: Relay | None) -> None:
         """Of the runs of similar stages, keep those that can run as one for these micro-batches."""
-        from pipeback.vectorized.choose_stacks import fitting  # here, since most pipelines have no stacks
+        from pipeback.vectorized.fit_stacks import Request, fitting  # here, since most pipelines have no stacks
 
         stacks = self.setting.stacks
-        kept, told = fitting(
-            self.stages, stacks, [batches[0][0], smallest(batches)[0]], self.method, self._vectorize,
-            self.current, self.setting.worker, again=bool(self.vectorized),
-        )  # fmt: skip
+        asked = Request(self.method, self._vectorize, self.current, self.setting.worker)
+        some = [batches[0][:2], smallest(batches)[:2]]
+        kept, told = fitting(self.stages, stacks, some, asked, again=bool(self.vectorized))
         self.vectorized = self.vectorized or told
         self.setting = self.setting._replace(stacks=kept)
-        if len(kept) < len(stacks):
+        if kept != list(stacks):
             for loop in self.loops:  # of a state that was taken up
-                loop.worker.executor.leave([stack for stack in stacks if stack not in kept])
+                loop.worker.executor.use(kept)
             if self._compile:  # what is left compiles, and is checked, on its own
                 self._rehearsals.whole(batches[0], relay)
+
+    def _regroup(self, plain: Mapping[str, Any]) -> None:
+        """Let those stages run as one that did in a state, as far as it has micro-batches in flight there."""
+        if not self.setting.stacks:
+            return
+        from pipeback.vectorized.choose_stacks import regrouped  # here, since most pipelines have no stacks
+
+        rows = [p["row"] for part in plain["stages"] for p in part.get("flights", {}).values() if p.get("row")]
+        groups = {tuple(row[-1]) for row in rows}
+        stacks = regrouped(self.stages, self.setting.stacks, sorted(groups), self.method, self._vectorize)
+        self.setting = self.setting._replace(stacks=stacks)
 
     def _relay(self, x: Value, part: Callable[[Sequence[Stage], Value], Value]) -> None:
         assert isinstance(self.runtime, RankRunner)
@@ -297,7 +315,7 @@ class Engine:
         """Build the runtime for the stages that this process holds now; returns its loops."""
         self.runtime = start(self.holding, self.setting)
         if isinstance(self.runtime, TickLoop):
-            self.runtime.settle = _weakly(self.wait)
+            self.runtime.reach = _weakly(self._reach)
         if not isinstance(self.runtime, EventLoop) or self.holding.store is not None:
             self._finalizer = weakref.finalize(self, _end, self.runtime, self.ranks, self._process)
         self.observing.started(self.loops)
@@ -332,15 +350,15 @@ def _end(runtime: Runner, ranks: Ranks | SingleProcess, process: int) -> None:
         ranks.leave()
 
 
-def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+def _weakly(method: Callable[[Callable[[], bool]], None]) -> Callable[[Callable[[], bool]], None]:
     """A method of an object that this reference does not keep alive."""
     held = weakref.WeakMethod(method)
 
-    def call() -> None:
+    def call(done: Callable[[], bool]) -> None:
         there = held()
         if there is None:
             raise RuntimeError("the pipeline is gone, and with it what was pushed and not done")
-        there()
+        there(done)
 
     return call
 

@@ -102,6 +102,6 @@ def _loop(
     )
     order = Order(holding.method.schedule, len(holding.stages), policy=policy, seed=setting.seed, near=near)
     if setting.stacks:
-        order.leap = partial(worker.executor.leap, order)
+        order.leap, order.landed = partial(worker.executor.leap, order), worker.executor.land
     moves = store is not None and not isinstance(store, DeviceStore)
     return Loop(worker, order, holding.method, replica, shared, at_once=moves)

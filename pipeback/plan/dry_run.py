@@ -114,7 +114,7 @@ class DryWorker:
     """The worker of `stages`, which streams them with `prefetch`; None: all weights stay on the device.
 
     choose: returns the weights that the method chooses for an operation. hooks: whether the method is asked before F
-    and B. A `Loop` calls `run`, `settle`, `outside` and `residence`.
+    and B. A `Loop` calls `run`, `look`, `settle`, `outside` and `residence`.
     """
 
     samples = joins = False
@@ -174,6 +174,9 @@ class DryWorker:
     def peak_stages(self) -> int:
         """The most stages that were on the device at once."""
         return len(self.stages) if self.resident else self._policy.peak_stages
+
+    def look(self) -> None:
+        """Do nothing: nobody changes anything."""
 
     def settle(self) -> None:
         """Do nothing: there are no replicas to wait for."""

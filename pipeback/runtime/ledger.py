@@ -1,13 +1,18 @@
-"""Ledger: records which version of the weights every forward and every backward used, the last million of them."""
+"""Ledger: records which version of the weights every forward and every backward used, the last million of them.
+
+Many records at once can be put off: they are written when somebody looks.
+"""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, overload
 
 from pipeback.notebook import table
 
+Columns = tuple[Sequence[int], Sequence[int], Sequence[int]]  # of records: 2·stage, + 1 for B; micro-batch; version
 SHOWN = 12  # the newest micro-batches that a notebook shows
 
 
@@ -26,12 +31,14 @@ class Ledger(Sequence[Record]):
     def __init__(self, limit: int = 1_000_000) -> None:
         self.limit = limit
         self._who, self._mb, self._version = array("i"), array("q"), array("q")
+        self._due: deque[tuple[int, Callable[[], Columns]]] = deque()  # the newest records, not written yet
 
     @classmethod
     def joined(cls, ledgers: Sequence[Ledger]) -> Ledger:
         """The records of several workers, one worker after the other."""
         whole = cls(max(1, sum(len(ledger) for ledger in ledgers)))
         for ledger in ledgers:
+            ledger._write()
             first = len(ledger._who) - len(ledger)
             whole._who.extend(ledger._who[first:])
             whole._mb.extend(ledger._mb[first:])
@@ -43,6 +50,7 @@ class Ledger(Sequence[Record]):
 
     def _repr_html_(self) -> str:
         """The grid of stages and micro-batches: the version that F used, an arrow, and the version that B used."""
+        self._write()
         newest = max(self._mb, default=-1)
         used: dict[tuple[int, int], dict[str, int]] = {}
         for who, mb, version in zip(self._who[:], self._mb[:], self._version[:], strict=False):
@@ -61,8 +69,23 @@ class Ledger(Sequence[Record]):
 
     def add(self, kind: str, stages: Sequence[int], mbs: Sequence[int], versions: Sequence[int]) -> None:
         """Add records of one kind, one per stage."""
+        if self._due:
+            self._write()
         backward = kind == "B"
-        self._who.extend([2 * s + backward for s in stages])
+        self._extend([2 * s + backward for s in stages], mbs, versions)
+
+    def put_off(self, count: int, records: Callable[[], Columns]) -> None:
+        """Add `count` records, which `records` returns when somebody looks."""
+        self._due.append((count, records))
+        while sum(n for n, _ in self._due) - self._due[0][0] >= self.limit:
+            self._due.popleft()
+
+    def _write(self) -> None:
+        while self._due:
+            self._extend(*self._due.popleft()[1]())
+
+    def _extend(self, who: Sequence[int], mbs: Sequence[int], versions: Sequence[int]) -> None:
+        self._who.extend(who)
         self._mb.extend(mbs)
         self._version.extend(versions)
         if len(self._who) >= 2 * self.limit:
@@ -74,6 +97,7 @@ class Ledger(Sequence[Record]):
 
     def forget(self, first: int) -> None:
         """Drop the newest records, those of the micro-batches from `first` on."""
+        self._write()
         n = len(self._mb)
         while n and self._mb[n - 1] >= first:
             n -= 1
@@ -81,6 +105,7 @@ class Ledger(Sequence[Record]):
             del column[n:]
 
     def __len__(self) -> int:
+        self._write()
         return min(len(self._who), self.limit)
 
     def __iter__(self) -> Iterator[Record]:

@@ -244,6 +244,14 @@ class Loop:
         self.worker.settle()
         self._remember()
 
+    def reach(self, done: Callable[[], bool]) -> None:
+        """Do operations that may run until `done` says so, or none is left."""
+        self._look()
+        if not self.fresh:
+            self.worker.run(self.order.rest(done))
+            self.worker.settle()
+        self._remember()
+
     def rest(self) -> None:
         """Do every operation that may run, and wait for operations that run elsewhere."""
         self.settle()
@@ -256,6 +264,7 @@ class Loop:
         if self._rested or self.worker.residence.joins:
             for changes in self.worker.outside:
                 changes.look()
+        self.worker.look()
         self._rested = False
 
     def _remember(self) -> None:
@@ -296,7 +305,7 @@ class Loop:
             if s < self.worker.count - 1:
                 for mb in range(order.backwards[s], order.backwards[s + 1]):
                     link.wait("B", s, order.start + mb)
-        return {**link.box, **self.worker.executor.between(order)}
+        return dict(link.box)
 
     def progress(self, number: Callable[[Options], int]) -> dict[str, Any]:
         """Return the progress as plain values; `entries`, `options` and `sizes` are of micro-batches still in use."""

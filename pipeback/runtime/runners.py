@@ -110,14 +110,15 @@ class PushLoop(EventLoop):
 
 
 class TickLoop(EventLoop):
-    """The event loop in the order "skewed": a push leaves work undone, and its loss is computed when it is read.
+    """The event loop in the order "skewed": a push leaves work undone, and its loss is computed when it is read: as far
+    as the loss needs it. What remains stays in flight, so that the pipeline is full when the next push comes.
 
-    settle: does the remaining work, as a call of `Pipeline.wait` would.
+    reach: does remaining work until a condition holds, as a call of the pipeline would.
     """
 
     def __init__(self, loop: Loop) -> None:
         super().__init__(loop)
-        self.settle: Callable[[], None] = self.wait
+        self.reach: Callable[[Callable[[], bool]], None] = loop.reach
         self.due: dict[int, dict[int, Tensor]] = {}  # where the loss of a micro-batch is put, one dictionary per push
         loop.worker.report = self._arrived
 
@@ -133,13 +134,16 @@ class TickLoop(EventLoop):
             raise
 
         def read(sizes: list[int] | None) -> Tensor:
-            if len(losses) < len(mbs) and not self.closed:
-                self.settle()
-            if len(losses) < len(mbs):
+            if not known() and not self.closed:
+                self.reach(known)
+            if not known():
                 raise RuntimeError("the pipeline was closed before this loss was computed")
             return mean([losses[i] for i in mbs], sizes)
 
-        return lambda sizes: LazyLoss(partial(read, sizes), lambda: len(losses) == len(mbs))
+        def known() -> bool:
+            return len(losses) == len(mbs)
+
+        return lambda sizes: LazyLoss(partial(read, sizes), known)
 
     def _arrived(self, mb: int, loss: Tensor) -> None:
         self.due.pop(mb)[mb] = loss

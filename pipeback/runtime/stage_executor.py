@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from pipeback.errors import StageError
-from pipeback.runtime.link import Name
 from pipeback.runtime.worker import Worker
 from pipeback.schedules.order import Ops, Order
+from pipeback.schedules.spans import TickSpan
 from pipeback.stages.flight import Flight
 from pipeback.stages.gradients import differentiate
 from pipeback.stages.stage import Stage
-from pipeback.tensors.layout import Message
 
 
 class StageExecutor:
@@ -30,9 +29,15 @@ class StageExecutor:
     def record(self, on: bool) -> None:
         """Do nothing: the worker measures each operation."""
 
-    def leap(self, order: Order, ticks: int) -> int:
+    def leap(self, order: Order, span: TickSpan) -> int:
         """Return 0: each operation is done by itself."""
         return 0
+
+    def land(self) -> None:
+        """Do nothing: no tick is leapt."""
+
+    def look(self) -> None:
+        """Do nothing: the stages are asked at every operation."""
 
     def forward(self, ops: Ops) -> list[Flight]:
         """Do F of each (stage, micro-batch), in the order given; return the new flights."""
@@ -103,15 +108,11 @@ class StageExecutor:
     def spread(self) -> None:
         """Do nothing: each stage has its gradients."""
 
-    def between(self, order: Order) -> dict[Name, Message]:
-        """Return nothing: all messages wait in the link."""
-        return {}
-
     def take_up(self) -> None:
         """Do nothing: stages and link hold the whole state."""
 
-    def leave(self, stacks: Sequence[Any]) -> None:
-        """Do nothing: every stage runs on its own already."""
+    def use(self, stacks: Sequence[Any]) -> None:
+        """Do nothing: every stage runs on its own."""
 
     # -- errors --------------------------------------------------------------------------------------------------
 

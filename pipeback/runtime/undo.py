@@ -11,6 +11,7 @@ from torch import Tensor
 from pipeback.errors import StageError
 from pipeback.runtime.worker import Worker
 from pipeback.schedules.order import Order
+from pipeback.tensors.layout import put_back
 
 
 class Dropped(StageError):
@@ -36,7 +37,8 @@ class Mark:
         self.flights = [len(flights) for *_, flights in self.stages]
         self._homes = [at for s in _in(worker) for at in s.learnt.changing if at[0].get(at[1]) is not None]
         buffers = [owner[key] for owner, key in self._homes]
-        if len(buffers) != len(self._buffers) or not all(map(is_, buffers, self._buffers)):
+        same = len(buffers) == len(self._buffers) and all(map(is_, buffers, self._buffers))
+        if not same or any(b.shape != v.shape for b, v in zip(buffers, self._values, strict=True)):
             self._buffers, self._values = buffers, [b.detach().clone() for b in buffers]
         elif buffers:
             with torch.no_grad():
@@ -72,7 +74,7 @@ class Mark:
                 stage.versions.hand_over(None)
         for (owner, key), buffer, then in zip(self._homes, self._buffers, self._values, strict=True):
             owner[key] = buffer
-            buffer.data.copy_(then)  # not seen by graphs that saved the buffer
+            put_back(buffer, then)
 
 
 def forget(worker: Worker, first: int) -> None:

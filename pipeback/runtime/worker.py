@@ -20,7 +20,7 @@ from pipeback.errors import StageError
 from pipeback.methods.base import Method, When, overrides
 from pipeback.private import hooked
 from pipeback.runtime.ledger import Ledger
-from pipeback.runtime.link import Link, Name
+from pipeback.runtime.link import Link
 from pipeback.runtime.optimizer_state_watch import OptimizerStateWatch
 from pipeback.runtime.replicas import Replicas
 from pipeback.runtime.staleness import Watch
@@ -28,12 +28,12 @@ from pipeback.runtime.weight_provider import HookCall, ResidentWeights, WeightPr
 from pipeback.runtime.weight_write_watch import WeightWriteWatch
 from pipeback.schedules.ops import Kind
 from pipeback.schedules.order import Ops, Order, Wave
+from pipeback.schedules.spans import TickSpan
 from pipeback.stages.flight import Flight
 from pipeback.stages.gradients import GradientSums
 from pipeback.stages.joint_optimizer import Options, joinable
 from pipeback.stages.stage import Stage
 from pipeback.stages.team import StageGroup
-from pipeback.tensors.layout import Message
 from pipeback.tensors.weight_list import Weights
 
 _Step = tuple[StageGroup, int, Sequence[Options], When | None]  # who steps, and with the options of which micro-batch
@@ -48,8 +48,14 @@ class Executor(Protocol):
     def record(self, on: bool) -> None:
         """Begin or end measuring operations; raises ValueError if they cannot be measured one by one."""
 
-    def leap(self, order: Order, ticks: int) -> int:
-        """Do as many ticks as possible as one, at most `ticks`; return their number."""
+    def leap(self, order: Order, span: TickSpan) -> int:
+        """Do as many ticks of a span as possible without any work per stage; return their number."""
+
+    def land(self) -> None:
+        """Let stages and worker know of the ticks that were leapt."""
+
+    def look(self) -> None:
+        """Note that micro-batches may have come, and that the user may have changed optimizers or their state."""
 
     def forward(self, ops: Ops) -> list[Flight]:
         """Do F of each (stage, micro-batch); return the new flights, in the same order."""
@@ -63,14 +69,11 @@ class Executor(Protocol):
     def spread(self) -> None:
         """Hand the stages their gradients, if those of several stages are kept together."""
 
-    def between(self, order: Order) -> dict[Name, Message]:
-        """Return the messages that wait elsewhere than in the link."""
-
     def take_up(self) -> None:
         """Go on after a state was put into the stages, and messages into the link."""
 
-    def leave(self, stacks: Sequence[Any]) -> None:
-        """Run the stages of these stacks one by one from now on."""
+    def use(self, stacks: Sequence[Any]) -> None:
+        """Run the stages of these stacks as one from now on, and all others one by one."""
 
 
 class Worker:
@@ -117,6 +120,10 @@ class Worker:
         self.first, self.last = min(self.stages), max(self.stages)
         self.outside = OptimizerStateWatch(stages, method), WeightWriteWatch(stages)  # they notice changes by the user
         self.executor = executor(self)
+
+    def look(self) -> None:
+        """Note that micro-batches may have come, and that the user may have changed optimizers or their state."""
+        self.executor.look()
 
     def record(self, on: bool) -> None:
         """Measure every operation from now on."""

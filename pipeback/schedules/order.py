@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from pipeback.schedules.ops import Kind, Op, Schedule, until
 from pipeback.schedules.programs import Flowing
+from pipeback.schedules.spans import TickSpan, next_span
 
 Ops = Sequence[tuple[int, int]]  # (stage, micro-batch)
 
@@ -60,7 +61,9 @@ class Order:
         self._last = 0
         self._random = random.Random(seed)
         self._handed: Ops = ()  # the forwards of the last tick, which may not have been done yet
-        self.leap: Callable[[int], int] | None = None  # does ticks at which all stages do the same; says how many
+        # does ticks at which stages do the same, and says how many; and is told when others follow
+        self.leap: Callable[[TickSpan], int] | None = None
+        self.landed: Callable[[], None] = lambda: None
         self.restart(schedule)
 
     def restart(self, schedule: Schedule) -> None:
@@ -70,6 +73,7 @@ class Order:
         self._flow = schedule if isinstance(schedule, Flowing) and schedule.every == 1 else None
         self._repeated: list[Wave] | None = None  # the waves of the last micro-batch, if the next has the same
         self._owed = 0  # micro-batches for which that was so, and by which the programs have not been advanced
+        self._leapt = [0] * n  # rounds of each stage that `leap` has done, and by which they have not been either
         self._programs: list[Iterator[Op]] = [schedule(s, n) for s in range(n)]
         if self.policy == "streaming":
             self._programs = [_Foreseen(program) for program in self._programs]
@@ -94,14 +98,18 @@ class Order:
             yield from self._watched()
         else:
             yield from self._ticks(until_input=True) if self.policy == "skewed" else self._waves()
-        if not self.empty and all(h is not None and not self._awaits_input(s, h) for s, h in enumerate(self._heads)):
+        if any(self._leapt) or self.empty:
+            return
+        if all(h is not None and not self._awaits_input(s, h) for s, h in enumerate(self._heads)):
             raise RuntimeError("the schedule deadlocks: " + self._where())
 
-    def rest(self) -> Iterator[Wave]:
-        """Yield the waves that `advance` has left undone."""
+    def rest(self, done: Callable[[], bool] | None = None) -> Iterator[Wave]:
+        """Yield the waves that `advance` has left undone. done: ends them after a tick, as soon as it says so."""
         if self.policy == "skewed":
             self._move_on()
-            yield from self._ticks()
+            yield from self._ticks(done)
+            if done is None:
+                self._land()
 
     def close(self, arrived: int) -> Iterator[Wave]:
         """Yield the waves that finish all that has arrived, with its last update; `restart` begins again."""
@@ -121,7 +129,7 @@ class Order:
         return {
             "arrived": self.arrived,
             "start": self.start,
-            "fetched": [fetched + 3 * self._owed for fetched in self._fetched],
+            "fetched": [a + 3 * (self._owed + b) for a, b in zip(self._fetched, self._leapt, strict=True)],
             "forwards": list(self.forwards),
             "backwards": list(self.backwards),
             "updated": list(self.updated),
@@ -253,62 +261,67 @@ class Order:
             self._heads[s] = next(self._programs[s])
             self._fetched[s] += 3 * done[s]
 
-    def _ticks(self, *, until_input: bool = False) -> Iterator[Wave]:
+    def _ticks(self, done: Callable[[], bool] | None = None, *, until_input: bool = False) -> Iterator[Wave]:
         """Yield the waves of ticks while anything can be done. until_input: stop once the first stage awaits input."""
         heads, take = self._heads, self._take
         lead = None  # forwards that a stage may be ahead of the next stage's backwards, where stages take turns
         if self._flow is not None and self._flow.turns == 2:
             lead = range(self.stages - 1, -1, -1)
-        done = True
-        while done and not (until_input and heads[0] is not None and self._awaits_input(0, heads[0])):
+        busy = True
+        while busy and not (until_input and self._idles()) and not (done is not None and done()):
             self._handed = ()
-            if self.leap is not None and (ticks := self._alike()) and (leapt := self.leap(ticks)):
-                self.skip(leapt)
+            if self.leap is not None and (span := self._span()) and (leapt := self.leap(span)):
+                self.skip(span, leapt)
                 continue
-            done = False
+            self._land()
+            busy = False
             came = [self.arrived - self.start, *self.forwards]
             back = [*self.backwards[1:], self.arrived]
             most = came if lead is None else [min(*pair) for pair in zip(came, map(add, back, lead))]
             ops = [take(s, h) for s, h in enumerate(heads) if h is not None and h[0] == "F" and h[1] < most[s]]
             if ops:
-                done, self._handed = True, ops
+                busy, self._handed = True, ops
                 yield Wave("F", ops)
             ops = [take(s, h) for s, h in enumerate(heads) if h is not None and h[0] == "B" and h[1] < back[s]]
             if ops:
-                done = True
+                busy = True
                 yield Wave("B", ops)
             ops = [take(s, h) for s, h in enumerate(heads) if h is not None and h[0] == "U"]
             if ops:
-                done = True
+                busy = True
                 yield Wave("U", ops)
 
-    def _alike(self) -> int:
-        """How many ticks are certain to follow at which every stage, or every second one, does one F, B and U."""
-        turns, f, b = 0 if self._flow is None else self._flow.turns, self.forwards, self.backwards
-        slack, last = 3 - turns, self.stages - 1
-        if not turns or not last or f[0] - b[0] != slack * last:  # mostly so, and quick to tell
-            return 0
-        steady = (
-            b == [b[0] + (s * slack + self._odd) // 2 for s in range(last + 1)]
-            and b == self.updated
-            and f == [n + slack * (last - s) for s, n in enumerate(b)]
-        )
-        waiting = self.arrived - self.start - f[0]
-        return turns * waiting - self._odd if steady and waiting else 0  # then the first stage waits
+    def _idles(self) -> bool:
+        """Whether the first stage awaits input."""
+        if self._leapt[0]:  # it is between two rounds, the first operation of which is a forward
+            return self.forwards[0] >= self.arrived - self.start
+        return self._heads[0] is not None and self._awaits_input(0, self._heads[0])
 
-    @property
-    def _odd(self) -> int:
-        """Return 1 if stages take turns and stage 0 is next, else 0."""
-        return self.backwards[1] - self.backwards[0] if self._flow is not None and self._flow.turns == 2 else 0
+    def _span(self) -> TickSpan | None:
+        turns = 0 if self._flow is None else self._flow.turns
+        arrived = self.arrived - self.start
+        return next_span(turns, self.forwards, self.backwards, self.updated, arrived) if turns else None
 
-    def skip(self, ticks: int) -> None:
-        """Count as done so many ticks at which every stage, or every second one, does one F, B and U."""
-        turns, first = 1 if self._flow is None else self._flow.turns, 1 - self._odd
-        # of two turns, that of stage 0 comes first or second
-        rounds = [(ticks + turns - 1 - (s + first) % turns) // turns for s in range(self.stages)]
-        for done in (self.forwards, self.backwards, self.updated):
-            done[:] = [n + more for n, more in zip(done, rounds, strict=True)]
-        self._begin_rounds(rounds)
+    def skip(self, span: TickSpan, ticks: int) -> None:
+        """Count as done so many ticks of a span."""
+        every, step = span.stages, span.stages.step
+        counts = self.forwards, self.backwards, self.updated, self._leapt
+        if ticks == 1:
+            for done in counts:
+                done[every.start : every.stop : step] = [n + 1 for n in done[every.start : every.stop : step]]
+            return
+        for s in range(self.stages):
+            # of two turns, that of these stages comes first
+            rounds = (ticks + step - 1 - (s - every.start) % step) // step
+            for done in counts:
+                done[s] += rounds
+
+    def _land(self) -> None:
+        """Go on with the programs after rounds that `leap` has done."""
+        self.landed()
+        if any(self._leapt):
+            leapt, self._leapt = self._leapt, [0] * self.stages
+            self._begin_rounds(leapt)
 
     def _singles(self) -> Iterator[Wave]:
         while ready := [s for s in range(self.stages) if self._ready(s)]:

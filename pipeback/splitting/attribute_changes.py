@@ -12,6 +12,7 @@ from torch import nn
 
 from pipeback.splitting.call_listeners import instead
 from pipeback.splitting.module_walk import identical, walked
+from pipeback.splitting.refusals import Unmade
 
 Name = tuple[str, str]  # of an attribute: the path of its module, and its own
 Attributes = Mapping[str, tuple[nn.Module, Mapping[str, Any] | None]]  # every module by its path; None of leaves
@@ -48,7 +49,7 @@ def again(follow: Callable[P, R]) -> Callable[P, R]:
                     raise
                 first, kwargs["left"] = error, getattr(error, "names", ())
             except ValueError as error:  # the attribute that was set may be what made it fail
-                raise (first if first is not None and type(error) is ValueError else error) from None
+                raise (first if first is not None and type(error) in (ValueError, Unmade) else error) from None
         raise AssertionError
 
     return followed
@@ -109,7 +110,9 @@ class Sets:
 
         def getting(module: nn.Module, key: str) -> Any:
             value = original(module, key)
-            if key in MACHINERY or (not left and inside()) or (path := paths.get(id(module))) is None:
+            if key in MACHINERY or (not left and (not kinds[type(value)] or inside())):
+                return value
+            if (path := paths.get(id(module))) is None:
                 return value
             name = path, key
             if name in known:

@@ -7,7 +7,7 @@ When somebody sets another value, the model is traced again; with the old value,
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,14 +21,15 @@ Name = tuple[str, str]  # of an attribute: the path of its module, and its own
 class AttributeReads:
     """Gives a number to each combination of values on which a forward decides: equal numbers mean equal values."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self) -> None:
         self._names: dict[Name, nn.Module] = {}
         self._states: list[list[Any]] = []
 
-    def add(self, names: Collection[Name]) -> None:
-        """Add attributes that a forward has read; earlier traces have not read them and do not depend on them."""
-        paths = walked(self._model)
+    def add(self, names: Collection[Name], paths: Mapping[str, nn.Module]) -> None:
+        """Add attributes that a forward has read; earlier traces have not read them and do not depend on them.
+
+        paths: the modules by their paths.
+        """
         new = {name: paths[name[0]] for name in sorted(names) if name not in self._names and name[0] in paths}
         for state in self._states:
             state += [_kept(getattr(module, key, None)) for (_, key), module in new.items()]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pipeback.private import pytree
 from pipeback.splitting.autocast_regions import Autocast
 from pipeback.splitting.outside_draws import Generator
 from pipeback.tensors.structures import SINGLE, Form, Ref, parts
@@ -58,6 +59,12 @@ class Call:
         """Names of the parameters and buffers among its arguments."""
         return (self._taken or self._looked())[1]
 
+    def given(self, numbers: Mapping[str, Ref]) -> Call:
+        """Return the same call with references to tensors in place of these parameters and buffers."""
+        one = lambda x: numbers.get(x.name, x) if type(x) is Attribute else x  # noqa: E731
+        args, kwargs = pytree.tree_map(one, (self.args, self.kwargs))
+        return replace(self, args=args, kwargs=kwargs)
+
     def _looked(self) -> tuple[list[Ref], list[str]]:
         leaves = parts((self.args, self.kwargs))
         refs = [x for x in leaves if type(x) is Ref]
@@ -82,6 +89,10 @@ class CallTrace:
     decided: set[tuple[str, str]] = field(default_factory=set)  # plain attributes that were read: (module, name)
     draws: str | None = None  # the path of the first module that has drawn from generators of Python or numpy
     outside: Sequence[Generator] = ()  # those generators
+    loose: set[int] = field(default_factory=set)  # numbers of the tensors whose size depends on values
+    writes: Mapping[str, Sequence[int]] = field(
+        default_factory=dict
+    )  # parameters and buffers, and who writes into them
 
     @property
     def answers(self) -> list[Any]:

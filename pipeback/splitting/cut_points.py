@@ -80,18 +80,19 @@ def layer(module: nn.Module) -> bool:
 
 
 def leaves(
-    blocks: Iterable[str], whole: Iterable[str], opened: Container[str] = ()
+    blocks: Iterable[str], whole: Container[str], opened: Container[str] = ()
 ) -> Callable[[str, nn.Module], bool]:
     """Return a function that says of a path and a module whether it is one call of the trace.
 
-    Blocks, layers, the modules in `whole` and the children of the modules in `opened` are one call each.
+    Blocks, layers, the modules in `whole` and the children of the modules in `opened` are one call each. The last two
+    may change later.
     """
-    kept = {*blocks, *whole}
+    kept = set(blocks)
 
     def leaf(path: str, module: nn.Module) -> bool:
         if not path or path in opened:
             return False
-        return path in kept or layer(module) or path.rpartition(".")[0] in opened
+        return path in kept or path in whole or layer(module) or path.rpartition(".")[0] in opened
 
     return leaf
 

@@ -8,17 +8,19 @@ micro-batch with another size takes another variant or is refused; it never gets
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import _VF, Tensor
+from torch.nn.utils.rnn import pad_packed_sequence
 
 from pipeback.tensors.structures import parts
 
 # torch functions whose output has a size that depends on values
 MAKERS = {
     "nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount", "repeat_interleave", "one_hot",
-    "nms", "batched_nms", "pack_padded_sequence", "pad_packed_sequence", "compressed_view",
+    "nms", "batched_nms", "_pack_padded_sequence", "_pad_packed_sequence", "compressed_view",
 }  # fmt: skip
 FACTORIES = {"arange", "zeros", "ones", "empty", "full", "linspace", "eye", "rand", "randn", "new_zeros", "new_ones"}
 READERS = {"size", "stride", "__len__", "numel", "nelement"}
@@ -48,9 +50,27 @@ def bounded(index: Any, number: Callable[[Tensor], int]) -> Any:
 
 def ends_at_tensors(value: Any) -> bool:
     """Whether a value is a slice with a tensor as its begin, end or step."""
-    return type(value) is slice and any(isinstance(end, Tensor) for end in (value.start, value.stop, value.step))
+    if type(value) is not slice:
+        return False
+    return isinstance(value.start, Tensor) or isinstance(value.stop, Tensor) or isinstance(value.step, Tensor)
 
 
 def sizes(tensor: Tensor) -> list[int]:
     """Return the size of a tensor as a list, which is how a saved state holds it."""
     return list(tensor.shape)
+
+
+def pads(caller: FrameType) -> bool:
+    """Whether this is a call of pad_packed_sequence, which reads how long the longest sequence is."""
+    return caller.f_code is pad_packed_sequence.__code__
+
+
+def to_longest(caller: FrameType) -> bool:
+    """Whether this call of pad_packed_sequence pads to the longest sequence."""
+    return caller.f_locals.get("total_length") is None
+
+
+def padded(data: Tensor, batch_sizes: Tensor, batch_first: bool, value: float) -> tuple[Tensor, Tensor]:
+    """Return what pad_packed_sequence computes of a packed sequence: it padded to its longest one, and lengths."""
+    found: tuple[Tensor, Tensor] = _VF._pad_packed_sequence(data, batch_sizes, batch_first, value, len(batch_sizes))
+    return found

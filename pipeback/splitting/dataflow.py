@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from pipeback.splitting.call_trace import Call, CallTrace
+from pipeback.splitting.input_forms import loosened
 from pipeback.splitting.ownership import Ownership
 from pipeback.splitting.segment import SegmentWork
 
@@ -20,7 +21,7 @@ def hand_along(
     mark: Tensor | None,
     checked: Container[int],
 ) -> list[tuple[SegmentWork, list[tuple[Any, Any]]]]:
-    """Return for every stage its work, and (shape, dtype) of each tensor that it receives.
+    """Return for every stage its work, and (shape, dtype) of each tensor that it receives, see `input_forms`.
 
     staged: every call of the record with its stage. labels: the names of the stages. mark: a tensor that travels with
     every micro-batch, if there are variants. checked: numbers of decisions that are evaluated at the push, so that no
@@ -64,6 +65,6 @@ def hand_along(
             calls[s], takes, gives, fixed, lends[s], borrows[s], record.constants, record.form if last else None,
             record.device,
         )  # fmt: skip
-        found.append((portion, [forms[v] for v in takes]))
+        found.append((portion, [loosened(forms[v]) if v in record.loose else forms[v] for v in takes]))
         takes = gives
     return found

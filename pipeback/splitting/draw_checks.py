@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 from torch import nn
 
-from pipeback.splitting.branches import alters
+from pipeback.splitting.call_origins import Decision, decided
 from pipeback.splitting.call_trace import Call, CallTrace
-from pipeback.splitting.outside_draws import at, extremes
+from pipeback.splitting.outside_draws import at, extremes, read
 from pipeback.splitting.refusals import draws_outside, drops_layers
 from pipeback.tensors.structures import Ref
 
@@ -37,10 +37,8 @@ def check_draws(model: nn.Module, record: CallTrace, trace: Callable[[], CallTra
     if record.draws is None:
         return
     for states in extremes(record.outside):
-        if states is None:  # such a generator cannot be told what to draw
-            raise draws_outside(model, record.draws)
-        with at(record.outside, states):
-            if not trace().repeats(record):
+        with at(record.outside, states or read(record.outside)):
+            if states is None or not trace().repeats(record):  # None: it cannot be told what to draw
                 raise draws_outside(model, record.draws)
 
 
@@ -48,23 +46,15 @@ def _decided(record: CallTrace) -> str | None:
     """Return the path of a module that decides by a random number alone; None if there is none."""
     if not any(map(_draws, record.calls)):
         return None
-    made: dict[int, list[Call]] = {}
-    for call in record.calls:
-        refs = [ref.number for ref in call.refs()]
-        if call.check is not None and not _certain(refs, made):
-            leading = _leading(refs, made)
-            given = any(number < record.inputs for number in leading)
-            if not given and any(_draws(each) for number in leading for each in made[number]):
-                return call.where
-        for number in call.out:
-            made[number] = [call]
-        for number in refs if alters(call) else ():
-            made.setdefault(number, []).append(call)
+    for each in decided(record):
+        if not _certain(each) and not each.given and any(map(_draws, each.calls())):
+            return each.call.where
     return None
 
 
-def _certain(refs: list[int], made: dict[int, list[Call]]) -> bool:
+def _certain(decision: Decision) -> bool:
     """Whether what decides compares a number from [0, 1) with one outside of it, as a layer drop of 0 does."""
+    refs, made = [ref.number for ref in decision.call.refs()], decision.makers
     makers = made.get(refs[0], []) if len(refs) == 1 else []
     name = _name(makers[0]).strip("_") if len(makers) == 1 else ""
     if name not in COMPARED:
@@ -73,18 +63,6 @@ def _certain(refs: list[int], made: dict[int, list[Call]]) -> bool:
     uniform = isinstance(drawn, Ref) and [_name(call) for call in made.get(drawn.number, ())] == ["rand"]
     outside = isinstance(bound, (int, float)) and (bound >= 1 or bound < 0 or (bound == 0 and COMPARED[name]))
     return uniform and outside
-
-
-def _leading(wanted: list[int], made: dict[int, list[Call]]) -> set[int]:
-    """The numbers of all tensors that lead to the wanted ones; tensors given to the model are made by no call."""
-    found: set[int] = set()
-    left = list(wanted)
-    while left:
-        number = left.pop()
-        if number not in found:
-            found.add(number)
-            left += [ref.number for call in made.get(number, ()) for ref in call.refs()]
-    return found
 
 
 def _draws(call: Call) -> bool:

@@ -15,6 +15,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 import torch
 from torch import Tensor
 
+from pipeback.splitting.refusals import Unmade
 from pipeback.tensors.structures import PLAIN, parts
 
 NO_TENSORS = {*PLAIN, torch.Size}
@@ -54,7 +55,8 @@ class Inside:
 def looked_into(follow: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
     """Wrap a function that traces: if a tensor escapes from a module, trace once more, into that module and its class.
 
-    Paths of such modules are added to self.opened; modules in self.whole are never traced into.
+    Paths of such modules are added to self.opened; modules in self.whole are never traced into. If the forward uses a
+    tensor of unknown origin, self.deep is set for one more trace, which looks for it where it may have been before.
     """
 
     @wraps(follow)
@@ -63,6 +65,10 @@ def looked_into(follow: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[
         while True:
             try:
                 return follow(self, *args, **kwargs)
+            except Unmade:
+                if self.deep:  # type: ignore[attr-defined]
+                    raise
+                self.deep = True  # type: ignore[attr-defined]
             except Escape as escape:
                 if escape.path in opened or escape.path in whole:
                     raise

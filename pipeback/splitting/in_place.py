@@ -59,22 +59,27 @@ def stays(function: Any) -> bool:
 
 
 class Kept:
-    """The old values of parameters that are written into. tell: makes an error from the name of a trainable one."""
+    """The old values of parameters that are written into, and who writes into parameters and buffers.
 
-    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], tell: Callable[[str], ValueError]) -> None:
-        self._named, self._tell = list(parameters), tell
-        self._by_memory: dict[int, list[tuple[str, nn.Parameter]]] | None = None
+    named: the parameters and buffers. tell: makes an error from the name of a trainable parameter. writes: the numbers
+    of the calls that write, by the name of what they write into, through whatever alias.
+    """
+
+    def __init__(self, named: Iterable[tuple[str, Tensor]], tell: Callable[[str], ValueError]) -> None:
+        self._named, self._tell = list(named), tell
+        self._by_memory: dict[int, list[tuple[str, Tensor]]] | None = None
         self._kept: dict[str, tuple[nn.Parameter, Tensor, Tensor]] = {}
+        self.writes: dict[str, list[int]] = {}
 
     @property
     def names(self) -> set[str]:
-        """The names of the parameters that were written into."""
-        return set(self._kept)
+        """The names of the parameters and buffers that were written into."""
+        return set(self.writes)
 
-    def look(self, changing: bool, sets: bool, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def look(self, changing: bool, sets: bool, args: Sequence[Any], kwargs: Mapping[str, Any], number: int) -> None:
         """Save the parameters that a torch function is about to change: its first argument, and `out`.
 
-        changing: whether it changes its first argument. sets: whether it gives that other memory.
+        changing: whether it changes its first argument. sets: whether it gives that other memory. number: of the call.
         """
         if not changing and not (kwargs and changes("", kwargs)):
             return
@@ -86,6 +91,9 @@ class Kept:
         for x in pytree.tree_leaves((args[:1], kwargs.get("out"))):
             if isinstance(x, Tensor) and x.layout is torch.strided:
                 for key, p in self._by_memory.get(identity(x), ()):
+                    self.writes.setdefault(key, []).append(number)
+                    if not isinstance(p, nn.Parameter):
+                        continue
                     if sets and p.requires_grad:
                         raise self._tell(key)
                     if key not in self._kept:
@@ -103,3 +111,11 @@ def laid_back(p: nn.Parameter, memory: Tensor, value: Tensor) -> None:
     if p.data_ptr() != memory.data_ptr():
         p.data = memory
     memory.copy_(value)
+
+
+@torch.no_grad()
+def settled(p: nn.Parameter, memory: Tensor) -> None:
+    """Move the value of a parameter into the memory that it had, if it was given other memory."""
+    if p.data_ptr() != memory.data_ptr():
+        memory.copy_(p)
+        p.data = memory

@@ -6,17 +6,17 @@ its cache, as the user calls it, and the cache is removed from the model's outpu
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 
 from pipeback.private import pytree
-from pipeback.splitting.module_walk import walked
 
 
-def caching(model: nn.Module) -> bool:
-    """Whether a configuration of transformers asks for caches."""
-    having = [m for m in walked(model).values() if "config" in vars(m) or hasattr(type(m), "config")]
+def caching(modules: Iterable[nn.Module]) -> bool:
+    """Whether a configuration of transformers, in one of these modules, asks for caches."""
+    having = [m for m in modules if "config" in vars(m) or hasattr(type(m), "config")]
     configs = [c for m in having if (c := getattr(m, "config", None)) is not None]
     return any(_theirs(type(c)) and getattr(c, "use_cache", None) is True for c in configs)
 

@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from pipeback.private import pytree
+
 KINDS: tuple[Literal["_parameters"], Literal["_buffers"]] = "_parameters", "_buffers"  # of tensors in modules
 NO_TENSORS = {dict, OrderedDict, list, tuple, set, type(None), bool, int, float, str}  # types of most attributes
 
@@ -57,6 +59,27 @@ def beside(modules: Mapping[str, nn.Module]) -> dict[int, str]:
         for key, value in vars(module).items()
         if type(value) not in NO_TENSORS and isinstance(value, Tensor)
     }
+
+
+def unsaved_buffers(modules: Mapping[str, nn.Module]) -> list[str]:
+    """Return the names of the buffers that are in no state_dict."""
+    found = ((path, key) for path, module in modules.items() for key in module._non_persistent_buffers_set)
+    return [f"{path}.{key}".lstrip(".") for path, key in found]
+
+
+def in_structures(modules: Mapping[str, nn.Module]) -> dict[int, str]:
+    """Return the names of the tensors in lists, tuples and dictionaries that modules hold, and beside their forward."""
+    found: dict[int, str] = {}
+    own = {*vars(nn.Module())}
+    for path, module in modules.items():
+        for key, value in vars(module).items():
+            if key not in own and type(value) in (list, tuple, dict, OrderedDict):
+                tensors = ((n, x) for n, x in enumerate(pytree.tree_leaves(value)) if isinstance(x, Tensor))
+                found.update((id(x), f"{path}.{key}[{n}]".lstrip(".")) for n, x in tensors)
+    for kind in set[Any](map(type, modules.values())):
+        around: dict[str, Any] = getattr(kind.forward, "__globals__", {})
+        found.update((id(x), f"{kind.__module__}:{key}") for key, x in around.items() if isinstance(x, Tensor))
+    return found
 
 
 def identical(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:

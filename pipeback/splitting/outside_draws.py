@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from operator import eq
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from pipeback.private import hooks_of
@@ -33,11 +34,12 @@ class Generator(NamedTuple):
 class OutsideDraws:
     """Notices what a forward draws between its leaves.
 
-    where: the path of the module that has drawn first. drawn: the generators that it and others have drawn from.
+    generators: those to watch. fine: whether to look at every module that is called; otherwise only `end` looks, and
+    sees draws of leaves, too. where: the path of the module that has drawn first. drawn: the generators that were used.
     """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self.generators = generators(modules)
+    def __init__(self, generators: Sequence[Generator], fine: bool = False) -> None:
+        self.generators, self.fine = generators, fine
         self.where: str | None = None
         self.drawn: list[Generator] = []
         self.states = read(self.generators)
@@ -45,11 +47,16 @@ class OutsideDraws:
 
     def enter(self, leaf: nn.Module, where: str) -> None:
         """Look before a leaf runs, unless it is a layer of torch, which draws from torch alone."""
-        self._calm = _torchs(leaf)
+        self._calm = not self.fine or _torchs(leaf)
         if not self._calm:
-            self.look(where)
+            self.end(where)
 
-    def look(self, where: str) -> None:
+    def turn(self, where: str) -> None:
+        """The module `where` has run so far; another one follows."""
+        if self.fine:
+            self.end(where)
+
+    def end(self, where: str) -> None:
         """Look whether anything was drawn; `where` is the module that runs."""
         for each, state in zip(self.generators, self.states, strict=True):
             if each not in self.drawn and not _same(each.read(), state):
@@ -74,7 +81,9 @@ def generators(modules: Iterable[nn.Module]) -> list[Generator]:
     found = [Generator(random.getstate, random.setstate)]
     if numpy is not None:
         found.append(_of_numpy(numpy.random))
-    places = {id(names): names for m in modules for names in (vars(m), _around(m))}
+    modules = list(modules)
+    around = {id(names): names for kind in set(map(type, modules)) if (names := _around(kind))}
+    places = {**around, **{id(vars(m)): vars(m) for m in modules}}
     kinds = set[type]().union(*[map(type, [*names.values()]) for names in places.values()])
     drawing = (random.Random,) if numpy is None else (random.Random, numpy.random.RandomState, numpy.random.Generator)
     if not any(issubclass(kind, drawing) for kind in kinds):
@@ -89,6 +98,12 @@ def generators(modules: Iterable[nn.Module]) -> list[Generator]:
             bits = value.bit_generator
             found.append(Generator(lambda b=bits: b.state, lambda s, b=bits: setattr(b, "state", s)))  # type: ignore[misc]
     return found
+
+
+def torch_generators(modules: Iterable[nn.Module]) -> list[Generator]:
+    """The generators of torch in the modules' attributes; a trace sees who draws from them."""
+    held = {id(x): x for m in modules for x in vars(m).values() if type(x) is torch.Generator}
+    return [Generator(x.get_state, lambda state, x=x: x.set_state(state)) for x in held.values()]  # type: ignore[misc]
 
 
 def _of_numpy(numpys: Any) -> Generator:
@@ -118,10 +133,10 @@ def _memory(bits: Any) -> bytes:
     return ctypes.string_at(bits.ctypes.state_address, 4 * (WORDS + 1)) if twister else b""
 
 
-def _around(module: nn.Module) -> dict[str, Any]:
-    """The names that the module's forward finds beside it."""
-    found: dict[str, Any] = getattr(type(module).forward, "__globals__", {})
-    return found
+def _around(kind: type[nn.Module]) -> dict[str, Any]:
+    """The names that the forward of such a module finds beside it; torch's own layers draw from torch alone."""
+    found: dict[str, Any] = getattr(kind.forward, "__globals__", {})
+    return {} if found.get("__name__", "").startswith("torch.nn.") else found
 
 
 def read(of: Sequence[Generator]) -> list[Any]:

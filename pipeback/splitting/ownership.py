@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from pipeback.splitting.call_trace import Call
+from pipeback.splitting.call_trace import Attribute, Call, CallTrace
 from pipeback.splitting.cut_points import given
 from pipeback.splitting.module_walk import held, walked
 from pipeback.splitting.refusals import one_call
 from pipeback.splitting.segment import Lent
+from pipeback.tensors.structures import Ref
 
 
 class Ownership:
-    """Says which of `count` stages owns what. staged: every call with its stage. changed: buffers that change.
+    """Says which of `count` stages owns what.
+
+    modules: all of the model, by their paths. staged: every call of the record with its stage.
 
     Raises ValueError, which names the layer and the cure, if several stages use what only one can hold.
     """
 
     def __init__(
-        self, model: nn.Module, staged: Iterable[tuple[int, Call]], count: int, changed: Container[str]
+        self,
+        model: nn.Module,
+        modules: Mapping[str, nn.Module],
+        staged: Sequence[tuple[int, Call]],
+        count: int,
+        record: CallTrace,
     ) -> None:
         self.model = model
         self.owner: dict[int, int] = {}  # the stage that owns each parameter, by identity
@@ -29,28 +37,17 @@ class Ownership:
         self.owned: list[dict[str, Any]] = [{} for _ in range(count)]
         self.copied: list[set[str]] = [set() for _ in range(count)]  # copies of other stages' buffers
         where: dict[str, int] = {}
-        modules = walked(model)
-        buffers = dict(held(modules, "_buffers"))
+        self._buffers = dict(held(modules, "_buffers"))
+        self._first: dict[str, tuple[int, int]] = {}  # the stage that reads a buffer first, and the number of the call
         self._parameters = dict(held(modules, "_parameters"))
-        self._known = {*buffers, *self._parameters}
+        self._known = {*self._buffers, *self._parameters}
         calls: list[Call] = []
-        first: dict[str, int] = {}  # the number of the first call of each module and buffer
+        first: dict[str, int] = {}  # the number of the first call of each module
+        # the last stage that writes into a parameter or a buffer
+        self._writers = {name: staged[min(numbers[-1], len(staged) - 1)][0] for name, numbers in record.writes.items()}
         for s, call in staged:
             calls.append(call)
-            for name in call.attributes():
-                if name in buffers and name not in self.owned[s]:
-                    self.owned[s][name] = buffers[name]
-                    if name in where:
-                        if name in changed:
-                            whole = one_call(model, (c.where for c in calls[first[name] :]))
-                            raise ValueError(
-                                f"buffer {name!r} is changed by the forward, and stages {where[name]} and {s} read it; "
-                                f"cut so that one stage alone does, or {whole}"
-                            )
-                        self.copied[s].add(name)
-                        self.owned[s][name] = buffers[name].detach().clone()
-                    where.setdefault(name, s)
-                    first.setdefault(name, len(calls) - 1)
+            self._take_buffers(s, calls, record.changed)
             for name in given(self._parameters, call):
                 p = self._parameters[name]
                 if id(p) not in self.owner:
@@ -75,6 +72,61 @@ class Ownership:
                 self.owned[s][call.target] = Lent(module, tied)
             else:
                 self.owned[s][call.target] = module
+        self._check_writers(calls)
+
+    def _check_writers(self, calls: Sequence[Call]) -> None:
+        """Raise ValueError if a later stage than its owner writes into a parameter."""
+        for name, s in self._writers.items():
+            owner = self.owner.get(id(self._parameters.get(name)), s)
+            if owner < s:
+                whole = one_call(self.model, (call.where for call in calls if name in call.attributes()))
+                raise ValueError(
+                    f"{name!r} is written into by the forward in stage {s}, and stage {owner} reads it; cut so that "
+                    f"one stage alone does, or {whole}"
+                )
+
+    def _take_buffers(self, s: int, calls: Sequence[Call], changed: Container[str]) -> None:
+        """Give stage s the buffers that the last call reads, or copies, unless an earlier stage will lend them."""
+        for name in calls[-1].attributes():
+            if name not in self._buffers or name in self.owned[s]:
+                continue
+            owner, first = self._first.setdefault(name, (s, len(calls) - 1))
+            if owner == s:
+                self.owned[s][name] = self._buffers[name]
+            elif self._writers.get(name, s) < s:
+                continue  # it is changed by an earlier stage alone
+            elif name in changed:
+                whole = one_call(self.model, (call.where for call in calls[first:]))
+                raise ValueError(
+                    f"buffer {name!r} is changed by the forward, and stages {owner} and {s} read it; cut so that one "
+                    f"stage alone does, or {whole}"
+                )
+            else:
+                self.copied[s].add(name)
+                self.owned[s][name] = self._buffers[name].detach().clone()
+
+    def lent(self, record: CallTrace, staged: Iterable[tuple[int, Call]]) -> list[tuple[int, Call]]:
+        """Return calls, with their stages, that take the buffers of earlier stages as values, and those that give them.
+
+        An earlier stage gives what a buffer is after the stage's last call.
+        """
+        given: dict[str, tuple[int, int]] = {}  # the owner of each, and its number
+        found: list[tuple[int, Call]] = []
+        for s, call in staged:
+            numbers = {}
+            for name in call.attributes():
+                owner, _ = self._first.get(name, (s, 0))
+                if owner < s and name not in self.owned[s]:
+                    if name not in given:
+                        given[name] = owner, len(record.forms)
+                        record.forms.append((self._buffers[name].shape, self._buffers[name].dtype))
+                        record.grads.append(False)
+                    numbers[name] = Ref(given[name][1])
+            found.append((s, call.given(numbers) if numbers else call))
+        for name, (owner, number) in given.items():
+            at = max(n for n, (s, _) in enumerate(found) if s == owner) + 1
+            found.insert(at, (owner, Call(Tensor.clone, (Attribute(name),), {}, "", False, [number])))
+        return found
 
     def _again(self, path: str, first: int, second: int, calls: Sequence[Call]) -> None:
         """Raise ValueError if a module that two stages call has buffers, since weights can travel and buffers cannot.
@@ -119,7 +171,9 @@ class Ownership:
             return False
         own = self.owned[s]
         return all(
-            name in own or self.owner.get(id(self._parameters.get(name)), len(self.owned)) <= s
+            name in own
+            or self._first.get(name, (s, 0))[0] < s
+            or self.owner.get(id(self._parameters.get(name)), len(self.owned)) <= s
             for name in call.attributes()
             if name in self._known
         )

@@ -11,11 +11,15 @@ from torch import Tensor, nn
 LONGEST = 60  # characters of a value in a message
 
 
-def unmade(who: str, where: str, what: str, value: Tensor) -> ValueError:
+class Unmade(ValueError):
+    """A tensor of unknown origin."""
+
+
+def unmade(who: str, where: str, what: str, value: Tensor) -> Unmade:
     """The error for a tensor of unknown origin. who: names the module at `where`, a path. what: gets the tensor."""
-    return ValueError(
+    return Unmade(
         f"{who}.forward gives {what} a tensor {tuple(value.shape)} that no torch function or module has made from its "
-        f"input (what numpy computes, for example, is not traced); {_whole(where)}"
+        f"input (what numpy computes, for example, is not traced); {cure_whole(where)}"
     )
 
 
@@ -23,15 +27,44 @@ def shared(who: str, where: str, what: str, value: Any) -> ValueError:
     """The error for an object that a stage cannot create anew for every micro-batch."""
     return ValueError(
         f"{who}.forward gives {what} an object of {type(value).__name__}, which every micro-batch would share; leave "
-        f"it out, or give tensors, numbers and strings, or {_whole(where)}"
+        f"it out, or give tensors, numbers and strings, or {cure_whole(where)}"
     )
 
 
 def away(who: str, where: str, name: str) -> ValueError:
     """The error for a tensor that leaves torch."""
     return ValueError(
-        f"{who}.forward calls Tensor.{name}, which cannot be traced; keep to torch functions, or {_whole(where)}; a "
-        "loss that does so is computed outside: push without labels, and give loss= to Pipeline"
+        f"{who}.forward calls Tensor.{name}, which cannot be traced; keep to torch functions, or {cure_whole(where)}; "
+        "a loss that does so is computed outside: push without labels, and give loss= to Pipeline"
+    )
+
+
+def set_elsewhere(who: str) -> str:
+    """The message for a forward that sets an attribute of a module which is not traced into."""
+    return (
+        f"{who}, which stages would not do again for each micro-batch; give it as an argument, or leave its path out "
+        "of the leaves"
+    )
+
+
+def escaped(who: str, what: str, value: Tensor, maker: str) -> str:
+    """The message for a tensor that leaves the module `maker`, which is not traced into. what: gets it."""
+    return (
+        f"{who}.forward gives {what} a tensor {tuple(value.shape)} that was made within {maker}, which does not return "
+        "it; return it there, or leave that path out of the leaves"
+    )
+
+
+def given_module(who: str) -> str:
+    """The message for a module that is given to another one."""
+    return f"{who} a module, whose weights it would compute with; leave its path out of the leaves"
+
+
+def replaces(who: str) -> ValueError:
+    """The error for a forward that replaces a tensor which it has used, in a list or dictionary of its modules."""
+    return ValueError(
+        f"{who}.forward replaces a tensor in a list or dictionary that a module holds, which stages would not do again "
+        f"for each micro-batch; make it a buffer that is changed in place, or {cure_whole('')}"
     )
 
 
@@ -55,6 +88,16 @@ def decided_anew(who: str, whole: str, name: str, found: Any, expected: Any) -> 
     return ValueError(
         f"{who}.forward takes another branch for this micro-batch: {name} gave {found}, but {expected} when the model "
         f"was traced; keep decisions by values within one layer: {whole}"
+    )
+
+
+def reads_changing(model: nn.Module, where: str, what: str) -> ValueError:
+    """The error for a forward that gives Python a number which is another one for each micro-batch. where: its path."""
+    caller = model.get_submodule(where)
+    who = f"{type(caller).__name__} {where!r}" if where else type(caller).__name__
+    return ValueError(
+        f"{who}.forward gives Python the value of {what} so that it is another one for each micro-batch, and stages "
+        f"would repeat that of the first; compute with tensors, or keep it whole: {kept_whole(model, where)}"
     )
 
 
@@ -114,7 +157,8 @@ def draws_outside(model: nn.Module, where: str) -> ValueError:
     )
 
 
-def _whole(where: str) -> str:
+def cure_whole(where: str) -> str:
+    """Return the cure that keeps the module of this path whole."""
     if where:
         return f"keep it whole: stages=pipeback.Splitting(leaves=[{where!r}])"
     return (

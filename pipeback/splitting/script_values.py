@@ -88,6 +88,11 @@ def in_a_row(*values: Any) -> tuple[Any, ...]:
     return values
 
 
+def same(value: Any) -> Any:
+    """Return the value itself."""
+    return value
+
+
 def without_gradient(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Call a function under torch.no_grad() and return its output."""
     with torch.no_grad():

@@ -18,21 +18,17 @@ from torch.func import functional_call
 from pipeback.private import pytree
 from pipeback.splitting.autocast_regions import Entered
 from pipeback.splitting.call_trace import Attribute, Call
+from pipeback.splitting.in_place import settled
+from pipeback.splitting.input_forms import ByForm, Key, key_of, written
 from pipeback.splitting.refusals import decided_anew
 from pipeback.splitting.script_values import argument, in_a_row, without_gradient
 from pipeback.splitting.stage_script import Name, Script
 from pipeback.tensors import accelerators
-from pipeback.tensors.structures import Form, Ref, opened
-
-Key = tuple[Any, ...]  # the form of the inputs
+from pipeback.tensors.structures import Form, Ref, openable, opened
 
 
-def key_of(parts: Sequence[Tensor], training: bool, setting: int) -> Key:
-    """Return a key: micro-batches with different keys need different scripts. setting: see `AttributeReads.number`.
-
-    Autocast is part of it, since it decides the types of what crosses the stage boundaries.
-    """
-    return (training, (setting, accelerators.casting()), *[(part.shape, part.dtype) for part in parts])
+class LooksAlike(ValueError):
+    """Micro-batches of two forms cannot be told apart at a stage."""
 
 
 class Lent(nn.Module):
@@ -84,7 +80,7 @@ class Opened:
         found: list[Tensor] = []
         if self._open is not None and self._open(value, found):
             return found
-        tensors, form = opened(value)
+        tensors, form = opened(value, opens=openable)
         if form.spec != self.form.spec or _constants(form) != _constants(self.form):
             raise ValueError(
                 f"{self.who} gave another structure than when the model was traced: {_told(form)} instead of "
@@ -223,7 +219,7 @@ class Segment(nn.Module):
         self.__rewritten__: set[str] = set()  # parameters that it writes into
         self.__entered: list[Entered] = []  # of all scripts
         self.__carried: dict[str, Carried] = {}
-        self.__scripts: dict[Key, tuple[Script, Form | None]] = {}
+        self.__scripts: ByForm[tuple[Script, Form | None]] = ByForm()
 
     def forward(self, given: Any) -> Any:
         parts = given if type(given) is tuple else (given,)
@@ -233,37 +229,39 @@ class Segment(nn.Module):
         # autocast caches its casts of leaves; the inputs of a stage are leaves here, but not in the model
         if self.__entered or accelerators.autocast():
             parts = tuple(x.view_as(x) if x.requires_grad and x.is_leaf else x for x in parts)
+        memory = [(p, p.data) for p in map(self.get_parameter, self.__rewritten__)]
         try:
             out = found[0].function(*parts)
         except BaseException:
             self.__left()
             raise
+        for p, before in memory:
+            settled(p, before)
         return out[0] if len(out) == 1 else out
 
     def __structured__(self, given: Any, out: Any) -> Any:
         """Return the model's output from the tensors `out`, which the last segment gave for `given`."""
         parts = given if type(given) is tuple else (given,)
-        form = self.__scripts[key_of(parts, self.training, self.__setting__)][1]
+        found = self.__scripts.get(key_of(parts, self.training, self.__setting__))
+        form = None if found is None else found[1]
         assert form is not None
         return form.fill(out if type(out) is tuple else (out,))
 
     def __learn__(self, key: Key, portion: SegmentWork) -> None:
         """Learn the work for a form. Raises ValueError if its key is that of a form with other work."""
-        script = self.__built(portion)
-        if key in self.__scripts:
-            known, form = self.__scripts[key]
-            if not known.does(script) or form != portion.form:
-                raise ValueError(
-                    f"{self.__label__}: micro-batches of two forms look alike at this stage, but need different "
-                    "operations; pad them to one form"
-                )
-            return
-        same = (known for known, form in self.__scripts.values() if form == portion.form and known.does(script))
-        self.__scripts[key] = next(same, script), portion.form  # the forms of a model differ in few stages
+        script, known = self.__built(portion), list(self.__scripts.alike(key))
+        if any(form != portion.form or not other.does(script) for other, form in known):
+            raise LooksAlike(
+                f"{self.__label__}: micro-batches of two forms look alike at this stage, but need different "
+                "operations; pad them to one form"
+            )
+        same = (other for other, form in self.__scripts.values() if form == portion.form and other.does(script))
+        self.__scripts.add(key, (next(same, script), portion.form))  # the forms of a model differ in few stages
 
     def __script__(self) -> str:
         """Return its script for every form that it knows, as Python."""
-        return "\n".join(f"# {_written(key)}\n{script.code()}\n" for key, (script, _) in self.__scripts.items())
+        found = zip(self.__scripts, self.__scripts.values(), strict=True)
+        return "\n".join(f"# {written(key)}\n{script.code()}\n" for key, (script, _) in found)
 
     def __left(self) -> None:
         """Leave every autocast region, as after an error."""
@@ -271,9 +269,9 @@ class Segment(nn.Module):
             entered.close()
 
     def __unknown(self, parts: Sequence[Any]) -> str:
-        known = "; ".join(_written(key) for key in self.__scripts)
+        known = "; ".join(written(key) for key in self.__scripts)
         return (
-            f"a micro-batch of {_written(key_of(parts, self.training, self.__setting__))} came, but the model was "
+            f"a micro-batch of {written(key_of(parts, self.training, self.__setting__))} came, but the model was "
             f"traced with {known}; where shapes depend on values (x[mask]), have them do so within one module: "
             "give its path in stages=pipeback.Splitting(leaves=[...]), or keep the whole model one stage: "
             "stages=pipeback.Splitting(leaves=[''])"
@@ -300,13 +298,6 @@ class Segment(nn.Module):
                 return script.once(getattr, (known[portion.takes[0]], "device"))
             return attribute(value.name) if isinstance(value, Attribute) else value
 
-        def carry(written: bool) -> None:
-            for name, number in portion.lends.items():
-                if (name in self.__rewritten__) == written:
-                    carried = self.__carried.setdefault(name, Carried())
-                    known[number] = script.call(carried, (attribute(name),))
-
-        carry(written=False)
         entered: Entered | None = None
         for call in portion.calls:
             entered = self.__autocast(script, call, entered)
@@ -319,7 +310,10 @@ class Segment(nn.Module):
             known.update(zip(call.out, script.unpack(opens, (found,), len(call.out)), strict=True))
         if entered is not None:
             script.call(entered, ())
-        carry(written=True)
+        # last, so that what later stages add to a weight's gradient comes first, as in the backward of the model itself
+        for name, number in portion.lends.items():
+            carried = self.__carried.setdefault(name, Carried())
+            known[number] = script.call(carried, (attribute(name),))
         return script.end([known[number] for number in portion.gives])
 
     def __autocast(self, script: Script, call: Call, entered: Entered | None) -> Entered | None:
@@ -379,13 +373,6 @@ def _register(root: nn.Module, name: str, part: Any, persistent: bool = True) ->
         root.register_buffer(key, part, persistent)
     else:
         root.add_module(key, part)
-
-
-def _written(key: Key) -> str:
-    training, (_, around), *parts = key
-    shapes = ", ".join(f"{tuple(shape)} {str(dtype).removeprefix('torch.')}" for shape, dtype in parts)
-    cast = "".join(f" under autocast to {str(dtype).removeprefix('torch.')}" for _, dtype in around)
-    return f"{shapes} in {'training' if training else 'evaluation'}{cast}"
 
 
 def _told(form: Form) -> str:

@@ -15,6 +15,7 @@ NUMBERS = {
     "allclose", "is_nonzero",
 }  # fmt: skip
 AWAY = {"numpy", "__array__", "data_ptr", "__dlpack__", "storage", "untyped_storage"}  # these cannot be traced
+ODD = {"__getitem__", "__setitem__", "_pad_packed_sequence", "register_hook"}  # these are recorded in their own ways
 KIND = {"device", "dtype", "ndim", "layout", "requires_grad", "is_cuda", "is_cpu"}  # properties that are no tensors
 
 
@@ -31,6 +32,7 @@ class About(NamedTuple):
     asks: bool  # it gives Python values of a tensor
     away: bool  # its result leaves torch
     fills: bool  # it is a function of torch.nn.init
+    odd: bool  # it is recorded in another way than it is called
     kind: bool  # it tells Python the kind of a tensor, which is never recorded
 
 
@@ -60,5 +62,6 @@ def _about(function: Any) -> About:
         name in NUMBERS,
         name in AWAY,
         getattr(function, "__module__", "") == "torch.nn.init",
+        name in AWAY or name in ODD or held is not None,
         name == "__get__" and held in KIND,
     )

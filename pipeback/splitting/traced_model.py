@@ -9,7 +9,6 @@ its gradient travels back. So it is one weight with one delay, that of its owner
 from __future__ import annotations
 
 import warnings
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -29,14 +28,19 @@ from pipeback.splitting.dataflow import hand_along
 from pipeback.splitting.draw_checks import check_draws
 from pipeback.splitting.escaped_tensors import looked_into
 from pipeback.splitting.forward_check import check_equal
+from pipeback.splitting.input_forms import Key, key_of
 from pipeback.splitting.key_value_caches import caching, without_caches
 from pipeback.splitting.known_forms import Known, example_of, tensors_of, with_own_tensors
 from pipeback.splitting.module_restore import untouched
-from pipeback.splitting.module_walk import KINDS, held, walked
+from pipeback.splitting.module_walk import KINDS, held, unsaved_buffers, walked
+from pipeback.splitting.outside_draws import OutsideDraws
 from pipeback.splitting.ownership import Ownership
 from pipeback.splitting.partition import StagePart
 from pipeback.splitting.refusals import kept_whole, left_out
-from pipeback.splitting.segment import Key, Segment, key_of
+from pipeback.splitting.segment import LooksAlike, Segment
+from pipeback.splitting.size_decisions import deciding_by_sizes
+from pipeback.splitting.stage_names import label, labels
+from pipeback.splitting.value_reads import check_value_reads
 from pipeback.tensors import accelerators
 from pipeback.tensors.batches import bare
 from pipeback.tensors.copies import pieces
@@ -63,6 +67,7 @@ class TracedModel:
         self._check(whole, by)
         self.rewritten: set[str] = set()  # parameters that its forward writes into
         self.whole, self.opened = set(whole), set[str]()  # paths: modules kept whole, modules traced into after all
+        self.deep = False  # see `looked_into`
         self.family = family(model)
         self.blocks = blocks_of(model) if self.cuts in ("auto", "block") or isinstance(self.cuts, int) else []
         if self.cuts == "block" and not self.blocks:
@@ -70,16 +75,18 @@ class TracedModel:
                 f'stages="block": {type(model).__name__} repeats no block in a list of modules; use stages="layer"'
             )
         self.kind: Cuts = ("block" if self.blocks else "layer") if self.cuts == "auto" else self.cuts
-        self.held = AttributeReads(model)
+        self._walked = walked(model)  # its modules, as they were when it was traced last
+        self.held = AttributeReads()
         self._cures: dict[str, str] = {}
         self._known: dict[Key, Known] = {}
         self._variants: dict[Key, list[Known]] = {}  # the variants of every form
+        self.units: list[Unit] = []
         arguments, complete = self.arguments(example), self.complete
         entered, _ = self._entered(example, arguments)  # refuses what has no tensors
-        record, known = self._first(arguments, complete, whole, by)
-        self.ownership = Ownership(model, self._staged(record), len(self.units), record.changed)
-        saved = set(model.state_dict())
-        self.segments = [self._segment(s, saved) for s in range(len(self.units))]
+        record, known = self._first(arguments, complete, by)
+        self.ownership = Ownership(model, self._walked, list(self._staged(record)), len(self.units), record)
+        unsaved = unsaved_buffers(self._walked)
+        self.segments = [self._segment(s, unsaved) for s in range(len(self.units))]
         self.rewritten = record.changed and record.changed.intersection(dict(model.named_parameters()))
         for s, segment in enumerate(self.segments):
             segment.__rewritten__ = self.ownership.names_of(s, self.rewritten)
@@ -88,7 +95,8 @@ class TracedModel:
         x = self._take(record, entered, None, known)
         if complete:
             self._prove(arguments, x)
-        if caching(model):
+        vars(self).pop("_restores", None)  # and the copies of buffers in it
+        if caching(self._walked.values()):
             warnings.warn(
                 f"{type(model).__name__} has use_cache=True, but key-value caches are for generation: its stages give "
                 "none (use_cache=False in its config silences this)",
@@ -138,6 +146,7 @@ class TracedModel:
         # casts that it leaves in torch's cache would be used in training, of weights that a store had not brought yet
         with accelerators.under(accelerators.casting()), modes(self.model, training):
             record, known = self._follow(Arguments(args, kwargs), real=self.complete)
+        vars(self).pop("_restores", None)
         return self._take(record, x, training, known)
 
     def forms(self) -> list[dict[str, Any]]:
@@ -181,20 +190,14 @@ class TracedModel:
     @property
     def complete(self) -> bool:
         """Whether all weights are here with their values."""
-        modules = walked(self.model)
-        tensors = [t for kind in KINDS for _, t in held(modules, kind)]
+        tensors = [t for kind in KINDS for _, t in held(walked(self.model), kind)]
         found = [piece for t in tensors for piece in pieces(t)]
         return not any(t.is_meta or (t.numel() and not t.untyped_storage().size()) for t in found)
 
     @property
     def parts(self) -> list[StagePart]:
         """The stages, with the names that they have in reports."""
-        labels = [self._label(unit) for unit in self.units]
-        counts = Counter(labels)
-        for s, unit in enumerate(self.units):
-            if counts[labels[s]] > 1:
-                labels[s] = unit.names[0] if unit.names and unit.names[0] not in labels else f"{labels[s]}#{s}"
-        return [StagePart(label, segment) for label, segment in zip(labels, self.segments, strict=True)]
+        return [StagePart(*each) for each in zip(labels(self.units, self.kind), self.segments, strict=True)]
 
     # -- tracing -------------------------------------------------------------------------------------------------
 
@@ -206,20 +209,28 @@ class TracedModel:
         if by not in ("time", "memory"):
             raise ValueError(f'balance must be "time" or "memory", but is {by!r}')
 
-    def _first(self, arguments: Arguments, real: bool, whole: Sequence[str], by: str) -> tuple[CallTrace, Known]:
+    def _first(self, arguments: Arguments, real: bool, by: str) -> tuple[CallTrace, Known]:
         """Trace the model on the example, and choose the cuts."""
         number = isinstance(self.cuts, int)
         finest: Cuts = ("block" if self.blocks else "layer") if number else self.kind
-        self._leaves = leaves(self.blocks if finest == "block" else (), whole, self.opened)
         work = Work() if number and by == "time" else None
-        record, known = self._follow(arguments, real, work=work)
-        self.units = cut_units(self.model, record, finest, self.blocks)
+        record, known = self._cut(arguments, real, finest, work)
         if isinstance(self.cuts, int):
             if self.cuts > len(self.units) and finest == "block":
-                self._leaves = leaves((), whole, self.opened)
-                record, known = self._follow(arguments, real, work=work)
-                self.units = cut_units(self.model, record, "layer", ())
+                record, known = self._cut(arguments, real, "layer", work)
             self.units = joined(self.units, self.cuts, by)
+        return record, known
+
+    def _cut(self, arguments: Arguments, real: bool, finest: Cuts, work: Work | None) -> tuple[CallTrace, Known]:
+        """Trace the model on the example, and find the units of this granularity."""
+        blocks = self.blocks if finest == "block" else []
+        self._leaves = leaves(blocks, self.whole, self.opened)
+        record, known = self._follow(arguments, real, work=work)
+        fixed = {*self.opened, *self.whole, *blocks, *(() if isinstance(finest, (str, int)) else finest)}
+        if found := deciding_by_sizes(self.model, record, known.decisions, fixed):
+            self.whole.update(found)
+            record, known = self._follow(arguments, real, work=work)
+        self.units = cut_units(self.model, record, finest, blocks)
         return record, known
 
     @looked_into
@@ -235,8 +246,11 @@ class TracedModel:
         tensors, form = opened(tuple(arguments))
         trace = partial(self._trace, arguments, real, answers, left)
         record = trace(work)
-        self.held.add(record.decided)
-        check_draws(self.model, record, trace)
+        if record.draws is not None:  # something was drawn; in its leaves, or between them
+            record = trace(work, fine=True)
+        self.held.add(record.decided, self._walked)
+        check_draws(self.model, record, partial(trace, fine=True))
+        check_value_reads(self.model, record)
         found = [each for each in decisions(record) if answers is not None or each.holds(tensors)]
         return record, Known(form, record.form, record.answers, found)
 
@@ -247,12 +261,16 @@ class TracedModel:
         answers: Sequence[Any] | None,
         left: Collection[Name],
         work: Work | None = None,
+        fine: bool = False,
     ) -> CallTrace:
         from pipeback.splitting.tracer import trace_forward  # here, since a sequence is not traced
 
         if real:
-            with self._unchanged():
-                return trace_forward(self.model, *with_own_tensors(arguments), self._leaves, work=work, left=left)[0]
+            with self._unchanged(anew=True):
+                return trace_forward(
+                    self.model, *with_own_tensors(arguments), self._leaves, work=work, left=left,
+                    outside=OutsideDraws(self._restores.generators, fine), within=self._walked, deep=self.deep,
+                )[0]  # fmt: skip
         tensors, form = opened(tuple(arguments))
         with FakeTensorMode(allow_non_fake_inputs=True) as fake:
             own = dict([*self.model.named_buffers(), *self.model.named_parameters()])
@@ -262,45 +280,39 @@ class TracedModel:
             return trace_forward(
                 self.model, args, kwargs, self._leaves, values,
                 partial(told, tensors) if saved is None else lambda *asked: next(saved), work, left,
+                deep=self.deep,
             )[0]  # fmt: skip
 
     def _prove(self, arguments: Arguments, x: Any) -> None:
         args, kwargs = with_own_tensors(arguments)
-        check_equal(self.model, lambda: without_caches(self.model(*args, **kwargs)), self.segments, x, self._unchanged)
+        unchanged = partial(self._unchanged, anew=False)  # it has been restored since it was traced
+        if self.rewritten:
+            self._found_now()
+        check_equal(self.model, lambda: without_caches(self.model(*args, **kwargs)), self.segments, x, unchanged)
+
+    def _found_now(self) -> None:
+        self._walked = walked(self.model)
+        self._restores = untouched(self.model, self.rewritten, self._walked)
 
     @contextmanager
-    def _unchanged(self) -> Iterator[None]:
-        """A context that restores the model's buffers and the random state on exit."""
-        modules = walked(self.model)
-        devices = {
-            t.device for m in modules.values() for t in (*m._parameters.values(), *m._buffers.values()) if t is not None
-        }
-        with untouched(self.model, self.rewritten, modules), accelerators.forked(devices):
+    def _unchanged(self, anew: bool) -> Iterator[None]:
+        """A context that restores the model and the random state on exit. anew: to what they are now, not earlier."""
+        if anew:
+            self._found_now()
+        devices = {t.device for kind in KINDS for _, t in held(self._walked, kind)}
+        with self._restores, accelerators.forked(devices):
             yield
 
     # -- stages --------------------------------------------------------------------------------------------------
 
-    def _segment(self, s: int, saved: Collection[str]) -> Segment:
-        label, owned = f"stage {s} ({self._label(self.units[s])})", self.ownership.owned[s]
+    def _segment(self, s: int, unsaved: Collection[str]) -> Segment:
         return Segment(
-            label,
-            owned,
+            f"stage {s} ({label(self.units[s], self.kind)})",
+            self.ownership.owned[s],
             self._describe,
             self._kept,
-            self.ownership.copied[s] | (set(owned) - set(saved)),
+            self.ownership.copied[s].union(unsaved),
         )
-
-    def _label(self, unit: Unit) -> str:
-        """Return a unit's name: that of its layer, or, of several, the longest path that contains them, or a range."""
-        if not unit.names or self.kind in ("layer", "sublayer"):
-            return unit.names[0] if unit.names else unit.start or "input"
-        paths = [name.split(".") for name in unit.names]
-        common = []
-        for steps in zip(*paths, strict=False):
-            if len(set(steps)) > 1:
-                break
-            common.append(steps[0])
-        return ".".join(common) or f"{paths[0][0]}…{paths[-1][0]}"
 
     def _describe(self, path: str) -> str:
         module = self.model.get_submodule(path)
@@ -342,10 +354,8 @@ class TracedModel:
         if known.mark is None and (known.decisions or differs):
             taken = [o.mark for o in others if o.mark is not None]
             known = known._replace(mark=mark(known.decisions, taken, known.inputs.constants if differs else ()))
-        marked = known.marked(x)
-        key = self._key(marked, training)
         try:
-            staged = list(self._staged(record))
+            staged = self.ownership.lent(record, self._staged(record))
             if not all(self.ownership.able(s, call) for s, call in staged):
                 raise ValueError(
                     f"{type(self.model).__name__}.forward calls its layers in another order than for the example, "
@@ -357,13 +367,32 @@ class TracedModel:
                 if (call := self.ownership.unknown(record.calls)) is not None:
                     raise left_out(self.model, call.where, call.target) from None
                 raise
-            staged = able
+            staged = self.ownership.lent(record, able)
         asked = {decision.number for decision in known.decisions}
-        labels = [segment.__label__ for segment in self.segments]
-        found = hand_along(record, staged, self.ownership, labels, known.mark, asked)
+        try:
+            return self._learn(record, staged, asked, known, x, training)
+        except LooksAlike:
+            if known.mark is not None or not record.loose:
+                raise
+            shapes = [*known.inputs.constants, *((tuple(t.shape), t.dtype) for t in tensors_of(x))]
+            return self._learn(record, staged, asked, known._replace(mark=mark((), (), shapes)), x, training)
+
+    def _learn(
+        self,
+        record: CallTrace,
+        staged: Sequence[tuple[int, Call]],
+        asked: Collection[int],
+        known: Known,
+        x: Any,
+        training: bool | None,
+    ) -> Any:
+        """Teach the stages this work; return x with its mark. asked: decisions that are evaluated at the push."""
+        marked, names = known.marked(x), [segment.__label__ for segment in self.segments]
+        key = self._key(marked, training)
+        found = hand_along(record, staged, self.ownership, names, known.mark, asked)
         for s, (portion, forms) in enumerate(found):
             for copy in self._copies:
                 copy[s].__learn__(key if s == 0 else (*key[:2], *forms), portion)  # type: ignore[operator]
         self._known[key] = known
-        others.append(known)
+        self._variants[self._key(x, training)].append(known)
         return marked

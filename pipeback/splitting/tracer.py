@@ -8,36 +8,39 @@ take another branch never takes the wrong one (`branches` finds the decisions th
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from pipeback.private import function_modes, pytree
+from pipeback.splitting import refusals
 from pipeback.splitting.attribute_changes import Name, Sets, attributes, check_unchanged
 from pipeback.splitting.autocast_regions import autocasts, other
 from pipeback.splitting.call_cost import Work
 from pipeback.splitting.call_listeners import calls_heard
 from pipeback.splitting.call_trace import Attribute, Call, CallTrace
-from pipeback.splitting.data_sizes import bounded, ends_at_tensors, makes, sizes
+from pipeback.splitting.data_sizes import bounded, ends_at_tensors, padded, pads, to_longest
 from pipeback.splitting.escaped_tensors import Escape, Inside
 from pipeback.splitting.in_place import Hooked, Kept, stays
 from pipeback.splitting.key_value_caches import without_caches
+from pipeback.splitting.loose_sizes import LooseSizes
 from pipeback.splitting.module_inputs import ModuleInputs
-from pipeback.splitting.module_walk import beside, held, walked
-from pipeback.splitting.outside_draws import OutsideDraws
-from pipeback.splitting.refusals import away, set_anew, shared, unmade
-from pipeback.splitting.script_values import Applied
-from pipeback.splitting.torch_functions import about
+from pipeback.splitting.module_walk import beside, held, in_structures, walked
+from pipeback.splitting.outside_draws import OutsideDraws, generators
+from pipeback.splitting.reentrant import CheckpointFunction, checkpointed
+from pipeback.splitting.script_values import Applied, same
+from pipeback.splitting.torch_functions import About, about
 from pipeback.splitting.vmap_calls import Mapped
-from pipeback.tensors.structures import PLAIN, SINGLE, Form, Ref, fixed, opened, parts
+from pipeback.tensors.structures import PLAIN, SINGLE, Form, Ref, fixed, holds_tensor, openable, opened, parts
 
 SIMPLE = {int, float, bool, str, type(None), torch.dtype, torch.device}  # types that a call records as they are
 
@@ -52,36 +55,47 @@ def trace_forward(
     answers: Callable[..., Any] | None = None,
     work: Work | None = None,
     left: Collection[Name] = (),
+    outside: OutsideDraws | None = None,
+    within: Mapping[str, nn.Module] | None = None,
+    deep: bool = False,
 ) -> tuple[CallTrace, Any]:
-    """Run `model(*args, **kwargs)` and record its calls; return the record and the output. leaves: says of a path and
-    a module whether its call is recorded as one. values: parameters and buffers to use in place of the model's.
-    answers: returns the value by which Python decides where there are shapes only, given the deciding call, the calls
-    before and the constants. work: counts the cost of calls. left: attributes that the forward may leave changed if it
-    sets them before it reads them. The tensors of args and kwargs, in pytree order, have the numbers 0, 1, …
+    """Run `model(*args, **kwargs)` and record its calls; return the record and the output.
 
-    Raises ValueError naming the module if something cannot be traced: objects that calls would share, state that a
-    forward leaves in a module, values from outside of torch.
+    leaves: says of a path and a module whether its call is recorded as one. values: parameters and buffers to use in
+    place of the model's. answers: returns the value by which Python decides where there are shapes only, given the
+    deciding call, the calls before and the constants. work: counts the cost of calls. left: attributes that the forward
+    may leave changed if it sets them before it reads them. outside: watches the model's generators. within: its modules
+    by their paths, if known. deep: whether it may use tensors in lists and dictionaries of its modules. The tensors of
+    args and kwargs, in pytree order, have the numbers 0, 1, … Raises ValueError naming the module if something cannot
+    be traced: objects that calls would share, state that is left.
     """
-    recorder = _Recorder(model, leaves, values, answers, work, left)
+    recorder = _Recorder(model, leaves, values, answers, work, left, outside, within)
+    recorder.held.update(in_structures(recorder.modules) if deep else {})
     watched = [(name, buffer, buffer._version) for name, buffer in recorder.buffers]
     given, _ = opened((tuple(args), dict(kwargs)))
     for tensor in given:
         recorder.new(tensor)
     device = given[0].device if given else torch.device("cpu")
-    before, modules = attributes(recorder.modules, recorder.leaf), recorder.modules.values()
+    before, modules = attributes(recorder.modules, recorder.leaf), recorder.modules
     with ExitStack() as stack:
         stack.callback(recorder.kept.put_back if recorder.kept is not None else dict)
         for context in (
             work or nullcontext(),
             recorder,
-            calls_heard(modules, recorder.call, recorder.applied, recorder.mapped),
-            recorder.sets.heard(modules, recorder.set_from_outside, recorder.apart),
+            calls_heard(modules.values(), recorder.call, recorder.applied, recorder.mapped),
+            recorder.sets.heard(modules.values(), recorder.set_from_outside, recorder.apart),
         ):
             stack.enter_context(context)
         output = model(*args, **kwargs) if values is None else functional_call(model, dict(values), args, dict(kwargs))
+    recorder.outside.end("")
     check_unchanged(model, before, recorder.sets.harmless)
     if recorder.told is not None:
         raise recorder.told
+    if deep and not {id(tensor) for tensor in recorder.constants.values()} <= {
+        *beside(modules),
+        *in_structures(modules),
+    }:
+        raise refusals.replaces(type(model).__name__)
     output = without_caches(output)
     out, form = recorder.opened(output, recorder.known, "")
     if not out:
@@ -92,7 +106,7 @@ def trace_forward(
     grads = [before or tensor.requires_grad for before, tensor in zip(r.grads, r.numbered, strict=True)]
     return CallTrace(
         r.calls, len(given), out, form, r.constants, r.forms, grads, changed, r.costs, device, r.sets.held,
-        r.outside.where, r.outside.drawn,
+        r.outside.where, r.outside.drawn, r.loose.numbers, {} if r.kept is None else r.kept.writes,
     ), output  # fmt: skip
 
 
@@ -105,13 +119,15 @@ class _Recorder(TorchFunctionMode):
         answers: Callable[..., Any] | None = None,
         work: Work | None = None,
         left: Collection[Name] = (),
+        outside: OutsideDraws | None = None,
+        within: Mapping[str, nn.Module] | None = None,
     ) -> None:
         super().__init__()
         self.model, self.calls = model, list[Call]()
         self.numbers: dict[int, int] = {}
         self.alive: list[Any] = []  # so that their ids are not reused
         self.numbered: list[Tensor] = []
-        self.modules = walked(model)
+        self.modules = walked(model) if within is None else within
         self.paths = {id(module): path for path, module in self.modules.items()}
         self.leaf = {id(m): leaves(path, m) for path, m in self.modules.items()}
         parameters, self.buffers = list(held(self.modules, "_parameters")), list(held(self.modules, "_buffers"))
@@ -119,26 +135,21 @@ class _Recorder(TorchFunctionMode):
         self.names = {id(t): name for name, t in own}
         self.held = beside(self.modules)
         self.constants: dict[str, Tensor] = {}
-        self.forms: list[tuple[torch.Size, torch.dtype]] = []
-        self.grads: list[bool] = []
-        self.costs: list[float] = []
-        self.work = work
-        self.answers = answers
+        self.forms = list[tuple[torch.Size, torch.dtype]]()
+        self.grads, self.costs = list[bool](), list[float]()
+        self.work, self.answers = work, answers
         self.inside = 0  # how many leaves are running, one within the other
-        self.leaf_path = ""  # the path of the leaf that runs
-        self.handed = ModuleInputs((), {})  # the arguments of that leaf
+        self.leaf_path, self.handed = "", ModuleInputs((), {})  # the path of the leaf that runs, and its arguments
         self.made = Inside()  # tensors that leaves have made
-        self.shaped = False  # whether the running call has made a tensor whose size depends on values
-        self.by_values: set[int] = set()  # numbers of the tensors that depend on such calls
-        self.checked: set[int] = set()  # those of them whose size is checked
+        self.loose = LooseSizes()
         self.stack: list[str] = []
         self.thread = threading.get_ident()
         self.told: Escape | None = None
         self.sets = Sets(self.paths, left)
         self.around = autocasts()
-        self.outside = OutsideDraws(m for m in self.modules.values() if not self.leaf[id(m)])
-        tell = partial(set_anew, type(model).__name__)
-        self.kept = None if values is not None else Kept(parameters, tell)
+        self.outside = outside or OutsideDraws(generators(self.modules.values()), True)
+        tell = partial(refusals.set_anew, type(model).__name__)
+        self.kept = None if values is not None else Kept([*parameters, *self.buffers], tell)
 
     @property
     def where(self) -> str:
@@ -175,7 +186,7 @@ class _Recorder(TorchFunctionMode):
         """Return the number of a tensor of the output; an attribute or constant gets a call that returns it."""
         if id(tensor) not in self.numbers:
             placed = self.placed(tensor, "its caller")
-            call = Call(_same, (placed,), {}, self.where, True)
+            call = Call(same, (placed,), {}, self.where, True)
             self.write(call)
             call.out = [self.new(tensor)]
         return self.numbers[id(tensor)]
@@ -193,19 +204,15 @@ class _Recorder(TorchFunctionMode):
             self.constants[self.held[id(value)]] = value
             return Attribute(self.held[id(value)])
         if path := self.made.where(value):
-            raise Escape(
-                path,
-                f"{self.name(self.where)}.forward gives {what} a tensor {tuple(value.shape)} that was made within "
-                f"{self.name(path)}, which does not return it; return it there, or leave that path out of the leaves",
-            )
-        raise unmade(self.name(self.where), self.where, what, value)
+            raise Escape(path, refusals.escaped(self.name(self.where), what, value, self.name(path)))
+        raise refusals.unmade(self.name(self.where), self.where, what, value)
 
     def plain(self, value: Any, where: str, what: str) -> Any:
         if type(value).__module__ == "numpy" and not getattr(value, "ndim", 1):
             return value.item()  # a scalar of numpy becomes a number of Python
         if (isinstance(value, PLAIN) or fixed(value)) and not ends_at_tensors(value):
             return value
-        raise shared(self.name(where), where, what, value)
+        raise refusals.shared(self.name(where), where, what, value)
 
     def place(self, values: Any, what: str) -> Any:
         kind = type(values)
@@ -224,14 +231,16 @@ class _Recorder(TorchFunctionMode):
         else:
             where = call.target if call.module else call.where
             number = lambda tensor: self.new(tensor, id(tensor) not in passed)  # noqa: E731
-            call.out, call.form = self.opened(output, number, where)
-        if self.shaped or (self.by_values and any(ref.number in self.by_values for ref in call.refs())):
-            self.by_values.update(call.out)
-        self.shaped = False
+            if call.left:  # what it returns may be an argument, which has changed
+                opened(output[0])
+            call.out, call.form = self.opened(output, number, where, openable if call.left else None)
+        self.loose.made(call)
 
-    def opened(self, value: Any, number: Callable[[Tensor], int], where: str) -> tuple[list[int], Form]:
-        """Return the numbers of the tensors in the output of a call or of the model, and its structure."""
-        tensors, form = opened(value)
+    def opened(
+        self, value: Any, number: Callable[[Tensor], int], where: str, opens: Any = None
+    ) -> tuple[list[int], Form]:
+        """Return the numbers of the tensors in the output of a call or of the model, and its form. opens: see there."""
+        tensors, form = opened(value, opens=opens)
         for constant in form.constants:
             if not isinstance(constant, Ref):
                 self.plain(constant, where, "its caller")
@@ -244,9 +253,10 @@ class _Recorder(TorchFunctionMode):
         if threading.get_ident() != self.thread or (known.kind and not self.inside):
             return func(*args, **kwargs)
         name, target = known.name, known.target
-        self.shaped = self.shaped or (known.makes and makes(name, args, kwargs))
+        if known.makes:
+            self.loose.look(name, args, kwargs)
         if self.kept is not None and (known.changes or kwargs):
-            self.kept.look(known.changes, name == "__set__", args, kwargs)
+            self.kept.look(known.changes, name == "__set__", args, kwargs, len(self.calls))
         if self.inside:
             self.handed.look(args, kwargs)
             output = func(*args, **kwargs)
@@ -256,22 +266,15 @@ class _Recorder(TorchFunctionMode):
             return self.unheard(func, args, kwargs)  # the initialisation of a module that this forward creates
         if name == "__iter__":
             return iter(self.__torch_function__(Tensor.unbind, types, args, kwargs))
-        if name in ("__getitem__", "__setitem__"):
-            asked = lambda x: self.__torch_function__(Tensor.__index__, types, (x,))  # noqa: E731
-            args = (args[0], bounded(args[1], asked), *args[2:])
-        if known.property is not None:
-            args = (args[0], known.property, *args[1:2]) if name == "__set__" else (args[0], known.property)
-        elif name == "register_hook" and stays(args[1]):
-            target, args = Hooked(args[1]), args[:1]
-        if known.away and args and isinstance(args[0], Tensor):
-            raise away(self.name(self.where), self.where, name)
-        if known.reads:
-            self.check_size(args[0])
+        if known.odd:
+            target, args = self.recorded(known, types, args, sys._getframe(1))
+        if known.reads and (check := self.loose.checks(args[0], self.numbers, self.where)) is not None:
+            self.write(check)
         begin = self.done
-        asks = known.asks and self.asks(args, kwargs)
+        asks = known.asks and (self.asks(args, kwargs) or self.owned(args))
         output = self.answered(target, args, kwargs) if asks and self.answers else target(*args, **kwargs)
         cost = self.done - begin
-        given = _tensors(output)
+        given = holds_tensor(output)
         if given or asks or known.acts or name == "register_hook":
             what = f"torch function {name}"
             call = Call(target, self.place(args, what), self.place(kwargs, what), self.where, torch.is_grad_enabled())
@@ -282,15 +285,30 @@ class _Recorder(TorchFunctionMode):
                 self.give(call, output)
         return output
 
+    def recorded(self, known: About, types: Any, args: Any, caller: FrameType) -> tuple[Any, Any]:
+        """Return the function and the arguments that are recorded for a call that stages make in another way."""
+        name, target = known.name, known.target
+        if known.away and args and isinstance(args[0], Tensor):
+            raise refusals.away(self.name(self.where), self.where, name)
+        if name in ("__getitem__", "__setitem__"):
+            asked = lambda x: self.__torch_function__(Tensor.__index__, types, (x,))  # noqa: E731
+            return target, (args[0], bounded(args[1], asked), *args[2:])
+        if known.property is not None:
+            return target, (args[0], known.property, *(args[1:2] if name == "__set__" else ()))
+        if name == "_pad_packed_sequence" and pads(caller):
+            if self.loose.unchecks(args[1], self.numbers, self.calls):
+                self.calls.pop(), self.costs.pop()
+            return (padded, args[:4]) if to_longest(caller) else (target, args)
+        if name == "register_hook" and stays(args[1]):
+            return Hooked(args[1]), args[:1]
+        return target, args
+
     def set_from_outside(self, module: nn.Module, key: str) -> None:
         """Note an error if the forward sets an attribute of a leaf from outside, which no stage would repeat."""
         if not self.inside and self.leaf[id(module)] and threading.get_ident() == self.thread:
             path = self.paths[id(module)]
-            self.told = self.told or Escape(
-                path,
-                f"{self.name(self.where)}.forward sets {key} of {self.name(path)}, which stages would not do again for "
-                "each micro-batch; give it as an argument, or leave its path out of the leaves",
-            )
+            who = f"{self.name(self.where)}.forward sets {key} of {self.name(path)}"
+            self.told = self.told or Escape(path, refusals.set_elsewhere(who))
 
     def apart(self) -> bool:
         """Whether nothing is recorded now, because a leaf or another thread is running."""
@@ -310,18 +328,13 @@ class _Recorder(TorchFunctionMode):
         call = Call(target, self.place(args, "a decision"), self.place(kwargs, "a decision"), self.where, False)
         return self.answers(call, self.calls, self.constants)
 
-    def check_size(self, tensor: Any) -> None:
-        """Record a check of the size of a tensor, which Python reads, if that size depends on values."""
-        number = self.numbers.get(id(tensor))
-        if number in self.by_values and number not in self.checked:
-            self.checked.add(number)
-            call = Call(sizes, (Ref(number),), {}, self.where, False)
-            call.check = (sizes(tensor),)
-            self.write(call)
-
     def asks(self, args: Any, kwargs: Any) -> bool:
         """Whether one of the arguments is a tensor of the micro-batch rather than of the model."""
         return any(isinstance(x, Tensor) and id(x) in self.numbers for x in parts((args, kwargs)))
+
+    def owned(self, args: Any) -> bool:
+        """Whether a tensor of which Python asks for the values is a parameter, a buffer or an attribute."""
+        return bool(args) and (id(args[0]) in self.names or id(args[0]) in self.held)
 
     def applied(self, original: Callable[..., Any], function: Any, args: Any, kwargs: Any) -> Any:
         """Record the call of a custom autograd function, which has its own backward."""
@@ -332,8 +345,8 @@ class _Recorder(TorchFunctionMode):
             output = original(*args, **kwargs)
             self.made.note(output, self.leaf_path)
             return output
-        if function is torch.utils.checkpoint.CheckpointFunction:
-            return args[0](*args[2:])  # traced into; activations= recomputes in stages
+        if function is CheckpointFunction:
+            return checkpointed(args)
         return self.whole(Applied(function), lambda: original(*args, **kwargs), *args, **kwargs)
 
     def whole(self, target: Any, does: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
@@ -351,7 +364,7 @@ class _Recorder(TorchFunctionMode):
         if self.inside or threading.get_ident() != self.thread:
             return original(function, *options, *args, **kwargs)
         modes = function_modes()
-        target = Mapped(function, options, modes[modes.index(self) + 1 :])
+        target = Mapped(function, options, modes[modes.index(self) + 1 :], refusals.cure_whole(self.where))
         return self.whole(target, lambda: original(function, *options, *args, **kwargs), target.holds, args, kwargs)
 
     def call(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -359,17 +372,16 @@ class _Recorder(TorchFunctionMode):
             return original(module, *args, **kwargs)
         path = self.paths[id(module)]
         if not self.leaf[id(module)]:
-            self.outside.look(self.where)
+            self.outside.turn(self.where)
             self.stack.append(path)
             try:
                 return original(module, *args, **kwargs)
             finally:
-                self.outside.look(path)
+                self.outside.turn(path)
                 self.stack.pop()
         self.outside.enter(module, self.where)
         if any(isinstance(x, nn.Module) for x in parts((args, kwargs))):
-            who = f"{self.name(self.where)}.forward gives {self.name(path)}"
-            raise Escape(path, f"{who} a module, whose weights it would compute with; leave its path out of the leaves")
+            raise Escape(path, refusals.given_module(f"{self.name(self.where)}.forward gives {self.name(path)}"))
         handed = self.handed = ModuleInputs(args, kwargs)
         self.leaf_path = path
         self.inside += 1
@@ -386,11 +398,3 @@ class _Recorder(TorchFunctionMode):
         self.write(call, self.done - begin)
         self.give(call, (output, *[handed.args[key] for key in call.left]) if call.left else output, handed.passed)
         return output
-
-
-def _same(value: Any) -> Any:
-    return value
-
-
-def _tensors(value: Any) -> bool:
-    return isinstance(value, Tensor) or any(isinstance(x, Tensor) for x in parts(value))

@@ -18,6 +18,10 @@ from pipeback.private import pytree
 from pipeback.tensors.structures import PLAIN, fixed
 
 
+class _Refused(Exception):
+    """A function cannot be taken apart."""
+
+
 class TensorPlace:
     """Stands for a tensor that a function holds, by its number among these tensors."""
 
@@ -29,13 +33,17 @@ class Mapped:
     """The call of a function under vmap: (tensors that it holds, arguments, keyword arguments) -> its output.
 
     options: in_dims, out_dims, randomness, chunk_size. modes: torch function modes that are active during the call.
+    cure: what errors advise.
     """
 
     __name__, __module__ = "vmap", "pipeback"
 
-    def __init__(self, function: Any, options: Sequence[Any], modes: Sequence[Any]) -> None:
+    def __init__(self, function: Any, options: Sequence[Any], modes: Sequence[Any], cure: str) -> None:
         self.holds: list[Tensor] = []
-        self.apart = _apart(function, self.holds, [])
+        try:
+            self.apart = _apart(function, self.holds, [])
+        except _Refused as error:
+            raise ValueError(f"a function under torch.vmap {error}; {cure}") from None
         self.options, self.modes = tuple(options), list(modes)
 
     @property
@@ -79,7 +87,7 @@ class Partial:
 def _apart(value: Any, tensors: list[Tensor], within: list[int]) -> Any:
     """Return a value that a function holds, with a `TensorPlace` for each tensor, which is added to `tensors`.
 
-    within: ids of the values around it. Raises ValueError for objects whose tensors cannot be replaced, such as modules
+    within: ids of the values around it. Raises `_Refused` for objects whose tensors cannot be replaced, such as modules
     with weights, and for a value that contains itself.
     """
     inner: Callable[[Any], Any] = lambda x: _apart(x, tensors, [*within, id(value)])  # noqa: E731
@@ -87,10 +95,7 @@ def _apart(value: Any, tensors: list[Tensor], within: list[int]) -> Any:
         tensors.append(value)
         return TensorPlace(len(tensors) - 1)
     if id(value) in within:
-        raise ValueError(
-            "a function under torch.vmap calls itself; give the path of the module whose forward does so in "
-            "stages=pipeback.Splitting(leaves=[...])"
-        )
+        raise _Refused("calls itself")
     if isinstance(value, PLAIN):
         return value
     if isinstance(value, FunctionType):
@@ -103,10 +108,7 @@ def _apart(value: Any, tensors: list[Tensor], within: list[int]) -> Any:
     if not pytree.tree_is_leaf(value):
         return pytree.tree_map(inner, value)
     kind = type(getattr(value, "__self__", value)).__name__
-    raise ValueError(
-        f"a function under torch.vmap holds {kind}, whose tensors would stay those of one micro-batch; give the path "
-        "of the module whose forward does so in stages=pipeback.Splitting(leaves=[...])"
-    )
+    raise _Refused(f"holds {kind}, whose tensors would stay those of one micro-batch")
 
 
 def _holds_tensors(module: nn.Module) -> bool:

@@ -4,8 +4,8 @@
     B   (backward)   recomputes h(w_B) from the weights in force at B
 
 So B of plain PB runs entirely on the newest weights, and saved states of micro-batches in flight hold no old ones. All
-operations of F are recorded, which costs time per operation; h has to be cheap: elementwise arithmetic, norms and sums,
-casts.
+operations of F are recorded, which costs time per operation; h has to be cheap: elementwise arithmetic, norms, sums,
+repetitions, casts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CHEAP = {
     "aten::" + name
     for name in (
         "_to_copy", "clone", "_weight_norm_interface", "linalg_vector_norm", "norm", "sum", "mean", "amax", "amin",
-        "cat", "stack", "cumsum", "_unsafe_view",
+        "cat", "stack", "cumsum", "repeat", "_unsafe_view",
     )
 }  # fmt: skip
 

@@ -117,8 +117,7 @@ def _save_flight(stage: Stage, mb: int, flight: Flight, tensors: Tensors, number
     names: list[str] = []
     again = row = x = None
     if flight.row is not None:
-        shape, dtype, training = flight.row.kind
-        row = [list(shape), str(dtype).removeprefix("torch."), training]
+        row = flight.row.written()
         _put(
             tensors,
             f"flight/{mb}/row",
@@ -267,10 +266,9 @@ def _load_row(stage: Stage, mb: int, plain: Plain, tensors: Mapping[str, Tensor]
             "build the pipeline with vectorize=True, or save it drained"
         )
     flight = Flight((), None, None, plain["version"], False)
-    shape, dtype, training = plain["row"]
     prefix = f"flight/{mb}/row/"
     values = _numbered(tensors, prefix)
-    flight.row = stage.stack.restore(stage, mb, (tuple(shape), getattr(torch, dtype), training), values)
+    flight.row = stage.stack.restore(stage, mb, plain["row"], values)
     if plain["owned"]:
         used = [_home(stage, tensors[f"flight/{mb}/used/{n}"]) for n in range(len(stage.weights))]
         stage.versions.own(flight, used)

@@ -58,6 +58,14 @@ def put(tensor: Tensor, value: Tensor) -> None:
     tensor.copy_(value)
 
 
+def put_back(buffer: Tensor, value: Tensor) -> None:
+    """Give a buffer an earlier value, and its size, if that has changed; graphs that saved the buffer do not see it."""
+    if buffer.shape != value.shape:
+        with torch.no_grad():
+            buffer.resize_(value.shape)
+    put(buffer.data, value)
+
+
 @lru_cache(1024)
 def _walk(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[tuple[Any, ...], list[int]]:
     """Return an index that takes expanded dimensions once, and the other dimensions by falling stride."""

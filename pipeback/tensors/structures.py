@@ -10,6 +10,7 @@ import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -47,6 +48,11 @@ def parts(value: Any) -> list[Any]:
     if kind is not tuple and kind is not list and kind is not dict:
         return pytree.tree_leaves(value)
     return [leaf for part in (value.values() if kind is dict else value) for leaf in parts(part)]
+
+
+def holds_tensor(value: Any) -> bool:
+    """Whether a value is a tensor, or a structure of tuples, lists and dictionaries with one in it."""
+    return isinstance(value, Tensor) or any(isinstance(x, Tensor) for x in parts(value))
 
 
 class Object:
@@ -106,13 +112,31 @@ def opened(
 
     Raises ValueError for an object that stands in two places.
     """
-    leaves, spec = pytree.tree_flatten(value, is_leaf=_packed)
+    leaves, spec = _flattened(value)
     objects = any(type(x) not in SINGLE and (opens or openable)(x) for x in leaves)
     if objects:
         leaves, spec = pytree.tree_flatten(apart(value, set() if seen is None else seen, opens))
     tensors = [x for x in leaves if isinstance(x, Tensor)]
     numbers = iter(range(len(tensors)))
     return tensors, Form(spec, tuple(Ref(next(numbers)) if isinstance(x, Tensor) else x for x in leaves), objects)
+
+
+def _flattened(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    """Return the leaves of a structure and its form; that of a flat tuple or list is looked up, which is cheap."""
+    kind = type(value)
+    if kind in SINGLE:
+        return [value], _LEAF
+    if (kind is tuple or kind is list) and SINGLE.issuperset(map(type, value)):
+        return list(value), _flat(kind is tuple, len(value))
+    return pytree.tree_flatten(value, is_leaf=_packed)
+
+
+_LEAF = pytree.tree_flatten(0)[1]
+
+
+@lru_cache(256)
+def _flat(is_tuple: bool, count: int) -> pytree.TreeSpec:
+    return pytree.tree_flatten((0,) * count if is_tuple else [0] * count)[1]
 
 
 def fixed(value: Any) -> bool:

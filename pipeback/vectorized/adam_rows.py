@@ -46,6 +46,12 @@ class AdamStep:
     varies: bool = False
     ahead = ()
 
+    def part(self, first: int, end: int) -> AdamStep:
+        """Return the step of some of the rows."""
+        rates = [some[first:end] for some in self.rates]
+        like, back, drift = ([t[first:end] for t in some] for some in (self.like, self.back, self.drift))
+        return AdamStep(self.settings, rates, like, back, drift, self.varies)
+
     @property
     def form(self) -> tuple[Any, ...]:
         """Return the properties of a step that a compiled function relies on."""
@@ -67,7 +73,8 @@ class AdamStep:
         for m in apart:
             whole = weights[m], grads[m].contiguous(), first[m], second[m]  # torch's step ignores strides
             fused(
-                *([*some.unbind()] for some in whole), [], [*steps[m].unbind()],
+                *(([some] if len(self.rates[m]) == 1 else [*some.unbind()]) for some in whole), [],
+                [*steps[m].unbind()],
                 lr=self.rates[m][0], beta1=b1, beta2=b2, weight_decay=decays[m], eps=eps, amsgrad=False, maximize=False,
             )  # fmt: skip
         if rest:
@@ -91,9 +98,9 @@ class AdamStep:
 
 
 def columns(numbers: Sequence[Sequence[float]], like: Sequence[Tensor]) -> list[Tensor]:
-    """Return the numbers of all rows as one tensor (n, 1, …) per weight."""
+    """Return the numbers of all rows as one tensor (n, 1, …) per weight, which multiplies that weight row by row."""
     return [
-        torch.tensor(some, dtype=w.dtype, device=w.device).view(-1, *[1] * (w.dim() - 1))
+        torch.tensor(some, dtype=w.dtype, device=w.device).view(-1, *[1] * (w.dim() - 1) if w.dim() else ())
         for some, w in zip(numbers, like, strict=True)
     ]
 
@@ -119,7 +126,7 @@ def _moved(settings: AdamSettings, steps: Tensor, *given: Sequence[Tensor]) -> N
         if decay and decoupled:
             w.mul_(1 - rates * decay)
         elif decay:
-            g = torch.add(g, w, alpha=decay)
+            g = g + decay * w  # not add(…, alpha=decay), see `tick.descended`
         p.lerp_(g, 1 - b1)
         q.mul_(b2).addcmul_(g, g, value=1 - b2)
         below = torch.sqrt(q).mul_(root.to(q).view_as(rates)).add_(eps)

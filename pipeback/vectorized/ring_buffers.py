@@ -1,8 +1,8 @@
 """Ring buffers: hold the tensors that wait between the operations of stages that run as one, per kind of micro-batch.
 
-What the forward (F) of micro-batch i at stage s saves for its backward (B) waits in row s, slot i − s. At one tick, the
-backwards of all rows are of different micro-batches, but their saved tensors lie in one slot, which is read without a
-copy. Inputs (slot i + s) and gradients of outputs (slot i − s) wait in the same way.
+What the forward (F) of micro-batch i at stage s saves for its backward (B) waits in the row of s, slot i − p. The place
+p is s, or s // 2 where stages of even and of odd number take turns. So at one tick, at which the backwards of all rows
+are of different micro-batches, their saved tensors lie in one slot, which is read without a copy.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeback.vectorized.graph_rewrites import Graph, Graphs, direct, factored, for_compiler
+from pipeback.vectorized.forms import Kind
+from pipeback.vectorized.graphs import Graphs, for_compiler
+from pipeback.vectorized.product_gradients import factored
+from pipeback.vectorized.waiting import Turns, Waiting
 
-# of a micro-batch: shape, dtype, and a number: 1 in training, plus 2 for every change in what the modules compute
-Kind = tuple[tuple[int, ...], torch.dtype, int]
-Turns = list[tuple[int, int]]  # (row, micro-batch)
 ALIGNED = 64  # bytes, the alignment of torch's tensors
 MANY = 4096  # entries of the cache of places
 
 
-class RingBuffers:
-    """Ring buffers of `length` slots, each with `rows` rows, for one kind of micro-batch."""
+class RingBuffers(Waiting):
+    """Ring buffers of `length` slots, each with a row per stage, for one kind of micro-batch."""
 
     def __init__(
         self,
@@ -32,38 +32,25 @@ class RingBuffers:
         kind: Kind,
         saved: Sequence[Tensor],
         folds: Sequence[int],
-        rows: int,
+        places: Sequence[int],
         length: int,
         device: torch.device,
     ) -> None:
-        """saved: tensors like those that F saves for B. folds: for each of them, the dimension along which rows lie."""
-        shape, dtype, _ = kind
-        self.written, self.kind, self.rows, self.length = graphs, kind, rows, length
-        self.eager = Graphs(*map(direct, graphs))
-        self.graphs = self.eager  # or these graphs compiled
-        self.factors: Graph | None = None  # a backward that gives some gradients as factors
-        self.factored: list[int] = []  # the numbers of these weights
+        """saved: tensors like those that F saves for B. folds: for each of them, the dimension along which rows lie.
+        places: p of each row's stage.
+        """
+        super().__init__(graphs, kind, places, length, device)
+        rows = self.rows
         self.folds, self.shapes = folds, [t.shape for t in saved]
-        given = [((rows, t.numel() // rows), t.dtype) for t in saved] + [((rows, *shape), dtype)] * 2
-        self._slot = [torch.empty(form, dtype=of, device="meta") for form, of in given]
-        # rings of inputs and gradients: none where rows are not neighbours
-        *self.saved, self.inputs, self.gradients = self._room(length, device)
+        self._slot = [torch.empty(rows, t.numel() // rows, dtype=t.dtype, device="meta") for t in saved]
+        self.saved = self._room(length, device)
         self._holds = True
         self._cuts = [(n, 0, ring.shape[-1]) for n, ring in enumerate(self.saved)]
-        self.flights: Sequence[Any] = ()  # of each row, the flight that its stage holds of a micro-batch
-        self.made: Sequence[Tensor] | None = None  # the output of `made`, where it consists of views of the weights
         self._known: dict[tuple[int, ...], Tensor] = {}
-        self._slots: list[Tensor] = []
-        self._numbers: list[Tensor] = []
         self._left: list[list[Tensor]] = []
         self._flat: list[Tensor] = []  # the rings of saved tensors, as matrices
         # the graphs save one matrix per ring
         self._is_flat = [not dim and t.dim() == 2 and len(t) == rows for t, dim in zip(saved, folds, strict=True)]
-
-    @property
-    def parts(self) -> list[Tensor]:
-        """A ring (length, n, elements) for each tensor that the graph of one stage saves."""
-        return [self.saved[n][..., at : at + width] for n, at, width in self._cuts]
 
     def packed(self, large: Sequence[int] = ()) -> RingBuffers:
         """Return rings for graphs that save one matrix (n, elements) per dtype, into which a compiler writes directly.
@@ -74,12 +61,12 @@ class RingBuffers:
         kinds = list(dict.fromkeys(ring.dtype for ring in self.saved))
         members = [[n for n, ring in enumerate(self.saved) if ring.dtype == kind] for kind in kinds]
         widths, graphs = [ring.shape[-1] for ring in self.saved], for_compiler(self.written)
-        shapes, folds, rows = self.shapes, self.folds, self.rows
+        shapes, folds, rows, outputs = self.shapes, self.folds, self.rows, self.written.outputs
 
         def forward(*given: Tensor) -> tuple[Tensor, ...]:
-            y, *saved = graphs.forward(*given)
-            flat = [unfolded(t, dim, rows) for t, dim in zip(saved, folds, strict=True)]
-            return y, *(torch.cat([flat[n] for n in some], 1) for some in members)
+            found = graphs.forward(*given)
+            flat = [unfolded(t, dim, rows) for t, dim in zip(found[outputs:], folds, strict=True)]
+            return *found[:outputs], *(torch.cat([flat[n] for n in some], 1) for some in members)
 
         factors, mine_factored = factored(graphs.backward, large)
 
@@ -101,8 +88,8 @@ class RingBuffers:
             function.__code__ = function.__code__.replace(co_name=function.__name__)
         saved = [torch.cat([self.saved[n][0] for n in some], 1) for some in members]
         mine = RingBuffers(
-            Graphs(forward, backward, graphs.made), self.kind, saved, [0] * len(saved), rows, self.length,
-            self.inputs.device,
+            graphs._replace(forward=forward, backward=backward), self.kind, saved, [0] * len(saved), self.at,
+            self.length, self.device,
         )  # fmt: skip
         mine.factors, mine.factored = by_factors, mine_factored
         mine._cuts = [
@@ -110,34 +97,27 @@ class RingBuffers:
             for n in range(len(widths)) for k, some in enumerate(members) if n in some
         ]  # fmt: skip
         mine.made = self.made
-        if not self._slot[-1].numel():
-            mine.alone()
         return mine
 
-    def alone(self) -> None:
-        """Note that no row passes tensors to another one."""
-        self._slot[-2:] = [slot[:, :0] for slot in self._slot[-2:]]
-        self._holds = False
-        self.hold(True)
-
     def leave(self, saved: Sequence[Tensor], some: Turns) -> None:
-        """Keep the tensors that F saves for B."""
-        each = zip(saved, self.folds, strict=True)
-        self.write(self.saved, [unfolded(t, dim, self.rows) if dim else t for t, dim in each], some, -1)
+        """Keep the tensors that F saves for B, of these rows."""
+        places, rows = self._places(some), None if len(some) == self.rows else [r for r, _ in some]
+        for ring, t, dim in zip(self.saved, saved, self.folds, strict=True):
+            value = unfolded(t, dim, self.rows)
+            ring.view(self.length * self.rows, -1).index_copy_(0, places, value if rows is None else value[rows])
 
     def back(self, some: Turns) -> list[Tensor]:
-        """Return the tensors that F has saved, of these rows."""
-        each = zip(self.read(self.saved, some, -1), self.shapes, self.folds, strict=True)
+        """Return the tensors that F has saved, of these rows; what they say of other rows is undefined."""
+        slot = self.slot_of(*some[0])
+        if all(self.slot_of(*one) == slot for one in some):
+            found = [ring[slot] for ring in self.saved]
+        else:
+            places = self._places(some, everywhere=True)
+            found = [ring.view(self.length * self.rows, -1).index_select(0, places) for ring in self.saved]
+        each = zip(found, self.shapes, self.folds, strict=True)
         return [folded(t, shape, dim) if dim else t.view(shape) for t, shape, dim in each]
 
-    # -- at a tick at which row r does F of micro-batch f − r and B of b + r ---------------------------------------
-
-    def places(self, f: int) -> Tensor:
-        """Return the places for the tensors that F saves at this tick, as row numbers of the matrices."""
-        if not self._slots:
-            every = torch.arange(self.rows, device=self.inputs.device)
-            self._slots = [(n - 2 * every) % self.length * self.rows + every for n in range(self.length)]
-        return self._slots[f % self.length]
+    # -- at a tick at which a stage with place p does F of micro-batch f − p and B of b + p -----------------------
 
     def left(self, b: int) -> Sequence[Tensor]:
         """Return the tensors that F has saved for the B of this tick."""
@@ -149,68 +129,75 @@ class RingBuffers:
         each = zip(self.saved, self.shapes, self.folds, strict=True)
         return [folded(ring[b % self.length], shape, dim) for ring, shape, dim in each]
 
-    def put(self, places: Tensor, saved: Sequence[Tensor]) -> None:
-        """Keep the tensors that F saves for B."""
+    def put(self, f: int, saved: Sequence[Tensor]) -> None:
+        """Keep the tensors that F saves for B at this tick."""
+        places = self.places(f)
         if not self._flat:
             self._flat = [ring.view(self.length * self.rows, -1) for ring in self.saved]
         for ring, t, dim, flat in zip(self._flat, saved, self.folds, self._is_flat, strict=True):
-            ring.index_copy_(0, places, t if flat else unfolded(t, dim, self.rows) if dim else t.reshape(self.rows, -1))
+            ring.index_copy_(0, places, t if flat else unfolded(t, dim, self.rows))
 
-    def slot(self, b: int) -> Tensor:
-        """The number of the slot that B reads, as a tensor."""
-        if not self._numbers:
-            self._numbers = list(torch.arange(self.length, device=self.inputs.device).split(1))
-        return self._numbers[b % self.length]
+    @property
+    def even(self) -> bool:
+        return not any(self.folds)
 
-    def write(self, rings: Sequence[Tensor], values: Sequence[Tensor], some: Turns, sign: int) -> None:
-        """Write the value of row r, for micro-batch i, to slot i + sign·r. values: (n, …)."""
-        places, rows = self._places(some, sign), None if len(some) == self.rows else [r for r, _ in some]
-        for ring, value in zip(rings, values, strict=True):
-            value = value.reshape(self.rows, -1)
-            flat = ring.view(self.length * self.rows, -1)
-            flat.index_copy_(0, places, value if rows is None else value[rows])
+    def left_of(self, rows: tuple[int, int], shapes: Sequence[Sequence[int]], b: int) -> list[Tensor]:
+        """Return what F has saved for the B of this tick, of the rows from one up to another. shapes: of each."""
+        slot = b % self.length
+        return [ring[slot, slice(*rows)].view(shape) for ring, shape in zip(self.saved, shapes, strict=True)]
 
-    def read(self, rings: Sequence[Tensor], some: Turns, sign: int) -> list[Tensor]:
-        """Return the values (n, elements) of these rows; those of the other rows are undefined."""
-        r, i = some[0]
-        slot = (i + sign * r) % self.length
-        if all((i + sign * r) % self.length == slot for r, i in some):
-            return [ring[slot] for ring in rings]
-        places = self._places(some, sign, everywhere=True)
-        return [ring.view(self.length * self.rows, -1).index_select(0, places) for ring in rings]
+    def put_of(self, rows: tuple[int, int], f: int, saved: Sequence[Tensor]) -> None:
+        """Keep what F saves for B at this tick, of the rows from one up to another."""
+        first, end = rows
+        places = self.places(f)[first:end]
+        for ring, t in zip(self.saved, saved, strict=True):
+            ring.view(self.length * self.rows, -1).index_copy_(0, places, t.reshape(end - first, -1))
 
-    def _places(self, some: Turns, sign: int, *, everywhere: bool = False) -> Tensor:
+    def _places(self, some: Turns, *, everywhere: bool = False) -> Tensor:
         """Return the places of these rows in a ring, as row numbers of a matrix.
 
         everywhere: also give any place for each of the other rows.
         """
         rows = [r for r, _ in some] if len(some) < self.rows else []
-        key = (sign, everywhere, len(rows), *rows, *[i % self.length for _, i in some])
+        key = (everywhere, len(rows), *rows, *[i % self.length for _, i in some])
         found = self._known.get(key)
         if found is None:
-            flat = {r: (i + sign * r) % self.length * self.rows + r for r, i in some}
+            flat = {r: self.slot_of(r, i) * self.rows + r for r, i in some}
             places = [flat.get(r, r) for r in range(self.rows)] if everywhere else list(flat.values())
-            found = torch.tensor(places, device=self.inputs.device)
+            found = torch.tensor(places, device=self.device)
             if len(self._known) > MANY:
                 self._known.clear()
             self._known[key] = found
         return found
 
-    def longer(self, length: int, flying: Sequence[Sequence[int]], waiting: Sequence[Sequence[int]]) -> None:
-        """Lengthen the rings. flying, waiting: per row, the micro-batches after their F, and before it."""
-        kept = [*((ring, flying, -1) for ring in self.saved), (self.inputs, waiting, 1), (self.gradients, flying, -1)]
-        for (old, mbs, sign), new in zip(kept, self._room(length, self.inputs.device), strict=True):
-            for row, some in enumerate(mbs):
+    def tensors(self, row: int, mb: int) -> list[Tensor]:
+        """Return copies of what waits of a micro-batch in a row, in the order of the graph."""
+        return [part[self.slot_of(row, mb), row].clone() for part in self._parts]
+
+    def restore(self, row: int, mb: int, tensors: Sequence[Tensor]) -> None:
+        """Put back what `tensors` gave."""
+        for part, value in zip(self._parts, tensors, strict=True):
+            part[self.slot_of(row, mb), row].copy_(value.flatten())
+
+    @property
+    def _parts(self) -> list[Tensor]:
+        """A ring (length, n, elements) for each tensor that the graph of one stage saves."""
+        return [self.saved[n][..., at : at + width] for n, at, width in self._cuts]
+
+    def longer(self, length: int, flying: Sequence[Sequence[int]]) -> None:
+        """Lengthen the rings. flying: per row, the micro-batches between F and B."""
+        for old, new in zip(self.saved, self._room(length, self.device), strict=True):
+            for row, some in enumerate(flying):
                 for i in some:
-                    new[(i + sign * row) % length, row] = old[(i + sign * row) % self.length, row]
+                    new[(i - self.at[row]) % length, row] = old[self.slot_of(row, i), row]
             old.set_(new)  # type: ignore[call-overload]
-        self.length = length
+        self.grow(length)
         self._forget()
 
     def _room(self, length: int, device: torch.device) -> list[Tensor]:
         """Return the rings in one piece of memory, which goes back to the system as a whole, unlike small pieces."""
         ends = list(accumulate(-(-slot.nbytes * length // ALIGNED) * ALIGNED for slot in self._slot))
-        piece = torch.zeros(ends[-1], dtype=torch.uint8, device=device).untyped_storage()
+        piece = torch.zeros(ends[-1] if ends else 0, dtype=torch.uint8, device=device).untyped_storage()
         found = []
         for at, slot in zip([0, *ends], self._slot, strict=False):
             form = (length, *slot.shape)
@@ -219,18 +206,22 @@ class RingBuffers:
         return found
 
     def _forget(self) -> None:
-        for found in (self._known, self._slots, self._numbers, self._left, self._flat):
+        for found in (self._known, self._left, self._flat):
             found.clear()
 
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for t in (*self.saved, self.inputs, self.gradients))
+        return sum(t.nbytes for t in self.saved)
+
+    @property
+    def slot_bytes(self) -> int:
+        """The bytes that wait of one micro-batch at one stage."""
+        return sum(slot.nbytes for slot in self._slot) // self.rows
 
     def hold(self, there: bool) -> None:
         """Allocate or free the memory; nothing may wait in the rings."""
         if there != self._holds:
-            every = *self.saved, self.inputs, self.gradients
-            for old, new in zip(every, self._room(self.length if there else 0, self.inputs.device), strict=True):
+            for old, new in zip(self.saved, self._room(self.length if there else 0, self.device), strict=True):
                 old.set_(new)  # type: ignore[call-overload]
             self._holds = there
             self._forget()
@@ -238,12 +229,16 @@ class RingBuffers:
 
 def unfolded(tensor: Tensor, dim: int, rows: int) -> Tensor:
     """Return a tensor whose rows lie along `dim` as a matrix (rows, elements)."""
+    if not dim:
+        return tensor.reshape(rows, -1)
     apart: Tensor = tensor.unflatten(dim, (rows, -1))
     return apart.movedim(dim, 0).reshape(rows, -1)
 
 
 def folded(matrix: Tensor, shape: Sequence[int], dim: int) -> Tensor:
     """Return the inverse of `unfolded`."""
+    if not dim:
+        return matrix.reshape(shape)
     rows = len(matrix)
     inner = [*shape[:dim], shape[dim] // rows, *shape[dim + 1 :]]
     return matrix.reshape(rows, *inner).movedim(0, dim).reshape(shape)

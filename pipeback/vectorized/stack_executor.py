@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from pipeback.errors import StageError
-from pipeback.runtime.link import Name
 from pipeback.runtime.stage_executor import StageExecutor
 from pipeback.runtime.worker import Worker
 from pipeback.schedules.order import Ops, Order
+from pipeback.schedules.spans import TickSpan
 from pipeback.stages.flight import Flight
-from pipeback.tensors.layout import Message
 from pipeback.vectorized.stack import Stack
 from pipeback.vectorized.steady import Steady
 
@@ -39,10 +38,10 @@ class StackExecutor:
         if on:
             raise ValueError("record: stages that run as one cannot be measured apart; build it with vectorize=False")
 
-    def leap(self, order: Order, ticks: int) -> int:
-        """Do at once as many ticks as possible at which every stage does F, B and U; return their number.
+    def leap(self, order: Order, span: TickSpan) -> int:
+        """Do as many ticks of a span as possible without any work per stage; return their number.
 
-        The order counts them.
+        The order counts them. `land` comes before anything else is done.
         """
         worker = self.worker
         seen = worker.replicas or worker.watch or worker.tracing or worker.began or worker.samples
@@ -50,11 +49,17 @@ class StackExecutor:
             return 0
         if self._steady is None:
             self._steady = Steady(worker, self.judged, self.stacks)
-        try:
-            return self._steady.run(order, ticks)
-        except BaseException:
-            order.skip(self._steady.done)
-            raise
+        return self._steady.run(order, span)
+
+    def land(self) -> None:
+        """Let stages and worker know of the ticks that were leapt."""
+        if self._steady is not None:
+            self._steady.finish()
+
+    def look(self) -> None:
+        """Note that micro-batches may have come, and that the user may have changed optimizers or their state."""
+        if self._steady is not None:
+            self._steady.look()
 
     def judged(self, i: int, loss: Tensor) -> None:
         """Take the loss of a micro-batch from the last stage."""
@@ -94,10 +99,8 @@ class StackExecutor:
         for stack in self.stacks:
             some, graphs = [op for op in ops if self._of.get(op[0]) is stack], []
             if self._mixed:
-                stack.take(self.link.box)
                 graphs = [(s, i) for s, i in some if self.stages[s].flights[i].row is None]
                 some = [op for op in some if op not in graphs]
-                self._lend(stack, graphs)
                 others += graphs
             if some:
                 try:
@@ -108,7 +111,7 @@ class StackExecutor:
                     for s, i in some:
                         self._one_by_one.weigh(self.stages[s], i)
             if graphs:
-                stack.rows.apart([stack.numbers.index(s) for s, _ in graphs])
+                stack.sums.apart([stack.numbers.index(s) for s, _ in graphs])
         apart = self._one_by_one.apart
         for some in [[op] for op in sorted(others)] if apart else [sorted(others)] if others else []:
             self._one_by_one.backward(some)
@@ -125,54 +128,29 @@ class StackExecutor:
         there = {s for s, _ in ops}
         done: set[int] = set()
         for stack in self.stacks:
-            if plain and there.issuperset(stack.numbers) and stack.rows.step():
+            if plain and there.issuperset(stack.numbers) and stack.sums.step():
                 done.update(stack.numbers)
                 for stage in stack.stages:
                     stage.updated()
             else:
-                stack.rows.spread()
+                stack.sums.spread()
         return [op for op in ops if op[0] not in done]
 
     def spread(self) -> None:
         """Hand the stages of each stack their gradients."""
         for stack in self.stacks:
-            stack.rows.spread()
-
-    def _lend(self, stack: Stack, ops: Ops) -> None:
-        """Pass gradients from rows of the stack to stages whose flight is an autograd graph."""
-        for s, i in ops:
-            name = ("B", s, i)
-            if name not in self.link.box:
-                value = stack.waiting(name)
-                assert value is not None
-                self.link.box[name] = value
+            stack.sums.spread()
 
     # -- states --------------------------------------------------------------------------------------------------
-
-    def between(self, order: Order) -> dict[Name, Message]:
-        """Return the messages that wait in rows of stacks."""
-        found: dict[Name, Message] = {}
-        for stack in self.stacks:
-            for s in range(stack.first, stack.last + 1):
-                came = range(order.forwards[s], order.forwards[s - 1]) if s > stack.first else ()
-                back = range(order.backwards[s], order.backwards[s + 1]) if s < stack.last else ()
-                for kind, mbs in (("F", came), ("B", back)):
-                    for mb in mbs:
-                        name = (kind, s, order.start + mb)
-                        value = None if name in self.link.box else stack.waiting(name)
-                        if value is not None:
-                            found[name] = value
-        return found
 
     def take_up(self) -> None:
         """Go on after a state was put into the stages, and messages into the link."""
         self._look()
-        for stack in self.stacks:
-            stack.take(self.link.box)
 
-    def leave(self, stacks: Sequence[Stack]) -> None:
-        """Run the stages of these stacks one by one from now on."""
-        self.stacks = [stack for stack in self.stacks if stack not in stacks]
+    def use(self, stacks: Sequence[Stack]) -> None:
+        """Run the stages of these stacks as one from now on, and all others one by one."""
+        self.land()
+        self.stacks = list(stacks)
         self._of = {stage.index: stack for stack in self.stacks for stage in stack.stages}
         self._steady = None
 

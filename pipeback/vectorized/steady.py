@@ -1,6 +1,6 @@
-"""Steady: chooses how the next ticks are run, if at each of them every stage, or every second one, does F (forward), B
-(backward) and U (update) of one micro-batch: which stages run as one, whether the last stage with its loss is a graph,
-and whether the whole tick is compiled. A `SteadyRun` runs the ticks.
+"""Steady: chooses how ticks are run at which stages do F (forward), B (backward) and U (update) of one micro-batch
+each: which stages run as one, whether the last stage with its loss is a graph, and whether the whole tick is compiled.
+A `SteadyRun` runs them.
 """
 
 from __future__ import annotations
@@ -16,82 +16,121 @@ from pipeback.private import listened
 from pipeback.runtime.worker import Worker
 from pipeback.schedules.order import Order
 from pipeback.schedules.programs import Flowing
+from pipeback.schedules.spans import TickSpan
 from pipeback.stages.flight import target_on
-from pipeback.stages.team import StageGroup
 from pipeback.vectorized.adam_rows import AdamStep
+from pipeback.vectorized.asked_steps import AskedSteps
 from pipeback.vectorized.bounded_cache import BoundedCache
 from pipeback.vectorized.capture import Unfit, capture_loss_stage
 from pipeback.vectorized.eligible import leaps, torchs
-from pipeback.vectorized.ring_buffers import Kind, RingBuffers
-from pipeback.vectorized.rows import Rows, Step
-from pipeback.vectorized.stack import Compile, Stack
+from pipeback.vectorized.forms import Kind, floating, leaves
+from pipeback.vectorized.fused_tick import fused
+from pipeback.vectorized.graph_maker import Compile
+from pipeback.vectorized.loss_stage import LossStage, form
+from pipeback.vectorized.rows import Rows
+from pipeback.vectorized.sgd_rows import Step
+from pipeback.vectorized.stack import Stack
 from pipeback.vectorized.steady_run import SteadyRun
-from pipeback.vectorized.tick import LossStage, StackTick, form, fused
-from pipeback.vectorized.verify import check_plain, example, judged_alike
+from pipeback.vectorized.step_plan import StepPlan
+from pipeback.vectorized.tick import StackTick
+from pipeback.vectorized.verify import check_plain, judged_alike
+from pipeback.vectorized.waiting import Waiting
+from pipeback.vectorized.wiring import Where, wire
 
 
 class Steady:
-    """Runs steady ticks for a worker with `stacks`. judged: is called with every micro-batch and its loss."""
+    """Runs such ticks for a worker with `stacks`. judged: is called with every micro-batch and its loss."""
 
     def __init__(self, worker: Worker, judged: Callable[[int, Tensor], None], stacks: Sequence[Stack]) -> None:
         self.worker, self.judged, self.stacks = worker, judged, list(stacks)
         schedule = worker.method.schedule
         self.turns = schedule.turns if leaps(worker.method) and isinstance(schedule, Flowing) else 0
         self.last = worker.stages[worker.count - 1]
-        self.done = 0  # ticks of the last run
-        self._moving: BoundedCache[tuple[RingBuffers, ...], list[StackTick]] = BoundedCache()
+        self._run: SteadyRun | None = None
+        self._mode: Any = None  # what the last stage's graph relies on, when the run began
+        self._seen = False  # whether nobody can have changed that since
+        self._undecided = False  # whether there was no input yet to make that graph for
+        self._asked = AskedSteps(worker)
+        self._moving: BoundedCache[tuple[Waiting, ...], tuple[list[StackTick], Where]] = BoundedCache()
         self._judges: BoundedCache[Any, LossStage | None] = BoundedCache()
-        self._judge_rows: Rows | None = None
-        self._examples: BoundedCache[Kind, Tensor] = BoundedCache()  # tensors like the outputs of stacks
-        self._teams: dict[int, StageGroup] = {}  # groups of one stage each
+        self._plan: StepPlan | None = None  # of the last stage
+        self._judged: Any = None  # an input of the last stage
         self._fused: BoundedCache[tuple[Any, ...], Any] = (
             BoundedCache()
         )  # by the stacks, the stage with the loss, and the form of the steps
 
-    def run(self, order: Order, ticks: int) -> int:
-        """Run as many of the next `ticks` ticks as are steady, and return their number."""
-        self.done = 0
-        moving = self._ready() if self.turns else None
-        if moving is None:
+    def run(self, order: Order, span: TickSpan) -> int:
+        """Run as many ticks of a span as possible, and return their number."""
+        compile = self.stacks[0].maker.fuse
+        every = len(range(span.stages.start % max(1, self.turns), self.worker.count, max(1, self.turns)))
+        if not self.turns or (compile is not None and len(span.stages) < every):
             return 0
+        if self._run is not None and (self._run.long or self._undecided or self._outdated()):
+            self.finish()
+        run = self._run = self._run or self._begin(order)
+        if run is None:
+            return 0
+        done: list[None] = []
+        try:
+            some = span._replace(ticks=1) if self._undecided else span
+            run.go(some, None if compile is None else partial(self._tick, compile), done)
+        except BaseException:
+            self.finish()
+            order.skip(span, len(done))
+            raise
+        return len(done)
+
+    def look(self) -> None:
+        """Note that micro-batches may have come, and that the user may have changed optimizers or their state."""
+        self._seen = False
+        if self._run is not None:
+            self._run.look()
+
+    def _outdated(self) -> bool:
+        """Whether the last stage may compute something else than when the run began."""
+        seen, self._seen = self._seen, True
+        return not seen and self._mode != self._modes()
+
+    def finish(self) -> None:
+        """Bring flights, versions, options and the ledger up to date, before others look at them."""
+        run, self._run = self._run, None
+        if run is not None:
+            for stack in self.stacks:
+                stack.leaps = bool(run.turns[0].steps)
+            run.finish()
+
+    def _begin(self, order: Order) -> SteadyRun | None:
+        ready = self._ready()
+        if ready is None:
+            return None
         forwards = [order.start + i for i in order.forwards]
         backwards = [order.start + i for i in order.backwards]
-        options = {i: f.options for i, f in self.worker.stages[0].flights.items()}
-        told = options | self.worker.options
-        run = SteadyRun(self.worker, self.judged, moving, self.turns, self._teams, forwards, backwards, told)
-        judge = None
+        run = SteadyRun(self.worker, self.judged, self._asked, *ready, self.turns, forwards, backwards)
+        judge, self._undecided = None, False
         if self._may_judge:
-            x = self._judges_input(forwards[-1])
+            x = self._judged = self.worker.link.box.get(("F", self.last.index, forwards[-1]), self._judged)
             if x is None:
-                ticks = 1  # after that tick there is an input to make a graph for
+                self._undecided = True  # after one tick there is an input to make a graph for
             else:
                 target = target_on(self.last.device, self.worker.link.box["Y", self.last.index, forwards[-1]])
                 judge = self._judge(x, target)
-        run.take(judge)
-        compile = self.stacks[0].fuse
-        if compile is not None and self.last.device != torch.device("cpu") and run.adapts():
+        self._mode = self._modes()
+        run.take(judge, self._plan)
+        if self.stacks[0].maker.fuse is not None and self.last.device != torch.device("cpu") and run.adapts():
             for stack in self.stacks:
                 stack.leaps = False
-            return 0
+            return None
         run.begin()
-        try:
-            return run.ticks(ticks, None if compile is None else partial(self._tick, compile))
-        finally:
-            run.told()
-            self.done = run.done
-            for stack in self.stacks:
-                stack.leaps = bool(run.turns[0].steps)
+        return run
 
-    def _ready(self) -> list[StackTick] | None:
+    def _ready(self) -> tuple[list[StackTick], Where] | None:
         kinds = [kind for stack in self.stacks if (kind := stack.one_kind) is not None]
-        if len(kinds) < len(self.stacks):
+        if len(kinds) < len(self.stacks) or any(map(_outdated, self.stacks, kinds)):
             return None
         key = tuple(stack.rings(kind) for stack, kind in zip(self.stacks, kinds, strict=True))
         if key not in self._moving:
-            made = {stack.name: StackTick(stack, rings) for stack, rings in zip(self.stacks, key, strict=True)}
-            for one in made.values():
-                one.source = made[(one.stack.partner or one.stack).name]
-            self._moving[key] = list(made.values())
+            made = [StackTick(stack, rings) for stack, rings in zip(self.stacks, key, strict=True)]
+            self._moving[key] = made, wire(made)
         return self._moving.used(key)
 
     @property
@@ -102,33 +141,24 @@ class Steady:
         stage = self.last
         return stage.stack is None and stage.random.state is None and stage.loss is not None and torchs(stage.loss)
 
-    def _judges_input(self, mb: int) -> Any:
-        """Return the last stage's input for a micro-batch, or a tensor like it; None while its shape is unknown."""
-        name, stack = ("F", self.last.index, mb), self.worker.stages[self.last.index - 1].stack
-        if name in self.worker.link.box:
-            return self.worker.link.box[name]
-        kind = None if stack is None else stack.one_kind
-        if stack is None or kind is None:
-            return None
-        if kind not in self._examples:
-            self._examples[kind] = example(kind[0], kind[1], stack.rows.weights[0].device)
-        return self._examples.used(kind)
+    def _modes(self) -> tuple[Any, ...]:
+        return self.last.module.training, listened(self.last.module)
 
     def _judge(self, x: Any, target: Any) -> LossStage | None:
         """Return the last stage as a graph, or None if it cannot be traced."""
         stage = self.last
         assert stage.loss is not None
-        key = form(x, target), stage.module.training, listened(stage.module)
-        if key[0] is None or not x.is_floating_point():
+        key = form(x, target), *self._modes()
+        if key[0] is None or not any(floating(v.dtype) for v in leaves(x)):
             return None
         if key not in self._judges:
             self._judges[key] = None
             try:
-                clones = check_plain([stage], x)
+                clones = check_plain([stage], x).clones
                 graph = capture_loss_stage(stage.module, stage.loss, x, target, clones=clones)
                 judged_alike(stage, graph, x, target)
-                self._judge_rows = self._judge_rows or Rows([stage])
-                self._judges[key] = LossStage(stage, graph, self._judge_rows, x, target, check=self.worker.check_finite)
+                self._plan = self._plan or StepPlan(Rows([stage]))
+                self._judges[key] = LossStage(stage, graph, self._plan.rows, x, target, check=self.worker.check_finite)
             except Unfit:
                 pass
         return self._judges.used(key)
@@ -142,6 +172,11 @@ class Steady:
         if key not in self._fused:
             self._fused[key] = fused(moving, judge, steps, compile)
         return self._fused.used(key)
+
+
+def _outdated(stack: Stack, kind: Kind) -> bool:
+    """Whether micro-batches of this kind come no more."""
+    return kind.mode != stack.mode
 
 
 def _numerics() -> tuple[Any, ...]:

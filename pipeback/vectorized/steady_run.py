@@ -1,340 +1,318 @@
-"""Steady run: runs ticks at which every stage, or every second one, does F (forward), B (backward) and U (update) of
-one micro-batch, without any work per stage.
+"""Steady run: runs ticks at which stages do F (forward), B (backward) and U (update) of one micro-batch each, without
+any work per stage: every stage, every second one, or those that have something to do.
 
-Flights, versions, options and the ledger are brought up to date when the run is over (`SteadyRun.told`); nobody can see
-them before.
+A run goes on from push to push. Flights, versions, options and the ledger are brought up to date when it is over;
+nobody sees them before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from itertools import chain
-from operator import is_not
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipeback.methods.base import HOOKS, Correction, overrides
-from pipeback.methods.momentum import velocity
 from pipeback.runtime.worker import Worker
+from pipeback.schedules.spans import TickSpan
 from pipeback.stages.flight import target_on
 from pipeback.stages.joint_optimizer import Options
-from pipeback.stages.stage import Stage
-from pipeback.stages.team import StageGroup
 from pipeback.vectorized.adam_rows import AdamStep
+from pipeback.vectorized.asked_steps import AskedSteps
+from pipeback.vectorized.catch_up import Rounds
 from pipeback.vectorized.cuda_graph import CudaGraphed
-from pipeback.vectorized.rows import Rows, Step
-from pipeback.vectorized.tick import LossStage, StackTick, form
+from pipeback.vectorized.forms import packed
+from pipeback.vectorized.joint_step import JointStep
+from pipeback.vectorized.loss_stage import LossStage, form
+from pipeback.vectorized.sgd_rows import Step
+from pipeback.vectorized.step_plan import StepPlan
+from pipeback.vectorized.tick import Parts, StackTick
+from pipeback.vectorized.turn import StackRows, Turn
+from pipeback.vectorized.wiring import Where, give, take
 
-
-@dataclass
-class Turn:
-    """The stages that are busy at a tick: those that run as one, the last stage as a graph, and the others."""
-
-    moving: list[StackTick]
-    judge: LossStage | None
-    others: list[int]
-    steps: list[Step | AdamStep] = field(default_factory=list)
-    varies: bool = False  # whether the steps hold for one tick only
-    fused: Any = None  # a compiled tick with steps of this form
-    fixed: list[Any] = field(default_factory=list)  # its arguments that stay the same
-    told: list[Any] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.rows = [*(one.stack.rows for one in self.moving), *([self.judge.rows] if self.judge else [])]
-        self.parts = [(one, one.stack.first, one.stack.last) for one in self.moving]
-
-    def fuse(self, compiled: Any) -> None:
-        """Use a compiled function for this turn, with these steps."""
-        who: list[StackTick | LossStage] = [*self.moving, *([] if self.judge is None else [self.judge])]
-        pairs, stay = list(zip(who, self.steps, strict=True)), isinstance(compiled, CudaGraphed)
-        self.fused = compiled
-        self.fixed = [one.fixed(step, stay=stay) for one, step in pairs]
-        self.told = [one.told(step) for one, step in pairs]
-
-    @property
-    def inside(self) -> list[int]:
-        """The stages that are part of the compiled function, and no longer run one by one."""
-        judges = [] if self.judge is None else [self.judge.stage.index]
-        return sorted(chain(*(one.stack.numbers for one in self.moving), judges))
-
-
+LIMIT = 1024  # rounds after which a run ends, since it holds the options of its micro-batches
 Asked = tuple[int, Any, Any] | None  # a micro-batch, the input and the target of its loss
+Compiled = Callable[..., Any]  # returns a compiled tick
 
 
 class SteadyRun:
-    """A run of ticks. turns: 1, or 2 where even and odd stages take turns. forwards, backwards: per stage, the
-    micro-batch of its next F and B.
+    """A run of ticks. turns: 1, or 2 where even and odd stages take turns. f, b: per stage, the micro-batch of its next
+    F and B.
     """
 
     def __init__(
         self,
         worker: Worker,
         judged: Callable[[int, Tensor], None],
+        asked: AskedSteps,
         moving: Sequence[StackTick],
+        where: Where,
         turns: int,
-        teams: dict[int, StageGroup],
-        forwards: Sequence[int],
-        backwards: Sequence[int],
-        options: dict[int, Options],
+        f: Sequence[int],
+        b: Sequence[int],
     ) -> None:
-        self.worker, self.judged, self.moving = worker, judged, moving
-        self.f, self.b, self.options = forwards, backwards, options
-        self.count, self.teams = turns, teams
-        self._first = 0 if turns == 1 or backwards[1] > backwards[0] else 1  # the number of the first turn
-        self.done = 0  # how many ticks were done
-        first = next(iter(options.values()))
-        self.uniform = all(some is first for some in options.values())
-        self.corrects = any(overrides(worker.method, hook) for hook in HOOKS)
-        self.stashes = worker.stash
+        self.worker, self.judged, self.asked, self.moving, self.where = worker, judged, asked, list(moving), where
+        self.count, self._joint = turns, JointStep()
+        # of each stage, the next micro-batches; to these come the rounds of its turn
+        self.f, self.b = list(f), list(b)
+        self._began = list(f), list(b)
+        self.turns: list[Turn] = []  # of the even stages, and of the odd ones
+        self.judge: LossStage | None = None
+        self.options: dict[int, Options] = {i: flight.options for i, flight in worker.stages[0].flights.items()}
+        self.uniform = self._looked = False
+        self._now = next(iter([*self.options.values(), *worker.options.values()]))
+        self._even = True  # whether all stages of a turn have done the same number of rounds
+        self._grow()
 
-    def turn(self, stage: int) -> int:
-        """Return the first tick at which the stage is busy."""
-        return (stage + self._first) % self.count
+    def rounds(self, s: int) -> int:
+        """Return how many F, B and U a stage has done."""
+        return self.f[s] + self.turns[s % self.count].rounds - self._began[0][s]
 
-    def rounds(self, stage: int) -> int:
-        """Return how many F, B and U the stage has done."""
-        return (self.done + self.count - 1 - self.turn(stage)) // self.count
+    @property
+    def long(self) -> bool:
+        """Whether it has gone on for so long that it should end."""
+        return max(self.rounds(0), self.rounds(self.worker.count - 1)) >= LIMIT
 
-    def take(self, judge: LossStage | None) -> None:
-        """Run the last stage as this graph, if its F and B run on the same weights."""
-        step = None if judge is None else self._step(judge.rows, 0)
-        if step is None or step.drift or not _equal(step.ahead, step.back):
-            judge = None
-        inside = {s for one in self.moving for s in one.stack.numbers}
-        if judge is not None:
-            inside.add(judge.stage.index)
+    def take(self, judge: LossStage | None, plan: StepPlan | None) -> None:
+        """Run the last stage as this graph, if its F and B run on the same weights. plan: that of the last stage."""
+        last = self.worker.last
+        if judge is not None and plan is not None:
+            step = self._step(plan, 0)
+            if step is None or step.drift or not _equal(step.ahead, step.back):
+                judge = None
+        self.judge = judge
+        inside = {s for one in self.moving for s in one.stack.numbers} | ({last} if judge is not None else set())
         self.turns = [
             Turn(
-                [one for one in self.moving if self.turn(one.stack.first) == n],
-                judge if judge is not None and self.turn(judge.stage.index) == n else None,
-                [s for s in self.worker.stages if s not in inside and self.turn(s) == n],
+                [one for one in self.moving if one.first % self.count == n],
+                self.where,
+                judge if last % self.count == n else None,
+                plan,
+                [s for s in self.worker.stages if s not in inside and s % self.count == n],
             )
             for n in range(self.count)
         ]
 
     def adapts(self) -> bool:
         """Whether a step counts its updates, which Adam does in host memory."""
-        return any(isinstance(step, AdamStep) for turn in self.turns for step in self._steps(turn, 0) or ())
+        return any(isinstance(step, AdamStep) for turn in self.turns for step in self._steps(turn) or ())
 
     def begin(self) -> None:
+        """Take over what the stages hold beside their weights."""
         with torch.no_grad():
-            for one in self.turns[0].moving:
-                one.begin(self.f, self.b, self.worker.link.box)
             for one in self.moving:
-                if self.stashes:
+                if self.worker.stash:
                     one.take_weights()
                 if "drift" in one.stack.stages[0].state:
                     one.take_drift()
+            take(self.moving, self.where, self._next(), self.worker.link.box)
+
+    def look(self) -> None:
+        """Note that micro-batches may have come, and that the user may have changed the optimizers or their state."""
+        self._looked = False
+        for turn in self.turns:
+            turn.look()
+
+    def _see(self) -> bool:
+        """Take in what has changed; return whether whole rows can still be stepped."""
+        if not self._looked:
+            self._grow()
+            if any(plan.hooked() for turn in self.turns for plan in turn.plans):
+                return False
+            with torch.no_grad():
+                for turn in self.turns:
+                    for plan, step in zip(turn.plans, self._steps(turn) or (), strict=False):
+                        plan.rows.whole.kept(step)
+                        plan.rows.alone = True
+            self._looked = True
+        return True
+
+    def _grow(self) -> None:
+        """Take in the options of micro-batches that have come, and forget those that are no longer needed."""
+        first = min(self._next()[1]) - 1
+        known = self.options | self.worker.options
+        self.options = {i: options for i, options in known.items() if i >= first}
+        now = self.options[max(self.options)]
+        self.uniform = all(some is now for some in self.options.values())
+        if now is not self._now:
+            self._now = now
             for turn in self.turns:
-                for rows, step in zip(turn.rows, self._steps(turn, 0) or (), strict=False):
-                    rows.kept(step)
-                    rows.alone = True
+                turn.steps = []
 
-    def ticks(self, most: int, compiled: Callable[..., Any] | None) -> int:
-        """Run at most `most` ticks and return their number; stop at inputs or options that need a new decision.
+    # -- ticks ---------------------------------------------------------------------------------------------------------
 
-        compiled: returns a compiled tick.
-        """
-        while self.done < most:
-            turn, k = self.turns[self.done % self.count], self.done // self.count
-            known, steps = turn.steps, self._steps(turn, k)
-            if steps is None or not self._fits(turn, k):
+    def go(self, span: TickSpan, compiled: Compiled | None, done: list[None]) -> None:
+        """Run ticks of a span, and append to `done` for each; stop at inputs or options that need a new decision."""
+        turn = self.turns[span.stages.start % self.count]
+        if not self._see():
+            return
+        if len(span.stages) < turn.size:
+            parts = turn.parts(span.stages)
+            ready = self._ready(turn, span.stages) and not turn.varies
+            if not ready or compiled is not None or not all(map(_able, parts)):
+                return
+            self._tick(turn, parts, span.stages)
+            for s in span.stages:
+                self.f[s] += 1
+                self.b[s] += 1
+            self._even = False
+            done.append(None)
+            return
+        for _ in range(min(span.ticks, LIMIT)):
+            known, every = turn.steps, range(self.worker.count)
+            if not self._ready(turn, every) or (turn.varies and not self._even):
                 break
-            if compiled is not None and (steps is not known or turn.fused is None):
-                turn.fuse(compiled(turn.moving, turn.judge, steps))
-            self._tick(turn, k)
-        return self.done
+            if compiled is not None and (turn.steps is not known or turn.fused is None):
+                turn.fuse(compiled(turn.moving, turn.judge, turn.steps))
+            self._tick(turn, turn.whole, every)
+            turn.rounds += 1
+            done.append(None)
+            turn = self.turns[(self.turns.index(turn) + 1) % self.count]
 
-    def _tick(self, turn: Turn, k: int) -> None:
-        """Run tick k: every stage whose turn it is has done k since the run began."""
-        worker, f, b, judge = self.worker, self.f, self.b, turn.judge
-        box = worker.link.box
-        if turn.others:
-            worker.forward([(s, f[s] + k) for s in turn.others])
-        parts = [(*part, step) for part, step in zip(turn.parts, turn.steps)]
-        given = [
-            (
-                box.pop(("F", first, f[first] + k)) if one.enters else None,
-                box.pop(("B", last, b[last] + k)) if one.leaves else None,
-            )
-            for one, first, last in turn.parts
-        ]
-        asked: Asked = None
-        if judge is not None:
-            s = judge.stage.index
-            i = f[s] + k
-            asked = i, box.pop(("F", s, i)), target_on(judge.stage.device, box.pop(("Y", s, i)))
+    def _ready(self, turn: Turn, stages: range) -> bool:
+        """Whether these stages of a turn can be stepped at once, and their inputs have the same form as before."""
+        if self._steps(turn) is None:
+            return False
+        box, f, k = self.worker.link.box, self.f, turn.rounds
+        for one, kind, s in turn.entering:
+            if kind == "F" and s in stages and not one.fits(box["F", s, f[s] + k]):
+                return False
+        if turn.judge is None or (s := turn.judge.stage.index) not in stages:
+            return True
+        return form(box["F", s, f[s] + k], box["Y", s, f[s] + k]) == turn.judge.form
+
+    def _steps(self, turn: Turn) -> list[Step | AdamStep] | None:
+        """Return the steps of each stack's weights, and then of the last stage's, at the next tick of a turn."""
+        if turn.steps and self.uniform and not turn.varies:
+            return turn.steps
+        found = [self._step(plan, turn.rounds) for plan in turn.plans]
+        turn.steps = [step for step in found if step is not None]
+        if len(turn.steps) < len(found):
+            turn.steps = []
+            return None
+        turn.varies = any(step.varies for step in turn.steps)
+        return turn.steps
+
+    def _step(self, plan: StepPlan, rounds: int) -> Step | AdamStep | None:
+        if self.uniform:
+            fore = back = [self._now] * len(plan.stages)
+        else:
+            numbers = [stage.index for stage in plan.stages]
+            fore, back = ([self.options.get(i[n] + rounds, self._now) for n in numbers] for i in (self.f, self.b))
+        return self.asked.step(plan, fore, back, rounds)
+
+    def _question(self, turn: Turn) -> Asked:
+        """Return the micro-batch that the last stage judges now."""
+        assert turn.judge is not None
+        s, link = turn.judge.stage.index, self.worker.link
+        i = self.f[s] + turn.rounds
+        return i, link.recv("F", s, i), target_on(turn.judge.stage.device, link.recv("Y", s, i))
+
+    def _tick(self, turn: Turn, parts: Sequence[StackRows], stages: range) -> None:
+        """Run the tick of these stages of a turn: of these rows of stacks, and of stages outside."""
+        worker, f, b, k = self.worker, self.f, self.b, turn.rounds
+        link, others = worker.link, [s for s in turn.others if s in stages]
+        if others:
+            worker.forward([(s, f[s] + k) for s in others])
+        messages = {
+            (kind, s): link.recv(kind, s, (f if kind == "F" else b)[s] + k)
+            for _, kind, s in turn.entering if s in stages
+        }  # fmt: skip
+        # before anything of this tick replaces it
+        given = [part.one.given(part.rows, *self._ticks(part, k), messages) for part in parts]
+        judges = turn.judge is not None and worker.last in stages
+        asked = self._question(turn) if judges else None
         with torch.no_grad():
-            for one, first, _, how in parts:
-                if one.stash is not None:
-                    one.stash.keep(f[first] + k)
-                if how.drift:
-                    one.about_to_drift()
-            gx = (self._one_by_one if turn.fused is None else self._fused)(turn, k, given, asked)
-            if judge is not None:
-                box["B", s - 1, i] = gx
-            for one, first, last, how in parts:
-                if how.drift:
-                    one.drifted(how)
-                if one.leaves:
-                    box["F", last + 1, f[last] + k] = one.y[-1]
-                if one.enters and first:
-                    box["B", first - 1, b[first] + k] = one.gx[0]
-        self.done += 1
-        if turn.others:
-            ops = [(s, b[s] + k) for s in turn.others]
+            gx = (self._one_by_one if turn.fused is None else self._fused)(turn, parts, given, asked)
+            if asked is not None:
+                link.send("B", worker.last - 1, asked[0], gx)
+            for one, kind, s, row in turn.leaving:
+                if s in stages:
+                    place = one.stack.places[row]
+                    if kind == "F":
+                        link.send("F", s + 1, f[s] + k, one.sent("F", f[s] + k + place, row))
+                    else:
+                        link.send("B", s - 1, b[s] + k, one.sent("B", b[s] + k - place, row))
+        if others:
+            ops = [(s, b[s] + k) for s in others]
             worker.backward(ops)
             worker.update(ops)
 
-    def _one_by_one(self, turn: Turn, k: int, given: Sequence[tuple[Any, Any]], asked: Asked) -> Any:
+    def _ticks(self, part: StackRows, rounds: int) -> tuple[int, int]:
+        """Return the micro-batches of F and B at a place p = 0, when these rows have done so many rounds."""
+        first, stack = part.rows[0], part.one.stack
+        s, place = stack.numbers[first], stack.places[first]
+        return self.f[s] + rounds + place, self.b[s] + rounds - place
+
+    def _one_by_one(
+        self, turn: Turn, parts: Sequence[StackRows], given: Sequence[tuple[Parts, Parts]], asked: Asked
+    ) -> Any:
         """Run the stacks one after the other. Returns the gradient of the last stage's input."""
-        judge, gx = turn.judge, None
-        if judge is not None and asked is not None:
-            (i, x, target), step = asked, turn.steps[-1]
-            loss, gx, grads = judge.eager(x, target, step)
-            self.judged(i, loss)
-            judge.rows.move(step, grads)
-        for (one, first, _), how, (inward, back) in zip(turn.parts, turn.steps, given, strict=False):
-            one.eager(self.f[first] + k, self.b[first] + k, inward, back, how)
+        gx = None if asked is None else self._judge(turn, asked)
+        for part, some in zip(parts, given, strict=True):
+            part.one.eager(part.rows, *self._ticks(part, turn.rounds), some, turn.steps[part.number], self._joint)
+        self._joint.make()
         return gx
 
-    def _fused(self, turn: Turn, k: int, given: Sequence[tuple[Any, Any]], asked: Asked) -> Any:
+    def _judge(self, turn: Turn, asked: Asked) -> Any:
+        """Run the last stage. Returns the gradient of its input."""
+        judge, step, joint = turn.judge, turn.steps[-1], self._joint
+        assert judge is not None and asked is not None
+        i, x, target = asked
+        loss, gx, grads = judge.eager(x, target, step)
+        self.judged(i, loss)
+        if isinstance(step, Step) and joint.fits(judge.rows.whole, step):
+            joint.add(judge.rows.whole, step, grads)
+        else:
+            judge.rows.whole.move(step, grads)
+        return gx
+
+    def _fused(self, turn: Turn, parts: Sequence[StackRows], given: Sequence[tuple[Parts, Parts]], asked: Asked) -> Any:
         """Run the compiled function of the turn. Returns the gradient of the last stage's input."""
         fused, judge, gx = turn.fused, turn.judge, None
-        assert fused is not None
-        stay = isinstance(fused, CudaGraphed)
+        stay, ticks = isinstance(fused, CudaGraphed), [self._ticks(part, turn.rounds) for part in parts]
+        for part, (f, _) in zip(parts, ticks, strict=True):
+            part.one.before(f, turn.steps[part.number])
         each = [
-            one.changing(self.b[first] + k, inward, back, stay=stay)
-            for (one, first, _), (inward, back) in zip(turn.parts, given)
+            part.one.changing(b, xs, gs, stay=stay) for part, (_, b), (xs, gs) in zip(parts, ticks, given, strict=True)
         ]
         if judge is not None and asked is not None:
             each.append(judge.changing(*asked[1:]))
         found = fused(turn.fixed, [(*some, *how) for some, how in zip(each, turn.told)])
-        for (one, first, _), how, (y, left, back, factors) in zip(turn.parts, turn.steps, found, strict=False):
-            one.y, one.gx = y, back
-            one.rings.put(one.rings.places(self.f[first] + k), left)
-            one.finish(factors, how)
+        for part, (f, b), (ys, left, gxs, factors) in zip(parts, ticks, found, strict=False):
+            one = part.one
+            one.ys.send(f, part.rows, ys)
+            one.gxs.send(b, part.rows, gxs)
+            one.rings.put(f, left)
+            one.finish(factors, turn.steps[part.number])
         if judge is not None and asked is not None:
-            loss, gx = found[-1]
+            loss, gxs = found[-1]
+            gx = packed(gxs, judge.packed)
             self.judged(asked[0], loss)
         return gx
 
-    def _steps(self, turn: Turn, k: int) -> list[Step | AdamStep] | None:
-        """Return the steps of each stack's weights, and then of the last stage's, at the tick."""
-        if turn.steps and self.uniform and not turn.varies:
-            return turn.steps
-        turn.steps = []
-        for rows in turn.rows:
-            step = self._step(rows, k)
-            if step is None:
-                turn.steps = []
-                return None
-            turn.steps.append(step)
-        turn.varies = any(step.varies for step in turn.steps)
-        return turn.steps
+    # -- the end -------------------------------------------------------------------------------------------------------
 
-    def _step(self, rows: Rows, k: int) -> Step | AdamStep | None:
-        numbers = [stage.index for stage in rows.stages]
-        fore, back = ([self.options[i[s] + k] for s in numbers] for i in (self.f, self.b))
-        return rows.plain(back, partial(self._correction, rows, fore, back, k) if self.corrects else None, *fore)
-
-    def _correction(self, rows: Rows, fore: Sequence[Options], back: Sequence[Options], k: int) -> Correction:
-        """Return the method's corrections for F at the options `fore`, and for B and U at the options `back`."""
-        if self.worker.method.merges:
-            return self._asked(rows.stages, fore, back, k)
-        each = [self._asked([s], [a], [b], k) for s, a, b in zip(rows.stages, fore, back, strict=True)]
-        numbers = {
-            name: [number for one in each for number in getattr(one, name)]
-            for name in ("ahead", "late", "back", "drift", "rates")
-        }
-        return Correction(**numbers, used=each[0].used, varies=any(one.varies for one in each))
-
-    def _asked(self, stages: Sequence[Stage], fore: Sequence[Options], back: Sequence[Options], k: int) -> Correction:
-        """Return the corrections for these stages, from one call of the method, after k updates."""
-        worker, first = self.worker, stages[0]
-        if len(stages) > 1:
-            team = StageGroup(stages, worker.delays)
-        else:
-            team = self.teams[first.index] = self.teams.get(first.index) or StageGroup(stages, worker.delays)
-        state = worker.method.advanced(first.state, k)
-        found = [
-            worker.method.correction(team.when(0, options, worker.start, worker.base, 0), state)
-            for options in ([fore, back] if any(map(is_not, fore, back)) else [back])
-        ]
-        ahead, then = found[0], found[-1]
-        assert ahead is not None and then is not None
-        return then._replace(ahead=ahead.ahead)
-
-    def _fits(self, turn: Turn, k: int) -> bool:
-        """Whether the inputs of the tick have the same form and options as before."""
-        box = self.worker.link.box
-        for one in turn.moving:
-            if one.enters:
-                x = box[("F", one.stack.first, self.f[one.stack.first] + k)]
-                if type(x) is not Tensor or x.shape != one.kind[0] or x.dtype != one.kind[1]:
-                    return False
-        if turn.judge is None:
-            return True
-        s = turn.judge.stage.index
-        return form(box[("F", s, self.f[s] + k)], box[("Y", s, self.f[s] + k)]) == turn.judge.form
-
-    def told(self) -> None:
-        """Bring flights, versions, options and the ledger up to date."""
-        worker = self.worker
-        rounds = [self.rounds(s) for s in range(worker.count)]
+    def _next(self) -> tuple[list[int], list[int]]:
+        """Return of each stage the micro-batches of its next F and B."""
+        rounds = [turn.rounds for turn in self.turns] or [0]
+        rounds = [rounds[s % len(rounds)] for s in range(self.worker.count)]
         f, b = ([i + n for i, n in zip(mbs, rounds, strict=True)] for mbs in (self.f, self.b))
-        for turn in self.turns:
-            for rows in turn.rows:
-                rows.alone = False
+        return f, b
+
+    def finish(self) -> None:
+        """Bring flights, versions, options and the ledger up to date."""
+        self.look()
         with torch.no_grad():
-            for one in self.turns[self.done % self.count].moving:
-                one.end(f, b, worker.link.box)
-        for turn in self.turns[: self.done]:
-            if not turn.inside:
-                continue
-            n, used = rounds[turn.inside[0]], self._used(turn.inside, rounds[turn.inside[0]])
-            for one in turn.moving:
-                s = one.stack.first
-                one.stack.moved_on(n, self.f[s], self.b[s], self.options)
-            if turn.judge is not None:
-                last = turn.judge.stage
-                last.went_backward(self.options[f[-1] - 1])
-                last.note_flights(1)
-                for i in range(self.f[-1], f[-1]):
-                    del worker.options[i]
-            self._count(turn.inside, n, used)
-        for one in self.moving:
-            if one.stash is not None:
-                one.stash.give()
-            one.leave()
+            give(self.moving, self.where, self._next(), self.worker.link.box)
+        done = [self.rounds(s) for s in range(self.worker.count)]
+        rounds = Rounds(self.worker, done, *self._began, self.count)
+        rounds.tell(self.moving, self.judge, self.options, stashes=self.worker.stash)
 
-    def _used(self, numbers: Sequence[int], rounds: int) -> tuple[list[int], list[int]]:
-        """Return the versions of the weights on which these stages ran F and B, stage by stage in every round."""
-        stages = self.worker.stages
-        forward = torch.tensor([stages[s].version for s in numbers]) + torch.arange(rounds)[:, None]
-        if not self.stashes:
-            return (forward.flatten().tolist(),) * 2
-        every = [
-            [*(flight.version for flight in stages[s].flights.values()), *mine][:rounds]
-            for s, mine in zip(numbers, forward.t().tolist(), strict=True)
-        ]
-        return forward.flatten().tolist(), torch.tensor(every).t().flatten().tolist()
 
-    def _count(self, numbers: Sequence[int], rounds: int, used: tuple[list[int], list[int]]) -> None:
-        """Enter F, B and U of these rounds of the stages into the ledger, with the versions `used`."""
-        stages, later = self.worker.stages, torch.arange(rounds)[:, None]
-        for kind, mbs, versions in zip("FB", (self.f, self.b), used, strict=True):
-            done = (torch.tensor([mbs[s] for s in numbers]) + later).flatten().tolist()
-            self.worker.ledger.add(kind, list(numbers) * rounds, done, versions)
-        for s in numbers:
-            stage = stages[s]
-            stage.updated(rounds)
-            state = self.worker.method.advanced(stage.state, rounds)
-            stage.put_state({"velocity": velocity(stage.optimizer, stage.weights)} if "velocity" in state else state)
+def _able(part: StackRows) -> bool:
+    """Whether the rows can do a tick without the others."""
+    return part.rows == part.one.all or part.one.divides()
 
 
 def _equal(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:

@@ -4,10 +4,9 @@ any other row.
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -18,113 +17,141 @@ from pipeback.private import listened
 from pipeback.splitting.module_restore import untouched
 from pipeback.stages.stage import Stage
 from pipeback.tensors import accelerators
-from pipeback.vectorized.capture import Unfit, capture
-from pipeback.vectorized.graph_rewrites import Graph, Graphs, recomputing
-from pipeback.vectorized.ring_buffers import Kind, RingBuffers, unfolded
+from pipeback.vectorized.capture import Traits, Unfit, Unlike, capture
+from pipeback.vectorized.forms import Kind, floating, leaves, packed
+from pipeback.vectorized.graphs import Graph, Graphs
+from pipeback.vectorized.ring_buffers import RingBuffers, unfolded
+from pipeback.vectorized.sizes import Sizes
+from pipeback.vectorized.split_graph import recomputing
 
 # how far the gradients of both may differ, in units of the dtype's epsilon, since sums are in another order
 CLOSE = {torch.float64: 1e-10, torch.float32: 1e-4}
 ROUGH = 0.05
-SCALES = (
-    1.0,
-    0.001,
-    30.0,
-    1000.0,
-)  # scales of the test inputs: limits and thresholds show at large or small values
+SCALES = (1.0, 0.001, 30.0, 1000.0)  # of test inputs: limits and thresholds show at large or small values
 
 
 def verified(
     stages: Sequence[Stage],
     weights: Sequence[Tensor],
     trained: Sequence[int],
-    x: Tensor,
+    xs: Sequence[Tensor],
     kind: Kind,
+    places: Sequence[int],
     length: int,
     *,
     recompute: bool = False,
+    products: bool = False,
 ) -> RingBuffers:
-    """Return ring buffers with graphs of the stages for micro-batches like x.
+    """Return ring buffers with graphs of the stages for micro-batches like xs, the input tensors of one stage.
 
-    weights: (n, …), of which those of the numbers `trained` get gradients. length: of the rings, in micro-batches.
-    recompute: whether the backward (B) repeats the forward (F). Raises `Unfit` where the stages cannot run as one.
+    weights: (n, …), of which those of the numbers `trained` get gradients. places, length: of the rings, in
+    micro-batches. recompute: whether the backward (B) repeats the forward (F). products: see `capture`. Raises `Unfit`
+    where the stages cannot run as one.
     """
-    like = stages[-1].module  # not the first stage: in a traced model its input has no gradient
-    pairs = zip([name for name, _ in like.named_parameters()], weights, like.parameters(), strict=True)
-    named = {name: w.requires_grad_(p.requires_grad) for name, w, p in pairs}
-    xs = x.unsqueeze(0).repeat(len(stages), *(1 for _ in x.shape))
-    try:
-        clones = check_plain(stages, x)
-        graphs = capture(like, named, xs, clones=clones)
-        graphs = recomputing(graphs) if recompute else graphs
-    finally:
-        for w in weights:
-            w.requires_grad_(False)
+    n = len(stages)
+    graphs = captured(stages, weights, xs, kind, n, products=products)
+    graphs = recomputing(graphs) if recompute else graphs
+    every = _repeated(xs, n)
     with torch.no_grad():
-        y, *saved = graphs.forward(*weights, xs)
-        rings = RingBuffers(graphs, kind, saved, _folds(graphs, weights, xs, saved), len(stages), length, x.device)
-        made = graphs.made(*weights)
-        own = {w.untyped_storage().data_ptr() for w in weights}
-        if all(t.untyped_storage().data_ptr() in own for t in made):
-            rings.made = made  # they are views, which change with the weights
-        _prove(stages, weights, trained, rings, xs, y)
+        saved = graphs.forward(*weights, *every)[graphs.outputs :]
+        folds = _folds(graphs, weights, every, saved, n)
+        rings = RingBuffers(graphs, kind, saved, folds, places, length, xs[0].device)
+        rings.view(weights)
+        _prove(stages, weights, trained, rings, every)
     return rings
 
 
-def judged_alike(stage: Stage, graph: Graph, x: Tensor, target: Any) -> None:
+def captured(
+    stages: Sequence[Stage], weights: Sequence[Tensor], xs: Sequence[Tensor], kind: Kind, rows: int, *, products: bool
+) -> Graphs:
+    """Return the graphs of stages like these, for so many rows: as many as `weights` have. Raises `Unfit`."""
+    like = stages[-1].module  # not the first stage: in a traced model its input has no gradient
+    pairs = zip([name for name, _ in like.named_parameters()], weights, like.parameters(), strict=True)
+    named = {name: w.requires_grad_(p.requires_grad) for name, w, p in pairs}
+    try:
+        traits = check_plain(stages, packed(xs, kind.packed))
+        enters = rows == 1 and not stages[0].index
+        return capture(
+            like, named, _repeated(xs, rows), traits, rows=rows, whole=kind.packed, enters=enters, products=products
+        )
+    finally:
+        for w in weights:
+            w.requires_grad_(False)
+
+
+def resized_alike(graphs: Graphs, sizes: Sizes, weights: Sequence[Tensor], xs: Sequence[Tensor], rows: int) -> None:
+    """Raise `Unfit` unless the graphs for fewer rows do what the graphs of all rows do. xs: inputs of one stage."""
+    n, every = rows, len(weights)
+    with torch.no_grad():
+        given = [x * (r + 1) if floating(x.dtype) else x for x in xs for r in range(n)]
+        whole = [torch.stack(given[n * k : n * (k + 1)]) for k in range(len(xs))]
+        gs = [example(y.shape, y.dtype, y.device) for y in graphs.forward(*weights, *whole)[: graphs.outputs]]
+
+        def both(graphs: Graphs, some: slice) -> list[Tensor | None]:
+            mine = [w[some].contiguous() for w in weights]
+            found = graphs.forward(*mine, *(x[some] for x in whole))
+            back = (gs[n][some] for n in graphs.gives)
+            found_back = graphs.backward(*found[graphs.outputs :], *graphs.made(*mine), *back)
+            return [*found[: graphs.outputs], *found_back[: every + len(xs)]]
+
+        wanted = both(graphs, slice(None))
+        for some in (slice(0, n - 1), slice(1, n), slice(n - 1, n)):
+            found = both(sizes.at(some.stop - some.start)[0], some)
+            for a, b in zip(found, wanted, strict=True):
+                if (a is None) != (b is None) or (a is not None and b is not None and not _close(a, b[some])):
+                    raise Unfit("fewer of them compute something else")
+
+
+def _repeated(xs: Sequence[Tensor], rows: int) -> list[Tensor]:
+    """Return inputs of one stage as (n, …)."""
+    return [x if rows == 1 else x.unsqueeze(0).repeat(rows, *(1 for _ in x.shape)) for x in xs]
+
+
+def judged_alike(stage: Stage, graph: Graph, x: Any, target: Any) -> None:
     """Raise `Unfit` unless the graph of the stage with the loss does what the stage does."""
     assert stage.loss is not None
     with torch.enable_grad(), untouched(stage.module):
-        leaf = x.detach().clone().requires_grad_()
-        loss = stage.loss(stage.module(leaf.clone()), target)  # a copy: the module may change it in place
-        wanted = torch.autograd.grad(loss, [leaf, *stage.params], allow_unused=True)
-    found = graph(*(p.detach() for p in stage.module.parameters()), x, target)
+        inputs = [v.detach().clone().requires_grad_(floating(v.dtype)) for v in leaves(x)]
+        given = packed([v.clone() for v in inputs], type(x) is tuple)  # a copy: the module may change it in place
+        loss = stage.loss(stage.module(given), target)
+        moving = [v for v in inputs if v.requires_grad]
+        each = iter(torch.autograd.grad(loss, [*moving, *stage.params], allow_unused=True))
+        wanted = [*(next(each) if v.requires_grad else None for v in inputs), *each]
+    found = graph(*(p.detach() for p in stage.module.parameters()), *leaves(x), target)
     for a, b in zip(found, (loss, *wanted), strict=True):
-        if b is None or not _close(a, b):
+        if (a is None) != (b is None) and not (b is None and not a.any()):
+            raise Unfit("its graph computes something else")
+        if a is not None and b is not None and not _close(a, b):
             raise Unfit("its graph computes something else")
 
 
-def gain(stages: Sequence[Stage], weights: Sequence[Tensor], rings: RingBuffers, repeats: int = 5) -> float:
-    """Return the speed-up of F and B of all rows at once over one after the other, timed alternately."""
-    times: tuple[list[float], list[float]] = ([], [])
-    xs = example((rings.rows, *rings.kind[0]), rings.kind[1], rings.inputs.device)
-    for _ in range(repeats + 1):
-        begin = time.perf_counter()
-        for r, stage in enumerate(stages):
-            with torch.enable_grad(), untouched(stage.module):
-                x = xs[r].clone().requires_grad_()
-                given = x.clone() if stage.learnt.clones_input else x
-                torch.autograd.grad(stage.module(given), [x, *stage.params], xs[r], allow_unused=True)
-        _synchronized(xs.device)
-        between = time.perf_counter()
-        with torch.no_grad():
-            _, *saved = rings.eager.forward(*weights, xs)
-            made = rings.eager.made(*weights) if rings.made is None else rings.made
-            copies = [t.clone() for t in saved]  # as into rings
-            rings.eager.backward(*copies, *made, xs)
-        _synchronized(xs.device)
-        times[0].append(between - begin)
-        times[1].append(time.perf_counter() - between)
-    return statistics.median(times[0][1:]) / statistics.median(times[1][1:])
-
-
-def check_plain(stages: Sequence[Stage], x: Tensor) -> bool:
-    """Raise `Unfit` where a forward has side effects; return whether it changes its input in place."""
+def check_plain(stages: Sequence[Stage], x: Any) -> Traits:
+    """Raise `Unfit` where a forward has side effects; return what else it does."""
     module = stages[0].module
     if any(listened(stage.module) for stage in stages):
         raise Unfit("there are hooks on their modules or weights")
-    draws = [accelerators.generator(device) for device in (None, x.device)]
+    xs = leaves(x)
+    draws = [accelerators.generator(device) for device in (None, xs[0].device)]
     states = [generator.get_state() for generator in draws]
     seen = [b._version for b in module.buffers()]
-    given = x.clone()
-    with untouched(module), accelerators.forked([x.device]), torch.no_grad():
-        module(given)
+    given = [v.clone() for v in xs]
+    with untouched(module), accelerators.forked([xs[0].device]), torch.no_grad():
+        ys = module(packed(given, type(x) is tuple))
         changed = seen != [b._version for b in module.buffers()]
         now = [generator.get_state() for generator in draws]
     if changed:
         raise Unfit("their forward changes a buffer, as batch normalisation does")
     if not all(torch.equal(a, b) for a, b in zip(states, now, strict=True)):
         raise Unfit("their forward draws random numbers")
-    return bool(given._version)
+    if not all(isinstance(y, Tensor) for y in leaves(ys)):
+        raise Unfit(f"the output is a {type(ys).__name__}, and not a tensor or a tuple of tensors")
+    there = {t.untyped_storage().data_ptr() for t in (*given, *module.parameters(), *module.buffers())}
+    aliases = []
+    for y in leaves(ys):
+        place = y.untyped_storage().data_ptr()
+        aliases.append(place in there)
+        there.add(place)
+    return Traits(any(v._version for v in given), tuple(aliases), type(ys) is tuple)
 
 
 def _prove(
@@ -132,82 +159,128 @@ def _prove(
     weights: Sequence[Tensor],
     trained: Sequence[int],
     rings: RingBuffers,
-    xs: Tensor,
-    y: Tensor,
+    xs: Sequence[Tensor],
 ) -> None:
-    g = example(xs.shape, xs.dtype, xs.device)
-    _, *saved = rings.graphs.forward(*weights, xs)
-    made = rings.graphs.made(*weights)
-    some = [(r, r) for r in range(len(stages))]
+    n, graphs = len(stages), rings.graphs
+    found = graphs.forward(*weights, *xs)
+    ys, saved = found[: graphs.outputs], found[graphs.outputs :]
+    gs = [example(y.shape, y.dtype, y.device) for y in ys]
+    made = graphs.made(*weights)
+    some = [(r, r) for r in range(n)]
     rings.leave(saved, some)
-    *grads, gx = rings.graphs.backward(*rings.back(some), *made, g)
-    if gx is None:
+    back = graphs.backward(*rings.back(some), *made, *(gs[n] for n in graphs.gives))
+    grads, gxs = back[: len(weights)], back[len(weights) :]
+    if stages[-1].index and not any(gx is not None for gx in gxs) and any(floating(x.dtype) for x in xs):
         raise Unfit("their output does not depend on their input")
     names = [name for name, _ in stages[-1].module.named_parameters()]
-    for n in trained:
-        if grads[n] is None:  # an optimizer skips it, and would not skip zeros
-            raise Unfit(f"their {names[n]} is not used, and gets no gradient")
+    for m in trained:
+        if grads[m] is None:  # an optimizer skips it, and would not skip zeros
+            raise Unfit(f"their {names[m]} is not used, and gets no gradient")
+    whole = rings.kind.packed
     for r, stage in enumerate(stages):
-        out, wanted = _both(stage, stage.module, xs[r], g[r])
+        mine_x, mine_g = row(xs, r, n), row(gs, r, n)
+        outs, wanted = _both(stage, stage.module, mine_x, mine_g, whole)
         # the same code on the same weights has the same bits; in half types only bits tell constants apart
         for scale in SCALES:
-            mine, own = _both(stage, stage.module, scale * xs[r], g[r])
-            same, others = _both(stage, partial(_as, stages[-1].module, stage), scale * xs[r], g[r])
-            first = not stage.index  # the gradient of its input is not needed
-            if not all(map(_same, (mine, *own[first:]), (same, *others[first:]))):
-                raise Unfit(f"{stage.label} computes something else than {stages[-1].label}")
-        if not stage.index:  # the gradient of its input is not needed
-            wanted = (gx[r], *wanted[1:])
-        found = [gx[r], *(grads[n][r] for n in trained)]
-        for a, b in zip([y[r], *found], [out, *wanted], strict=True):
-            if b is None or not _close(a, b):
-                raise Unfit(f"{stage.label} computes something else than {stages[0].label}")
+            scaled = [scale * x if floating(x.dtype) else x for x in mine_x]
+            mine, own = _both(stage, stage.module, scaled, mine_g, whole)
+            same, others = _both(stage, partial(_as, stages[-1].module, stage), scaled, mine_g, whole)
+            skip = 0 if stage.index else len(xs)  # the gradient of the first stage's input is not needed
+            if not all(map(_same, (*mine, *own[skip:]), (*same, *others[skip:]))):
+                raise Unlike(f"{stage.label} computes something else than {stages[-1].label}")
+        of_inputs = [None if gx is None else row([gx], r, n)[0] for gx in gxs]
+        if not stage.index:
+            of_inputs = list(wanted[: len(xs)])
+        mine_found = [*row(ys, r, n), *of_inputs, *row([grads[m] for m in trained], r, n)]
+        for a, b in zip(mine_found, [*outs, *wanted], strict=True):
+            if (a is None) != (b is None) or (a is not None and b is not None and not _close(a, b)):
+                raise Unlike(f"{stage.label} computes something else than {stages[0].label}")
+
+
+def row(tensors: Sequence[Tensor], r: int, rows: int) -> list[Tensor]:
+    return list(tensors) if rows == 1 else [t[r] for t in tensors]
 
 
 def _both(
-    stage: Stage, module: Callable[[Tensor], Tensor], x: Tensor, g: Tensor
-) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-    """Return a module's output for x, and the gradients of x and of the stage's weights."""
+    stage: Stage, module: Callable[[Any], Any], xs: Sequence[Tensor], gs: Sequence[Tensor], whole: bool
+) -> tuple[tuple[Tensor, ...], list[Tensor | None]]:
+    """Return a module's outputs for xs, and the gradients of the inputs and of the stage's weights."""
     with torch.enable_grad(), untouched(stage.module):
-        x = x.clone().requires_grad_()
-        out = module(x.clone())  # a copy: the module may change it in place
-        return out, torch.autograd.grad(out, [x, *stage.params], g, allow_unused=True)
+        inputs = [x.detach().clone().requires_grad_(floating(x.dtype)) for x in xs]
+        ys = leaves(module(packed([x.clone() for x in inputs], whole)))  # copies: the module may change them in place
+        return ys, differentiated(ys, gs, [*inputs, *stage.params])
 
 
-def _as(other: nn.Module, stage: Stage, x: Tensor) -> Tensor:
+def differentiated(ys: Sequence[Tensor], gs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor | None]:
+    """Return the gradients of these inputs for gradients of the outputs ys."""
+    some = [(y, g) for y, g in zip(ys, gs, strict=True) if y.requires_grad]
+    moving = [x for x in inputs if x.requires_grad]
+    if not some or not moving:
+        return [None] * len(inputs)
+    roots, seeds = zip(*some, strict=True)
+    found = iter(torch.autograd.grad(roots, moving, seeds, allow_unused=True))
+    return [next(found) if x.requires_grad else None for x in inputs]
+
+
+def _as(other: nn.Module, stage: Stage, x: Any) -> Any:
     """Return the output of another stage's module with the weights of this one."""
     names = [name for name, _ in other.named_parameters()]  # in a traced model, every stage has its own names
-    values: Tensor = functional_call(other, dict(zip(names, stage.module.parameters(), strict=True)), (x,))
-    return values
+    return functional_call(other, dict(zip(names, stage.module.parameters(), strict=True)), (x,))
 
 
-def _folds(graphs: Graphs, weights: Sequence[Tensor], xs: Tensor, saved: Sequence[Tensor]) -> list[int]:
-    """Return for every saved tensor the dimension of the rows, found by changing the input of one row."""
-    possible = [[dim for dim in range(t.dim()) if t.shape[dim] % len(xs) == 0] for t in saved]
-    for r in range(len(xs)):
-        other = xs.clone()
-        other[r] += 1
-        _, *after = graphs.forward(*weights, other)
+def _folds(
+    graphs: Graphs, weights: Sequence[Tensor], xs: Sequence[Tensor], saved: Sequence[Tensor], rows: int
+) -> list[int]:
+    """Return for every saved tensor the dimension of the rows, found by changing the inputs of one row."""
+    if rows == 1:
+        return [0] * len(saved)
+    possible = [[dim for dim in range(t.dim()) if t.shape[dim] % rows == 0] for t in saved]
+    for r in range(rows):
+        try:
+            after = graphs.forward(*weights, *_changed(xs, r, _otherwise))
+        except Exception:  # an index that is out of range, say
+            after = graphs.forward(*weights, *_changed(xs, r, _turned_round))
+        after = after[graphs.outputs :]
         for dims, a, b in zip(possible, saved, after, strict=True):
             changed = (a != b) & ~((a != a) & (b != b))
             for dim in list(dims):
-                elsewhere = unfolded(changed, dim, len(xs)).clone()
+                elsewhere = unfolded(changed, dim, rows).clone()
                 elsewhere[r] = False
                 if elsewhere.any():
                     dims.remove(dim)
     for dims, t in zip(possible, saved, strict=True):
         if not dims:
             raise Unfit(f"torch keeps something of shape {tuple(t.shape)}, which does not fall into rows")
-    return [dims[0] for dims in possible]
+    # with nothing before it, the dimension is the outermost one in memory
+    return [0 if prod(t.shape[: dims[0]]) == 1 else dims[0] for dims, t in zip(possible, saved, strict=True)]
 
 
-def _synchronized(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
+def _changed(xs: Sequence[Tensor], row: int, change: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    found = [x.clone() for x in xs]
+    for x in found:
+        x[row] = change(x[row])
+    return found
+
+
+def _otherwise(x: Tensor) -> Tensor:
+    return x.logical_not() if x.dtype == torch.bool else x + 1
+
+
+def _turned_round(x: Tensor) -> Tensor:
+    return x + 1 if floating(x.dtype) else x.flatten().flip(0).view(x.shape)
+
+
+def examples(kind: Kind, rows: int, device: torch.device) -> list[Tensor]:
+    """Return inputs (n, …) of this kind, always the same ones."""
+    return [example(shape if rows == 1 else (rows, *shape), dtype, device) for shape, dtype in kind.inputs]
 
 
 def example(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return normal numbers, always the same ones; the caller's random state is not changed."""
+    """Return normal numbers, always the same ones, and zeros for an integer type, which may be indices. The caller's
+    random state is not changed.
+    """
+    if not floating(dtype):
+        return torch.zeros(shape, dtype=dtype, device=device)
     generator = torch.Generator(device).manual_seed(0)
     return torch.randn(shape, generator=generator, device=device, dtype=torch.float64).to(dtype)
 
@@ -217,5 +290,7 @@ def _same(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 def _close(a: Tensor, b: Tensor) -> bool:
+    if not floating(b.dtype):
+        return torch.equal(a, b)
     far = torch.linalg.vector_norm((a - b).double())
     return bool(far <= CLOSE.get(a.dtype, ROUGH) * torch.linalg.vector_norm(b.double()) + 1e-12)

@@ -1,7 +1,7 @@
 """Weight ring: holds the weights that the forward (F) of each micro-batch in flight used, for stages that run as one.
 
-The weights of row r for micro-batch i lie in slot r − i. So the weights for all backwards (B) of a tick, which are
-of different micro-batches, lie in one slot, and those that the forwards use are written to two evenly strided runs.
+The weights of a stage for micro-batch i lie in slot i − p, as in `ring_buffers`. So the weights for all backwards (B)
+of a tick, which are of different micro-batches, lie in one slot.
 """
 
 from __future__ import annotations
@@ -14,69 +14,67 @@ from torch import Tensor
 from pipeback.stages.stage import Stage
 from pipeback.tensors.weight_list import Weights
 from pipeback.vectorized.rows import Rows
+from pipeback.vectorized.waiting import Waiting
 
 
 class WeightRing:
-    """`length` slots, each with a place for the trainable weights of every row: one ring (length, n, …) per weight."""
+    """As many slots as `like` has, each with a place for the trainable weights of every row: one ring (slots, n, …) per
+    weight.
+    """
 
-    def __init__(self, rows: Rows, length: int) -> None:
-        self.rows, self.length = rows, length
-        self.rings = [w.new_zeros(length, *w.shape) for w in rows.stepped]
-        self._slots = list(zip(*self.rings, strict=True))
+    def __init__(self, rows: Rows, like: Waiting) -> None:
+        self.rows, self.like, self.length = rows, like, like.length
+        self.rings = [_ring(w, self.length, alone=len(rows.stages) == 1) for w in rows.stepped]
+        self._slots = [tuple(ring[n] for ring in self.rings) for n in range(self.length)]
         self._places: list[list[Weights]] = [
-            [list(row) for row in zip(*(w.unbind() for w in slot), strict=True)] for slot in self._slots
+            [[rows.of(w)[r] for w in slot] for r in range(len(rows.stages))] for slot in self._slots
         ]
-        self._numbers = torch.arange(length, device=rows.weights[0].device).split(1)
-        self._ways: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
+        # of more than one row, matrices (n, elements) and (slots · n, elements) of each weight, copied from and to
+        n, several = len(rows.stages), rows.stepped if len(rows.stages) > 1 else []
+        self._from = [w.view(n, -1) for w in several]
+        self._to = [ring.view(self.length * n, -1) for ring in self.rings]
+        self._numbers = torch.arange(self.length, device=like.device).split(1)
 
     @property
     def nbytes(self) -> int:
         return sum(ring.nbytes for ring in self.rings)
 
-    # -- at a tick at which row r does F of micro-batch f − r and B of b + r ---------------------------------------
+    # -- at a tick at which a stage with place p does F of micro-batch f − p and B of b + p -----------------------
 
-    def keep(self, f: int) -> None:
-        """Keep the weights on which F is going to run."""
-        slot = -f % self.length
-        if slot not in self._ways:
-            self._ways[slot] = self._way(slot)
-        torch._foreach_copy_(*self._ways[slot])
+    def keep(self, f: int, rows: tuple[int, int] | None = None) -> None:
+        """Keep the weights on which F is going to run. rows: of the rows from one up to another; None: of all."""
+        if not self.rings:
+            return
+        if not self._from:
+            torch._foreach_copy_(self._slots[(f - 2 * self.like.at[0]) % self.length], self.rows.stepped)
+            return
+        places, some = self.like.places(f), slice(None) if rows is None else slice(*rows)
+        for to, w in zip(self._to, self._from, strict=True):
+            to.index_copy_(0, places[some], w[some])
 
-    def used(self, b: int) -> list[Tensor]:
+    def used(self, b: int, rows: tuple[int, int] | None = None) -> list[Tensor]:
         """Return all weights for B, as F used them."""
-        found = list(self.rows.weights)
-        for n, w in zip(self.rows.trained, self.slots(b), strict=True):
+        found, some = list(self.rows.weights), self.slots(b)
+        if rows is not None:
+            found, some = [w[slice(*rows)] for w in found], [w[slice(*rows)] for w in some]
+        for n, w in zip(self.rows.trained, some, strict=True):
             found[n] = w
         return found
 
     def slots(self, b: int) -> Sequence[Tensor]:
         """Return the trainable weights for B, as F used them."""
-        return self._slots[-b % self.length]
+        return self._slots[b % self.length]
 
     def slot(self, b: int) -> Tensor:
-        """Return the number of the slot that B reads, as a tensor; not that of `RingBuffers.slot`, for the compiler."""
-        number: Tensor = self._numbers[-b % self.length]
+        """Return the number of the slot that B reads, as a tensor, for the compiler."""
+        number: Tensor = self._numbers[b % self.length]
         return number
-
-    def _way(self, slot: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Return where the rows go: one run of places up to the last slot, and one from the first slot on."""
-        n = len(self.rows.stages)
-        turn = min(n, (self.length - slot + 1) // 2)  # rows of the first run
-        runs = [(slot, 0, turn), (slot + 2 * turn - self.length, turn, n)]
-        to, of = list[Tensor](), list[Tensor]()
-        for ring, w in zip(self.rings, self.rows.stepped, strict=True):
-            every = ring.view(self.length * n, -1)
-            for at, begin, end in runs:
-                if begin < end:
-                    to.append(every[at * n + begin :: 2 * n + 1][: end - begin])
-                    of.append(w.view(n, -1)[begin:end])
-        return to, of
 
     # -- between runs of ticks, when the stages keep the versions ----------------------------------------------------
 
     def take(self) -> None:
         """Take over the versions that the stages keep."""
-        for stage, i, place in self._flying():
+        for stage, i, place in self._flying() if self.rings else ():
             kept = stage.past(stage.flights[i].version)
             if kept is not place:
                 torch._foreach_copy_(place, kept)
@@ -93,4 +91,13 @@ class WeightRing:
         """Yield every stage and micro-batch in flight there, with the place for its weights."""
         for r, stage in enumerate(self.rows.stages):
             for i in stage.flights:
-                yield stage, i, self._places[(r - i) % self.length][r]
+                yield stage, i, self._places[self.like.slot_of(r, i)][r]
+
+
+def _ring(w: Tensor, length: int, *, alone: bool) -> Tensor:
+    """Return room for `length` weights like w, each of which lies in memory as w does if w has no rows."""
+    strides = w.stride()
+    order = sorted(range(w.dim()), key=lambda dim: -strides[dim]) if alone else list(range(w.dim()))
+    found = w.new_zeros(length, *(w.shape[dim] for dim in order))
+    back = [order.index(dim) for dim in range(w.dim())]
+    return found.permute(0, *(dim + 1 for dim in back))

@@ -40,6 +40,13 @@ def _equal_pair(generator: torch.Generator) -> tuple[Any, None]:
     return {**x, "decoder_input_ids": y, "labels": y}, None
 
 
+def _spans(generator: torch.Generator) -> tuple[Any, None]:
+    """Texts, and where the answers begin and end in them."""
+    x, _ = tokens(generator)
+    begin, end = torch.randint(8, (2, 2), generator=generator)
+    return {**x, "start_positions": begin, "end_positions": begin + end}, None
+
+
 def _pictures(size: int) -> Batch:
     """Images (2, 3, size, size), each of one of two classes."""
     return lambda generator: (
@@ -124,6 +131,9 @@ LARGE_PICTURES = (
     "MobileViTForImageClassification"
 ).split()
 
+LED = {"attention_window": 8, "max_encoder_position_embeddings": POSITIONS,
+       "max_decoder_position_embeddings": POSITIONS}  # fmt: skip
+
 # class -> its batches, and more options of its configuration
 MODELS: dict[str, tuple[Batch, dict[str, Any]]] = {
     **{name: (_words, {}) for name in [*CAUSAL, *MASKED]},
@@ -147,8 +157,8 @@ MODELS: dict[str, tuple[Batch, dict[str, Any]]] = {
     "ProphetNetForConditionalGeneration": (_pair, {"num_encoder_layers": 2, "num_decoder_layers": 2}),
     "FSMTForConditionalGeneration": (_equal_pair, {"src_vocab_size": WORDS, "tgt_vocab_size": WORDS,
                                                    "langs": ["en", "de"]}),
-    "LEDForConditionalGeneration": (_pair, {"attention_window": 8, "max_encoder_position_embeddings": POSITIONS,
-                                            "max_decoder_position_embeddings": POSITIONS}),
+    "LEDForConditionalGeneration": (_pair, LED),
+    "LEDForQuestionAnswering": (_spans, LED),
     "WhisperForConditionalGeneration": (_spectrum, {"max_source_positions": 32, "max_target_positions": 32,
                                                     "num_mel_bins": 80, "suppress_tokens": None}),
     "Speech2TextForConditionalGeneration": (_frames, {"max_source_positions": 64, "max_target_positions": 32,

@@ -126,9 +126,6 @@ def added(again: bool) -> None:
     train_on.wait()
 
 
-ONES = torch.ones(6)
-
-
 class Keeping(torch.autograd.Function):
     """Keeps a tensor on ctx, or where it belongs."""
 
@@ -243,14 +240,19 @@ ROWS: dict[str, Row] = {
         lambda: [followed(lambda x: x)(), followed(lambda x: x * random.random(), "")()],
     ),
     "a tensor from elsewhere": Row(
-        followed(lambda x: x + ONES),
+        followed(lambda x: x + torch.Tensor([1.0] * 6)),
         r"a tensor \(6,\) that no torch function or module has made from its input.*keep the whole model one stage: "
         r"stages=pipeback.Splitting\(leaves=\[''\]\)",
-        followed(lambda x: x + ONES, ""),
+        followed(lambda x: x + torch.Tensor([1.0] * 6), ""),
     ),
     "a branch by many numbers": Row(
+        followed(lambda x: x + torch.tensor((x > 0).tolist())),
+        r"takes another branch for this micro-batch: tolist gave \[\[[\w., \[\]]{,60}, but \[\[.*leaves=\[''\]",
+        followed(lambda x: x + torch.tensor((x > 0).tolist()), ""),
+    ),
+    "numbers that weights compute": Row(
         followed(lambda x: x + torch.tensor(x.tolist())),
-        r"takes another branch for this micro-batch: tolist gave \[\[[-\d., ]{,60}, but \[\[.*leaves=\[''\]",
+        r"gives Python the value of a number that weights compute so that it is another one .*leaves=\[''\]",
         followed(lambda x: x + torch.tensor(x.tolist()), ""),
     ),
     "parameters that are added": Row(
@@ -258,7 +260,7 @@ ROWS: dict[str, Row] = {
         lambda: added(True),
     ),
     "a function under vmap that calls itself": Row(
-        followed(down), "a function under torch.vmap calls itself; give the path of the module whose forward does so",
+        followed(down), r"a function under torch.vmap calls itself; .*: stages=pipeback.Splitting\(leaves=\[''\]\)",
         followed(down, ""),
     ),
     "ways without end": Row(

@@ -80,6 +80,24 @@ class Cast(nn.Linear):
         return [(g.T @ x) * self.mask, g.sum(0)], g @ (w[0] * self.mask)
 
 
+class Instance(nn.Module):
+    """y = (x - mean) / std · w + b over the rows, by an instance norm, which repeats w and b for every sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.InstanceNorm1d(WIDTH, affine=True)
+        nn.init.normal_(self.norm.weight, 1.0, 0.3)
+
+    def forward(self, x):
+        return self.norm(x.T.unsqueeze(0))[0].T
+
+    @staticmethod
+    def back(w, x, g):
+        root = torch.rsqrt(x.var(0, unbiased=False) + 1e-5)
+        y = (x - x.mean(0)) * root
+        return [(g * y).sum(0), g.sum(0)], w[0] * root * (g - g.mean(0) - y * (g * y).mean(0))
+
+
 class Both(nn.Sequential):
     def __init__(self):
         super().__init__(Norm(), nn.Linear(WIDTH, WIDTH))
@@ -90,7 +108,10 @@ def stages(*kinds):
     return [kind().double() for kind in kinds]
 
 
-KINDS = [(Norm, Decay, Normed, Normed), (Normed, Cast, Norm, Decay), (Decay, Normed, Cast, Norm)]
+KINDS = [
+    (Norm, Decay, Normed, Normed), (Normed, Cast, Norm, Decay), (Decay, Normed, Cast, Norm),
+    (Instance, Normed, Instance, Cast),
+]  # fmt: skip
 
 
 def pairs(count):

@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import pipeback
-from pipeback.vectorized.stack import KINDS, Stack
+from pipeback.vectorized.graph_maker import GraphMaker
+from pipeback.vectorized.stack import KINDS
 from tests.helpers.choice import mostly_rare
 from tests.laws.cases import CASES, STEADY, weights
 
@@ -142,7 +143,7 @@ def trained(vectorize, make, shape, sizes, method="pb", dtype=torch.float64, hea
 @pytest.fixture
 def never_slower(monkeypatch):
     """Have "auto" choose whatever can run as one."""
-    monkeypatch.setattr("pipeback.vectorized.stack.Stack.gain", lambda stack: 100.0)
+    monkeypatch.setattr("pipeback.vectorized.stack.Stack.gain", lambda stack, steps: 100.0)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +170,7 @@ def test_kinds_that_take_turns(name, case, never_slower):
 def test_what_runs_as_it_is_later_is_told():
     make, shape = STAGES["torn when large"]
     pipe, _ = trained(True, make, shape, [1, 1, 2])
-    (told,) = pipe.vectorized.values()
+    told = pipe.vectorized["stages 1 … 4"]
     assert told.startswith("as one, ") and "; micro-batches (2, 6) stage by stage: torch cannot run them" in told
 
 
@@ -217,10 +218,10 @@ def test_memory_of_many_forms_is_bounded():
         pipe, told = trained(on, make, shape, sizes)
         found.append(told)
         if on:
-            (stack,) = pipe._engine.setting.stacks
-            each = [rings.nbytes for rings in stack._rings.values()]
-            assert len(each) == 8 and 1 <= sum(map(bool, each)) <= KINDS + 1
-            assert 4 * stack.held + pipe.memory().beside == sum(each)
+            every = [[rings.nbytes for rings in stack._rings.values()] for stack in pipe._engine.setting.stacks]
+            assert [len(each) for each in every] == [8, 8] and 1 <= sum(map(bool, every[1])) <= KINDS + 1
+            held = sum(len(stack.stages) * stack.held for stack in pipe._engine.setting.stacks)
+            assert held + pipe.memory().beside == sum(map(sum, every))
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
@@ -228,13 +229,16 @@ def test_memory_of_many_forms_is_bounded():
 @pytest.fixture
 def learnt(monkeypatch):
     """Of every stack, the sizes of micro-batches that graphs were made for, and the rings that there were."""
-    found, learn = {}, Stack.learn
+    found, learn = {}, GraphMaker.learn
 
-    def learning(stack, x, kind):
-        learn(stack, x, kind)
-        found.setdefault(stack.name, []).append((len(x), weakref.ref(stack._rings[kind])))
+    def learning(maker, kind, x):
+        waiting = learn(maker, kind, x)
+        if len(maker.stages) > 1:
+            name = tuple(stage.index for stage in maker.stages)
+            found.setdefault(name, []).append((kind.inputs[0][0][0], weakref.ref(waiting)))
+        return waiting
 
-    monkeypatch.setattr(Stack, "learn", learning)
+    monkeypatch.setattr(GraphMaker, "learn", learning)
     return found
 
 
@@ -260,7 +264,7 @@ def test_graphs_of_many_forms_are_bounded(method, compile, learnt, monkeypatch):
     (steady,) = (loop.worker.executor._steady for loop in pipe._engine.loops)
     known = [steady._moving, *(stack._rings for stack in pipe._engine.setting.stacks)]
     assert {len(some) for some in known} == {2}
-    assert max(map(len, (steady._judges, steady._examples, steady._fused))) <= 2
+    assert max(map(len, (steady._judges, steady._fused))) <= 2
     gc.collect()
     for sizes in learnt.values():
         assert [size for size, _ in sizes] == [1, 2, 3, 4, 5, 6, 2, 1, 3]

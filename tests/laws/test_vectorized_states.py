@@ -93,7 +93,7 @@ def test_a_state_in_flight_needs_stacks():
         pipe.push(x, y)
     state = pipe.state_dict()
     with pytest.raises(
-        ValueError, match=r"stage 1 .* was saved in flight with vectorize=.*vectorize=True, or .* drained"
+        ValueError, match=r"stage 0 .* was saved in flight with vectorize=.*vectorize=True, or .* drained"
     ):
         pipeline(model(), "pb").load_state_dict(state)
     pipe.drain()
@@ -113,12 +113,19 @@ def test_a_loss_can_be_read_when_nobody_holds_the_pipeline():
 
 
 def test_memory_counts_what_waits():
-    """The rings as they are, and what the others have in flight."""
-    pipe = trained("pb", vectorize=True)[0]
+    """The rings as they are, what a single stage holds, and what the others have in flight."""
+    pipe = pipeline(model(), "pb", vectorize=True)
+    for x, y in doubles():
+        pipe.push(x, y)
+    pipe.wait()
     stages = pipe._engine.stages
-    (stack,) = {id(stage.stack): stage.stack for stage in stages if stage.stack is not None}.values()
+    first, stack = dict.fromkeys(stage.stack for stage in stages if stage.stack is not None)
     others = sum(s.learnt.activation_bytes * s.peak_flights for s in stages if s.stack is None)
     slots = 2 * (S - 1 - 1) + 2  # what is in flight at the first of its stages, and one to come
     saved = 6 * 4 + 2  # the input, what the norm is given and makes of it, what tanh gives; its mean and deviation
-    each = slots * 3 * (saved + 2 * 6) * 8  # three samples, and the inputs and gradients that wait, in doubles
+    each = slots * 3 * saved * 8  # three samples, in doubles
+    alone = 2 * (S - 1) * 3 * 6 * 8  # of the first stage, the inputs in flight
+    assert first.numbers == [0]
+    assert pipe.memory().activations == others + len(stack.stages) * each + alone
+    pipe.drain()
     assert pipe.memory().activations == others + len(stack.stages) * each

@@ -31,7 +31,7 @@ def test_stages_that_take_turns_in_runs_of_any_length(case, ends, blocks, leapt)
 
     one, other = pipelines(case, build=build)
     same(pushed(other), pushed(one))
-    assert sum(leapt) > 60 and len(other.vectorized) == 2
+    assert sum(leapt) > 60 and sum(s.stack is None for s in other._engine.stages) == 1
 
 
 @pytest.mark.parametrize("case", mostly_rare([*TURNS, "pipemare"], "pipedream", "pipemare"))
@@ -68,8 +68,8 @@ def test_stashed_versions_are_counted():
     for pipe in (one, other):
         pushed(pipe)
     assert other.memory().copies == one.memory().copies
-    kept = sum((stage.versions.peak - 1) * stage.bytes() for stage in other._engine.stages[1:-1])
-    stacks = {id(stage.stack): stage.stack for stage in other._engine.stages[1:-1]}.values()
+    kept = sum((stage.versions.peak - 1) * stage.bytes() for stage in other._engine.stages[:-1])
+    stacks = {id(stage.stack): stage.stack for stage in other._engine.stages[:-1]}.values()
     strips = {id(s.weights.strip): s.weights.strip.beside for s in other._engine.stages if s.weights.strip is not None}
     assert sum(stack.stash.nbytes for stack in stacks) == kept + other.memory().beside - sum(strips.values())
 
@@ -95,7 +95,7 @@ def test_two_stacks_and_stages_between_them(leapt):
 
     one, other = pipelines("cerebras", build=several)
     same(pushed(other), pushed(one))
-    assert len(other.vectorized) == 2 and sum(leapt) > 30
+    assert list(other.vectorized) == ["stages 0, 1", "stage 2", "stages 3, 4, 5"] and sum(leapt) > 30
 
 
 @pytest.mark.parametrize(("case", "optimizer"), [("cerebras", "momentum"), ("pb", "adamw")])

@@ -9,6 +9,8 @@ from torch.nn.functional import mse_loss
 
 from pipeback import Pipeline
 
+from .plain_training import equals_plain_training
+
 
 class Twice(nn.Module):
     """One embedding for two sequences, with a layer between the two calls."""
@@ -69,3 +71,21 @@ def test_buffers_belong_to_one_stage():
     data = batches(1)
     with pytest.raises(ValueError, match="BatchNorm1d 'again' is called in stages 0 and 1, and its buffer 'running_m"):
         Pipeline(Twice(nn.BatchNorm1d(4)), loss=mse_loss, optimizer=sgd, stages="layer", example=data[0][:2])
+
+
+class Often(nn.Module):
+    """One layer twice before another one, and twice after it: four gradients are summed, in an order."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x):
+        x = self.a(self.a(x).tanh()).tanh()
+        return self.a(self.a(self.b(x).tanh()).tanh())
+
+
+def test_gradients_of_one_layer_are_summed_in_the_order_of_the_models_backward():
+    batches = [torch.randn(7, 16, generator=torch.Generator().manual_seed(n)) for n in range(5)]
+    assert equals_plain_training(Often(), batches).stages == 2

@@ -80,3 +80,41 @@ def test_a_module_that_always_does_so(module):
 @pytest.mark.parametrize("module", [nn.Identity(), nn.Dropout(0.0)], ids=str)
 def test_what_it_returns_is_changed_in_place(module):
     equals_plain_training(Around(module, changes=True), BATCHES)
+
+
+class Seen:
+    """What blocks hand on: a tensor, and what they have seen."""
+
+    def __init__(self, x):
+        self.x, self.trace = x, []
+
+
+class Looks(nn.Module):
+    """Changes the object that it is given, and returns it, alone or among others."""
+
+    def __init__(self, pair):
+        super().__init__()
+        self.linear, self.pair = nn.Linear(4, 4), pair
+
+    def forward(self, seen):
+        seen.x = seen.x + self.linear(seen.x).tanh()
+        seen.trace.append(seen.x.mean(0))
+        return (seen, seen.x) if self.pair else seen
+
+
+class Carries(nn.Module):
+    def __init__(self, pair):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks, self.pair = nn.ModuleList(nn.Sequential(Looks(pair)) for _ in range(3)), pair
+
+    def forward(self, x):
+        seen = Seen(x)
+        for block in self.blocks:
+            seen = block(seen)[0] if self.pair else block(seen)
+        return seen.x + sum(seen.trace)
+
+
+@pytest.mark.parametrize("pair", [False, True])
+def test_a_changed_object(pair):
+    assert equals_plain_training(Carries(pair), BATCHES, stages="block").stages == 3

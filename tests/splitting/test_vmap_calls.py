@@ -59,7 +59,7 @@ def test_a_module_is_refused_with_a_cure_that_works(form):
     batches = inputs()
     with pytest.raises(
         ValueError,
-        match=r"torch.vmap holds Linear.*the module whose forward does so in stages=pipeback.Splitting.leaves=",
+        match=r"torch.vmap holds Linear, .*; keep it whole: stages=pipeback.Splitting\(leaves=\['inner'\]",
     ):
         pipeline(model, batches[0])
     equals_plain_training(model, batches, stages=pipeback.Splitting(leaves=["inner"]))

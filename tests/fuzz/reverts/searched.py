@@ -68,17 +68,15 @@ SEARCHED: dict[str, Revert] = {
     ),
     "vectorize: outputs that are not contiguous": Revert(
         {
-            "vectorized/capture": (("y.contiguous() if isinstance(y, Tensor) else y", "y"),),
-            "vectorized/graph_rewrites": (
-                ('{aten.view.default: "reshape"', '{aten.view.default: "view"'),
-                ("node.target = aten.reshape.default", "pass"),
-            ),
+            "vectorized/capture": (("y.clone() if alias else y.contiguous()", "y.clone() if alias else y"),),
+            "vectorized/graphs": (('{aten.view.default: "reshape"', '{aten.view.default: "view"'),),
+            "vectorized/simplified_graph": (("node.target = aten.reshape.default", "pass"),),
         },
         {"runtime": {"vectorize": True}, "model": "depthwise"},
     ),
     "vectorize: a change in place first": revert(
         "vectorized/capture",
-        ("(x.clone() if clones else x,))\n\n    def all_of", "(x,))\n\n    def all_of"),
+        ("[x.clone() for x in xs] if traits.clones else xs", "xs"),
         runtime={"vectorize": True},
         model="in place",
     ),
@@ -137,7 +135,7 @@ SEARCHED: dict[str, Revert] = {
     ),
     "stages are told apart by closeness alone": revert(
         "vectorized/verify",
-        ('raise Unfit(f"{stage.label} computes something else than {stages[-1].label}")', "pass"),
+        ('raise Unlike(f"{stage.label} computes something else than {stages[-1].label}")', "pass"),
         model="scaled",
         runtime={"vectorize": True},
     ),
@@ -173,11 +171,9 @@ SEARCHED: dict[str, Revert] = {
     "vectorize: what torch makes of it ends training": Revert(
         {
             "vectorized/stack": (_ENDS,),
-            "vectorized/capture": (("y.contiguous() if isinstance(y, Tensor) else y", "y"),),
-            "vectorized/graph_rewrites": (
-                ('{aten.view.default: "reshape"', '{aten.view.default: "view"'),
-                ("node.target = aten.reshape.default", "pass"),
-            ),
+            "vectorized/capture": (("y.clone() if alias else y.contiguous()", "y.clone() if alias else y"),),
+            "vectorized/graphs": (('{aten.view.default: "reshape"', '{aten.view.default: "view"'),),
+            "vectorized/simplified_graph": (("node.target = aten.reshape.default", "pass"),),
         },
         dict(model="depthwise", runtime={"vectorize": True}),
     ),
@@ -185,13 +181,13 @@ SEARCHED: dict[str, Revert] = {
         {
             "vectorized/stack": (_ENDS,),
             "vectorized/verify": (
-                ('            raise Unfit(f"their {names[n]} is not used, and gets no gradient")', "            pass"),
+                ('            raise Unfit(f"their {names[m]} is not used, and gets no gradient")', "            pass"),
             ),
         },
         dict(model="unused", runtime={"vectorize": "auto"}),
     ),
     "vectorize: weights that are frozen": revert(
-        "vectorized/graph_rewrites",
+        "vectorized/product_gradients",
         (
             "    if others := [v for v in velocities if v not in whole]:",
             "    if [others := [v for v in velocities if v not in whole]]:",
@@ -203,7 +199,7 @@ SEARCHED: dict[str, Revert] = {
     "vectorize: a followed first stage is like the others": revert(
         "vectorized/verify",
         ("    like = stages[-1].module", "    like = stages[0].module"),
-        ("            wanted = (gx[r], *wanted[1:])", "            pass"),
+        ("            of_inputs = list(wanted[: len(xs)])", "            pass"),
         model="linear",
         form="followed",
         runtime={"vectorize": True},

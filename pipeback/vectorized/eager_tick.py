@@ -1,0 +1,95 @@
+"""Eager tick: does F (forward), B (backward) and U (update) of some neighbouring rows of a stack without a compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipeback.vectorized.adam_rows import AdamStep
+from pipeback.vectorized.graphs import Graph, Graphs
+from pipeback.vectorized.joint_step import JointStep
+from pipeback.vectorized.row_tensors import RowTensors
+from pipeback.vectorized.sgd_rows import Step
+
+
+class WaitingRoom(NamedTuple):
+    """Where the tensors that wait between F and B of these rows are.
+
+    left: returns those for B. put: keeps those of F. keep: keeps the weights on which F is going to run, and used:
+    returns those on which it ran, where B runs on them. f, b: micro-batches of F and B at the place p = 0.
+    """
+
+    left: Callable[[int], Sequence[Tensor]]  # of b
+    put: Callable[[int, Sequence[Tensor]], None]  # of f
+    keep: Callable[[int], None] | None = None
+    used: Callable[[int], list[Tensor]] | None = None
+
+
+class EagerTick:
+    """The rows of `tensors`, with graphs for so many rows, called directly.
+
+    accumulate: the backward with momentum. together: whether the weights are better stepped in one pass, together with
+    those of other stacks. views: the output of the graph `made`, if it consists of views of the weights.
+    """
+
+    def __init__(
+        self, tensors: RowTensors, graphs: Graphs, accumulate: Graph, *, together: bool, views: Sequence[Tensor] | None
+    ) -> None:
+        self.tensors, self.graphs, self.together, self.views = tensors, graphs, together, views
+        self._accumulate = accumulate
+
+    def run(
+        self,
+        f: int,
+        b: int,
+        xs: Sequence[Tensor],
+        gs: Sequence[Tensor],
+        step: Step | AdamStep,
+        joint: JointStep,
+        room: WaitingRoom,
+        drift: Sequence[Tensor] = (),
+        before: Sequence[Tensor] = (),
+    ) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Do F, B and U, or leave U to the joint step; return the outputs and the gradients of the inputs.
+
+        drift, before: δ, an average of w' − w along which B is shifted, and memory for the weights before the step.
+        """
+        tensors, (forward, backward, made, outputs, *_) = self.tensors, self.graphs
+        if room.keep is not None:
+            room.keep(f)
+        if step.drift:
+            torch._foreach_copy_(list(before), tensors.stepped)
+        saved = room.left(b)
+        sent = forward(*tensors.shifted(step.ahead), *xs)
+        if room.used is not None:
+            views = made(*room.used(b))
+        elif step.back or self.views is None:
+            views = made(*tensors.shifted(step.back, drift or None))
+        else:
+            views = self.views
+        if self.together and isinstance(step, Step) and not step.drift and joint.fits(tensors, step):
+            found = backward(*saved, *views, *gs)
+            gxs = found[len(tensors.weights) :]
+            joint.add(tensors, step, [found[n] for n in tensors.trained])
+        elif isinstance(step, Step) and step.momentum and not step.late:
+            factor = tensors.number(step.momentum)
+            gxs = self._accumulate(*saved, *views, *gs, step.momentum, factor, *tensors.velocities())
+            tensors.follow(step)
+        else:
+            found = backward(*saved, *views, *gs)
+            gxs = found[len(tensors.weights) :]
+            tensors.move(step, [found[n] for n in tensors.trained])
+        drifted(drift, before, tensors.stepped, step.drift)
+        room.put(f, sent[outputs:])
+        return list(sent[:outputs]), list(gxs)
+
+
+def drifted(
+    drift: Sequence[Tensor], before: Sequence[Tensor], weights: Sequence[Tensor], shares: Sequence[Tensor]
+) -> None:
+    """Do δ ← γ·δ + (1 − γ)·(w' − w). before: w, which is overwritten. shares: 1 − γ."""
+    for d, w, old, share in zip(drift, weights, before, shares, strict=False):
+        d.lerp_(torch.sub(w, old, out=old), share)

@@ -1,0 +1,220 @@
+"""Fit stacks: finds out on the first micro-batches which stacks can run as one, and which of them should."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipeback.methods.base import Method
+from pipeback.schedules.ops import Schedule
+from pipeback.schedules.order import Order
+from pipeback.splitting.module_restore import untouched
+from pipeback.stages.flight import target_on
+from pipeback.stages.joint_optimizer import Options
+from pipeback.stages.stage import Stage
+from pipeback.tensors import accelerators
+from pipeback.vectorized.capture import Unfit, Unlike
+from pipeback.vectorized.choose_stacks import Shaper
+from pipeback.vectorized.eligible import leaps
+from pipeback.vectorized.forms import leaves
+from pipeback.vectorized.stack import Stack
+
+# the speed-up of F and B from which "auto" runs stages as one where ticks are interpreted stage by stage: it covers the
+# overhead, which is larger where only every second stage is busy at a tick (`pipeback bench auto` measures it)
+ALL, SOME, SPARSE = 2.0, 5.0, 1.4  # with fewer than SPARSE ticks per micro-batch ALL holds, otherwise SOME
+# the same where a tick is one function: a small stack gains little, and its gain is measured roughly. A single stage
+# takes work from the event loop, which the gain of F and B does not count
+WHOLE, SINGLE = 1.05, 1.0
+CLEARLY = 1.05  # by how much a way of running stages has to be faster than the other to be taken instead of it
+
+Reasons = dict[str, str]  # what is told of stacks, by their names
+
+
+class Request(NamedTuple):
+    """What the user has asked for.
+
+    options: those of the optimizers. worker: the arguments of the worker.
+    """
+
+    method: Method
+    vectorize: bool | str
+    options: Options
+    worker: Mapping[str, Any]
+
+    def leaps(self, stacks: Sequence[Stack]) -> bool:
+        """Whether whole ticks can be one function with this method, these options and the optimizers of the stages."""
+        seen = any(self.worker.get(name) for name in ("clip_norm", "clip_value", "samples"))
+        plain = all(stack.plan.step([self.options] * len(stack.stages)) for stack in stacks)
+        return leaps(self.method) and not seen and plain
+
+
+def fitting(
+    stages: Sequence[Stage], stacks: Sequence[Stack], batches: Sequence[tuple[Any, Any]], asked: Request, *, again: bool
+) -> tuple[list[Stack], Reasons]:
+    """Return the stacks that can and should run as one on micro-batches like these, and the findings, by name.
+
+    The stages of the other stacks run one by one from then on. batches: x and y of micro-batches. again: micro-batches
+    of another form have come; stacks that they do not fit run their stages one by one on them. Raises ValueError where
+    `vectorize` demands a stack and none can run as one.
+    """
+    if again:
+        return list(stacks), _learnt(stages, stacks, batches)
+    shaper = Shaper(asked.method, len(stages), stacks[0].maker.options, asked.vectorize == "cuda_graph")
+    every, kept, reasons = _divided(stages, stacks, batches, asked, shaper)
+    several = [stack for stack in every if not stack.alone]
+    missed = bool(several) and not any(stack in kept for stack in several)
+    if (not kept or missed) and asked.vectorize != "auto":
+        told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        raise ValueError(
+            f'vectorize={asked.vectorize!r}: no stages can run as one ({told}); use vectorize="auto" or False'
+        )
+    for stack in every:
+        stack.told = reasons
+        if stack not in kept:
+            for stage, call in zip(stack.stages, stack.calls, strict=True):
+                stage.leave_stack(call)
+    return kept, reasons
+
+
+# -- which stacks can --------------------------------------------------------------------------------------------------
+
+
+def _learnt(stages: Sequence[Stage], stacks: Sequence[Stack], batches: Sequence[tuple[Any, Any]]) -> Reasons:
+    """Let stacks make their graphs for micro-batches like these; return why some cannot, by name."""
+    reasons: Reasons = {}
+    for x, y in batches:
+        values, returned = inputs(stages, x, y)
+        for stack in stacks:
+            try:
+                _learn(stack, values, returned)
+            except Unfit as error:
+                reasons[stack.name] = str(error)
+    return reasons
+
+
+def _divided(
+    stages: Sequence[Stage], stacks: Sequence[Stack], batches: Sequence[tuple[Any, Any]], asked: Request, shaper: Shaper
+) -> tuple[list[Stack], list[Stack], Reasons]:
+    """Divide stacks whose stages are not alike after all, or are faster as graphs of their own.
+
+    Returns all stacks, those that are to run as one, and what is told of each, by name.
+    """
+    every, kept, reasons = list[Stack](), list[Stack](), Reasons()
+    leap = asked.leaps(stacks)
+    values, returned = inputs(stages, *batches[0])
+    waiting = [one for stack in stacks for one in _by_kind(stack, values, shaper)]
+    while waiting:
+        stack = waiting.pop(0)
+        apart = leap and not stack.alone and not stack.flying
+        if stack.alone and not leap:
+            pays, told = False, "stage by stage, because no other stage is alike"
+        else:
+            try:
+                _learn(stack, values, returned)
+            except Unfit as error:
+                pays, told, apart = False, str(error), apart and isinstance(error.__cause__, Unlike)
+            else:
+                pays, told = _judged(stack, asked, shaper, len(stages), leap=leap)
+                apart = apart and asked.vectorize == "auto" and (not pays or stack.faster_apart(CLEARLY))
+        if apart:
+            waiting[:0] = [shaper.stack([stage]) for stage in stack.stages]
+            continue
+        every.append(stack)
+        reasons[stack.name] = told
+        if pays or stack.flying:
+            kept.append(stack)
+    _settle(kept)
+    for name, told in _learnt(stages, kept, batches[1:]).items():
+        reasons[name] = told
+        kept = [stack for stack in kept if stack.name != name]
+    return every, kept, reasons
+
+
+def _settle(stacks: Sequence[Stack]) -> None:
+    """Let single stages agree on how pictures lie in memory: where two layouts meet, kernels are slow."""
+    some = {id(stack): stack.maker.tried for stack in stacks if not stack.flying and stack.maker.tried}
+    some = {n: tried for n, tried in some.items() if len({one.way.last for one in tried}) == 2}
+    times = [
+        sum(min(one.seconds for one in tried if one.way.last == last) for tried in some.values())
+        for last in (False, True)
+    ]
+    for stack in stacks:
+        stack.settle(last=times[1] < times[0] if id(stack) in some else None)
+
+
+def inputs(stages: Sequence[Stage], x: Any, y: Any) -> tuple[dict[int, Any], dict[int, list[bool]]]:
+    """Return the input of every stage for a micro-batch, and which of its tensors get a gradient back."""
+    values, graphs = {}, []
+    value = x
+    for stage in stages:
+        values[stage.index] = value
+        with torch.enable_grad(), untouched(stage.module), accelerators.forked([stage.device]):
+            own, given = stage.enter(value)
+            out = stage.run(given, target_on(stage.device, y)) if stage.judges else stage.module(given)
+        graphs.append((own, leaves(out)))
+        value = tuple(v.detach() for v in out) if type(out) is tuple else out.detach()
+    returned: dict[int, list[bool]] = {}
+    back: Sequence[Any] = [torch.ones_like(out) for out in graphs[-1][1]]
+    for stage, (own, outs) in zip(reversed(stages), reversed(graphs), strict=True):
+        some = [(o, g) for o, g in zip(outs, back, strict=True) if o.requires_grad and g is not None]
+        moving = [v for v in own if v.requires_grad]
+        found: list[Tensor | None] = [None] * len(moving)
+        if some and moving:
+            roots, seeds = zip(*some, strict=True)
+            found = list(torch.autograd.grad(roots, moving, seeds, allow_unused=True))
+        each = iter(found)
+        back = [next(each) if v.requires_grad else None for v in own]
+        returned[stage.index] = [g is not None for g in back]
+    return values, returned
+
+
+def _by_kind(stack: Stack, values: Mapping[int, Any], shaper: Shaper) -> list[Stack]:
+    """Return a stack for every form of input that the stages of this stack get."""
+    if stack.flying:
+        return [stack]
+    kinds: dict[Any, list[Stage]] = {}
+    for stage in stack.stages:
+        x = values[stage.index]
+        kinds.setdefault((type(x) is tuple, *((v.shape, v.dtype) for v in leaves(x))), []).append(stage)
+    return [stack] if len(kinds) == 1 else [shaper.stack(some) for some in kinds.values()]
+
+
+def _learn(stack: Stack, values: Mapping[int, Any], returned: Mapping[int, Sequence[bool]]) -> None:
+    """Let a stack make its graphs for micro-batches like these. Raises `Unfit` where it cannot run as one."""
+    x = values[stack.first]
+    graphs = stack.rings(stack.kind(x), x).written
+    for s in stack.numbers:
+        if s + 1 in returned and not all(returned[s + 1][n] for n in graphs.gives):
+            raise Unfit(f"no gradient comes back for an output of stage {s}")
+
+
+# -- which stacks should -----------------------------------------------------------------------------------------------
+
+
+def _judged(stack: Stack, asked: Request, shaper: Shaper, stages: int, *, leap: bool) -> tuple[bool, str]:
+    """Return whether a stack should run as one, and what is told of it. leap: whether whole ticks are one function."""
+    ticks = 1.0 if leap else calls(asked.method.schedule, stages, stack)
+    times = stack.gain(steps=leap) / ticks
+    full = shaper.turns == 1 and ticks < SPARSE
+    enough = (SINGLE if stack.alone else WHOLE) if leap else ALL if full else SOME
+    as_one = "as a graph" if stack.alone else "as one"
+    if (stack.alone and not leap) or (asked.vectorize == "auto" and times < enough):
+        return False, (
+            f"stage by stage: {as_one}, F and B are {times:.2f} times as fast, which pays from {enough:g} on with "
+            f"these options and {asked.method!r}"
+        )
+    return True, f"{as_one}, which makes F and B {times:.1f} times as fast"
+
+
+def calls(schedule: Schedule, stages: int, stack: Stack) -> float:
+    """Return the number of ticks per micro-batch at which the stack is busy, in the steady state."""
+    order, count = Order(schedule, stages, policy="skewed"), 0
+    warm, last = 4 * stages, 8 * stages
+    for arrived in range(1, last + 1):
+        for kind, ops in order.advance(arrived):
+            if arrived > warm and kind != "U" and any(s in stack.numbers for s, _ in ops):
+                count += 1
+    return count / 2 / (last - warm)
