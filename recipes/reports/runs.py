@@ -18,8 +18,12 @@ REFERENCES = ("sgd", "pb")
 FAMILIES = {
     "Spike compensation, weight prediction": ("sc", "lwp", "cerebras", "lwp_w_sc"),
     "Stashing, prediction, rescheduling": ("pipedream", "spectrain", "pipemare"),
+    "Prediction by the optimizer, error feedback": ("pipeoptim", "xpipe", "msnag", "ef"),
+    "Changed gradients, rates, coordinates": (
+        "gap_aware", "dc_asgd", "dc_asgd_a", "braking", "staleness_lr", "eigendelay",
+    ),
     "Update size above one": ("gpipe", "one_f_one_b", "pipedream_2bw"),
-}
+}  # fmt: skip
 KNOWN = (*REFERENCES, *(name for family in FAMILIES.values() for name in family))
 SAMPLES, STEPS, SECONDS = "samples_seen", "step", "wall_time"  # the x axes of curves
 

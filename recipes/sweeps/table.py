@@ -182,8 +182,13 @@ def notes(reference: str) -> list[str]:
 
 
 def load(file: Path) -> Results:
-    """Read the file. Raises ValueError, naming it, if it is none of a sweep."""
-    lines = file.read_text("utf-8").splitlines()
+    """Read a file. Raises ValueError, naming it, if it is none of a sweep."""
+    return read(file.read_text("utf-8"), str(file))
+
+
+def read(text: str, file: str) -> Results:
+    """Read the text of a file. Raises ValueError, naming the file, if it is none of a sweep."""
+    lines = text.splitlines()
     head = [line.removeprefix("# ") for line in lines if line.startswith("# ")]
     try:
         command, about, told, *more = head
