@@ -50,6 +50,8 @@ PLACE = re.compile(r"^((?:data\.\w+|out|reference)=).*/([^/]+)/?$")  # a folder 
 def plan(config: Mapping[str, Any], words: Sequence[str]) -> list[Job]:
     """List the runs. Each method is built once with each choice of options, so that mistakes show before any run."""
     asked, options = config["methods"], combinations(axes(config))
+    if asked is not None and not asked:
+        raise ValueError("methods=[] trains nothing; write methods=all, or name some: methods=[sgd,pb]")
     every = asked is None or asked == "all"
     out, labels = Path(config["out"]), [entry(method) for method in (ALL if every else asked)]
 

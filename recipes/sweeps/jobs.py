@@ -45,8 +45,10 @@ def axes(config: Mapping[str, Any]) -> dict[str, list[Any]]:
         found[RATE] = config["rates"]
     for key, values in found.items():
         if not isinstance(values, list) or not values:
-            name = "rates" if key == RATE and config["rates"] is not None else f"vary.{key}"
-            raise ValueError(f"{name}={values} must be a list of values, for example {name}=[{values or 1}]")
+            one = values or 1
+            if key == RATE and config["rates"] is not None:
+                raise ValueError(f"rates={values} must be a list of values, for example rates=[{one}]")
+            raise ValueError(f"vary: {key} must have a list of values, for example 'vary={{{key}:[{one}]}}'")
     return found
 
 
