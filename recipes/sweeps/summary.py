@@ -116,7 +116,8 @@ def _slow(values: Sequence[float]) -> str:
     if not values:
         return "–"
     middle = number(median(values), ".2f")
-    return middle if min(values) == max(values) else f"{middle} ({min(values):.2f} to {max(values):.2f})"
+    least, largest = (number(value, ".2f") for value in (min(values), max(values)))
+    return middle if min(values) == max(values) else f"{middle} ({least} to {largest})"
 
 
 def _notes(found: Results, setting: Setting) -> str:

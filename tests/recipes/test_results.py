@@ -20,7 +20,8 @@ FACTS = {"date": "2026-01-02", "commit": "abc1234", "pipeback": "0.2.0", "machin
 def row(method, rate, seed, loss, slow=1.0, state="finished", **options):
     given = {**{key.replace("_", "."): str(value) for key, value in options.items()}, "optimizer.lr": rate}
     points = {50: loss + 2, 100: loss + 1} if math.isfinite(loss) else {}
-    return Row(method, given, seed, state, 200, {"accuracy": 0.5, "loss": loss}, loss, slow, points)
+    measures = {"accuracy": 0.5, "loss": loss} if math.isfinite(loss) else {}
+    return Row(method, given, seed, state, 200, measures, loss, slow, points)
 
 
 ROWS = [
@@ -103,7 +104,8 @@ def test_the_picture_shows_what_the_file_says():
     told = [text.get_text() for text in slow.texts]
     assert told == ["diverged", "3.00", "1.00"]  # the median of msnag is infinite: its dot of one seed stands alone
     assert [tick.get_text() for tick in rates.get_xticklabels()] == ["0.1", "0.2"]
-    best = {line.get_color(): line.get_xdata()[0] for line in rates.lines if line.get_markerfacecolor() == "none"}
+    rings = [line for line in rates.lines if line.get_markerfacecolor() == "none"]
+    best = {line.get_markeredgecolor(): line.get_xdata()[0] for line in rings}
     assert best[colours["sgd"]] == 0.1
 
 
@@ -138,7 +140,7 @@ def test_the_page_is_generated_from_the_file(name):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere"], "'nowhere' is neither a results.csv of `pipeback sweep`, its folder, nor a known name"),
+        (["nowhere"], "'nowhere' is neither a results.csv of `pipeback sweep`, nor its folder, nor a known"),
         (["{name}x"], "did you mean '{name}'?"),
         (["a", "b"], "a b: it shows one sweep; name one of them"),
         (["out=a.png"], "out=a.png: of which sweep? `pipeback results` lists those that came with pipeback"),

@@ -174,9 +174,7 @@ def test_several_processes_give_the_same_file(swept, tmp_path):
     """The processes begin anew, so that entries made of methods=[{pb:{slack:1}}] have to reach them."""
     folder, _ = swept
     words = ["jobs=2" if word == "jobs=1" else word for word in SWEPT]
-    code = "from pipeback.recipes import sweep; sweep.main()"
-    done = subprocess.run([sys.executable, "-c", code, *TINY, *words], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    assert pipeback("sweep", *TINY, *words, cwd=tmp_path).returncode == 0
     mine, others = (place / "here" / "results.csv" for place in (tmp_path, folder))
     assert mine.read_text().splitlines()[3:] == others.read_text().splitlines()[3:]
 
