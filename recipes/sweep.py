@@ -39,12 +39,12 @@ from pipeback.recipes.report import console as report_console
 from pipeback.recipes.report import literal
 from pipeback.recipes.schemas import Sweep, check
 from pipeback.recipes.sweeps import table
-from pipeback.recipes.sweeps.jobs import Job, axes, combinations, folder, planned
+from pipeback.recipes.sweeps.jobs import PLACE, Job, axes, combinations, folder, planned
 from pipeback.recipes.train import as_yaml, quiet, task_of, trainer_of
 from pipeback.recipes.work import resume
 
 OWN = re.compile(r"(methods|seeds|seed|jobs|rates|vary|reference|out)=")  # options that are not passed on to `train`
-PLACE = re.compile(r"^((?:data\.\w+|out|reference)=).*/([^/]+)/?$")  # a folder of this machine
+OWN_PLACE = re.compile(r"^((?:data\.\w+|out|reference)=).*/([^/]+)/?$")  # a folder, by whatever path
 
 
 def plan(config: Mapping[str, Any], words: Sequence[str]) -> list[Job]:
@@ -127,7 +127,7 @@ def sweep(jobs: Sequence[Job], config: Mapping[str, Any], words: Sequence[str], 
 
 def public(word: str) -> str:
     """A word of the command without folders of this machine: data.root=/home/me/data -> data.root=data."""
-    return PLACE.sub(r"\1\2", word)
+    return PLACE.sub(r"\1", OWN_PLACE.sub(r"\1\2", word))
 
 
 def main() -> None:

@@ -19,6 +19,7 @@ from pipeback.recipes.live import state
 from pipeback.recipes.run_folders import config_in
 
 RATE = "optimizer.lr"
+PLACE = re.compile(r"(?<![\w.-])~?/(?:[^\s,:\[\]{}/]+/)*([^\s,:\[\]{}/]+)/?")  # a folder of this machine, and its name
 
 
 class Job(NamedTuple):

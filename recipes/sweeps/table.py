@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from pipeback.recipes.live import state
 from pipeback.recipes.run_folders import config_in
 from pipeback.recipes.sweeps.curves import SMOOTHED, Curve, curve, slow_down
-from pipeback.recipes.sweeps.jobs import RATE, Job, short
+from pipeback.recipes.sweeps.jobs import PLACE, RATE, Job, short
 
 POINTS = (50, 75, 100, 150, 200, 300, 400, 600, 800, 1000, 1500, 2000, 3000, 5000, 8000, 12000, 20000, 50000, 100000)
 FILE = "results.csv"  # in the folder of a sweep
@@ -88,7 +88,7 @@ def rows_of(jobs: Sequence[Job], reference: str) -> list[Row]:
         slow = slow_down(mine, against) if against is not None and told["state"] == "finished" else math.nan
         last = mine.updates[-1] if mine.updates else 0
         points = {at: mine.at(at) for at in POINTS if at <= last and math.isfinite(mine.at(at))}
-        options = {key: str(value) for key, value in job.options.items()}
+        options = {key: PLACE.sub(r"\1", str(value)) for key, value in job.options.items()}
         found.append(Row(job.label, options, job.seed, told["state"], last, measures, mine.end, slow, points))
     return found
 
