@@ -53,7 +53,7 @@ def plan(config: Mapping[str, Any], words: Sequence[str]) -> list[Job]:
     if asked is not None and not asked:
         raise ValueError("methods=[] trains nothing; write methods=all, or name some: methods=[sgd,pb]")
     every = asked is None or asked == "all"
-    out, labels = Path(config["out"]), [entry(method) for method in (ALL if every else asked)]
+    out, labels = Path(config["out"]), [entry(method) for method in (ALL if every or asked is None else asked)]
 
     def compose(label: str, varied: Mapping[str, Any], seed: int) -> tuple[dict[str, Any], str]:
         home = out / folder(label, varied, seed)

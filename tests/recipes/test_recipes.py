@@ -388,7 +388,7 @@ def test_own_application_uses_our_groups(tmp_path):
         (["train", "ckpt_path=no/epoch=3.ckpt"], "ckpt_path=no/epoch=3.ckpt: there is no such file"),
         (["train", "--config-dir", "nowhere"], "not found"),
         (["train", "data.scaling=loud"], "data.scaling must be standard, unit or symmetric, but is 'loud'"),
-        (["train", "method=sc", "optimizer=adamw"], "SGD"),
+        (["train", "method=lwp", "optimizer=adamw"], "SGD"),
         (["train", "model=transformer"], "model=transformer is for sequences of tokens"),
         (["train", "data.root=nowhere"], "data.root=nowhere: there is no digits.csv.gz"),
         (["train", "experiment=mnist"], "data.download=true"),
