@@ -185,8 +185,8 @@ class DecayedPrediction(Predicted):
         w, v, rate, decay = moved.w, moved.v, options["lr"], options.get("weight_decay", 0)
         b1, b2 = options.get("betas", (0.9, 0.999))
         for j in range(1, self.delay(s) + 1):
-            if self.rule is RULES["sgd"]:
-                now = self.rule(u + j, w, v, moved.q, 0 * w, {**options, "maximize": False})
+            if self.rule not in (RULES["adam"], RULES["adamw"]):  # a subclass of SGD is taken for it
+                now = RULES["sgd"](u + j, w, v, moved.q, 0 * w, {**options, "maximize": False})
                 w, v = now.w, now.v
                 continue
             if self.rule is RULES["adamw"]:
