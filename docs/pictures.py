@@ -16,6 +16,8 @@ from matplotlib.lines import Line2D
 
 import pipeback
 from pipeback.methods.base import Past, Shift, When, overrides
+from pipeback.recipes import measured
+from pipeback.recipes.sweeps import pictures, table
 from pipeback.schedules.timeline import in_flight
 
 FORWARD, BACKWARD, UPDATE, INK, PALE = "#2f6f9f", "#d0743c", "#3c8c5a", "#222222", "#c8c8c8"
@@ -29,10 +31,13 @@ STAGES, MOMENTUM = 4, 0.9
 def draw_all(folder):
     """Draw every picture into the folder, unless it is there and younger than the code that it shows."""
     folder.mkdir(parents=True, exist_ok=True)
-    code = max(path.stat().st_mtime for path in [Path(__file__), *Path(pipeback.__file__).parent.rglob("*.py")])
+    recipes = Path(measured.__file__).parents[1]
+    read = [Path(__file__), *Path(pipeback.__file__).parent.rglob("*.py"), *(recipes / "sweeps").glob("*.py")]
+    code = max(path.stat().st_mtime for path in [*read, *(recipes / "measured").glob("*.csv")])
     plt.rcParams.update({"svg.hashsalt": "pipeback", "font.size": 10, "axes.edgecolor": PALE, "text.color": INK})
     drawn = {"schedules": schedules, "filling": filling, "staleness": staleness, "memory": memory}
     drawn |= {f"method_{name}": lambda name=name: which_weights(name) for name in pipeback.methods.available()}
+    drawn |= {f"results_{name}": lambda name=name: results(name) for name in measured.names()}
     for name, draw in drawn.items():
         path = folder / f"{name}.svg"
         if path.exists() and path.stat().st_mtime > code:
@@ -52,6 +57,11 @@ def schedules():
     chosen = {"gpipe": flush, "one_f_one_b": flush, "pb": {}}
     found = {name: pipeback.methods.create(name, **options).schedule for name, options in chosen.items()}
     return pipeback.draw.compare(found, stages=5, micro_batches=40, until=52)
+
+
+def results(name):
+    """A sweep, as `pipeback results` draws it from its file."""
+    return pictures.draw(table.read(measured.text(name), name))
 
 
 def filling():
