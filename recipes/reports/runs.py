@@ -16,7 +16,7 @@ from pipeback.recipes.reports.sources import Run
 # the order of the rows; a family shares a panel of a picture, and the references are in every panel
 REFERENCES = ("sgd", "pb")
 FAMILIES = {
-    "Spike compensation, weight prediction": ("sc", "lwp", "cerebras", "lwp_w_sc"),
+    "Spike compensation, weight prediction": ("sc", "lwp", "lwp_w", "cerebras", "lwp_w_sc"),
     "Stashing, prediction, rescheduling": ("pipedream", "spectrain", "pipemare"),
     "Prediction by the optimizer, error feedback": ("pipeoptim", "xpipe", "msnag", "ef"),
     "Changed gradients, rates, coordinates": (

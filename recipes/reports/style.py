@@ -22,7 +22,7 @@ WIDE, NARROW = 11.2, 4.0  # inches: the widths of the page's text and of a telep
 # Okabe and Ito's colours, which colour-blind readers can distinguish; methods of one family differ in colour
 COLOURS = {
     "sgd": "#000000", "pb": "#8C8C8C",
-    "sc": "#E69F00", "lwp": "#56B4E9", "cerebras": "#D55E00", "lwp_w_sc": "#009E73",
+    "sc": "#E69F00", "lwp": "#56B4E9", "lwp_w": "#0072B2", "cerebras": "#D55E00", "lwp_w_sc": "#009E73",
     "pipedream": "#0072B2", "spectrain": "#CC79A7", "pipemare": "#B8860B",
     "gpipe": "#0072B2", "one_f_one_b": "#E69F00", "pipedream_2bw": "#009E73",
     "pipeoptim": "#56B4E9", "xpipe": "#0072B2", "msnag": "#009E73", "ef": "#D55E00",
