@@ -4,6 +4,10 @@
     L = the larger one of both last losses, so that either reaches it
 
 The loss of a training batch is that before its update, on data that was not seen before, as long as there is one epoch.
+In a pipeline every stage computes it on the weights of its own forward, which may be predicted, so that it is not the
+loss of one model. That of one model is held out, at the end, when no micro-batch is in flight any more:
+
+    held-out slow-down = all updates of the run, over those until the reference has the larger of both last losses
 """
 
 from __future__ import annotations
@@ -35,13 +39,25 @@ class Curve(NamedTuple):
 
 def curve(run: Path) -> Curve:
     """The curve of a run, from its metrics.csv."""
+    return smoothed(*_logged(run, "train/loss"))
+
+
+def held_out(run: Path) -> Curve:
+    """The held-out losses of a run, from its metrics.csv; the last one is that of the drained pipeline."""
+    updates = _logged(run, "train/loss").updates
+    logged = _logged(run, "val/loss")
+    by_update = {min(at, updates[-1]): loss for at, loss in zip(*logged, strict=True)} if updates else {}
+    return Curve(list(by_update), list(by_update.values()))
+
+
+def _logged(run: Path, column: str) -> Curve:
+    """What a run has logged in a column, by update; of what it logged twice, the last."""
     file = run / "metrics.csv"
     if not file.is_file():
         return Curve([], [])
     with open(file, newline="") as lines:
-        found = {int(row["step"]) + 1: row["train/loss"] for row in csv.DictReader(lines) if row.get("train/loss")}
-    rows = sorted((update, float(loss)) for update, loss in found.items())
-    return smoothed([x for x, _ in rows], [y for _, y in rows])
+        found = {int(row["step"]) + 1: float(row[column]) for row in csv.DictReader(lines) if row.get(column)}
+    return Curve(sorted(found), [found[update] for update in sorted(found)])
 
 
 def smoothed(updates: Sequence[int], losses: Sequence[float], width: int = SMOOTHED) -> Curve:
@@ -76,3 +92,13 @@ def slow_down(run: Curve, reference: Curve) -> float:
         return math.nan
     loss = max(run.end, reference.end)
     return reaches(run, loss) / reaches(reference, loss)
+
+
+def held_out_slow_down(run: Curve, reference: Curve) -> float:
+    """The held-out slow-down of two curves of `held_out`; at least 1, since the reference is at its end not before its
+    end. nan where it cannot be told: without an end, or where the reference begins below the loss.
+    """
+    if not run.losses or not reference.losses or not math.isfinite(run.end):
+        return math.nan
+    loss = max(run.end, reference.end)
+    return run.updates[-1] / reaches(reference, loss) if reference.losses[0] > loss else math.nan

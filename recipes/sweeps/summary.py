@@ -45,6 +45,11 @@ class Tried(NamedTuple):
         return [row for row in self.best if row.state == "finished"]
 
     @property
+    def held_out(self) -> list[float]:
+        """The held-out slow-downs of the runs that have one."""
+        return [row.held_out_slow_down for row in self.finished if not math.isnan(row.held_out_slow_down)]
+
+    @property
     def slow_downs(self) -> list[float]:
         """Those of the runs that have one; one that never gets there is infinite."""
         return [row.slow_down for row in self.finished if not math.isnan(row.slow_down)]
@@ -96,12 +101,13 @@ def _sheet(found: Results, setting: Setting, title: str) -> Sheet:
     measures = list(dict.fromkeys(name for tried in setting.tried for row in tried.best for name in row.measures))
     varied = any(len(tried.rates) > 1 or "" not in tried.rates for tried in setting.tried)
     failed = any(len(tried.finished) < len(tried.best) for tried in setting.tried)
-    head = ["method", *(["best rate"] if varied else []), "slow-down", "training loss"]
+    head = ["method", *(["best rate"] if varied else []), "slow-down", "held-out slow-down", "training loss"]
     head += [f"held-out {Metric(name).name}{Metric(name).unit}" for name in measures]
     head += ["seeds", *(["diverged"] if failed else [])]
     rows = []
     for tried in setting.tried:
         cells = [tried.method, *([tried.rate + " *" * tried.at_edge] if varied else []), _slow(tried.slow_downs)]
+        cells.append(_slow(tried.held_out))
         cells.append(spread([row.train_loss for row in tried.finished], ".3f") if tried.finished else "diverged")
         for metric in map(Metric, measures):
             values = [row.measures[metric.column] for row in tried.finished if metric.column in row.measures]
@@ -129,7 +135,9 @@ def _notes(found: Results, setting: Setting) -> str:
     if any(tried.at_edge for tried in setting.tried):
         each += "; * the least or the largest one tried, so that one beyond may be better"
     return (
-        f"The slow-down is the number of updates until a training loss, over those of {reference}: the median over "
+        f"The slow-down is the number of updates until a training loss, over those of {reference}. That loss is one of "
+        "forwards, whose weights may be predicted; the held-out slow-down is that of the model at the end, at least 1, "
+        f"and – where {reference} began below its loss. Both are medians over "
         f"the seeds, with the least and the largest. Training losses are means of {SMOOTHED} updates at the end. All "
         f"others are mean ± standard deviation over the seeds.{each and f'{each}.'}"
     )

@@ -4,7 +4,7 @@
     # experiment: NAME, runs: N, seeds: 0 to 2, updates: N
     # date: …, commit: …, pipeback: …, machine: …, torch: …
     # what the columns are
-    method,OPTIONS…,seed,state,updates,MEASURES…,train_loss,slow_down,@50,@75,…
+    method,OPTIONS…,seed,state,updates,MEASURES…,train_loss,slow_down,held_out_slow_down,@50,@75,…
 
 @N is the smoothed training loss after N updates (`curves`).
 """
@@ -22,12 +22,12 @@ from typing import Any, NamedTuple
 
 from pipeback.recipes.live import state
 from pipeback.recipes.run_folders import config_in
-from pipeback.recipes.sweeps.curves import SMOOTHED, Curve, curve, slow_down
+from pipeback.recipes.sweeps.curves import SMOOTHED, Curve, curve, held_out, held_out_slow_down, slow_down
 from pipeback.recipes.sweeps.jobs import PLACE, RATE, Job, short
 
 POINTS = (50, 75, 100, 150, 200, 300, 400, 600, 800, 1000, 1500, 2000, 3000, 5000, 8000, 12000, 20000, 50000, 100000)
 FILE = "results.csv"  # in the folder of a sweep
-FIXED = ("method", "seed", "state", "updates", "train_loss", "slow_down")
+FIXED = ("method", "seed", "state", "updates", "train_loss", "slow_down", "held_out_slow_down")
 DIGITS = 5  # of a measured number
 
 
@@ -42,6 +42,7 @@ class Row(NamedTuple):
     measures: dict[str, float]
     train_loss: float
     slow_down: float
+    held_out_slow_down: float
     points: dict[int, float]
 
 
@@ -63,6 +64,7 @@ class _Run(NamedTuple):
     seed: int
     state: str
     curve: Curve
+    held_out: Curve
 
     @property
     def end(self) -> float:
@@ -76,7 +78,7 @@ def rows_of(jobs: Sequence[Job], reference: str) -> list[Row]:
     sweep.
     """
     ended = [job for job in jobs if _ended(job.out)]
-    runs = [_Run(job.label, job.options, job.seed, state(job.out)["state"], _curve(job.out)) for job in ended]
+    runs = [_Run(job.label, job.options, job.seed, state(job.out)["state"], *_curves(job.out)) for job in ended]
     first = {key: value for key, value in jobs[0].options.items() if key.startswith("optimizer") and key != RATE}
     others = _runs_in(Path(reference)) if elsewhere(reference) else [run for run in runs if run.label == reference]
     found = []
@@ -85,11 +87,13 @@ def rows_of(jobs: Sequence[Job], reference: str) -> list[Row]:
         measures = {name.removeprefix("val/"): float(value) for name, value in told.get("measures", {}).items()}
         wanted = {**{key: value for key, value in job.options.items() if key != RATE}, **first}
         against = _reference([other for other in others if _same(other.options, wanted)], job.seed)
-        slow = slow_down(mine, against) if against is not None and told["state"] == "finished" else math.nan
+        slow = held = math.nan
+        if against is not None and told["state"] == "finished":
+            slow, held = slow_down(mine, against.curve), held_out_slow_down(run.held_out, against.held_out)
         last = mine.updates[-1] if mine.updates else 0
         points = {at: mine.at(at) for at in POINTS if at <= last and math.isfinite(mine.at(at))}
         options = {key: PLACE.sub(r"\1", str(value)) for key, value in job.options.items()}
-        found.append(Row(job.label, options, job.seed, told["state"], last, measures, mine.end, slow, points))
+        found.append(Row(job.label, options, job.seed, told["state"], last, measures, mine.end, slow, held, points))
     return found
 
 
@@ -103,9 +107,9 @@ def _ended(out: Path) -> bool:
 
 
 @cache
-def _curve(out: Path) -> Curve:
-    """The curve of a run that has ended."""
-    return curve(out)
+def _curves(out: Path) -> tuple[Curve, Curve]:
+    """The training and the held-out losses of a run that has ended."""
+    return curve(out), held_out(out)
 
 
 def _same(options: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
@@ -120,19 +124,19 @@ def _runs_in(folder: Path) -> list[_Run]:
         told = config_in(out)
         if told.get("label") == "sgd" and _ended(out):
             rate = {RATE: told["optimizer"].get("lr")}
-            found.append(_Run("sgd", rate, int(told["seed"]), state(out)["state"], _curve(out)))
+            found.append(_Run("sgd", rate, int(told["seed"]), state(out)["state"], *_curves(out)))
     return found
 
 
-def _reference(runs: Sequence[_Run], seed: int) -> Curve | None:
-    """The curve with this seed, at the rate at which the mean loss over the seeds ends lowest."""
+def _reference(runs: Sequence[_Run], seed: int) -> _Run | None:
+    """The run with this seed, at the rate at which the mean loss over the seeds ends lowest."""
     ends: dict[str, list[float]] = {}
     for run in runs:
         ends.setdefault(str(run.options.get(RATE)), []).append(run.end)
     if not ends:
         return None
     best = min(ends, key=lambda rate: (-len(ends[rate]), sum(ends[rate]) / len(ends[rate])))
-    of_seed = [run.curve for run in runs if str(run.options.get(RATE)) == best and run.seed == seed]
+    of_seed = [run for run in runs if str(run.options.get(RATE)) == best and run.seed == seed]
     return of_seed[0] if of_seed else None
 
 
@@ -145,12 +149,13 @@ def save(file: Path, found: Results) -> None:
     for line in (found.command, *_told(found)):
         text.write(f"# {line}\n")
     lines = csv.writer(text, lineterminator="\n")
-    names = "method", *keys, "seed", "state", "updates", *measures, "train_loss", "slow_down"
+    names = "method", *keys, "seed", "state", "updates", *measures, "train_loss", "slow_down", "held_out_slow_down"
     lines.writerow([*names, *(f"@{at}" for at in points)])
     for row in found.rows:
         lines.writerow([
             row.method, *(row.options.get(key, "") for key in keys), row.seed, row.state, row.updates,
             *(_number(row.measures.get(name)) for name in measures), _number(row.train_loss), _number(row.slow_down, 4),
+            _number(row.held_out_slow_down, 4),
             *(_number(row.points.get(at), 4) for at in points),
         ])  # fmt: skip
     part = file.with_suffix(".part")
@@ -177,7 +182,8 @@ def notes(reference: str) -> list[str]:
     """What the columns are."""
     return [
         f"train_loss and @N: the mean training loss of {SMOOTHED} updates, at the end and after N updates; slow_down: "
-        f"updates until such a loss over those of {reference} at its best rate"
+        f"updates until such a loss over those of {reference} at its best rate; held_out_slow_down: all updates over "
+        "those until the reference has the held-out loss of the end, at least 1"
     ]
 
 
@@ -207,10 +213,11 @@ def _row(line: dict[str, str]) -> Row:
     options = {key: line[key] for key in names[1 : names.index("seed")]}
     between = names[names.index("updates") + 1 : names.index("train_loss")]
     measures = {key: float(line[key]) for key in between if line[key]}
-    loss, slow = (float(line[name] or "nan") for name in ("train_loss", "slow_down"))
+    loss, slow, held = (float(line[name] or "nan") for name in ("train_loss", "slow_down", "held_out_slow_down"))
     return Row(
-        line["method"], options, int(line["seed"]), line["state"], int(line["updates"]), measures, loss, slow, points
-    )
+        line["method"], options, int(line["seed"]), line["state"], int(line["updates"]), measures, loss, slow, held,
+        points,
+    )  # fmt: skip
 
 
 def caption(options: Mapping[str, str]) -> str:

@@ -17,11 +17,11 @@ ROOT = Path(__file__).parents[2]
 FACTS = {"date": "2026-01-02", "commit": "abc1234", "pipeback": "0.2.0", "machine": "a CPU, 2 cores, Linux x86_64"}
 
 
-def row(method, rate, seed, loss, slow=1.0, state="finished", **options):
+def row(method, rate, seed, loss, slow=1.0, state="finished", held=1.25, **options):
     given = {**{key.replace("_", "."): str(value) for key, value in options.items()}, "optimizer.lr": rate}
     points = {50: loss + 2, 100: loss + 1} if math.isfinite(loss) else {}
     measures = {"accuracy": 0.5, "loss": loss} if math.isfinite(loss) else {}
-    return Row(method, given, seed, state, 200, measures, loss, slow, points)
+    return Row(method, given, seed, state, 200, measures, loss, slow, held, points)
 
 
 ROWS = [

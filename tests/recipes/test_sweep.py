@@ -17,7 +17,7 @@ pytest.importorskip("sklearn")
 from pipeback.recipes import sweep
 from pipeback.recipes.live import state
 from pipeback.recipes.sweeps import table
-from pipeback.recipes.sweeps.curves import Curve, reaches, slow_down, smoothed
+from pipeback.recipes.sweeps.curves import Curve, held_out, held_out_slow_down, reaches, slow_down, smoothed
 from pipeback.recipes.sweeps.jobs import last_checkpoint
 from tests.recipes.cli import TINY, config, numbers, pipeback, rows
 
@@ -238,3 +238,17 @@ def test_a_slow_down_compares_updates_at_one_loss():
     assert slow_down(early, reference) == 0.5
     assert reaches(reference, 3.5) == 150 and reaches(reference, 1.0) == math.inf and reaches(reference, 5.0) == 100
     assert math.isnan(slow_down(Curve([], []), reference)) and math.isnan(slow_down(Curve([1], [math.inf]), reference))
+
+
+def test_a_held_out_slow_down_is_that_of_the_drained_model(tmp_path):
+    """Lightning numbers the last validation, of the drained pipeline, one further; a resumed run logs some twice."""
+    lines = ["step,train/loss,val/loss", *(f"{n},1.0," for n in range(400))]
+    lines += ["99,,4.0", "199,,3.0", "299,,2.6", "299,,2.5", "399,,2.1", "400,,2.25"]
+    (tmp_path / "metrics.csv").write_text("\n".join(lines))
+    found = held_out(tmp_path)
+    assert found == Curve([100, 200, 300, 400], [4.0, 3.0, 2.5, 2.25])
+    worse = Curve([200, 400], [3.5, 3.0])
+    assert held_out_slow_down(worse, found) == 2.0 and held_out_slow_down(found, found) == 1.0
+    assert held_out_slow_down(Curve([400], [1.0]), found) == 1.0  # a better one needs no more
+    assert math.isnan(held_out_slow_down(Curve([400], [4.5]), found))  # where the reference was is not known
+    assert held_out(tmp_path / "none") == Curve([], []) and math.isnan(held_out_slow_down(Curve([], []), found))
