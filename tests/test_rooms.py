@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "pipeback"
 FLOORS = [
     {"byte_sizes", "counts", "errors", "norms", "notebook", "plugins", "private", "weights", "schedules", "tensors"},
-    {"methods", "sparsities", "splitting", "draw", "planner"},
+    {"methods", "optim", "sparsities", "splitting", "draw", "planner"},
     {"stages"},
     {"runtime"},
     {"streaming", "vectorized"},
@@ -30,6 +30,7 @@ ALONE = {  # what a room may import of pipeback, where that is less than all tha
     "tensors": {"private"},
     "splitting": {"counts", "tensors", "notebook", "private"},
     "methods": {"schedules", "tensors", "plugins", "private"},
+    "optim": {"tensors"},
     "sparsities": {"plugins"},
     "draw": {"counts", "schedules"},
     "planner": {"byte_sizes", "counts", "notebook", "schedules"},
@@ -157,11 +158,15 @@ def test_imports_for_type_checkers_alone_are_of_other_packages():
                 assert "pipeback" not in ast.unparse(node), name
 
 
+PARTS = {"base", "momentum", "adam", "direction", "gradients", "rates", "option_checks"}  # what methods share
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "methods").glob("[a-z]*.py")), ids=lambda path: path.stem)
 def test_a_method_knows_no_other(path):
-    kin = {"base", "momentum"} if path.stem not in ("base", "momentum") else {"base"}
     inside = {name for name in imports(path) if name.startswith("methods")}
-    assert inside <= {f"methods.{name}" for name in kin}
+    assert inside <= {f"methods.{name}" for name in PARTS - {path.stem}}
+    if path.stem == "base":
+        assert not inside
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "sparsities").glob("[a-z]*.py")), ids=lambda path: path.stem)

@@ -323,7 +323,9 @@ class Stack:
             for r, i in some:
                 if not r:
                     del self._kinds[i]
-                self.stages[r].went_backward(self.stages[r].flights.pop(i).options)
+                stage, flight = self.stages[r], self.stages[r].flights.pop(i)
+                stage.went_backward(flight.options)
+                stage.versions.hand(i, flight)
 
     def _graphs(self, rings: Waiting) -> Graphs:
         return rings.eager if self.leaps else rings.graphs
