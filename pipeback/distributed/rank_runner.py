@@ -9,9 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
-from functools import partial
 from multiprocessing.util import Finalize
 from typing import Any
 
@@ -20,7 +18,8 @@ from torch import Tensor
 from pipeback.distributed.health.health import script_error
 from pipeback.distributed.ranks import Ranks
 from pipeback.errors import RankError
-from pipeback.runtime.lazy_loss import LazyLoss, all_known
+from pipeback.runtime.awaited import Awaited
+from pipeback.runtime.lazy_loss import LazyLoss
 from pipeback.runtime.link import Closed, Name, Wire
 from pipeback.runtime.loop import Batch, Loop
 from pipeback.runtime.runners import Command, Read, Threads, deliver, mean
@@ -44,7 +43,7 @@ class RankRunner:
         self, loop: Loop, owner: list[int], ranks: Ranks, results: Sequence[Wire], closed: threading.Event
     ) -> None:
         self.ranks, self.results, self.closed, self.owner, self.loops = ranks, list(results), closed, owner, [loop]
-        self.outputs: dict[int, Future[Value]] = {}
+        self.outputs: dict[int, Awaited] = {}  # by number of the relay
         self.relays = 0
         self.thread = Threads([loop], owner, closed, check=ranks.health.check)
         loop.worker.began = ranks.health.working
@@ -76,21 +75,19 @@ class RankRunner:
 
     def push(self, first: int, batches: Sequence[Batch], options: Options) -> Read:
         self.ranks.health.pushed = first + len(batches)
-        futures: list[Future[Tensor]] = [Future() for _ in batches]
-        self.thread.futures.update(zip(range(first, first + len(batches)), futures, strict=True))
+        losses = Awaited(range(first, first + len(batches)))
+        self.thread.awaited.update(dict.fromkeys(losses.keys, losses))
         self.tell(lambda loop: loop.push(batches, options))
-        return lambda sizes: LazyLoss(
-            lambda: mean([self._result(f, "a loss") for f in futures], sizes), partial(all_known, futures)
-        )
+        return lambda sizes: LazyLoss(lambda: mean(self._values(losses, "a loss"), sizes), lambda: losses.known)
 
     def forward(self, mb: int, xs: Sequence[Value], options: Options, expected: int) -> list[Value]:
         """Run F (forward) of micro-batches whose loss is computed outside; outputs on the last rank, else None."""
         self.ranks.health.pushed = mb + len(xs)
-        outputs: list[Future[Any]] = [Future() for _ in xs]
+        outputs = Awaited(range(mb, mb + len(xs)))
         if self.last:
-            self.thread.futures.update(enumerate(outputs, mb))
+            self.thread.awaited.update(dict.fromkeys(outputs.keys, outputs))
         self.tell(lambda loop: loop.forward(xs, options, expected))
-        return [self._result(output, "the output") if self.last else None for output in outputs]
+        return self._values(outputs, "the output") if self.last else [None] * len(xs)
 
     def backward(self, gradients: Sequence[Value]) -> None:
         self.tell(lambda loop: loop.backward(gradients))
@@ -102,8 +99,8 @@ class RankRunner:
     def wait(self) -> None:
         self.tell(Loop.rest)
         self.thread.join()
-        for future in list(self.thread.futures.values()):  # losses that are still on their way
-            self._result(future, "a loss")
+        for losses in set(self.thread.awaited.values()):  # some are still on their way
+            self._values(losses, "a loss")
 
     def drain(self) -> None:
         self.tell(Loop.drain)
@@ -112,7 +109,7 @@ class RankRunner:
     def relay(self, x: Value, do: Callable[[Sequence[Stage], Value], Value], *, back: bool) -> Value:
         """Pass a value through the stages of all ranks. do: a rank's part. back: whether every rank gets the result."""
         number, self.relays = self.relays, self.relays + 1
-        result: Future[Value] = Future()
+        result = Awaited([number])
         self.outputs[number] = result
 
         def part(loop: Loop) -> None:
@@ -122,13 +119,13 @@ class RankRunner:
             if last < worker.count - 1:
                 worker.link.send("E", last + 1, number, value)
             elif back:
-                self.outputs.pop(number).set_result(value)
+                self.outputs.pop(number).put(number, value)
                 self._publish(("O", 0, number), value)
 
         self.tell(part)
         self.thread.join()
         if back:
-            return self._result(result, "an output")
+            return self._values(result, "an output")[0]
         self.outputs.pop(number, None)
         return None
 
@@ -177,7 +174,7 @@ class RankRunner:
                 wire.send(name, value)
 
     def _listen(self) -> None:
-        keep = deliver(self.thread.futures)
+        keep = deliver(self.thread.awaited)
         with suppress(Closed, ConnectionError, RankError):  # the threads that wait learn the reason by themselves
             while not self.closed.is_set():
                 begin = time.monotonic()
@@ -186,20 +183,20 @@ class RankRunner:
                     for n, loss in enumerate(value, mb):
                         keep(n, loss)
                 else:
-                    self.outputs.pop(mb).set_result(value)
+                    self.outputs.pop(mb).put(mb, value)
                 if time.monotonic() - begin > NAP / 100:  # no loss was ready
                     self.wanted.wait(NAP)
 
-    def _result(self, future: Future[Any], what: str) -> Any:
-        """Return the value that the last rank sends; raise the error that has ended the pipeline meanwhile."""
-        if future.done():
-            return future.result()
+    def _values(self, awaited: Awaited, what: str) -> list[Any]:
+        """Return the values that the last rank sends; raise the error that has ended the pipeline meanwhile."""
+        if awaited.known is not False:
+            return awaited.values()
         with self.ranks.health.waiting(self.judge, what):
             try:
                 while True:
                     self.wanted.set()
                     with suppress(TimeoutError):
-                        return future.result(timeout=0.2)
+                        return awaited.values(0.2)
                     self.thread.raise_failure()  # `Health` judges how long this may last
             finally:
                 self.wanted.clear()

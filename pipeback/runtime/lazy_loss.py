@@ -1,9 +1,8 @@
-"""Lazy loss: a tensor over a future, for a loss that has not been computed yet."""
+"""Lazy loss: a tensor for a loss that has not been computed yet."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -50,10 +49,3 @@ class LazyLoss(Tensor):
 
 def _present(value: Any) -> Any:
     return value.value() if isinstance(value, LazyLoss) else value
-
-
-def all_known(futures: Sequence[Future[Tensor]]) -> bool | None:
-    """Whether all of these have come; None if one has failed."""
-    if not all(future.done() for future in futures):
-        return False
-    return None if any(future.exception() is not None for future in futures) else True

@@ -9,14 +9,14 @@ import queue
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from pipeback.runtime.lazy_loss import LazyLoss, all_known
+from pipeback.runtime.awaited import Awaited
+from pipeback.runtime.lazy_loss import LazyLoss
 from pipeback.runtime.link import Closed
 from pipeback.runtime.loop import Batch, Loop
 from pipeback.runtime.undo import Dropped
@@ -190,18 +190,18 @@ class Threads:
     ) -> None:
         self.loops, self.owner, self.closed, self.check = loops, owner, closed, check
         self.commands = [Commands(depth) for _ in loops]
-        self.futures: dict[int, Future[Tensor]] = {}
+        self.awaited: dict[int, Awaited] = {}  # the losses that have not come: micro-batch · replicas + replica
         self.failure: list[BaseException] = []
         judges = [loop for loop in loops if loop.worker.count - 1 in loop.worker.stages]
         self.replicas = max(1, len(judges))
         for n, loop in enumerate(judges):
-            loop.worker.report = deliver(self.futures, n, self.replicas)
+            loop.worker.report = deliver(self.awaited, n, self.replicas)
         for loop, commands in zip(loops, self.commands, strict=True):
             # replicas whose operations came in other orders would wait for each other's sums
             loop.more = partial(_waits, commands) if loop.worker.replicas is None else _never
         self.threads = [
             threading.Thread(
-                target=_serve, args=(loop, commands, closed, self.failure, self.futures), daemon=True, name="pipeback"
+                target=_serve, args=(loop, commands, closed, self.failure, self.awaited), daemon=True, name="pipeback"
             )
             for loop, commands in zip(loops, self.commands, strict=True)
         ]
@@ -227,23 +227,20 @@ class Threads:
 
     def push(self, first: int, batches: Sequence[Batch], options: Options) -> Read:
         each = len(batches) // self.replicas  # replica r has the r-th share
-        futures: list[Future[Tensor]] = [Future() for _ in batches]
-        for n, future in enumerate(futures):
-            replica, i = divmod(n, each)
-            self.futures[(first + i) * self.replicas + replica] = future
+        mbs = range(first, first + each)
+        losses = Awaited(i * self.replicas + replica for replica in range(self.replicas) for i in mbs)
+        self.awaited.update(dict.fromkeys(losses.keys, losses))
         self.tell(lambda loop: loop.push(batches[loop.replica * each : (loop.replica + 1) * each], options))
-        return lambda sizes: LazyLoss(
-            lambda: mean([future.result() for future in futures], sizes), partial(all_known, futures)
-        )
+        return lambda sizes: LazyLoss(lambda: mean(losses.values(), sizes), lambda: losses.known)
 
     # where the loss is computed outside, each part is done when it returns, for the caller may then read gradients and
     # weights; the workers run backwards and updates of different micro-batches at once
 
     def forward(self, mb: int, xs: Sequence[Value], options: Options, expected: int) -> list[Value]:
-        outputs: list[Future[Any]] = [Future() for _ in xs]
-        self.futures.update(enumerate(outputs, mb))
+        outputs = Awaited(range(mb, mb + len(xs)))
+        self.awaited.update(dict.fromkeys(outputs.keys, outputs))
         self._do(lambda loop: loop.forward(xs, options, expected))
-        return [output.result() for output in outputs]
+        return outputs.values()
 
     def backward(self, gradients: Sequence[Value]) -> None:
         self._do(lambda loop: loop.backward(gradients))
@@ -280,7 +277,7 @@ class Threads:
                 thread.join(timeout=0.05)
         for loop in self.loops:
             loop.worker.residence.close()
-        fail(self.futures, RuntimeError("the pipeline was closed before this loss was computed"))
+        fail(self.awaited, RuntimeError("the pipeline was closed before this loss was computed"))
 
 
 def _waits(commands: Commands) -> bool:
@@ -297,21 +294,22 @@ def _under(around: accelerators.Autocast, command: Command, loop: Loop) -> None:
         command(loop)
 
 
-def deliver(futures: dict[int, Future[Tensor]], replica: int = 0, replicas: int = 1) -> Callable[[int, Tensor], None]:
+def deliver(awaited: dict[int, Awaited], replica: int = 0, replicas: int = 1) -> Callable[[int, Tensor], None]:
     def arrived(mb: int, loss: Tensor) -> None:
-        future = futures.pop(mb * replicas + replica, None)
-        if future is not None:  # None while the pipeline is being closed
-            future.set_result(loss)
+        key = mb * replicas + replica
+        push = awaited.pop(key, None)
+        if push is not None:  # None: the pipeline has failed meanwhile
+            push.put(key, loss)
 
     return arrived
 
 
-def fail(futures: dict[int, Future[Tensor]], error: BaseException) -> None:
+def fail(awaited: dict[int, Awaited], error: BaseException) -> None:
     """Raise the error in all that wait for one of these losses, or read it later."""
-    for mb in list(futures):
-        future = futures.pop(mb, None)
-        if future is not None and not future.done():
-            future.set_exception(error)
+    for key in list(awaited):
+        push = awaited.pop(key, None)
+        if push is not None:
+            push.fail(error)
 
 
 def _serve(
@@ -319,7 +317,7 @@ def _serve(
     commands: Commands,
     closed: threading.Event,
     failure: list[BaseException],
-    futures: dict[int, Future[Tensor]],
+    awaited: dict[int, Awaited],
 ) -> None:
     """Run a worker thread, which does commands until it is stopped; the first error of a worker stops all workers."""
     while True:
@@ -336,7 +334,7 @@ def _serve(
             closed.set()
         finally:
             if failure:
-                fail(futures, failure[0])
+                fail(awaited, failure[0])
             commands.task_done()
 
 
