@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -27,7 +28,7 @@ from pipeback.stages.gradients import GradientSums
 from pipeback.stages.stage import Stage
 from pipeback.stages.team import StageGroup
 from pipeback.tensors import accelerators
-from pipeback.tensors.weight_list import Weights, add_scaled, copy
+from pipeback.tensors.weight_list import Weights, add_scaled, copy, set_aside
 
 
 class HookCall(NamedTuple):
@@ -117,7 +118,7 @@ class ResidentWeights:
                     continue
                 if h.version is not None:
                     flight.version = h.version
-                else:
+                elif h.buffer is not None:
                     stage.versions.own(flight, h.buffer)
         forget_casts()
         self._round(held)
@@ -188,23 +189,23 @@ class ResidentWeights:
 
 
 class Held:
-    """The live weights hold other values for now; `buffer` holds the current ones, or is swapped with them."""
+    """The live weights hold other values for now. undo: puts the newest back. buffer: holds the newest, or after `undo`
+    the others if these are to be kept. version: that of the others, if they are one.
+    """
 
-    __slots__ = ("buffer", "swap", "team", "version")
+    __slots__ = ("buffer", "team", "undo", "version")
 
-    def __init__(self, team: StageGroup, buffer: Weights, *, swap: bool, version: int | None = None) -> None:
-        self.team, self.buffer, self.swap, self.version = team, buffer, swap, version
-
-    def undo(self) -> None:
-        if self.swap:
-            _swap(self.team.weights, self.buffer)
-        else:
-            copy(self.team.weights, self.buffer)
+    def __init__(
+        self, team: StageGroup, undo: Callable[[], None], *, buffer: Weights | None = None, version: int | None = None
+    ) -> None:
+        self.team, self.undo, self.buffer, self.version = team, undo, buffer, version
 
 
-def _exchange(team: StageGroup, buffer: Weights, version: int | None = None) -> Held:
-    _swap(team.weights, buffer)
-    return Held(team, buffer, swap=True, version=version)
+def _exchange(team: StageGroup, older: Weights, version: int | None = None) -> Held:
+    """Put an older version into the live storage, to which graphs in flight refer."""
+    undo = set_aside(team.weights)
+    copy(team.weights, older)
+    return Held(team, undo, version=version)
 
 
 def _place(team: StageGroup, chosen: Weights | Shift, *, stash: bool) -> Held:
@@ -219,7 +220,7 @@ def _place(team: StageGroup, chosen: Weights | Shift, *, stash: bool) -> Held:
         add_scaled(weights, chosen.coefficients, chosen.directions)
     else:
         torch._foreach_copy_(weights, chosen)
-    return Held(team, buffer, swap=stash)
+    return Held(team, partial(_swap if stash else copy, weights, buffer), buffer=buffer)
 
 
 def _swap(a: Weights, b: Weights) -> None:

@@ -34,7 +34,7 @@ from pipeback.stages.gradients import GradientSums
 from pipeback.stages.joint_optimizer import Options, joinable
 from pipeback.stages.stage import Stage
 from pipeback.stages.team import StageGroup
-from pipeback.tensors.weight_list import Weights
+from pipeback.tensors.weight_list import Weights, copy
 
 _Step = tuple[StageGroup, int, Sequence[Options], When | None]  # who steps, and with the options of which micro-batch
 
@@ -298,9 +298,9 @@ class Worker:
                         self.watch.before_update(stage, clipped)
                 except Exception as error:
                     raise self.failure("update", stage, mbs[stage.index], error) from error
-            for stage, copy in zip(stages, kept, strict=bool(kept)):
-                if copy is not None:
-                    torch._foreach_copy_(copy, stage.weights)
+            for stage, older in zip(stages, kept, strict=bool(kept)):
+                if older is not None:
+                    copy(older, stage.weights)
             for step in steps:
                 team = step[0]
                 team.put([g for stage in team.stages for g in grads[stage.index]], whole=step[3] is not None)

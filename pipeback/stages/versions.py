@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
-
 from pipeback.stages.flight import Flight
-from pipeback.tensors.weight_list import Weights
+from pipeback.tensors.weight_list import Weights, like
 
 Flights = dict[int, Flight]  # by micro-batch, in the order of their forwards
 
@@ -33,6 +31,7 @@ class Versions:
         self.kept: dict[int, Weights] = {}
         self.scratch: Weights | None = None  # room for the newest weights, while shifted ones lie in their place
         self.peak = 1.0  # the most copies of the weights that were held at once
+        self._spare: Weights | None = None  # memory of a version that was dropped, for the next one that is kept
         self._owned = False  # whether some flights have shifted weights of their own
 
     def keep(self, version: int, weights: Weights, flights: Flights) -> Weights | None:
@@ -40,7 +39,8 @@ class Versions:
         self.release(version + 1, version, flights)
         copy = None
         if version not in self.kept and weights and (self.history or _needed(version, version, flights)):
-            copy = self.kept[version] = [torch.empty_like(w) for w in weights]
+            copy = self.kept[version] = like(weights) if self._spare is None else self._spare
+        self._spare = None
         self.note_copies(flights)
         return copy
 
@@ -50,7 +50,7 @@ class Versions:
         for old in list(self.kept):  # as they were kept, and as flights end: the oldest first
             if old >= at - self.history or old == due or _needed(old, newest, flights):
                 return
-            del self.kept[old]
+            self._spare = self.kept.pop(old)
 
     def hand(self, mb: int, flight: Flight) -> None:
         """B: keep what the forward of this micro-batch ran on for the coming update; of several, the first's."""
@@ -68,6 +68,7 @@ class Versions:
         """After the update that made `newest`: keep no longer what it was handed."""
         self.due = None
         self.release(newest, newest, flights)
+        self._spare = None  # the next one is kept long after this
 
     def hand_over(self, due: Due | None) -> None:
         """Replace what is kept for the coming update; None: nothing is."""
@@ -89,7 +90,7 @@ class Versions:
 
     def put(self, kept: dict[int, Weights]) -> None:
         """Replace the kept versions by these."""
-        self.kept = kept
+        self.kept, self._spare = kept, None
 
     def lay(self, scratch: Weights | None) -> None:
         """Use this memory as scratch; its contents do not matter between operations."""

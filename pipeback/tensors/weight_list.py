@@ -5,7 +5,8 @@ add_scaled   w ← w + c·x        copy   w ← x        exchange   w ↔ x
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -119,13 +120,13 @@ def chosen(values: Sequence[Any], numbers: Sequence[int]) -> Any:
 
 def alike(*lists: Sequence[Any]) -> bool:
     """Whether all lists lie in strips, as vectors of the same shape."""
-    first = len(lists[0]), getattr(lists[0], "flat", None)
-    return first[1] is not None and all(
-        isinstance(some, WeightList)
-        and some.flat is not None
-        and (len(some), some.flat.shape) == (first[0], first[1].shape)
-        for some in lists
-    )
+    shape: torch.Size | None = None
+    for some in lists:
+        flat = some.flat if isinstance(some, WeightList) else None
+        if flat is None or len(some) != len(lists[0]) or (shape is not None and flat.shape != shape):
+            return False
+        shape = flat.shape
+    return True
 
 
 def whole(*lists: Sequence[Any]) -> list[Any]:
@@ -154,6 +155,21 @@ def add_scaled(weights: Weights, coefficients: Sequence[float], directions: Sequ
 def copy(weights: Weights, values: Sequence[Tensor]) -> None:
     """w ← x in place."""
     torch._foreach_copy_(*whole(weights, values))
+
+
+def like(weights: Weights) -> Weights:
+    """Return new tensors like these, in a strip of their own if these lie in one."""
+    if getattr(weights, "flat", None) is None:
+        return [torch.empty_like(w) for w in weights]
+    return Arena([w.detach() for w in weights]).room(WEIGHTS, 0, len(weights))
+
+
+def set_aside(weights: Weights) -> Callable[[], None]:
+    """Copy the weights, and return what puts the copies back."""
+    flat: Tensor | None = getattr(weights, "flat", None)
+    places = list(weights) if flat is None else [flat]
+    kept = [w.detach().clone() for w in places]
+    return partial(torch._foreach_copy_, places, kept)
 
 
 class Arena:
