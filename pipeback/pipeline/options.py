@@ -84,7 +84,6 @@ class PipelineOptions(NamedTuple):
             ("ranks", ranks, 1, "ranks=1"),
             ("store", self.streaming.store, None, "store=None"),
             ("sparsity", self.streaming.sparsity, None, "store=None"),
-            ("loss", "given" if self.loss is not None else None, "given", "a loss, and push"),
         ]
         if self.vectorize:
             kept = self.activations if recomputes(self.activations) else "device"
@@ -93,4 +92,5 @@ class PipelineOptions(NamedTuple):
             among.append(("order", order, "grouped", 'debug=pipeback.Debug(order="grouped")'))
             check_goes_with(f"vectorize={self.vectorize!r}", ", or vectorize=False", among)
         elif order == "skewed":
+            among.append(("loss", "given" if self.loss is not None else None, "given", "a loss, and push"))
             check_goes_with('order="skewed"', "", among)

@@ -25,6 +25,7 @@ from pipeback.pipeline.lifetime import Lifetime
 from pipeback.pipeline.memory_use import Memory
 from pipeback.pipeline.options import PipelineOptions
 from pipeback.pipeline.outside_loss import OutsideLoss
+from pipeback.runtime.outside_ticks import Judge
 from pipeback.pipeline.saving import Saving
 from pipeback.runtime.ledger import Record
 from pipeback.runtime.staleness import Watch
@@ -136,12 +137,18 @@ class Pipeline(Lifetime):
         """
         return self._outside.forward_many([x], expected)[0]
 
-    def forward_many(self, xs: Sequence[Value], *, expected: int = 1) -> list[Value]:
+    def forward_many(self, xs: Sequence[Value], *, expected: int = 1, judge: Judge | None = None) -> list[Value]:
         """F of several micro-batches of one flush (see `together`), all at one stage before any at the next.
 
         So a stage is streamed once. Returns the output of each, as `forward`; give gradients to `backward_many`.
+        judge: (n, output of xs[n]) -> gradient of its loss; then xs need not be of one flush: they follow each other
+        through the stages, each but the last is judged where it leaves them, and the output of the last is returned.
         """
-        return self._outside.forward_many(xs, expected)
+        return self._outside.forward_many(xs, expected, judge)
+
+    def runs_ticks(self, xs: Sequence[Value], *, expected: int = 1) -> bool:
+        """Prepare for micro-batches like these; return whether some stages run as one, so that `judge` gains speed."""
+        return self._outside.runs_ticks(xs, expected)
 
     def together(self, count: int, *, expected: int = 1) -> bool:
         """Whether no update lies between the next `count` micro-batches. expected: as `forward` will be given it."""

@@ -48,13 +48,13 @@ class Shaper(NamedTuple):
 
 
 def alike(stages: Sequence[Stage], turns: int = 1) -> list[list[Stage]]:
-    """Return groups of stages that look alike, without the stage with the loss, wherever they stand.
+    """Return groups of stages that look alike, without the last one, before or in the loss, wherever they stand.
 
     turns: 2 if those of even and of odd number take turns. A group may be a single stage.
     """
     groups: dict[Any, list[Stage]] = {}
     for stage in stages:
-        if not stage.judges:
+        if not stage.last:
             groups.setdefault((stage.index % turns, signature(stage.module)), []).append(stage)
     return list(groups.values())
 
