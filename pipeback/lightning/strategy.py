@@ -26,7 +26,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
-from pipeback.lightning import find_stages, lightning_internals, option_checks
+from pipeback.lightning import find_stages, lightning_internals, one_by_one, option_checks
 from pipeback.lightning.fit import Fit
 from pipeback.lightning.fit_state import KEY, FitState
 from pipeback.lightning.one_device import OneDevice
@@ -124,6 +124,7 @@ class PipelineStrategy(Place):
         debug: Debug | None = None,
         plan: bool = True,
         launcher: str = "auto",
+        vectorize: bool | str = False,
         *,
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
@@ -134,6 +135,7 @@ class PipelineStrategy(Place):
         self.options = StrategyOptions.checked(
             micro_batch_size, stages, workers, store, debug, method=method, reference_batch=reference_batch,
             module=module, drain=drain, activations=activations, masters=masters, compile=compile, plan=plan,
+            vectorize=vectorize,
         )  # fmt: skip
         super().__init__(launcher, self.options.processes, accelerator, checkpoint_io, precision_plugin)
         self.tell = cast(Callable[[str], None], rank_zero_info)  # shows the plan
@@ -142,6 +144,7 @@ class PipelineStrategy(Place):
         self._state: FitState | None = None  # of this fit
         self._together: RankSync | None = None
         self._resumed = Resumed()
+        self._apart: str | None = None  # why no stages run as one
 
     def __repr__(self) -> str:
         o, note = self.options, ""
@@ -162,6 +165,13 @@ class PipelineStrategy(Place):
             gone = "; with several devices it is in the processes that fit starts" if self.launcher else ""
             raise RuntimeError(f"there is no pipeline yet; it is built when fit begins{gone}")
         return self._fit.pipe
+
+    @property
+    def vectorized(self) -> dict[str, str]:
+        """With vectorize=: which stages run as one, and why others do not; known from the first batch on."""
+        if self._apart is not None:
+            return {"all stages": f"stage by stage: {self._apart}"}
+        return self.pipeline.vectorized if self.built else {}
 
     @property
     def busy(self) -> float:
@@ -194,7 +204,8 @@ class PipelineStrategy(Place):
                 self.same_random_numbers()
                 facts = options.facts(self.precision_plugin.precision)
                 rank = SharedFit(self.meeting, self.processes, facts, module, found, optimizer)
-            self._fit = Fit(rank, module, found, optimizer, options, store, self._visits, tell)
+            vectorize, self._apart = one_by_one.decided(options, trainer, module, self.precision_plugin, found, self.ranks)
+            self._fit = Fit(rank, module, found, optimizer, options, store, self._visits, tell, vectorize)
             self._state = FitState(self._fit, rank)
             if self.meeting is not None:
                 self._together = RankSync(self.meeting, self.same_random_numbers)
@@ -297,6 +308,8 @@ class PipelineStrategy(Place):
             if self._state is not None:
                 self._state.leave()
         finally:
+            if self._fit is not None:
+                self._fit.ahead.leave()
             if self._visits is not None:
                 self._visits.end()
                 self._visits = None

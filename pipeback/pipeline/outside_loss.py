@@ -12,7 +12,7 @@ from torch import Tensor
 from pipeback.distributed.rank_runner import RankRunner
 from pipeback.methods.base import Method
 from pipeback.pipeline.engine import Engine, Then
-from pipeback.runtime.outside_ticks import Judge, OutsideTicks
+from pipeback.runtime.outside_ticks import Answer, OutsideTicks
 from pipeback.runtime.runners import PushLoop, Runner, Threads
 from pipeback.schedules.programs import flush
 from pipeback.stages.flight import Value
@@ -77,7 +77,7 @@ class OutsideLoss:
             batches = [batch for x in xs for batch in self._engine.batches(x, None)]
             return isinstance(self._engine.ready(batches, expected), OutsideTicks)
 
-    def forward_many(self, xs: Sequence[Value], expected: int, judge: Judge | None = None) -> list[Value]:
+    def forward_many(self, xs: Sequence[Value], expected: int, judge: Answer | None = None) -> list[Value]:
         """As `Pipeline.forward_many`."""
         engine = self._engine
         with engine.lock, torch.enable_grad():
@@ -102,7 +102,7 @@ class OutsideLoss:
             engine.holding.hide()  # from who clears them before the backward
             return [self._shown(output, x) for output, x in zip(outputs, xs, strict=True)]
 
-    def _judged(self, xs: Sequence[Value], expected: int, judge: Judge) -> list[Value]:
+    def _judged(self, xs: Sequence[Value], expected: int, judge: Answer) -> list[Value]:
         """Have a loss computed for the output of all but the last, whose output is returned."""
         batches = [batch for x in xs for batch in self._engine.batches(x, None)]
         runtime = self._engine.ready(batches, expected)
@@ -112,7 +112,7 @@ class OutsideLoss:
             self.backward([judge(n, self.forward_many([x], expected)[0])], forget=True)
         return self.forward_many(xs[-1:], expected)
 
-    def _in_ticks(self, runtime: OutsideTicks, xs: Sequence[Value], expected: int, judge: Judge) -> Value:
+    def _in_ticks(self, runtime: OutsideTicks, xs: Sequence[Value], expected: int, judge: Answer) -> Value:
         engine = self._engine
         self.ahead.expect(expected)
         first = engine.arrived
@@ -198,7 +198,7 @@ class OutsideLoss:
                 then()
 
     def _did(self, runtime: Runner) -> None:
-        if not isinstance(runtime, RankRunner | OutsideTicks):  # they may know it, and nobody else
+        if not isinstance(runtime, RankRunner | OutsideTicks):  # ranks work on, and ticks go on
             self._engine.modes.done()
 
     def _one_by_one(self) -> None:

@@ -25,9 +25,9 @@ from pipeback.pipeline.lifetime import Lifetime
 from pipeback.pipeline.memory_use import Memory
 from pipeback.pipeline.options import PipelineOptions
 from pipeback.pipeline.outside_loss import OutsideLoss
-from pipeback.runtime.outside_ticks import Judge
 from pipeback.pipeline.saving import Saving
 from pipeback.runtime.ledger import Record
+from pipeback.runtime.outside_ticks import Answer
 from pipeback.runtime.staleness import Watch
 from pipeback.schedules.recording import Recording
 from pipeback.splitting.split import Split
@@ -137,7 +137,7 @@ class Pipeline(Lifetime):
         """
         return self._outside.forward_many([x], expected)[0]
 
-    def forward_many(self, xs: Sequence[Value], *, expected: int = 1, judge: Judge | None = None) -> list[Value]:
+    def forward_many(self, xs: Sequence[Value], *, expected: int = 1, judge: Answer | None = None) -> list[Value]:
         """F of several micro-batches of one flush (see `together`), all at one stage before any at the next.
 
         So a stage is streamed once. Returns the output of each, as `forward`; give gradients to `backward_many`.

@@ -18,7 +18,7 @@ from pipeback.runtime.runners import EventLoop, Read
 from pipeback.stages.flight import Value
 from pipeback.stages.joint_optimizer import Options
 
-Judge = Callable[[int, Any], Value]  # of those that went forward together: (its place, its output) -> its gradient
+Answer = Callable[[int, Any], Value]  # of those that went forward together: (its place, its output) -> its gradient
 
 
 class OutsideTicks(EventLoop):
@@ -27,14 +27,14 @@ class OutsideTicks(EventLoop):
     def __init__(self, loop: Loop) -> None:
         super().__init__(loop)
         self._mbs = range(0)  # those that went forward together
-        self._judge: Judge | None = None
+        self._judge: Answer | None = None
         self._output: Any = None  # of the newest
         loop.worker.report = self._left
 
     def push(self, first: int, batches: Sequence[Batch], options: Options) -> Read:
         raise RuntimeError("push needs a loss, but this pipeline has loss=None; call forward and backward")
 
-    def forward(self, xs: Sequence[Value], options: Options, expected: int, judge: Judge) -> Value:
+    def forward(self, xs: Sequence[Value], options: Options, expected: int, judge: Answer) -> Value:
         """Let these micro-batches in, have all but the newest judged, and return the output of that one."""
         loop, worker, order = self.loop, self.loop.worker, self.loop.order
         loop.reach(_never)
