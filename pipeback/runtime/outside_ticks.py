@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from pipeback.runtime.loop import Batch, Loop
 from pipeback.runtime.runners import EventLoop, Read
 from pipeback.stages.flight import Value
@@ -40,6 +42,7 @@ class OutsideTicks(EventLoop):
         loop.reach(_never)
         self._judge, self._mbs = judge, loop.enter(xs, options, expected)
         worker.run(order.advance(self._mbs.stop, order.at_last))
+        worker.executor.land()
         early = worker.last, self._mbs[-1]
         worker.forward([early])
         worker.early = early
@@ -59,7 +62,9 @@ class OutsideTicks(EventLoop):
             self._output = output
             return
         assert self._judge is not None
-        self.loop.worker.link.send("B", self.loop.worker.last, mb, self._judge(mb - self._mbs.start, output))
+        with torch.enable_grad():
+            gradient = self._judge(mb - self._mbs.start, output)
+        self.loop.worker.link.send("B", self.loop.worker.last, mb, gradient)
 
 
 def _never() -> bool:

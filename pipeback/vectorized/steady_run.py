@@ -8,6 +8,7 @@ nobody sees them before.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from pipeback.vectorized.cuda_graph import CudaGraphed
 from pipeback.vectorized.forms import packed
 from pipeback.vectorized.joint_step import JointStep
 from pipeback.vectorized.loss_stage import LossStage, form
+from pipeback.vectorized.output_stage import OutputStage
 from pipeback.vectorized.sgd_rows import Step
 from pipeback.vectorized.step_plan import StepPlan
 from pipeback.vectorized.tick import Parts, StackTick
@@ -57,7 +59,7 @@ class SteadyRun:
         self.f, self.b = list(f), list(b)
         self._began = list(f), list(b)
         self.turns: list[Turn] = []  # of the even stages, and of the odd ones
-        self.judge: LossStage | None = None
+        self.judge: LossStage | OutputStage | None = None
         self.options: dict[int, Options] = {i: flight.options for i, flight in worker.stages[0].flights.items()}
         self.uniform = self._looked = False
         self._now = next(iter([*self.options.values(), *worker.options.values()]))
@@ -73,7 +75,7 @@ class SteadyRun:
         """Whether it has gone on for so long that it should end."""
         return max(self.rounds(0), self.rounds(self.worker.count - 1)) >= LIMIT
 
-    def take(self, judge: LossStage | None, plan: StepPlan | None) -> None:
+    def take(self, judge: LossStage | OutputStage | None, plan: StepPlan | None) -> None:
         """Run the last stage as this graph, if its F and B run on the same weights. plan: that of the last stage."""
         last = self.worker.last
         if judge is not None and plan is not None:
@@ -179,7 +181,8 @@ class SteadyRun:
                 return False
         if turn.judge is None or (s := turn.judge.stage.index) not in stages:
             return True
-        return form(box["F", s, f[s] + k], box["Y", s, f[s] + k]) == turn.judge.form
+        target = [box["Y", s, f[s] + k]] if turn.judge.stage.judges else []
+        return form(box["F", s, f[s] + k], *target) == turn.judge.form
 
     def _steps(self, turn: Turn) -> list[Step | AdamStep] | None:
         """Return the steps of each stack's weights, and then of the last stage's, at the next tick of a turn."""
@@ -205,8 +208,9 @@ class SteadyRun:
         """Return the micro-batch that the last stage judges now."""
         assert turn.judge is not None
         s, link = turn.judge.stage.index, self.worker.link
-        i = self.f[s] + turn.rounds
-        return i, link.recv("F", s, i), target_on(turn.judge.stage.device, link.recv("Y", s, i))
+        i, stage = self.f[s] + turn.rounds, turn.judge.stage
+        target = target_on(stage.device, link.recv("Y", s, i)) if stage.judges else None
+        return i, link.recv("F", s, i), target
 
     def _tick(self, turn: Turn, parts: Sequence[StackRows], stages: range) -> None:
         """Run the tick of these stages of a turn: of these rows of stacks, and of stages outside."""
@@ -259,13 +263,21 @@ class SteadyRun:
         judge, step, joint = turn.judge, turn.steps[-1], self._joint
         assert judge is not None and asked is not None
         i, x, target = asked
-        loss, gx, grads = judge.eager(x, target, step)
-        self.judged(i, loss)
+        if isinstance(judge, OutputStage):
+            gx, grads = judge.eager(x, step, partial(self._outside, i))
+        else:
+            loss, gx, grads = judge.eager(x, target, step)
+            self.judged(i, loss)
         if isinstance(step, Step) and joint.fits(judge.rows.whole, step):
             joint.add(judge.rows.whole, step, grads)
         else:
             judge.rows.whole.move(step, grads)
         return gx
+
+    def _outside(self, i: int, output: Any) -> Any:
+        """Have the output of the last stage judged outside; return its gradient."""
+        self.judged(i, output)
+        return self.worker.link.recv("B", self.worker.last, i)
 
     def _fused(self, turn: Turn, parts: Sequence[StackRows], given: Sequence[tuple[Parts, Parts]], asked: Asked) -> Any:
         """Run the compiled function of the turn. Returns the gradient of the last stage's input."""
