@@ -53,6 +53,11 @@ class HeldStages:
         self.seconds = [1.0] * len(self.stages)  # seconds of F (forward) and B (backward) of each stage, once measured
         self.owner: list[int] | None = None  # the worker of each stage, once each process holds its own only
 
+    @property
+    def shared(self) -> bool:
+        """Whether several workers share the stages, or several replicas each have them."""
+        return self.workers > 1 or len(self.everywhere) > 1
+
     def balance(self) -> list[int]:
         """Return the worker of each stage."""
         return balance(self.seconds, self.workers)

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from pipeback.lightning import find_stages, micro_batches, step_checks, user_optimizer
 from pipeback.lightning.ahead import Ahead
-from pipeback.lightning.suspended_slices import Slice
 from pipeback.lightning.call_override import call_instead
 from pipeback.lightning.find_stages import TrainedModule
 from pipeback.lightning.fit_rank import Rank
@@ -22,6 +21,7 @@ from pipeback.lightning.followed_step import Given
 from pipeback.lightning.stage_optimizers import StageOptimizers
 from pipeback.lightning.strategy_options import StrategyOptions
 from pipeback.lightning.streamed_model import StreamedModel
+from pipeback.lightning.suspended_slices import Slice
 from pipeback.lightning.update_interval import UpdateInterval
 from pipeback.lightning.update_size import UpdateSize
 from pipeback.pipeline.arguments import Clipping

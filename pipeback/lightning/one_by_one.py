@@ -31,7 +31,12 @@ AMID = (
 
 
 def decided(
-    options: StrategyOptions, trainer: Trainer, module: LightningModule, plugin: Precision, found: TrainedModule, ranks: int
+    options: StrategyOptions,
+    trainer: Trainer,
+    module: LightningModule,
+    plugin: Precision,
+    found: TrainedModule,
+    ranks: int,
 ) -> tuple[bool | str, str | None]:
     """Return `vectorize` for the pipeline of this fit, and why it is False although the user has asked for more.
 
@@ -44,7 +49,12 @@ def decided(
 
 
 def _why(
-    options: StrategyOptions, trainer: Trainer, module: LightningModule, plugin: Precision, found: TrainedModule, ranks: int
+    options: StrategyOptions,
+    trainer: Trainer,
+    module: LightningModule,
+    plugin: Precision,
+    found: TrainedModule,
+    ranks: int,
 ) -> str | None:
     for name, value, plain in (
         ("devices", ranks, 1),

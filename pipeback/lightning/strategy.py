@@ -204,7 +204,9 @@ class PipelineStrategy(Place):
                 self.same_random_numbers()
                 facts = options.facts(self.precision_plugin.precision)
                 rank = SharedFit(self.meeting, self.processes, facts, module, found, optimizer)
-            vectorize, self._apart = one_by_one.decided(options, trainer, module, self.precision_plugin, found, self.ranks)
+            vectorize, self._apart = one_by_one.decided(
+                options, trainer, module, self.precision_plugin, found, self.ranks
+            )
             self._fit = Fit(rank, module, found, optimizer, options, store, self._visits, tell, vectorize)
             self._state = FitState(self._fit, rank)
             if self.meeting is not None:

@@ -6,7 +6,7 @@ happens in the order of the slices, and so does what it does after it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -33,7 +33,7 @@ class SuspendedSlices:
     def __init__(
         self,
         found: TrainedModule,
-        cut: Sequence[Slice],
+        cut: list[Slice],
         step: Callable[[Any], Any],
         log: micro_batches.Log,
         threads: CallThreads,

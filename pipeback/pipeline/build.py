@@ -109,15 +109,17 @@ def build(model: nn.Module | Sequence[nn.Module] | Split, options: PipelineOptio
         delays, options.debug.order, options.debug.seed, options.processes.link, options.threads,
         {"clip_norm": options.clipping.norm, "clip_value": options.clipping.value,
          "samples": options.micro_batches.weights == "samples", "check_finite": options.debug.check_finite},
-        _stacks(stages, method, options) if options.vectorize else [],
+        _stacks(stages, method, options, later=holding.shared) if options.vectorize else [],
     )  # fmt: skip
     return Built(options, model, method, delays, replicas, optimizers, names, holding, setting)
 
 
-def _stacks(stages: Sequence[Stage], method: Method, options: PipelineOptions) -> Sequence[Any]:
-    from pipeback.vectorized.choose_stacks import stacked  # here: its room takes a sixth of the time of the import
+def _stacks(stages: Sequence[Stage], method: Method, options: PipelineOptions, *, later: bool) -> Sequence[Any]:
+    """Return stacks of stages that may run as one; none yet where they are made `later`."""
+    from pipeback.vectorized import choose_stacks  # here: its room takes a sixth of the time of the import
 
-    return stacked(stages, method, options.compile, options.vectorize)
+    choose_stacks.check(stages, method, options.compile, options.vectorize)
+    return [] if later else choose_stacks.stacked(stages, method, options.compile, options.vectorize, len(stages))
 
 
 def _agree(

@@ -24,8 +24,9 @@ from pipeback.pipeline.model_check import ModelCheck
 from pipeback.pipeline.observers import Observers
 from pipeback.pipeline.option_checks import check_groups
 from pipeback.pipeline.progress import Progress
-from pipeback.pipeline.rehearsals import Rehearsals, Relay, smallest
+from pipeback.pipeline.rehearsals import Rehearsals, Relay
 from pipeback.pipeline.replica_sync import ReplicaSync
+from pipeback.pipeline.stacking import Stacking
 from pipeback.pipeline.start import start
 from pipeback.pipeline.train_modes import OTHERWISE, CallLock, Modes
 from pipeback.runtime.loop import Batch, Loop
@@ -46,8 +47,7 @@ class Engine:
 
     lock: one caller at a time. error: the error that has closed the pipeline. runtime: None before the first push.
     pushed: micro-batches of the last push, and samples of its first one. current: the optimizers' options at the last
-    push. threads: whether stages run in other threads or processes. vectorized: for each run of similar stages, whether
-    they run as one.
+    push. threads: whether stages run in other threads or processes.
     """
 
     def __init__(self, built: Built) -> None:
@@ -62,11 +62,11 @@ class Engine:
         self.entrance = MicroBatcher(self.traced, self.holding.everywhere)
         self._intact = ModelCheck(self.model, self.stages)
         self._followers = ReplicaSync(self.holding.everywhere)
-        self._vectorize, self._compile = options.vectorize, options.compile
+        self._compile = options.compile
         self.threads = options.threads is not None or built.replicas > 1 or self.ranks.several
-        self.vectorized: dict[str, str] = {}
         self.current = Options(self.optimizers, 0)
         self.arrived, self.progress = 0, Progress()
+        self._stacking = Stacking(built)
         self._rehearsals = Rehearsals(self.holding, self.delays, warn=options.debug.weight_functions == "warn")
         self.observing, self._losses = Observers(), LossWatch(options.debug.stop_at_nan)
         self.error: BaseException | None = None
@@ -83,6 +83,11 @@ class Engine:
     def ranks(self) -> Ranks | SingleProcess:
         """The processes of the pipeline. Loading a state after an error makes them meet anew."""
         return self.holding.ranks
+
+    @property
+    def vectorized(self) -> dict[str, str]:
+        """For each stack of similar stages, whether they run as one."""
+        return self._stacking.told
 
     @property
     def loops(self) -> list[Loop]:
@@ -229,10 +234,13 @@ class Engine:
             self.holding.ranks = Ranks(self.ranks.table, self.ranks.timeout)
         self.error = None
 
+    def check(self, plain: Mapping[str, Any]) -> None:
+        """Raise ValueError if a state cannot go on in the stacks of this pipeline."""
+        self._stacking.check(plain)
+
     def take_up(self, plain: Mapping[str, Any], current: Options) -> None:
         """Load the part of a state that belongs to no stage. current: the optimizers' options in it."""
         self.current, self.arrived = current, plain["arrived"]
-        self._regroup(plain)
         self.progress.take_up(plain)
         self.holding.seconds = plain["seconds"]
         self._rehearsals.forget()
@@ -240,6 +248,8 @@ class Engine:
             self.traced.know(plain.get("forms", ()))
         if plain["loops"]:
             self.holding.share_out(values=False)
+            self._stacking.regroup(plain)
+            self._stack()
             self.holding.lay()
 
     def remember(self) -> None:
@@ -250,7 +260,7 @@ class Engine:
 
     def rehearse(self, batches: Sequence[Batch]) -> None:
         """Rehearse what has to be, and start with the first."""
-        if self.setting.stacks and accelerators.autocast():
+        if self._stacking.on and accelerators.autocast():
             raise ValueError("vectorize: autocast does not reach stages that run as one; enter it inside the modules")
         if not self._rehearsals.due(batches):
             return
@@ -259,43 +269,43 @@ class Engine:
                 warnings.warn(OTHERWISE, stacklevel=5)
             self.do(self.runtime.wait)  # buffers and random state are borrowed and put back
         relay = self._relay if isinstance(self.runtime, RankRunner) else None
-        sizes = self._rehearsals.run(batches, relay)
-        if sizes and self.setting.stacks:
+        sizes = self._rehearsals.run(batches, relay) and self._stacking.on
+        if sizes:
+            self._stacking.see(batches, relay)
+        if self.runtime is None and self.ranks.several:
+            self.holding.seconds = self.ranks.gather(self.holding.seconds, "push()")[0]
+            self.holding.share_out(values=True)
+        if sizes:
+            self._stacking.choose()
             self._fit_stacks(batches, relay)
+            self._rehearsals.look()
         if self.runtime is None:
-            if self.ranks.several:
-                self.holding.seconds = self.ranks.gather(self.holding.seconds, "push()")[0]
-                self.holding.share_out(values=True)
             self.holding.lay()
             self.start()
         self._rehearsals.done(batches)
 
     def _fit_stacks(self, batches: Sequence[Batch], relay: Relay | None) -> None:
-        """Of the runs of similar stages, keep those that can run as one for these micro-batches."""
-        from pipeback.vectorized.fit_stacks import Request, fitting  # here, since most pipelines have no stacks
-
-        stacks = self.setting.stacks
-        asked = Request(self.method, self._vectorize, self.current, self.setting.worker)
-        some = [batches[0][:2], smallest(batches)[:2]]
-        kept, told = fitting(self.stages, stacks, some, asked, again=bool(self.vectorized))
-        self.vectorized = self.vectorized or told
-        self.setting = self.setting._replace(stacks=kept)
-        if kept != list(stacks):
+        """Keep those stacks of similar stages that can run as one for these micro-batches."""
+        changed = self._stacking.fit(self.current)
+        if self.runtime is None:
+            if self.ranks.several:
+                for told in self.ranks.gather(self._stacking.told, "push()"):
+                    self._stacking.told |= told
+            self._stack()
+        else:  # the order of operations stays
+            self.setting = self.setting._replace(stacks=self._stacking.stacks)
+        if changed:
             for loop in self.loops:  # of a state that was taken up
-                loop.worker.executor.use(kept)
+                mine = [stack for stack in self.setting.stacks if stack.stages[0] in loop.worker.stages.values()]
+                loop.worker.executor.use(mine)
             if self._compile:  # what is left compiles, and is checked, on its own
                 self._rehearsals.whole(batches[0], relay)
 
-    def _regroup(self, plain: Mapping[str, Any]) -> None:
-        """Let those stages run as one that did in a state, as far as it has micro-batches in flight there."""
-        if not self.setting.stacks:
-            return
-        from pipeback.vectorized.choose_stacks import regrouped  # here, since most pipelines have no stacks
-
-        rows = [p["row"] for part in plain["stages"] for p in part.get("flights", {}).values() if p.get("row")]
-        groups = {tuple(row[-1]) for row in rows}
-        stacks = regrouped(self.stages, self.setting.stacks, sorted(groups), self.method, self._vectorize)
-        self.setting = self.setting._replace(stacks=stacks)
+    def _stack(self) -> None:
+        """Take the stacks into the setting of the runtime; every rank calls this at the same time."""
+        stacks = self._stacking.stacks
+        skewed = any(self.ranks.gather(bool(stacks), "push()")) if self.ranks.several else bool(stacks)
+        self.setting = self.setting._replace(stacks=stacks, skewed=skewed)
 
     def _relay(self, x: Value, part: Callable[[Sequence[Stage], Value], Value]) -> None:
         assert isinstance(self.runtime, RankRunner)

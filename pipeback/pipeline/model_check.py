@@ -13,6 +13,7 @@ from torch import nn
 
 from pipeback.private import handles, listened
 from pipeback.stages.stage import Stage
+from pipeback.stages.tracing_lock import TRACING
 
 _needs = attrgetter("requires_grad")
 _COPY = "copy values into the weights in place, or build a new Pipeline"
@@ -63,6 +64,9 @@ class ModelCheck:
                 self._known[s] = stage.home.places, Places((owner, key, p) for owner, key, p, _ in stage.home.places)
             places = self._known[s][1]
             n = places.changed()
+            if n is not None:
+                with TRACING:
+                    n = places.changed()
             if n is None and stage.home.places:
                 at = self.turn % len(stage.home.places)
                 _, _, p, pointer = stage.home.places[at]

@@ -90,7 +90,7 @@ class Rehearsals:
                 if stage.stack is not None:
                     stage.stack.renew()
         if anew or self._set_anew:
-            self._look()
+            self.look()
         if ((anew or other) and smallest(batches)[2] < batches[0][2]) or (fewer and not anew and not other):
             self._through(smallest(batches), self._shape, relay)
         for form, batch in self._new(batches).items():
@@ -98,7 +98,8 @@ class Rehearsals:
                 self._through(batch, self._form, relay)
         return anew or fewer
 
-    def _look(self) -> None:
+    def look(self) -> None:
+        """Note how the modules are set: their modes, and the numbers in them."""
         every = [stage for stages in self._holding.everywhere for stage in stages]
         self._modes = Settings((m for stage in every for m in stage.module.modules()), "modes")
         self._settings = [

@@ -61,6 +61,7 @@ class Saving:
             "sparsity": repr(engine.holding.sparsity),
             "replicas": self._replicas,
             "seconds": engine.holding.seconds,
+            "workers": engine.holding.workers,
             "groups": {str(current.since): [plain_groups(g) for g in current.groups]},
             "current": current.since,
             **({} if engine.traced is None else {"forms": engine.traced.forms()}),
@@ -80,6 +81,7 @@ class Saving:
                 weights=self._weights, replicas=self._replicas, sparsity=repr(engine.holding.sparsity),
                 size=engine.size,
             )  # fmt: skip
+            engine.check(plain)
             engine.reopen()
             engine.do(partial(self._take_up, state_dict, plain))
             engine.remember()

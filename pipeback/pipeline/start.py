@@ -47,7 +47,7 @@ def start(holding: HeldStages, setting: Setting) -> Runner:
     if setting.threads is None and len(holding.everywhere) == 1:
         outside = holding.stages[-1].loss is None
         ticks: type[TickLoop | OutsideTicks] = OutsideTicks if outside else TickLoop
-        inline = ticks if setting.stacks or setting.order == "skewed" else PushLoop
+        inline = ticks if setting.skewed or setting.order == "skewed" else PushLoop
         return inline(_loop(holding, setting, holding.stages, LocalLink(), None, 0))
     return Threads(_loops(holding, setting, owner, bound, closed), owner, closed)
 
@@ -96,15 +96,17 @@ def _loop(
         )
         policy = "streaming" if setting.order == "grouped" else setting.order
     executor: Callable[[Worker], Executor] = StageExecutor
-    if setting.stacks:
+    stacks = [stack for stack in setting.stacks if any(stage is stack.stages[0] for stage in mine)]
+    policy = "skewed" if setting.skewed else policy
+    if stacks:
         from pipeback.vectorized.stack_executor import StackExecutor  # here, since most pipelines have no stacks
 
-        executor, policy = partial(StackExecutor, stacks=setting.stacks), "skewed"
+        executor = partial(StackExecutor, stacks=stacks)
     worker = Worker(
         mine, holding.method, setting.delays, link, executor, replicas=sums, residence=residence, **setting.worker
     )
     order = Order(holding.method.schedule, len(holding.stages), policy=policy, seed=setting.seed, near=near)
-    if setting.stacks:
+    if stacks:
         order.leap, order.landed = partial(worker.executor.leap, order), worker.executor.land
     moves = store is not None and not isinstance(store, DeviceStore)
     return Loop(worker, order, holding.method, replica, shared, at_once=moves)

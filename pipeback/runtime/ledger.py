@@ -80,6 +80,15 @@ class Ledger(Sequence[Record]):
         while sum(n for n, _ in self._due) - self._due[0][0] >= self.limit:
             self._due.popleft()
 
+    def take(self, count: int) -> Columns:
+        """Return the newest records, so many or as many as there are, and drop them."""
+        self._write()
+        first = max(0, len(self._who) - count)
+        newest = self._who[first:], self._mb[first:], self._version[first:]
+        for column in (self._who, self._mb, self._version):
+            del column[first:]
+        return newest
+
     def _write(self) -> None:
         while self._due:
             self._extend(*self._due.popleft()[1]())

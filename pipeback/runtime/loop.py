@@ -46,6 +46,8 @@ class Loop:
         """
         self.worker, self.order, self.method, self.replica, self.owner = worker, order, method, replica, owner
         self.at_once = at_once
+        # whether something else waits to be done; None: the caller asks for what is left of a push
+        self.more: Callable[[], bool] | None = None
         self.inline = False  # whether a caller hears that a micro-batch has failed before the next one is pushed
         # where it stood before the schedule was begun
         self._before: tuple[dict[str, Any], int, tuple[int, int, int]] = ({}, 1, (0, 0, 0))
@@ -85,6 +87,8 @@ class Loop:
                 self._let_in(i + 1, first, mark, len(batches) - n)
         if at_end:
             self._let_in(order.arrived + len(batches), first, mark, len(batches))
+        if order.policy == "skewed" and self.more is not None:
+            worker.run(order.rest(self.more))  # while nothing comes that would fill the pipeline
         self._remember()
         if self.method.flush_each_push:
             self.drain()

@@ -196,6 +196,9 @@ class Threads:
         self.replicas = max(1, len(judges))
         for n, loop in enumerate(judges):
             loop.worker.report = deliver(self.futures, n, self.replicas)
+        for loop, commands in zip(loops, self.commands, strict=True):
+            # replicas whose operations came in other orders would wait for each other's sums
+            loop.more = partial(_waits, commands) if loop.worker.replicas is None else _never
         self.threads = [
             threading.Thread(
                 target=_serve, args=(loop, commands, closed, self.failure, self.futures), daemon=True, name="pipeback"
@@ -278,6 +281,15 @@ class Threads:
         for loop in self.loops:
             loop.worker.residence.close()
         fail(self.futures, RuntimeError("the pipeline was closed before this loss was computed"))
+
+
+def _waits(commands: Commands) -> bool:
+    """Whether a command waits that may be begun now; how fast they come must not change bits where torch is told so."""
+    return not (commands.empty() or torch.are_deterministic_algorithms_enabled())
+
+
+def _never() -> bool:
+    return False
 
 
 def _under(around: accelerators.Autocast, command: Command, loop: Loop) -> None:

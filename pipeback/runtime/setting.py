@@ -16,3 +16,4 @@ class Setting(NamedTuple):
     threads: int | None  # workers in this process; None: the event loop
     worker: dict[str, Any]  # options of `Worker`
     stacks: Sequence[Any] = ()  # stacks of stages that run as one
+    skewed: bool = False  # whether some stages of the pipeline do, perhaps in another process

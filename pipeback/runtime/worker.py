@@ -43,6 +43,7 @@ class Executor(Protocol):
     """How a worker's operations are done on the weights in place: stage by stage, or those of several stages as one."""
 
     apart: bool  # whether the backwards of a wave are done one by one
+    as_one: bool  # whether the operations of a wave are one call
     undoes: bool  # whether a micro-batch whose forward fails can be taken back (`undo`)
 
     def record(self, on: bool) -> None:
@@ -152,16 +153,25 @@ class Worker:
                         do([op])
                 else:
                     do(ops)
+            elif self.executor.as_one and kind != "U":
+                for s, i in ops:
+                    self._await(kind, s, i)
+                    self.settle(s)
+                do(ops)
             else:
                 for s, i in ops:
-                    if kind == "F" or (kind == "B" and not mine[s].judges):
-                        self.link.wait(kind, s, i)  # so that waiting does not count as working
+                    self._await(kind, s, i)  # so that waiting does not count as working
                     self.settle(s)
                     self.residence.ready(kind, s, i)
                     if kind == "U" and self.replicas is not None:
                         do([(s, i)])  # this only begins it; `settle` does it
                     else:
                         self._measured(do, s, kind, i)
+
+    def _await(self, kind: str, s: int, i: int) -> None:
+        """Wait for the input of an operation from another worker."""
+        if kind == "F" or (kind == "B" and not self.stages[s].judges):
+            self.link.wait(kind, s, i)
 
     def _measured(self, do: Callable[[Ops], None], s: int, kind: str, i: int) -> None:
         begin = time.perf_counter()
@@ -223,6 +233,7 @@ class Worker:
         if self.replicas is None:
             self.update(ops)
         else:
+            self.executor.spread()
             for s, i in ops:
                 self.residence.collect(self.stages[s])
                 self._due[s] = i, self.replicas.start(s, self.stages[s].gradients.packed())

@@ -244,11 +244,7 @@ def _numbered(tensors: Mapping[str, Tensor], prefix: str) -> list[Tensor]:
 
 
 def _load_row(stage: Stage, mb: int, plain: Plain, tensors: Mapping[str, Tensor], options: dict[int, Any]) -> Flight:
-    if stage.stack is None:
-        raise Corrupt(
-            f"{stage.label}: micro-batch {mb} was saved in flight with vectorize=, and can only go on in a stack; "
-            "build the pipeline with vectorize=True, or save it drained"
-        )
+    assert stage.stack is not None  # it was checked before
     flight = Flight((), None, None, plain["version"], False)
     prefix = f"flight/{mb}/row/"
     values = _numbered(tensors, prefix)

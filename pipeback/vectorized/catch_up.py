@@ -31,7 +31,12 @@ class Rounds:
         self.worker, self.done, self.f, self.b, self.turns = worker, done, f, b, turns
 
     def tell(
-        self, moving: Sequence[StackTick], judge: LossStage | OutputStage | None, options: Mapping[int, Options], *, stashes: bool
+        self,
+        moving: Sequence[StackTick],
+        judge: LossStage | OutputStage | None,
+        options: Mapping[int, Options],
+        *,
+        stashes: bool,
     ) -> None:
         """Tell the stages of these stacks, the last stage, if it is a graph, and the ledger.
 
@@ -48,10 +53,13 @@ class Rounds:
             used.append(self._used(last.index, stashed=False))
             last.went_backward(options[end - 1])
             last.note_flights(1)
-            for i in range(f[-1], end):
+        if worker.last in numbers:  # nobody needs them any more
+            for i in range(f[worker.last], f[worker.last] + self.done[worker.last]):
                 del worker.options[i]
         if count := sum(self.done[s] for s in numbers):
-            worker.ledger.put_off(2 * count, partial(self._records, numbers, used))
+            others = sum(self.done[s] for s in worker.stages if s not in numbers)
+            recorded = worker.ledger.take(2 * others) if others else ([], [], [])
+            worker.ledger.put_off(2 * (count + others), partial(self._records, numbers, used, recorded))
         for s in numbers:
             stage = worker.stages[s]
             if self.done[s]:
@@ -70,8 +78,8 @@ class Rounds:
         fore = range(stage.version, stage.version + count)
         return fore, [*(flight.version for flight in stage.flights.values()), *fore][:count] if stashed else fore
 
-    def _records(self, numbers: Sequence[int], used: Sequence[Used]) -> Columns:
-        """Return what the ledger records of these stages: F and B, tick by tick."""
+    def _records(self, numbers: Sequence[int], used: Sequence[Used], recorded: Columns) -> Columns:
+        """Return what the ledger records of the rounds, tick by tick. recorded: by the other stages."""
         counts = torch.tensor([self.done[s] for s in numbers])
         rounds = torch.cat([torch.arange(self.done[s]) for s in numbers])
         stages, f, b = (
@@ -79,8 +87,13 @@ class Rounds:
             for some in (range(self.worker.count), self.f, self.b)
         )
         fore, back = (torch.cat([torch.tensor(some[n], dtype=torch.long) for some in used]) for n in (0, 1))
-        who = torch.stack([2 * stages, 2 * stages + 1])
-        mbs, versions = torch.stack([f, b]) + rounds, torch.stack([fore, back])
-        ticks = self.turns * (f + rounds) + stages
-        at = torch.argsort(2 * ticks.expand(2, -1).flatten() + torch.tensor([0, 1]).repeat_interleave(len(ticks)))
-        return who.flatten()[at].tolist(), mbs.flatten()[at].tolist(), versions.flatten()[at].tolist()
+        columns = (2 * stages, 2 * stages + 1), (f + rounds, b + rounds), (fore, back)
+        who, mbs, versions = (
+            torch.cat([*some, torch.tensor(others, dtype=torch.long)])
+            for some, others in zip(columns, recorded, strict=True)
+        )
+        stages, backward = who // 2, who % 2
+        lead = torch.tensor([f - b for f, b in zip(self.f, self.b, strict=True)])[stages]  # of F before B
+        ticks = self.turns * (mbs + backward * lead) + stages
+        at = torch.argsort((2 * ticks + backward) * self.worker.count + stages)
+        return who[at].tolist(), mbs[at].tolist(), versions[at].tolist()

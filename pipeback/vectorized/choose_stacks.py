@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -47,56 +47,83 @@ class Shaper(NamedTuple):
         return stack
 
 
-def alike(stages: Sequence[Stage], turns: int = 1) -> list[list[Stage]]:
+def alike(stages: Sequence[Stage], turns: int = 1, owner: Sequence[int] | None = None) -> list[list[Stage]]:
     """Return groups of stages that look alike, without the last one, before or in the loss, wherever they stand.
 
-    turns: 2 if those of even and of odd number take turns. A group may be a single stage.
+    turns: 2 if those of even and of odd number take turns. owner: the worker of each stage of the pipeline; None: one
+    has all. A group may be a single stage.
     """
     groups: dict[Any, list[Stage]] = {}
     for stage in stages:
         if not stage.last:
-            groups.setdefault((stage.index % turns, signature(stage.module)), []).append(stage)
+            worker = 0 if owner is None else owner[stage.index]
+            groups.setdefault((worker, stage.index % turns, signature(stage.module)), []).append(stage)
     return list(groups.values())
 
 
-def stacked(
+def check(
     stages: Sequence[Stage], method: Method, compile: bool | dict[str, Any], vectorize: bool | str
-) -> list[Stack]:
-    """Return stacks of the stages that look alike (none without `vectorize`); `fitting` finds out whether they are.
-
-    Where a whole tick is one function, single stages are part of it as well. Raises ValueError where `vectorize`
-    demands a stack and there is none, and for CUDA graphs without CUDA.
+) -> list[list[Stage]]:
+    """Return groups of stages that may run as one. Raises ValueError where `vectorize` demands a stack and there is
+    none, and for CUDA graphs without CUDA.
     """
-    if not vectorize:
-        return []
     if vectorize == "cuda_graph" and any(s.device is not None and s.device.type != "cuda" for s in stages):
         raise ValueError('vectorize="cuda_graph" needs all stages on a CUDA device; move the model, or use True')
-    options = compiled.options(compile, keep=False) if compile else None
-    shaper = Shaper(method, len(stages), options, vectorize == "cuda_graph")
-    groups = alike(stages, shaper.turns)
-    if not leaps(method):  # then stages without weights, and single ones, gain nothing
-        groups = [group for group in groups if len(group) >= LEAST and group[0].params]
-    stacks = [shaper.stack(group) for group in groups]
-    if not stacks and vectorize != "auto":
+    if compile:
+        compiled.options(compile, keep=False)
+    groups = _groups(stages, method, len(stages), None)
+    if not groups and vectorize != "auto":
         raise ValueError(
             f"vectorize={vectorize!r}: no stages are alike (in layers, shapes, options; the last one has the loss); "
             'use vectorize="auto" or False'
         )
-    return stacks
+    return groups
+
+
+def stacked(
+    stages: Sequence[Stage],
+    method: Method,
+    compile: bool | dict[str, Any],
+    vectorize: bool | str,
+    count: int,
+    owner: Sequence[int] | None = None,
+) -> list[Stack]:
+    """Return stacks of those of these stages that look alike; `fitting` finds out whether they are.
+
+    Where a whole tick is one function, single stages are part of it as well. count: the stages of the pipeline. owner:
+    see `alike`.
+    """
+    shaper = _shaper(method, compile, vectorize, count)
+    return [shaper.stack(group) for group in _groups(stages, method, count, owner)]
+
+
+def _shaper(method: Method, compile: bool | dict[str, Any], vectorize: bool | str, count: int) -> Shaper:
+    options = compiled.options(compile, keep=False) if compile else None
+    return Shaper(method, count, options, vectorize == "cuda_graph")
+
+
+def _groups(stages: Sequence[Stage], method: Method, count: int, owner: Sequence[int] | None) -> list[list[Stage]]:
+    groups = alike(stages, Shaper(method, count, None, False).turns, owner)
+    if leaps(method):
+        return groups
+    # stages without weights, and single ones, gain nothing
+    return [group for group in groups if len(group) >= LEAST and group[0].params]
 
 
 def regrouped(
-    stages: Sequence[Stage],
+    stages: Mapping[int, Stage],
     stacks: Sequence[Stack],
     groups: Sequence[Sequence[int]],
     method: Method,
+    compile: bool | dict[str, Any],
     vectorize: bool | str,
+    count: int,
 ) -> list[Stack]:
     """Return stacks of these groups of stages, in which a state has micro-batches in flight; others stay."""
     wanted = [list(numbers) for numbers in groups]
-    if not stacks or all(numbers in [stack.numbers for stack in stacks] for numbers in wanted):
+    if all(numbers in [stack.numbers for stack in stacks] for numbers in wanted):
         return list(stacks)
-    shaper = Shaper(method, len(stages), stacks[0].maker.options, vectorize == "cuda_graph")
+    shaper = _shaper(method, compile, vectorize, count)
     taken = {s for numbers in wanted for s in numbers}
     for stack in stacks:
         rest = [s for s in stack.numbers if s not in taken]

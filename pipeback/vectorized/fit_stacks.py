@@ -5,22 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
 from pipeback.methods.base import Method
 from pipeback.schedules.ops import Schedule
 from pipeback.schedules.order import Order
-from pipeback.splitting.module_restore import untouched
-from pipeback.stages.flight import target_on
 from pipeback.stages.joint_optimizer import Options
 from pipeback.stages.stage import Stage
-from pipeback.tensors import accelerators
 from pipeback.vectorized.capture import Unfit, Unlike
 from pipeback.vectorized.choose_stacks import Shaper
 from pipeback.vectorized.eligible import leaps
 from pipeback.vectorized.forms import leaves
 from pipeback.vectorized.stack import Stack
+from pipeback.vectorized.stage_inputs import StageInputs
 
 # the speed-up of F and B from which "auto" runs stages as one where ticks are interpreted stage by stage: it covers the
 # overhead, which is larger where only every second stage is busy at a tick (`pipeback bench auto` measures it)
@@ -36,13 +31,21 @@ Reasons = dict[str, str]  # what is told of stacks, by their names
 class Request(NamedTuple):
     """What the user has asked for.
 
-    options: those of the optimizers. worker: the arguments of the worker.
+    options: those of the optimizers. worker: the arguments of the worker. stages: how many the pipeline has. together:
+    after how many micro-batches the pipeline waits for the last of them to come to the last stage; None: it need not.
     """
 
     method: Method
     vectorize: bool | str
     options: Options
     worker: Mapping[str, Any]
+    stages: int
+    together: int | None = None
+
+    @property
+    def waits(self) -> float:
+        """The ticks per micro-batch at which some stages wait for the last of those that come together."""
+        return (self.stages - 1) / self.together if self.together else 0.0
 
     def leaps(self, stacks: Sequence[Stack]) -> bool:
         """Whether whole ticks can be one function with this method, these options and the optimizers of the stages."""
@@ -52,7 +55,7 @@ class Request(NamedTuple):
 
 
 def fitting(
-    stages: Sequence[Stage], stacks: Sequence[Stack], batches: Sequence[tuple[Any, Any]], asked: Request, *, again: bool
+    stacks: Sequence[Stack], seen: Sequence[StageInputs], asked: Request, *, again: bool
 ) -> tuple[list[Stack], Reasons]:
     """Return the stacks that can and should run as one on micro-batches like these, and the findings, by name.
 
@@ -61,9 +64,9 @@ def fitting(
     `vectorize` demands a stack and none can run as one.
     """
     if again:
-        return list(stacks), _learnt(stages, stacks, batches)
-    shaper = Shaper(asked.method, len(stages), stacks[0].maker.options, asked.vectorize == "cuda_graph")
-    every, kept, reasons = _divided(stages, stacks, batches, asked, shaper)
+        return list(stacks), _learnt(stacks, seen)
+    shaper = Shaper(asked.method, asked.stages, stacks[0].maker.options, asked.vectorize == "cuda_graph")
+    every, kept, reasons = _divided(stacks, seen, asked, shaper)
     several = [stack for stack in every if not stack.alone]
     missed = bool(several) and not any(stack in kept for stack in several)
     if (not kept or missed) and asked.vectorize != "auto":
@@ -82,21 +85,20 @@ def fitting(
 # -- which stacks can --------------------------------------------------------------------------------------------------
 
 
-def _learnt(stages: Sequence[Stage], stacks: Sequence[Stack], batches: Sequence[tuple[Any, Any]]) -> Reasons:
+def _learnt(stacks: Sequence[Stack], every: Sequence[StageInputs]) -> Reasons:
     """Let stacks make their graphs for micro-batches like these; return why some cannot, by name."""
     reasons: Reasons = {}
-    for x, y in batches:
-        values, returned = inputs(stages, x, y)
+    for seen in every:
         for stack in stacks:
             try:
-                _learn(stack, values, returned)
+                _learn(stack, seen)
             except Unfit as error:
                 reasons[stack.name] = str(error)
     return reasons
 
 
 def _divided(
-    stages: Sequence[Stage], stacks: Sequence[Stack], batches: Sequence[tuple[Any, Any]], asked: Request, shaper: Shaper
+    stacks: Sequence[Stack], seen: Sequence[StageInputs], asked: Request, shaper: Shaper
 ) -> tuple[list[Stack], list[Stack], Reasons]:
     """Divide stacks whose stages are not alike after all, or are faster as graphs of their own.
 
@@ -104,8 +106,7 @@ def _divided(
     """
     every, kept, reasons = list[Stack](), list[Stack](), Reasons()
     leap = asked.leaps(stacks)
-    values, returned = inputs(stages, *batches[0])
-    waiting = [one for stack in stacks for one in _by_kind(stack, values, shaper)]
+    waiting = [one for stack in stacks for one in _by_kind(stack, seen[0].values, shaper)]
     while waiting:
         stack = waiting.pop(0)
         apart = leap and not stack.alone and not stack.flying
@@ -113,11 +114,11 @@ def _divided(
             pays, told = False, "stage by stage, because no other stage is alike"
         else:
             try:
-                _learn(stack, values, returned)
+                _learn(stack, seen[0])
             except Unfit as error:
                 pays, told, apart = False, str(error), apart and isinstance(error.__cause__, Unlike)
             else:
-                pays, told = _judged(stack, asked, shaper, len(stages), leap=leap)
+                pays, told = _judged(stack, asked, shaper, leap=leap)
                 apart = apart and asked.vectorize == "auto" and (not pays or stack.faster_apart(CLEARLY))
         if apart:
             waiting[:0] = [shaper.stack([stage]) for stage in stack.stages]
@@ -127,7 +128,7 @@ def _divided(
         if pays or stack.flying:
             kept.append(stack)
     _settle(kept)
-    for name, told in _learnt(stages, kept, batches[1:]).items():
+    for name, told in _learnt(kept, seen[1:]).items():
         reasons[name] = told
         kept = [stack for stack in kept if stack.name != name]
     return every, kept, reasons
@@ -145,32 +146,6 @@ def _settle(stacks: Sequence[Stack]) -> None:
         stack.settle(last=times[1] < times[0] if id(stack) in some else None)
 
 
-def inputs(stages: Sequence[Stage], x: Any, y: Any) -> tuple[dict[int, Any], dict[int, list[bool]]]:
-    """Return the input of every stage for a micro-batch, and which of its tensors get a gradient back."""
-    values, graphs = {}, []
-    value = x
-    for stage in stages:
-        values[stage.index] = value
-        with torch.enable_grad(), untouched(stage.module), accelerators.forked([stage.device]):
-            own, given = stage.enter(value)
-            out = stage.run(given, target_on(stage.device, y)) if stage.judges else stage.module(given)
-        graphs.append((own, leaves(out)))
-        value = tuple(v.detach() for v in out) if type(out) is tuple else out.detach()
-    returned: dict[int, list[bool]] = {}
-    back: Sequence[Any] = [torch.ones_like(out) for out in graphs[-1][1]]
-    for stage, (own, outs) in zip(reversed(stages), reversed(graphs), strict=True):
-        some = [(o, g) for o, g in zip(outs, back, strict=True) if o.requires_grad and g is not None]
-        moving = [v for v in own if v.requires_grad]
-        found: list[Tensor | None] = [None] * len(moving)
-        if some and moving:
-            roots, seeds = zip(*some, strict=True)
-            found = list(torch.autograd.grad(roots, moving, seeds, allow_unused=True))
-        each = iter(found)
-        back = [next(each) if v.requires_grad else None for v in own]
-        returned[stage.index] = [g is not None for g in back]
-    return values, returned
-
-
 def _by_kind(stack: Stack, values: Mapping[int, Any], shaper: Shaper) -> list[Stack]:
     """Return a stack for every form of input that the stages of this stack get."""
     if stack.flying:
@@ -182,22 +157,23 @@ def _by_kind(stack: Stack, values: Mapping[int, Any], shaper: Shaper) -> list[St
     return [stack] if len(kinds) == 1 else [shaper.stack(some) for some in kinds.values()]
 
 
-def _learn(stack: Stack, values: Mapping[int, Any], returned: Mapping[int, Sequence[bool]]) -> None:
+def _learn(stack: Stack, seen: StageInputs) -> None:
     """Let a stack make its graphs for micro-batches like these. Raises `Unfit` where it cannot run as one."""
-    x = values[stack.first]
+    x = seen.values[stack.first]
     graphs = stack.rings(stack.kind(x), x).written
     for s in stack.numbers:
-        if s + 1 in returned and not all(returned[s + 1][n] for n in graphs.gives):
+        returned = seen.returned(s + 1)
+        if returned is not None and not all(returned[n] for n in graphs.gives):
             raise Unfit(f"no gradient comes back for an output of stage {s}")
 
 
 # -- which stacks should -----------------------------------------------------------------------------------------------
 
 
-def _judged(stack: Stack, asked: Request, shaper: Shaper, stages: int, *, leap: bool) -> tuple[bool, str]:
+def _judged(stack: Stack, asked: Request, shaper: Shaper, *, leap: bool) -> tuple[bool, str]:
     """Return whether a stack should run as one, and what is told of it. leap: whether whole ticks are one function."""
-    ticks = 1.0 if leap else calls(asked.method.schedule, stages, stack)
-    times = stack.gain(steps=leap) / ticks
+    ticks = 1.0 if leap else calls(asked.method.schedule, asked.stages, stack)
+    times = stack.gain(steps=leap) / (ticks + (0.0 if stack.alone else asked.waits))
     full = shaper.turns == 1 and ticks < SPARSE
     enough = (SINGLE if stack.alone else WHOLE) if leap else ALL if full else SOME
     as_one = "as a graph" if stack.alone else "as one"

@@ -33,9 +33,7 @@ class OutputStage:
         self._graphs = verified([stage], rows.weights, rows.trained, some, kind, [0], 1).written.each(direct)
         self._packed = kind.packed
 
-    def eager(
-        self, x: Any, step: Step | AdamStep, judged: Callable[[Any], Any]
-    ) -> tuple[Any, list[Tensor]]:
+    def eager(self, x: Any, step: Step | AdamStep, judged: Callable[[Any], Any]) -> tuple[Any, list[Tensor]]:
         """Return the gradient of the input, and those of the weights. judged: its output -> the gradient of that."""
         graphs, weights = self._graphs, self.rows.whole.shifted(step.ahead)
         found = graphs.forward(*weights, *leaves(x))

@@ -22,6 +22,7 @@ from pipeback.schedules.order import Ops
 from pipeback.stages.compiled import Options
 from pipeback.stages.flight import Flight
 from pipeback.stages.stage import Stage
+from pipeback.stages.tracing_lock import TRACING
 from pipeback.tensors.layout import Message
 from pipeback.vectorized.bounded_cache import BoundedCache
 from pipeback.vectorized.capture import Unfit
@@ -198,7 +199,8 @@ class Stack:
             self._make_room(kind)
         if kind not in self._rings:
             try:
-                self._hold(self.maker.learn(kind, x))
+                with TRACING:
+                    self._hold(self.maker.learn(kind, x))
             except Exception as error:  # whatever the user's code or torch raises: the stages still run one by one
                 told = str(error).strip().partition("\n")[0]
                 self._unfit[kind] = told if isinstance(error, Unfit) else f"torch cannot run them as one: {told}"

@@ -25,6 +25,7 @@ class StackExecutor:
 
     apart = False  # the backwards of a wave are one call
     undoes = False  # nothing puts the rows of a stack back
+    as_one = True  # the operations of a wave are one call
 
     def __init__(self, worker: Worker, *, stacks: Sequence[Stack]) -> None:
         self.worker, self.stages, self.link, self.stacks = worker, worker.stages, worker.link, list(stacks)
@@ -71,6 +72,8 @@ class StackExecutor:
     def forward(self, ops: Ops) -> list[Flight]:
         """Do F of each (stage, micro-batch), of stacks first; return the new flights."""
         options = self.worker.options
+        if ops[0][0] == self.worker.first:
+            self.link.wait("F", *ops[0])  # from another worker
         others = [op for op in ops if op[0] not in self._of]
         if others and not others[0][0]:  # what fails at the first stage fails before anything else of its tick is done
             self._one_by_one.forward(others[:1])

@@ -18,6 +18,7 @@ from pipeback.schedules.order import Order
 from pipeback.schedules.programs import Flowing
 from pipeback.schedules.spans import TickSpan
 from pipeback.stages.flight import target_on
+from pipeback.stages.tracing_lock import TRACING
 from pipeback.vectorized.adam_rows import AdamStep
 from pipeback.vectorized.asked_steps import AskedSteps
 from pipeback.vectorized.bounded_cache import BoundedCache
@@ -46,7 +47,7 @@ class Steady:
         self.worker, self.judged, self.stacks = worker, judged, list(stacks)
         schedule = worker.method.schedule
         self.turns = schedule.turns if leaps(worker.method) and isinstance(schedule, Flowing) else 0
-        self.last = worker.stages[worker.count - 1]
+        self.last = worker.stages[worker.last]
         self._run: SteadyRun | None = None
         self._mode: Any = None  # what the last stage's graph relies on, when the run began
         self._seen = False  # whether nobody can have changed that since
@@ -63,12 +64,15 @@ class Steady:
     def run(self, order: Order, span: TickSpan) -> int:
         """Run as many ticks of a span as possible, and return their number."""
         compile = self.stacks[0].maker.fuse
-        every = len(range(span.stages.start % max(1, self.turns), self.worker.count, max(1, self.turns)))
-        if not self.turns or (compile is not None and len(span.stages) < every):
+        every = range(span.stages.start % span.stages.step, self.worker.count, span.stages.step)
+        if not self.turns or (compile is not None and len(span.stages) < len(every)):
             return 0
         if self._run is not None and (self._run.long or self._undecided or self._outdated()):
             self.finish()
-        run = self._run = self._run or self._begin(order)
+        if self._run is None:
+            with TRACING:
+                self._run = self._begin(order)
+        run = self._run
         if run is None:
             return 0
         done: list[None] = []
@@ -139,7 +143,7 @@ class Steady:
         call; a graph cannot.
         """
         stage = self.last
-        plain = stage.stack is None and stage.random.state is None
+        plain = stage.last and stage.stack is None and stage.random.state is None
         if stage.loss is None:
             return plain and stage.keeping is None and self.stacks[0].maker.fuse is None
         return plain and torchs(stage.loss)
@@ -179,7 +183,8 @@ class Steady:
         rooms = [(one, one.rings.length) for one in moving]
         key = (*rooms, judge, *(step.form for step in steps), *_numerics())
         if key not in self._fused:
-            self._fused[key] = fused(moving, judge, steps, compile)
+            with TRACING:
+                self._fused[key] = fused(moving, judge, steps, compile)
         return self._fused.used(key)
 
 

@@ -60,7 +60,8 @@ class SteadyRun:
         self._began = list(f), list(b)
         self.turns: list[Turn] = []  # of the even stages, and of the odd ones
         self.judge: LossStage | OutputStage | None = None
-        self.options: dict[int, Options] = {i: flight.options for i, flight in worker.stages[0].flights.items()}
+        first = worker.stages[worker.first]
+        self.options: dict[int, Options] = {i: flight.options for i, flight in first.flights.items()}
         self.uniform = self._looked = False
         self._now = next(iter([*self.options.values(), *worker.options.values()]))
         self._even = True  # whether all stages of a turn have done the same number of rounds
@@ -73,7 +74,7 @@ class SteadyRun:
     @property
     def long(self) -> bool:
         """Whether it has gone on for so long that it should end."""
-        return max(self.rounds(0), self.rounds(self.worker.count - 1)) >= LIMIT
+        return max(self.rounds(self.worker.first), self.rounds(self.worker.last)) >= LIMIT
 
     def take(self, judge: LossStage | OutputStage | None, plan: StepPlan | None) -> None:
         """Run the last stage as this graph, if its F and B run on the same weights. plan: that of the last stage."""
@@ -88,7 +89,7 @@ class SteadyRun:
             Turn(
                 [one for one in self.moving if one.first % self.count == n],
                 self.where,
-                judge if last % self.count == n else None,
+                judge if last % self.count == n else None,  # only the worker of the last stage has one
                 plan,
                 [s for s in self.worker.stages if s not in inside and s % self.count == n],
             )
@@ -131,7 +132,7 @@ class SteadyRun:
 
     def _grow(self) -> None:
         """Take in the options of micro-batches that have come, and forget those that are no longer needed."""
-        first = min(self._next()[1]) - 1
+        first = min(self._next()[1][self.worker.first : self.worker.last + 1]) - 1
         known = self.options | self.worker.options
         self.options = {i: options for i, options in known.items() if i >= first}
         now = self.options[max(self.options)]
@@ -145,16 +146,19 @@ class SteadyRun:
 
     def go(self, span: TickSpan, compiled: Compiled | None, done: list[None]) -> None:
         """Run ticks of a span, and append to `done` for each; stop at inputs or options that need a new decision."""
-        turn = self.turns[span.stages.start % self.count]
+        turn, mine = self.turns[span.stages.start % self.count], self._mine(span.stages)
         if not self._see():
             return
-        if len(span.stages) < turn.size:
-            parts = turn.parts(span.stages)
-            ready = self._ready(turn, span.stages) and not turn.varies
+        if not mine and span.ticks == 1:  # a tick of other workers
+            done.append(None)
+            return
+        if len(mine) < turn.size:
+            parts = turn.parts(mine)
+            ready = self._ready(turn, mine) and not turn.varies
             if not ready or compiled is not None or not all(map(_able, parts)):
                 return
-            self._tick(turn, parts, span.stages)
-            for s in span.stages:
+            self._tick(turn, parts, mine)
+            for s in mine:
                 self.f[s] += 1
                 self.b[s] += 1
             self._even = False
@@ -171,16 +175,25 @@ class SteadyRun:
             done.append(None)
             turn = self.turns[(self.turns.index(turn) + 1) % self.count]
 
+    def _mine(self, stages: range) -> range:
+        """Return those of these stages that are the worker's own."""
+        first, last, step = self.worker.first, self.worker.last, stages.step
+        begin = max(stages.start, first + (stages.start - first) % step)
+        return range(begin, min(stages.stop, last + 1), step)
+
     def _ready(self, turn: Turn, stages: range) -> bool:
         """Whether these stages of a turn can be stepped at once, and their inputs have the same form as before."""
         if self._steps(turn) is None:
             return False
         box, f, k = self.worker.link.box, self.f, turn.rounds
         for one, kind, s in turn.entering:
-            if kind == "F" and s in stages and not one.fits(box["F", s, f[s] + k]):
-                return False
+            if kind == "F" and s in stages:
+                self.worker.link.wait("F", s, f[s] + k)
+                if not one.fits(box["F", s, f[s] + k]):
+                    return False
         if turn.judge is None or (s := turn.judge.stage.index) not in stages:
             return True
+        self.worker.link.wait("F", s, f[s] + k)
         target = [box["Y", s, f[s] + k]] if turn.judge.stage.judges else []
         return form(box["F", s, f[s] + k], *target) == turn.judge.form
 
@@ -288,7 +301,7 @@ class SteadyRun:
         each = [
             part.one.changing(b, xs, gs, stay=stay) for part, (_, b), (xs, gs) in zip(parts, ticks, given, strict=True)
         ]
-        if judge is not None and asked is not None:
+        if isinstance(judge, LossStage) and asked is not None:
             each.append(judge.changing(*asked[1:]))
         found = fused(turn.fixed, [(*some, *how) for some, how in zip(each, turn.told)])
         for part, (f, b), (ys, left, gxs, factors) in zip(parts, ticks, found, strict=False):
@@ -297,7 +310,7 @@ class SteadyRun:
             one.gxs.send(b, part.rows, gxs)
             one.rings.put(f, left)
             one.finish(factors, turn.steps[part.number])
-        if judge is not None and asked is not None:
+        if isinstance(judge, LossStage) and asked is not None:
             loss, gxs = found[-1]
             gx = packed(gxs, judge.packed)
             self.judged(asked[0], loss)

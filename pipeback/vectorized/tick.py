@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from pipeback.stages.tracing_lock import TRACING
 from pipeback.vectorized.adam_rows import AdamStep
 from pipeback.vectorized.eager_tick import EagerTick, WaitingRoom, drifted
 from pipeback.vectorized.forms import leaves, packed
@@ -281,21 +282,24 @@ class StackTick:
         """Whether some of the rows can do a tick without the others."""
         if self._sizes is None and not self._tried:
             self._tried = True
-            self._sizes = self.stack.maker.sizes(self.rings)
+            with TRACING:
+                self._sizes = self.stack.maker.sizes(self.rings)
         return self.stack.alone or self._sizes is not None
 
     def _part(self, rows: tuple[int, int]) -> EagerTick:
-        part = self._parts.get(rows)
-        if part is None:
-            stack = self.stack
-            if rows == self.all:
-                tensors, graphs, views = stack.rows.whole, self.rings.eager, self.rings.made
-                accumulate = direct(accumulating(self.written, len(stack.rows.weights), stack.rows.trained))
-            else:
-                assert self._sizes is not None
-                tensors = stack.rows.whole.part(*rows)
-                graphs, accumulate = self._sizes.at(rows[1] - rows[0])
-                views = None if self.rings.made is None else graphs.made(*tensors.weights)
-            part = EagerTick(tensors, graphs, accumulate, together=self._together, views=views)
-            self._parts[rows] = part
-        return part
+        if rows not in self._parts:
+            with TRACING:
+                self._parts[rows] = self._made(rows)
+        return self._parts[rows]
+
+    def _made(self, rows: tuple[int, int]) -> EagerTick:
+        whole = self.stack.rows.whole
+        if rows == self.all:
+            tensors, graphs, views = whole, self.rings.eager, self.rings.made
+            accumulate = direct(accumulating(self.written, len(whole.weights), whole.trained))
+        else:
+            assert self._sizes is not None
+            tensors = whole.part(*rows)
+            graphs, accumulate = self._sizes.at(rows[1] - rows[0])
+            views = None if self.rings.made is None else graphs.made(*tensors.weights)
+        return EagerTick(tensors, graphs, accumulate, together=self._together, views=views)

@@ -39,6 +39,6 @@ def main(repeats: int, cases: Iterable[Case] = CASES) -> None:
             told, chose = (next(iter(pipes[on].vectorized.values())) for on in (True, "auto"))
             gain = re.search(r"([\d.]+) times", told)
             rows.append([f"`{name}`", spread(ratios["True"]), gain[1] if gain else "", spread(ratios["auto"]),
-                         chose.partition(",")[0]])  # fmt: skip
+                         re.split("[,:]", chose)[0]])  # fmt: skip
         head = [f"{case.name}, over the event loop", "as one", "F and B", "auto", "it chose"]
         print("\n" + table(head, rows, left=(0, 4)), flush=True)

@@ -167,6 +167,17 @@ class Named(dict):  # type: ignore[type-arg]
     """A dictionary of a class of its own, as tokenizers give."""
 
 
+def heard(late: bool, **options: Any) -> None:
+    """A hook on a stage, registered after the first push or before it."""
+    model = network(4)
+    pipe = build(model=model, **options)
+    for n in range(3):
+        if n == late:
+            model[2].register_forward_hook(lambda *_: None)
+        pipe.push(BATCH, BATCH)
+    pipe.close()
+
+
 def local(x: Any) -> Any:
     """The same of a class that cannot be found by its name."""
     return type("Local", (dict,), {})(x=x)
@@ -299,6 +310,12 @@ ROWS: dict[str, Row] = {
         lambda: build(compile={"mode": "reduce-overhead"}),
         'replays CUDA graphs.*use mode="max-autotune-no-cudagraphs", or compile=True',
         lambda: [build(compile=True), build(compile={"mode": "max-autotune-no-cudagraphs"})],
+    ),
+    "a hook on a stage of a stack": Row(
+        lambda: heard(True, vectorize=True),
+        r"stage 2 \(2\) runs as one with its neighbours, where no hooks are called, but .* has got some; register "
+        "hooks before the first push, or build the pipeline with vectorize=False",
+        lambda: [heard(False, vectorize="auto"), heard(True, vectorize=False)],
     ),
     "nothing alike": Row(
         lambda: trains(model=nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)) for _ in range(3))),

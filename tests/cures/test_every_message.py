@@ -17,6 +17,7 @@ from .untyped import UNTYPED
 TESTS = Path(__file__).parent.parent
 SOURCE = TESTS.parent / "pipeback"
 ELSEWHERE = (
+    "draw/test_draw.py",
     "laws/test_views_in_place.py",
     "pipeline/test_by_name.py",
     "pipeline/test_held_out.py",

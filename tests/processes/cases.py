@@ -119,3 +119,36 @@ def sets_modes() -> dict[str, torch.Tensor]:
     found = {**state, "losses": torch.stack([loss.detach().clone() for loss in losses])}
     pipe.close()
     return found
+
+
+def as_one(case: str, optimizer: str = "momentum", **options: Any) -> dict[str, Any]:
+    """Losses, weights in flight and drained, the state in flight taken up again in between, and what was told."""
+    from tests.laws import as_one
+
+    pipe = as_one.pipeline(as_one.model(), CASES[case](as_one.S), optimizer, micro_batch_size=3, **options)
+    found: dict[str, Any] = {}
+    losses = []
+    xs, ys = map(torch.cat, zip(*as_one.doubles(50), strict=True))
+    for n, (x, y) in enumerate(zip(xs.split([27, 3, 69, 6, 45]), ys.split([27, 3, 69, 6, 45]), strict=True)):
+        losses.append(pipe.push(x, y))
+        if n == 2:
+            pipe.load_state_dict(pipe.state_dict())
+        if n == 3:
+            losses[-1] = losses[-1].double() + 0
+            found["flying"] = {k: v.clone() for k, v in pipe.model.state_dict().items()}
+    pipe.drain()
+    found["losses"] = torch.stack([loss.double().clone() for loss in losses])
+    found["model"] = {k: v.clone() for k, v in pipe.model.state_dict().items()}
+    found["vectorized"] = dict(pipe.vectorized)
+    pipe.close()
+    return found
+
+
+def far(found: dict[str, Any], wanted: dict[str, Any], within: float = 1e-10) -> list[str]:
+    """Names of what differs by more than rounding."""
+    odd = [] if torch.allclose(found["losses"], wanted["losses"], rtol=within, atol=within) else ["losses"]
+    for key in ("flying", "model"):
+        for name, value in wanted[key].items():
+            if not torch.allclose(found[key][name], value, rtol=within, atol=within):
+                odd.append(f"{key}: {name}")
+    return odd

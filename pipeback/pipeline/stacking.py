@@ -1,0 +1,142 @@
+"""Stacking: which stages of a pipeline run as one (`vectorize=`). Stacks are made of stages of one worker, once it is
+known which these are, and tried on the first micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pipeback.counts import counted, numbered
+from pipeback.pipeline.build import Built
+from pipeback.pipeline.rehearsals import Relay, smallest
+from pipeback.runtime.loop import Batch
+from pipeback.splitting.partition import balance
+from pipeback.stages.flight import Value
+from pipeback.stages.joint_optimizer import Options
+from pipeback.stages.stage import Stage
+
+
+class Stacking:
+    """The stacks of the pipeline that was built. told: for each, by its name, whether its stages run as one."""
+
+    def __init__(self, built: Built) -> None:
+        options = built.options
+        self._asked, self._compile = options.vectorize, options.compile
+        self._holding, self._method, self._worker = built.holding, built.method, built.setting.worker
+        self.stacks: list[Any] = list(built.setting.stacks)
+        self.told: dict[str, str] = {}
+        self._waits = bool(options.vectorize) and built.holding.shared  # until it is known which stages a worker has
+        self._tried = False
+        self._seen: list[Any] = []  # what micro-batches give to the stages
+        # where the loss is computed outside, how many micro-batches go forward before the last of them has been judged
+        self._together: int | None = None
+        self._outside = options.loss is None
+
+    @property
+    def on(self) -> bool:
+        """Whether stages may run as one."""
+        return self._waits or bool(self.stacks)
+
+    def choose(self) -> None:
+        """Make stacks of stages of the same worker, which are known from now on."""
+        if not self._waits:
+            return
+        self._waits = False
+        from pipeback.vectorized.choose_stacks import stacked  # here, since most pipelines have no stacks
+
+        owner = self._holding.balance()
+        self.stacks = [
+            stack
+            for stages in self._own
+            for stack in stacked(stages, self._method, self._compile, self._asked, len(self._holding.stages), owner)
+        ]
+
+    @property
+    def _own(self) -> list[list[Stage]]:
+        """The stages of this process, for every replica."""
+        mine = {id(stage) for stage in self._holding.mine}
+        return [[stage for stage in stages if id(stage) in mine] for stages in self._holding.everywhere]
+
+    def see(self, batches: Sequence[Batch], relay: Relay | None) -> None:
+        """Find out what micro-batches give to the stages. relay: None: all stages are in this process."""
+        from pipeback.vectorized.stage_inputs import StageInputs
+
+        self._seen = []
+        self._together = len(batches) if self._outside else None
+        for x, y, _ in (batches[0], smallest(batches)):
+            seen = StageInputs()
+
+            def part(stages: Sequence[Stage], value: Value, seen: StageInputs = seen, y: Any = y) -> Value:
+                for stage in stages:
+                    with self._holding.present(stage):
+                        value = seen.through(stage, value, y)
+                return value
+
+            if relay is None:
+                part(self._holding.stages, x)
+            else:
+                relay(x, part)
+            self._seen.append(seen)
+
+    def fit(self, current: Options) -> bool:
+        """Keep the stacks that can run as one on these micro-batches, and should; return whether they are others.
+
+        Raises ValueError where `vectorize` demands a stack and none can run as one.
+        """
+        from pipeback.vectorized.fit_stacks import Request, fitting
+
+        asked = Request(self._method, self._asked, current, self._worker, len(self._holding.stages), self._together)
+        found: list[Any] = []
+        told: Mapping[str, str] = {}
+        for replica in range(len(self._holding.everywhere)):
+            mine = [stack for stack in self.stacks if stack.stages[0].replica == replica]
+            if mine:
+                kept, reasons = fitting(mine, self._seen, asked, again=self._tried)
+                told = told or reasons
+                found += kept
+        if not self._tried:
+            self.told = dict(told)
+        self._tried, self._seen, changed = True, [], found != self.stacks
+        self.stacks = found
+        return changed
+
+    def check(self, plain: Mapping[str, Any]) -> None:
+        """Raise ValueError if a state has micro-batches in flight as one where its stages do not run as one here."""
+        groups = _groups(plain)
+        if groups and not self._asked:
+            raise ValueError(
+                f"the state has micro-batches in flight in {numbered('stage', groups[0])}, which ran as one and can "
+                "only go on in a stack; build the pipeline with vectorize=True, or save it drained"
+            )
+        owner = balance(plain["seconds"], self._holding.workers)
+        for group in groups:
+            if len({owner[s] for s in group}) > 1:
+                then, here = (f"{counted(n, 'worker')} or ranks" for n in (plain["workers"], self._holding.workers))
+                raise ValueError(
+                    f"the state has micro-batches in flight in {numbered('stage', group)}, which ran as one; it was "
+                    f"saved with {then}, and this pipeline has {here}, which share these stages; build it with "
+                    f"workers={plain['workers']}, run it over as many ranks, or save the state drained"
+                )
+
+    def regroup(self, plain: Mapping[str, Any]) -> None:
+        """Let those stages run as one that did in a state, as far as it has micro-batches in flight there."""
+        self.choose()
+        groups = _groups(plain)
+        if not groups:
+            return
+        from pipeback.vectorized.choose_stacks import regrouped
+
+        found: list[Any] = []
+        for stages in self._own:
+            here = {stage.index: stage for stage in stages}
+            mine = [stack for stack in self.stacks if stack.stages[0] in stages]
+            some = [group for group in groups if here.keys() >= set(group)]
+            found += regrouped(here, mine, some, self._method, self._compile, self._asked, len(self._holding.stages))
+        self.stacks = found
+
+
+def _groups(plain: Mapping[str, Any]) -> list[list[int]]:
+    """Return the stages of each stack in which a state has micro-batches in flight."""
+    rows = [p["row"] for part in plain["stages"] for p in part.get("flights", {}).values() if p.get("row")]
+    return [list(group) for group in sorted({tuple(row[-1]) for row in rows})]

@@ -1,0 +1,79 @@
+"""Law: stages that run as one within each worker, and within each replica, are the event loop to rounding, for every
+method; their states in flight go on as if nothing had been in between.
+"""
+
+import pytest
+import torch
+
+from tests.helpers.choice import mostly_rare
+from tests.laws.as_one import S, doubles, model, pushed, same
+from tests.laws.cases import CASES, allowed, pipeline, weights
+from tests.laws.cases import everything as tensors_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*takes its statistics")
+QUICK = ["pb", "cerebras", "pipedream", "spectrain", "pipemare", "gpipe-4", "pb-slack1"]
+
+
+def trained(case, optimizer="momentum", **options):
+    pipe = pipeline(model(), CASES[case](S), optimizer, micro_batch_size=3, **options)
+    found = pushed(pipe)
+    told = dict(pipe.vectorized)
+    pipe.close()
+    return found, told
+
+
+@pytest.mark.parametrize(
+    ("case", "workers"),
+    mostly_rare([(case, workers) for case in CASES for workers in (2, 3)], *((c, 2) for c in QUICK), ("pb", 3)),
+)
+def test_workers_equal_the_event_loop(case, workers):
+    optimizer = "momentum" if allowed(case, "momentum") else "sgd"
+    wanted, _ = trained(case, optimizer)
+    found, told = trained(case, optimizer, vectorize=True, workers=workers)
+    same(found, wanted)
+    assert any(words.startswith("as one") for words in told.values())
+
+
+@pytest.mark.parametrize("workers", [None, 2])
+@pytest.mark.parametrize(("case", "optimizer"), [("pb", "adam"), ("cerebras", "momentum"), ("gpipe-4", "momentum")])
+def test_replicas_equal_the_event_loop(case, optimizer, workers):
+    options = {"replicas": 2, "workers": workers}
+    wanted, _ = trained(case, optimizer, **options)
+    found, told = trained(case, optimizer, vectorize=True, **options)
+    same(found, wanted)
+    assert any(words.startswith("as one") for words in told.values())
+
+
+@pytest.fixture
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("case", ["pb", "pipedream", "spectrain"])
+def test_a_state_in_flight_goes_on_in_as_many_workers(case, monkeypatch):
+    """To equal bits; with another number of workers the stacks are others."""
+    for place in ("distributed.held_stages", "pipeline.stacking"):
+        monkeypatch.setattr(f"pipeback.{place}.balance", lambda seconds, workers: [s * workers // S for s in range(S)])
+    build = lambda workers: pipeline(model(), CASES[case](S), micro_batch_size=3, vectorize=True, workers=workers)  # noqa: E731
+    pipe = build(2)
+    pipe.push(*map(torch.cat, zip(*doubles(11), strict=True)))
+    state = pipe.state_dict()
+    again = build(2)
+    again.load_state_dict(state)
+    assert all(torch.equal(a, b) for a, b in zip(pushed(again, (8, 3)), pushed(pipe, (8, 3)), strict=True))
+    assert torch.equal(tensors_of(again), tensors_of(pipe))
+    other = build(3)
+    before = weights(other)
+    with pytest.raises(ValueError, match="saved with 2 workers or ranks, and this pipeline has 3 workers.*workers=2"):
+        other.load_state_dict(state)
+    assert torch.equal(weights(other), before)
+    drained = build(2)
+    drained.load_state_dict(state)
+    drained.drain()
+    other.load_state_dict(drained.state_dict())
+    pushed(other)
+    for each in (pipe, again, other, drained):
+        each.close()
