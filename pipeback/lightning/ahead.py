@@ -44,7 +44,7 @@ class Run(Protocol):
     def many(self, cut: list[Slice], one: Step, log: micro_batches.Log) -> Any: ...
 
 
-class Ahead:
+class StagesAhead:
     """Runs batches of several slices for `fit`."""
 
     def __init__(self, fit: Run) -> None:

@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from pipeback.lightning import find_stages, micro_batches, step_checks, user_optimizer
-from pipeback.lightning.ahead import Ahead
+from pipeback.lightning.ahead import StagesAhead
 from pipeback.lightning.call_override import call_instead
 from pipeback.lightning.find_stages import TrainedModule
 from pipeback.lightning.fit_rank import Rank
@@ -48,7 +48,7 @@ class Fit:
     """The stages of a LightningModule, the pipeline over them, and the work that is unfinished between two hooks.
 
     store: where the weights live. visits: serves calls of the model that ask for no F. tell: shows the plan.
-    vectorize: whether stages that are alike may run as one.
+    apart: why stages run one by one, whatever was asked for.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Fit:
         store: Store | None = None,
         visits: StreamedModel | None = None,
         tell: Callable[[str], None] | None = None,
-        vectorize: bool | str = False,
+        apart: str | None = None,
     ) -> None:
         self.rank, self.module, self.found, self.optimizer, self.options = rank, module, found, optimizer, options
         self.size = UpdateSize(options.reference_batch, optimizer)
@@ -85,13 +85,21 @@ class Fit:
         self._own = found.module.__dict__.get("forward") if visits is None else visits.own  # set by the user
         self._dtype = torch.get_default_dtype()  # outside of training_step
         self._due = (1, 1)  # batches per update, and micro-batches of this batch
-        self.vectorize = vectorize
-        self.ahead = Ahead(self)
+        self._why_apart = apart
+        self.vectorize = options.vectorize if apart is None else False
+        self.ahead = StagesAhead(self)
         if self.interval.known:
             batches = module.trainer.accumulate_grad_batches
             self.interval.method(batches, 1)  # refuses what does not fit before anything is trained
             if not followed and not self.options.counts:
                 self.build(batches, 1)
+
+    @property
+    def vectorized(self) -> dict[str, str]:
+        """Which stages run as one, and why others do not."""
+        if self._why_apart is not None:
+            return {"all stages": f"stage by stage: {self._why_apart}"}
+        return {} if self.pipe is None else self.pipe.vectorized
 
     def _updates(self) -> int | None:
         steps = self.module.trainer.estimated_stepping_batches

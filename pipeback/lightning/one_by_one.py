@@ -30,25 +30,25 @@ AMID = (
 )
 
 
-def decided(
+def why(
     options: StrategyOptions,
     trainer: Trainer,
     module: LightningModule,
     plugin: Precision,
     found: TrainedModule,
     ranks: int,
-) -> tuple[bool | str, str | None]:
-    """Return `vectorize` for the pipeline of this fit, and why it is False although the user has asked for more.
+) -> str | None:
+    """Return why the stages of this fit run one by one whatever was asked for, and what to do; None: they need not.
 
-    Raises ValueError where the user has asked for True.
+    Raises ValueError where the user has asked for `vectorize=True`.
     """
-    reason = _why(options, trainer, module, plugin, found, ranks) if options.vectorize else None
+    reason = _reason(options, trainer, module, plugin, found, ranks) if options.vectorize else None
     if reason is not None and options.vectorize is True:
         raise ValueError(f'vectorize=True: {reason}, or vectorize="auto"')
-    return options.vectorize if reason is None else False, reason
+    return reason
 
 
-def _why(
+def _reason(
     options: StrategyOptions,
     trainer: Trainer,
     module: LightningModule,

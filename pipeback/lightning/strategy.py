@@ -68,13 +68,11 @@ class PipelineStrategy(Place):
                       micro-batches at once. With several devices, a `pipeback.Processes`: a rank that does not answer
                       for `timeout` seconds is given up; so is one that spends as long in its own code between batches
     store             where weights, gradients and optimizer state live. None: on the device. "host": in host memory;
-                      the weights of a stage come to the device when they are needed. "disk:FOLDER": in files (of rank
-                      r in FOLDER/rank-r). Or a `pipeback.Store` with its options, or a `pipeback.Streaming`, which also
-                      has the options of sparse weights and of stages from the meta device
+                      a stage's weights come to the device when needed. "disk:FOLDER": in files (of rank r in
+                      FOLDER/rank-r). Or a `pipeback.Store`, or a `pipeback.Streaming`, which has sparse weights, too
     masters           with precision="bf16-true", the optimizers of the stages step float32 copies of the weights, and F
-                      and B run on these, rounded. The optimizer of `configure_optimizers` still holds the bfloat16
-                      parameters; its state, also under "optimizer_states" in a checkpoint, is float32. A checkpoint
-                      holds the weights twice: rounded for other readers, and in float32 under "pipeback"
+                      and B run on these, rounded. The optimizer of `configure_optimizers` holds the bfloat16 parameters;
+                      its state, and the weights under "pipeback" in a checkpoint, are float32
     compile           True compiles the training forward of every stage with torch.compile; or a dict of its options
     debug             a `pipeback.Debug`: the order of operations, and what to do about functions of weights
     activations       what F leaves for B: "device" keeps it; "recompute" computes it again from the input of the stage;
@@ -82,6 +80,8 @@ class PipelineStrategy(Place):
     plan              with a store, log what training will hold, move and wait for, before the first micro-batch
     launcher          with several devices, what starts their processes, unless torchrun or SLURM does: "auto", "spawn",
                       "fork" or "script" (see `pipeback.lightning.ranks.launchers`)
+    vectorize         stages that are alike run as one: "auto", where that is faster; True, wherever it can be. Results
+                      differ in rounding, `vectorized` tells which do. `training_step` waits at its call, see below
 
     `accumulate_grad_batches` sets the update interval of methods that have one. `gradient_clip_val` clips the gradient
     of each stage by itself, since a norm over all stages would have to wait for the last. Backward hooks see the loss
@@ -92,10 +92,9 @@ class PipelineStrategy(Place):
     loss and runs `training_step` to its end; the others run it up to the call of the model.
 
     A store gives the same weights as store=None, bit for bit. With a method that flushes (gpipe), all slices of a batch
-    pass a stage while it is on the device: this takes two passes over the weights per batch, and holds the activations
-    of all slices at once (also with one_f_one_b). The `training_step` of a slice waits at its call of the model, in a
-    thread of its own, until those of all slices have reached it; what it does before the call happens for all slices
-    before anything after the call. Validation, test and predict stream, too. Within fit, read weights in validation
+    pass a stage while it is on the device: two passes over the weights per batch, with the activations of all slices at
+    once (also with one_f_one_b). The `training_step` of a slice waits at its call of the model, in a thread of its own;
+    what it does before the call happens for all slices before anything after the call. Validation, test and predict stream, too. Within fit, read weights in validation
     hooks or from a checkpoint; at other times the parameters of a stage show what is on the device, or NaN. After fit
     the module has them in host memory. `Trainer(strategy="pipeback_streaming")` means method="gpipe", store="host".
 
@@ -144,7 +143,6 @@ class PipelineStrategy(Place):
         self._state: FitState | None = None  # of this fit
         self._together: RankSync | None = None
         self._resumed = Resumed()
-        self._apart: str | None = None  # why no stages run as one
 
     def __repr__(self) -> str:
         o, note = self.options, ""
@@ -169,9 +167,7 @@ class PipelineStrategy(Place):
     @property
     def vectorized(self) -> dict[str, str]:
         """With vectorize=: which stages run as one, and why others do not; known from the first batch on."""
-        if self._apart is not None:
-            return {"all stages": f"stage by stage: {self._apart}"}
-        return self.pipeline.vectorized if self.built else {}
+        return {} if self._fit is None else self._fit.vectorized
 
     @property
     def busy(self) -> float:
@@ -204,10 +200,8 @@ class PipelineStrategy(Place):
                 self.same_random_numbers()
                 facts = options.facts(self.precision_plugin.precision)
                 rank = SharedFit(self.meeting, self.processes, facts, module, found, optimizer)
-            vectorize, self._apart = one_by_one.decided(
-                options, trainer, module, self.precision_plugin, found, self.ranks
-            )
-            self._fit = Fit(rank, module, found, optimizer, options, store, self._visits, tell, vectorize)
+            apart = one_by_one.why(options, trainer, module, self.precision_plugin, found, self.ranks)
+            self._fit = Fit(rank, module, found, optimizer, options, store, self._visits, tell, apart)
             self._state = FitState(self._fit, rank)
             if self.meeting is not None:
                 self._together = RankSync(self.meeting, self.same_random_numbers)
@@ -310,8 +304,6 @@ class PipelineStrategy(Place):
             if self._state is not None:
                 self._state.leave()
         finally:
-            if self._fit is not None:
-                self._fit.ahead.leave()
             if self._visits is not None:
                 self._visits.end()
                 self._visits = None

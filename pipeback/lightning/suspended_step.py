@@ -13,6 +13,7 @@ import contextvars
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -133,7 +134,7 @@ class Suspended:
         self._answer, self._thrown = answer, error
         if self._thread is None:
             self._thread = self._threads.take()
-            self._thread.work = lambda context=contextvars.copy_context(): context.run(self._run)
+            self._thread.work = partial(contextvars.copy_context().run, self._run)
         self._turn()
         if self._failure is not None:
             failure, self._failure = self._failure, None
