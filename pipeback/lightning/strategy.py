@@ -71,8 +71,8 @@ class PipelineStrategy(Place):
                       a stage's weights come to the device when needed. "disk:FOLDER": in files (of rank r in
                       FOLDER/rank-r). Or a `pipeback.Store`, or a `pipeback.Streaming`, which has sparse weights, too
     masters           with precision="bf16-true", the optimizers of the stages step float32 copies of the weights, and F
-                      and B run on these, rounded. The optimizer of `configure_optimizers` holds the bfloat16 parameters;
-                      its state, and the weights under "pipeback" in a checkpoint, are float32
+                      and B run on these, rounded. `configure_optimizers` returns one of the bfloat16 parameters; its
+                      state, and the weights under "pipeback" in a checkpoint, are float32
     compile           True compiles the training forward of every stage with torch.compile; or a dict of its options
     debug             a `pipeback.Debug`: the order of operations, and what to do about functions of weights
     activations       what F leaves for B: "device" keeps it; "recompute" computes it again from the input of the stage;
@@ -94,9 +94,10 @@ class PipelineStrategy(Place):
     A store gives the same weights as store=None, bit for bit. With a method that flushes (gpipe), all slices of a batch
     pass a stage while it is on the device: two passes over the weights per batch, with the activations of all slices at
     once (also with one_f_one_b). The `training_step` of a slice waits at its call of the model, in a thread of its own;
-    what it does before the call happens for all slices before anything after the call. Validation, test and predict stream, too. Within fit, read weights in validation
-    hooks or from a checkpoint; at other times the parameters of a stage show what is on the device, or NaN. After fit
-    the module has them in host memory. `Trainer(strategy="pipeback_streaming")` means method="gpipe", store="host".
+    what it does before the call happens for all slices before anything after the call. Validation, test and predict
+    stream, too. Within fit, read weights in validation hooks or from a checkpoint; at other times the parameters of a
+    stage show what is on the device, or NaN. After fit the module has them in host memory.
+    `Trainer(strategy="pipeback_streaming")` means method="gpipe", store="host".
 
     With a store and one device, the stages may come from the meta device (build the model in `torch.device("meta")`);
     each gets its values when it enters the store. With a disk store such a model may be larger than memory and returns
