@@ -173,7 +173,7 @@ def _learn(stack: Stack, seen: StageInputs) -> None:
 def _judged(stack: Stack, asked: Request, shaper: Shaper, *, leap: bool) -> tuple[bool, str]:
     """Return whether a stack should run as one, and what is told of it. leap: whether whole ticks are one function."""
     ticks = 1.0 if leap else calls(asked.method.schedule, asked.stages, stack)
-    times = stack.gain(steps=leap) / (ticks + (0.0 if stack.alone else asked.waits))
+    times = stack.gain(steps=leap) / (ticks + asked.waits)
     full = shaper.turns == 1 and ticks < SPARSE
     enough = (SINGLE if stack.alone else WHOLE) if leap else ALL if full else SOME
     as_one = "as a graph" if stack.alone else "as one"
