@@ -86,7 +86,7 @@ def paired(
             self.began = time.perf_counter()
 
     found = Paired()
-    batches = torch.utils.data.DataLoader(data(COUNT * (repeats + 1), case), batch_size=None)  # type: ignore[arg-type]
+    batches: Any = torch.utils.data.DataLoader(data(COUNT * (repeats + 1), case), batch_size=None)  # type: ignore
     fit(method, batches, watched, found, case=case, vectorize=vectorize)
     turns = [
         [sum(some) for some in zip(*found.seconds[n : n + COUNT], strict=True)]
