@@ -163,6 +163,12 @@ ROWS: dict[str, Row] = {
         "forward was called twice; call backward or forget between",
         lambda: [outside("forward", "forward", "backward")(), outside("forward", "forward", "forget")()],
     ),
+    "a loss of nothing behind others": Row(
+        lambda: judged_apart(True),
+        "micro-batch 0: the loss depends on no output, but where stages run as one.*build the pipeline with "
+        "vectorize=False",
+        lambda: judged_apart(False),
+    ),
     "backward first": Row(outside("backward"), "backward comes after forward", outside("backward", "forward")),
     "other gradients": Row(
         outside("backward_many", "forward", give=2),
