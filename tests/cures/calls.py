@@ -34,6 +34,15 @@ def loaded(**options: Any) -> list[torch.Tensor]:
     return list(torch.utils.data.DataLoader(torch.randn(7, 6), batch_size=4, **options))
 
 
+def judged_apart(vectorize: bool) -> None:
+    """The loss of the first of two micro-batches depends on nothing."""
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)), nn.Linear(6, 3))
+    pipe = build(model=model, loss=None, method="pb", vectorize=vectorize)
+    (output,) = pipe.forward_many([BATCH, BATCH], expected=2, judge=lambda n, output: None)
+    pipe.backward(torch.ones_like(output))
+    pipe.step()
+
+
 ROWS: dict[str, Row] = {
     # pushes
     "a list": Row(
