@@ -11,11 +11,14 @@ import matplotlib
 import torch
 
 matplotlib.use("Agg")
+import planner_pictures
 from matplotlib import pyplot as plt
 from matplotlib.lines import Line2D
 
 import pipeback
-from pipeback.methods.base import Past, Shift, When
+from pipeback.methods.base import Past, Shift, When, overrides
+from pipeback.recipes import measured
+from pipeback.recipes.sweeps import pictures, table
 from pipeback.schedules.timeline import in_flight
 
 FORWARD, BACKWARD, UPDATE, INK, PALE = "#2f6f9f", "#d0743c", "#3c8c5a", "#222222", "#c8c8c8"
@@ -23,16 +26,21 @@ OPTIONS = {
     "gpipe": {"micro_batches": 4}, "one_f_one_b": {"micro_batches": 4}, "pipedream_2bw": {"micro_batches": 4},
     "pipemare": {"anneal": 100},
 }  # fmt: skip
-STAGES = 4
+STAGES, MOMENTUM = 4, 0.9
 
 
 def draw_all(folder):
     """Draw every picture into the folder, unless it is there and younger than the code that it shows."""
     folder.mkdir(parents=True, exist_ok=True)
-    code = max(path.stat().st_mtime for path in [Path(__file__), *Path(pipeback.__file__).parent.rglob("*.py")])
+    recipes = Path(measured.__file__).parents[1]
+    read = [*Path(__file__).parent.glob("*.py"), *Path(pipeback.__file__).parent.rglob("*.py")]
+    read += [*(recipes / "sweeps").glob("*.py"), *(recipes / "measured").glob("*.csv")]
+    code = max(path.stat().st_mtime for path in read)
     plt.rcParams.update({"svg.hashsalt": "pipeback", "font.size": 10, "axes.edgecolor": PALE, "text.color": INK})
     drawn = {"schedules": schedules, "filling": filling, "staleness": staleness, "memory": memory}
+    drawn |= {"planner_windows": planner_pictures.windows, "planner_crossover": planner_pictures.crossover}
     drawn |= {f"method_{name}": lambda name=name: which_weights(name) for name in pipeback.methods.available()}
+    drawn |= {f"results_{name}": lambda name=name: results(name) for name in measured.names()}
     for name, draw in drawn.items():
         path = folder / f"{name}.svg"
         if path.exists() and path.stat().st_mtime > code:
@@ -54,6 +62,11 @@ def schedules():
     return pipeback.draw.compare(found, stages=5, micro_batches=40, until=52)
 
 
+def results(name):
+    """A sweep, as `pipeback results` draws it from its file."""
+    return pictures.draw(table.read(measured.text(name), name))
+
+
 def filling():
     """PB on four stages from its first micro-batch on."""
     slots = pipeback.timeline.timeline(create("pb").schedule, STAGES, 12)
@@ -65,7 +78,7 @@ def staleness():
     stages = 8
     figure, ax = plt.subplots(figsize=(6.4, 3.4), layout="constrained")
     lines = {
-        "pb, sc, lwp, cerebras, pipemare": create("pb"), "pipedream, spectrain": create("pipedream"),
+        "pb and most others": create("pb"), "pipedream, spectrain, pipeoptim, gap_aware, dc_asgd": create("pipedream"),
         "pipedream_2bw (groups of 8)": pipeback.methods.create("pipedream_2bw", micro_batches=8),
         "sgd, gpipe, one_f_one_b": create("sgd"),
     }  # fmt: skip
@@ -156,15 +169,18 @@ def one_stage(name, method, s):
 def aim(method, hook, version, when):
     """Where a shifted version aims, in updates along the last displacement; None: the hook leaves the weights alone."""
     weights, ones = [torch.zeros(())], [torch.ones(())]
-    state = {"velocity": ones, "drift": ones, "displacement": ones, "updates": 0}
+    state = {"velocity": ones, "drift": ones, "displacement": ones, "direction": ones, "ahead": ones, "updates": 0}
     if hook == "backward_weights" and method.copies == "stash":
-        return None
+        return aim(method, "forward_weights", version, when) if overrides(method, "forward_weights") else None
     arguments = (weights, state, when) if hook == "forward_weights" else (weights, None, state, when)
     chosen = getattr(method, hook)(*arguments)
     if isinstance(chosen, Past) or not isinstance(chosen, Shift):
         return None
     moved = chosen.coefficients[0]  # of the velocity, which weights move against, or of a displacement, along it
-    along = -moved if chosen.directions[0] is not None and "velocity" in method.init(weights) else moved
+    kept = method.init(weights)
+    along = -moved if chosen.directions[0] is not None and not {"velocity", "direction"}.isdisjoint(kept) else moved
+    if moved and "ahead" in kept:
+        along = sum(MOMENTUM**j for j in range(1, when.delay + 1))  # steps to which momentum is committed
     return None if not along else version + along
 
 
@@ -176,7 +192,7 @@ def ledger(name):
         layers = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(STAGES)))
         pipe = pipeback.Pipeline(
             layers, loss=torch.nn.functional.mse_loss, method=create(name), micro_batch_size=1,
-            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9),
+            optimizer=adam if name == "eigendelay" else momentum,
         )  # fmt: skip
         pipe.push(torch.randn(48, 3), torch.randn(48, 3))
         first = 24
@@ -197,6 +213,15 @@ def ledger(name):
 
 
 _LEDGERS = {}
+
+
+def momentum(parameters):
+    return torch.optim.SGD(parameters, lr=1e-3, momentum=MOMENTUM)
+
+
+def adam(parameters):
+    return torch.optim.AdamW(parameters, lr=1e-3, betas=(MOMENTUM, 0.999))
+
 
 if __name__ == "__main__":
     draw_all(Path(sys.argv[1]))

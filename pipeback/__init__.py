@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pipeback import checkpoint, draw, methods, norms, plan, schedules, sparsities, weights
+    from pipeback import checkpoint, draw, methods, norms, optim, plan, schedules, sparsities, weights
     from pipeback.distributed.join import join
     from pipeback.errors import RankError, StageError, StoreError
     from pipeback.methods.base import Method, Past, Shift, State, Weights, When
@@ -79,6 +79,7 @@ __all__ = [
     "join",
     "methods",
     "norms",
+    "optim",
     "plan",
     "scale_hyperparameters",
     "schedules",

@@ -64,6 +64,10 @@ class Measure(Callback):
         module.log("samples_seen", float(self.samples), on_step=on_step, on_epoch=not on_step, batch_size=1)
         module.log("wall_time", self.seconds + running, on_step=on_step, on_epoch=not on_step, batch_size=1)
 
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        for logger in trainer.loggers:
+            logger.save()  # a run that goes on from here keeps the rows from before, also if this one is killed
+
     def state_dict(self) -> dict[str, Any]:
         running = 0.0 if self._since is None else time.perf_counter() - self._since
         return {"samples": self.samples, "seconds": self.seconds + running}

@@ -14,10 +14,8 @@ import os
 import re
 import sys
 import time
-import traceback
 from collections.abc import Mapping
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,18 +29,19 @@ from rich.console import Console
 
 from pipeback.counts import counted
 from pipeback.recipes import build
-from pipeback.recipes.callbacks import ProgressFile, tell
-from pipeback.recipes.command import explained, mistakes, quoted, start
+from pipeback.recipes.command import mistakes, quoted, start
 from pipeback.recipes.interrupts import follow, stoppable
 from pipeback.recipes.live import Live, state
 from pipeback.recipes.report import console as report_console
 from pipeback.recipes.report import literal, report
 from pipeback.recipes.run_folders import Run, beside, place
 from pipeback.recipes.schemas import Compare, check
-from pipeback.recipes.train import as_yaml, quiet, run, task_of, trainer_of
+from pipeback.recipes.train import as_yaml, quiet, task_of, trainer_of
+from pipeback.recipes.work import work
 
-ALL = ("sgd", "pb", "sc", "lwp", "cerebras", "lwp_w_sc", "pipedream", "spectrain", "pipemare", "gpipe", "one_f_one_b",
-       "pipedream_2bw", "pipedream_slack2", "spectrain_slack2")  # fmt: skip
+ALL = ("sgd", "pb", "sc", "lwp", "lwp_w", "cerebras", "lwp_w_sc", "pipedream", "spectrain", "pipemare", "gpipe",
+       "one_f_one_b", "pipedream_2bw", "pipedream_slack2", "spectrain_slack2", "ef", "pipeoptim", "xpipe", "msnag",
+       "gap_aware", "dc_asgd", "dc_asgd_a", "braking", "staleness_lr", "eigendelay")  # fmt: skip
 FEW = ("sgd", "pb", "cerebras", "gpipe")
 OWN = re.compile(r"(methods|seeds|seed|jobs|again|out)=")  # options that are not passed on to `train` unchanged
 
@@ -50,10 +49,11 @@ OWN = re.compile(r"(methods|seeds|seed|jobs|again|out)=")  # options that are no
 def plan(config: Mapping[str, Any], words: list[str]) -> list[Run]:
     """List the runs. Every method is built once here, so that a mistake is reported before anything starts."""
     if config["methods"] is not None and not config["methods"]:
-        raise ValueError("methods=[] compares nothing; leave it out, or name some: methods=[sgd,pb]")
+        raise ValueError("methods=[] compares nothing; write methods=all, or name some: methods=[sgd,pb]")
     data = build.data(config["data"], config["batch_size"], config["seed"])
-    asked, labels = config["methods"], []
-    for label in map(entry, asked or (FEW if config["quick"] else ALL)):
+    every = FEW if config["quick"] and config["methods"] is None else ALL
+    asked, labels = None if config["methods"] == "all" else config["methods"], []
+    for label in map(entry, asked or every):
         values = composed(words, label, config["seed"])
         try:
             task_of(values, data, trainer_of({**values, "logger": {}, "callbacks": {}})[0])
@@ -109,22 +109,6 @@ def launcher(words: list[str], jobs: int, console: Console) -> list[str]:
         console.print("one run after the other: several at a time need `pip install hydra-joblib-launcher`")
         return []
     return ["hydra/launcher=joblib", f"hydra.launcher.n_jobs={jobs}"]
-
-
-def work(values: dict[str, Any]) -> None:
-    """Do one run. It writes its progress to progress.json, and its output to log.txt."""
-    out = Path(values["out"])
-    file = out / "progress.json"
-    tell(file, state="running")
-    with open(out / "log.txt", "w") as log, redirect_stdout(log), redirect_stderr(log):
-        quiet()
-        try:
-            found = run(values, [ProgressFile(file)])
-        except Exception as error:
-            traceback.print_exc()
-            tell(file, state="failed", error=explained(error))
-        else:
-            tell(file, state="diverged" if found["diverged"] else "finished", **found)
 
 
 def compare(

@@ -11,6 +11,8 @@ import pipeback
 COMMANDS = {
     "train": "train one method and watch it, or sweep:   pipeback train method=cerebras",
     "compare": "every method on the same data:             pipeback compare experiment=digits",
+    "sweep": "methods x rates x seeds, one small file:   pipeback sweep experiment=delay_lm rates=[1e-3,2e-3]",
+    "results": "show and draw such a file again:       pipeback results outputs/sweep/delay_lm",
     "report": "rebuild the report of finished runs:       pipeback report outputs/compare/digits",
     "dashboard": "the same comparison on Weights & Biases:   pipeback dashboard --help",
     "draw": "draw a schedule:                           pipeback draw --help",

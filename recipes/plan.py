@@ -1,58 +1,48 @@
-"""Plan a training before it begins: bytes on device, host and disk, weight passes, waiting, and the batches that fit.
+"""Plan a training before it begins: what it takes and holds, on devices that are here or not, and what to choose.
 
-    pipeback plan stages=12 width=1024 store=host micro_batches=32          # linear layers of one size
-    pipeback plan method=gpipe store=disk device_memory="512 MiB" run=10    # and train 10 pushes: measured beside it
-    pipeback plan experiment=shakespeare method=pb store=host run=20        # a config of conf/, with Hydra's overrides
+    pipeback plan gpt:13b devices=64xA100 tokens=300B                # options ranked; no model is built
+    pipeback plan llama:70b devices=H100 in=30d                      # how many devices for so many days
+    pipeback plan gpt:layers=48,width=8192,heads=64,context=2048 devices=8xH100 link=50GB/s host=1TB store=host,disk
+    pipeback plan gpt:13b devices=64xA100 method=pb,zb_h1 stages=8,16 out=plan.html json=plan.json --explain 3
+    pipeback plan stages=12 width=1024 store=host micro_batches=32   # linear layers of one size, built and rehearsed
+    pipeback plan experiment=streaming_gpt device=H200               # a config of conf/, on a device that is not here
+    pipeback plan window gpt:13b devices=H100                        # the batches with which streaming hides
+    pipeback plan calibrate stages=8 out=slow.json                   # what delays cost a small model, for calibrate=
+    pipeback plan validate                                           # published measurements beside predictions
+    pipeback plan fit                                                # the constants of the cost model, fitted anew
 
+A model by name or by numbers
+devices=        such as 64xA100, of the catalogue or a file of your own (PIPEBACK_CATALOGUE=FILE)
+link=, host=    the network of a device, one way, 50GB/s or 400Gb/s; the host memory of all devices, 1TB
+tokens=         to train on, 300B; 20 per parameter if it is left out. in=30d finds the fewest devices for so many days
+method=, stages=, replicas=, tensor=, micro_batch=, recompute=, store=   one or several, or open if they are left out
+batch=          samples per update; open if it is left out. critical_batch=2M, in tokens: beyond, batches gain little
+optimizer=      adamw or sgd. precision= mixed or float. price= of a device per hour
+calibrate=      a file of `pipeback plan calibrate`, whose price of delays is taken. constants= of the catalogue
+out=, json=     plan.html is the whole page, plan.png its pictures; both: out=plan.html,plan.png. json= is all as data
+explain=, top=  an option with every number's formula and inputs; how many options are listed
+
+The model at hand
 store=          device, host, disk (a temporary folder) or disk:FOLDER (a folder of its own, empty at first)
 prefetch=       stages fetched ahead of the one at work
 device_memory=, host_memory=    budgets, such as "1.5 GB"; a plan beyond them is refused, with the nearest that fits
+device=         one of the catalogue that is not here: seconds are by its FLOP and bytes per second
 run=            pushes to train; the bytes and the waiting that were measured are printed beside the prediction
 method=, stages=, width=, samples= (of a micro-batch), micro_batches= (of a push), optimizer= (of torch.optim)
 
-Options of a method go after its name: method=pipedream:slack=2. With experiment=, everything but store, prefetch,
-budgets and run goes to Hydra, as in `pipeback train`, and a push is a batch. In a script: print(pipe.plan(x, y)).
+Options of a method at hand go after its name: method=pipedream:slack=2. With experiment=, everything but store,
+prefetch, budgets, device and run goes to Hydra, as in `pipeback train`, and a push is a batch. In a script:
+print(pipe.plan(x, y)), and pipeback.planner.search("gpt:13b", "64xA100").
 """
 
 from __future__ import annotations
 
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from difflib import get_close_matches
-from pathlib import Path
-from typing import Any, NamedTuple
+from importlib import import_module
 
-import torch
-from rich import box
 from rich.console import Console
-from rich.table import Table
-from torch import Tensor, nn
 
-import pipeback
-from pipeback.plan.budget import check
-from pipeback.plan.forecast import fills
-from pipeback.plan.training_plan import Row, beside, rows, title
-from pipeback.streaming.disk_store import DiskStore
-from pipeback.streaming.store import HostStore, Store
-
-TEXTS = {"method": "pb", "store": "host", "optimizer": "SGD", "device_memory": None, "host_memory": None}
-NUMBERS = {"stages": 8, "width": 512, "samples": 4, "micro_batches": 16, "prefetch": 1, "run": 0}
-OURS = ("store", "prefetch", "device_memory", "host_memory", "run")  # options of this command beside experiment=
-LEAST = {"prefetch": 0, "run": 0}
-
-
-class Case(NamedTuple):
-    """A training and one push of it."""
-
-    model: nn.Module
-    loss: Callable[[Any, Any], Tensor]
-    optimizer: Callable[[Any], torch.optim.Optimizer]
-    method: Any
-    micro_batch_size: int | None
-    x: Any
-    y: Any
+PARTS = ("window", "calibrate", "validate", "fit")  # files of planning/ that a first word names
 
 
 def main() -> None:
@@ -60,144 +50,18 @@ def main() -> None:
     if any(word in ("-h", "--help") for word in words):
         print(__doc__)
         return
-    torch.set_num_threads(1)
     console = Console(highlight=False)
     if not console.is_terminal:
-        console.width = 150
+        console.width = 170
     try:
-        ours = [w for w in words if w.partition("=")[0] in OURS]
-        experiment = any(w.startswith("experiment=") for w in words)
-        options = parsed(ours if experiment else words)
-        show(composed([w for w in words if w not in ours]) if experiment else built_in(options), options, console)
+        plain = [word for word in words if not word.startswith("-") and "=" not in word.partition(":")[0]]
+        if words[:1] and words[0] in PARTS:
+            part, rest = words[0], words[1:]
+        else:
+            part, rest = ("asking" if plain and not plain[0].isdecimal() else "hand"), words
+        import_module(f"pipeback.recipes.planning.{part}").main(rest, console)
     except (ValueError, TypeError, OSError, RuntimeError) as error:
         sys.exit(f"pipeback plan: {error}")
-
-
-def parsed(words: list[str]) -> dict[str, Any]:
-    options: dict[str, Any] = TEXTS | NUMBERS
-    for word in words:
-        name, given, value = word.removeprefix("--").partition("=")
-        if not given or name not in options:
-            near = get_close_matches(name, [*options, "experiment"], n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"{word!r} is not an option{hint}; write one of {', '.join(f'{n}=' for n in options)}")
-        if name in NUMBERS and (not value.isdecimal() or int(value) < LEAST.get(name, 1)):
-            raise ValueError(f"{name} must be a whole number of at least {LEAST.get(name, 1)}, but is {value!r}")
-        options[name] = int(value) if name in NUMBERS else value
-    return options
-
-
-def built_in(options: dict[str, Any]) -> Case:
-    """Return a training of linear layers of one size."""
-    width, samples, count = options["width"], options["samples"], options["micro_batches"]
-    kinds = {name: kind for name, kind in vars(torch.optim).items() if isinstance(kind, type)}
-    if options["optimizer"] not in kinds:
-        near = get_close_matches(options["optimizer"], kinds, n=1, cutoff=0.4)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"torch.optim has no {options['optimizer']!r}{hint}")
-    momentum = {"momentum": 0.9} if options["optimizer"] == "SGD" else {}
-    torch.manual_seed(0)
-    return Case(
-        nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(options["stages"])]),
-        nn.functional.mse_loss,
-        lambda params: kinds[options["optimizer"]](params, lr=1e-3, **momentum),
-        method(options["method"], count),
-        samples,
-        torch.randn(count * samples, width),
-        torch.randn(count * samples, width),
-    )
-
-
-def method(entry: str, count: int) -> pipeback.Method:
-    """Return a method from text such as pipedream:slack=2; methods with groups have one group per push."""
-    name, *rest = entry.split(":")
-    given: dict[str, Any] = {"anneal": 100} if name == "pipemare" else {}
-    if name == "pipedream_2bw":
-        given["micro_batches"] = count
-    for pair in rest:
-        key, _, value = pair.partition("=")
-        given[key] = int(value) if value.lstrip("-").isdecimal() else value
-    return pipeback.methods.create(name, **given)
-
-
-def composed(words: list[str]) -> Case:
-    """Return a training of conf/, with data, model, loss, optimizer and method as in `pipeback train`."""
-    from hydra import compose, initialize_config_module
-    from hydra.errors import HydraException
-
-    from pipeback.recipes import build
-    from pipeback.recipes.command import explained, offer_installed_methods, ordered, quoted
-    from pipeback.recipes.schemas import check as checked
-
-    offer_installed_methods()
-    try:
-        with initialize_config_module("pipeback.conf", version_base="1.3"):
-            # values that are known only within a run of Hydra
-            config = compose("train", [*ordered([quoted(word) for word in words]), "label=plan", "out=."])
-    except HydraException as error:
-        raise ValueError(explained(error)) from error
-    values = checked(config)
-    data = build.data(values["data"], values["batch_size"], values["seed"])
-    chosen = build.method(values["method"])
-    size = build.update_size(chosen, values["batch_size"], values["micro_batch_size"])
-    optimizer, _ = build.optimizer(values["optimizer"], size)
-    task: Any = build.task(values["task"], build.model(values["model"], build.facts(data), values["seed"]), optimizer)
-    x, y = next(iter(data.train_dataloader()))
-    return Case(task.model, task.loss, optimizer, chosen, values["micro_batch_size"], x, y)
-
-
-@contextmanager
-def stored(options: dict[str, Any]) -> Iterator[Store | None]:
-    """A context with the store, whose temporary folder is removed on exit."""
-    kind, _, folder = options["store"].partition(":")
-    given = {name: options[name] for name in ("prefetch", "device_memory", "host_memory")}
-    if kind == "device" and not folder:
-        if given["device_memory"] or given["host_memory"]:
-            raise ValueError("device_memory=, host_memory=: budgets are kept by a store; add store=host or store=disk")
-        yield None
-    elif kind == "host" and not folder:
-        yield HostStore(**given)
-    elif kind == "disk" and folder:
-        yield DiskStore(folder, **given)
-    elif kind == "disk":
-        with tempfile.TemporaryDirectory(prefix="pipeback-plan-") as temporary:
-            yield DiskStore(Path(temporary), **given)
-    else:
-        raise ValueError(f"store={options['store']} is unknown; write device, host, disk or disk:FOLDER")
-
-
-def show(case: Case, options: dict[str, Any], console: Console) -> None:
-    pushes = options["run"]
-    with stored(options) as store:
-        pipe = pipeback.Pipeline(
-            case.model, loss=case.loss, optimizer=case.optimizer, method=case.method,
-            micro_batch_size=case.micro_batch_size, store=store,
-        )  # fmt: skip
-        try:
-            plan = pipe.plan(case.x, case.y)
-            console.print(title(plan), style="bold")
-            console.print(table(rows(plan)))
-            check(plan.facts, plan.micro_batches)  # the check of the first push
-            if pushes:
-                exact = pipe.plan(pushes=pushes)
-                for _ in range(fills(plan.facts, plan.micro_batches)):
-                    pipe.push(case.x, case.y)
-                before = pipe.traffic()
-                for _ in range(pushes):
-                    pipe.push(case.x, case.y)
-                console.print(f"{pushes} pushes, on average", style="bold")
-                console.print(table(beside(exact, before, pipe.traffic(), pushes), ("", "predicted", "measured")))
-        finally:
-            pipe.close()
-
-
-def table(lines: list[Row], heads: tuple[str, str, str] | None = None) -> Table:
-    shown = Table(box=box.SIMPLE_HEAD if heads else None, show_header=heads is not None, pad_edge=False, padding=(0, 2))
-    for n, justify in enumerate(("left", "right", "right" if heads else "left")):
-        shown.add_column(heads[n] if heads else "", justify=justify, style="dim" if n == 2 and not heads else None)  # type: ignore[arg-type]
-    for line in lines:
-        shown.add_row(*line)
-    return shown
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ def beside(out: Path, runs: list[Run], compose: Compose) -> list[Path]:
     """Finished runs in `out` that are not among these, but differ from what is compared in method and seed alone."""
     found = []
     for folder in sorted(each.parent for each in out.glob("*/progress.json")):
-        told = _config(folder)
+        told = config_in(folder)
         if folder in {run.out for run in runs} or not {"label", "seed"} <= set(told):
             continue
         try:
@@ -57,7 +57,7 @@ def beside(out: Path, runs: list[Run], compose: Compose) -> list[Path]:
 
 def same(folder: Path, text: str) -> bool:
     """Whether a finished run of this configuration lies there; its own folder is not part of a configuration."""
-    return state(folder).get("state") in ("finished", "diverged") and _plain(_config(folder)) == _plain(
+    return state(folder).get("state") in ("finished", "diverged") and _plain(config_in(folder)) == _plain(
         yaml.safe_load(text)
     )
 
@@ -66,7 +66,8 @@ def _written(folder: Path) -> bool:
     return folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
 
 
-def _config(folder: Path) -> Mapping[str, Any]:
+def config_in(folder: Path) -> Mapping[str, Any]:
+    """The configuration of the run in a folder; {} if there is none."""
     file = folder / "config.yaml"
     try:
         found = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}

@@ -73,6 +73,22 @@ class Compare(Train):
         at_least_one("jobs", self.jobs)
 
 
+@schema
+class Sweep(Train):
+    """The additional options of `pipeback sweep`; conf/sweep.yaml says what they mean."""
+
+    rates: Any = None
+    vary: Any = None
+    seeds: int = 1
+    jobs: int = 2
+    reference: str = "sgd"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least_one("seeds", self.seeds)
+        at_least_one("jobs", self.jobs)
+
+
 def at_least_one(name: str, value: int | None) -> None:
     if value is not None and value < 1:
         raise ValueError(f"{name} must be a whole number of at least 1, but is {value}")
@@ -211,7 +227,9 @@ def known(group: str, names: Iterable[str], name: Any) -> None:
 def table(group: str) -> Mapping[str, Any]:
     """Return the classes or functions of a group by name; they are imported here since they need Lightning."""
     if group == "optimizer":
-        return {k: v for k, v in vars(torch.optim).items() if isinstance(v, type)}
+        from pipeback import optim
+
+        return {k: v for module in (torch.optim, optim) for k, v in vars(module).items() if isinstance(v, type)}
     if group == "data":
         from pipeback.recipes.data import DATA
 

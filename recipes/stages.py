@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import pipeback
+from pipeback.byte_sizes import written
 from pipeback.counts import counted
 from pipeback.draw.worker_bands import COLOURS, INK
 from pipeback.pipeline.breakdown import StageRow
@@ -26,7 +27,6 @@ from pipeback.recipes.foreign import WHERE, build
 from pipeback.recipes.foreign.case import Case
 from pipeback.recipes.markdown import table as in_markdown
 from pipeback.recipes.provenance import command, load, provenance
-from pipeback.streaming.byte_sizes import written
 
 TEXTS = (".txt", ".md", ".csv")
 REPEATS = 31  # of F and B, in rounds over all stages

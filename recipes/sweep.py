@@ -1,31 +1,160 @@
-"""Sweep: sweeps (-m) over any options; every job is a run with a folder of its own."""
+"""Sweeps over methods, rates, seeds and any options, and writes one small CSV of all runs.
+
+    pipeback sweep experiment=delay_lm rates=[5e-4,1e-3,2e-3] seeds=3
+    pipeback sweep experiment=delay_lm methods=[sgd,{eigendelay:{slack:1}}] vary={model.width:[48,96]} jobs=1
+
+Each run is what `pipeback train` makes of the same options, in a folder of its own under `out`. A run that was stopped
+or killed goes on from its last checkpoint when the same command is given again, with the bits of a run that was not.
+Finished runs of the same configuration are taken over; their checkpoints go. results.csv has a line per run, and is
+written anew whenever one ends; `pipeback results FOLDER` prints and draws it.
+"""
 
 from __future__ import annotations
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
+import multiprocessing
+import os
+import re
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any
 
-TOLD = ("method", "seed", "experiment")  # these are in the default folder, as label, seed and name
-GROUPS = ("data", "model", "task", "optimizer", "trainer", "logger", "callbacks")
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+from rich.console import Console
+
+from pipeback.counts import counted
+from pipeback.recipes import build
+from pipeback.recipes.command import mistakes, quoted, start
+from pipeback.recipes.compare import ALL, entry
+from pipeback.recipes.interrupts import follow, stoppable
+from pipeback.recipes.live import Live, state
+from pipeback.recipes.provenance import provenance
+from pipeback.recipes.report import console as report_console
+from pipeback.recipes.report import literal
+from pipeback.recipes.schemas import Sweep, check
+from pipeback.recipes.sweeps import table
+from pipeback.recipes.sweeps.jobs import PLACE, Job, axes, combinations, folder, planned
+from pipeback.recipes.train import as_yaml, quiet, task_of, trainer_of
+from pipeback.recipes.work import resume
+
+OWN = re.compile(r"(methods|seeds|seed|jobs|rates|vary|reference|out)=")  # options that are not passed on to `train`
+OWN_PLACE = re.compile(r"^((?:data\.\w+|out|reference)=).*/([^/]+)/?$")  # a folder, by whatever path
 
 
-def folder_for_each(words: list[str]) -> list[str]:
-    """Return the command line with an `out` that differs between the jobs, if method and seed do not."""
-    if not {"-m", "--multirun"} & set(words):
-        return words
-    given = [word for word in words if "=" in word and not word.startswith("-")]
-    overrides = OverridesParser.create().parse_overrides(given)
-    swept = [override.get_key_element().lstrip("+") for override in overrides if override.is_sweep_override()]
-    for override in overrides:
-        if override.key_or_group == "out":
-            if swept and "out" not in swept and "${" not in str(override.value()):
-                raise ValueError(
-                    f"out={override.value()} is one folder, but every job of a sweep needs its own: "
-                    f"'out={override.value()}/${{label}}-seed${{seed}}'"
-                )
-            return words
-    told = "".join(f"-{key.rpartition('.')[2]}{value_of(key)}" for key in swept if key not in TOLD)
-    return [*words, f"out='outputs/train/${{name}}/${{label}}-seed${{seed}}{told}'"] if told else words
+def plan(config: Mapping[str, Any], words: Sequence[str]) -> list[Job]:
+    """List the runs. Each method is built once with each choice of options, so that mistakes show before any run."""
+    asked, options = config["methods"], combinations(axes(config))
+    if asked is not None and not asked:
+        raise ValueError("methods=[] trains nothing; write methods=all, or name some: methods=[sgd,pb]")
+    every = asked is None or asked == "all"
+    out, labels = Path(config["out"]), [entry(method) for method in (ALL if every or asked is None else asked)]
+
+    def compose(label: str, varied: Mapping[str, Any], seed: int) -> tuple[dict[str, Any], str]:
+        home = out / folder(label, varied, seed)
+        told = [f"{key}={value_of(value)}" for key, value in varied.items()]
+        given = [*words, f"method={label}", *told, f"seed={seed}", f"label={label}", f"out={literal(str(home))}"]
+        values = check(hydra.compose("train", given))
+        return values, as_yaml(values)
+
+    kept = []
+    for label in labels:
+        try:
+            for varied in options:
+                values, _ = compose(label, varied, config["seed"])
+                data = build.data(values["data"], values["batch_size"], values["seed"])
+                task_of(values, data, trainer_of({**values, "logger": {}, "callbacks": {}})[0])
+        except ValueError as error:
+            if every and label != "sgd":  # sgd runs with any optimizer, so its error is one of the config
+                continue
+            raise ValueError(str(error) if label in str(error) else f"{label}: {error}") from error
+        kept.append(label)
+    return planned(kept, options, range(config["seed"], config["seed"] + config["seeds"]), compose)
 
 
-def value_of(key: str) -> str:
-    return f"${{hydra:runtime.choices.{key}}}" if key in GROUPS else f"${{{key}}}"
+def value_of(value: Any) -> str:
+    """A value as Hydra reads it."""
+    if value is None:
+        return "null"
+    return literal(value) if isinstance(value, str) else str(value)
+
+
+def each(jobs: Sequence[Job], processes: int) -> Iterator[None]:
+    """Do the runs, and yield whenever one has ended."""
+    if processes == 1:
+        for job in jobs:
+            resume(job.values)
+            yield
+        return
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(processes, len(jobs)), spawn, follow, (os.getpid(),)) as pool:
+        try:
+            for future in as_completed([pool.submit(resume, job.values) for job in jobs]):
+                future.result()
+                yield
+        except BrokenProcessPool as error:
+            raise SystemExit("pipeback sweep: a process died (out of memory?); the same command goes on") from error
+
+
+def sweep(jobs: Sequence[Job], config: Mapping[str, Any], words: Sequence[str], console: Console) -> None:
+    """Do the runs that are not done yet; write the file of all."""
+    todo, file = [job for job in jobs if not job.done], Path(config["out"]) / table.FILE
+    if len(todo) < len(jobs):
+        console.print(f"{counted(len(jobs) - len(todo), 'finished run')} taken over", highlight=False)
+    told = shlex.join(["pipeback", "sweep", *map(public, words)])
+    facts = {name: str(value) for name, value in provenance().items() if value is not None}
+    reference = config["reference"]
+    notes = table.notes("sgd of another sweep" if table.elsewhere(reference) else reference)
+
+    def write() -> None:
+        rows = table.rows_of(jobs, reference)
+        table.save(file, table.Results(told, config["name"], facts, notes, rows))
+
+    began = time.perf_counter()
+    with Live({job.out: job.name for job in todo}, console):
+        for _ in each(todo, config["jobs"]):
+            write()
+    write()
+    console.print(f"{counted(len(todo), 'run')} in {time.perf_counter() - began:.0f} s; {file}", highlight=False)
+    if failed := [job for job in jobs if state(job.out).get("state") == "failed"]:
+        sys.exit("\n".join(f"{job.out.name} failed; {job.out / 'log.txt'} tells how" for job in failed))
+
+
+def public(word: str) -> str:
+    """A word of the command without folders of this machine: data.root=/home/me/data -> data.root=data."""
+    return PLACE.sub(r"\1", OWN_PLACE.sub(r"\1\2", word))
+
+
+def main() -> None:
+    words = [quoted(word) for word in sys.argv[1:]]
+    found: list[tuple[list[Job], dict[str, Any]]] = []
+
+    def task(settings: DictConfig) -> None:
+        with mistakes("sweep"):
+            quiet()
+            config = check(settings, Sweep)
+            given = [word for word in HydraConfig.get().overrides.task if not OWN.match(word)]
+            callbacks = [] if any(word.startswith("callbacks=") for word in given) else ["callbacks=sweep"]
+            found.append((plan(config, [*given, *callbacks]), config))
+
+    with mistakes("sweep"):
+        if swept := [w for w in words if w in ("-m", "--multirun") or w.startswith("method=")]:
+            raise ValueError(f"{swept[0]}: it sweeps methods=[...] x rates=[...] x vary={{...}} x seeds=")
+    typed, sys.argv[1:] = sys.argv[1:], words
+    with stoppable("pipeback sweep: stopped. The same command goes on where each run was"):
+        start("sweep", task)
+        for jobs, config in found:  # empty if Hydra was asked for something else (--help, --cfg job)
+            console = report_console()
+            console.file = sys.stdout  # the present one: a run in this process has its own
+            sweep(jobs, config, typed, console)
+
+
+if __name__ == "__main__":
+    from pipeback.recipes import sweep as module  # not __main__: other processes import what is sent to them
+
+    module.main()

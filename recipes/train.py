@@ -38,11 +38,11 @@ from pipeback.recipes import build
 from pipeback.recipes.callbacks import Measure, StopWhenNotFinite, written
 from pipeback.recipes.command import mistakes, start
 from pipeback.recipes.facts import facts_of
+from pipeback.recipes.job_folders import folder_for_each
 from pipeback.recipes.live import redraws
 from pipeback.recipes.logs import begin, end
 from pipeback.recipes.resident import resident
 from pipeback.recipes.schemas import check
-from pipeback.recipes.sweep import folder_for_each
 from pipeback.tensors.meta import absent
 
 # warnings that do not apply here: the data are in memory, and a folder is overwritten on purpose
@@ -139,14 +139,26 @@ def task_of(
     step = config["batch_size"] * trainer.accumulate_grad_batches
     size = build.update_size(method, step, config["micro_batch_size"])
     optimizer, hyperparameters = build.optimizer(config["optimizer"], size)
-    configured = build.scheduled(
-        optimizer, config["optimizer"], partial(getattr, trainer, "estimated_stepping_batches")
-    )
+    configured = build.scheduled(optimizer, config["optimizer"], batches_of(trainer, data, config["batch_size"]))
     task = build.task(config["task"], build.model(config["model"], build.facts(data), config["seed"]), configured)
     if pipeline and method and not pipeline.several and not absent(task):
         stages = find(task, pipeline.options.module, pipeline.options.splitting).stages
         pipeback.Pipeline(stages, loss=None, optimizer=optimizer, method=method)  # for its checks; fit builds its own
     return task, size, hyperparameters
+
+
+def batches_of(trainer: Trainer, data: LightningDataModule, batch_size: int) -> Callable[[], float]:
+    """Return a function that returns the number of optimizer steps of a training.
+
+    `trainer.estimated_stepping_batches` sets up the loader before the state of the loader is there that a checkpoint
+    has, and Lightning then never loads it: a run that resumes within an epoch would begin that epoch anew.
+    """
+    if not isinstance(trainer.strategy, PipelineStrategy) and trainer.world_size > 1:  # each process has a part
+        return partial(getattr, trainer, "estimated_stepping_batches")
+    loaded, limit = math.ceil(build.epoch_samples(data, batch_size) / batch_size), trainer.limit_train_batches
+    loaded = min(loaded, limit) if isinstance(limit, int) else int(loaded * (1.0 if limit is None else limit))
+    total = math.ceil(loaded / trainer.accumulate_grad_batches) * max(trainer.max_epochs or 1, 1)
+    return partial(float, total if trainer.max_steps == -1 else min(total, trainer.max_steps))
 
 
 def outcome(trainer: Trainer, task: LightningModule, data: LightningDataModule, measure: Measure) -> Record:

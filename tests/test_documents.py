@@ -19,8 +19,11 @@ from tests.laws.cases import network
         "methods.chain",
         "draw.figures",
         "sparsities.densities",
-        "streaming.byte_sizes",
+        "byte_sizes",
         "norms",
+        "planner.quantities",
+        "planner.models",
+        "planner.simulation",
     ],
 )
 def test_examples_in_docstrings(name):

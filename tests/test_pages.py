@@ -125,7 +125,7 @@ def test_the_comments_of_a_named_tuple_tell_its_fields(monkeypatch):
     assert list(found) == list(pipeback.Memory._fields)
     assert found["state"] == ["the method's own state, in copies of the weights"] and len(found["beside"]) > 1
     assert [name for name, _ in commented_fields(pipeback.pipeline.breakdown.StageRow)] == [
-        "layers", "parameters", "seconds", "activations", "delay", "times"
+        "layers", "parameters", "seconds", "activations", "delay", "times", "input", "output"
     ]  # fmt: skip
     assert not commented_fields(pipeback.Record)
 

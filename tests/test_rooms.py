@@ -11,8 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "pipeback"
 FLOORS = [
-    {"counts", "errors", "norms", "notebook", "plugins", "private", "weights", "schedules", "tensors"},
-    {"methods", "sparsities", "splitting", "draw"},
+    {"byte_sizes", "counts", "errors", "norms", "notebook", "plugins", "private", "weights", "schedules", "tensors"},
+    {"methods", "optim", "sparsities", "splitting", "draw", "planner"},
     {"stages"},
     {"runtime"},
     {"streaming", "vectorized"},
@@ -23,18 +23,22 @@ FLOORS = [
 ]
 FLOOR = {room: n for n, floor in enumerate(FLOORS) for room in floor}
 ALONE = {  # what a room may import of pipeback, where that is less than all that lies below
+    "byte_sizes": set(),
     "counts": set(),
     "errors": set(),
     "schedules": set(),
     "tensors": {"private"},
     "splitting": {"counts", "tensors", "notebook", "private"},
     "methods": {"schedules", "tensors", "plugins", "private"},
+    "optim": {"tensors"},
     "sparsities": {"plugins"},
     "draw": {"counts", "schedules"},
+    "planner": {"byte_sizes", "counts", "notebook", "schedules"},
     "stages": {"counts", "methods", "splitting", "tensors", "private"},
     "runtime": {"counts", "stages", "methods", "schedules", "tensors", "errors", "notebook", "private"},
     "streaming": {
         "runtime", "stages", "methods", "sparsities", "schedules", "tensors", "errors", "notebook", "private",
+        "byte_sizes",
     },
     "vectorized": {"counts", "runtime", "stages", "methods", "splitting", "schedules", "tensors", "errors", "private"},
     "distributed": {
@@ -46,7 +50,7 @@ ALONE = {  # what a room may import of pipeback, where that is less than all tha
     },
     "plan": {
         "distributed", "streaming", "runtime", "stages", "methods", "schedules", "tensors", "notebook", "private",
-        "counts",
+        "byte_sizes", "counts", "planner",
     },
 }  # fmt: skip
 INSIDE = {  # the same for a folder in a room, file by file where a room is not meant as a whole
@@ -154,11 +158,15 @@ def test_imports_for_type_checkers_alone_are_of_other_packages():
                 assert "pipeback" not in ast.unparse(node), name
 
 
+PARTS = {"base", "momentum", "adam", "direction", "gradients", "rates", "option_checks"}  # what methods share
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "methods").glob("[a-z]*.py")), ids=lambda path: path.stem)
 def test_a_method_knows_no_other(path):
-    kin = {"base", "momentum"} if path.stem not in ("base", "momentum") else {"base"}
     inside = {name for name in imports(path) if name.startswith("methods")}
-    assert inside <= {f"methods.{name}" for name in kin}
+    assert inside <= {f"methods.{name}" for name in PARTS - {path.stem}}
+    if path.stem == "base":
+        assert not inside
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "sparsities").glob("[a-z]*.py")), ids=lambda path: path.stem)
@@ -166,8 +174,8 @@ def test_a_policy_knows_masks_and_numbers_alone(path):
     assert set(imports(path)) <= {f"sparsities.{name}" for name in ("base", "densities", "masks")}
 
 
-def test_schedules_run_without_torch():
-    names = sorted(name for name in FILES if name.startswith("schedules"))
+def test_schedules_and_the_planner_run_without_torch():
+    names = sorted(name for name in FILES if name.startswith(("schedules", "planner")))
     code = f"""
 import importlib, sys
 class NoTorch:

@@ -102,6 +102,8 @@ class RankRunner:
     def wait(self) -> None:
         self.tell(Loop.rest)
         self.thread.join()
+        for future in list(self.thread.futures.values()):  # losses that are still on their way
+            self._result(future, "a loss")
 
     def drain(self) -> None:
         self.tell(Loop.drain)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 
 __all__ = ["beside", "compare", "grid", "measured", "picture", "summary", "trace"]
+WORDS = {"F": "forward", "B": "backward", "I": "gradient of the input", "W": "gradient of the weights"}
 
 
 def grid(schedule: Schedule, stages: int, micro_batches: int, width: int | None = None) -> str:
@@ -76,7 +77,8 @@ def picture(
             figsize=(min(16.0, max(6.0, 0.34 * (end - begin) + 1.2)), 0.42 * stages + 1.3), layout="constrained"
         )
     shown = [slot for slot in slots if slot.op.kind != "U" and slot.start < end]
-    for kind in "FB":
+    kinds = [kind for kind in WORDS if any(slot.op.kind == kind for slot in shown)]
+    for kind in kinds:
         some = [slot for slot in shown if slot.op.kind == kind]
         ax.barh(
             [slot.stage for slot in some],
@@ -105,9 +107,9 @@ def picture(
         ax.spines[side].set_visible(False)
     if title is not None:
         ax.set_title(title, loc="left", fontsize=11, color=_INK)
-    handles = [Patch(color=_COLOURS["F"], label="forward"), Patch(color=_COLOURS["B"], label="backward")]
+    handles = [Patch(color=_COLOURS[kind], label=WORDS[kind]) for kind in kinds]
     ax.legend(
-        handles=handles, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False, borderaxespad=0.2, fontsize=9
+        handles=handles, loc="lower right", bbox_to_anchor=(1, 1), ncols=4, frameon=False, borderaxespad=0.2, fontsize=9
     )
     return ax
 

@@ -11,8 +11,9 @@ from pipeback.schedules.timeline import Time
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# forward, backward: apart in lightness too, so that print and colour-blind readers can tell them
-COLOURS = {"F": "#7fb3e6", "B": "#f2a65a", "U": "#7a7a7a"}
+# forward, backward: apart in lightness too, so that print and colour-blind readers can tell them; a backward that is
+# split is the gradient of the input, I, and that of the weights, W
+COLOURS = {"F": "#7fb3e6", "B": "#f2a65a", "U": "#7a7a7a", "I": "#f2a65a", "W": "#a3c585"}
 INK, BAND, IDLE = "#1f2933", "#f4f6f8", "#f2c2c4"
 
 

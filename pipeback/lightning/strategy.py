@@ -78,8 +78,7 @@ class PipelineStrategy(Place):
     activations       what F leaves for B: "device" keeps it; "recompute" computes it again from the input of the stage;
                       "host" keeps it in host memory; or a list with one per stage, or {stage's name or number: kind}
     plan              with a store, log what training will hold, move and wait for, before the first micro-batch
-    launcher          with several devices, what starts their processes, unless torchrun or SLURM does: "auto", "spawn",
-                      "fork" or "script" (see `pipeback.lightning.ranks.launchers`)
+    launcher          what starts several processes, if not torchrun or SLURM: "auto", "spawn", "fork" or "script"
     vectorize         stages that are alike run as one: "auto", where that is faster; True, wherever it can be. Results
                       differ in rounding, `vectorized` tells which do. `training_step` waits at its call, see below
 
@@ -95,9 +94,8 @@ class PipelineStrategy(Place):
     pass a stage while it is on the device: two passes over the weights per batch, with the activations of all slices at
     once (also with one_f_one_b). The `training_step` of a slice waits at its call of the model, in a thread of its own;
     what it does before the call happens for all slices before anything after the call. Validation, test and predict
-    stream, too. Within fit, read weights in validation hooks or from a checkpoint; at other times the parameters of a
-    stage show what is on the device, or NaN. After fit the module has them in host memory.
-    `Trainer(strategy="pipeback_streaming")` means method="gpipe", store="host".
+    stream, too. Within fit, read weights in validation hooks or from a checkpoint; at other times a stage shows what is
+    on the device, or NaN. After fit they are in host memory. "pipeback_streaming" means method="gpipe", store="host".
 
     With a store and one device, the stages may come from the meta device (build the model in `torch.device("meta")`);
     each gets its values when it enters the store. With a disk store such a model may be larger than memory and returns

@@ -1,6 +1,7 @@
 """The methods: one published method per file, and by name those of other packages, too (group `pipeback.methods`).
 
-Floor 2. A method imports base, momentum and schedules; base imports schedules and tensors.
+Floor 2. A method imports base, schedules, tensors and parts that methods share: momentum, adam, direction, gradients,
+rates and option_checks. base imports schedules and tensors.
 """
 
 from __future__ import annotations
@@ -30,6 +31,14 @@ _METHODS = Plugins(
         "lwp": "lwp:LinearWeightPrediction",
         "sc": "sc:SpikeCompensation",
         "cerebras": "cerebras:Cerebras",
+        "ef": "ef:ErrorFeedback",
+        "pipeoptim": "pipeoptim:OptimizerPrediction",
+        "msnag": "msnag:DecayedPrediction",
+        "gap_aware": "gap_aware:GapAware",
+        "dc_asgd": "dc_asgd:DelayCompensation",
+        "braking": "braking:AdaptiveBraking",
+        "staleness_lr": "staleness_lr:StalenessRates",
+        "eigendelay": "eigendelay:EigenDelay",
     },
 )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
+from math import prod
 from types import FunctionType
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -38,6 +39,9 @@ class When(NamedTuple):
     start: int = 0  # the first micro-batch since the pipeline was last drained
     base: int = 0  # the version at that moment
     entry: int = 0  # the version of stage 0 when i entered there (methods with `needs_entry`)
+    # of an update, the weights on which F(i) ran (methods with `needs_used`), or of several micro-batches F of the
+    # first; if they are the newest, it is the list of the weights itself
+    used: Weights | None = None
 
 
 # a method's own state: plain numbers, and lists with one tensor (or None) per weight; a list "velocity" that begins
@@ -109,7 +113,7 @@ class Method:
     schedule        a function (stage, stages) -> program; delays are counted on it and never restated
     copies          which weights are held beside the newest ones: "live" none, "scratch" one buffer for shifted
                     weights, "stash" every version that a micro-batch in flight still needs
-    state_copies    how large the method's state is, in copies of the weights
+    state_copies    how large the method's state is, in copies of the weights; see `state_numbers`
     merges          whether the hooks work weight by weight, on the numbers `when.rates` and `when.delays`, and keep
                     their state in lists with one entry per weight, so that one call may serve several stages
     flush_each_push whether every push is a flush of its own
@@ -117,18 +121,27 @@ class Method:
                     whether with a store all forwards of a flush may come first. The weights are the same either way,
                     since every flush ends with all its gradients summed
     needs_entry     whether the hooks read `when.entry`
+    needs_used      whether `update` reads `when.used`; `copies` must be "stash" then, and one more version is kept
+    elementwise     whether the hooks treat every entry of a weight by itself, so that a stage may hold only some of
+                    them: those that survive, or a rank's slice
     steps_itself    whether `update` makes the step without calling `optimizer.step()`; such a method is the last of a
                     chain
+    reads_moments   whether the hooks read the second moment of Adam in the optimizer's state
+    turns_moments   whether the method keeps it there in other coordinates than those of the weights
     """
 
     schedule: Schedule
     copies: Literal["live", "scratch", "stash"] = "live"
-    state_copies: int = 0
+    state_copies: float = 0
     merges: bool = False
     flush_each_push: bool = False
     by_worker: bool = False
     needs_entry: bool = False
+    needs_used: bool = False
+    elementwise: bool = True
     steps_itself: bool = False
+    reads_moments: bool = False
+    turns_moments: bool = False
 
     def __init_subclass__(cls) -> None:
         if isinstance(cls.__dict__.get("schedule"), FunctionType):
@@ -160,8 +173,13 @@ class Method:
     def held(self, stage: int, stages: int) -> int:
         """The most copies of the weights that the stage holds at once, the newest included; a law checks it."""
         if self.copies == "stash":
-            return 1 + self.delays(stages)[stage]
+            D = self.delays(stages)[stage]
+            return 1 + D + (self.needs_used and D > 0)  # what an update is handed, beside the version that it replaces
         return 2 if self.copies == "scratch" else 1
+
+    def state_numbers(self, shape: Sequence[int]) -> float:
+        """How many numbers of state the method keeps for a weight of this shape; a law checks it."""
+        return self.state_copies * prod(shape)
 
     def init(self, weights: Weights) -> State:
         """The state before the first micro-batch."""
@@ -179,6 +197,10 @@ class Method:
         """Move the weights by the averaged gradient in their `.grad`; return the new state."""
         optimizer.step()
         return state
+
+    def update_rates(self, when: When, state: State) -> Sequence[float]:
+        """The rates of the step inside `update`, one per weight, by which later methods of a chain predict."""
+        return when.rates
 
     def correction(self, when: When, state: State) -> Correction | None:
         """The `Correction` that the hooks compute; None if they do more, or keep more than v, δ and plain numbers.

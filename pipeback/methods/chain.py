@@ -2,6 +2,8 @@
 
 F (forward) on ŵ_n(… ŵ_1(w))        B (backward) on w̃_n(… w̃_1(w))
 U (update): update_1 around update_2 … around the optimizer's step
+
+A method that changes the rates of U changes those by which the methods after it predict, too.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from typing import Any
 
 import torch
 
-from pipeback.methods.base import Chosen, Method, OptimizerLike, Past, Shift, State, When
+from pipeback.methods.base import Chosen, Method, OptimizerLike, Past, Shift, State, When, overrides
 from pipeback.schedules.ops import Schedule
 from pipeback.schedules.timeline import in_flight
 from pipeback.tensors.weight_list import Weights
@@ -44,6 +46,11 @@ class _Chain(Method):
         for method in self.methods[:-1]:
             if method.steps_itself:
                 raise ValueError(f"chain: {method!r} makes the step itself, with nothing inside; put it last")
+            if method.reads_moments and self.methods[-1].turns_moments:
+                raise ValueError(
+                    f"chain: {method!r} predicts by the second moment of Adam, which {self.methods[-1]!r} keeps in "
+                    "bases of its own; leave one of them out"
+                )
         self.schedule = first.schedule
         ranks = ("live", "scratch", "stash")
         self.copies = max((m.copies for m in self.methods), key=ranks.index)
@@ -51,10 +58,16 @@ class _Chain(Method):
         self.merges = all(m.merges for m in self.methods)
         self.flush_each_push, self.by_worker = first.flush_each_push, first.by_worker
         self.needs_entry = any(m.needs_entry for m in self.methods)
+        self.needs_used = any(m.needs_used for m in self.methods)
+        self.elementwise = all(m.elementwise for m in self.methods)
         self.steps_itself = self.methods[-1].steps_itself
+        self.reads_moments = any(m.reads_moments for m in self.methods)
+        self.turns_moments = self.methods[-1].turns_moments
 
     def schedule_at(self, start: int, pushed: int) -> Schedule:
-        return self.methods[0].schedule_at(start, pushed)
+        return next((m for m in self.methods if overrides(m, "schedule_at")), self.methods[0]).schedule_at(
+            start, pushed
+        )
 
     def check(self, optimizer: torch.optim.Optimizer, stages: int) -> None:
         for method in self.methods:
@@ -76,6 +89,9 @@ class _Chain(Method):
             return 1 + in_flight(self.schedule, stages)[stage]  # the shifted weights of every micro-batch in flight
         return max(m.held(stage, stages) for m in self.methods)
 
+    def state_numbers(self, shape: Sequence[int]) -> float:
+        return sum(m.state_numbers(shape) for m in self.methods)
+
     def init(self, weights: Weights) -> State:
         return {f"{n}/{key}": value for n, m in enumerate(self.methods) for key, value in m.init(weights).items()}
 
@@ -83,12 +99,14 @@ class _Chain(Method):
         chosen: Chosen = weights
         for n, method in enumerate(self.methods):
             chosen = method.forward_weights(computed(chosen), _part(state, n), when)
+            when = _inside(method, _part(state, n), when)
         return chosen
 
     def backward_weights(self, weights: Weights, used: Weights | None, state: State, when: When) -> Chosen:
         chosen: Chosen = weights
         for n, method in enumerate(self.methods):
             chosen = method.backward_weights(computed(chosen), used, _part(state, n), when)
+            when = _inside(method, _part(state, n), when)
         return chosen
 
     def update(self, weights: Weights, optimizer: OptimizerLike, state: State, when: When) -> State:
@@ -125,9 +143,16 @@ class _Onion:
         if n == len(self.methods):
             self.inner.step()
             return
-        inside = _Onion(self.methods, n + 1, self.weights, self.inner, self.method_state, self.when, self.fresh)
-        state = self.methods[n].update(self.weights, inside, _part(self.method_state, n), self.when)
+        before = _part(self.method_state, n)
+        when = _inside(self.methods[n], before, self.when)
+        inside = _Onion(self.methods, n + 1, self.weights, self.inner, self.method_state, when, self.fresh)
+        state = self.methods[n].update(self.weights, inside, before, self.when)
         self.fresh.update({f"{n}/{key}": value for key, value in state.items()})
+
+
+def _inside(method: Method, state: State, when: When) -> When:
+    """`when` for the methods after this one: with the rates at which it has them make their update."""
+    return when._replace(rates=method.update_rates(when, state)) if overrides(method, "update_rates") else when
 
 
 def _part(state: State, n: int) -> State:

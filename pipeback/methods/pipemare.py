@@ -16,7 +16,8 @@ optimizer. Weight copies: 1, with T2 a scratch buffer too; δ is one more copy a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -24,6 +25,7 @@ from typing import Any
 import torch
 
 from pipeback.methods.base import Chosen, Correction, Method, OptimizerLike, Shift, State, Weights, When
+from pipeback.methods.rates import divided_rates
 from pipeback.schedules.ops import Op, Schedule, until
 from pipeback.schedules.programs import fill_drain, flowing
 from pipeback.schedules.timeline import in_flight
@@ -77,22 +79,19 @@ class PipeMare(Method):
     def update(self, weights: Weights, optimizer: OptimizerLike, state: State, when: When) -> State:
         warm = when.mb < self.warmup
         before = [w.detach().clone() for w in weights] if self.t2 else []
-        rates = [group["lr"] for group in optimizer.param_groups]
-        if self.t1 and not warm:
-            factor = self._divisor(when, state)
-            for group in optimizer.param_groups:
-                group["lr"] = group["lr"] / factor
-        try:
+        with divided_rates(optimizer, self._divisor(when, state)) if self.t1 and not warm else nullcontext():
             optimizer.step()
-        finally:
-            for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate
         if self.t2 and when.delay:
             gamma = self._gamma(when)
             moved = torch._foreach_sub(weights, before)
             torch._foreach_mul_(state["drift"], gamma)
             torch._foreach_add_(state["drift"], moved, alpha=1 - gamma)
         return {**state, "updates": state["updates"] + (not warm)}
+
+    def update_rates(self, when: When, state: State) -> Sequence[float]:
+        if not self.t1 or when.mb < self.warmup:
+            return when.rates
+        return [rate / self._divisor(when, state) for rate in when.rates]
 
     def correction(self, when: When, state: State) -> Correction | None:
         count, late = len(when.rates), self.t2 and when.delay

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from pipeback.byte_sizes import written
 from pipeback.notebook import seconds as in_seconds
 from pipeback.notebook import table
 from pipeback.splitting.segment import Lent
@@ -22,7 +23,6 @@ from pipeback.stages.compile_check import untouched
 from pipeback.stages.flight import Value, cut, grown
 from pipeback.stages.rehearsal import measure
 from pipeback.stages.stage import Stage
-from pipeback.streaming.byte_sizes import written
 
 
 class StageRow(NamedTuple):
@@ -38,6 +38,8 @@ class StageRow(NamedTuple):
     activations: int  # bytes that F leaves to B
     delay: int  # the delay D, in updates
     times: tuple[float, ...] = ()  # seconds of F and B, one by one; none without repeats
+    input: int = 0  # bytes that F is given, with the target of the last stage
+    output: int = 0  # bytes that F hands to the next stage
 
 
 class Breakdown(list[StageRow]):
@@ -85,6 +87,8 @@ def breakdown(
                 s, stage.name, _layers(stage.module), sum(p.numel() for p in stage.module.parameters()),
                 forward.get_total_flops(), backward.get_total_flops(), seconds[s],
                 stage.learnt.activation_bytes + stage.learnt.host_bytes, delays[s],
+                input=_bytes(value) + (_bytes(target) if stage.judges else 0),
+                output=0 if stage.last else _bytes(output),
             )
         )  # fmt: skip
         value = cut(output)
@@ -96,6 +100,11 @@ def breakdown(
             with present(stage), untouched(stage):
                 mine.append(measure(stage, given, target))
     return Breakdown(row._replace(seconds=median(t), times=tuple(t)) for row, t in zip(rows, times, strict=True))
+
+
+def _bytes(value: Value) -> int:
+    parts = value if isinstance(value, tuple) else (value,)
+    return sum(p.numel() * p.element_size() for p in parts if isinstance(p, Tensor))
 
 
 def _layers(module: nn.Module) -> str:

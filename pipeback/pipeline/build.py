@@ -18,6 +18,7 @@ from pipeback.methods.base import Method
 from pipeback.pipeline import by_name
 from pipeback.pipeline.method_choice import chosen
 from pipeback.pipeline.named_parameters import by_stage
+from pipeback.pipeline.option_checks import check_whole_weights
 from pipeback.pipeline.options import PipelineOptions
 from pipeback.pipeline.reference_batch import scaling
 from pipeback.pipeline.stage_builder import StageBuilder
@@ -83,6 +84,7 @@ def build(model: nn.Module | Sequence[nn.Module] | Split, options: PipelineOptio
             stage.take_names(named)
         names = aliases(model.model)
         shards = ranks.several and replicas > 1 and not isinstance(home, DeviceStore | None)
+        check_whole_weights(method, policy is not None, shards)
         if shards:
             share_out(stages, ranks.replica, replicas, policy)
         if not any(stage.weights for stage in stages):

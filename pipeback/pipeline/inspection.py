@@ -15,6 +15,10 @@ from pipeback.pipeline.breakdown import Breakdown, breakdown
 from pipeback.pipeline.build import telling
 from pipeback.pipeline.engine import Engine
 from pipeback.pipeline.memory_use import Memory
+from pipeback.plan.assumed_device import assumed
+from pipeback.planner.hardware import Device
+from pipeback.planner.hardware import device as find_device
+from pipeback.planner.models import Model
 from pipeback.runtime.ledger import Ledger, Record
 from pipeback.runtime.staleness import Watch
 from pipeback.schedules.recording import Recording
@@ -105,12 +109,15 @@ class Inspection:
         read, written = store.moved if isinstance(store, DiskStore) else (0, 0)
         return found._replace(read=read, written=written)
 
-    def plan(self, x: Value, y: Any, pushes: int | None, expected: int) -> pipeback.Plan:
+    def plan(self, x: Value, y: Any, pushes: int | None, expected: int, device: str | Device | None) -> pipeback.Plan:
         """As `Pipeline.plan`."""
         from pipeback.plan.survey import survey  # here, since the import of Pipeline need not wait for it
         from pipeback.plan.training_plan import plan
 
         engine = self._engine
+        there = device if device is None or isinstance(device, Device) else find_device(device)
+        if there is not None and x is None:
+            raise ValueError(f'plan: give it a push, whose FLOP are counted: pipe.plan(x, y, device="{there.name}")')
         with engine.lock, torch.enable_grad():
             engine.open()
             if x is not None:
@@ -122,7 +129,16 @@ class Inspection:
             count, samples = engine.pushed
             if not count:
                 raise ValueError("plan: nothing was pushed yet; give it a push: pipe.plan(x, y)")
-            return plan(survey(engine.holding, engine.setting, samples), count, pushes)
+            facts = survey(engine.holding, engine.setting, samples, timed=there is None)
+            if there is not None:
+                facts = assumed(facts, self._measured(x, y, samples), there)
+            return plan(facts, count, pushes)
+
+    def _measured(self, x: Value, y: Any, samples: int) -> Model:
+        """The stages as a model of the planner."""
+        first = next((w for stage in self._engine.stages for w in stage.module.parameters()), None)
+        size = 4 if first is None else first.element_size()
+        return Model.measured(self.breakdown(x, y, 0), samples, name="the model at hand", weight_bytes=size)
 
     def breakdown(self, x: Value, y: Any, repeats: int) -> Breakdown:
         """As `Pipeline.breakdown`."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from pipeback.byte_sizes import written
 from pipeback.notebook import table
 from pipeback.stages.stage import Stage
-from pipeback.streaming.byte_sizes import written
 
 OF_WHAT = {
     "weights": "one copy of the trainable weights",

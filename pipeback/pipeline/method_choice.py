@@ -12,7 +12,7 @@ from pipeback import methods
 from pipeback.methods.base import Method
 from pipeback.pipeline.by_name import UPDATES, completed
 from pipeback.splitting.partition import StagePart
-from pipeback.stages.joint_optimizer import torchs_step
+from pipeback.stages.joint_optimizer import replaced_step
 from pipeback.stages.stage import OptimizerFactory
 
 DEFAULT, ANY_OPTIMIZER = "cerebras", "pipedream"
@@ -59,7 +59,7 @@ def allowing(optimizer: torch.optim.Optimizer, stages: int = 2) -> Iterator[str]
             method.check(optimizer, stages)
         except (ValueError, ImportError):
             continue
-        if not method.steps_itself or not isinstance(optimizer, torch.optim.SGD) or torchs_step(optimizer):
+        if not method.steps_itself or not replaced_step(optimizer):
             yield name
 
 

@@ -15,7 +15,7 @@ from pipeback.methods.base import Method
 from pipeback.pipeline.method_choice import allowing
 from pipeback.runtime.loop import Batch
 from pipeback.stages.flight import Value
-from pipeback.stages.joint_optimizer import own_step, torchs_step
+from pipeback.stages.joint_optimizer import own_step, replaced_step
 from pipeback.stages.stage import OptimizerFactory, Stage
 from pipeback.streaming.store import DeviceStore, Store
 from pipeback.tensors import batches as batches_in
@@ -60,12 +60,17 @@ def check_optimizer(stage: Stage, method: Method) -> None:
         except ValueError as error:
             names = ", ".join(f'method="{name}"' for name in allowing(opt, stage.stages))
             raise ValueError(f"{stage.label}: {error}, or one of those that allow it: {names}") from None
-        if method.steps_itself and isinstance(opt, torch.optim.SGD) and not torchs_step(opt):
+        if method.steps_itself and replaced_step(opt):
             raise ValueError(
-                f"{stage.label}: {method!r} makes the step of momentum SGD itself, and would never call the step of "
-                f'{type(opt).__name__}; use torch.optim.SGD, or a method that calls it, such as method="pb" or '
-                'pipeback.methods.create("lwp", form="weight")'
+                f"{stage.label}: {method!r} makes the step itself, and would never call the step of "
+                f'{type(opt).__name__}; use torch.optim.{_known(opt)}, or a method that calls it, such as method="pb" '
+                'or pipeback.methods.create("lwp", form="weight")'
             )
+
+
+def _known(optimizer: torch.optim.Optimizer) -> str:
+    kinds = torch.optim.SGD, torch.optim.AdamW, torch.optim.Adam
+    return next(kind.__name__ for kind in kinds if isinstance(optimizer, kind))
 
 
 def check_groups(stages: Sequence[Stage]) -> None:
@@ -74,6 +79,23 @@ def check_groups(stages: Sequence[Stage]) -> None:
         found = {id(p) for group in stage.optimizer.param_groups for p in group["params"]}
         if stage.weights and found != {id(w) for w in stage.weights}:
             raise ValueError(f"{stage.label}: parameters were added to its optimizer; build a new Pipeline")
+
+
+def check_whole_weights(method: Method, sparse: bool, shards: bool) -> None:
+    """Raise ValueError if a method needs whole weights, but a stage holds only some of their entries.
+
+    sparse: whether these are the ones that survive. shards: whether they are a rank's slice.
+    """
+    if not method.elementwise and (sparse or shards):
+        what, cure = ("sparsity keeps some of their entries", "leave sparsity out") if sparse else (
+            "every replica's store keeps a slice of them", "use store=None, or one replica"
+        )  # fmt: skip
+        raise ValueError(f'{method!r} looks at whole weights, but {what}; {cure}, or use method="pb"')
+    if method.needs_used and sparse:
+        raise ValueError(
+            f"{method!r} compares two versions of the weights, but under sparsity other entries may survive in each; "
+            'leave sparsity out, or use method="pipedream"'
+        )
 
 
 def check_functions(method: Any, loss: Any, optimizer: Any) -> None:
@@ -85,6 +107,11 @@ def check_functions(method: Any, loss: Any, optimizer: Any) -> None:
         )
     if not callable(getattr(method, "schedule", None)):
         raise TypeError(f"method {type(method).__name__} has no schedule; set one, for example flowing(2)")
+    if method.needs_used and method.copies != "stash":
+        raise ValueError(
+            f'method {type(method).__name__} needs the weights that F used, but its copies are "{method.copies}", '
+            'which keep none; set copies = "stash"'
+        )
     for name, value in (("loss", loss), ("optimizer", optimizer)):
         if not callable(value) and not (name == "loss" and value is None):
             example = "torch.nn.functional.mse_loss" if name == "loss" else f"lambda params: {_call(value)}"

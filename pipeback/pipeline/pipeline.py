@@ -275,21 +275,21 @@ class Pipeline(OutsideCalls):
         """The streaming of this rank's stages since the first push: bytes, fetches, seconds that computing waited."""
         return self._inspection.traffic()
 
-    def plan(self, x: Value = None, y: Any = None, *, pushes: int | None = None, expected: int = 1) -> pipeback.Plan:
+    def plan(
+        self, x: Value = None, y: Any = None, *, pushes: int | None = None, expected: int = 1, device: Any = None
+    ) -> pipeback.Plan:
         """A `Plan` of training, to be printed: bytes on device, host and disk, passes, waiting, batch window.
 
-        x, y: a push, which is rehearsed and not trained on; None: like the last one.
-        pushes: how many to average over, for `pipeback.plan.beside`; None: the steady state.
-        expected: for a loss that is computed outside, micro-batches until the next `step`, x included.
-        Bandwidths are measured. Over processes it is about this rank's stages; all ranks make the first plan together.
+        x, y: a push, which is rehearsed and not trained on; None: like the last one. expected: micro-batches until the
+        next `step`, if the loss is computed outside. pushes: how many to average over; None: the steady state. device:
+        "H100", one of the planner's that is not here. Over processes it is about this rank; all make the first one.
         """
-        return self._inspection.plan(x, y, pushes, expected)
+        return self._inspection.plan(x, y, pushes, expected, device)
 
     def breakdown(self, x: Value, y: Any = None, *, repeats: int = 0) -> Breakdown:
         """A `StageRow` per stage: its layers, parameters, FLOPs, seconds, activations and delay.
 
-        x, y: a push, of which one micro-batch is rehearsed and not trained on. Works in one process only.
-        repeats: how often F and B are measured once more, for a median; 0: seconds are those of the rehearsal.
+        x, y: a push, of which one micro-batch is rehearsed, in one process. repeats: of F and B, for a median; 0: none.
         """
         return self._inspection.breakdown(x, y, repeats)
 

@@ -61,7 +61,7 @@ class Saving:
             "sparsity": repr(engine.holding.sparsity),
             "replicas": self._replicas,
             "seconds": engine.holding.seconds,
-            "workers": engine.holding.workers,
+            **({"workers": engine.holding.workers} if engine.setting.skewed else {}),  # which made the stacks
             "groups": {str(current.since): [plain_groups(g) for g in current.groups]},
             "current": current.since,
             **({} if engine.traced is None else {"forms": engine.traced.forms()}),

@@ -88,7 +88,7 @@ class Stacking:
 
         asked = Request(self._method, self._asked, current, self._worker, len(self._holding.stages), self._together)
         found: list[Any] = []
-        told: Mapping[str, str] = {}
+        told: dict[str, str] = {}
         for replica in range(len(self._holding.everywhere)):
             mine = [stack for stack in self.stacks if stack.stages[0].replica == replica]
             if mine:
@@ -96,7 +96,7 @@ class Stacking:
                 told = told or reasons
                 found += kept
         if not self._tried:
-            self.told = dict(told)
+            self.told = told  # what stacks find out later is told in it, too
         self._tried, self._seen, changed = True, [], found != self.stacks
         self.stacks = found
         return changed

@@ -13,7 +13,7 @@ import torch
 from pipeback.distributed.held_stages import HeldStages
 from pipeback.distributed.rank_runner import RankRunner
 from pipeback.distributed.ranks import Ranks
-from pipeback.runtime.link import Link, LocalLink, ThreadWire, links
+from pipeback.runtime.link import LocalLink, StageLink, ThreadWire, links
 from pipeback.runtime.loop import Loop
 from pipeback.runtime.outside_ticks import OutsideTicks
 from pipeback.runtime.replicas import OneReplica, Replicas, ThreadReplicas
@@ -74,7 +74,7 @@ def _loops(holding: HeldStages, setting: Setting, owner: list[int], bound: int, 
 
 
 def _loop(
-    holding: HeldStages, setting: Setting, mine: Sequence[Stage], link: Link, sums: Replicas | None, replica: int
+    holding: HeldStages, setting: Setting, mine: Sequence[Stage], link: StageLink, sums: Replicas | None, replica: int
 ) -> Loop:
     alone = len(mine) == len(holding.stages)
     for stage in mine:

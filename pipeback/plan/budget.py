@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import ceil
 
+from pipeback.byte_sizes import written
 from pipeback.counts import counted
 from pipeback.plan.forecast import HOST, Forecast, HostBytes, foresee, host_room
 from pipeback.plan.survey import PlanInputs, said, slot_bytes
 from pipeback.plan.training_plan import most
 from pipeback.stages.stage import Stage
-from pipeback.streaming.byte_sizes import written
 from pipeback.streaming.store import HostStore, Store
 
 

@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from pipeback.byte_sizes import written
 from pipeback.distributed.held_stages import HeldStages
 from pipeback.distributed.ranks import Ranks
 from pipeback.methods.base import Method, When
@@ -23,7 +24,6 @@ from pipeback.schedules.order import Order
 from pipeback.schedules.programs import flush
 from pipeback.stages.stage import Stage
 from pipeback.streaming import disk_store
-from pipeback.streaming.byte_sizes import written
 from pipeback.streaming.disk_store import DiskStore
 from pipeback.streaming.fetch_policy import Choice, asks, choice_of
 from pipeback.streaming.pages import paged
@@ -70,6 +70,7 @@ class PlanInputs(NamedTuple):
     written: tuple[str, str]  # the budgets, as the user has written them
     device_room: int | None  # bytes that an accelerator has
     bandwidth: Bandwidth
+    assumed: str = ""  # the device that is not here for which the seconds are; "": they are of this machine
 
 
 def survey(holding: HeldStages, setting: Setting, samples: int, *, timed: bool = True) -> PlanInputs:

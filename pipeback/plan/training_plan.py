@@ -14,13 +14,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from pipeback.byte_sizes import written
 from pipeback.counts import counted, plural
 from pipeback.notebook import seconds
 from pipeback.notebook import table as html_table
 from pipeback.plan.dry_run import Room
 from pipeback.plan.forecast import HOST, Forecast, HostBytes, disk_room, foresee, host_room
 from pipeback.plan.survey import PlanInputs
-from pipeback.streaming.byte_sizes import written
 from pipeback.streaming.traffic import Traffic
 
 HIDDEN = 0.05  # streaming counts as hidden where no more than this share of the time is waiting
@@ -146,6 +146,7 @@ def title(plan: Plan) -> str:
     return (
         f"{facts.method!r}: {some}{counted(facts.depth, 'stage')}, weights {WHERE[facts.kind]}{ahead}; "
         f"pushes of {plan.micro_batches} × {facts.samples} {plural('sample', facts.samples)}"
+        f"{f', assumed on {facts.assumed}' if facts.assumed else ''}"
     )
 
 

@@ -5,11 +5,11 @@ The operations are F (the forward of a micro-batch at a stage), B (its backward)
 Floor 4. It may import stages, methods, schedules and tensors.
 """
 
-from pipeback.runtime.link import Link
+from pipeback.runtime.link import StageLink
 from pipeback.runtime.loop import Loop
 from pipeback.runtime.runners import Runner
 from pipeback.runtime.setting import Setting
 from pipeback.runtime.weight_provider import WeightProvider
 from pipeback.runtime.worker import Worker
 
-__all__ = ["Link", "Loop", "Runner", "Setting", "WeightProvider", "Worker"]
+__all__ = ["Loop", "Runner", "Setting", "StageLink", "WeightProvider", "Worker"]

@@ -18,7 +18,7 @@ from pipeback.tensors.layout import Message
 Name = tuple[str, int, int]
 
 
-class Link(Protocol):
+class StageLink(Protocol):
     def enter(self, mb: int, x: Message, target: Message, start: int = 0, options: Any = None) -> None:
         """Tell this worker that a micro-batch enters the pipeline."""
         ...

@@ -70,6 +70,8 @@ class Mark:
                 stage.gradients.take()
                 stage.home.bring_sums()
             stage.go_back(first, stream, count, options, peak)
+            if not count:  # no micro-batch has gone backward since the last update
+                stage.versions.hand_over(None)
         for (owner, key), buffer, then in zip(self._homes, self._buffers, self._values, strict=True):
             owner[key] = buffer
             put_back(buffer, then)

@@ -20,7 +20,7 @@ from pipeback.errors import StageError
 from pipeback.methods.base import Method, When, overrides
 from pipeback.private import hooked
 from pipeback.runtime.ledger import Ledger
-from pipeback.runtime.link import Link
+from pipeback.runtime.link import StageLink
 from pipeback.runtime.optimizer_state_watch import OptimizerStateWatch
 from pipeback.runtime.replicas import Replicas
 from pipeback.runtime.staleness import Watch
@@ -85,7 +85,7 @@ class Worker:
         stages: Sequence[Stage],
         method: Method,
         delays: Sequence[int],
-        link: Link,
+        link: StageLink,
         executor: Callable[[Worker], Executor],
         *,
         clip_norm: float | None = None,
@@ -268,13 +268,16 @@ class Worker:
         last = dict(ops)
         steps = [self._planned(team, last[team.first.index]) for team in teams]
         kept = [stage.keep() for stage in stages] if self.stash else []
-        self.residence.update(stages, partial(self._make, stages, last, steps, kept))
+        after = [stage.version + 1 for stage in stages] if self.method.needs_used else []
+        self.residence.update(stages, partial(self._make, stages, last, steps, kept, after))
         for stage in stages:
             stage.updated()
 
     def _planned(self, team: StageGroup, mb: int) -> _Step:
         options = [stage.options for stage in team.stages]
         when = team.when(mb, options, self.start, self.base, 0) if self.update_hook else None
+        if when is not None and self.method.needs_used:
+            when = when._replace(used=team.handed())
         return team, mb, options, when
 
     def _make(
@@ -283,11 +286,13 @@ class Worker:
         mbs: dict[int, int],
         steps: Sequence[_Step],
         kept: Sequence[Weights | None],
+        after: Sequence[int],
         sums: Sequence[GradientSums],
     ) -> None:
         """Do the update of these stages, whose gradients sum up to `sums`, where their weights are.
 
-        kept: where the weights before the update are copied to.
+        kept: where the weights before the update are copied to. after: the versions that it makes, if it is handed the
+        weights that F used.
         """
         grads: dict[int, Sequence[Tensor | None]] = {}
         with torch.no_grad():
@@ -308,6 +313,8 @@ class Worker:
                     self._step(*step)
                 finally:
                     team.take_back()
+            for stage, version in zip(stages, after, strict=bool(after)):
+                stage.versions.hand_back(version, stage.flights)
             forget_casts()
             if self.watch is not None:
                 for stage in stages:

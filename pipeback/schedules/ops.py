@@ -1,11 +1,14 @@
-"""Operations: what one stage does, as data: the forward F and the backward B of a micro-batch, and the update U."""
+"""Operations: what one stage does, as data: the forward F and the backward B of a micro-batch, and the update U.
+
+A planner also splits B into I, the gradient of the input, and W, the gradient of the weights.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple
 
-Kind = Literal["F", "B", "U"]
+Kind = Literal["F", "B", "I", "W", "U"]
 
 
 class Op(NamedTuple):

@@ -104,9 +104,10 @@ def _value(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-def torchs_step(optimizer: torch.optim.SGD) -> bool:
-    """Whether the optimizer's step is that of torch's SGD, and not of a subclass."""
-    return unwrap(type(optimizer).step) is unwrap(torch.optim.SGD.step)
+def replaced_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer is of a subclass of torch's SGD, Adam or AdamW with a step of its own."""
+    known = [kind for kind in (torch.optim.SGD, torch.optim.Adam) if isinstance(optimizer, kind)]
+    return any(unwrap(type(optimizer).step) is not unwrap(kind.step) for kind in known)
 
 
 def own_step(optimizer: torch.optim.Optimizer) -> bool:

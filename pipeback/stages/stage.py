@@ -77,7 +77,7 @@ class Stage:
         self.optimizer.zero_grad = nothing  # type: ignore[method-assign]  # its weights have a gradient while it steps
         self.state: State = {}
         self.version = 0
-        self.versions = Versions(method.history(index, stages))
+        self.versions = Versions(method.history(index, stages), method.needs_used)
         self.flights: dict[int, Flight] = {}
         self.peak_flights = 0
         self.prepare(method)
@@ -265,6 +265,7 @@ class Stage:
         """Append the tensors that B(mb) differentiates, and their gradients (on the last stage None means 1)."""
         flight, first = self.flights.pop(mb), len(roots)
         self.options = flight.options
+        self.versions.hand(mb, flight)
         output = flight.output if flight.again is None else flight.again(self, flight)
         if type(output) is tuple:
             grads = grad if type(grad) is tuple else (grad,) * len(output)

@@ -24,6 +24,7 @@ from pipeback.stages.recompute import Recomputation, versions
 from pipeback.stages.recomputed_functions import Afresh, as_it_was
 from pipeback.stages.stage import Stage
 from pipeback.stages.state_check import Corrupt, named, trained
+from pipeback.stages.versions import Due
 from pipeback.tensors import accelerators, copies
 from pipeback.tensors.batches import Structure
 from pipeback.tensors.checksum import checksum
@@ -85,6 +86,7 @@ def save(
     for version, weights in stage.versions.kept.items():
         _put(tensors, f"version/{version}", {str(n): w for n, w in enumerate(weights)}, mine)
     plain["versions"] = sorted(stage.versions.kept)
+    plain["due"] = _save_due(stage.versions.due, tensors, mine)
     plain["seed"] = stage.random.seed
     plain["trained"] = trained(stage)
     plain["afresh"] = isinstance(stage.call, Afresh)
@@ -100,6 +102,15 @@ def save(
         [kind, mb, _save_value(tensors, f"message/{kind}/{mb}", value)] for (kind, _, mb), value in messages.items()
     ]
     return tensors, plain
+
+
+def _save_due(due: Due | None, tensors: Tensors, mine: Callable[[Tensor], Tensor]) -> list[int] | None:
+    """What the coming update is handed: micro-batch, version, whether there are shifted weights."""
+    if due is None:
+        return None
+    if due.owned is not None:
+        _put(tensors, f"flight/{due.mb}/used", {str(n): w for n, w in enumerate(due.owned)}, mine)
+    return [due.mb, due.version, int(due.owned is not None)]
 
 
 def _save_flight(stage: Stage, mb: int, flight: Flight, tensors: Tensors, number: Callable[[Any], int]) -> Plain:
@@ -173,6 +184,11 @@ def load(stage: Stage, tensors: Mapping[str, Tensor], plain: Plain, options: dic
         stage.gradients.count_anew(plain["count"])
         numbers = range(len(stage.weights))
         stage.versions.put({v: [_home(stage, tensors[f"version/{v}/{n}"]) for n in numbers] for v in plain["versions"]})
+        if due := plain.get("due"):  # earlier states have none
+            owned = [_home(stage, tensors[f"flight/{due[0]}/used/{n}"]) for n in numbers] if due[2] else None
+            stage.versions.hand_over(Due(due[0], due[1], owned))
+        else:
+            stage.versions.hand_over(None)
         stage.random.go_to(_stream(stage, tensors["random"]) if "random" in tensors else None)
     stage.random.sow(plain["seed"])
     stage.learn(clones_input=plain["clones_input"], alike=None)  # the rehearsal will find out which are alike

@@ -59,6 +59,11 @@ class StageGroup:
             for w in self.weights:
                 w.grad = None
 
+    def handed(self) -> Weights:
+        """The weights that the coming update is handed, of all stages."""
+        each = [stage.versions.handed(stage.version, stage.weights) for stage in self.stages]
+        return each[0] if len(each) == 1 else [w for some in each for w in some]
+
     @property
     def scratch(self) -> Weights:
         """The buffers for shifted weights. Raises RuntimeError if the method has declared none."""

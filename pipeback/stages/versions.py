@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from pipeback.stages.flight import Flight
@@ -10,14 +12,24 @@ from pipeback.tensors.weight_list import Weights
 Flights = dict[int, Flight]  # by micro-batch, in the order of their forwards
 
 
+class Due(NamedTuple):
+    """The weights that the coming update is handed: those on which the forward of a micro-batch ran."""
+
+    mb: int
+    version: int
+    owned: Weights | None  # shifted weights, which are no version
+
+
 class Versions:
     """The kept copies of the weights, by version, which counts updates of the stage.
 
-    history: how many versions back a later forward may ask for.
+    history: how many versions back a later forward may ask for. hands: whether updates are handed the weights on which
+    a forward ran, so that these are kept until then.
     """
 
-    def __init__(self, history: int) -> None:
-        self.history = history
+    def __init__(self, history: int, hands: bool = False) -> None:
+        self.history, self.hands = history, hands
+        self.due: Due | None = None
         self.kept: dict[int, Weights] = {}
         self.scratch: Weights | None = None  # room for the newest weights, while shifted ones lie in their place
         self.peak = 1.0  # the most copies of the weights that were held at once
@@ -34,10 +46,32 @@ class Versions:
 
     def release(self, at: int, newest: int, flights: Flights) -> None:
         """Drop the versions that no flight uses and that, at version `at`, no later forward may ask for."""
+        due = self.due.version if self.due is not None else None
         for old in list(self.kept):  # as they were kept, and as flights end: the oldest first
-            if old >= at - self.history or _needed(old, newest, flights):
+            if old >= at - self.history or old == due or _needed(old, newest, flights):
                 return
             del self.kept[old]
+
+    def hand(self, mb: int, flight: Flight) -> None:
+        """B: keep what the forward of this micro-batch ran on for the coming update; of several, the first's."""
+        if self.hands and self.due is None:
+            self.due = Due(mb, flight.version, flight.owned)
+
+    def handed(self, newest: int, weights: Weights) -> Weights:
+        """The weights that were kept for the coming update; the list `weights` itself if they are the newest."""
+        assert self.due is not None
+        if self.due.owned is not None:
+            return self.due.owned
+        return weights if self.due.version == newest else self.past(self.due.version, newest)
+
+    def hand_back(self, newest: int, flights: Flights) -> None:
+        """After the update that made `newest`: keep no longer what it was handed."""
+        self.due = None
+        self.release(newest, newest, flights)
+
+    def hand_over(self, due: Due | None) -> None:
+        """Replace what is kept for the coming update; None: nothing is."""
+        self.due = due
 
     def past(self, version: int, newest: int) -> Weights:
         """The kept copy of this version. Raises RuntimeError if there is none."""
@@ -64,6 +98,7 @@ class Versions:
     def copies(self, flights: Flights) -> float:
         """Copies of the weights held now: the live one, scratch, kept versions and shifted weights in flight."""
         owned = sum(f.owned is not None for f in flights.values()) if self._owned else 0
+        owned += self.due is not None and self.due.owned is not None
         return 1.0 + (self.scratch is not None) + len(self.kept) + owned
 
     def note_copies(self, flights: Flights, copies: float | None = None) -> None:

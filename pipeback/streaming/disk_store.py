@@ -276,6 +276,8 @@ def _all(stage: Stage) -> Iterator[tuple[str, Tensor]]:
     yield from _base(stage)
     kept = {f"version/{v}": weights for v, weights in stage.versions.kept.items()}
     kept.update({f"used/{mb}": f.owned for mb, f in stage.flights.items() if f.owned is not None})
+    if stage.versions.due is not None and stage.versions.due.owned is not None:
+        kept[f"used/{stage.versions.due.mb}"] = stage.versions.due.owned
     kept["grad"] = [g for g in stage.home.spilled or () if g is not None]
     for name, tensors in kept.items():
         for n, tensor in enumerate(tensors):

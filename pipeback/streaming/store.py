@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
+from pipeback import byte_sizes
 from pipeback.methods.base import Method
 from pipeback.stages.device_slot import DeviceSlot
 from pipeback.stages.stage import Stage
-from pipeback.streaming import byte_sizes
 from pipeback.streaming.sparse_index import scatter, unpack
 from pipeback.streaming.sparse_weights import SparseWeights
 from pipeback.tensors import accelerators

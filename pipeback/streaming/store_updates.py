@@ -19,6 +19,7 @@ from pipeback.streaming.shards import ReplicaGroup
 from pipeback.streaming.sparse_index import scatter, unpack
 from pipeback.streaming.store import Store
 from pipeback.streaming.traffic import Meter
+from pipeback.tensors.weight_list import Weights
 
 Make = Callable[[Sequence[GradientSums]], None]
 
@@ -40,11 +41,22 @@ class StoreUpdates:
         self.check()
         self.collect(stage, to_device=False)
         sums = stage.gradients.sums()
+        if stage.versions.hands and stage.weights:
+            make = self._lending(stage, stage.versions.handed(stage.version, stage.weights), make)
         job = self._owners_job(stage, sums, make) if stage.home.share is not None else self._job(stage, sums, make)
         while len(pending := [update for update in self._updates.values() if not update.done()]) > self.store.prefetch:
             with self._meter.stalling():
                 pending[0].result()
         self._updates[stage.index] = self._thread.submit(job)
+
+    def _lending(self, stage: Stage, handed: Weights, make: Make) -> Make:
+        """Return `make` with the weights in memory that it is handed."""
+
+        def lent(sums: Sequence[GradientSums]) -> None:
+            with self.store.lent(stage, handed):
+                make(sums)
+
+        return lent
 
     def _job(self, stage: Stage, sums: GradientSums, make: Make) -> Callable[[], None]:
         sparse, number = stage.home.sparse, stage.version + 1

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
+from pipeback.byte_sizes import written as as_bytes
 from pipeback.notebook import seconds as in_seconds
 from pipeback.notebook import table
-from pipeback.streaming.byte_sizes import written as as_bytes
 
 OF_WHAT = {
     "weights_in": "weights copied to the device",

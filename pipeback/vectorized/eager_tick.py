@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from pipeback.errors import StageError
 from pipeback.vectorized.adam_rows import AdamStep
 from pipeback.vectorized.graphs import Graph, Graphs
 from pipeback.vectorized.joint_step import JointStep
@@ -31,14 +32,23 @@ class WaitingRoom(NamedTuple):
 class EagerTick:
     """The rows of `tensors`, with graphs for so many rows, called directly.
 
-    accumulate: the backward with momentum. together: whether the weights are better stepped in one pass, together with
-    those of other stacks. views: the output of the graph `made`, if it consists of views of the weights.
+    accumulate: the backward with momentum. name: returns what errors call the rows and their micro-batches at a tick.
+    together: whether the weights are better stepped in one pass, together with those of other stacks. views: the output
+    of the graph `made`, if it consists of views of the weights.
     """
 
     def __init__(
-        self, tensors: RowTensors, graphs: Graphs, accumulate: Graph, *, together: bool, views: Sequence[Tensor] | None
+        self,
+        tensors: RowTensors,
+        graphs: Graphs,
+        accumulate: Graph,
+        name: Callable[[int], str],
+        *,
+        together: bool,
+        views: Sequence[Tensor] | None,
     ) -> None:
         self.tensors, self.graphs, self.together, self.views = tensors, graphs, together, views
+        self.name = name
         self._accumulate = accumulate
 
     def run(
@@ -46,16 +56,19 @@ class EagerTick:
         f: int,
         b: int,
         xs: Sequence[Tensor],
-        gs: Sequence[Tensor],
+        gs: Callable[[], Sequence[Tensor]],
         step: Step | AdamStep,
         joint: JointStep,
         room: WaitingRoom,
+        give: Callable[[Literal["F", "B"], list[Any]], None],
         drift: Sequence[Tensor] = (),
         before: Sequence[Tensor] = (),
-    ) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Do F, B and U, or leave U to the joint step; return the outputs and the gradients of the inputs.
+    ) -> None:
+        """Do F, B and U, or leave U to the joint step.
 
-        drift, before: δ, an average of w' − w along which B is shifted, and memory for the weights before the step.
+        gs: returns the gradients, once B needs them. give: takes the outputs ("F") and the gradients of the inputs
+        ("B"), as soon as they are there. drift, before: δ, an average of w' − w along which B is shifted, and memory
+        for the weights before the step.
         """
         tensors, (forward, backward, made, outputs, *_) = self.tensors, self.graphs
         if room.keep is not None:
@@ -63,7 +76,11 @@ class EagerTick:
         if step.drift:
             torch._foreach_copy_(list(before), tensors.stepped)
         saved = room.left(b)
-        sent = forward(*tensors.shifted(step.ahead), *xs)
+        try:
+            sent = forward(*tensors.shifted(step.ahead), *xs)
+        except Exception as error:
+            raise self._failed("forward", f, error) from error
+        give("F", list(sent[:outputs]))
         if room.used is not None:
             views = made(*room.used(b))
         elif step.back or self.views is None:
@@ -71,20 +88,23 @@ class EagerTick:
         else:
             views = self.views
         if self.together and isinstance(step, Step) and not step.drift and joint.fits(tensors, step):
-            found = backward(*saved, *views, *gs)
-            gxs = found[len(tensors.weights) :]
+            found = backward(*saved, *views, *gs())
+            give("B", list(found[len(tensors.weights) :]))
             joint.add(tensors, step, [found[n] for n in tensors.trained])
         elif isinstance(step, Step) and step.momentum and not step.late:
             factor = tensors.number(step.momentum)
-            gxs = self._accumulate(*saved, *views, *gs, step.momentum, factor, *tensors.velocities())
+            gxs = self._accumulate(*saved, *views, *gs(), step.momentum, factor, *tensors.velocities())
+            give("B", list(gxs))
             tensors.follow(step)
         else:
-            found = backward(*saved, *views, *gs)
-            gxs = found[len(tensors.weights) :]
+            found = backward(*saved, *views, *gs())
+            give("B", list(found[len(tensors.weights) :]))
             tensors.move(step, [found[n] for n in tensors.trained])
         drifted(drift, before, tensors.stepped, step.drift)
         room.put(f, sent[outputs:])
-        return list(sent[:outputs]), list(gxs)
+
+    def _failed(self, what: str, tick: int, error: Exception) -> StageError:
+        return StageError(f"{self.name(tick)}: the {what} failed: {error}")
 
 
 def drifted(

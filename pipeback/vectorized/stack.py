@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pipeback.counts import numbered
-from pipeback.runtime.link import Link, Name
+from pipeback.runtime.link import Name, StageLink
 from pipeback.schedules.order import Ops
 from pipeback.stages.compiled import Options
 from pipeback.stages.flight import Flight
@@ -280,7 +280,7 @@ class Stack:
 
     # -- F and B -------------------------------------------------------------------------------------------------
 
-    def forward(self, ops: Ops, link: Link) -> None:
+    def forward(self, ops: Ops, link: StageLink) -> None:
         """Do F of each (stage, micro-batch); each stage occurs at most once, and none feeds another one."""
         came = {i: leaves(link.recv("F", s, i)) for s, i in ops}
         for kind, some in self._groups(ops).items():
@@ -302,7 +302,7 @@ class Stack:
                 flight.row = rings.flights[r]
                 stage.take_off(i, flight)
 
-    def backward(self, ops: Ops, link: Link) -> None:
+    def backward(self, ops: Ops, link: StageLink) -> None:
         """Do B of each (stage, micro-batch), whose flights are rows of this stack."""
         came = {i: leaves(link.recv("B", s, i)) for s, i in ops}
         for kind, some in self._groups(ops).items():
@@ -323,7 +323,9 @@ class Stack:
             for r, i in some:
                 if not r:
                     del self._kinds[i]
-                self.stages[r].went_backward(self.stages[r].flights.pop(i).options)
+                stage, flight = self.stages[r], self.stages[r].flights.pop(i)
+                stage.went_backward(flight.options)
+                stage.versions.hand(i, flight)
 
     def _graphs(self, rings: Waiting) -> Graphs:
         return rings.eager if self.leaps else rings.graphs

@@ -46,7 +46,7 @@ class StackExecutor:
         """
         worker = self.worker
         watched = worker.watch is not None and worker.watch.busy
-        seen = worker.replicas or watched or worker.tracing or worker.began or worker.samples
+        seen = worker.replicas or watched or worker.tracing or worker.samples
         if seen or worker.clip_norm or worker.clip_value or worker.early or self._mixed or not self.stacks:
             return 0
         if self._steady is None:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from pipeback.counts import numbered
+from pipeback.errors import StageError
 from pipeback.runtime.worker import Worker
 from pipeback.schedules.spans import TickSpan
 from pipeback.stages.flight import target_on
@@ -35,6 +37,7 @@ from pipeback.vectorized.wiring import Where, give, take
 LIMIT = 1024  # rounds after which a run ends, since it holds the options of its micro-batches
 Asked = tuple[int, Any, Any] | None  # a micro-batch, the input and the target of its loss
 Compiled = Callable[..., Any]  # returns a compiled tick
+Given = tuple[Parts, Callable[[], Parts]]  # see `StackTick.given`
 
 
 class SteadyRun:
@@ -229,31 +232,36 @@ class SteadyRun:
         """Run the tick of these stages of a turn: of these rows of stacks, and of stages outside."""
         worker, f, b, k = self.worker, self.f, self.b, turn.rounds
         link, others = worker.link, [s for s in turn.others if s in stages]
+        if worker.began is not None:
+            worker.began(("F", stages[0], f[stages[0]] + k))
         if others:
             worker.forward([(s, f[s] + k) for s in others])
-        messages = {
-            (kind, s): link.recv(kind, s, (f if kind == "F" else b)[s] + k)
-            for _, kind, s in turn.entering if s in stages
-        }  # fmt: skip
+        come = [(kind, s) for _, kind, s in turn.entering if s in stages]
+        messages = {s: link.recv("F", s, f[s] + k) for kind, s in come if kind == "F"}
+        awaited = {s: partial(link.recv, "B", s, b[s] + k) for kind, s in come if kind == "B"}
         # before anything of this tick replaces it
-        given = [part.one.given(part.rows, *self._ticks(part, k), messages) for part in parts]
+        given = [part.one.given(part.rows, *self._ticks(part, k), messages, awaited) for part in parts]
         judges = turn.judge is not None and worker.last in stages
         asked = self._question(turn) if judges else None
         with torch.no_grad():
-            gx = (self._one_by_one if turn.fused is None else self._fused)(turn, parts, given, asked)
+            gx = (self._one_by_one if turn.fused is None else self._fused)(turn, parts, given, asked, stages)
             if asked is not None:
                 link.send("B", worker.last - 1, asked[0], gx)
-            for one, kind, s, row in turn.leaving:
-                if s in stages:
-                    place = one.stack.places[row]
-                    if kind == "F":
-                        link.send("F", s + 1, f[s] + k, one.sent("F", f[s] + k + place, row))
-                    else:
-                        link.send("B", s - 1, b[s] + k, one.sent("B", b[s] + k - place, row))
         if others:
             ops = [(s, b[s] + k) for s in others]
             worker.backward(ops)
             worker.update(ops)
+
+    def _leave(self, turn: Turn, mine: StackTick, stages: range, kind: Literal["F", "B"]) -> None:
+        """Send what a stack has computed for stages outside of all stacks."""
+        link, f, b, k = self.worker.link, self.f, self.b, turn.rounds
+        for one, direction, s, row in turn.leaving:
+            if one is mine and direction == kind and s in stages:
+                place = one.stack.places[row]
+                if kind == "F":
+                    link.send("F", s + 1, f[s] + k, one.sent("F", f[s] + k + place, row))
+                else:
+                    link.send("B", s - 1, b[s] + k, one.sent("B", b[s] + k - place, row))
 
     def _ticks(self, part: StackRows, rounds: int) -> tuple[int, int]:
         """Return the micro-batches of F and B at a place p = 0, when these rows have done so many rounds."""
@@ -262,12 +270,13 @@ class SteadyRun:
         return self.f[s] + rounds + place, self.b[s] + rounds - place
 
     def _one_by_one(
-        self, turn: Turn, parts: Sequence[StackRows], given: Sequence[tuple[Parts, Parts]], asked: Asked
+        self, turn: Turn, parts: Sequence[StackRows], given: Sequence[Given], asked: Asked, stages: range
     ) -> Any:
         """Run the stacks one after the other. Returns the gradient of the last stage's input."""
         gx = None if asked is None else self._judge(turn, asked)
         for part, some in zip(parts, given, strict=True):
-            part.one.eager(part.rows, *self._ticks(part, turn.rounds), some, turn.steps[part.number], self._joint)
+            leave, ticks = partial(self._leave, turn, part.one, stages), self._ticks(part, turn.rounds)
+            part.one.eager(part.rows, *ticks, some, turn.steps[part.number], self._joint, leave)
         self._joint.make()
         return gx
 
@@ -276,10 +285,13 @@ class SteadyRun:
         judge, step, joint = turn.judge, turn.steps[-1], self._joint
         assert judge is not None and asked is not None
         i, x, target = asked
-        if isinstance(judge, OutputStage):
+        if isinstance(judge, OutputStage):  # an error of who judges it is theirs
             gx, grads = judge.eager(x, step, partial(self._outside, i))
         else:
-            loss, gx, grads = judge.eager(x, target, step)
+            try:
+                loss, gx, grads = judge.eager(x, target, step)
+            except Exception as error:
+                raise self.worker.failure("forward", judge.stage, i, error) from error
             self.judged(i, loss)
         if isinstance(step, Step) and joint.fits(judge.rows.whole, step):
             joint.add(judge.rows.whole, step, grads)
@@ -292,24 +304,33 @@ class SteadyRun:
         self.judged(i, output)
         return self.worker.link.recv("B", self.worker.last, i)
 
-    def _fused(self, turn: Turn, parts: Sequence[StackRows], given: Sequence[tuple[Parts, Parts]], asked: Asked) -> Any:
+    def _fused(
+        self, turn: Turn, parts: Sequence[StackRows], given: Sequence[Given], asked: Asked, stages: range
+    ) -> Any:
         """Run the compiled function of the turn. Returns the gradient of the last stage's input."""
         fused, judge, gx = turn.fused, turn.judge, None
         stay, ticks = isinstance(fused, CudaGraphed), [self._ticks(part, turn.rounds) for part in parts]
         for part, (f, _) in zip(parts, ticks, strict=True):
             part.one.before(f, turn.steps[part.number])
         each = [
-            part.one.changing(b, xs, gs, stay=stay) for part, (_, b), (xs, gs) in zip(parts, ticks, given, strict=True)
+            part.one.changing(b, xs, gs(), stay=stay)
+            for part, (_, b), (xs, gs) in zip(parts, ticks, given, strict=True)
         ]
         if isinstance(judge, LossStage) and asked is not None:
             each.append(judge.changing(*asked[1:]))
-        found = fused(turn.fixed, [(*some, *how) for some, how in zip(each, turn.told)])
+        try:
+            found = fused(turn.fixed, [(*some, *how) for some, how in zip(each, turn.told)])
+        except Exception as error:
+            names = numbered("stage", sorted(s for part in parts for s in part.one.stack.numbers))
+            raise StageError(f"{names} and the loss: a tick failed: {error}") from error
         for part, (f, b), (ys, left, gxs, factors) in zip(parts, ticks, found, strict=False):
             one = part.one
             one.ys.send(f, part.rows, ys)
             one.gxs.send(b, part.rows, gxs)
             one.rings.put(f, left)
             one.finish(factors, turn.steps[part.number])
+            self._leave(turn, one, stages, "F")
+            self._leave(turn, one, stages, "B")
         if isinstance(judge, LossStage) and asked is not None:
             loss, gxs = found[-1]
             gx = packed(gxs, judge.packed)

@@ -10,13 +10,14 @@ W the weights, v the velocities, g the gradients, m the momentum, η the learnin
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from pipeback.counts import numbered
 from pipeback.stages.tracing_lock import TRACING
 from pipeback.vectorized.adam_rows import AdamStep
 from pipeback.vectorized.eager_tick import EagerTick, WaitingRoom, drifted
@@ -33,7 +34,9 @@ from pipeback.vectorized.waiting import Waiting
 from pipeback.vectorized.weight_ring import WeightRing
 
 Parts = Sequence[Sequence[Tensor]]  # of each tensor of a value, the pieces that make it
-Messages = Mapping[tuple[Literal["F", "B"], int], Any]  # by direction, "F" or "B", and stage
+Messages = Mapping[int, Any]  # by stage
+Awaited = Mapping[int, Callable[[], Any]]  # what receives messages, by stage
+Leave = Callable[[Literal["F", "B"]], None]  # sends other stages what was computed for them, forward or back
 
 
 class Piece(NamedTuple):
@@ -139,23 +142,28 @@ class StackTick:
         self.ys, self.gxs = Mail(self.ys.rows), Mail(self.gxs.rows)
         self.stash, self.drift = None, []
 
-    def given(self, rows: tuple[int, int], f: int, b: int, messages: Messages) -> tuple[Parts, Parts]:
-        """Return what the rows from one up to another get: for each input, and then for each gradient, a tensor per
-        piece.
+    def given(
+        self, rows: tuple[int, int], f: int, b: int, messages: Messages, awaited: Awaited
+    ) -> tuple[Parts, Callable[[], Parts]]:
+        """Return what the rows from one up to another get: for each input a tensor per piece, and what returns the same
+        for each gradient, once it is needed.
 
-        f, b: micro-batches of F and B at a place p = 0. messages: those to these stages from outside of all stacks.
+        f, b: micro-batches of F and B at a place p = 0. messages, awaited: those to these stages from outside of all
+        stacks, of F and of B.
         """
         inward, back = self.pieces[rows]
         come: Any = [
-            leaves(messages["F", piece.stage]) if piece.source is None else piece.of(piece.source.ys, f)
-            for piece in inward
+            leaves(messages[piece.stage]) if piece.source is None else piece.of(piece.source.ys, f) for piece in inward
         ]
-        gone: Any = [
-            leaves(messages["B", piece.stage]) if piece.source is None else piece.of(piece.source.gxs, b)
-            for piece in back
-        ]
-        xs, gs = range(len(self.kind.inputs)), self.written.gives
-        return [[some[n] for some in come] for n in xs], [[some[n] for some in gone] for n in gs]
+        gone: Any = [None if piece.source is None else piece.of(piece.source.gxs, b) for piece in back]
+
+        def gradients() -> Parts:
+            every = [
+                leaves(awaited[piece.stage]()) if some is None else some for some, piece in zip(gone, back, strict=True)
+            ]
+            return [[some[n] for some in every] for n in self.written.gives]
+
+        return [[some[n] for some in come] for n in range(len(self.kind.inputs))], gradients
 
     def fixed(self, step: Step | AdamStep, *, stay: bool) -> tuple[Any, ...]:
         """Return the first arguments of `compiled`, which stay in place. stay: all tensors must that are not copied."""
@@ -245,13 +253,35 @@ class StackTick:
     # -- without a compiler ------------------------------------------------------------------------------------------
 
     def eager(
-        self, rows: tuple[int, int], f: int, b: int, given: tuple[Parts, Parts], step: Step | AdamStep, joint: JointStep
+        self,
+        rows: tuple[int, int],
+        f: int,
+        b: int,
+        given: tuple[Parts, Callable[[], Parts]],
+        step: Step | AdamStep,
+        joint: JointStep,
+        leave: Leave,
     ) -> None:
-        """Do the tick of the rows from one up to another, or leave U to the joint step; f, b, given: see `given`."""
+        """Do the tick of the rows from one up to another, or leave U to the joint step; f, b, given: see `given`.
+
+        leave: is called as soon as there is something to send.
+        """
         stack, rings, stash = self.stack, self.rings, self.stash
-        xs, gs = map(joined, self.pieces[rows], given)
-        if stack.alone:
-            xs, gs = stack.entered(xs), stack.maker.lying(gs)
+        inward, back = self.pieces[rows]
+        xs = joined(inward, given[0])
+        xs = stack.entered(xs) if stack.alone else xs
+
+        def gradients() -> list[Tensor]:
+            gs = joined(back, given[1]())
+            return stack.maker.lying(gs) if stack.alone else gs
+
+        def give(kind: Literal["F", "B"], value: list[Any]) -> None:
+            if kind == "F":
+                self.ys.send(f, rows, value)
+            else:
+                self.gxs.send(b, rows, value)
+            leave(kind)
+
         part, drift, spare = self._part(rows), self.drift, stack.spare
         if rows == self.all:
             keep, used = (None, None) if stash is None else (stash.keep, stash.used)
@@ -266,9 +296,7 @@ class StackTick:
             room = WaitingRoom(partial(rings.left_of, rows, shapes), partial(rings.put_of, rows), keep, used)
             drift, spare = ([t[first:end] for t in some] for some in (drift, spare))
             step = self._step(step, rows)
-        ys, gxs = part.run(f, b, xs, gs, step, joint, room, drift, spare)
-        self.ys.send(f, rows, ys)
-        self.gxs.send(b, rows, gxs)
+        part.run(f, b, xs, gradients, step, joint, room, give, drift, spare)
 
     def _step(self, step: Step | AdamStep, rows: tuple[int, int]) -> Step | AdamStep:
         if self._steps[0] is not step:
@@ -302,4 +330,13 @@ class StackTick:
             tensors = whole.part(*rows)
             graphs, accumulate = self._sizes.at(rows[1] - rows[0])
             views = None if self.rings.made is None else graphs.made(*tensors.weights)
-        return EagerTick(tensors, graphs, accumulate, together=self._together, views=views)
+        name = partial(self._name, rows)
+        return EagerTick(tensors, graphs, accumulate, name, together=self._together, views=views)
+
+    def _name(self, rows: tuple[int, int], tick: int) -> str:
+        """Return what errors call these rows, and their micro-batches at a tick (`Mail`)."""
+        first, end = rows
+        stages, places = self.stack.stages[first:end], self.stack.places[first:end]
+        mbs = numbered("micro-batch", [tick - p for p in reversed(places)])
+        name = stages[0].label if len(stages) == 1 else numbered("stage", [stage.index for stage in stages])
+        return f"{name}, {mbs}"

@@ -138,25 +138,28 @@ def pipelined(task: Task, name: str, turn: int, flush: int = 0, fill: bool = Fal
     if fill:
         filled(pipe, task)
     judges = pipe.ranks.index == pipe.ranks.count - 1
-    at_once = flush or 1
+    at_once = flush or turn
     x, y = task.data(at_once)
 
     def run() -> float:
-        """With flushes, time runs between empty pipelines; else the pipeline is full, and it runs from loss to loss."""
+        """With flushes, time runs between empty pipelines; else from the last loss of a turn to that of the next one,
+        while the pipeline is kept full by a third.
+        """
         if not flush:
-            loss = pipe.push(x, y)
+            first, second, _ = (pipe.push(x, y) for _ in range(3))
+            seconds = 0.0
             if judges:
-                float(loss)
+                float(first)
+                begin = time.perf_counter()
+                float(second)
+                seconds = time.perf_counter() - begin
+            pipe.wait()
+            return seconds
         begin = time.perf_counter()
         for _ in range(turn // at_once):
-            loss = pipe.push(x, y)
-        if not flush and judges:
-            float(loss)
-            seconds = time.perf_counter() - begin
+            pipe.push(x, y)
         pipe.wait()
-        if flush:
-            seconds = time.perf_counter() - begin
-        return seconds if flush or judges else 0.0
+        return time.perf_counter() - begin
 
     return Contender(run, turn, pipe=pipe)
 

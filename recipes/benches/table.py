@@ -86,6 +86,7 @@ ENTRIES = {
     "compiled": one("`pb`, `vectorize=True, compile=True`", vectorize=True, compile=True),
     "threads": two("`pb`, `workers=2`", ranks=False, workers=RANKS),
     "ranks": two("`pb`, 2 ranks", ranks=True),
+    "ranks_auto": two('`pb`, `vectorize="auto"`, 2 ranks', ranks=True, vectorize="auto"),
     "gpipe": ours("gpipe"),
     "one_f_one_b": ours("one_f_one_b"),
     "torch_gpipe": theirs("gpipe"),

@@ -17,7 +17,7 @@ ORIGIN = (
 class Shakespeare(Data):
     """x (B, context) int64 characters, y (B, context) the characters that follow. The last 10 % of the text validate.
 
-    root         the folder of tinyshakespeare.txt;  file: any text instead
+    root         the folder of tinyshakespeare.txt (null: as builtin);  file: any text instead
     context      characters per window
     samples      train on this many windows only, the first ones;  val_samples: the same for validation
     builtin      the topics of Python's own help instead, for a trial without files
@@ -25,7 +25,7 @@ class Shakespeare(Data):
 
     def __init__(
         self,
-        root: str = "data",
+        root: str | None = "data",
         file: str | None = None,
         context: int = 128,
         samples: int | None = None,
@@ -59,7 +59,7 @@ class Shakespeare(Data):
         return Samples(x, y)
 
     def read(self) -> str:
-        if self.builtin:
+        if self.builtin or (self.root is None and self.file is None):
             from pydoc_data.topics import topics
 
             return "\n".join(topics[name] for name in sorted(topics))

@@ -23,22 +23,18 @@ class Embedding(nn.Module):
         return self.token(tokens) + self.position.weight[: tokens.shape[1]]
 
 
-class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)): (B, T, width) -> (B, T, width). It is causal."""
+class Attention(nn.Module):
+    """x + attention(norm(x)), causal: (B, T, width) -> (B, T, width)."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
         self.heads, self.dropout = heads, dropout
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.norm = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.drop(self.out(self.attend(self.norm1(x))))
-        hidden = nn.functional.gelu(self.up(self.norm2(x)))
-        return x + self.drop(self.down(hidden))
+        return x + dropped(self.out(self.attend(self.norm(x))), self.dropout, self.training)
 
     def attend(self, x: Tensor) -> Tensor:
         b, t, width = x.shape
@@ -46,8 +42,35 @@ class Block(nn.Module):
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (B, heads, T, width / heads)
         return scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, width)
 
-    def drop(self, x: Tensor) -> Tensor:
-        return dropout(x, self.dropout, self.training) if self.dropout else x
+
+class Feedforward(nn.Module):
+    """x + mlp(norm(x)), whose hidden layer is four times as wide: (B, T, width) -> (B, T, width)."""
+
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.dropout = dropout
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + dropped(self.down(nn.functional.gelu(self.up(self.norm(x)))), self.dropout, self.training)
+
+
+def dropped(x: Tensor, share: float, training: bool) -> Tensor:
+    return dropout(x, share, training) if share else x
+
+
+class Block(nn.Module):
+    """Attention, then a feedforward network."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.attention = Attention(width, heads, dropout)
+        self.feedforward = Feedforward(width, dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.feedforward(self.attention(x))
 
 
 @takes("vocabulary")
@@ -59,8 +82,11 @@ def transformer(
     depth: int = 6,
     heads: int = 4,
     dropout: float = 0.0,
+    sublayers: bool = False,
 ) -> nn.Sequential:
     """Tokens (B, T) -> logits (B, T, outputs): embedding, `depth` blocks, norm and head; depth + 2 stages.
+
+    sublayers: attention and feedforward network of a block are stages of their own; 2 · depth + 2 stages.
 
     The blocks are pre-norm. Weights have torch's initialisation, which is larger than is common for transformers, so
     that the updates within a delay change only a small part of them. The head has weights of its own: if it shared
@@ -70,8 +96,10 @@ def transformer(
     if width % heads:
         raise ValueError(f"model.heads={heads} does not divide model.width={width}")
     last = nn.Linear(width, outputs or vocabulary, bias=False)
-    blocks = (Block(width, heads, dropout) for _ in range(depth))
-    return nn.Sequential(Embedding(vocabulary, context, width), *blocks, nn.Sequential(nn.LayerNorm(width), last))
+    first = Embedding(vocabulary, context, width)
+    blocks = [Block(width, heads, dropout) for _ in range(depth)]
+    parts = [part for block in blocks for part in (block.children() if sublayers else (block,))]
+    return nn.Sequential(first, *parts, nn.Sequential(nn.LayerNorm(width), last))
 
 
 @takes("vocabulary")

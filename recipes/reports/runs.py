@@ -16,10 +16,14 @@ from pipeback.recipes.reports.sources import Run
 # the order of the rows; a family shares a panel of a picture, and the references are in every panel
 REFERENCES = ("sgd", "pb")
 FAMILIES = {
-    "Spike compensation, weight prediction": ("sc", "lwp", "cerebras", "lwp_w_sc"),
+    "Spike compensation, weight prediction": ("sc", "lwp", "lwp_w", "cerebras", "lwp_w_sc"),
     "Stashing, prediction, rescheduling": ("pipedream", "spectrain", "pipemare"),
+    "Prediction by the optimizer, error feedback": ("pipeoptim", "xpipe", "msnag", "ef"),
+    "Changed gradients, rates, coordinates": (
+        "gap_aware", "dc_asgd", "dc_asgd_a", "braking", "staleness_lr", "eigendelay",
+    ),
     "Update size above one": ("gpipe", "one_f_one_b", "pipedream_2bw"),
-}
+}  # fmt: skip
 KNOWN = (*REFERENCES, *(name for family in FAMILIES.values() for name in family))
 SAMPLES, STEPS, SECONDS = "samples_seen", "step", "wall_time"  # the x axes of curves
 

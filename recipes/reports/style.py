@@ -22,9 +22,12 @@ WIDE, NARROW = 11.2, 4.0  # inches: the widths of the page's text and of a telep
 # Okabe and Ito's colours, which colour-blind readers can distinguish; methods of one family differ in colour
 COLOURS = {
     "sgd": "#000000", "pb": "#8C8C8C",
-    "sc": "#E69F00", "lwp": "#56B4E9", "cerebras": "#D55E00", "lwp_w_sc": "#009E73",
+    "sc": "#E69F00", "lwp": "#56B4E9", "lwp_w": "#0072B2", "cerebras": "#D55E00", "lwp_w_sc": "#009E73",
     "pipedream": "#0072B2", "spectrain": "#CC79A7", "pipemare": "#B8860B",
     "gpipe": "#0072B2", "one_f_one_b": "#E69F00", "pipedream_2bw": "#009E73",
+    "pipeoptim": "#56B4E9", "xpipe": "#0072B2", "msnag": "#009E73", "ef": "#D55E00",
+    "gap_aware": "#0072B2", "dc_asgd": "#56B4E9", "dc_asgd_a": "#CC79A7", "braking": "#E69F00",
+    "staleness_lr": "#B8860B", "eigendelay": "#D55E00",
 }  # fmt: skip
 SPARE = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 DASHES: tuple[Any, ...] = ("-", (0, (4, 1.5)), (0, (1, 1)), (0, (6, 1.5, 1, 1.5)))  # used when all colours are taken
@@ -51,19 +54,9 @@ class Paint:
         for panel in self.shown.values():
             for m in panel:
                 if m.label not in self.of:
-                    self.of[m.label] = self._free(m, [self.of[o.label] for o in panel if o.label in self.of])
+                    self.of[m.label] = free(m.base, [self.of[o.label] for o in panel if o.label in self.of])
         for m in methods:
             self.of.setdefault(m.label, (COLOURS.get(m.base, SPARE[0]), "-"))
-
-    @staticmethod
-    def _free(method: Method, taken: Sequence[tuple[str, Any]]) -> tuple[str, Any]:
-        """Return the method's own colour if it is free, else a free one, else one with other dashes."""
-        own = COLOURS.get(method.base)
-        for dash in DASHES:
-            for colour in filter(None, (own, *SPARE)):
-                if (colour, dash) not in taken and (dash != "-" or all(colour != other for other, _ in taken)):
-                    return colour, dash
-        return own or SPARE[0], "-"
 
     def __getitem__(self, method: Method) -> str:
         return self.of[method.label][0]
@@ -83,6 +76,16 @@ class Paint:
     def scheme(self) -> dict[str, tuple[str, str]]:
         """The colours of the page: class -> on white, on dark."""
         return {f"c{n}": (colour, on_dark(colour)) for n, (colour, _) in enumerate(self.of.values())}
+
+
+def free(base: str, taken: Sequence[tuple[str, Any]]) -> tuple[str, Any]:
+    """Return a method's own colour if it is free, else a free one, else one with other dashes. taken: of others."""
+    own = COLOURS.get(base)
+    for dash in DASHES:
+        for colour in filter(None, (own, *SPARE)):
+            if (colour, dash) not in taken and (dash != "-" or all(colour != other for other, _ in taken)):
+                return colour, dash
+    return own or SPARE[0], "-"
 
 
 def on_dark(colour: str) -> str:

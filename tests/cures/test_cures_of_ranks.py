@@ -126,6 +126,14 @@ def whole(rank: int, some: bool) -> None:
     pushed(built(store="host", optimizer=optimizer))
 
 
+def braked(rank: int, some: bool) -> None:
+    if some:
+        pushed(built(replicas=2, store="host", method="braking"))
+    pushed(built(replicas=2, method="braking"))
+    pushed(built(store="host", method="braking"))
+    pushed(built(replicas=2, store="host", method="pb"))
+
+
 def meshed(rank: int, some: bool) -> None:
     shape = (2, 1, 1) if some else (2, 1)
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", shape)
@@ -212,6 +220,7 @@ ROWS: dict[Callable[[int, bool], None], str] = {
     watched: "watch measures whole weights, of which a rank's store has a slice; use store=None",
     sparse: "a store splits weights over the ranks of the replicas, but not sparse ones; use store=None",
     whole: "may look at whole matrices, but every replica's store keeps a slice of them; use one of torch",
+    braked: "looks at whole weights, but every replica's store keeps a slice of them; use store=None, or one replica",
     meshed: r"mesh has 3 dimensions; use \(replicas, workers\), or \(workers,\)",
     no_mesh: "mesh must be None or a DeviceMesh, but is list; for example mesh=torch.distributed.device_mesh.init_dev",
     half_meta: "is on the meta device on some ranks; build it there on all of them, or on none",

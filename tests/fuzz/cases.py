@@ -100,8 +100,18 @@ def optimizers(method: str) -> list[str]:
     """Those that a method's equations allow."""
     allowed = METHODS[method].optimizers
     if allowed == ANY:
-        return list(OPTIMIZERS)
+        return [name for name in OPTIMIZERS if allows(method, name)]
     return [*allowed, "maximize", "undamped"] if allowed in (PLAIN, VELOCITY) else list(allowed)
+
+
+def allows(method: str, optimizer: str) -> bool:
+    """Whether a method takes an optimizer, with weight decay."""
+    kind, _, options = OPTIMIZERS[optimizer]
+    try:
+        METHODS[method].library(4).check(kind([torch.nn.Parameter(torch.zeros(1))], weight_decay=0.05, **options), 4)
+    except ValueError:
+        return False
+    return True
 
 
 def stepping(method: str) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from .cases import METHODS, OPTIMIZERS, optimizers
+from .cases import METHODS, OPTIMIZERS, allows, optimizers, stepping
 from .models import ALIKE, FOLLOWED, MODELS, RANDOM, UNLIKE
 from .odd_options import ODD
 from .pending import PENDING
@@ -124,6 +124,10 @@ def _changing(program: dict[str, Any], samples: st.SearchStrategy[int]) -> list[
     return found
 
 
+def _optimizers(method: str) -> list[str]:
+    return [*optimizers(method), *(["halved"] if stepping(method) or allows(method, "halved") else [])]
+
+
 def _methods(optimizer: str | None) -> list[str]:
     return [method for method in METHODS if optimizer is None or optimizer in optimizers(method)]
 
@@ -147,7 +151,7 @@ def _programs(draw: st.DrawFn, fixed: dict[str, Any], call: str) -> Program:
         "seed": draw(st.integers(0, 99)),
         "form": fixed.get("form") or draw(st.sampled_from(["sequence", "list", "followed", "counted", "meta"])),
         "method": method,
-        "optimizer": fixed.get("optimizer") or draw(st.sampled_from([*optimizers(method), "halved"])),
+        "optimizer": fixed.get("optimizer") or draw(st.sampled_from(_optimizers(method))),
         "decay": draw(st.sampled_from([0.0, 0.05])),
         "options": dict(fixed["options"]) if "options" in fixed else draw(_options()),
     }

@@ -122,11 +122,12 @@ def _pipeback(rest, cwd):
     if command == "bench":
         bench.parsed(rest[1:])
         return
-    if command in ("train", "compare"):  # Hydra composes and checks the configuration, of the first of a sweep
+    if command in ("train", "compare", "sweep"):  # Hydra composes and checks the configuration, of the first of a sweep
         first = [re.sub(r"=([^\[\],]+),.*", r"=\1", word) for word in rest if word not in ("-m", "--cfg", "job")]
         rest = [re.sub(r"^(data\.root)=.*", r"\1=.", word) for word in first] + ["--cfg", "job"]
     elif (
         command in ("plan", "report", "dashboard", "zoo")
+        or (command == "results" and any(Path(word).parts[:1] == ("outputs",) for word in rest))
         or "--run" in rest
         or any(w.startswith("model=") for w in rest)
     ):

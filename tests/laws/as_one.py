@@ -22,7 +22,7 @@ def doubles(count=50, **options):
     return data(count, dtype=torch.float64, **options)
 
 
-def trained(case, optimizer="momentum", some=None, build=model, push=None, **options):
+def trained(case, optimizer=None, some=None, build=model, push=None, **options):
     pipe = pipeline(build(), CASES[case](S), optimizer, **options)
     losses = [(push or pipe.push)(x, y) for x, y in some or doubles()]
     flying = weights(pipe)
@@ -52,7 +52,7 @@ class Twice(nn.Module):
 
 
 LEAP = ("pb", "pb-slack1", "lwp", "lwp-horizon3", "sc", "sc-horizon2", "cerebras", "spectrain", "spectrain-slack2",
-        "pipedream", "pipedream-slack2", "pipemare", "pipemare-t1", "pipemare-t2")  # fmt: skip
+        "pipedream", "pipedream-slack2", "pipemare", "pipemare-t1", "pipemare-t2", "staleness_lr")  # fmt: skip
 
 
 def pushed(pipe, sizes=(9, 1, 23, 2, 15), before=lambda n: None):
@@ -67,7 +67,7 @@ def pushed(pipe, sizes=(9, 1, 23, 2, 15), before=lambda n: None):
     return [torch.stack([loss.double() for loss in losses]), flying, weights(pipe)]
 
 
-def pipelines(case, optimizer="momentum", build=model, **options):
+def pipelines(case, optimizer=None, build=model, **options):
     """The event loop's, and one that runs stages as one."""
     for on in ({}, {"vectorize": True}):
         method = CASES[case](S) if isinstance(case, str) else case

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, dropout, linear
 
 import pipeback
-from tests.laws.cases import OPTIMIZERS
+from tests.laws.cases import OPTIMIZERS, usual
 
 WORDS, WIDTH, STAGES = 7, 8, 5
 
@@ -100,12 +100,12 @@ def loss(output: Any, y: torch.Tensor) -> torch.Tensor:
 
 
 def build(
-    method: Any, optimizer: str = "momentum", drop: float = 0.0, norm: Any = nn.BatchNorm1d, **options: Any
+    method: Any, optimizer: str | None = None, drop: float = 0.0, norm: Any = nn.BatchNorm1d, **options: Any
 ) -> pipeback.Pipeline:
     """Followed, per layer."""
     x, _ = batches(1)[0]
     torch.manual_seed(7)
     return pipeback.Pipeline(
-        Branching(drop, norm), loss=loss, optimizer=OPTIMIZERS[optimizer], method=method, example=x, stages="layer",
-        **options,
+        Branching(drop, norm), loss=loss, optimizer=OPTIMIZERS[optimizer or usual(method)], method=method, example=x,
+        stages="layer", **options,
     )  # fmt: skip

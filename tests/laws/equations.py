@@ -12,6 +12,16 @@ from torch import nn
 
 import pipeback
 from tests.laws.reference import Options, Recurrence, Tensors
+from tests.laws.reference_chains import BrakedSpike, CompensatedPrediction, FedBackRates, SlowPrediction, SlowVelocity
+from tests.laws.reference_later import (
+    Braking,
+    DecayedPrediction,
+    DelayCompensation,
+    ErrorFeedback,
+    GapAware,
+    OptimizerPrediction,
+    StalenessRates,
+)
 from tests.laws.reference_methods import Corrected, PipeDream, PipeMare, SpecTrain, TwoBW
 
 TOLERANCE = 1e-12
@@ -72,9 +82,12 @@ OPTIMIZERS = {
     "dampening": Optimizer(torch.optim.SGD, "sgd", {"lr": 0.03, "momentum": 0.8, "dampening": 0.3}),
     "adam": Optimizer(torch.optim.Adam, "adam", {"lr": 0.01, "betas": (0.8, 0.95)}),
     "adamw": Optimizer(torch.optim.AdamW, "adamw", {"lr": 0.01, "betas": (0.8, 0.95)}),
+    "rmsprop": Optimizer(torch.optim.RMSprop, "rmsprop", {"lr": 0.005, "alpha": 0.9, "eps": 1e-3}),
 }
 ANY = ("sgd", "momentum", "nesterov", "dampening", "adam", "adamw")
-PLAIN = ("sgd", "momentum")  # where g enters v undamped
+MOMENTS = ("momentum", "nesterov", "dampening", "adam", "adamw")
+DIRECTIONS = ("sgd", "momentum", "dampening", "adam", "adamw", "rmsprop")
+PLAIN = ("sgd", "momentum", "adam", "adamw")  # where g enters v undamped
 VELOCITY = ("momentum",)
 
 
@@ -142,6 +155,24 @@ def sc(slack: int, horizon: float | None = None) -> Pair:
     return corrected("sc", slack, PLAIN, options, spike=True, spike_horizon=horizon)
 
 
+def chained(
+    cls: type[Recurrence], names: tuple[str, ...], slack: int, allowed: tuple[str, ...], **reference: Any
+) -> Pair:
+    return Pair(
+        lambda _: pipeback.chain(*(create(name, slack=slack) for name in names)),
+        lambda w, r, **k: cls(w, r, slack=slack, **reference, **k),
+        allowed,
+    )
+
+
+def xpipe(slack: int, k: int) -> Pair:
+    return Pair(
+        lambda _: create("pipeoptim", slack=slack, micro_batches=k),
+        lambda w, r, **o: OptimizerPrediction(w, r, slack=slack, every=k, **o),
+        DIRECTIONS,
+    )
+
+
 def lwp_then_sc(slack: int) -> Pair:
     return Pair(
         lambda _: pipeback.chain(create("lwp", form="weight", slack=slack), create("sc", slack=slack)),
@@ -192,6 +223,30 @@ PAIRS = {
     "cerebras-slack-1": corrected("cerebras", 1, VELOCITY, {}, predict="velocity", spike=True),
     "lwp-weight-then-sc": lwp_then_sc(2),
     "lwp-weight-then-sc-slack-1": lwp_then_sc(1),
+    "staleness_lr": plain("staleness_lr", StalenessRates, 2),
+    "staleness_lr-p=0.5": plain("staleness_lr", StalenessRates, 1, power=0.5, scale=2.0),
+    "ef": plain("ef", ErrorFeedback, 1),
+    "ef-T=1.5": plain("ef", ErrorFeedback, 2, horizon=1.5),
+    "ef-first": plain("ef", ErrorFeedback, 1, first=True),
+    "dc_asgd": plain("dc_asgd", DelayCompensation, 1, strength=0.04),
+    "dc_asgd-strong": plain("dc_asgd", DelayCompensation, 2, strength=3.0),
+    "dc_asgd-adaptive": plain("dc_asgd", DelayCompensation, 2, strength=2.0, adaptive=True),
+    "gap_aware": plain("gap_aware", GapAware, 1, (*ANY, "rmsprop")),
+    "gap_aware-slack-2": plain("gap_aware", GapAware, 2, decay=0.9),
+    "braking": plain("braking", Braking, 2, MOMENTS),
+    "braking-0.5": plain("braking", Braking, 1, MOMENTS, strength=0.5),
+    "pipeoptim": plain("pipeoptim", OptimizerPrediction, 1, DIRECTIONS),
+    "pipeoptim-slack-2": plain("pipeoptim", OptimizerPrediction, 2, DIRECTIONS),
+    "xpipe-2": xpipe(1, 2),
+    "xpipe-3-slack-2": xpipe(2, 3),
+    "msnag": plain("msnag", DecayedPrediction, 2, ANY),
+    "msnag-slack-1": plain("msnag", DecayedPrediction, 1, ANY),
+    "msnag-stash": plain("msnag", DecayedPrediction, 2, ANY, stash=True),
+    "dc_asgd-then-pipeoptim": chained(CompensatedPrediction, ("dc_asgd", "pipeoptim"), 1, DIRECTIONS, strength=0.04),
+    "staleness_lr-then-msnag": chained(SlowPrediction, ("staleness_lr", "msnag"), 2, ANY),
+    "staleness_lr-then-lwp": chained(SlowVelocity, ("staleness_lr", "lwp"), 1, VELOCITY, predict="velocity"),
+    "braking-then-sc": chained(BrakedSpike, ("braking", "sc"), 2, ("momentum", "adam", "adamw"), spike=True),
+    "ef-then-staleness_lr": chained(FedBackRates, ("ef", "staleness_lr"), 1, ANY),
 }
 
 

@@ -127,6 +127,16 @@ def spiked(horizon: float, u: int, w: Array, v: Array, q: Array, g: Array, o: Op
     return Moved(w - o["lr"] * (a * v + b * g), v, q)
 
 
+def spiked_adam(horizon: float, decoupled: bool, u: int, w: Array, v: Array, q: Array, g: Array, o: Options) -> Moved:
+    """w ← w − η (a v̂ + b g) / (√q̂ + ε) with a = β₁^T, b = 1 − β₁^T."""
+    if decoupled:
+        w, o = (1 - o["lr"] * o.get("weight_decay", 0)) * w, {**o, "weight_decay": 0}
+    (b1, b2), a = o.get("betas", (0.9, 0.999)), o.get("betas", (0.9, 0.999))[0] ** horizon
+    moved, entered = adam(u, w, v, q, g, o), entering(w, g, o)
+    mean, root = moved.v / (1 - b1 ** (u + 1)), np.sqrt(moved.q / (1 - b2 ** (u + 1))) + o.get("eps", 1e-8)
+    return moved._replace(w=w - o["lr"] * (a * mean + (1 - a) * entered) / root)
+
+
 def rmsprop(u: int, w: Array, v: Array, q: Array, g: Array, o: Options) -> Moved:
     """q ← α q + (1−α) g²,  w ← w − η g / (√q + ε)."""
     g, alpha = entering(w, g, o), o.get("alpha", 0.99)

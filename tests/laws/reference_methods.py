@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tests.laws.reference import Array, Moved, Options, Recurrence, Snapshot, Tensors, spiked
+from tests.laws.reference import RULES, Array, Moved, Options, Recurrence, Snapshot, Tensors, spiked, spiked_adam
 
 
 class PipeDream(Recurrence):
@@ -154,4 +154,7 @@ class Corrected(Recurrence):
             return super().step(s, u, i, p, g, options)
         now = self.history[s][u]
         t = self.delay(s) if self.spike_horizon is None else self.spike_horizon
+        if self.rule is not RULES["sgd"]:
+            decoupled = self.rule is RULES["adamw"]
+            return spiked_adam(t, decoupled, u, now.w[p], now.v[p], now.q[p], g, options)
         return spiked(t, u, now.w[p], now.v[p], now.q[p], g, options)

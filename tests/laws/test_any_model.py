@@ -13,7 +13,7 @@ from pipeback import checkpoint
 from pipeback.streaming import disk_store
 from tests.helpers.choice import mostly_rare
 from tests.laws.branching import STAGES, Branching, batches, build, by_hand, loss
-from tests.laws.cases import CASES, FEW, OPTIMIZERS, everything
+from tests.laws.cases import CASES, FEW, OPTIMIZERS, everything, usual
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*takes its statistics")
 
@@ -45,7 +45,7 @@ def test_the_sequence_by_hand(case):
     method = CASES[case](STAGES)
     pipe = build(method)
     model = Branching()
-    hand = pipeback.Pipeline(by_hand(model), loss=loss, optimizer=OPTIMIZERS["momentum"], method=CASES[case](STAGES))
+    hand = pipeback.Pipeline(by_hand(model), loss=loss, optimizer=OPTIMIZERS[usual(method)], method=CASES[case](STAGES))
     assert pipe.stages == STAGES and pipe.delays == hand.delays
     for x, y in batches(23):
         assert torch.equal(pipe.push(x, y), hand.push((x["tokens"], x["mask"]), y))

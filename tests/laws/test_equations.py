@@ -216,8 +216,8 @@ DAMPENING = {"lr": 0.1, "momentum": 0.9, "dampening": 0.1}
     ("name", "kind", "options"),
     [
         *((n, torch.optim.SGD, o) for n in ("sc", "lwp", "cerebras", "spectrain") for o in (NESTEROV, DAMPENING)),
-        *((n, torch.optim.Adam, {"lr": 0.1}) for n in ("sc", "lwp", "cerebras", "spectrain")),
-        *((n, torch.optim.AdamW, {"lr": 0.1}) for n in ("sc", "lwp", "cerebras")),
+        *((n, torch.optim.Adam, {"lr": 0.1}) for n in ("lwp", "cerebras", "spectrain")),
+        *((n, torch.optim.AdamW, {"lr": 0.1}) for n in ("lwp", "cerebras")),
         *((n, torch.optim.SGD, {"lr": 0.1}) for n in ("lwp", "cerebras")),
     ],
 )

@@ -40,7 +40,7 @@ def all_resume(lines, tmp_path):
     assert [row for row in rows if not row[0]] == []
 
 
-def record(pipe, batches, at, label, optimizer="momentum", workers=None, layer=None, activations="device"):
+def record(pipe, batches, at, label, optimizer=None, workers=None, layer=None, activations="device"):
     for x, y in batches[:at]:
         pipe.push(x, y)
     state = pipe.state_dict()

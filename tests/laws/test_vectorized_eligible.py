@@ -119,11 +119,10 @@ def test_stages_that_hand_on_pairs():
     [
         ({"vectorize": "yes"}, 'vectorize must be True, False, "auto" or "cuda_graph"'),
         ({"vectorize": "cuda_graph"}, 'vectorize="cuda_graph" needs all stages on a CUDA device; move the model'),
-        ({"vectorize": True, "workers": 2}, "vectorize=True does not go with workers=2; use workers=None"),
         ({"vectorize": True, "store": "host"}, "does not go with store='host'"),
         ({"vectorize": "auto", "activations": "host"}, "vectorize='auto' does not go with activations='host'"),
         ({"vectorize": True, "debug": pipeback.Debug(order="random")}, "does not go with order='random'"),
-        ({"vectorize": True, "replicas": 2}, "does not go with replicas=2"),
+        ({"vectorize": True, "masters": True}, "does not go with masters=True"),
         ({"debug": pipeback.Debug(order="skewed"), "workers": 2}, 'order="skewed" does not go with workers=2'),
     ],
 )

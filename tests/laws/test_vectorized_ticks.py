@@ -13,7 +13,7 @@ from pipeback.methods.base import described
 from pipeback.methods.cerebras import Cerebras
 from tests.helpers.choice import mostly_rare
 from tests.laws.as_one import LEAP, S, decayed, doubles, model, pipelines, pushed, same
-from tests.laws.cases import CASES, OPTIMIZERS, weights
+from tests.laws.cases import CASES, OPTIMIZERS, STEADY, weights
 
 # of ticks that are done as one function, and of those that are not
 KINDS = (
@@ -23,7 +23,7 @@ KINDS = (
 pytestmark = pytest.mark.filterwarnings("ignore:.*takes its statistics")
 
 
-@pytest.mark.parametrize("case", mostly_rare(CASES, *KINDS))
+@pytest.mark.parametrize("case", mostly_rare(STEADY, *KINDS))
 def test_many_micro_batches_a_push(case, leapt):
     one, other = pipelines(case)
     same(pushed(other), pushed(one))

@@ -15,7 +15,7 @@ import pipeback
 from pipeback import methods
 from pipeback.lightning import micro_batches
 from tests.helpers.choice import mostly_rare
-from tests.laws.cases import CASES, FEW, OPTIMIZERS, STAGES, allowed, network
+from tests.laws.cases import CASES, FEW, OPTIMIZERS, STAGES, allowed, network, usual
 from tests.lightning.cases import Regression, loader, strategy, trainer, weights
 
 
@@ -49,10 +49,11 @@ def test_schedulers_without_delay(scheduler, optimizer, recwarn):
 @pytest.mark.parametrize("case", mostly_rare(CASES, *FEW))
 def test_every_method_is_push(case):
     batches = list(loader())
-    pipe = pipeback.Pipeline(network(), loss=mse_loss, optimizer=OPTIMIZERS["momentum"], method=CASES[case](STAGES))
+    method = CASES[case](STAGES)
+    pipe = pipeback.Pipeline(network(), loss=mse_loss, optimizer=OPTIMIZERS[usual(method)], method=method)
     losses = [pipe.push(x, y) for _ in range(2) for x, y in batches]
     pipe.drain()
-    module = Regression()
+    module = Regression(optimizer=usual(method))
     trainer(strategy(CASES[case](STAGES))).fit(module, loader())
     assert torch.equal(torch.stack(losses), torch.stack(module.losses))
     for a, b in zip(pipe.model.parameters(), module.model.parameters(), strict=True):

@@ -17,7 +17,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.helpers.choice import mostly_rare
 from tests.helpers.processes import forked
-from tests.laws.cases import CASES, FEW, STAGES, network
+from tests.laws.cases import CASES, FEW, STAGES, network, usual
 from tests.lightning.cases import Regression, dataset, dropout_network, loader, strategy, trainer, weights
 
 BATCHES = 8
@@ -59,12 +59,13 @@ def saved(folder):
     mostly_rare(product(CASES, (None, 2)), *((case, (None, 2)[n % 2]) for n, case in enumerate(FEW))),
 )
 def test_every_method_from_every_epochs_end(case, size, tmp_path):
-    whole = Regression()
+    optimizer = usual(CASES[case](STAGES))
+    whole = Regression(optimizer=optimizer)
     fit(strategy(CASES[case](STAGES), micro_batch_size=size), whole, loader(BATCHES), callbacks=[checkpoints(tmp_path)])
     files = saved(tmp_path)
     assert len(files) == 3
     for file in files[:2]:
-        resumed = Regression(network(seed=99))
+        resumed = Regression(network(seed=99), optimizer)
         fit(strategy(CASES[case](STAGES), micro_batch_size=size), resumed, loader(BATCHES), file, seed=8, callbacks=[])
         assert torch.equal(weights(whole), weights(resumed)), file
 

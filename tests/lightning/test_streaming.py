@@ -1,5 +1,6 @@
 """Law: fit with a store is fit without one, bit for bit; a batch of a flush costs two passes over the weights."""
 
+from functools import partial
 from itertools import product
 
 import pytest
@@ -11,7 +12,7 @@ from torch.nn.functional import mse_loss
 from pipeback.lightning import PipelineMonitor
 from pipeback.streaming.store import HostStore
 from tests.helpers.choice import mostly_rare, rare
-from tests.laws.cases import CASES, STAGES
+from tests.laws.cases import CASES, STAGES, usual
 from tests.lightning import ranks
 from tests.lightning.cases import Regression, loader, weights
 from tests.lightning.streamed import STORES, fitted, same
@@ -26,9 +27,10 @@ pytestmark = pytest.mark.usefixtures("small")
 ))  # fmt: skip
 def test_streamed_is_resident(case, size, tmp_path):
     data = lambda: loader(samples=5)  # noqa: E731
-    _, wanted = fitted(None, CASES[case](STAGES), size, data=data)
+    module = partial(Regression, optimizer=usual(CASES[case](STAGES)))
+    _, wanted = fitted(None, CASES[case](STAGES), size, module, data=data)
     for name, store in STORES.items():
-        run, found = fitted(store(tmp_path), CASES[case](STAGES), size, data=data, val=lambda: loader(2))
+        run, found = fitted(store(tmp_path), CASES[case](STAGES), size, module, data=data, val=lambda: loader(2))
         same(found, wanted)
         if name == "host":
             assert run.strategy.pipeline.traffic().peak_stages == 2

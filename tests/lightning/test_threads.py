@@ -13,7 +13,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from pipeback import StageError
 from pipeback.lightning import PipelineMonitor, PipelineStrategy
 from tests.helpers.choice import mostly_rare
-from tests.laws.cases import CASES, FEW, STAGES
+from tests.laws.cases import CASES, FEW, STAGES, usual
 from tests.lightning.cases import Regression, dropout_network, loader, strategy, trainer, weights
 from tests.lightning.test_resume import Drawing, checkpoints, fit, saved, shuffled
 
@@ -43,7 +43,7 @@ class Looks(pl.Callback):
 def trained(method, model=dropout_network, **options):
     """The losses, the weights and what callbacks have seen; and the strategy."""
     torch.manual_seed(0)
-    module, looks, where = Regression(model()), Looks(), strategy(method, **options)
+    module, looks, where = Regression(model(), usual(method)), Looks(), strategy(method, **options)
     trainer(where, callbacks=[looks]).fit(module, loader(), loader(2))
     return [torch.stack(module.losses), weights(module), *looks.seen], where
 

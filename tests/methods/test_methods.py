@@ -13,6 +13,7 @@ from tests.laws.cases import CASES, data, network, pipeline, weights
 
 NAMES = [
     "sgd", "gpipe", "one_f_one_b", "pb", "pipedream", "pipedream_2bw", "pipemare", "spectrain", "lwp", "sc", "cerebras",
+    "ef", "pipeoptim", "msnag", "gap_aware", "dc_asgd", "braking", "staleness_lr", "eigendelay",
 ]  # fmt: skip
 
 
@@ -43,7 +44,10 @@ def test_unknown_names_and_options_suggest():
 
 
 def test_slack_of_every_flowing_method():
-    for name in ("pb", "pipedream", "spectrain", "lwp", "sc", "cerebras"):
+    for name in (
+        "pb", "pipedream", "spectrain", "lwp", "sc", "cerebras", "ef", "pipeoptim", "msnag", "gap_aware", "dc_asgd",
+        "braking", "staleness_lr", "eigendelay",
+    ):  # fmt: skip
         for slack in (0, 1, 2):
             assert methods.create(name, slack=slack).delays(4) == [slack * (3 - s) for s in range(4)]
     assert methods.create("pipemare", t1=False, slack=1).delays(4) == [3, 2, 1, 0]
@@ -133,7 +137,11 @@ def test_options_are_checked_when_a_method_is_built():
     for name, options in [
         ("lwp", {"horizon": -1}), ("sc", {"horizon": "far"}), ("lwp", {"form": "w"}), ("spectrain", {"version": 3}),
         ("pipemare", {"anneal": 5, "warmup": 2.5}), ("pipemare", {"anneal": 5, "decay": 1.0}), ("pb", {"slack": -1}),
-        ("pipedream", {"vertical_sync": "no"}), ("gpipe", {"micro_batches": 0}),
+        ("pipedream", {"vertical_sync": "no"}), ("gpipe", {"micro_batches": 0}), ("ef", {"horizon": -1}),
+        ("msnag", {"stash": 1}), ("gap_aware", {"decay": 1.0}), ("dc_asgd", {"strength": -1}),
+        ("dc_asgd", {"decay": "much"}), ("braking", {"strength": None}), ("staleness_lr", {"scale": 0}),
+        ("staleness_lr", {"power": float("inf")}), ("pipeoptim", {"micro_batches": 0}), ("eigendelay", {"sides": 3}),
+        ("eigendelay", {"refresh": 0}), ("eigendelay", {"decay": 1}), ("eigendelay", {"scale": 0}),
     ]:  # fmt: skip
         with pytest.raises(ValueError, match="must|is a number of updates|counts micro-batches"):
             methods.create(name, **options)

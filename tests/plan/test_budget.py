@@ -5,8 +5,8 @@ import re
 import pytest
 import torch
 
+from pipeback import byte_sizes
 from pipeback.plan.budget import check
-from pipeback.streaming import byte_sizes
 from pipeback.streaming.disk_store import DiskStore
 from pipeback.streaming.store import HostStore
 from tests.laws.cases import network, pipeline, weights

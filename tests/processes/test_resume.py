@@ -10,7 +10,10 @@ from tests.laws.cases import CASES, STAGES, data, pipeline
 from tests.processes.cases import differences, drawing, settled
 
 BATCHES = 16, 7  # pushed in all, and before the state is saved
-CASES_HERE = ["pb", "pipedream", "pipedream_2bw", "pipemare", "cerebras", "gpipe-4"]
+CASES_HERE = [
+    "pb", "pipedream", "pipedream_2bw", "pipemare", "cerebras", "gpipe-4", "gap_aware", "pipeoptim-xpipe",
+    "msnag-stash", "eigendelay",
+]  # fmt: skip
 pytestmark = pytest.mark.filterwarnings("ignore:.*takes its statistics")
 
 

@@ -21,6 +21,7 @@ from tests.processes.cases import differences, settled, train
 
 KEPT = ("flying", "end", "model")  # losses are those of a replica, and so is the output where batch statistics are
 SOME = ["pb", "cerebras", "pipedream_2bw", "spectrain-v2", "gpipe-4"]  # no hook, shifted, older, kept, flushed
+LATER = ["gap_aware", "dc_asgd-adaptive", "ef", "pipeoptim", "pipeoptim-xpipe", "msnag", "msnag-stash", "staleness_lr"]
 pytestmark = pytest.mark.filterwarnings("ignore:.*takes its statistics")
 
 
@@ -44,6 +45,7 @@ def agree(crew, model, case, replicas, store, **options):
     [
         ("plain", 2, 2, SOME[3:]), ("drawing", 3, 3, SOME[1:2]), ("drawing", 4, 2, SOME[2:3]),
         rare("plain", 2, 2, SOME[1:]), rare("drawing", 3, 3, SOME[1:3]), rare("drawing", 4, 2, SOME[2:4]),
+        rare("plain", 2, 2, LATER),
     ],
 )  # fmt: skip
 def test_split_stores_equal_replicas_in_one_process(crew, tmp_path, model, ranks, replicas, cases):
@@ -59,7 +61,7 @@ def test_split_stores_equal_replicas_in_one_process(crew, tmp_path, model, ranks
 @pytest.mark.parametrize("model", ["plain", "drawing"])
 def test_every_method_and_optimizer(crew, tmp_path, ranks, replicas, model):
     crew = crew.ranks(ranks)
-    for case in CASES:
+    for case in (case for case in CASES if CASES[case](5).elementwise):
         for optimizer in (name for name in OPTIMIZERS if allowed(case, name)):
             for store in (HostStore(), HostStore(prefetch=3), DiskStore(tmp_path / f"{case}-{optimizer}")):
                 agree(crew, model, case, replicas, store, optimizer=optimizer)

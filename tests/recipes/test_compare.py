@@ -90,16 +90,16 @@ def test_divergence_does_not_stop_the_others(tmp_path):
 
 def test_failure_does_not_stop_the_others(no_report, tmp_path, monkeypatch):
     """A run that breaks is named at the end, and where its traceback is; the others are reported."""
-    from pipeback.recipes import compare
+    from pipeback.recipes import work
 
-    run = compare.run
+    run = work.run
 
     def breaks(values, more):
         if values["label"] == "pb":
             raise RuntimeError("no such memory")
         return run(values, more)
 
-    monkeypatch.setattr(compare, "run", breaks)
+    monkeypatch.setattr(work, "run", breaks)
     done = pipeback("compare", *TINY, "methods=[pb,sgd]", "jobs=1", "out=here", cwd=tmp_path)
     assert done.returncode == 1 and "pb, seed 0 failed" in done.stderr and "failed: no such memory" in done.stdout
     assert "Traceback" in (tmp_path / "here" / "pb-seed0" / "log.txt").read_text()
@@ -176,8 +176,17 @@ def test_without_methods_those_run_that_the_optimizer_allows(tmp_path, monkeypat
     pipeback("compare", *TINY, "quick=false", cwd=tmp_path)
     pipeback("compare", *TINY, cwd=tmp_path)
     pipeback("compare", *TINY, "quick=false", "optimizer=adamw", cwd=tmp_path)
-    assert found[0] == list(compare.ALL) and found[1] == list(compare.FEW)
-    assert {"sgd", "pb", "pipedream", "gpipe"} <= set(found[2]) and "cerebras" not in found[2]
+    pipeback("compare", *TINY, "methods=all", "optimizer=adamw", cwd=tmp_path)
+    assert found[0] == [label for label in compare.ALL if label != "eigendelay"] and found[1] == list(compare.FEW)
+    momentum = {"lwp", "cerebras", "spectrain", "spectrain_slack2"}
+    assert found[2] == found[3] == [label for label in compare.ALL if label not in momentum]
+
+
+def test_all_are_the_entries_of_the_group():
+    from pipeback.recipes import compare
+
+    entries = {path.stem for path in (Path(__file__).parents[2] / "conf" / "method").glob("*.yaml")}
+    assert set(compare.ALL) == entries - {"installed", "gpipe_batch"}
 
 
 def test_live_shows_what_runs_tell(tmp_path):
@@ -195,8 +204,9 @@ def test_live_shows_what_runs_tell(tmp_path):
         (["methods=[cerebas]"], "did you mean 'cerebras'?"),
         (["methods=[sgd,{pb:{slak:1}}]"], "did you mean 'method.slack'?"),
         (["methods=[{pb:1}]"], "neither a name nor"),
-        (["methods=[]"], "methods=[] compares nothing; leave it out, or name some: methods=[sgd,pb]"),
-        (["methods=[sc]", "optimizer=adamw"], "momentum SGD"),
+        (["methods=[]"], "methods=[] compares nothing; write methods=all, or name some: methods=[sgd,pb]"),
+        (["methods=[lwp]", "optimizer=adamw"], "momentum SGD"),
+        (["methods=[eigendelay]"], "written for Adam and AdamW"),
         (["methods=[pipedream_2bw]", "model.depth=40"], "pipedream_2bw"),
         (["seeds=0"], "seeds must be a whole number of at least 1, but is 0"),
         (["jobs=two"], "jobs: Value 'two'"),

@@ -97,8 +97,9 @@ def test_rates_follow_warmup_and_decay(tmp_path):
     [("max_steps=2", "2"), ("epochs=1", "2"), ("epochs=1", "1.0")],
     ids=["mid-epoch", "validation at the end of the epoch", "end of the epoch"],
 )
-def test_resumed_equals_uninterrupted(first, every, tmp_path):
-    options = [*TINY, f"validate_every={every}", "epochs=2", "method=cerebras"]
+@pytest.mark.parametrize("warmup", [0, 4])
+def test_resumed_equals_uninterrupted(first, every, warmup, tmp_path):
+    options = [*TINY, f"validate_every={every}", "epochs=2", "method=cerebras", f"optimizer.warmup={warmup}"]
     assert pipeback("train", *options, "out=whole", cwd=tmp_path).returncode == 0
     assert pipeback("train", *options, first, "out=a=b", cwd=tmp_path).returncode == 0
     last = "a=b/checkpoints/last.ckpt"
@@ -350,7 +351,7 @@ def test_own_application_uses_our_groups(tmp_path):
         (["train", "ckpt_path=no/epoch=3.ckpt"], "ckpt_path=no/epoch=3.ckpt: there is no such file"),
         (["train", "--config-dir", "nowhere"], "not found"),
         (["train", "data.scaling=loud"], "data.scaling must be standard, unit or symmetric, but is 'loud'"),
-        (["train", "method=sc", "optimizer=adamw"], "SGD"),
+        (["train", "method=lwp", "optimizer=adamw"], "SGD"),
         (["train", "model=transformer"], "model=transformer is for sequences of tokens"),
         (["train", "data.root=nowhere"], "data.root=nowhere: there is no digits.csv.gz"),
         (["train", "experiment=mnist"], "data.download=true"),

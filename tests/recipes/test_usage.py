@@ -16,7 +16,7 @@ from tests.recipes.cli import pipeback
 CONF = importlib.resources.files("pipeback.conf")
 
 
-@pytest.mark.parametrize("command", ["train", "compare"])
+@pytest.mark.parametrize("command", ["train", "compare", "sweep"])
 def test_help_is_a_screen_with_the_comments_of_conf(command, tmp_path):
     done = pipeback(command, "--help", cwd=tmp_path)
     assert done.returncode == 0 and not done.stderr

@@ -40,7 +40,8 @@ def test_wheel_holds_every_file(wheel):
     expected = set()
     for folder, inside in (("pipeback", "pipeback"), ("conf", "pipeback/conf"), ("recipes", "pipeback/recipes")):
         for file in (ROOT / folder).rglob("*"):
-            if file.suffix in (".py", ".yaml", ".jinja", ".html") or file.name == "py.typed":
+            data = file.suffix in (".toml", ".csv") and (folder == "pipeback" or file.parent.name == "measured")
+            if file.suffix in (".py", ".yaml", ".jinja", ".html") or file.name == "py.typed" or data:
                 expected.add(f"{inside}/{file.relative_to(ROOT / folder)}")
     assert {
         "pipeback/py.typed",

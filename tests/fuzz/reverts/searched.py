@@ -123,7 +123,7 @@ SEARCHED: dict[str, Revert] = {
     ),
     "a step that a method never calls": revert(
         "pipeline/option_checks",
-        ("if method.steps_itself and isinstance(opt, torch.optim.SGD) and not torchs_step(opt):", "if False:"),
+        ("if method.steps_itself and replaced_step(opt):", "if False:"),
         method="sc",
         optimizer="halved",
     ),

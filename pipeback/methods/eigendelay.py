@@ -1,0 +1,184 @@
+"""EigenDelay: AdamW under long delays.
+
+    basis   L ← β_s·L + (1 − β_s)·G·Gᵀ,  R ← β_s·R + (1 − β_s)·Gᵀ·G;  U, V: eigenvectors of L and R at the updates 1 and
+            `refresh`, then Q ← qr(L·Q).Q every `refresh` updates
+            g̃ = Uᵀ·G·V,  m̃ = Uᵀ·m·V,  v ← β₂·v + (1 − β₂)·g̃², begun anew with the second bases
+    over    c = 1 / max(1, v̂/mean(v̂))  where D > 0, else 1      sharp directions are left to stages with short delays
+    spike   p = β₁^D·m̃̂ + (1 − β₁^D)·g̃                            what is late does not wait for momentum as well
+    rate    η_s = κ·η / (1 + D)^p
+    U       w ← w − η_s·(λ·w + U·[c·p/(√v̂ + ε)]·Vᵀ)
+    F       on ŵ = w − η_s·Σ_{j=1…D} β₁ʲ·U·[c·m̃̂/(√v̂ + ε)]·Vᵀ    what momentum has already committed to
+    B       on w_t, or with `stash` on what F used
+
+G is the gradient of a weight matrix, or of a kernel taken as one, m the first moment as torch keeps it, and hats
+correct the bias; v is kept in the basis, in torch's `exp_avg_sq`. Vectors, and sides longer than `largest`, have no
+basis; where a weight has none at all, c = 1. F is the forward, B the backward, U the update; D is the stage's delay in
+updates. Constants: β_s = 0.99, refresh = 10, κ = 4, p = 1. Each part can be switched off: `sides`, `over`, `spike`,
+`predict`, and `power=0, scale=1` for the rate.
+
+It is our own method, and not published elsewhere. The bases are those of SOAP (Vyas et al., arXiv 2409.11321) and of
+basis rotation (Jung et al., arXiv 2602.03515), the spike is that of Kosson et al. (arXiv 2003.11666). Adam, AdamW.
+Weight copies: 1 and a scratch buffer. State of a matrix of r × c numbers: 2·(r² + c²), and one more copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from pipeback.methods.adam import adam_spike, adam_state, adam_step, moments, require_adam
+from pipeback.methods.base import Chosen, Method, OptimizerLike, Shift, State, Weights, When
+from pipeback.methods.gradients import decoupled, entering
+from pipeback.methods.option_checks import check_number, check_share
+from pipeback.schedules.programs import flowing
+from pipeback.schedules.timeline import in_flight
+from pipeback.tensors import eigenbasis
+from pipeback.tensors.eigenbasis import as_matrix, restored, rotated
+
+SIDES = "left", "right"  # U and V in the state; "left covariance" and "right covariance" are L and R
+
+
+@dataclass(repr=False)
+class EigenDelay(Method):
+    """scale: κ. power: p. decay: β_s. slack: 2 for PB's delays. The others are in the equations."""
+
+    scale: float = 4.0
+    power: float = 1.0
+    decay: float = 0.99
+    refresh: int = 10
+    sides: Literal[0, 1, 2] = 2
+    largest: int = 1024
+    over: bool = True
+    spike: bool = True
+    predict: bool = True
+    stash: bool = False
+    slack: int = 2
+
+    def __post_init__(self) -> None:
+        check_number("eigendelay", "scale", self.scale, above=True)
+        check_number("eigendelay", "power", self.power)
+        check_share("eigendelay", "decay", self.decay)
+        if self.sides not in (0, 1, 2):
+            raise ValueError(f"eigendelay: sides must be 0, 1 or 2, but is {self.sides!r}")
+        for name in ("refresh", "largest"):
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
+                raise ValueError(
+                    f"eigendelay: {name} must be a whole number of at least 1, but is {getattr(self, name)!r}"
+                )
+        self.schedule = flowing(self.slack)
+        self.copies = "stash" if self.stash else "scratch" if self.predict else "live"
+        self.state_copies = int(self.predict)
+        self.merges = self.steps_itself = True
+        self.elementwise, self.turns_moments = not self.sides, bool(self.sides)
+
+    def check(self, optimizer: torch.optim.Optimizer, stages: int) -> None:
+        require_adam(optimizer, "eigendelay", 'method="staleness_lr"')
+
+    def held(self, stage: int, stages: int) -> int:
+        if not (self.stash and self.predict):
+            return super().held(stage, stages)
+        return 1 + in_flight(self.schedule, stages)[stage] if self.delays(stages)[stage] else 1
+
+    def state_numbers(self, shape: Sequence[int]) -> float:
+        lengths = (shape[0], torch.Size(shape[1:]).numel()) if len(shape) > 1 else (0, 0)
+        has = eigenbasis.sides(shape, self.largest, self.sides)
+        return super().state_numbers(shape) + sum(2 * n * n for n, wanted in zip(lengths, has, strict=True) if wanted)
+
+    def init(self, weights: Weights) -> State:
+        state: State = {f"{name}{what}": [None] * len(weights) for name in SIDES for what in ("", " covariance")}
+        for n, w in enumerate(weights):
+            lengths = as_matrix(w).shape if w.dim() > 1 else (0, 0)
+            if self.sides and max(lengths) > self.largest:
+                eigenbasis.tell_too_large("eigendelay", tuple(w.shape), self.largest)
+            has = eigenbasis.sides(w.shape, self.largest, self.sides)
+            for name, length in [
+                (name, size) for name, size, wanted in zip(SIDES, lengths, has, strict=True) if wanted
+            ]:
+                state[name][n] = torch.eye(length, dtype=w.dtype, device=w.device)
+                state[f"{name} covariance"][n] = torch.zeros_like(state[name][n])
+        return {**state, "ahead": [torch.zeros_like(w) for w in weights]} if self.predict else state
+
+    def forward_weights(self, weights: Weights, state: State, when: When) -> Chosen:
+        if not self.predict or (self.stash and not when.delay):
+            return weights
+        return Shift(weights, [-rate if D else 0.0 for rate, D in self._rates(when)], state["ahead"])
+
+    def backward_weights(self, weights: Weights, used: Weights | None, state: State, when: When) -> Chosen:
+        if not self.stash:
+            return weights
+        assert used is not None
+        return used
+
+    def update(self, weights: Weights, optimizer: OptimizerLike, state: State, when: When) -> State:
+        place = {id(w): n for n, w in enumerate(weights)}
+        rates = [rate for rate, _ in self._rates(when)]
+        turned = {n for n in range(len(weights)) if any(state[name][n] is not None for name in SIDES)}
+        plain = [w for n, w in enumerate(weights) if n not in turned]
+        horizons = {id(w): when.delays[place[id(w)]] if self.spike else 0 for w in plain}
+        adam_step(optimizer, horizons, rates={id(w): rates[place[id(w)]] for w in plain})
+        for group in optimizer.param_groups:
+            stepped = [(w, place[id(w)]) for w in group["params"] if w.grad is not None and id(w) in place]
+            with eigenbasis.exact(weights):
+                for w, n in stepped:
+                    if n in turned:
+                        self._turn(w, n, adam_state(optimizer, w, group), group, state, rates[n], when.delays[n])
+            late = [(w, n) for w, n in stepped if n not in turned and when.delays[n]] if self.predict else []
+            if late:
+                self._ahead(optimizer, group, late, state, when)
+        return state
+
+    def _turn(
+        self, w: Tensor, n: int, entry: dict[str, Any], group: dict[str, Any], state: State, rate: float, D: int
+    ) -> None:
+        """Step matrix n in its bases, and note what F of coming micro-batches adds to it, but for the rate."""
+        beta1, beta2 = map(float, group["betas"])
+        g, t = as_matrix(entering(w, group)), int(entry["step"].add_(1))
+        bases = [state[name][n] for name in SIDES]
+        for name in SIDES:
+            if (basis := state[name][n]) is not None:
+                covariances = state[f"{name} covariance"][n]
+                eigenbasis.covariance(covariances, g, self.decay, left=name == "left")
+                if t in (1, self.refresh):
+                    basis.copy_(eigenbasis.eigenvectors(covariances, basis))
+                elif not t % self.refresh:
+                    basis.copy_(eigenbasis.iterated(covariances, basis))
+        mean = entry["exp_avg"].lerp_(g.view(w.shape), 1 - beta1)
+        turned, along = rotated(g, *bases), rotated(as_matrix(mean), *bases).div(1 - beta1**t)
+        if t == self.refresh:
+            entry["exp_avg_sq"].zero_()
+        squares = as_matrix(entry["exp_avg_sq"]).mul(beta2).addcmul_(turned, turned, value=1 - beta2)
+        entry["exp_avg_sq"].copy_(squares.view(w.shape))
+        squares.div_(1 - beta2 ** (t if t < self.refresh else t - self.refresh + 1))
+        below = squares.sqrt().add_(group["eps"])
+        if D and self.over:
+            below.mul_((squares / squares.mean().clamp_min(torch.finfo(squares.dtype).tiny)).clamp_min_(1))
+        a, b = adam_spike(beta1, D) if self.spike else (1.0, 0.0)
+        spiked = along.mul(a).add_(turned, alpha=b) if b else along
+        if group["weight_decay"] and decoupled(group):
+            w.mul_(1 - rate * group["weight_decay"])
+        w.sub_(restored(spiked / below, *bases).view(w.shape), alpha=rate)
+        if D and self.predict:
+            state["ahead"][n].copy_(restored(along / below, *bases).view(w.shape)).mul_(_committed(beta1, D))
+
+    def _ahead(
+        self, optimizer: OptimizerLike, group: dict[str, Any], late: list[tuple[Tensor, int]], state: State, when: When
+    ) -> None:
+        """The same note for weights without a basis, after their step."""
+        of = moments(optimizer, group, [w for w, _ in late])
+        sums = [_committed(float(group["betas"][0]), when.delays[n]) for _, n in late]
+        found = torch._foreach_div(of.first, of.roots(group["eps"]))
+        torch._foreach_mul_(found, [total / c for total, c in zip(sums, of.first_corrections, strict=True)])
+        torch._foreach_copy_([state["ahead"][n] for _, n in late], found)
+
+    def _rates(self, when: When) -> list[tuple[float, int]]:
+        """η_s and D of every weight."""
+        return [(self.scale * rate / (1 + D) ** self.power, D) for rate, D in zip(when.rates, when.delays, strict=True)]
+
+
+def _committed(beta: float, delay: float) -> float:
+    """Σ β₁ʲ over j = 1 … D."""
+    return float((beta - beta ** (delay + 1)) / (1 - beta))

@@ -1,0 +1,146 @@
+"""Decayed prediction (MSNAG): the steps that momentum has already committed the optimizer to.
+
+    F on ŵ = D steps of the optimizer from w_t, with gradients of 0        B on w_t        w ← step(w, g)
+    SGD:            v ← m·v + (1 − τ)·λ·ŵ        ŵ ← ŵ − η·v
+                    without decay  ŵ = w_t − η·v_t·(m − m^{D+1})/(1 − m)
+    Adam, AdamW:    ŵ ← (1 − η·λ)·ŵ (AdamW)      ŵ ← ŵ − η·β₁ʲ·m / (1 − β₁^{t+j}) / (√(q/(1 − β₂^{t+j})) + ε)
+                    for j = 1 … D
+
+Unlike linear prediction (`lwp`, `pipeoptim`), which goes as far as D full steps, it is bounded by m/(1 − m) of them,
+however long the delay D of a stage is. η is the rate of the stage's last update, τ the dampening. A weight decay that
+is part of Adam's gradients is left out. The forward F runs on ŵ; the backward B on w_t, or with `stash` on what F used.
+
+Hakimi et al., arXiv 1907.11612 (DANA's look-ahead), and the code of FTPipe (ATC 2021), which also looks ahead in the
+schedule of the rate. SGD, Adam, AdamW. Weight copies: 1 and a scratch buffer; with `stash` 1, and one more per
+micro-batch in flight. ŵ − w_t is one more copy as state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeback.methods.adam import is_adam, moments
+from pipeback.methods.base import Chosen, Method, OptimizerLike, Shift, State, Weights, When
+from pipeback.methods.gradients import decoupled
+from pipeback.methods.momentum import LWP_OF_WEIGHTS
+from pipeback.schedules.programs import flowing
+from pipeback.schedules.timeline import in_flight
+
+
+@dataclass(repr=False)
+class DecayedPrediction(Method):
+    """stash: whether B runs on what F used. slack: 2 for PB's delays."""
+
+    stash: bool = False
+    slack: int = 2
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.stash, bool):
+            raise ValueError(f"msnag: stash must be True or False, but is {self.stash!r}")
+        self.schedule = flowing(self.slack)
+        self.copies = "stash" if self.stash else "scratch"
+        self.state_copies = 1
+        self.merges = self.reads_moments = True
+
+    def check(self, optimizer: torch.optim.Optimizer, stages: int) -> None:
+        if not isinstance(optimizer, torch.optim.SGD) and not is_adam(optimizer):
+            raise ValueError(
+                "msnag makes steps of SGD, Adam or AdamW without a gradient, but the optimizer is "
+                f"{type(optimizer).__name__}{' with amsgrad' if isinstance(optimizer, torch.optim.Adam) else ''}; use "
+                f"{LWP_OF_WEIGHTS}"
+            )
+
+    def held(self, stage: int, stages: int) -> int:
+        if not self.stash:
+            return 2
+        return 1 + in_flight(self.schedule, stages)[stage] if self.delays(stages)[stage] else 1
+
+    def init(self, weights: Weights) -> State:
+        return {"ahead": [torch.zeros_like(w) for w in weights]}
+
+    def forward_weights(self, weights: Weights, state: State, when: When) -> Chosen:
+        if self.stash and not when.delay:
+            return weights
+        return Shift(weights, [float(D > 0) for D in when.delays], state["ahead"])
+
+    def backward_weights(self, weights: Weights, used: Weights | None, state: State, when: When) -> Chosen:
+        if not self.stash:
+            return weights
+        assert used is not None
+        return used
+
+    def update(self, weights: Weights, optimizer: OptimizerLike, state: State, when: When) -> State:
+        optimizer.step()
+        place = {id(w): n for n, w in enumerate(weights)}
+        for group in optimizer.param_groups:
+            numbers = [n for w in group["params"] if when.delays[n := place[id(w)]]]
+            if not numbers:
+                continue
+            some = [weights[n] for n in numbers]
+            ahead, delays = [state["ahead"][n] for n in numbers], [when.delays[n] for n in numbers]
+            if "betas" in group:
+                _ahead_of_adam(optimizer, group, some, ahead, delays)
+            else:
+                for w, x, D in zip(some, ahead, delays, strict=True):
+                    _ahead_of_sgd(optimizer.state.get(w, {}).get("momentum_buffer"), group, w, x, D)
+        return state
+
+
+def _ahead_of_sgd(v: Tensor | None, group: dict[str, Any], w: Tensor, into: Tensor, D: int) -> None:
+    """ŵ − w of one weight."""
+    options = (float(group["lr"]), group["momentum"], group["weight_decay"], group["dampening"], group["nesterov"])
+    by_weight, by_velocity = _powers(*options, D)
+    if v is None:
+        into.zero_()
+    else:
+        torch.mul(v, by_velocity, out=into)
+    if by_weight:
+        into.add_(w, alpha=by_weight)
+
+
+@lru_cache(maxsize=1024)
+def _powers(
+    rate: float, momentum: float, decay: float, dampening: float, nesterov: bool, D: int
+) -> tuple[float, float]:
+    """How ŵ − w depends on w and on v, to both of which D steps are linear."""
+    found = []
+    for w, v in ((1.0, 0.0), (0.0, 1.0)):
+        moved = 0.0
+        for _ in range(D):
+            g = decay * (w + moved)
+            v = momentum * v + (1 - dampening) * g if momentum else g
+            moved -= rate * (g + momentum * v if nesterov else v)
+        found.append(moved)
+    return found[0], found[1]
+
+
+def _ahead_of_adam(
+    optimizer: OptimizerLike, group: dict[str, Any], weights: Weights, into: Weights, delays: list[int]
+) -> None:
+    """ŵ − w of the weights of a group."""
+    rate, (beta1, beta2) = float(group["lr"]), map(float, group["betas"])
+    decay = rate * group["weight_decay"] if decoupled(group) else 0.0
+    of = moments(optimizer, group, weights)
+    known = {id(w): n for n, w in enumerate(weights)}
+    numbers = [known[id(w)] for w in of.weights]
+    counts, roots = [float(t) for t in of.steps], list(torch._foreach_sqrt(of.second)) if numbers else []
+    torch._foreach_zero_(into)
+    for j in range(1, max(delays, default=0) + 1):
+        if decay:
+            some = [n for n, D in enumerate(delays) if j <= D]
+            rows = [into[n] for n in some]
+            torch._foreach_mul_(rows, 1 - decay)
+            torch._foreach_add_(rows, [weights[n] for n in some], alpha=-decay)
+        there = [k for k, n in enumerate(numbers) if j <= delays[n]]
+        if there:
+            below = torch._foreach_div(
+                [roots[k] for k in there], [(1 - beta2 ** (counts[k] + j)) ** 0.5 for k in there]
+            )
+            torch._foreach_add_(below, group["eps"])
+            sizes = [-rate * beta1**j / (1 - beta1 ** (counts[k] + j)) for k in there]
+            torch._foreach_addcdiv_([into[numbers[k]] for k in there], [of.first[k] for k in there], below, sizes)

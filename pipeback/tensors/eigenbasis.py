@@ -1,0 +1,108 @@
+"""Eigenbasis: orthonormal bases of the rows and of the columns of a gradient, in which a second moment is kept.
+
+    L ← β·L + (1 − β)·G·Gᵀ        R ← β·R + (1 − β)·Gᵀ·G
+    Q ← the eigenvectors of L, the largest first                at first
+    Q ← qr(L·Q).Q                                               later: one step of power iteration
+    G̃ = Q_Lᵀ·G·Q_R                G = Q_L·G̃·Q_Rᵀ
+
+Matrices may be batches (…, rows, columns). A side without a basis has None in its place. What is not finite, or too
+small for its type, leaves a basis as it was, so that a basis is always orthonormal.
+
+Vyas et al., arXiv 2409.11321 (SOAP); Jung et al., arXiv 2602.03515 (basis rotation).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+
+import torch
+from torch import Tensor
+
+TINY = 1e-30  # added to the diagonal, so that a matrix of zeros has eigenvectors
+
+
+def exact(tensors: Sequence[Tensor]) -> AbstractContextManager[object]:
+    """A context in which products of these tensors are not cast to a half type, though the caller may run under
+    autocast.
+    """
+    kind = tensors[0].device.type if tensors else "cpu"
+    casts = kind != "meta" and torch.is_autocast_enabled(kind)
+    return torch.autocast(kind, enabled=False) if casts else nullcontext()
+
+
+def as_matrix(x: Tensor) -> Tensor:
+    """A weight or its gradient as a matrix: its first dimension by all others; the kernels of convolutions, too."""
+    return x.reshape(x.shape[0], -1)
+
+
+def sides(shape: Sequence[int], largest: int, count: int = 2) -> tuple[bool, bool]:
+    """Whether the rows and the columns of a weight of this shape get a basis.
+
+    Vectors get none, and neither do sides longer than `largest`. count: 2; 1: the shorter side alone; 0: none.
+    """
+    if len(shape) < 2 or not count:
+        return False, False
+    rows, columns = shape[0], torch.Size(shape[1:]).numel()
+    left, right = 1 < rows <= largest, 1 < columns <= largest
+    return (left, right) if count == 2 else (left and rows < columns, right and rows >= columns)
+
+
+@cache
+def tell_too_large(who: str, shape: tuple[int, ...], largest: int) -> None:
+    """Warn that a side of a weight is too long for a basis; once for each shape."""
+    warnings.warn(
+        f"{who}: the weight of shape {shape} gets no basis on a side longer than {largest}, and no rotation there; "
+        f"raise largest= if memory allows two square matrices of that side",
+        stacklevel=2,
+    )
+
+
+def covariance(before: Tensor, gradient: Tensor, beta: float, *, left: bool) -> None:
+    """L ← β·L + (1 − β)·G·Gᵀ in place, or R likewise."""
+    product = gradient @ gradient.mT if left else gradient.mT @ gradient
+    before.lerp_(product, 1 - beta)
+
+
+def eigenvectors(covariances: Tensor, before: Tensor) -> Tensor:
+    """The eigenvectors, as columns, the largest first; those of `before` where they cannot be found."""
+    exact = covariances if covariances.dtype in (torch.float32, torch.float64) else covariances.float()
+    size = exact.shape[-1]
+    known = torch.isfinite(exact).all((-2, -1), keepdim=True)
+    safe = torch.where(known, exact, 0) + TINY * torch.eye(size, dtype=exact.dtype, device=exact.device)
+    try:
+        _, found = torch.linalg.eigh(safe)
+    except torch.linalg.LinAlgError:  # float32 does not always converge
+        found = torch.linalg.eigh(safe.double())[1].to(exact.dtype)
+    return _sound(found.flip(-1), before)
+
+
+def iterated(covariances: Tensor, before: Tensor) -> Tensor:
+    """qr(L·Q).Q: the basis after one step of power iteration; `before` itself where that is not finite."""
+    exact = covariances if covariances.dtype in (torch.float32, torch.float64) else covariances.float()
+    product = exact @ before.to(exact.dtype)
+    known = torch.isfinite(product).all((-2, -1), keepdim=True)
+    return _sound(torch.linalg.qr(torch.where(known, product, before.to(exact.dtype)))[0], before)
+
+
+def descending(covariances: Tensor, basis: Tensor) -> Tensor:
+    """The order of the columns of a basis by QᵀLQ, the largest first."""
+    return torch.argsort(((covariances @ basis) * basis).sum(-2), dim=-1, descending=True)
+
+
+def _sound(found: Tensor, before: Tensor) -> Tensor:
+    return torch.where(torch.isfinite(found).all((-2, -1), keepdim=True), found.to(before.dtype), before)
+
+
+def rotated(x: Tensor, left: Tensor | None, right: Tensor | None) -> Tensor:
+    """Q_Lᵀ·X·Q_R."""
+    x = x if left is None else left.mT @ x
+    return x if right is None else x @ right
+
+
+def restored(x: Tensor, left: Tensor | None, right: Tensor | None) -> Tensor:
+    """Q_L·X·Q_Rᵀ."""
+    x = x if left is None else left @ x
+    return x if right is None else x @ right.mT

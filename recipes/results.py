@@ -1,0 +1,119 @@
+"""Prints and draws the results of a sweep again: those that came with pipeback, or your own.
+
+    pipeback results                                    # the names of those that came with pipeback
+    pipeback results delay_lm                           # every method at its best rate
+    pipeback results delay_lm out=delay_lm.png          # losses, slow-downs, and how much depends on the rate
+    pipeback results outputs/sweep/delay_lm out=tables.md,picture.svg
+
+A sweep is a name, a results.csv of `pipeback sweep`, or its folder. out= names files that end in .md or in an ending
+of pictures (.png, .svg, .pdf); several are separated by commas.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+
+from pipeback.counts import counted
+from pipeback.recipes import measured
+from pipeback.recipes.draw import picturable
+from pipeback.recipes.provenance import heading
+from pipeback.recipes.report import console as report_console
+from pipeback.recipes.reports.sheet import markdown, terminal
+from pipeback.recipes.sweeps import summary, table
+from pipeback.recipes.sweeps.table import Results
+
+
+class Asked(NamedTuple):
+    """sweep: as it was named; None: a list of all. out: files to write."""
+
+    sweep: str | None
+    out: list[str]
+
+
+def parsed(arguments: Sequence[str]) -> Asked:
+    """Read the command line. Raises ValueError for what is no option."""
+    sweeps, out = [], list[str]()
+    for word in arguments:
+        name, given, value = word.partition("=")
+        if given and name == "out":
+            out += value.split(",")
+        elif word.startswith("-") or (given and not Path(word).exists()):
+            raise ValueError(f"{word!r} is not an option; write out=FILE, for example out=results.png")
+        else:
+            sweeps.append(word)
+    if len(sweeps) > 1:
+        raise ValueError(f"{' '.join(sweeps)}: it shows one sweep; name one of them")
+    if out and not sweeps:
+        raise ValueError(f"out={','.join(out)}: of which sweep? `pipeback results` lists those that came with pipeback")
+    for file in out:
+        picturable(file, (".md",))
+    return Asked(sweeps[0] if sweeps else None, out)
+
+
+def found(sweep: str) -> Results:
+    """The results of a sweep by its name, its file or its folder. Raises ValueError if there are none."""
+    if sweep in measured.names():
+        return table.read(measured.text(sweep), sweep)
+    path = Path(sweep).expanduser()
+    file = path / table.FILE if path.is_dir() else path
+    if file.is_file():
+        return table.load(file)
+    near = get_close_matches(sweep, measured.names(), n=1)
+    hint = f"did you mean {near[0]!r}?" if near else "`pipeback results` lists the names"
+    raise ValueError(
+        f"{sweep!r} is neither a results.csv of `pipeback sweep`, nor its folder, nor a known name; {hint}"
+    )
+
+
+def text(results: Results) -> str:
+    """The tables in Markdown, below the command, the date, the commit and the machine."""
+    head = heading(results.command, results.facts)
+    runs = f"{counted(len(results.rows), 'run')}."
+    return "\n".join([f"{head.rstrip()} {runs}\n", *map(markdown, summary.sheets(results))]).rstrip() + "\n"
+
+
+def show(asked: Asked, console: Console) -> None:
+    if asked.sweep is None:
+        for name in measured.names():
+            results = table.read(measured.text(name), name)
+            console.print(
+                f"[bold]{name}[/bold]  {len(results.rows)} runs, {results.facts.get('date', '')}", highlight=False
+            )
+            console.print(f"    {results.command}", style="dim", highlight=False, markup=False, soft_wrap=True)
+        return
+    results = found(asked.sweep)
+    if not results.rows:
+        raise ValueError(f"{asked.sweep}: no run of it has ended yet")
+    for sheet in summary.sheets(results):
+        console.print(terminal(sheet))
+        console.print(sheet.notes + "\n", style="dim", highlight=False, markup=False)
+    told = ", ".join(f"{name}: {value}" for name, value in results.facts.items())
+    console.print(f"{results.command}\n{told}", style="dim", highlight=False, markup=False, soft_wrap=True)
+    for file in map(Path, asked.out):
+        if file.suffix == ".md":
+            file.write_text(text(results), "utf-8")
+        else:
+            from pipeback.recipes.sweeps.pictures import draw
+
+            draw(results).savefig(file)
+        console.print(f"written: {file}", highlight=False, markup=False, soft_wrap=True)
+
+
+def main() -> None:
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(__doc__)
+        return
+    try:
+        show(parsed(sys.argv[1:]), report_console())
+    except (ValueError, OSError) as error:
+        sys.exit(f"pipeback results: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""Jobs: the runs of a sweep, and from where each goes on.
+
+A run goes to LABEL-OPTIONS-lrRATE-seedSEED. If another run lies there, it goes to …-2, -3, and so on. One of the same
+configuration is taken over if it is finished, and goes on from its last checkpoint if it was stopped or killed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count, product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import yaml
+
+from pipeback.recipes.live import state
+from pipeback.recipes.run_folders import config_in
+
+RATE = "optimizer.lr"
+PLACE = re.compile(r"(?<![\w.-])~?/(?:[^\s,:\[\]{}/]+/)*([^\s,:\[\]{}/]+)/?")  # a folder of this machine, and its name
+
+
+class Job(NamedTuple):
+    """A run of a sweep. options: what is varied, and its value in this run."""
+
+    label: str
+    options: dict[str, Any]
+    seed: int
+    out: Path
+    done: bool
+    values: dict[str, Any]  # the composed configuration
+
+    @property
+    def name(self) -> str:
+        """How it is called where all runs are shown."""
+        told = " ".join(f"{short(key)} {written(value)}" for key, value in self.options.items())
+        return f"{self.label} [dim]{told} seed {self.seed}[/dim]"
+
+
+def axes(config: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """The options that are varied beside methods and seeds: name -> values. Raises ValueError for what is no list."""
+    found = dict(config["vary"] or {})
+    if config["rates"] is not None:
+        found[RATE] = config["rates"]
+    for key, values in found.items():
+        if not isinstance(values, list) or not values:
+            one = values or 1
+            if key == RATE and config["rates"] is not None:
+                raise ValueError(f"rates={values} must be a list of values, for example rates=[{one}]")
+            raise ValueError(f"vary: {key} must have a list of values, for example 'vary={{{key}:[{one}]}}'")
+    return found
+
+
+def combinations(varied: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    return [dict(zip(varied, values, strict=True)) for values in product(*varied.values())]
+
+
+def folder(label: str, options: Mapping[str, Any], seed: int) -> str:
+    """The name of a run's folder."""
+    parts = [label, *(f"{short(key)}{written(value)}" for key, value in options.items()), f"seed{seed}"]
+    return re.sub(r"[^\w.,=+-]+", "_", "-".join(parts))
+
+
+def short(key: str) -> str:
+    """model.width -> width"""
+    return key.rpartition(".")[2]
+
+
+def written(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def placed(home: Path, text: str) -> tuple[Path, bool]:
+    """The folder of a run whose configuration is `text`, and whether it is done there already."""
+    for n in count(1):
+        out = home if n == 1 else home.with_name(f"{home.name}-{n}")
+        if not out.exists() or not any(out.iterdir()):
+            return out, False
+        if alike(config_in(out), yaml.safe_load(text)):
+            return out, state(out).get("state") in ("finished", "diverged")
+    raise AssertionError
+
+
+def alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two configurations differ in nothing but the run's folder and the checkpoint that it goes on from."""
+
+    def plain(config: Mapping[str, Any]) -> str:
+        rest = {k: v for k, v in config.items() if k != "ckpt_path"}
+        return yaml.safe_dump(rest).replace(str(config.get("out")), "OUT")
+
+    return plain(one) == plain(other)
+
+
+def last_checkpoint(out: Path) -> Path | None:
+    """The newest whole checkpoint of a run: a kill may have cut the newest one short."""
+    files = [file for file in (out / "checkpoints").glob("*.ckpt") if file.stem.isdecimal()]
+    for file in sorted(files, key=lambda file: int(file.stem), reverse=True):
+        try:
+            torch.load(file, map_location="cpu", weights_only=True)
+        except Exception:  # whatever a cut file gives
+            continue
+        return file
+    return None
+
+
+Compose = Callable[[str, Mapping[str, Any], int], tuple[dict[str, Any], str]]  # -> configuration, and as YAML
+
+
+def planned(
+    labels: Sequence[str], options: Sequence[dict[str, Any]], seeds: Sequence[int], compose: Compose
+) -> list[Job]:
+    """The runs: all of one seed before those of the next, so that every method is seen once as soon as possible."""
+    found = []
+    for seed, varied, label in product(seeds, options, labels):
+        values, text = compose(label, varied, seed)
+        out, done = placed(Path(values["out"]), text)
+        found.append(Job(label, varied, seed, out, done, {**values, "out": str(out)}))
+    return found

@@ -1,0 +1,143 @@
+"""Summary: what came of a sweep: every method at its best rate, in a table for each choice of the other options.
+
+The best rate is that at which the mean training loss over the seeds ends lowest, among the rates with the most seeds;
+a run that diverged ends at infinity. The methods are in the order of their slow-downs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from statistics import median
+from typing import NamedTuple
+
+from pipeback.recipes.reports.metric import Metric, number, spread
+from pipeback.recipes.reports.sheet import Sheet
+from pipeback.recipes.sweeps.curves import SMOOTHED
+from pipeback.recipes.sweeps.jobs import RATE
+from pipeback.recipes.sweeps.table import Results, Row, caption
+
+
+class Tried(NamedTuple):
+    """A method under one choice of options. rates: its runs, one per seed, by rate ("" if none was varied)."""
+
+    method: str
+    rates: dict[str, list[Row]]
+
+    @property
+    def rate(self) -> str:
+        """The best rate."""
+        return min(self.rates, key=lambda rate: (-len(self.rates[rate]), mean(end(row) for row in self.rates[rate])))
+
+    @property
+    def at_edge(self) -> bool:
+        """Whether the best rate is the least or the largest of several."""
+        tried = sorted(map(float, filter(None, self.rates)))
+        return len(tried) > 1 and float(self.rate) in (tried[0], tried[-1])
+
+    @property
+    def best(self) -> list[Row]:
+        """The runs at the best rate."""
+        return self.rates[self.rate]
+
+    @property
+    def finished(self) -> list[Row]:
+        return [row for row in self.best if row.state == "finished"]
+
+    @property
+    def held_out(self) -> list[float]:
+        """The held-out slow-downs of the runs that have one."""
+        return [row.held_out_slow_down for row in self.finished if not math.isnan(row.held_out_slow_down)]
+
+    @property
+    def slow_downs(self) -> list[float]:
+        """Those of the runs that have one; one that never gets there is infinite."""
+        return [row.slow_down for row in self.finished if not math.isnan(row.slow_down)]
+
+    @property
+    def slow_down(self) -> float:
+        """The median over the seeds; infinite if there is none."""
+        return median(self.slow_downs) if self.slow_downs else math.inf
+
+
+class Setting(NamedTuple):
+    """A choice of the options that are varied beside rates and seeds."""
+
+    options: dict[str, str]
+    tried: list[Tried]
+
+
+def settings(found: Results) -> list[Setting]:
+    """The settings of a sweep in its order, each with its methods."""
+    by: dict[tuple[tuple[str, str], ...], dict[str, Tried]] = {}
+    for row in found.rows:
+        of = tuple((key, value) for key, value in row.options.items() if key != RATE)
+        tried = by.setdefault(of, {}).setdefault(row.method, Tried(row.method, {}))
+        tried.rates.setdefault(row.options.get(RATE, ""), []).append(row)
+    return [Setting(dict(of), sorted(methods.values(), key=_place)) for of, methods in by.items()]
+
+
+def _place(tried: Tried) -> tuple[float, float]:
+    return tried.slow_down, mean(end(row) for row in tried.best)
+
+
+def end(row: Row) -> float:
+    """The last training loss of a run; infinite if it diverged."""
+    return row.train_loss if row.state == "finished" and math.isfinite(row.train_loss) else math.inf
+
+
+def mean(values: Iterable[float]) -> float:
+    every = list(values)
+    return math.fsum(every) / len(every)
+
+
+def sheets(found: Results) -> list[Sheet]:
+    """A table for each setting."""
+    every = settings(found)
+    return [_sheet(found, setting, f"{caption(setting.options)}" or found.experiment) for setting in every]
+
+
+def _sheet(found: Results, setting: Setting, title: str) -> Sheet:
+    measures = list(dict.fromkeys(name for tried in setting.tried for row in tried.best for name in row.measures))
+    varied = any(len(tried.rates) > 1 or "" not in tried.rates for tried in setting.tried)
+    failed = any(len(tried.finished) < len(tried.best) for tried in setting.tried)
+    head = ["method", *(["best rate"] if varied else []), "slow-down", "held-out slow-down", "training loss"]
+    head += [f"held-out {Metric(name).name}{Metric(name).unit}" for name in measures]
+    head += ["seeds", *(["diverged"] if failed else [])]
+    rows = []
+    for tried in setting.tried:
+        cells = [tried.method, *([tried.rate + " *" * tried.at_edge] if varied else []), _slow(tried.slow_downs)]
+        cells.append(_slow(tried.held_out))
+        cells.append(spread([row.train_loss for row in tried.finished], ".3f") if tried.finished else "diverged")
+        for metric in map(Metric, measures):
+            values = [row.measures[metric.column] for row in tried.finished if metric.column in row.measures]
+            cells.append(spread(values, metric.form, metric.scale))
+        cells.append(str(len(tried.best)))
+        rows.append([*cells, *([f"{len(tried.best) - len(tried.finished)}"] if failed else [])])
+    return Sheet("results", title, head, rows, [list(head), *map(list, rows)], _notes(found, setting))
+
+
+def _slow(values: Sequence[float]) -> str:
+    """1.07 (1.03 to 1.09)"""
+    if not values:
+        return "–"
+    middle = number(median(values), ".2f")
+    least, largest = (number(value, ".2f") for value in (min(values), max(values)))
+    return middle if min(values) == max(values) else f"{middle} ({least} to {largest})"
+
+
+def _notes(found: Results, setting: Setting) -> str:
+    """What the columns are."""
+    about = next((note for note in found.notes if "slow_down" in note), "")
+    reference = about.partition("over those of ")[2].partition(" at its best rate")[0] or "sgd"
+    rates = sorted({rate for tried in setting.tried for rate in tried.rates if rate}, key=float)
+    each = f" The best rate is that of {', '.join(rates)}" if len(rates) > 1 else ""
+    if any(tried.at_edge for tried in setting.tried):
+        each += "; * the least or the largest one tried, so that one beyond may be better"
+    return (
+        f"The slow-down is the number of updates until a training loss, over those of {reference}. That loss is one of "
+        "forwards, whose weights may be predicted; the held-out slow-down is that of the model at the end, at least 1, "
+        f"and – where {reference} began below its loss. Both are medians over "
+        f"the seeds, with the least and the largest. Training losses are means of {SMOOTHED} updates at the end. All "
+        f"others are mean ± standard deviation over the seeds.{each and f'{each}.'}"
+    )

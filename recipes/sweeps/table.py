@@ -1,0 +1,225 @@
+"""Table: the CSV file of a sweep: a line per run, below lines that say where the numbers come from.
+
+    # COMMAND
+    # experiment: NAME, runs: N, seeds: 0 to 2, updates: N
+    # date: …, commit: …, pipeback: …, machine: …, torch: …
+    # what the columns are
+    method,OPTIONS…,seed,state,updates,MEASURES…,train_loss,slow_down,held_out_slow_down,@50,@75,…
+
+@N is the smoothed training loss after N updates (`curves`).
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pipeback.recipes.live import state
+from pipeback.recipes.run_folders import config_in
+from pipeback.recipes.sweeps.curves import SMOOTHED, Curve, curve, held_out, held_out_slow_down, slow_down
+from pipeback.recipes.sweeps.jobs import PLACE, RATE, Job, short
+
+POINTS = (50, 75, 100, 150, 200, 300, 400, 600, 800, 1000, 1500, 2000, 3000, 5000, 8000, 12000, 20000, 50000, 100000)
+FILE = "results.csv"  # in the folder of a sweep
+FIXED = ("method", "seed", "state", "updates", "train_loss", "slow_down", "held_out_slow_down")
+DIGITS = 5  # of a measured number
+
+
+class Row(NamedTuple):
+    """A run, as a line of the file has it."""
+
+    method: str
+    options: dict[str, str]
+    seed: int
+    state: str
+    updates: int
+    measures: dict[str, float]
+    train_loss: float
+    slow_down: float
+    held_out_slow_down: float
+    points: dict[int, float]
+
+
+class Results(NamedTuple):
+    """A file. facts: date, commit, versions and machine."""
+
+    command: str
+    experiment: str
+    facts: dict[str, str]
+    notes: list[str]
+    rows: list[Row]
+
+
+class _Run(NamedTuple):
+    """A run that has ended."""
+
+    label: str
+    options: Mapping[str, Any]
+    seed: int
+    state: str
+    curve: Curve
+    held_out: Curve
+
+    @property
+    def end(self) -> float:
+        return self.curve.end if self.state == "finished" else math.inf
+
+
+def rows_of(jobs: Sequence[Job], reference: str) -> list[Row]:
+    """A row for each job that has ended.
+
+    reference: what slow-downs are related to: a method of these jobs at its best rate, or sgd in the folder of another
+    sweep.
+    """
+    ended = [job for job in jobs if _ended(job.out)]
+    runs = [_Run(job.label, job.options, job.seed, state(job.out)["state"], *_curves(job.out)) for job in ended]
+    first = {key: value for key, value in jobs[0].options.items() if key.startswith("optimizer") and key != RATE}
+    others = _runs_in(Path(reference)) if elsewhere(reference) else [run for run in runs if run.label == reference]
+    found = []
+    for job, run in zip(ended, runs, strict=True):
+        told, mine = state(job.out), run.curve
+        measures = {name.removeprefix("val/"): float(value) for name, value in told.get("measures", {}).items()}
+        wanted = {**{key: value for key, value in job.options.items() if key != RATE}, **first}
+        against = _reference([other for other in others if _same(other.options, wanted)], job.seed)
+        slow = held = math.nan
+        if against is not None and told["state"] == "finished":
+            slow, held = slow_down(mine, against.curve), held_out_slow_down(run.held_out, against.held_out)
+        last = mine.updates[-1] if mine.updates else 0
+        points = {at: mine.at(at) for at in POINTS if at <= last and math.isfinite(mine.at(at))}
+        options = {key: PLACE.sub(r"\1", str(value)) for key, value in job.options.items()}
+        found.append(Row(job.label, options, job.seed, told["state"], last, measures, mine.end, slow, held, points))
+    return found
+
+
+def elsewhere(reference: str) -> bool:
+    """Whether a reference is the folder of another sweep, and no method."""
+    return (Path(reference) / FILE).is_file()
+
+
+def _ended(out: Path) -> bool:
+    return state(out).get("state") in ("finished", "diverged")
+
+
+@cache
+def _curves(out: Path) -> tuple[Curve, Curve]:
+    """The training and the held-out losses of a run that has ended."""
+    return curve(out), held_out(out)
+
+
+def _same(options: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
+    """Whether a run of the reference has these options, as far as its sweep has varied them."""
+    return all(str(options[key]) == str(value) for key, value in wanted.items() if key in options)
+
+
+def _runs_in(folder: Path) -> list[_Run]:
+    """The runs of sgd in the folder of a sweep; of their options, the rate is known."""
+    found = []
+    for out in sorted(file.parent for file in folder.glob("*/progress.json")):
+        told = config_in(out)
+        if told.get("label") == "sgd" and _ended(out):
+            rate = {RATE: told["optimizer"].get("lr")}
+            found.append(_Run("sgd", rate, int(told["seed"]), state(out)["state"], *_curves(out)))
+    return found
+
+
+def _reference(runs: Sequence[_Run], seed: int) -> _Run | None:
+    """The run with this seed, at the rate at which the mean loss over the seeds ends lowest."""
+    ends: dict[str, list[float]] = {}
+    for run in runs:
+        ends.setdefault(str(run.options.get(RATE)), []).append(run.end)
+    if not ends:
+        return None
+    best = min(ends, key=lambda rate: (-len(ends[rate]), sum(ends[rate]) / len(ends[rate])))
+    of_seed = [run for run in runs if str(run.options.get(RATE)) == best and run.seed == seed]
+    return of_seed[0] if of_seed else None
+
+
+def save(file: Path, found: Results) -> None:
+    """Write the file as a whole."""
+    keys = list(dict.fromkeys(key for row in found.rows for key in row.options))
+    measures = list(dict.fromkeys(name for row in found.rows for name in row.measures))
+    points = sorted({at for row in found.rows for at in row.points})
+    text = io.StringIO()
+    for line in (found.command, *_told(found)):
+        text.write(f"# {line}\n")
+    lines = csv.writer(text, lineterminator="\n")
+    names = "method", *keys, "seed", "state", "updates", *measures, "train_loss", "slow_down", "held_out_slow_down"
+    lines.writerow([*names, *(f"@{at}" for at in points)])
+    for row in found.rows:
+        lines.writerow([
+            row.method, *(row.options.get(key, "") for key in keys), row.seed, row.state, row.updates,
+            *(_number(row.measures.get(name)) for name in measures), _number(row.train_loss), _number(row.slow_down, 4),
+            _number(row.held_out_slow_down, 4),
+            *(_number(row.points.get(at), 4) for at in points),
+        ])  # fmt: skip
+    part = file.with_suffix(".part")
+    part.write_text(text.getvalue(), "utf-8")
+    part.replace(file)
+
+
+def _told(found: Results) -> list[str]:
+    seeds = sorted({row.seed for row in found.rows})
+    updates = max((row.updates for row in found.rows), default=0)
+    told = [f"{seeds[0]} to {seeds[-1]}" if len(seeds) > 1 else str(seeds[0])] if seeds else ["none"]
+    return [
+        f"experiment: {found.experiment}, runs: {len(found.rows)}, seeds: {told[0]}, updates: {updates}",
+        ", ".join(f"{name}: {value}" for name, value in found.facts.items()),
+        *found.notes,
+    ]
+
+
+def _number(value: float | None, digits: int = DIGITS) -> str:
+    return "" if value is None or math.isnan(value) else f"{value:.{digits}g}"
+
+
+def notes(reference: str) -> list[str]:
+    """What the columns are."""
+    return [
+        f"train_loss and @N: the mean training loss of {SMOOTHED} updates, at the end and after N updates; slow_down: "
+        f"updates until such a loss over those of {reference} at its best rate; held_out_slow_down: all updates over "
+        "those until the reference has the held-out loss of the end, at least 1"
+    ]
+
+
+def load(file: Path) -> Results:
+    """Read a file. Raises ValueError, naming it, if it is none of a sweep."""
+    return read(file.read_text("utf-8"), str(file))
+
+
+def read(text: str, file: str) -> Results:
+    """Read the text of a file. Raises ValueError, naming the file, if it is none of a sweep."""
+    lines = text.splitlines()
+    head = [line.removeprefix("# ") for line in lines if line.startswith("# ")]
+    try:
+        command, about, told, *more = head
+        facts = dict(part.split(": ", 1) for part in re.split(r", (?=\w[\w -]*: )", told))
+        experiment = re.match(r"experiment: ([^,]+),", about)[1]  # type: ignore[index]
+        rows = [_row(line) for line in csv.DictReader(lines[len(head) :])]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{file} is no file of `pipeback sweep`: {error}") from error
+    return Results(command, experiment, facts, more, rows)
+
+
+def _row(line: dict[str, str]) -> Row:
+    rest = {key: value for key, value in line.items() if key not in FIXED}
+    points = {int(key[1:]): float(value) for key, value in rest.items() if key.startswith("@") and value}
+    names = list(line)
+    options = {key: line[key] for key in names[1 : names.index("seed")]}
+    between = names[names.index("updates") + 1 : names.index("train_loss")]
+    measures = {key: float(line[key]) for key in between if line[key]}
+    loss, slow, held = (float(line[name] or "nan") for name in ("train_loss", "slow_down", "held_out_slow_down"))
+    return Row(
+        line["method"], options, int(line["seed"]), line["state"], int(line["updates"]), measures, loss, slow, held,
+        points,
+    )  # fmt: skip
+
+
+def caption(options: Mapping[str, str]) -> str:
+    """width 48, depth 15"""
+    return ", ".join(f"{short(key)} {value}" for key, value in options.items())

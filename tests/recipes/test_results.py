@@ -1,0 +1,161 @@
+"""`pipeback results`: the best rate of each method is found, tables say what the file says, and pictures show it."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("hydra")
+pytest.importorskip("matplotlib")
+
+from pipeback.recipes import measured, results
+from pipeback.recipes.sweeps import pictures, summary, table
+from pipeback.recipes.sweeps.table import Results, Row
+from tests.recipes.cli import pipeback
+
+ROOT = Path(__file__).parents[2]
+FACTS = {"date": "2026-01-02", "commit": "abc1234", "pipeback": "0.2.0", "machine": "a CPU, 2 cores, Linux x86_64"}
+
+
+def row(method, rate, seed, loss, slow=1.0, state="finished", held=1.25, **options):
+    given = {**{key.replace("_", "."): str(value) for key, value in options.items()}, "optimizer.lr": rate}
+    points = {50: loss + 2, 100: loss + 1} if math.isfinite(loss) else {}
+    measures = {"accuracy": 0.5, "loss": loss} if math.isfinite(loss) else {}
+    return Row(method, given, seed, state, 200, measures, loss, slow, held, points)
+
+
+ROWS = [
+    row("sgd", "0.1", 0, 2.0), row("sgd", "0.1", 1, 2.2), row("sgd", "0.2", 0, 2.4), row("sgd", "0.2", 1, 2.4),
+    row("pb", "0.1", 0, 3.0, 2.0), row("pb", "0.1", 1, 3.2, 4.0), row("pb", "0.2", 0, 2.9, 1.9),  # one seed at .2
+    row("ef", "0.1", 0, math.nan, math.nan, "diverged"), row("ef", "0.1", 1, math.nan, math.nan, "diverged"),
+    row("msnag", "0.1", 0, 2.5, 1.5), row("msnag", "0.1", 1, 2.5, math.inf),
+    row("msnag", "0.2", 0, 1.0, 1.0), row("msnag", "0.2", 1, math.nan, math.nan, "diverged"),
+]  # fmt: skip
+SWEEP = Results("pipeback sweep experiment=digits rates=[0.1,0.2]", "digits", FACTS, table.notes("sgd"), ROWS)
+
+
+@pytest.fixture
+def file(tmp_path):
+    table.save(tmp_path / "results.csv", SWEEP)
+    return tmp_path / "results.csv"
+
+
+def test_a_file_is_read_as_it_was_written(file):
+    found = table.load(file)
+    assert found.command == SWEEP.command and found.facts == FACTS and found.notes == SWEEP.notes
+    assert found.experiment == "digits" and str(found.rows) == str(ROWS)  # nan is not itself
+
+
+def test_the_best_rate_is_that_of_the_mean_over_all_seeds():
+    (setting,) = summary.settings(SWEEP)
+    best = {tried.method: tried for tried in setting.tried}
+    assert {name: tried.rate for name, tried in best.items()} == {
+        "sgd": "0.1",
+        "pb": "0.1",
+        "ef": "0.1",
+        "msnag": "0.1",
+    }
+    assert [row.train_loss for row in best["pb"].best] == [3.0, 3.2]  # the rate with one seed is not compared
+    assert best["pb"].slow_down == 3.0 and best["msnag"].slow_down == math.inf and best["sgd"].at_edge
+    assert [tried.method for tried in setting.tried] == ["sgd", "pb", "msnag", "ef"]  # by slow-down, then by loss
+
+
+def test_the_table_says_what_the_file_says():
+    (sheet,) = summary.sheets(SWEEP)
+    assert sheet.title == "digits"
+    rows = {cells[0]: dict(zip(sheet.head, cells, strict=True)) for cells in sheet.rows}
+    assert rows["sgd"]["best rate"] == "0.1 *" and "* the least or the largest one tried" in sheet.notes
+    assert rows["pb"]["slow-down"] == "3.00 (2.00 to 4.00)" and rows["pb"]["training loss"] == "3.100 ±0.141"
+    assert rows["msnag"]["slow-down"] == "∞ (1.50 to ∞)" and rows["msnag"]["held-out accuracy %"] == "50.0 ±0.0"
+    assert (
+        rows["ef"]["training loss"] == "diverged" and rows["ef"]["slow-down"] == "–" and rows["ef"]["diverged"] == "2"
+    )
+    assert all(cells["seeds"] == "2" for cells in rows.values())
+
+
+def test_every_choice_of_options_is_a_table_of_its_own():
+    rows = [row(m, "0.1", 0, 2.0, model_width=w, model_depth=3) for w in (48, 96) for m in ("sgd", "pb")]
+    found = summary.sheets(SWEEP._replace(rows=rows))
+    assert [sheet.title for sheet in found] == ["width 48, depth 3", "width 96, depth 3"]
+    assert all([cells[0] for cells in sheet.rows] == ["sgd", "pb"] for sheet in found)
+    assert "diverged" not in found[0].head
+
+
+def test_text_and_pictures_are_written(file, tmp_path):
+    done = pipeback("results", file.parent, f"out={tmp_path}/t.md,{tmp_path}/p.png", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    text = (tmp_path / "t.md").read_text("utf-8")
+    assert text.startswith(
+        f"```shell\n{SWEEP.command}\n```\n\nMeasured on 2026-01-02 at commit abc1234 (version 0.2.0)"
+    )
+    assert "13 runs." in text and "| pb " in text and "3.00 (2.00 to 4.00)" in text
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG") and "written: " in done.stdout
+    assert "msnag" in done.stdout and SWEEP.command in done.stdout and "a CPU, 2 cores" in done.stdout
+
+
+def test_the_picture_shows_what_the_file_says():
+    figure = pictures.draw(SWEEP)
+    losses, slow, rates = figure.axes
+    colours = {label.get_text(): label.get_color() for label in slow.get_yticklabels()}
+    assert list(colours) == ["ef", "msnag", "pb", "sgd"] and len(set(colours.values())) == 4
+    curves = {line.get_color(): list(zip(*line.get_data(), strict=True)) for line in losses.lines}
+    assert curves[colours["pb"]] == [(50, pytest.approx(5.1)), (100, pytest.approx(4.1)), (200, pytest.approx(3.1))]
+    assert colours["ef"] not in curves
+    told = [text.get_text() for text in slow.texts]
+    assert told == ["diverged", "3.00", "1.00"]  # the median of msnag is infinite: its dot of one seed stands alone
+    assert [tick.get_text() for tick in rates.get_xticklabels()] == ["0.1", "0.2"]
+    rings = [line for line in rates.lines if line.get_markerfacecolor() == "none"]
+    best = {line.get_markeredgecolor(): line.get_xdata()[0] for line in rings}
+    assert best[colours["sgd"]] == 0.1
+
+
+def test_a_sweep_of_one_rate_has_no_panel_of_rates():
+    rows = [row(method, "0.1", seed, 2.0) for method in ("sgd", "pb") for seed in (0, 1)]
+    assert len(pictures.draw(SWEEP._replace(rows=rows)).axes) == 2
+
+
+def test_names_are_listed_and_shown(tmp_path):
+    listed = pipeback("results", cwd=tmp_path)
+    assert listed.returncode == 0 and measured.names()
+    for name in measured.names():
+        assert name in listed.stdout
+        assert pipeback("results", name, cwd=tmp_path).returncode == 0
+
+
+@pytest.mark.parametrize("name", measured.names())
+def test_what_came_with_pipeback_is_a_few_kilobytes_and_says_where_it_was_measured(name):
+    found = table.read(measured.text(name), name)
+    assert len(measured.text(name).encode()) < 64_000
+    assert found.command.startswith("pipeback sweep ") and {"date", "commit", "machine", "torch"} <= set(found.facts)
+    assert "/home" not in found.command and "/work" not in found.command and "dirty" not in found.facts["commit"]
+
+
+@pytest.mark.parametrize("name", measured.names())
+def test_the_page_is_generated_from_the_file(name):
+    """`pipeback results NAME out=docs/results/data/NAME/tables.md` writes it."""
+    page = ROOT / "docs" / "results" / "data" / name / "tables.md"
+    assert page.read_text("utf-8") == results.text(table.read(measured.text(name), name))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere"], "'nowhere' is neither a results.csv of `pipeback sweep`, nor its folder, nor a known"),
+        (["{name}x"], "did you mean '{name}'?"),
+        (["a", "b"], "a b: it shows one sweep; name one of them"),
+        (["out=a.png"], "out=a.png: of which sweep? `pipeback results` lists those that came with pipeback"),
+        (["{name}", "out=a.doc"], "out=a.doc must end in one of .md"),
+        (["{name}", "outt=a.png"], "'outt=a.png' is not an option; write out=FILE, for example out=results.png"),
+        (["{name}", "--quick"], "'--quick' is not an option"),
+        (["other.csv"], "other.csv is no file of `pipeback sweep`"),
+        (["empty.csv"], "empty.csv: no run of it has ended yet"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistake_gives_one_line(arguments, message, tmp_path):
+    (tmp_path / "other.csv").write_text("a,b\n1,2\n")
+    table.save(tmp_path / "empty.csv", SWEEP._replace(rows=[]))
+    name = measured.names()[0]
+    done = pipeback("results", *(word.format(name=name) for word in arguments), cwd=tmp_path)
+    assert done.returncode == 1 and message.format(name=name) in done.stderr, done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1

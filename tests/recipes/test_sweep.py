@@ -1,0 +1,254 @@
+"""`pipeback sweep` end to end, tiny: every run is that of `pipeback train`, goes on after a kill, and is one line."""
+
+import math
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+pytest.importorskip("hydra")
+pytest.importorskip("lightning")
+pytest.importorskip("sklearn")
+
+from pipeback.recipes import sweep
+from pipeback.recipes.live import state
+from pipeback.recipes.sweeps import table
+from pipeback.recipes.sweeps.curves import Curve, held_out, held_out_slow_down, reaches, slow_down, smoothed
+from pipeback.recipes.sweeps.jobs import last_checkpoint
+from tests.recipes.cli import TINY, config, numbers, pipeback, rows
+
+SWEPT = ["methods=[sgd,{pb:{slack:1}}]", "rates=[0.03,0.1]", "seeds=2", "jobs=1", "out=here"]
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory):
+    """Two methods, two rates, two seeds, in this process."""
+    folder = tmp_path_factory.mktemp("swept")
+    done = pipeback("sweep", *TINY, *SWEPT, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return folder, done.stdout
+
+
+def test_a_line_for_every_run(swept):
+    folder, said = swept
+    found = table.load(folder / "here" / "results.csv")
+    runs = [(row.method, row.options, row.seed) for row in found.rows]
+    assert runs == [
+        (method, {"optimizer.lr": rate}, seed)
+        for seed in (0, 1) for rate in ("0.03", "0.1") for method in ("sgd", "pb-slack1")
+    ]  # fmt: skip
+    for row in found.rows:
+        out = folder / "here" / f"{row.method}-lr{row.options['optimizer.lr']}-seed{row.seed}"
+        told = state(out)
+        assert told["state"] == row.state == "finished" and row.updates == 3
+        assert row.measures["accuracy"] == pytest.approx(told["measures"]["val/accuracy"], rel=1e-4)
+        losses = [line["train/loss"] for line in rows(out) if "train/loss" in line]
+        assert row.train_loss == pytest.approx(sum(losses) / 3, rel=1e-4)
+        assert not (out / "checkpoints").exists()
+    assert "8 runs in" in said and "pb-slack1 lr 0.1 seed 1" in said
+    assert found.command == "pipeback sweep " + " ".join(f"'{w}'" if "[" in w else w for w in [*TINY, *SWEPT])
+    assert {"date", "commit", "machine", "torch"} <= set(found.facts) and found.experiment == "digits"
+    assert len((folder / "here" / "results.csv").read_bytes()) < 4000
+
+
+def test_a_run_is_that_of_train(swept, tmp_path):
+    folder, _ = swept
+    options = ["method=pb", "method.slack=1", "optimizer.lr=0.1", "seed=1", "callbacks=none", "out=one"]
+    assert pipeback("train", *TINY, *options, cwd=tmp_path).returncode == 0
+    mine = folder / "here" / "pb-slack1-lr0.1-seed1"
+    assert numbers(mine) == numbers(tmp_path / "one")
+    assert config(mine).optimizer == config(tmp_path / "one").optimizer
+
+
+def test_the_same_command_takes_finished_runs_over(swept):
+    folder, _ = swept
+    before = {p: p.stat().st_mtime_ns for p in (folder / "here").glob("*/*")}
+    lines = (folder / "here" / "results.csv").read_text().splitlines()[3:]  # below what tells the date
+    done = pipeback("sweep", *TINY, *SWEPT, cwd=folder)
+    assert "8 finished runs taken over" in done.stdout and "0 runs in" in done.stdout
+    assert {p: p.stat().st_mtime_ns for p in (folder / "here").glob("*/*")} == before
+    assert (folder / "here" / "results.csv").read_text().splitlines()[3:] == lines
+
+
+def test_any_option_is_varied_and_each_choice_has_its_reference(tmp_path):
+    vary = "vary={model.depth:[3,4],optimizer:[sgd,adamw]}"
+    options = ["methods=[sgd,pb]", vary, "jobs=1", "out=here"]
+    done = pipeback("sweep", *TINY, *options, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = table.load(tmp_path / "here" / "results.csv")
+    assert {tuple(row.options.items()) for row in found.rows} == {
+        (("model.depth", depth), ("optimizer", optimizer)) for depth in ("3", "4") for optimizer in ("sgd", "adamw")
+    }
+    assert [row.slow_down for row in found.rows if row.method == "sgd"] == [1.0] * 4
+    assert config(tmp_path / "here" / "pb-depth3-optimizeradamw-seed0").optimizer.name == "AdamW"
+
+
+def test_a_reference_from_another_sweep(swept, tmp_path):
+    folder, _ = swept
+    options = ["methods=[pb]", "rates=[0.1]", "jobs=1", "out=here", f"reference={folder / 'here'}"]
+    done = pipeback("sweep", *TINY, *options, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    text = (tmp_path / "here" / "results.csv").read_text()
+    (row,) = table.load(tmp_path / "here" / "results.csv").rows
+    assert row.slow_down == 1.0 and "sgd of another sweep" in text  # of three updates, all of which are one mean
+    assert str(folder.parent) not in text and "reference=here" in text
+
+
+LONG = ["data.samples=192", "batch_size=8", "model.depth=4", "epochs=12", "validate_every=1.0",
+        "trainer.log_every_n_steps=1", "methods=[cerebras]", "rates=[0.03]", "jobs=1"]  # fmt: skip
+
+
+def test_a_killed_run_goes_on_with_equal_bits(tmp_path):
+    assert pipeback("sweep", *LONG, "out=whole", cwd=tmp_path).returncode == 0
+    code = "from pipeback.recipes import sweep; sweep.main()"
+    command = subprocess.Popen(
+        [sys.executable, "-c", code, *LONG, "out=cut"], cwd=tmp_path, start_new_session=True,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    run = tmp_path / "cut" / "cerebras-lr0.03-seed0"
+    try:
+        end = time.monotonic() + 100
+        while not list(run.glob("checkpoints/*.ckpt")):
+            assert time.monotonic() < end and command.poll() is None
+            time.sleep(0.01)
+    finally:
+        os.killpg(command.pid, signal.SIGKILL)
+        command.wait()
+    assert state(run)["state"] == "running" and last_checkpoint(run) is not None
+    begun = int(last_checkpoint(run).stem)
+    assert 0 < begun < 288
+    assert pipeback("sweep", *LONG, "out=cut", cwd=tmp_path).returncode == 0
+    assert state(run)["state"] == "finished" and not (run / "checkpoints").exists()
+
+    def by_samples(folder):
+        return {(row["samples_seen"], name): row[name] for row in numbers(folder) for name in row}
+
+    assert by_samples(run) == by_samples(tmp_path / "whole" / "cerebras-lr0.03-seed0")
+    found, wanted = (table.load(tmp_path / name / "results.csv").rows for name in ("cut", "whole"))
+    assert found == wanted or str(found) == str(wanted)  # nan is not itself
+
+
+def test_a_checkpoint_that_was_cut_short_is_not_taken(tmp_path):
+    import torch
+
+    (tmp_path / "checkpoints").mkdir()
+    torch.save({"step": 5}, tmp_path / "checkpoints" / "5.ckpt")
+    whole = (tmp_path / "checkpoints" / "5.ckpt").read_bytes()
+    (tmp_path / "checkpoints" / "9.ckpt").write_bytes(whole[: len(whole) // 2])
+    assert last_checkpoint(tmp_path).name == "5.ckpt" and last_checkpoint(tmp_path / "none") is None
+
+
+def test_divergence_is_a_line_and_ends_nothing(tmp_path):
+    options = ["methods=[sgd,pb]", "rates=[0.1,1e30]", "jobs=1", "out=here", "epochs=2"]
+    done = pipeback("sweep", *TINY, *options, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = table.load(tmp_path / "here" / "results.csv").rows
+    assert [row.state for row in found] == ["finished", "finished", "diverged", "diverged"]
+    assert all(math.isnan(row.slow_down) for row in found[2:]) and [row.slow_down for row in found[:2]] == [1, 1]
+
+
+def test_a_failure_is_named_and_the_others_are_written(tmp_path, monkeypatch):
+    from pipeback.recipes import work
+
+    run = work.run
+
+    def breaks(values, more):
+        if values["label"] == "pb":
+            raise RuntimeError("no such memory")
+        return run(values, more)
+
+    monkeypatch.setattr(work, "run", breaks)
+    done = pipeback("sweep", *TINY, "methods=[pb,sgd]", "jobs=1", "out=here", cwd=tmp_path)
+    assert done.returncode == 1 and "pb-seed0 failed; here/pb-seed0/log.txt tells how" in done.stderr
+    assert [row.method for row in table.load(tmp_path / "here" / "results.csv").rows] == ["sgd"]
+    monkeypatch.undo()
+    assert pipeback("sweep", *TINY, "methods=[pb,sgd]", "jobs=1", "out=here", cwd=tmp_path).returncode == 0
+    assert [row.method for row in table.load(tmp_path / "here" / "results.csv").rows] == ["pb", "sgd"]
+
+
+def test_several_processes_give_the_same_file(swept, tmp_path):
+    """The processes begin anew, so that entries made of methods=[{pb:{slack:1}}] have to reach them."""
+    folder, _ = swept
+    words = ["jobs=2" if word == "jobs=1" else word for word in SWEPT]
+    assert pipeback("sweep", *TINY, *words, cwd=tmp_path).returncode == 0
+    mine, others = (place / "here" / "results.csv" for place in (tmp_path, folder))
+    assert mine.read_text().splitlines()[3:] == others.read_text().splitlines()[3:]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["methods=[cerebas]"], "did you mean 'cerebras'?"),
+        (["methods=[]"], "methods=[] trains nothing; write methods=all, or name some: methods=[sgd,pb]"),
+        (["methods=[eigendelay]"], "written for Adam and AdamW"),
+        (["rates=0.1"], "rates=0.1 must be a list of values, for example rates=[0.1]"),
+        (["rates=[]"], "must be a list of values"),
+        (["vary={model.depth:4}"], "model.depth must have a list of values, for example 'vary={model.depth:[4]}'"),
+        (["methods=[sgd]", "vary={model.dept:[4]}"], "did you mean 'model.depth'?"),
+        (["seeds=0"], "seeds must be a whole number of at least 1, but is 0"),
+        (["-m"], "methods=[...]"),
+        (["method=pb"], "methods=[...]"),
+        (["experiment=digts"], "did you mean 'digits'?"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistake_shows_before_anything_starts(arguments, message, tmp_path):
+    done = pipeback("sweep", *arguments, cwd=tmp_path)
+    assert done.returncode == 2 and message in done.stderr, done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_cures_work_as_typed(tmp_path):
+    for word in ("rates=0.1", "vary={model.depth:3}"):
+        told = pipeback("sweep", *TINY, "methods=[sgd]", word, cwd=tmp_path).stderr
+        cure = shlex.split(told.partition("for example ")[2])[0]
+        done = pipeback("sweep", *TINY, "methods=[sgd]", cure, "jobs=1", "out=here", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    assert {row.options.get("model.depth") for row in table.load(tmp_path / "here" / "results.csv").rows} == {"3"}
+
+
+def test_places_of_this_machine_are_left_out():
+    assert sweep.public("data.root=/home/me/data") == "data.root=data"
+    assert sweep.public("out=/home/me/out/") == "out=out" and sweep.public("reference=~/a/b") == "reference=b"
+    assert (
+        sweep.public("rates=[1e-3,2e-3]") == "rates=[1e-3,2e-3]" and sweep.public("data.root=data") == "data.root=data"
+    )
+
+
+# -- curves -----------------------------------------------------------------------------------------------------------
+
+
+def test_smoothing_is_the_mean_of_the_last_updates():
+    found = smoothed(range(1, 11), [float(n) for n in range(10)], width=4)
+    assert found.updates == list(range(4, 11)) and found.losses == [1.5, 2.5, 3.5, 4.5, 5.5, 6.5, 7.5]
+    assert smoothed([1, 2], [3.0, 5.0], width=50) == Curve([2], [4.0])
+    assert found.at(5) == 2.5 and found.end == 7.5 and math.isnan(found.at(3))
+
+
+def test_a_slow_down_compares_updates_at_one_loss():
+    reference = Curve([100, 200, 300, 400], [4.0, 3.0, 2.5, 2.25])
+    late = Curve([100, 200, 300, 400], [5.0, 4.0, 3.5, 3.0])  # is at 400 where the reference is at 200
+    assert slow_down(late, reference) == 2.0 and slow_down(reference, reference) == 1.0
+    early = Curve([100, 200, 300, 400], [3.0, 2.25, 2.0, 1.9])
+    assert slow_down(early, reference) == 0.5
+    assert reaches(reference, 3.5) == 150 and reaches(reference, 1.0) == math.inf and reaches(reference, 5.0) == 100
+    assert math.isnan(slow_down(Curve([], []), reference)) and math.isnan(slow_down(Curve([1], [math.inf]), reference))
+
+
+def test_a_held_out_slow_down_is_that_of_the_drained_model(tmp_path):
+    """Lightning numbers the last validation, of the drained pipeline, one further; a resumed run logs some twice."""
+    lines = ["step,train/loss,val/loss", *(f"{n},1.0," for n in range(400))]
+    lines += ["99,,4.0", "199,,3.0", "299,,2.6", "299,,2.5", "399,,2.1", "400,,2.25"]
+    (tmp_path / "metrics.csv").write_text("\n".join(lines))
+    found = held_out(tmp_path)
+    assert found == Curve([100, 200, 300, 400], [4.0, 3.0, 2.5, 2.25])
+    worse = Curve([200, 400], [3.5, 3.0])
+    assert held_out_slow_down(worse, found) == 2.0 and held_out_slow_down(found, found) == 1.0
+    assert held_out_slow_down(Curve([400], [1.0]), found) == 1.0  # a better one needs no more
+    assert math.isnan(held_out_slow_down(Curve([400], [4.5]), found))  # where the reference was is not known
+    assert held_out(tmp_path / "none") == Curve([], []) and math.isnan(held_out_slow_down(Curve([], []), found))
