@@ -62,8 +62,7 @@ class PipelineStrategy(Place):
                       module is traced when training_step first calls it, and cut into stages; any arguments do.
                       "self": all weights that training_step uses, by calls of self(x) or of modules (one device, no
                       store). None: "model", or the only module with trained weights, if it has all; else "self"
-    drain             "end": micro-batches in flight stay there until the end of `fit`. "validation": they are finished
-                      before every validation, and the pipeline fills anew after it
+    drain             "end": micro-batches in flight stay there until `fit` ends. "validation": until every validation
     workers           a number: so many threads share the stages of one device, and run B and U of different
                       micro-batches at once. With several devices, a `pipeback.Processes`: a rank that does not answer
                       for `timeout` seconds is given up; so is one that spends as long in its own code between batches

@@ -19,7 +19,7 @@ QUICK = ["pb", "cerebras", "pipedream", "spectrain", "pipemare", "gpipe", "gpipe
 
 
 def build(case, vectorize):
-    optimizer = OPTIMIZERS["momentum" if allowed(case, "momentum") else "sgd"]
+    optimizer = OPTIMIZERS[next(name for name in ("momentum", "sgd", "adamw") if allowed(case, name))]
     return pipeback.Pipeline(model(), loss=None, optimizer=optimizer, method=CASES[case](S), vectorize=vectorize)
 
 

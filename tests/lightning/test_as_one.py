@@ -88,7 +88,7 @@ def alike(case, kind=Seeing, as_one=True, **options):
     ("case", "size"), mostly_rare(product(CASES, (1, 2, 4)), *((case, 2) for case in QUICK), ("pb", 1), ("cerebras", 4))
 )
 def test_every_method_is_the_event_loop(case, size):
-    optimizer = "momentum" if allowed(case, "momentum") else "sgd"
+    optimizer = next(name for name in ("momentum", "sgd", "adamw") if allowed(case, name))
     alike(case, kind=lambda: Seeing(optimizer=optimizer), size=size)
 
 
