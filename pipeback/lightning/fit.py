@@ -13,6 +13,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from pipeback.lightning import find_stages, micro_batches, step_checks, user_optimizer
+from pipeback.lightning.ahead import StagesAhead
 from pipeback.lightning.call_override import call_instead
 from pipeback.lightning.find_stages import TrainedModule
 from pipeback.lightning.fit_rank import Rank
@@ -20,7 +21,7 @@ from pipeback.lightning.followed_step import Given
 from pipeback.lightning.stage_optimizers import StageOptimizers
 from pipeback.lightning.strategy_options import StrategyOptions
 from pipeback.lightning.streamed_model import StreamedModel
-from pipeback.lightning.suspended_step import Suspended
+from pipeback.lightning.suspended_slices import Slice
 from pipeback.lightning.update_interval import UpdateInterval
 from pipeback.lightning.update_size import UpdateSize
 from pipeback.pipeline.arguments import Clipping
@@ -30,12 +31,6 @@ from pipeback.pipeline.outside_loss import nothing
 from pipeback.pipeline.pipeline import Pipeline
 from pipeback.schedules.programs import flush
 from pipeback.streaming.store import Store
-
-
-class Asked(NamedTuple):
-    """A suspended `training_step` waits for F of this micro-batch."""
-
-    x: Any
 
 
 class Handed(BaseException):
@@ -53,6 +48,7 @@ class Fit:
     """The stages of a LightningModule, the pipeline over them, and the work that is unfinished between two hooks.
 
     store: where the weights live. visits: serves calls of the model that ask for no F. tell: shows the plan.
+    apart: why stages run one by one, whatever was asked for.
     """
 
     def __init__(
@@ -65,6 +61,7 @@ class Fit:
         store: Store | None = None,
         visits: StreamedModel | None = None,
         tell: Callable[[str], None] | None = None,
+        apart: str | None = None,
     ) -> None:
         self.rank, self.module, self.found, self.optimizer, self.options = rank, module, found, optimizer, options
         self.size = UpdateSize(options.reference_batch, optimizer)
@@ -88,11 +85,21 @@ class Fit:
         self._own = found.module.__dict__.get("forward") if visits is None else visits.own  # set by the user
         self._dtype = torch.get_default_dtype()  # outside of training_step
         self._due = (1, 1)  # batches per update, and micro-batches of this batch
+        self._why_apart = apart
+        self.vectorize = options.vectorize if apart is None else False
+        self.ahead = StagesAhead(self)
         if self.interval.known:
             batches = module.trainer.accumulate_grad_batches
             self.interval.method(batches, 1)  # refuses what does not fit before anything is trained
             if not followed and not self.options.counts:
                 self.build(batches, 1)
+
+    @property
+    def vectorized(self) -> dict[str, str]:
+        """Which stages run as one, and why others do not."""
+        if self._why_apart is not None:
+            return {"all stages": f"stage by stage: {self._why_apart}"}
+        return {} if self.pipe is None else self.pipe.vectorized
 
     def _updates(self) -> int | None:
         steps = self.module.trainer.estimated_stepping_batches
@@ -111,6 +118,7 @@ class Fit:
         self.twins = StageOptimizers(self.optimizer, self.rank.trained(split), self.size)
         clipping, updates = Clipping(norm, value), partial(self.interval.updates, method, per_batch)
         given = self.options.of_pipeline(self.store, trainer.strategy.root_device, clipping, updates)
+        given["vectorize"] = self.vectorize
         inside = torch.get_default_dtype()
         torch.set_default_dtype(self._dtype)
         try:
@@ -167,11 +175,14 @@ class Fit:
 
         if len(cut) == 1:
             output = one(batch)
-        elif self.store is not None and self._at_once(len(cut), expected):
-            with self.rank.training_step():
-                output = self._together(cut, lambda part: step(part, *rest, **named), expected)
         else:
-            output = self._many(cut, one)
+            log = micro_batches.Log()
+            with log.listening(self.module):
+                if self.ahead.may_run(len(cut), expected):
+                    with self.rank.training_step():
+                        output = self.ahead.run(cut, lambda part: step(part, *rest, **named), one, log, expected)
+                else:
+                    output = self.many(cut, one, log)
         self.loss = step_checks.loss_of(output)
         self._losses.see(trainer.fit_loop.total_batch_idx, self.loss.detach())
         return output
@@ -188,96 +199,48 @@ class Fit:
                 with self.found.heard(given, forward):
                     output = given.run()
             except Handed:
-                return self._hand_over(1)
-            self._check_output(output)
+                return self.hand_over(1)
+            self.check_output(output, self._output)
             return output
 
-    def _many(self, cut: list[tuple[Any, int]], one: Callable[[Any], Any]) -> Any:
-        """Run `training_step` on every slice, and B of all but the last; logs and loss are means over the batch."""
-        log = micro_batches.Log()
+    def many(self, cut: list[Slice], one: Callable[[Any], Any], log: micro_batches.Log) -> Any:
+        """Run `training_step` on every slice, and B of all but the last; the loss is the mean over the batch."""
         losses: list[Tensor] = []
-        with log.listening(self.module):
-            for n, (batch, samples) in enumerate(cut):
-                log.samples = samples
-                output = one(batch)
-                losses.append(step_checks.loss_of(output).detach())
-                if n + 1 < len(cut):
-                    step_checks.loss_of(output).backward()
-                    self.backward()
-        return step_checks.passed(output, losses, [samples for _, samples in cut])
-
-    def _together(self, cut: list[tuple[Any, int]], step: Callable[[Any], Any], expected: int) -> Any:
-        """Run `training_step` of every slice up to its call of the model, then F of all, then the rest of each; no B.
-
-        So every stage comes to the device once for all slices. Each `training_step` is suspended while it waits for
-        F; they take turns in the order of the slices.
-        """
-        model = self.found.module
-        original = model.forward
-        calls = [Suspended(partial(step, batch)) for batch, _ in cut]
-        log, losses, entered = micro_batches.Log(), list[Tensor](), set[Suspended]()
-        running = calls[0]
-
-        def forward(*inputs: Any, **named: Any) -> Any:
-            if not torch.is_grad_enabled():
-                return running.ask(partial(original, *inputs, **named))  # in the caller's thread
-            step_checks.check_call(self.found, inputs, named, again=running in entered)
-            entered.add(running)
-            return running.ask(Asked(self.found.given(inputs, named)))
-
-        def run(n: int, answer: Any = None) -> bool:
-            """Let slice n go on; returns whether it waits for F."""
-            nonlocal running
-            running, log.samples = calls[n], cut[n][1]
-            return running.go_on_to(Asked, answer)
-
-        try:
-            with call_instead(model, forward), log.listening(self.module):
-                for n, call in enumerate(calls):
-                    if not run(n):
-                        self._output = None
-                        self._check_output(call.result)
-                with calls[0].modes.applied():
-                    outputs = self._forward_all([call.question.x for call in calls], expected)
-                if outputs is None:
-                    return self._hand_over(len(calls))
-                self._outputs = [step_checks.held(output) for output in outputs]
-                for n, call in enumerate(calls):
-                    self._output = self._outputs[n]
-                    run(n, outputs[n])
-                    output = call.result
-                    self._check_output(output)
-                    losses.append(step_checks.loss_of(output).detach())
-                    if n + 1 < len(calls):
-                        step_checks.loss_of(output).backward()
-        finally:
-            self._output = None
-            for call in calls:
-                call.end()
+        for n, (batch, samples) in enumerate(cut):
+            log.samples = samples
+            output = one(batch)
+            losses.append(step_checks.loss_of(output).detach())
+            if n + 1 < len(cut):
+                step_checks.loss_of(output).backward()
+                self.backward()
         return step_checks.passed(output, losses, [samples for _, samples in cut])
 
     def _forward(self, inputs: tuple[Any, ...], named: dict[str, Any], expected: int) -> Any:
         step_checks.check_call(self.found, inputs, named, again=self._output is not None)
-        outputs = self._forward_all([self.found.given(inputs, named)], expected)
+        outputs = self.forward_all([self.found.given(inputs, named)], expected)
         if outputs is None:
             raise Handed
         self._output = step_checks.held(outputs[0])
         return outputs[0]
 
-    def _forward_all(self, xs: list[Any], expected: int) -> list[Any] | None:
+    def forward_all(self, xs: list[Any], expected: int) -> list[Any] | None:
         """Run F of these micro-batches and return the outputs; None on ranks that do not compute the loss."""
-        if self._compare:
-            find_stages.check_chain(self.found, xs[0], None if self.visits is None else self.visits.bring)
-            self._compare = False
-        if self.pipe is None:
-            self._begin(xs[0])
+        self.prepare(xs[0])
         with self.at_work():
             if self._tell is not None and self.pipe is not None:
                 self._tell(str(self.pipe.plan(xs[0], expected=expected)))
                 self._tell = None
             return self.rank.enter(self, xs, expected)
 
-    def _at_once(self, count: int, expected: int) -> bool:
+    def prepare(self, x: Any) -> None:
+        """Have a pipeline for micro-batches like this."""
+        if self._compare:
+            find_stages.check_chain(self.found, x, None if self.visits is None else self.visits.bring)
+            self._compare = False
+        if self.pipe is None:
+            self._begin(x)
+
+    def at_once(self, count: int, expected: int) -> bool:
         """Whether F of so many micro-batches may run before B of the first."""
         if self.later is not None and self.later.section is not None:
             return False  # it may be amid a flush: the first batch goes slice by slice
@@ -286,22 +249,27 @@ class Fit:
         method = self.interval.method(*self._due)
         return not any(method.delays(2)) and count <= flush(method.schedule_at(0, expected))
 
-    def _hand_over(self, count: int) -> Tensor:
+    def hand_over(self, count: int) -> Tensor:
         """Note that so many micro-batches wait for B; return a zero for the loss, which another rank computes."""
         self._handed = count
         return torch.zeros((), device=self.module.device, requires_grad=True)
+
+    def hold(self, outputs: list[Any]) -> None:
+        """Note the outputs of the model whose gradients B will take."""
+        self._outputs = [step_checks.held(output) for output in outputs]
 
     @property
     def called(self) -> bool:
         """Whether the model has been called in this `training_step`."""
         return self._output is not None
 
-    def _check_output(self, output: Any) -> None:
-        step_checks.check_output(self.found, output, self._output)
+    def check_output(self, output: Any, held: Any) -> None:
+        """Raise ValueError unless `training_step` has returned a loss that depends on what it held of the output."""
+        step_checks.check_output(self.found, output, held)
         if self.found.step is not None:
             self.found.step.check_loss(step_checks.loss_of(output))
         if self._follow_loss:
-            step_checks.check_loss(self.found, step_checks.loss_of(output), self._output)
+            step_checks.check_loss(self.found, step_checks.loss_of(output), held)
             self._follow_loss = False
 
     # -- B and U -------------------------------------------------------------------------------------------------
@@ -317,7 +285,7 @@ class Fit:
         self._output, self._outputs = None, []
         if not outputs or self.pipe is None:
             return
-        gradients = [tuple(p.grad for p in out) if isinstance(out, tuple) else out.grad for out in outputs]
+        gradients = [step_checks.gradients(out) for out in outputs]
         if len(outputs) == 1 and nothing(gradients[0]):
             self.rank.forget(self.pipe)
             return

@@ -48,6 +48,7 @@ class PipelineMonitor(Callback):
         self._watch: Watch | None = None
         self._traffic = Traffic()  # when last logged
         self._samples = 0
+        self._to_follow = False  # whether a micro-batch is to be followed until the next log
         self._began = self._busy = self._paused = 0.0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -68,8 +69,9 @@ class PipelineMonitor(Callback):
         if self._watch is None and strategy.built:
             self._watch = strategy.pipeline.watch()
             self._watch.mark()
-        if self._watch is not None and self.follow:
-            self._watch.follow()
+        if self._watch is not None and self._to_follow:
+            self._watch.follow()  # one per log: while a micro-batch is followed, stages run as one more slowly
+            self._to_follow = False
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -102,7 +104,7 @@ class PipelineMonitor(Callback):
 
     def _mark(self, trainer: Trainer) -> None:
         assert isinstance(trainer.strategy, PipelineStrategy)
-        self._samples, self._paused = 0, 0.0
+        self._samples, self._paused, self._to_follow = 0, 0.0, self.follow
         self._began, self._busy = time.perf_counter(), trainer.strategy.busy
 
 

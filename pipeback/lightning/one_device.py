@@ -59,6 +59,8 @@ class OneDevice:
     def stepped(self, fit: Fit) -> None:
         if fit.pipe is not None:
             self._versions = [p._version for p in self.found.module.parameters()]
+            if fit.vectorize:
+                fit.twins.collect()
 
     # -- the state -----------------------------------------------------------------------------------------------
 

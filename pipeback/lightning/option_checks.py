@@ -38,6 +38,7 @@ OPTIONS = (
     "debug",
     "plan",
     "launcher",
+    "vectorize",
 )
 TRAINER = {  # arguments of a Pipeline that a Trainer decides
     "loss": "return it from training_step",
@@ -46,13 +47,11 @@ TRAINER = {  # arguments of a Pipeline that a Trainer decides
     "clip_value": 'use Trainer(gradient_clip_val=..., gradient_clip_algorithm="value")',
     "device": "use Trainer(accelerator=...)",
     "mesh": "use Trainer(devices=...)",
-    "vectorize": "stages that run as one need a forward of the next micro-batch at every stage at once, but Lightning "
-    "gives the next batch only when training_step has had the output of this one; use workers=2, or a "
-    "pipeback.Pipeline with loss=...",
     "replicas": "a Trainer has one pipeline; use Trainer(devices=...), which has more workers, or a pipeback.Pipeline",
 }
 NEVER = 2**62  # micro-batches between commits
 DRAIN = ("end", "validation")
+VECTORIZE = (True, False, "auto")
 ONE = "pipeback trains with one optimizer: return one, with several parameter groups if learning rates differ"
 
 
@@ -66,13 +65,15 @@ def no_unknown(given: Mapping[str, Any]) -> None:
         raise TypeError(f"PipelineStrategy has no option {name!r}{hint}; it takes {', '.join(OPTIONS)}")
 
 
-def options(method: str | Method | None, drain: str) -> None:
+def options(method: str | Method | None, drain: str, vectorize: bool | str) -> None:
     if isinstance(method, str) and method not in methods.available():
         near = get_close_matches(method, methods.available(), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"unknown method {method!r}{hint}; there are {', '.join(methods.available())}")
     if not isinstance(method, (str, Method, type(None))):
         raise TypeError(f"method must be a name, a pipeback.Method or None, but is {type(method).__name__}")
+    if not isinstance(vectorize, bool | str) or vectorize not in VECTORIZE:
+        raise ValueError(f'vectorize must be True, False or "auto", but is {vectorize!r}')
     if drain not in DRAIN:
         raise ValueError(f"drain must be one of {', '.join(DRAIN)}, but is {drain!r}")
 

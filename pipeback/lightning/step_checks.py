@@ -75,6 +75,11 @@ def passed(output: Any, losses: list[Tensor], sizes: list[int]) -> Any:
     return {**output, "loss": loss} if isinstance(output, Mapping) else loss
 
 
+def gradients(held: Any) -> Any:
+    """The gradients of what `held` returns."""
+    return tuple(part.grad for part in held) if isinstance(held, tuple) else held.grad
+
+
 def held(output: Any) -> Any:
     """The tensors in the output of the model, which get its gradients, without the structure around them."""
     tensors, _ = opened(output)

@@ -26,7 +26,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
-from pipeback.lightning import find_stages, lightning_internals, option_checks
+from pipeback.lightning import find_stages, lightning_internals, one_by_one, option_checks
 from pipeback.lightning.fit import Fit
 from pipeback.lightning.fit_state import KEY, FitState
 from pipeback.lightning.one_device import OneDevice
@@ -62,26 +62,24 @@ class PipelineStrategy(Place):
                       module is traced when training_step first calls it, and cut into stages; any arguments do.
                       "self": all weights that training_step uses, by calls of self(x) or of modules (one device, no
                       store). None: "model", or the only module with trained weights, if it has all; else "self"
-    drain             "end": micro-batches in flight stay there until the end of `fit`. "validation": they are finished
-                      before every validation, and the pipeline fills anew after it
+    drain             "end": micro-batches in flight stay there until `fit` ends. "validation": until every validation
     workers           a number: so many threads share the stages of one device, and run B and U of different
                       micro-batches at once. With several devices, a `pipeback.Processes`: a rank that does not answer
                       for `timeout` seconds is given up; so is one that spends as long in its own code between batches
     store             where weights, gradients and optimizer state live. None: on the device. "host": in host memory;
-                      the weights of a stage come to the device when they are needed. "disk:FOLDER": in files (of rank
-                      r in FOLDER/rank-r). Or a `pipeback.Store` with its options, or a `pipeback.Streaming`, which also
-                      has the options of sparse weights and of stages from the meta device
+                      a stage's weights come to the device when needed. "disk:FOLDER": in files (of rank r in
+                      FOLDER/rank-r). Or a `pipeback.Store`, or a `pipeback.Streaming`, which has sparse weights, too
     masters           with precision="bf16-true", the optimizers of the stages step float32 copies of the weights, and F
-                      and B run on these, rounded. The optimizer of `configure_optimizers` still holds the bfloat16
-                      parameters; its state, also under "optimizer_states" in a checkpoint, is float32. A checkpoint
-                      holds the weights twice: rounded for other readers, and in float32 under "pipeback"
+                      and B run on these, rounded. `configure_optimizers` returns one of the bfloat16 parameters; its
+                      state, and the weights under "pipeback" in a checkpoint, are float32
     compile           True compiles the training forward of every stage with torch.compile; or a dict of its options
     debug             a `pipeback.Debug`: the order of operations, and what to do about functions of weights
     activations       what F leaves for B: "device" keeps it; "recompute" computes it again from the input of the stage;
                       "host" keeps it in host memory; or a list with one per stage, or {stage's name or number: kind}
     plan              with a store, log what training will hold, move and wait for, before the first micro-batch
-    launcher          with several devices, what starts their processes, unless torchrun or SLURM does: "auto", "spawn",
-                      "fork" or "script" (see `pipeback.lightning.ranks.launchers`)
+    launcher          what starts several processes, if not torchrun or SLURM: "auto", "spawn", "fork" or "script"
+    vectorize         stages that are alike run as one: "auto", where that is faster; True, wherever it can be. Results
+                      differ in rounding, `vectorized` tells which do. `training_step` waits at its call, see below
 
     `accumulate_grad_batches` sets the update interval of methods that have one. `gradient_clip_val` clips the gradient
     of each stage by itself, since a norm over all stages would have to wait for the last. Backward hooks see the loss
@@ -92,12 +90,11 @@ class PipelineStrategy(Place):
     loss and runs `training_step` to its end; the others run it up to the call of the model.
 
     A store gives the same weights as store=None, bit for bit. With a method that flushes (gpipe), all slices of a batch
-    pass a stage while it is on the device: this takes two passes over the weights per batch, and holds the activations
-    of all slices at once (also with one_f_one_b). The `training_step` of a slice waits at its call of the model, in a
-    thread of its own, until those of all slices have reached it; what it does before the call happens for all slices
-    before anything after the call. Validation, test and predict stream, too. Within fit, read weights in validation
-    hooks or from a checkpoint; at other times the parameters of a stage show what is on the device, or NaN. After fit
-    the module has them in host memory. `Trainer(strategy="pipeback_streaming")` means method="gpipe", store="host".
+    pass a stage while it is on the device: two passes over the weights per batch, with the activations of all slices at
+    once (also with one_f_one_b). The `training_step` of a slice waits at its call of the model, in a thread of its own;
+    what it does before the call happens for all slices before anything after the call. Validation, test and predict
+    stream, too. Within fit, read weights in validation hooks or from a checkpoint; at other times a stage shows what is
+    on the device, or NaN. After fit they are in host memory. "pipeback_streaming" means method="gpipe", store="host".
 
     With a store and one device, the stages may come from the meta device (build the model in `torch.device("meta")`);
     each gets its values when it enters the store. With a disk store such a model may be larger than memory and returns
@@ -124,6 +121,7 @@ class PipelineStrategy(Place):
         debug: Debug | None = None,
         plan: bool = True,
         launcher: str = "auto",
+        vectorize: bool | str = False,
         *,
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
@@ -134,6 +132,7 @@ class PipelineStrategy(Place):
         self.options = StrategyOptions.checked(
             micro_batch_size, stages, workers, store, debug, method=method, reference_batch=reference_batch,
             module=module, drain=drain, activations=activations, masters=masters, compile=compile, plan=plan,
+            vectorize=vectorize,
         )  # fmt: skip
         super().__init__(launcher, self.options.processes, accelerator, checkpoint_io, precision_plugin)
         self.tell = cast(Callable[[str], None], rank_zero_info)  # shows the plan
@@ -162,6 +161,11 @@ class PipelineStrategy(Place):
             gone = "; with several devices it is in the processes that fit starts" if self.launcher else ""
             raise RuntimeError(f"there is no pipeline yet; it is built when fit begins{gone}")
         return self._fit.pipe
+
+    @property
+    def vectorized(self) -> dict[str, str]:
+        """With vectorize=: which stages run as one, and why others do not; known from the first batch on."""
+        return {} if self._fit is None else self._fit.vectorized
 
     @property
     def busy(self) -> float:
@@ -194,7 +198,8 @@ class PipelineStrategy(Place):
                 self.same_random_numbers()
                 facts = options.facts(self.precision_plugin.precision)
                 rank = SharedFit(self.meeting, self.processes, facts, module, found, optimizer)
-            self._fit = Fit(rank, module, found, optimizer, options, store, self._visits, tell)
+            apart = one_by_one.why(options, trainer, module, self.precision_plugin, found, self.ranks)
+            self._fit = Fit(rank, module, found, optimizer, options, store, self._visits, tell, apart)
             self._state = FitState(self._fit, rank)
             if self.meeting is not None:
                 self._together = RankSync(self.meeting, self.same_random_numbers)

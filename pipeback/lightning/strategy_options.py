@@ -38,6 +38,7 @@ class StrategyOptions:
     compile: bool | dict[str, Any]
     debug: Debug
     plan: bool
+    vectorize: bool | str = False
 
     @classmethod
     def checked(
@@ -55,7 +56,7 @@ class StrategyOptions:
         processes = workers if isinstance(workers, Processes) else Processes()
         streaming, debug = as_long(Streaming, store), Debug() if debug is None else debug
         option_checks.grouped(size, splitting, threads, processes, streaming, debug)
-        option_checks.options(others["method"], others["drain"])
+        option_checks.options(others["method"], others["drain"], others["vectorize"])
         at_least_one("reference_batch", others["reference_batch"])
         option_checks.store(streaming.store)
         sparsity, place = streaming.sparsity, None if streaming.store == "device" else streaming.store

@@ -84,14 +84,16 @@ class PipelineOptions(NamedTuple):
             ("ranks", ranks, 1, "ranks=1"),
             ("store", self.streaming.store, None, "store=None"),
             ("sparsity", self.streaming.sparsity, None, "store=None"),
-            ("loss", "given" if self.loss is not None else None, "given", "a loss, and push"),
         ]
         if self.vectorize:
             kept = self.activations if recomputes(self.activations) else "device"
             among.append(("activations", self.activations, kept, f"activations={kept!r}"))
             among.append(("masters", self.masters, False, "masters=False"))
             among.append(("order", order, "grouped", 'debug=pipeback.Debug(order="grouped")'))
-            apart = [one for one in among if one[0] not in ("workers", "replicas", "ranks")]
+            # a worker of several would have to wait for the loss of each micro-batch before the next one comes
+            with_all = ("workers", "replicas", "ranks") if self.loss is not None else ()
+            apart = [one for one in among if one[0] not in with_all]
             check_goes_with(f"vectorize={self.vectorize!r}", ", or vectorize=False", apart)
         elif order == "skewed":
+            among.append(("loss", "given" if self.loss is not None else None, "given", "a loss, and push"))
             check_goes_with('order="skewed"', "", among)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +12,8 @@ from torch import Tensor
 from pipeback.distributed.rank_runner import RankRunner
 from pipeback.methods.base import Method
 from pipeback.pipeline.engine import Engine, Then
-from pipeback.runtime.runners import EventLoop, PushLoop, Runner, Threads
+from pipeback.runtime.outside_ticks import Answer, OutsideTicks
+from pipeback.runtime.runners import PushLoop, Runner, Threads
 from pipeback.schedules.programs import flush
 from pipeback.stages.flight import Value
 
@@ -68,11 +70,20 @@ class OutsideLoss:
     def __init__(self, engine: Engine) -> None:
         self._engine, self.ahead = engine, Ahead(engine.method)
 
-    def forward_many(self, xs: Sequence[Value], expected: int) -> list[Value]:
+    def runs_ticks(self, xs: Sequence[Value], expected: int) -> bool:
+        """As `Pipeline.runs_ticks`."""
+        with self._engine.lock, torch.enable_grad():
+            self._one_by_one()
+            batches = [batch for x in xs for batch in self._engine.batches(x, None)]
+            return isinstance(self._engine.ready(batches, expected), OutsideTicks)
+
+    def forward_many(self, xs: Sequence[Value], expected: int, judge: Answer | None = None) -> list[Value]:
         """As `Pipeline.forward_many`."""
         engine = self._engine
         with engine.lock, torch.enable_grad():
             self._one_by_one()
+            if judge is not None and xs:
+                return self._judged(xs, expected, judge)
             if not xs or not self.together(len(xs), expected):
                 raise ValueError(
                     f"{len(xs)} micro-batches do not lie in one flush of {engine.method!r}; call forward and backward "
@@ -80,6 +91,8 @@ class OutsideLoss:
                 )
             batches = [batch for x in xs for batch in engine.batches(x, None)]
             runtime, xs = engine.ready(batches, expected), [x for x, _, _ in batches]
+            if isinstance(runtime, OutsideTicks):
+                return [self._in_ticks(runtime, xs, expected, _nobody)]
             assert isinstance(runtime, (PushLoop, Threads, RankRunner))
             self.ahead.expect(expected)
             engine.modes.pushed()
@@ -87,11 +100,46 @@ class OutsideLoss:
             self._did(runtime)
             self.ahead.forward(len(xs))
             engine.holding.hide()  # from who clears them before the backward
-            for output in outputs:
-                for part in output if isinstance(output, tuple) else (output,):
-                    if isinstance(part, Tensor) and (part.is_floating_point() or part.is_complex()):
-                        part.requires_grad_()
-            return [engine.entrance.leave(output, x) for output, x in zip(outputs, xs, strict=True)]
+            return [self._shown(output, x) for output, x in zip(outputs, xs, strict=True)]
+
+    def _judged(self, xs: Sequence[Value], expected: int, judge: Answer) -> list[Value]:
+        """Have a loss computed for the output of all but the last, whose output is returned."""
+        batches = [batch for x in xs for batch in self._engine.batches(x, None)]
+        runtime = self._engine.ready(batches, expected)
+        if isinstance(runtime, OutsideTicks):
+            return [self._in_ticks(runtime, [x for x, _, _ in batches], expected, judge)]
+        for n, x in enumerate(xs[:-1]):
+            self.backward([judge(n, self.forward_many([x], expected)[0])], forget=True)
+        return self.forward_many(xs[-1:], expected)
+
+    def _in_ticks(self, runtime: OutsideTicks, xs: Sequence[Value], expected: int, judge: Answer) -> Value:
+        engine = self._engine
+        self.ahead.expect(expected)
+        first = engine.arrived
+        engine.progress.came(len(xs))
+        engine.came(len(xs))
+
+        def judged(n: int, output: Any) -> Value:
+            gradient = judge(n, self._shown(output, xs[n]))
+            if nothing(gradient):
+                raise ValueError(
+                    f"micro-batch {first + n}: the loss depends on no output, but where stages run as one, others "
+                    "follow it already, and it cannot be dropped; build the pipeline with vectorize=False"
+                )
+            return gradient
+
+        output = engine.do(partial(runtime.forward, xs, engine.current, expected, judged))
+        self.ahead.backward(len(xs) - 1)
+        self.ahead.forward(1)
+        engine.holding.hide()
+        return self._shown(output, xs[-1])
+
+    def _shown(self, output: Any, x: Value) -> Value:
+        """What the user gets for the output of the last stage."""
+        for part in output if isinstance(output, tuple) else (output,):
+            if isinstance(part, Tensor) and (part.is_floating_point() or part.is_complex()):
+                part.requires_grad_()
+        return self._engine.entrance.leave(output, x)
 
     def together(self, count: int, expected: int) -> bool:
         """As `Pipeline.together`."""
@@ -106,6 +154,12 @@ class OutsideLoss:
                 raise ValueError(
                     f"backward was given {len(gradients)} gradients, forward {self.ahead.count} inputs; give as many"
                 )
+            if isinstance(runtime, OutsideTicks):
+                self.ahead.backward(self.ahead.take())
+                if nothing(gradients[0]):
+                    raise RuntimeError(_LATE)
+                engine.do(partial(runtime.backward, gradients))
+                return
             ahead, fallen = self.ahead.take(), [n for n, g in enumerate(gradients) if forget and nothing(g)]
             if fallen:
                 assert not isinstance(runtime, RankRunner)
@@ -124,6 +178,8 @@ class OutsideLoss:
             runtime = self._went_ahead("forget")
             if isinstance(runtime, RankRunner):
                 raise RuntimeError("forget: the other ranks are ahead already; give backward a gradient of zeros")
+            if isinstance(runtime, OutsideTicks):
+                raise RuntimeError(_LATE)
             ahead = self.ahead.take()
             self._engine.do(partial(runtime.forget, range(ahead), ahead))
 
@@ -132,7 +188,7 @@ class OutsideLoss:
         engine = self._engine
         with engine.lock, torch.enable_grad():
             engine.open()
-            if isinstance(engine.runtime, (EventLoop, Threads, RankRunner)):
+            if isinstance(engine.runtime, (PushLoop, OutsideTicks, Threads, RankRunner)):
                 engine.modes.pushed()
                 engine.do(partial(engine.runtime.step, engine.method.flush_each_push))
                 self._did(engine.runtime)
@@ -142,7 +198,7 @@ class OutsideLoss:
                 then()
 
     def _did(self, runtime: Runner) -> None:
-        if not isinstance(runtime, RankRunner):  # ranks work on
+        if not isinstance(runtime, RankRunner | OutsideTicks):  # ranks work on, and ticks go on
             self._engine.modes.done()
 
     def _one_by_one(self) -> None:
@@ -152,12 +208,22 @@ class OutsideLoss:
         if self.ahead.count:
             raise RuntimeError("forward was called twice; call backward or forget between")
 
-    def _went_ahead(self, what: str) -> EventLoop | Threads | RankRunner:
+    def _went_ahead(self, what: str) -> PushLoop | OutsideTicks | Threads | RankRunner:
         self._engine.open()
         if not self.ahead.count:
             raise RuntimeError(f"{what} comes after forward, but no micro-batch has gone forward")
-        assert isinstance(self._engine.runtime, (EventLoop, Threads, RankRunner))
+        assert isinstance(self._engine.runtime, (PushLoop, OutsideTicks, Threads, RankRunner))
         return self._engine.runtime
+
+
+_LATE = (
+    "forget, or a gradient of None: stages that run as one have gone on with other micro-batches; give backward a "
+    "gradient of zeros, or build the pipeline with vectorize=False"
+)
+
+
+def _nobody(n: int, output: Any) -> Value:
+    raise AssertionError("nobody asks for the loss of the newest micro-batch")
 
 
 def nothing(gradient: Value) -> bool:

@@ -21,9 +21,9 @@ from pipeback.pipeline.engine import Engine
 from pipeback.pipeline.evaluation import Evaluation
 from pipeback.pipeline.held_out import Judge
 from pipeback.pipeline.inspection import Inspection
-from pipeback.pipeline.lifetime import Lifetime
 from pipeback.pipeline.memory_use import Memory
 from pipeback.pipeline.options import PipelineOptions
+from pipeback.pipeline.outside_calls import OutsideCalls
 from pipeback.pipeline.outside_loss import OutsideLoss
 from pipeback.pipeline.saving import Saving
 from pipeback.runtime.ledger import Record
@@ -36,7 +36,7 @@ from pipeback.streaming.store import Store
 from pipeback.streaming.traffic import Traffic
 
 
-class Pipeline(Lifetime):
+class Pipeline(OutsideCalls):
     """Train `model` by pipelined backpropagation. Its stages run forwards (F), backwards (B) and updates (U) at once.
 
     What is trained
@@ -126,49 +126,6 @@ class Pipeline(Lifetime):
         the first dimension. Both must stay unchanged until their backward. Workers give lazy losses: reading one waits.
         """
         return self._engine.push(x, y, self._saving.commit_if_due)
-
-    def forward(self, x: Value, *, expected: int = 1) -> Value:
-        """F of one micro-batch x (N, …) at every stage, for a loss that is computed outside (`loss=None`).
-
-        Returns the model's output, detached from its graph and requiring a gradient, whose gradient goes to `backward`;
-        or drop the micro-batch by `forget`. Over processes the last rank gets the output, the others None at once.
-        expected: micro-batches until the next `step`, for methods that flush once per push; too many do no harm.
-        """
-        return self._outside.forward_many([x], expected)[0]
-
-    def forward_many(self, xs: Sequence[Value], *, expected: int = 1) -> list[Value]:
-        """F of several micro-batches of one flush (see `together`), all at one stage before any at the next.
-
-        So a stage is streamed once. Returns the output of each, as `forward`; give gradients to `backward_many`.
-        """
-        return self._outside.forward_many(xs, expected)
-
-    def together(self, count: int, *, expected: int = 1) -> bool:
-        """Whether no update lies between the next `count` micro-batches. expected: as `forward` will be given it."""
-        return self._outside.together(count, expected)
-
-    def backward(self, gradient: Value = None) -> None:
-        """B at every stage where it may run now, from the loss's gradient with respect to the output of `forward`.
-
-        gradient: shaped like the output (for a tuple, None where the loss does not depend on a part); over processes
-        None on all ranks but the last. Due updates are done by `step`, the next `forward`, or a call that quiesces.
-        """
-        self._outside.backward([gradient])
-
-    def backward_many(self, gradients: Sequence[Value]) -> None:
-        """`backward` for the micro-batches of `forward_many`: all at one stage before any at the stage before it.
-
-        gradients: one per micro-batch. None, or a tuple of Nones, drops it; over processes ranks without loss give it.
-        """
-        self._outside.backward(gradients, forget=not self.ranks.several)
-
-    def forget(self) -> None:
-        """Drop the micro-batches of the last `forward`: no stage will run a backward or an update for them."""
-        self._outside.forget()
-
-    def step(self) -> None:
-        """Do the updates that are due. A method that flushes once per push ends its flush here, as after a push."""
-        self._outside.step(self._saving.commit_if_due)
 
     def wait(self) -> None:
         """Quiesce: return when every operation that the data flow and the schedule allow has been done."""

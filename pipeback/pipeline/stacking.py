@@ -29,6 +29,9 @@ class Stacking:
         self._waits = bool(options.vectorize) and built.holding.shared  # until it is known which stages a worker has
         self._tried = False
         self._seen: list[Any] = []  # what micro-batches give to the stages
+        # where the loss is computed outside, how many micro-batches go forward before the last of them has been judged
+        self._together: int | None = None
+        self._outside = options.loss is None
 
     @property
     def on(self) -> bool:
@@ -60,6 +63,7 @@ class Stacking:
         from pipeback.vectorized.stage_inputs import StageInputs
 
         self._seen = []
+        self._together = len(batches) if self._outside else None
         for x, y, _ in (batches[0], smallest(batches)):
             seen = StageInputs()
 
@@ -82,7 +86,7 @@ class Stacking:
         """
         from pipeback.vectorized.fit_stacks import Request, fitting
 
-        asked = Request(self._method, self._asked, current, self._worker, len(self._holding.stages))
+        asked = Request(self._method, self._asked, current, self._worker, len(self._holding.stages), self._together)
         found: list[Any] = []
         told: dict[str, str] = {}
         for replica in range(len(self._holding.everywhere)):

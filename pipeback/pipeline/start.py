@@ -15,6 +15,7 @@ from pipeback.distributed.rank_runner import RankRunner
 from pipeback.distributed.ranks import Ranks
 from pipeback.runtime.link import LocalLink, StageLink, ThreadWire, links
 from pipeback.runtime.loop import Loop
+from pipeback.runtime.outside_ticks import OutsideTicks
 from pipeback.runtime.replicas import OneReplica, Replicas, ThreadReplicas
 from pipeback.runtime.runners import PushLoop, Runner, Threads, TickLoop
 from pipeback.runtime.setting import Setting
@@ -44,7 +45,9 @@ def start(holding: HeldStages, setting: Setting) -> Runner:
         loop = _loop(holding, setting, mine, link, sums, ranks.replica)
         return RankRunner(loop, owner, ranks, results, closed)
     if setting.threads is None and len(holding.everywhere) == 1:
-        inline = TickLoop if setting.skewed or setting.order == "skewed" else PushLoop
+        outside = holding.stages[-1].loss is None
+        ticks: type[TickLoop | OutsideTicks] = OutsideTicks if outside else TickLoop
+        inline = ticks if setting.skewed or setting.order == "skewed" else PushLoop
         return inline(_loop(holding, setting, holding.stages, LocalLink(), None, 0))
     return Threads(_loops(holding, setting, owner, bound, closed), owner, closed)
 

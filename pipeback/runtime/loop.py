@@ -176,19 +176,23 @@ class Loop:
         before these forwards: all that were allowed have been done, and stages downstream wait for them.
         """
         self.settle()
+        worker, count, mbs = self.worker, self.worker.count, self.enter(xs, options, expected)
+        if len(xs) == 1:
+            worker.run([Wave("F", [(s, mbs[0]) for s in range(count)])])
+        else:
+            worker.run([Wave("F", [(s, i)]) for s in range(count) for i in mbs])
+
+    def enter(self, xs: Sequence[Value], options: Options, expected: int) -> range:
+        """Begin the next micro-batches, of which nothing is done yet; return their numbers."""
         if self.fresh:
             self._begin(expected)
-        worker, count = self.worker, self.worker.count
-        mbs = range(self.order.arrived, self.order.arrived + len(xs))
+        worker, mbs = self.worker, range(self.order.arrived, self.order.arrived + len(xs))
         for i, x in zip(mbs, xs, strict=True):
             worker.options[i] = options
             worker.link.enter(i, x, None)
             if 0 in worker.stages:
                 worker.link.send("F", 0, i, x)
-        if len(xs) == 1:
-            worker.run([Wave("F", [(s, mbs[0]) for s in range(count)])])
-        else:
-            worker.run([Wave("F", [(s, i)]) for s in range(count) for i in mbs])
+        return mbs
 
     def forget(self, which: Collection[int], of: int) -> None:
         """Drop the micro-batches `which` of the last `of`, whose forwards were done; those after them move up."""

@@ -54,15 +54,6 @@ class EventLoop(ABC):
     def push(self, first: int, batches: Sequence[Batch], options: Options) -> Read:
         """Admit micro-batches from number `first` on, and return what reads their mean loss."""
 
-    def backward(self, gradients: Sequence[Value]) -> None:
-        self.loop.backward(gradients)
-
-    def forget(self, which: Collection[int], of: int) -> None:
-        self.loop.forget(which, of)
-
-    def step(self, flush: bool) -> None:
-        self.loop.drain() if flush else self.loop.settle()
-
     def tell(self, command: Command) -> None:
         command(self.loop)
 
@@ -107,6 +98,15 @@ class PushLoop(EventLoop):
     def forward(self, mb: int, xs: Sequence[Value], options: Options, expected: int) -> list[Value]:
         self.loop.forward(xs, options, expected)
         return [self.losses.pop(i) for i in range(mb, mb + len(xs))]
+
+    def backward(self, gradients: Sequence[Value]) -> None:
+        self.loop.backward(gradients)
+
+    def forget(self, which: Collection[int], of: int) -> None:
+        self.loop.forget(which, of)
+
+    def step(self, flush: bool) -> None:
+        self.loop.drain() if flush else self.loop.settle()
 
 
 class TickLoop(EventLoop):

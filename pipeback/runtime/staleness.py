@@ -55,6 +55,11 @@ class Watch:
         self._updates = [0] * len(self.gap)
 
     @property
+    def busy(self) -> bool:
+        """Whether operations have to be looked at now, one by one."""
+        return self._follow or bool(self._used) or bool(self._measure)
+
+    @property
     def clip_share(self) -> list[float]:
         """Return the share of clipped updates of every stage."""
         return [

@@ -109,6 +109,7 @@ class Worker:
         self.ledger = Ledger()
         self.began: Callable[[tuple[str, int, int]], None] | None = None  # called before each (kind, stage, mb)
         self.tracing = False
+        self.early: tuple[int, int] | None = None  # (stage, micro-batch) whose F was done before its turn
         self.failed: tuple[str, int, int] | None = None  # the operation that has raised (its kind, stage, micro-batch)
         self.trace: list[tuple[float, float, int, str, int]] = []  # (start, end, stage, kind, micro-batch), seconds
         self.stash = method.copies == "stash"
@@ -187,6 +188,10 @@ class Worker:
 
     def forward(self, ops: Ops) -> None:
         """Do F of each (stage, micro-batch), in the order given."""
+        if self.early in ops:
+            ops, self.early = [op for op in ops if op != self.early], None
+            if not ops:
+                return
         stages, residence = self.stages, self.residence
         held = residence.forward(ops)
         try:

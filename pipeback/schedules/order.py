@@ -86,14 +86,20 @@ class Order:
         """Whether everything that arrived is in the weights of every stage."""
         return min(self.updated) == self.arrived - self.start
 
-    def advance(self, arrived: int) -> Iterator[Wave]:
-        """Every operation that data flow and programs allow once `arrived` micro-batches are there."""
+    def advance(self, arrived: int, done: Callable[[], bool] | None = None) -> Iterator[Wave]:
+        """Every operation that data flow and programs allow once `arrived` micro-batches are there.
+
+        done: with the policy `skewed`, ends them after a tick, as soon as it says so, be there input or not.
+        """
         one = arrived == self.arrived + 1 and self.policy == "grouped" and self._flow is not None
         self.arrived = arrived
         if one and self._repeated is not None:
             yield from self._repeat()
             return
         self._move_on()
+        if done is not None:
+            yield from self._ticks(done)
+            return
         if one:
             yield from self._watched()
         else:
@@ -110,6 +116,12 @@ class Order:
             yield from self._ticks(done)
             if done is None:
                 self._land()
+
+    def at_last(self) -> bool:
+        """Whether the newest micro-batch has come to the last stage, whose next operation is its forward."""
+        newest, head = self.arrived - self.start - 1, self._heads[-1]
+        come = self.forwards[-1] == newest and (self.stages == 1 or self.forwards[-2] > newest)
+        return come and (bool(self._leapt[-1]) or (head is not None and head.kind == "F"))
 
     def close(self, arrived: int) -> Iterator[Wave]:
         """Yield the waves that finish all that has arrived, with its last update; `restart` begins again."""

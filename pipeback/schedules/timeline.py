@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from heapq import heappop, heappush
 from itertools import islice, repeat
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
@@ -84,34 +85,44 @@ def play(
     heads = [next(program, None) for program in rest]
     ended: dict[Place, Time] = dict.fromkeys(done, 0)
     free: dict[int, Time] = dict.fromkeys(workers, 0)
-    while any(head is not None for head in heads):
-        best: tuple[Time, int, int, int] | None = None
-        for n, head in enumerate(heads):
-            if head is None:
-                continue
-            s, op = head
-            begin = _input_at(op, s, stages, ended)
-            if begin is not None:
-                # the oldest micro-batch first, so that what a neighbour waits for leaves early
-                rank = (max(begin, free[workers[n]]), "UBF".index(op.kind), op.mb, n)
-                best = rank if best is None else min(best, rank)
-        if best is None:
-            waiting = ", ".join(f"stage {head[0]} for {head[1]}" for head in heads if head is not None)
-            raise RuntimeError(f"the schedule deadlocks, waiting: {waiting}")
-        start, _, _, n = best
+    ready: list[tuple[Time, int, int, int]] = []  # a heap of heads whose input is there, and the earliest start of each
+    blocked: dict[Place, list[int]] = {}  # the programs that wait for the output of an operation
+
+    def come(n: int) -> None:
+        """The head of a program is another one, or its input has come."""
+        head = heads[n]
+        if head is None:
+            return
+        s, op = head
+        before = needs(op, s, stages)
+        if before is not None and before not in ended:
+            blocked.setdefault(before, []).append(n)
+            return
+        begin = 0 if before is None else ended[before]
+        # the oldest micro-batch first, so that what a neighbour waits for leaves early
+        heappush(ready, (max(begin, free[workers[n]]), "UBF".index(op.kind), op.mb, n))
+
+    for n in range(len(heads)):
+        come(n)
+    while ready:
+        start, kind, mb, n = heappop(ready)
+        if free[workers[n]] > start:  # its worker has done another one meanwhile
+            heappush(ready, (free[workers[n]], kind, mb, n))
+            continue
         head = heads[n]
         assert head is not None
         s, op = head
         end = start + per_stage[s][op.kind]
-        ended[op.kind, s, op.mb] = free[workers[n]] = end
+        place = op.kind, s, op.mb
+        ended[place] = free[workers[n]] = end
         heads[n] = next(rest[n], None)
+        come(n)
+        for other in blocked.pop(place, ()):
+            come(other)
         yield Slot(start, end, s, op)
-
-
-def _input_at(op: Op, s: int, stages: int, ended: Mapping[Place, Time]) -> Time | None:
-    """The time at which the input of `op` is there; None while that is not known."""
-    before = needs(op, s, stages)
-    return 0 if before is None else ended.get(before)
+    if any(head is not None for head in heads):
+        waiting = ", ".join(f"stage {head[0]} for {head[1]}" for head in heads if head is not None)
+        raise RuntimeError(f"the schedule deadlocks, waiting: {waiting}")
 
 
 def needs(op: Op, s: int, stages: int) -> Place | None:

@@ -16,6 +16,7 @@ from pipeback.runtime.ledger import Columns
 from pipeback.runtime.worker import Worker
 from pipeback.stages.joint_optimizer import Options
 from pipeback.vectorized.loss_stage import LossStage
+from pipeback.vectorized.output_stage import OutputStage
 from pipeback.vectorized.tick import StackTick
 
 Used = tuple[Sequence[int], Sequence[int]]  # the versions of its weights on which a stage ran F and B, round by round
@@ -30,7 +31,12 @@ class Rounds:
         self.worker, self.done, self.f, self.b, self.turns = worker, done, f, b, turns
 
     def tell(
-        self, moving: Sequence[StackTick], judge: LossStage | None, options: Mapping[int, Options], *, stashes: bool
+        self,
+        moving: Sequence[StackTick],
+        judge: LossStage | OutputStage | None,
+        options: Mapping[int, Options],
+        *,
+        stashes: bool,
     ) -> None:
         """Tell the stages of these stacks, the last stage, if it is a graph, and the ledger.
 

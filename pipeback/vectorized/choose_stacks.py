@@ -48,14 +48,14 @@ class Shaper(NamedTuple):
 
 
 def alike(stages: Sequence[Stage], turns: int = 1, owner: Sequence[int] | None = None) -> list[list[Stage]]:
-    """Return groups of stages that look alike, without the stage with the loss, wherever they stand.
+    """Return groups of stages that look alike, without the last one, before or in the loss, wherever they stand.
 
     turns: 2 if those of even and of odd number take turns. owner: the worker of each stage of the pipeline; None: one
     has all. A group may be a single stage.
     """
     groups: dict[Any, list[Stage]] = {}
     for stage in stages:
-        if not stage.judges:
+        if not stage.last:
             worker = 0 if owner is None else owner[stage.index]
             groups.setdefault((worker, stage.index % turns, signature(stage.module)), []).append(stage)
     return list(groups.values())

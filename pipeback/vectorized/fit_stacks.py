@@ -31,7 +31,8 @@ Reasons = dict[str, str]  # what is told of stacks, by their names
 class Request(NamedTuple):
     """What the user has asked for.
 
-    options: those of the optimizers. worker: the arguments of the worker. stages: how many the pipeline has.
+    options: those of the optimizers. worker: the arguments of the worker. stages: how many the pipeline has. together:
+    after how many micro-batches the pipeline waits for the last of them to come to the last stage; None: it need not.
     """
 
     method: Method
@@ -39,6 +40,12 @@ class Request(NamedTuple):
     options: Options
     worker: Mapping[str, Any]
     stages: int
+    together: int | None = None
+
+    @property
+    def waits(self) -> float:
+        """The ticks per micro-batch at which some stages wait for the last of those that come together."""
+        return (self.stages - 1) / self.together if self.together else 0.0
 
     def leaps(self, stacks: Sequence[Stack]) -> bool:
         """Whether whole ticks can be one function with this method, these options and the optimizers of the stages."""
@@ -166,7 +173,7 @@ def _learn(stack: Stack, seen: StageInputs) -> None:
 def _judged(stack: Stack, asked: Request, shaper: Shaper, *, leap: bool) -> tuple[bool, str]:
     """Return whether a stack should run as one, and what is told of it. leap: whether whole ticks are one function."""
     ticks = 1.0 if leap else calls(asked.method.schedule, asked.stages, stack)
-    times = stack.gain(steps=leap) / ticks
+    times = stack.gain(steps=leap) / (ticks + asked.waits)
     full = shaper.turns == 1 and ticks < SPARSE
     enough = (SINGLE if stack.alone else WHOLE) if leap else ALL if full else SOME
     as_one = "as a graph" if stack.alone else "as one"

@@ -67,8 +67,8 @@ class LossStage:
         return loss, gxs
 
 
-def form(x: Any, target: Any) -> tuple[Any, ...] | None:
-    """Return the shapes and dtypes for which a graph of the loss is made; None if there can be no graph."""
-    both = (*leaves(x), target)
+def form(x: Any, *target: Any) -> tuple[Any, ...] | None:
+    """Return the shapes and dtypes for which a graph of the last stage is made; None if there can be no graph."""
+    both = (*leaves(x), *target)
     plain = all(type(v) is Tensor for v in both)
     return (type(x) is tuple, *((v.shape, v.dtype) for v in both)) if plain else None

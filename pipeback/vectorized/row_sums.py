@@ -36,6 +36,8 @@ class RowSums:
     def _add_apart(self, grads: Sequence[Sequence[Tensor]], rows: Sequence[int]) -> None:
         """Add to each stage's own sum: in place if it is a sum already, and not somebody else's gradient."""
         begun = [r for r in rows if self.stages[r].gradients.count]
+        for r in begun:
+            self.stages[r].gradients.hide()  # autograd may have added to them where a caller sees them
         for r in rows:
             values = self.stages[r].gradients.values
             if r not in begun:
@@ -62,6 +64,7 @@ class RowSums:
         for r in rows:
             if self.stages[r].gradients.count and r not in self._summed:
                 own = self.stages[r].gradients
+                own.hide()
                 own.replace([None if g is None else g.clone() for g in own.values])
             self._summed.discard(r)
 

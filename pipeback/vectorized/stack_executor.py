@@ -45,8 +45,9 @@ class StackExecutor:
         The order counts them. `land` comes before anything else is done.
         """
         worker = self.worker
-        seen = worker.replicas or worker.watch or worker.tracing or worker.samples
-        if seen or worker.clip_norm or worker.clip_value or self._mixed or not self.stacks:
+        watched = worker.watch is not None and worker.watch.busy
+        seen = worker.replicas or watched or worker.tracing or worker.samples
+        if seen or worker.clip_norm or worker.clip_value or worker.early or self._mixed or not self.stacks:
             return 0
         if self._steady is None:
             self._steady = Steady(worker, self.judged, self.stacks)
@@ -127,7 +128,8 @@ class StackExecutor:
     def update(self, ops: Ops) -> Ops:
         """Do U of each whole stack if only the optimizer moves the weights; return the operations that are left."""
         worker = self.worker
-        plain = not (worker.update_hook or worker.stash or worker.watch or worker.clip_norm or worker.clip_value)
+        watched = worker.watch is not None and worker.watch.busy
+        plain = not (worker.update_hook or worker.stash or watched or worker.clip_norm or worker.clip_value)
         there = {s for s, _ in ops}
         done: set[int] = set()
         for stack in self.stacks:

@@ -28,6 +28,7 @@ from pipeback.vectorized.forms import Kind, floating, leaves
 from pipeback.vectorized.fused_tick import fused
 from pipeback.vectorized.graph_maker import Compile
 from pipeback.vectorized.loss_stage import LossStage, form
+from pipeback.vectorized.output_stage import OutputStage
 from pipeback.vectorized.rows import Rows
 from pipeback.vectorized.sgd_rows import Step
 from pipeback.vectorized.stack import Stack
@@ -53,7 +54,7 @@ class Steady:
         self._undecided = False  # whether there was no input yet to make that graph for
         self._asked = AskedSteps(worker)
         self._moving: BoundedCache[tuple[Waiting, ...], tuple[list[StackTick], Where]] = BoundedCache()
-        self._judges: BoundedCache[Any, LossStage | None] = BoundedCache()
+        self._judges: BoundedCache[Any, LossStage | OutputStage | None] = BoundedCache()
         self._plan: StepPlan | None = None  # of the last stage
         self._judged: Any = None  # an input of the last stage
         self._fused: BoundedCache[tuple[Any, ...], Any] = (
@@ -116,8 +117,7 @@ class Steady:
             if x is None:
                 self._undecided = True  # after one tick there is an input to make a graph for
             else:
-                target = target_on(self.last.device, self.worker.link.box["Y", self.last.index, forwards[-1]])
-                judge = self._judge(x, target)
+                judge = self._judge(x, forwards[-1])
         self._mode = self._modes()
         run.take(judge, self._plan)
         if self.stacks[0].maker.fuse is not None and self.last.device != torch.device("cpu") and run.adapts():
@@ -139,34 +139,42 @@ class Steady:
 
     @property
     def _may_judge(self) -> bool:
-        """Whether the last stage has a loss of torch's own. Another loss may compute something else at every call; a
-        graph cannot.
+        """Whether the last stage has a loss of torch's own, or none. Another loss may compute something else at every
+        call; a graph cannot.
         """
         stage = self.last
-        judges = stage.judges and stage.loss is not None and torchs(stage.loss)
-        return judges and stage.stack is None and stage.random.state is None
+        plain = stage.last and stage.stack is None and stage.random.state is None
+        if stage.loss is None:
+            return plain and stage.keeping is None and self.stacks[0].maker.fuse is None
+        return plain and torchs(stage.loss)
 
     def _modes(self) -> tuple[Any, ...]:
         return self.last.module.training, listened(self.last.module)
 
-    def _judge(self, x: Any, target: Any) -> LossStage | None:
-        """Return the last stage as a graph, or None if it cannot be traced."""
+    def _judge(self, x: Any, i: int) -> LossStage | OutputStage | None:
+        """Return the last stage as a graph, or None if it cannot be traced. x: its input, of micro-batch i."""
         stage = self.last
-        assert stage.loss is not None
-        key = form(x, target), *self._modes()
+        target = [target_on(stage.device, self.worker.link.box["Y", stage.index, i])] if stage.judges else []
+        key = form(x, *target), *self._modes()
         if key[0] is None or not any(floating(v.dtype) for v in leaves(x)):
             return None
         if key not in self._judges:
             self._judges[key] = None
             try:
-                clones = check_plain([stage], x).clones
-                graph = capture_loss_stage(stage.module, stage.loss, x, target, clones=clones)
-                judged_alike(stage, graph, x, target)
                 self._plan = self._plan or StepPlan(Rows([stage]))
-                self._judges[key] = LossStage(stage, graph, self._plan.rows, x, target, check=self.worker.check_finite)
+                self._judges[key] = self._as_graph(self._plan.rows, x, *target)
             except Unfit:
                 pass
         return self._judges.used(key)
+
+    def _as_graph(self, rows: Rows, x: Any, *target: Any) -> LossStage | OutputStage:
+        stage = self.last
+        if stage.loss is None:
+            return OutputStage(stage, rows, x)
+        clones = check_plain([stage], x).clones
+        graph = capture_loss_stage(stage.module, stage.loss, x, *target, clones=clones)
+        judged_alike(stage, graph, x, *target)
+        return LossStage(stage, graph, rows, x, *target, check=self.worker.check_finite)
 
     def _tick(
         self, compile: Compile, moving: Sequence[StackTick], judge: LossStage | None, steps: Sequence[Step | AdamStep]

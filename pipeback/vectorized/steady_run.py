@@ -27,6 +27,7 @@ from pipeback.vectorized.cuda_graph import CudaGraphed
 from pipeback.vectorized.forms import packed
 from pipeback.vectorized.joint_step import JointStep
 from pipeback.vectorized.loss_stage import LossStage, form
+from pipeback.vectorized.output_stage import OutputStage
 from pipeback.vectorized.sgd_rows import Step
 from pipeback.vectorized.step_plan import StepPlan
 from pipeback.vectorized.tick import Parts, StackTick
@@ -61,7 +62,7 @@ class SteadyRun:
         self.f, self.b = list(f), list(b)
         self._began = list(f), list(b)
         self.turns: list[Turn] = []  # of the even stages, and of the odd ones
-        self.judge: LossStage | None = None
+        self.judge: LossStage | OutputStage | None = None
         first = worker.stages[worker.first]
         self.options: dict[int, Options] = {i: flight.options for i, flight in first.flights.items()}
         self.uniform = self._looked = False
@@ -78,7 +79,7 @@ class SteadyRun:
         """Whether it has gone on for so long that it should end."""
         return max(self.rounds(self.worker.first), self.rounds(self.worker.last)) >= LIMIT
 
-    def take(self, judge: LossStage | None, plan: StepPlan | None) -> None:
+    def take(self, judge: LossStage | OutputStage | None, plan: StepPlan | None) -> None:
         """Run the last stage as this graph, if its F and B run on the same weights. plan: that of the last stage."""
         last = self.worker.last
         if judge is not None and plan is not None:
@@ -196,7 +197,8 @@ class SteadyRun:
         if turn.judge is None or (s := turn.judge.stage.index) not in stages:
             return True
         self.worker.link.wait("F", s, f[s] + k)
-        return form(box["F", s, f[s] + k], box["Y", s, f[s] + k]) == turn.judge.form
+        target = [box["Y", s, f[s] + k]] if turn.judge.stage.judges else []
+        return form(box["F", s, f[s] + k], *target) == turn.judge.form
 
     def _steps(self, turn: Turn) -> list[Step | AdamStep] | None:
         """Return the steps of each stack's weights, and then of the last stage's, at the next tick of a turn."""
@@ -222,8 +224,9 @@ class SteadyRun:
         """Return the micro-batch that the last stage judges now."""
         assert turn.judge is not None
         s, link = turn.judge.stage.index, self.worker.link
-        i = self.f[s] + turn.rounds
-        return i, link.recv("F", s, i), target_on(turn.judge.stage.device, link.recv("Y", s, i))
+        i, stage = self.f[s] + turn.rounds, turn.judge.stage
+        target = target_on(stage.device, link.recv("Y", s, i)) if stage.judges else None
+        return i, link.recv("F", s, i), target
 
     def _tick(self, turn: Turn, parts: Sequence[StackRows], stages: range) -> None:
         """Run the tick of these stages of a turn: of these rows of stacks, and of stages outside."""
@@ -282,16 +285,24 @@ class SteadyRun:
         judge, step, joint = turn.judge, turn.steps[-1], self._joint
         assert judge is not None and asked is not None
         i, x, target = asked
-        try:
-            loss, gx, grads = judge.eager(x, target, step)
-        except Exception as error:
-            raise self.worker.failure("forward", judge.stage, i, error) from error
-        self.judged(i, loss)
+        if isinstance(judge, OutputStage):  # an error of who judges it is theirs
+            gx, grads = judge.eager(x, step, partial(self._outside, i))
+        else:
+            try:
+                loss, gx, grads = judge.eager(x, target, step)
+            except Exception as error:
+                raise self.worker.failure("forward", judge.stage, i, error) from error
+            self.judged(i, loss)
         if isinstance(step, Step) and joint.fits(judge.rows.whole, step):
             joint.add(judge.rows.whole, step, grads)
         else:
             judge.rows.whole.move(step, grads)
         return gx
+
+    def _outside(self, i: int, output: Any) -> Any:
+        """Have the output of the last stage judged outside; return its gradient."""
+        self.judged(i, output)
+        return self.worker.link.recv("B", self.worker.last, i)
 
     def _fused(
         self, turn: Turn, parts: Sequence[StackRows], given: Sequence[Given], asked: Asked, stages: range
@@ -305,7 +316,7 @@ class SteadyRun:
             part.one.changing(b, xs, gs(), stay=stay)
             for part, (_, b), (xs, gs) in zip(parts, ticks, given, strict=True)
         ]
-        if judge is not None and asked is not None:
+        if isinstance(judge, LossStage) and asked is not None:
             each.append(judge.changing(*asked[1:]))
         try:
             found = fused(turn.fixed, [(*some, *how) for some, how in zip(each, turn.told)])
@@ -320,7 +331,7 @@ class SteadyRun:
             one.finish(factors, turn.steps[part.number])
             self._leave(turn, one, stages, "F")
             self._leave(turn, one, stages, "B")
-        if judge is not None and asked is not None:
+        if isinstance(judge, LossStage) and asked is not None:
             loss, gxs = found[-1]
             gx = packed(gxs, judge.packed)
             self.judged(asked[0], loss)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from pipeback.vectorized.adam_rows import AdamStep
 from pipeback.vectorized.cuda_graph import CudaGraphed
 from pipeback.vectorized.loss_stage import LossStage
+from pipeback.vectorized.output_stage import OutputStage
 from pipeback.vectorized.sgd_rows import Step
 from pipeback.vectorized.step_plan import StepPlan
 from pipeback.vectorized.tick import StackTick
@@ -32,7 +33,7 @@ class Turn:
         self,
         moving: Sequence[StackTick],
         where: Where,
-        judge: LossStage | None,
+        judge: LossStage | OutputStage | None,
         plan: StepPlan | None,
         others: list[int],
     ) -> None:
@@ -70,7 +71,8 @@ class Turn:
 
     def fuse(self, compiled: Any) -> None:
         """Use a compiled function for this turn, with these steps."""
-        who: list[StackTick | LossStage] = [*self.moving, *([] if self.judge is None else [self.judge])]
+        judge = [self.judge] if isinstance(self.judge, LossStage) else []  # a tick with any other is not compiled
+        who: list[StackTick | LossStage] = [*self.moving, *judge]
         pairs, stay = list(zip(who, self.steps, strict=True)), isinstance(compiled, CudaGraphed)
         self.fused = compiled
         self.fixed = [one.fixed(step, stay=stay) for one, step in pairs]

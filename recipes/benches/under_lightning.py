@@ -5,68 +5,121 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-from torch.nn.functional import cross_entropy
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, mse_loss
 
 import pipeback
 from pipeback.recipes.benches.against import Rows
-from pipeback.recipes.benches.network import create, network, pipeline, sgd
+from pipeback.recipes.benches.network import create, network, sgd
 from pipeback.recipes.benches.turns import spread
+from pipeback.recipes.benches.vectorized import Transformer, blocks
 from pipeback.recipes.markdown import table
 
 METHODS = ("pb", "cerebras")
 COUNT = 8  # batches of a turn
 
 
+class Case(NamedTuple):
+    """A network, its loss, a batch of 64 samples, and how many stages it has."""
+
+    words: str
+    build: Callable[[], nn.Module]
+    loss: Callable[[Tensor, Tensor], Tensor]
+    batch: Callable[[], tuple[Tensor, Tensor]]
+    stages: int
+
+
+def classes() -> tuple[Tensor, Tensor]:
+    return torch.randn(64, 64), torch.randint(0, 10, (64,))
+
+
+def sequences() -> tuple[Tensor, Tensor]:
+    return torch.randn(64, 16, 64), torch.randn(64, 16, 64)
+
+
+NARROW = Case("20 blocks of width 64", partial(network, 20), cross_entropy, classes, 20)
+DEEP = Case("48 blocks of width 64", partial(network, 48), cross_entropy, classes, 48)
+TRANSFORMER = Case("12 transformer blocks, d 64, T 16", partial(blocks, Transformer, 12, 64), mse_loss, sequences, 13)
+ONES = (NARROW, DEEP, TRANSFORMER)
+
+
 def main(repeats: int) -> None:
-    """Run one fit; after every batch the same batch is pushed into another pipeline, so that times are paired."""
+    """Run one fit; after every batch the same batch is pushed into other pipelines, so that times are paired."""
+    print("Lightning with the strategy: batches of 64 micro-batches of one sample.\n")
+    rows = []
+    for name in METHODS:
+        for watched in (False, True):
+            ratios, _ = paired(NARROW, name, False, watched, repeats)
+            rows.append([NARROW.words, label(name, watched), spread(ratios), ""])
+    for case in ONES:
+        rows.append([case.words, "`pb`, event loop", spread(paired(case, "pb", False, False, repeats)[0]), ""])
+        unread, read = paired(case, "pb", "auto", False, repeats)
+        rows.append([case.words, '`pb`, `vectorize="auto"`', spread(unread), spread(read)])
+    print(table(["", "", "of the samples/s of `Pipeline.push`", "with its loss read after each push"], rows))
+
+
+def paired(
+    case: Case, method: str, vectorize: bool | str, watched: bool, repeats: int
+) -> tuple[list[float], list[float]]:
+    """Return the samples/s of a fit over those of `push`, by turn: of pushes whose loss is not read, and is read."""
     import lightning.pytorch as pl
 
     class Paired(pl.Callback):
-        def __init__(self, pipe: pipeback.Pipeline) -> None:
-            self.pipe, self.fit, self.push = pipe, [], []  # type: ignore[var-annotated]
+        def __init__(self) -> None:
+            self.pipes = [pipeline(case, method, vectorize) for _ in range(2)]
+            self.seconds: list[list[float]] = []
             self.began = 0.0
 
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             middle = time.perf_counter()
-            self.pipe.push(*batch)
+            self.pipes[0].push(*batch)
+            unread = time.perf_counter()
+            float(self.pipes[1].push(*batch))
             end = time.perf_counter()
             if batch_idx >= COUNT:  # the first ones are a warm-up
-                self.fit.append(middle - self.began)
-                self.push.append(end - middle)
+                self.seconds.append([middle - self.began, unread - middle, end - unread])
             self.began = time.perf_counter()
 
-    found = data(COUNT * (repeats + 1))
-    print("Lightning with the strategy: batches of 64 micro-batches of one sample, 20 stages of width 64.\n")
-    rows = []
-    for name in METHODS:
-        for watched in (False, True):
-            paired = Paired(pipeline(name, micro_batch_size=1))
-            fit(name, torch.utils.data.DataLoader(found, batch_size=None), watched, paired)  # type: ignore[arg-type]
-            ratios = [
-                sum(paired.push[n : n + COUNT]) / sum(paired.fit[n : n + COUNT])
-                for n in range(0, len(paired.fit), COUNT)
-            ]
-            rows.append([label(name, watched), spread(ratios)])
-    print(table(["", "of the samples/s of `Pipeline.push`"], rows))
+    found = Paired()
+    batches: Any = torch.utils.data.DataLoader(data(COUNT * (repeats + 1), case), batch_size=None)  # type: ignore
+    fit(method, batches, watched, found, case=case, vectorize=vectorize)
+    turns = [
+        [sum(some) for some in zip(*found.seconds[n : n + COUNT], strict=True)]
+        for n in range(0, len(found.seconds), COUNT)
+    ]
+    return [unread / fit for fit, unread, _ in turns], [read / fit for fit, _, read in turns]
+
+
+def pipeline(case: Case, method: str, vectorize: Any) -> pipeback.Pipeline:
+    how = create(method, case.stages)
+    return pipeback.Pipeline(
+        case.build(), loss=case.loss, optimizer=sgd, method=how, micro_batch_size=1, vectorize=vectorize
+    )
 
 
 def label(method: str, watched: bool) -> str:
     return f"`{method}`" + (" with `PipelineMonitor`" if watched else "")
 
 
-def data(batches: int) -> list[tuple[Tensor, Tensor]]:
+def data(batches: int, case: Case = NARROW) -> list[tuple[Tensor, Tensor]]:
     torch.manual_seed(0)
-    return [(torch.randn(64, 64), torch.randint(0, 10, (64,))) for _ in range(batches)]
+    return [case.batch() for _ in range(batches)]
 
 
-def fit(method: str, batches: Iterable[Any], watched: bool, *callbacks: Any) -> None:
-    """Fit the 20 stages for one epoch. watched: by a `PipelineMonitor`."""
+def fit(
+    method: str,
+    batches: Iterable[Any],
+    watched: bool,
+    *callbacks: Any,
+    case: Case = NARROW,
+    vectorize: bool | str = False,
+) -> None:
+    """Fit a network for one epoch. watched: by a `PipelineMonitor`."""
     import lightning.pytorch as pl
 
     from pipeback.lightning import PipelineMonitor, PipelineStrategy
@@ -74,11 +127,11 @@ def fit(method: str, batches: Iterable[Any], watched: bool, *callbacks: Any) -> 
     class Module(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.model = network()
+            self.model = case.build()
 
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             x, y = batch
-            loss = cross_entropy(self.model(x), y)
+            loss = case.loss(self.model(x), y)
             self.log("train/loss", loss)
             return loss
 
@@ -91,7 +144,7 @@ def fit(method: str, batches: Iterable[Any], watched: bool, *callbacks: Any) -> 
         "enable_progress_bar": False, "enable_model_summary": False,
         "callbacks": [PipelineMonitor(), *callbacks] if watched else list(callbacks),
     }  # fmt: skip
-    where = PipelineStrategy(create(method, 20), micro_batch_size=1)
+    where = PipelineStrategy(create(method, case.stages), micro_batch_size=1, vectorize=vectorize)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a loader without workers, of a run without a log
         pl.Trainer(strategy=where, **quiet).fit(Module(), batches)
@@ -99,7 +152,7 @@ def fit(method: str, batches: Iterable[Any], watched: bool, *callbacks: Any) -> 
 
 def rows() -> Rows:
     """What `against=` compares."""
-    words = "20 blocks of width 64, batches of 64"
+    words = f"{NARROW.words}, batches of 64"
     both = (False, True)
     return {(words, label(name, watched)): partial(train, name, watched) for name in METHODS for watched in both}
 

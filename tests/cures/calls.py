@@ -34,6 +34,15 @@ def loaded(**options: Any) -> list[torch.Tensor]:
     return list(torch.utils.data.DataLoader(torch.randn(7, 6), batch_size=4, **options))
 
 
+def judged_apart(vectorize: bool) -> None:
+    """The loss of the first of two micro-batches depends on nothing."""
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)), nn.Linear(6, 3))
+    pipe = build(model=model, loss=None, method="pb", vectorize=vectorize)
+    (output,) = pipe.forward_many([BATCH, BATCH], expected=2, judge=lambda n, output: None)
+    pipe.backward(torch.ones_like(output))
+    pipe.step()
+
+
 ROWS: dict[str, Row] = {
     # pushes
     "a list": Row(
@@ -162,6 +171,12 @@ ROWS: dict[str, Row] = {
         outside("forward", "forward"),
         "forward was called twice; call backward or forget between",
         lambda: [outside("forward", "forward", "backward")(), outside("forward", "forward", "forget")()],
+    ),
+    "a loss of nothing behind others": Row(
+        lambda: judged_apart(True),
+        "micro-batch 0: the loss depends on no output, but where stages run as one.*build the pipeline with "
+        "vectorize=False",
+        lambda: judged_apart(False),
     ),
     "backward first": Row(outside("backward"), "backward comes after forward", outside("backward", "forward")),
     "other gradients": Row(

@@ -268,7 +268,6 @@ def test_too_few_micro_batches_for_two_versions():
             r"workers must be a number of threads, a pipeback.Processes or None, but is '4'; .*workers=2",
         ),
         ({"replicas": 4}, r"has no option 'replicas'; a Trainer has one pipeline; use Trainer\(devices=...\)"),
-        ({"vectorize": True}, "has no option 'vectorize'; stages that run as one need .* use workers=2, or a pipeback"),
         ({"xyz": 4}, "has no option 'xyz'; it takes method, micro_batch_size, reference_batch, stages, module, drain"),
         ({"leaves": ["a"]}, r"has no option 'leaves'; give stages=pipeback.Splitting\(leaves=\['a'\]\)"),
         ({"clip_norm": 1.0}, r"has no option 'clip_norm'; use Trainer\(gradient_clip_val=...\)"),

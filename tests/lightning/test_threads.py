@@ -121,6 +121,4 @@ def test_what_is_refused():
         trained("pb", workers=9)
     with pytest.raises(ValueError, match=r"workers=2: with several devices .* leave workers out, or use .*devices=1"):
         trainer(strategy("pb", workers=2), devices=2).fit(Regression(), loader())
-    with pytest.raises(TypeError, match="has no option 'vectorize'; .*; use workers=2, or a pipeback.Pipeline"):
-        PipelineStrategy(vectorize=True)
     trained("pb", workers=2)

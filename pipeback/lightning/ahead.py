@@ -1,0 +1,149 @@
+"""Ahead: runs the stages ahead of `training_step`, which waits for the output of the model meanwhile.
+
+    with a store      F of all slices of a batch, then the rest of each: every stage comes to the device once for all
+    stages as one     in ticks: a slice goes on when it leaves the last stage, whose B has its gradient in the same tick
+
+F and B are the forward and the backward of a micro-batch, here a slice, at a stage.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from pipeback.lightning import micro_batches, step_checks
+from pipeback.lightning.find_stages import TrainedModule
+from pipeback.lightning.suspended_slices import Slice, SuspendedSlices
+from pipeback.lightning.suspended_step import CallThreads
+from pipeback.pipeline.pipeline import Pipeline
+from pipeback.streaming.store import Store
+
+Step = Callable[[Any], Any]  # of a slice
+
+
+class Run(Protocol):
+    """The parts of a fit that are needed here."""
+
+    found: TrainedModule
+    store: Store | None
+    vectorize: bool | str
+    pipe: Pipeline | None
+    busy: float
+
+    def prepare(self, x: Any) -> None: ...
+    def at_once(self, count: int, expected: int) -> bool: ...
+    def at_work(self) -> AbstractContextManager[None]: ...
+    def forward_all(self, xs: list[Any], expected: int) -> list[Any] | None: ...
+    def hold(self, outputs: list[Any]) -> None: ...
+    def check_output(self, output: Any, held: Any) -> None: ...
+    def hand_over(self, count: int) -> Tensor: ...
+    def many(self, cut: list[Slice], one: Step, log: micro_batches.Log) -> Any: ...
+
+
+class StagesAhead:
+    """Runs batches of several slices for `fit`."""
+
+    def __init__(self, fit: Run) -> None:
+        self.fit = fit
+        self._as_one: bool | None = None  # whether stages run as one; known from the first batch on
+        self._threads = CallThreads()
+
+    def may_run(self, count: int, expected: int) -> bool:
+        """Whether the stages may have so many slices before B of the first. expected: those of an update."""
+        if self.fit.store is not None:
+            return self.fit.at_once(count, expected)
+        return bool(self.fit.vectorize) and self._as_one is not False
+
+    def run(self, cut: list[Slice], step: Step, one: Step, log: micro_batches.Log, expected: int) -> Any:
+        """Run `training_step`s, and B of all slices but the last in ticks; the loss is the mean over the batch.
+
+        step: runs `training_step`. one: also F; it is called where stages turn out not to run as one.
+        """
+        fit = self.fit
+        slices = SuspendedSlices(fit.found, cut, step, log, self._threads)
+        try:
+            with slices.heard():
+                slices.begin(0)
+                ticks = fit.store is None and self._ticks(slices, expected)
+                apart = fit.store is None and not ticks
+                for n in range(0 if apart else len(cut)):
+                    slices.begin(n)
+            if apart:
+                return self._apart(slices, one, expected)
+            return self._by_ticks(slices, expected) if ticks else self._by_stages(slices, expected)
+        finally:
+            slices.end()
+
+    def leave(self) -> None:
+        """End the threads in which slices wait."""
+        self._threads.end()
+
+    def _ticks(self, slices: SuspendedSlices, expected: int) -> bool:
+        if self._as_one is None:
+            fit, xs = self.fit, slices.asked * len(slices.cut)
+            with slices.modes.applied():
+                fit.prepare(xs[0])
+                assert fit.pipe is not None
+                with fit.at_work():
+                    self._as_one = fit.pipe.runs_ticks(xs, expected=expected)
+        return self._as_one
+
+    def _by_stages(self, slices: SuspendedSlices, expected: int) -> Any:
+        with slices.modes.applied():
+            outputs = self.fit.forward_all(slices.asked, expected)
+        if outputs is None:
+            return self.fit.hand_over(len(slices.cut))
+        self.fit.hold(outputs)
+        losses: list[Tensor] = []
+        for n, output in enumerate(outputs):
+            returned = self._finished(slices, n, output, losses)
+        return step_checks.passed(returned, losses, [samples for _, samples in slices.cut])
+
+    def _by_ticks(self, slices: SuspendedSlices, expected: int) -> Any:
+        fit, losses = self.fit, list[Tensor]()
+        assert fit.pipe is not None
+
+        def judge(n: int, output: Any) -> Any:
+            began = time.perf_counter()
+            self._finished(slices, n, output, losses)
+            fit.busy -= time.perf_counter() - began
+            return step_checks.gradients(step_checks.held(output))
+
+        with slices.modes.applied(), fit.at_work():
+            (output,) = fit.pipe.forward_many(slices.asked, expected=expected, judge=judge)
+        fit.hold([output])
+        returned = self._finished(slices, len(slices.cut) - 1, output, losses)
+        return step_checks.passed(returned, losses, [samples for _, samples in slices.cut])
+
+    def _finished(self, slices: SuspendedSlices, n: int, output: Any, losses: list[Tensor]) -> Any:
+        """Let a slice come to its end, and all but the last go backward as far as the output of the model."""
+        with slices.heard():
+            returned = slices.finish(n, output)
+        self.fit.check_output(returned, step_checks.held(output))
+        loss = step_checks.loss_of(returned)
+        losses.append(loss.detach())
+        if n + 1 < len(slices.cut):
+            loss.backward()
+        return returned
+
+    def _apart(self, slices: SuspendedSlices, one: Step, expected: int) -> Any:
+        """Run a batch slice by slice, whose first `training_step` is suspended already."""
+        begun = [slices]
+
+        def each(batch: Any) -> Any:
+            if not begun:
+                return one(batch)
+            slices = begun.pop()
+            with slices.modes.applied():
+                (output,) = self.fit.forward_all(slices.asked, expected) or [None]
+            self.fit.hold([output])
+            with slices.heard():
+                returned = slices.finish(0, output)
+            self.fit.check_output(returned, step_checks.held(output))
+            return returned
+
+        return self.fit.many(slices.cut, each, slices.log)

@@ -1,0 +1,88 @@
+"""One by one: why the stages of a fit run one by one, although stages that are alike were to run as one.
+
+Stages that run as one are ahead of `training_step`: while it has the output of one micro-batch, the stages before the
+last have begun others. After a batch all of this is where it would have been. So hooks that are called amid a step, and
+may look at gradients or weights there, are heard of here; hooks before and after a batch see nothing new.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins import MixedPrecision, Precision
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from pipeback.lightning.find_stages import TrainedModule
+from pipeback.lightning.strategy_options import StrategyOptions
+from pipeback.stages.activations import recomputes
+
+# hooks between the forward of a batch and its update
+AMID = (
+    "backward",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_zero_grad",
+    "optimizer_zero_grad",
+    "on_before_optimizer_step",
+    "configure_gradient_clipping",
+)
+
+
+def why(
+    options: StrategyOptions,
+    trainer: Trainer,
+    module: LightningModule,
+    plugin: Precision,
+    found: TrainedModule,
+    ranks: int,
+) -> str | None:
+    """Return why the stages of this fit run one by one whatever was asked for, and what to do; None: they need not.
+
+    Raises ValueError where the user has asked for `vectorize=True`.
+    """
+    reason = _reason(options, trainer, module, plugin, found, ranks) if options.vectorize else None
+    if reason is not None and options.vectorize is True:
+        raise ValueError(f'vectorize=True: {reason}, or vectorize="auto"')
+    return reason
+
+
+def _reason(
+    options: StrategyOptions,
+    trainer: Trainer,
+    module: LightningModule,
+    plugin: Precision,
+    found: TrainedModule,
+    ranks: int,
+) -> str | None:
+    for name, value, plain in (
+        ("devices", ranks, 1),
+        ("workers", options.threads, None),
+        ("store", options.store, None),
+        ("masters", options.masters, False),
+        ("activations", options.activations, "recompute" if recomputes(options.activations) else "device"),
+        ("order", options.debug.order, "grouped"),
+    ):
+        if value != plain:
+            return f"{name}={value!r} does not go with stages as one; use {name}={plain!r}"
+    if found.step is not None:
+        return (
+            'training_step itself is followed (module="self"); write one nn.Module whose forward calls all layers, and '
+            "call that in training_step"
+        )
+    if isinstance(plugin, MixedPrecision):
+        return f'autocast (precision="{plugin.precision}") does not reach stages that run as one; use "bf16-true"'
+    hook = next(_looking(trainer, module), None)
+    return None if hook is None else f"{hook} may look at gradients or weights amid a step; leave that hook out"
+
+
+def _looking(trainer: Trainer, module: LightningModule) -> Iterator[str]:
+    """Yield the hooks of the user that are called amid a step."""
+    who: list[tuple[Any, type]] = [(module, LightningModule)]
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    who += [(each, Callback) for each in callbacks if not type(each).__module__.startswith("lightning.")]
+    for one, base in who:
+        for hook in AMID:
+            if hasattr(base, hook) and is_overridden(hook, one, base):
+                yield f"{type(one).__name__}.{hook}"

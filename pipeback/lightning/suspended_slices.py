@@ -1,0 +1,90 @@
+"""Suspended slices: the `training_step`s of the slices of a batch, each suspended where it calls the model.
+
+So the stages can have all slices before the loss of the first is known. What a `training_step` does before its call
+happens in the order of the slices, and so does what it does after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from pipeback.lightning import micro_batches, step_checks
+from pipeback.lightning.call_override import call_instead
+from pipeback.lightning.find_stages import TrainedModule
+from pipeback.lightning.suspended_step import CallThreads, Suspended, TorchModes
+
+Slice = tuple[Any, int]  # and its samples
+
+
+class _Asked(NamedTuple):
+    """A suspended `training_step` waits for F of this micro-batch."""
+
+    x: Any
+
+
+class SuspendedSlices:
+    """The `training_step`s of one batch. step: runs that of a slice. log: collects what they log."""
+
+    def __init__(
+        self,
+        found: TrainedModule,
+        cut: list[Slice],
+        step: Callable[[Any], Any],
+        log: micro_batches.Log,
+        threads: CallThreads,
+    ) -> None:
+        modes = TorchModes.now()
+        self.found, self.cut, self.log = found, cut, log
+        self.calls = [Suspended(partial(step, batch), threads, modes) for batch, _ in cut]
+        self._entered: set[int] = set()  # those that have called the model
+        self._running = 0
+        self._original = found.module.forward
+
+    @property
+    def modes(self) -> TorchModes:
+        """The modes of torch under which the first has called the model."""
+        return self.calls[0].modes
+
+    @property
+    def asked(self) -> list[Any]:
+        """The inputs of the model, of those that wait."""
+        return [call.question.x for call in self.calls if isinstance(call.question, _Asked)]
+
+    @contextmanager
+    def heard(self) -> Iterator[None]:
+        """A context in which they may run."""
+        with call_instead(self.found.module, self._forward):
+            yield
+
+    def begin(self, n: int) -> None:
+        """Run a slice up to its call of the model. Raises ValueError if it comes to its end without one."""
+        if n not in self._entered and not self._run(n):
+            step_checks.check_output(self.found, self.calls[n].result, None)
+
+    def finish(self, n: int, output: Any) -> Any:
+        """Let a slice go on with the output of the model; return what its `training_step` returns."""
+        self._run(n, output)
+        return self.calls[n].result
+
+    def end(self) -> None:
+        """End those that have not come to their end."""
+        for call in self.calls:
+            call.end()
+
+    def _run(self, n: int, answer: Any = None) -> bool:
+        self._running, self.log.samples = n, self.cut[n][1]
+        return self.calls[n].go_on_to(_Asked, answer)
+
+    def _forward(self, *inputs: Any, **named: Any) -> Any:
+        """Stand in for the forward of the model."""
+        n = self._running
+        if not torch.is_grad_enabled():
+            return self.calls[n].ask(partial(self._original, *inputs, **named))  # in the caller's thread
+        step_checks.check_call(self.found, inputs, named, again=n in self._entered)
+        self._entered.add(n)
+        return self.calls[n].ask(_Asked(self.found.given(inputs, named)))

@@ -1,0 +1,102 @@
+"""Law: with the loss computed outside, stages that run as one are the event loop to rounding, for every method: weights
+after each step, losses, and states in flight.
+"""
+
+from itertools import product
+
+import pytest
+import torch
+from torch.nn.functional import mse_loss
+
+import pipeback
+from pipeback.vectorized.stack import Stack
+from tests.helpers.choice import mostly_rare
+from tests.laws.as_one import S, doubles, model, same
+from tests.laws.cases import CASES, OPTIMIZERS, allowed
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*takes its statistics")
+QUICK = ["pb", "cerebras", "pipedream", "spectrain", "pipemare", "gpipe", "gpipe-4", "one_f_one_b-3", "pb-slack1"]
+
+
+def build(case, vectorize):
+    optimizer = OPTIMIZERS[next(name for name in ("momentum", "sgd", "adamw") if allowed(case, name))]
+    return pipeback.Pipeline(model(), loss=None, optimizer=optimizer, method=CASES[case](S), vectorize=vectorize)
+
+
+def trained(pipe, some, losses=None):
+    """Train on some micro-batches that go forward together; return the weights as they are there, without waiting."""
+    xs, ys = zip(*some, strict=True)
+    losses = [] if losses is None else losses
+
+    def judge(n, output):
+        loss = mse_loss(output, ys[n])
+        losses.append(loss.detach())
+        loss.backward()
+        return output.grad
+
+    (output,) = pipe.forward_many(xs, expected=len(xs), judge=judge)
+    pipe.backward(judge(len(xs) - 1, output))
+    pipe.step()
+    return torch.cat([p.detach().flatten().clone() for stage in pipe.split.parts for p in stage.module.parameters()])
+
+
+def cut(sizes=(8, 3, 1, 8, 5, 2)):
+    found = doubles(sum(sizes))
+    return [found[sum(sizes[:n]) : sum(sizes[: n + 1])] for n in range(len(sizes))]
+
+
+@pytest.mark.parametrize("case", mostly_rare(CASES, *QUICK))
+def test_judged_where_they_leave(case):
+    found = []
+    for vectorize in (True, False):
+        losses, pipe = [], build(case, vectorize)
+        after = [trained(pipe, some, losses) for some in cut()]
+        told = " ".join(pipe.vectorized.values())
+        pipe.drain()
+        found.append((*after, torch.stack(losses), *pipe.model.parameters()))
+        assert not vectorize or "as one" in told
+    same(*found)
+
+
+@pytest.mark.parametrize(
+    ("case", "saved"),
+    mostly_rare(product(CASES, (True, False)), *product(("pb", "gpipe-4", "pipedream"), (True, False))),
+)
+def test_a_state_in_flight_goes_on(case, saved):
+    """Saved by stages that run as one, or by the event loop, amid a flush, too."""
+    some = cut((5, 5, 5, 4, 3))
+    wanted, before = build(case, False), build(case, saved)
+    for batch in some[:3]:
+        trained(wanted, batch)
+        trained(before, batch)
+    after = build(case, True)
+    after.load_state_dict(before.state_dict())
+    for batch in some[3:]:
+        same([trained(after, batch)], [trained(wanted, batch)])
+
+
+def test_what_cannot_be_dropped():
+    """Others have begun behind it."""
+    pipe = build("pb", True)
+    some = cut()[0]
+    with pytest.raises(ValueError, match="micro-batch 0: the loss depends on no output.*vectorize=False"):
+        pipe.forward_many([x for x, _ in some], judge=lambda n, output: None)
+    pipe = build("pb", True)
+    pipe.forward(some[0][0])
+    with pytest.raises(RuntimeError, match="forget, or a gradient of None.*gradient of zeros.*vectorize=False"):
+        pipe.forget()
+
+
+def test_whether_there_are_ticks(monkeypatch):
+    xs = [x for x, _ in cut()[0]]
+    assert build("pb", True).runs_ticks(xs)
+    assert not build("pb", False).runs_ticks(xs)
+    monkeypatch.setattr(Stack, "gain", lambda stack, *, steps: 3.0)
+    pipe = build("sgd", "auto")
+    assert not pipe.runs_ticks(xs) and all(told.startswith("stage by stage") for told in pipe.vectorized.values())
+
+
+@pytest.mark.parametrize(("options", "named"), [({"workers": 2}, "workers=2"), ({"masters": True}, "masters=True")])
+def test_what_it_does_not_go_with(options, named):
+    with pytest.raises(ValueError, match=f"vectorize=True does not go with {named}"):
+        pipeback.Pipeline(model(), loss=None, optimizer=OPTIMIZERS["sgd"], method="pb", vectorize=True, **options)
