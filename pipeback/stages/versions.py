@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from pipeback.stages.flight import Flight
-from pipeback.tensors.weight_list import Weights, like
+from pipeback.tensors.weight_list import WeightList, Weights, like
 
 Flights = dict[int, Flight]  # by micro-batch, in the order of their forwards
 
@@ -31,7 +31,7 @@ class Versions:
         self.kept: dict[int, Weights] = {}
         self.scratch: Weights | None = None  # room for the newest weights, while shifted ones lie in their place
         self.peak = 1.0  # the most copies of the weights that were held at once
-        self._spare: Weights | None = None  # memory of a version that was dropped, for the next one that is kept
+        self._spare: WeightList | None = None  # memory of a version that was dropped, for the next one that is kept
         self._owned = False  # whether some flights have shifted weights of their own
 
     def keep(self, version: int, weights: Weights, flights: Flights) -> Weights | None:
@@ -50,7 +50,8 @@ class Versions:
         for old in list(self.kept):  # as they were kept, and as flights end: the oldest first
             if old >= at - self.history or old == due or _needed(old, newest, flights):
                 return
-            self._spare = self.kept.pop(old)
+            dropped = self.kept.pop(old)
+            self._spare = dropped if isinstance(dropped, WeightList) else None  # others may have left the memory
 
     def hand(self, mb: int, flight: Flight) -> None:
         """B: keep what the forward of this micro-batch ran on for the coming update; of several, the first's."""
