@@ -61,7 +61,7 @@ def _reason(
         ("workers", options.threads, None),
         ("store", options.store, None),
         ("masters", options.masters, False),
-        ("activations", options.activations, "recompute" if recomputes(options.activations) else "device"),
+        ("activations", options.activations, options.activations if recomputes(options.activations) else "device"),
         ("order", options.debug.order, "grouped"),
     ):
         if value != plain:

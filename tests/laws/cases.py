@@ -103,6 +103,11 @@ def allowed(case: str, optimizer: str) -> bool:
     return case not in SPIKED or optimizer in ("sgd", "momentum", "adam", "adamw")
 
 
+def suited(case: str) -> str:
+    """The first optimizer of these that a case allows."""
+    return next(name for name in ("momentum", "sgd", "adamw") if allowed(case, name))
+
+
 def network(stages: int = STAGES, width: int = 6, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Sequential:
     """Linear + Tanh a stage."""
     torch.manual_seed(seed)

@@ -6,7 +6,7 @@ from torch import nn
 
 import pipeback
 from pipeback import methods
-from tests.laws.cases import CASES, OPTIMIZERS, STAGES, allowed, data, everything
+from tests.laws.cases import CASES, OPTIMIZERS, STAGES, data, everything, suited
 
 BAD = 777.0  # of which the loss, or the first stage, raises, while the form of the micro-batch is as ever
 ARMED = []  # not empty: a stage raises whatever comes
@@ -76,7 +76,7 @@ def made(method, optimizer="momentum", at=None, backward=False, **options):
 @pytest.mark.parametrize("case", CASES)
 def test_every_method(case):
     """The loss fails at F of the last stage, while the pipeline fills and in the steady state."""
-    optimizer = "momentum" if allowed(case, "momentum") else "sgd"
+    optimizer = suited(case)
     plain, hurt = (made(CASES[case](STAGES), optimizer) for _ in range(2))
     for n, (x, y) in enumerate(batches(12)):
         if n in (1, 6, 11):

@@ -12,7 +12,7 @@ from torch import nn
 import pipeback
 from pipeback import methods
 from tests.helpers.choice import mostly_rare
-from tests.laws.cases import CASES, FEW, OPTIMIZERS, STAGES, allowed, data, everything
+from tests.laws.cases import CASES, FEW, OPTIMIZERS, STAGES, data, everything, suited
 from tests.pipeline.test_dropped import ARMED, bad, batches, flush, flushes_that_fail, made
 
 
@@ -35,7 +35,7 @@ def same(hurt, plain, order=list):
 @pytest.mark.filterwarnings("ignore:.*takes its statistics")
 @pytest.mark.parametrize(("case", "kind"), [*((case, "host") for case in FEW), ("pipedream-vertical", "disk")])
 def test_the_first_stage_fails(case, kind, tmp_path):
-    optimizer = "momentum" if allowed(case, "momentum") else "sgd"
+    optimizer = suited(case)
     plain, hurt = pair(tmp_path, kind, CASES[case](STAGES), optimizer, 0)
     for n, (x, y) in enumerate(batches(8)):
         if n in (1, 7):

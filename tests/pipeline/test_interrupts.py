@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import pipeback
-from tests.laws.cases import CASES, FEW, STAGES, allowed, data, everything
+from tests.laws.cases import CASES, FEW, OPTIMIZERS, STAGES, data, everything, suited
 
 RUNTIMES = [{}, {"workers": 2}, {"store": "host"}, {"vectorize": True}, {"replicas": 2}]
 STOP = []  # where Ctrl-C is pressed next
@@ -74,18 +74,15 @@ class Between(nn.Module):
         return Stopping.apply(x, 0)
 
 
-def made(model, method, optimizer=Optimizer, momentum=0.9, **options):
+def made(model, method, optimizer=lambda p: Optimizer(p, lr=0.02, momentum=0.9), **options):
     torch.manual_seed(7)
-    return pipeback.Pipeline(
-        model, loss=loss, optimizer=lambda p: optimizer(p, lr=0.02, momentum=momentum), method=method, **options
-    )
+    return pipeback.Pipeline(model, loss=loss, optimizer=optimizer, method=method, **options)
 
 
 @pytest.mark.filterwarnings("ignore:.*takes its statistics")
 @pytest.mark.parametrize("case", FEW)
 def test_a_forward_that_was_stopped_is_taken_back(case):
-    momentum = 0.9 if allowed(case, "momentum") else 0.0
-    plain, hurt = (made(drawing(), CASES[case](STAGES), torch.optim.SGD, momentum) for _ in range(2))
+    plain, hurt = (made(drawing(), CASES[case](STAGES), OPTIMIZERS[suited(case)]) for _ in range(2))
     for n, (x, y) in enumerate(data(12, 4)):
         if n in (1, 6, 11):
             where = ("forward 0", "loss", f"forward {STAGES - 2}")[n // 5]

@@ -7,7 +7,7 @@ from torch.nn.functional import mse_loss
 import pipeback
 from pipeback import methods
 from tests.helpers.choice import mostly_rare
-from tests.laws.cases import CASES, OPTIMIZERS, allowed, data, everything, network, pipeline
+from tests.laws.cases import CASES, OPTIMIZERS, allowed, data, everything, network, pipeline, suited
 
 STAGES = 5
 
@@ -35,7 +35,7 @@ EACH = [(case, optimizer, True) for case in CASES for optimizer in OPTIMIZERS if
 # each method with one optimizer of those it allows
 USUAL = [rows[n % len(rows)] for n, case in enumerate(CASES) for rows in [[row for row in EACH if row[0] == case]]]
 # without `step` the updates come with the next forward; only a flush waits for it
-WITHOUT = [(case, "momentum", False) for case in CASES if not CASES[case](STAGES).flush_each_push]
+WITHOUT = [(case, suited(case), False) for case in CASES if not CASES[case](STAGES).flush_each_push]
 
 
 @pytest.mark.parametrize(("case", "optimizer", "step"), mostly_rare([*EACH, *WITHOUT], *USUAL, *WITHOUT))

@@ -15,7 +15,7 @@ from pipeback.streaming.disk_store import DiskStore
 from pipeback.streaming.pages import PAGE
 from pipeback.streaming.store import HostStore
 from tests.helpers.choice import mostly_rare
-from tests.laws.cases import CASES, FEW, STAGES, allowed, data, network, pipeline, weights
+from tests.laws.cases import CASES, FEW, STAGES, data, network, pipeline, suited, weights
 from tests.plan.planned import SAMPLES, pushed
 
 
@@ -28,10 +28,6 @@ def planned(pipe, count, pushes):
     for n in range(pushes):
         pipe.push(*pushed(count, n))
     return found, before, pipe.traffic()
-
-
-def optimizer_of(case):
-    return next(name for name in ("momentum", "sgd") if allowed(case, name))
 
 
 # -- bytes -------------------------------------------------------------------------------------------------------------
@@ -50,7 +46,7 @@ WAYS = list(product((0, 1, 3), (1, 5)))
 def test_bytes_predicted_are_bytes_counted(case, prefetch, count):
     """Every method: weights in, gradients out, fetches, what is on the device at most, activations."""
     store = HostStore(prefetch=prefetch)
-    pipe = pipeline(network(), CASES[case](STAGES), optimizer_of(case), micro_batch_size=SAMPLES, store=store)
+    pipe = pipeline(network(), CASES[case](STAGES), suited(case), micro_batch_size=SAMPLES, store=store)
     found, before, after = planned(pipe, count, 3)
     for name in ("weights_in", "fetches", "gradients_out", "sums_in"):
         expected, counted = 3 * getattr(found.push, name), getattr(after, name) - getattr(before, name)
