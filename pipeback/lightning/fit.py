@@ -261,7 +261,7 @@ class Fit:
     @property
     def called(self) -> bool:
         """Whether the model has been called in this `training_step`."""
-        return self._output is not None
+        return self._output is not None or bool(self._outputs)
 
     def check_output(self, output: Any, held: Any) -> None:
         """Raise ValueError unless `training_step` has returned a loss that depends on what it held of the output."""

@@ -75,6 +75,8 @@ class OneDevice:
             if state.sparse:
                 assert fit.pipe is not None
                 return fit.twins.dense_state_dict(fit.pipe.expanded)
+            if fit.vectorize:
+                fit.twins.collect()  # the state of stages that run as one lies elsewhere since then
             found = fit.twins.state_dict()
             return copy.deepcopy(found) if isinstance(fit.store, DiskStore) else found
 

@@ -99,7 +99,6 @@ class StageOptimizers:
 
     def state_dict(self) -> dict[str, Any]:
         """The state dictionary of the original, as if it had made the steps."""
-        self.collect()  # where stages run as one, their state lies elsewhere since then
         found = self.optimizer.state_dict()
         # a parameter that was never stepped has no state in plain training, here an empty one
         return {**found, "state": {n: state for n, state in found["state"].items() if state}}

@@ -32,7 +32,9 @@ class Technique:
     order: str  # the name of its routine
     slack: int = 0
     group: bool = False  # whether a flowing method updates once per M micro-batches
-    copies: int | str = 1  # of the weights, the newest included; "stash": one per update of delay, and one
+    # of the weights, the newest included; "stash": one per update of delay, and one; "stash+1": one more where there
+    # is delay
+    copies: int | str = 1
     state: float = 0.0  # in copies of the weights
     needs: tuple[str, ...] = ()  # optimizers; empty: any
     slow: tuple[DelayPrice, ...] = ()
@@ -60,8 +62,9 @@ class Technique:
 
     def held(self, stage: int, stages: int) -> float:
         """Copies of the weights that a stage holds, the newest included."""
-        if self.copies == "stash":
-            return 1.0 + self.slack * (stages - 1 - stage)
+        if self.copies in ("stash", "stash+1"):
+            delay = self.slack * (stages - 1 - stage)
+            return 1.0 + delay + (self.copies == "stash+1" and delay > 0)
         return float(self.copies)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
+
 from pipeback.methods.base import Method
 from pipeback.schedules.ops import Schedule
 from pipeback.schedules.order import Order
@@ -119,7 +121,8 @@ def _divided(
                 pays, told, apart = False, str(error), apart and isinstance(error.__cause__, Unlike)
             else:
                 pays, told = _judged(stack, asked, shaper, leap=leap)
-                apart = apart and asked.vectorize == "auto" and (not pays or stack.faster_apart(CLEARLY))
+                timed = asked.vectorize == "auto" and not torch.are_deterministic_algorithms_enabled()
+                apart = apart and timed and (not pays or stack.faster_apart(CLEARLY))
         if apart:
             waiting[:0] = [shaper.stack([stage]) for stage in stack.stages]
             continue
@@ -177,6 +180,8 @@ def _judged(stack: Stack, asked: Request, shaper: Shaper, *, leap: bool) -> tupl
     full = shaper.turns == 1 and ticks < SPARSE
     enough = (SINGLE if stack.alone else WHOLE) if leap else ALL if full else SOME
     as_one = "as a graph" if stack.alone else "as one"
+    if torch.are_deterministic_algorithms_enabled() and asked.vectorize == "auto":  # times must not change bits
+        return leap, as_one if leap else f"stage by stage: {as_one} pays seldom with {asked.method!r}, and is not timed"
     if (stack.alone and not leap) or (asked.vectorize == "auto" and times < enough):
         return False, (
             f"stage by stage: {as_one}, F and B are {times:.2f} times as fast, which pays from {enough:g} on with "
