@@ -5,16 +5,15 @@ update. All schedules of pipeback and of the papers below are *rounds*. In round
 
     F(r + ahead)     I(r) or B(r)     W(r − late)     U        ahead = lead + slack·(p − 1 − w),  late = slack·w
 
-each as far as its micro-batch exists. So a few numbers say the whole order:
+each as far as its micro-batch exists. So a few numbers say the whole order::
 
-| routine     | slack | lead     | split | micro-batches in flight at w |                                          |
-| ----------- | ----- | -------- | ----- | ---------------------------- | ---------------------------------------- |
-| fill_drain  | 1     | M        |       | M                            | Huang et al., arXiv 1811.06965           |
-| one_f_one_b | 1     | 0        |       | p − w                        | Narayanan et al., arXiv 2006.09503       |
-| flowing     | slack | 0        |       | slack·(p − 1 − w) + 1        | Kosson et al., arXiv 2003.11666          |
-| zb_h1       | 1     | 0        | yes   | p − w, w without their W     | Qi et al., arXiv 2401.10241, section 2.3 |
-| zb_h2       | 2     | 0        | yes   | 2(p − 1 − w) + 1, and 2w     | the same, section 2.4                    |
-| interleaved | 2     | (v − 1)p |       | (v + 1)p − 1 − 2w, of chunks | Narayanan et al., arXiv 2104.04473, 2.2  |
+    routine      slack  lead      split  micro-batches in flight at w
+    fill_drain   1      M                M                             Huang et al., arXiv 1811.06965
+    one_f_one_b  1      0                p − w                         Narayanan et al., arXiv 2006.09503
+    flowing      slack  0                slack·(p − 1 − w) + 1         Kosson et al., arXiv 2003.11666
+    zb_h1        1      0         yes    p − w, w without their W      Qi et al., arXiv 2401.10241, section 2.3
+    zb_h2        2      0         yes    2(p − 1 − w) + 1, and 2w      the same, section 2.4
+    interleaved  2      (v − 1)p         (v + 1)p − 1 − 2w, of chunks  Narayanan et al., arXiv 2104.04473, 2.2
 
 M micro-batches are a flush; forwards beyond it do not exist. Each worker holds one stage; interleaved, it holds v, its
 chunks: stage k is on worker k mod p, and rounds count the operations of all chunks, in groups of p micro-batches.
