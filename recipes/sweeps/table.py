@@ -106,9 +106,14 @@ def _ended(out: Path) -> bool:
     return state(out).get("state") in ("finished", "diverged")
 
 
-@cache
 def _curves(out: Path) -> tuple[Curve, Curve]:
     """The training and the held-out losses of a run that has ended."""
+    return _read(out.resolve(), (out / "progress.json").stat().st_mtime_ns)
+
+
+@cache
+def _read(out: Path, ended: int) -> tuple[Curve, Curve]:
+    """The curves in a folder. ended: when its run ended, for another run may come to lie there."""
     return curve(out), held_out(out)
 
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -18,7 +19,7 @@ from pipeback.recipes import sweep
 from pipeback.recipes.live import state
 from pipeback.recipes.sweeps import table
 from pipeback.recipes.sweeps.curves import Curve, held_out, held_out_slow_down, reaches, slow_down, smoothed
-from pipeback.recipes.sweeps.jobs import last_checkpoint
+from pipeback.recipes.sweeps.jobs import Job, last_checkpoint
 from tests.recipes.cli import TINY, config, numbers, pipeback, rows
 
 BITS = "trainer.strategy.vectorize=false"  # "auto" goes by times, and stages as one round in another way
@@ -149,7 +150,7 @@ def test_divergence_is_a_line_and_ends_nothing(tmp_path):
     assert done.returncode == 0, done.stderr
     found = table.load(tmp_path / "here" / "results.csv").rows
     assert [row.state for row in found] == ["finished", "finished", "diverged", "diverged"]
-    assert all(math.isnan(row.slow_down) for row in found[2:]) and all(row.slow_down > 0 for row in found[:2])
+    assert all(math.isnan(row.slow_down) for row in found[2:]) and [row.slow_down for row in found[:2]] == [1, 1]
 
 
 def test_a_failure_is_named_and_the_others_are_written(tmp_path, monkeypatch):
@@ -239,6 +240,23 @@ def test_a_slow_down_compares_updates_at_one_loss():
     assert slow_down(early, reference) == 0.5
     assert reaches(reference, 3.5) == 150 and reaches(reference, 1.0) == math.inf and reaches(reference, 5.0) == 100
     assert math.isnan(slow_down(Curve([], []), reference)) and math.isnan(slow_down(Curve([1], [math.inf]), reference))
+
+
+def test_folders_of_one_name_are_two_runs(tmp_path, monkeypatch):
+    """Two sweeps of one process, each in its own working directory, and a folder whose run is done once more."""
+    here = [Job("sgd", {}, 0, Path("here/sgd"), True, {})]
+
+    def ends(loss):
+        (tmp_path / "here" / "sgd").mkdir(parents=True, exist_ok=True)
+        monkeypatch.chdir(tmp_path)
+        Path("here/sgd/metrics.csv").write_text(f"step,train/loss,val/loss\n0,{loss},\n")
+        Path("here/sgd/progress.json").write_text('{"state": "finished"}')
+        return table.rows_of(here, "sgd")[0].train_loss
+
+    assert ends(1.0) == 1.0
+    tmp_path /= "other"
+    assert ends(2.0) == 2.0
+    assert ends(3.0) == 3.0
 
 
 def test_a_held_out_slow_down_is_that_of_the_drained_model(tmp_path):
