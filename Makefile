@@ -29,7 +29,7 @@ $(STAMP): pyproject.toml
 	touch $(STAMP)
 
 demo: setup
-	$(BIN)/pipeback compare experiment=digits 'methods=[sgd,pb,sc,lwp,cerebras,pipedream,spectrain,pipemare,gpipe,one_f_one_b,pipedream_2bw]'
+	$(BIN)/pipeback compare experiment=digits 'methods=[sgd,pb,sc,lwp,cerebras,pipedream,spectrain,pipemare,gpipe]'
 
 test: setup
 	$(BIN)/python -m pytest -q -n $(WORKERS)
