@@ -1,6 +1,6 @@
 """Measures speed and memory as ratios within one run: contenders take turns, and medians are printed.
 
-    make bench                                 # all sections
+    make bench                                 # all sections but stability
     pipeback bench processes repeats=9         # some sections; each is a file of benches/
     pipeback bench table networks=resnet20,narrow repeats=3 out=some.json
 
@@ -16,6 +16,8 @@ processes   two ranks against two such copies and against torch.distributed.pipe
 streaming   stores in host memory and on disk against resident weights; bytes of sparse weights; fetches of PB
 splitting   seconds of cutting resnet50 into stages; the cost of passing dictionaries and long skips along
 memory      weight copies and method state, measured and declared; memory after 100 and after 10,000 micro-batches
+stability   largest stable ηλ on a quadratic, observed beside theory; only if it is named (benches/stability.py)
+            options: methods= momenta= delays= out=FILE
 lightning   the strategy, batches of 64 cut into 64 micro-batches: samples per second over Pipeline.push's
 imports     `import pipeback` beyond `import torch`
 
@@ -36,11 +38,13 @@ from pipeback.recipes.provenance import command, heading, load, provenance
 SECTIONS = {
     name: name for name in (
         "table", "scaling", "event_loop", "vectorized", "auto", "threads", "processes", "streaming", "splitting",
-        "memory", "imports",
+        "memory", "imports", "stability",
     )
 } | {"lightning": "under_lightning"}  # fmt: skip
+NAMED = {"stability"}  # sections that run only if they are named
 OPTIONS = {
     "table": ("networks", "contenders", "out", "read", "page"), "scaling": ("stages", "methods", "slack"),
+    "stability": ("methods", "momenta", "delays", "out"),
     **dict.fromkeys(("event_loop", "vectorized", "lightning", "imports"), ("against",)),
 }  # fmt: skip
 
@@ -89,7 +93,7 @@ def parsed(arguments: list[str]) -> tuple[int, list[str], dict[str, dict[str, st
         if not any(name in some for some in options.values()):
             whose = next(section for section, some in OPTIONS.items() if name in some)
             sys.exit(f"pipeback bench: {name}= is an option of {whose}; name that too: pipeback bench {whose} ...")
-    return repeats, chosen or list(SECTIONS), options
+    return repeats, chosen or [name for name in SECTIONS if name not in NAMED], options
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Prints and draws the results of a sweep again: those that came with pipeback, or your own.
+"""Prints and draws results again: those that came with pipeback, or your own.
 
     pipeback results                                    # the names of those that came with pipeback
     pipeback results delay_lm                           # every method at its best rate
     pipeback results delay_lm out=delay_lm.png          # losses, slow-downs, and how much depends on the rate
     pipeback results outputs/sweep/delay_lm out=tables.md,picture.svg
 
-A sweep is a name, a results.csv of `pipeback sweep`, or its folder. out= names files that end in .md or in an ending
-of pictures (.png, .svg, .pdf); several are separated by commas.
+Results are a name, a results.csv of `pipeback sweep`, its folder, or a file of `pipeback bench stability`. out= names
+files that end in .md or in an ending of pictures (.png, .svg, .pdf); several are separated by commas.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from pipeback.recipes import measured
 from pipeback.recipes.draw import picturable
 from pipeback.recipes.provenance import heading
 from pipeback.recipes.report import console as report_console
-from pipeback.recipes.reports.sheet import markdown, terminal
+from pipeback.recipes.reports.sheet import Sheet, markdown, terminal
+from pipeback.recipes.stability import limits
+from pipeback.recipes.stability.limits import Limits
 from pipeback.recipes.sweeps import summary, table
 from pipeback.recipes.sweeps.table import Results
 
@@ -56,41 +58,57 @@ def parsed(arguments: Sequence[str]) -> Asked:
     return Asked(sweeps[0] if sweeps else None, out)
 
 
-def found(sweep: str) -> Results:
-    """The results of a sweep by its name, its file or its folder. Raises ValueError if there are none."""
-    if sweep in measured.names():
-        return table.read(measured.text(sweep), sweep)
-    path = Path(sweep).expanduser()
+def found(name: str) -> Results | Limits:
+    """Results by their name, file or folder. Raises ValueError if there are none."""
+    if name in measured.names():
+        return _read(measured.text(name), name)
+    path = Path(name).expanduser()
     file = path / table.FILE if path.is_dir() else path
     if file.is_file():
-        return table.load(file)
-    near = get_close_matches(sweep, measured.names(), n=1)
+        return _read(file.read_text("utf-8"), str(file))
+    near = get_close_matches(name, measured.names(), n=1)
     hint = f"did you mean {near[0]!r}?" if near else "`pipeback results` lists the names"
-    raise ValueError(
-        f"{sweep!r} is neither a results.csv of `pipeback sweep`, nor its folder, nor a known name; {hint}"
-    )
+    raise ValueError(f"{name!r} is neither a results.csv of `pipeback sweep`, nor its folder, nor a known name; {hint}")
 
 
-def text(results: Results) -> str:
+def _read(text: str, name: str) -> Results | Limits:
+    return limits.read(text) if limits.holds(text) else table.read(text, name)
+
+
+def sheets(results: Results | Limits) -> list[Sheet]:
+    return limits.sheets(results) if isinstance(results, Limits) else summary.sheets(results)
+
+
+def _counted(results: Results | Limits) -> str:
+    return counted(len(results.rows), "limit" if isinstance(results, Limits) else "run")
+
+
+def text(results: Results | Limits) -> str:
     """The tables in Markdown, below the command, the date, the commit and the machine."""
     head = heading(results.command, results.facts)
-    runs = f"{counted(len(results.rows), 'run')}."
-    return "\n".join([f"{head.rstrip()} {runs}\n", *map(markdown, summary.sheets(results))]).rstrip() + "\n"
+    return "\n".join([f"{head.rstrip()} {_counted(results)}.\n", *map(markdown, sheets(results))]).rstrip() + "\n"
+
+
+def draw(results: Results | Limits, file: Path) -> None:
+    if isinstance(results, Limits):
+        from pipeback.recipes.stability import figure as pictures
+    else:
+        from pipeback.recipes.sweeps import pictures
+    pictures.draw(results).savefig(file)
 
 
 def show(asked: Asked, console: Console) -> None:
     if asked.sweep is None:
         for name in measured.names():
-            results = table.read(measured.text(name), name)
-            console.print(
-                f"[bold]{name}[/bold]  {len(results.rows)} runs, {results.facts.get('date', '')}", highlight=False
-            )
+            results = _read(measured.text(name), name)
+            told = f"{_counted(results)}, {results.facts.get('date', '')}"
+            console.print(f"[bold]{name}[/bold]  {told}", highlight=False)
             console.print(f"    {results.command}", style="dim", highlight=False, markup=False, soft_wrap=True)
         return
     results = found(asked.sweep)
     if not results.rows:
         raise ValueError(f"{asked.sweep}: no run of it has ended yet")
-    for sheet in summary.sheets(results):
+    for sheet in sheets(results):
         console.print(terminal(sheet))
         console.print(sheet.notes + "\n", style="dim", highlight=False, markup=False)
     told = ", ".join(f"{name}: {value}" for name, value in results.facts.items())
@@ -99,9 +117,7 @@ def show(asked: Asked, console: Console) -> None:
         if file.suffix == ".md":
             file.write_text(text(results), "utf-8")
         else:
-            from pipeback.recipes.sweeps.pictures import draw
-
-            draw(results).savefig(file)
+            draw(results, file)
         console.print(f"written: {file}", highlight=False, markup=False, soft_wrap=True)
 
 

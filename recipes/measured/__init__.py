@@ -1,4 +1,4 @@
-"""Measured: results.csv of sweeps whose results stand in the documentation, a file each, by the name of the sweep."""
+"""Measured: CSV files of the results that stand in the documentation, by their names: of sweeps, and of stability."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import importlib.resources
 
 
 def names() -> list[str]:
-    """The names of the sweeps whose files came with the package."""
+    """The names of the files that came with the package."""
     files = importlib.resources.files("pipeback.recipes.measured").iterdir()
     return sorted(file.name.removesuffix(".csv") for file in files if file.name.endswith(".csv"))
 
 
 def text(name: str) -> str:
-    """The file of a sweep."""
+    """The text of a file."""
     return importlib.resources.files("pipeback.recipes.measured").joinpath(f"{name}.csv").read_text("utf-8")

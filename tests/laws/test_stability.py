@@ -1,18 +1,14 @@
 """Law: on a quadratic, a pipeline is as stable as the characteristic polynomial of its method says.
 
 The loss is λ/2 · w², w the one parameter of stage 0, the other stages the identity. The gradient is then λ w_F,
-whatever the backward runs on, and the weights follow a linear recurrence in the delay D = slack · (S − 1):
-
-    SGD         z^D (z − 1) + x = 0                                        stable iff 0 < x < 2 sin(π / (4D + 2))
-    SC          z^D (z − 1)(z − m) + x [(a + b) z − b m] = 0               x = ηλ, momentum and PB: a = 1, b = 0
-    LWP^w + SC  z^(D+1) (z − 1)(z − m) + x [(1 + T) z − T] [(a + b) z − b m] = 0
-    LWP^v + SC  (z − 1) [z^D (z − m) + x T] + x [(a + b) z − b m] = 0
+whatever the backward runs on, and the weights follow a linear recurrence in the delay D = slack · (S − 1), whose
+characteristic polynomials are those of recipes/stability/polynomials.py.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,12 +16,12 @@ import torch
 from torch import nn
 
 import pipeback
+from pipeback.recipes.stability.polynomials import LAWS
 from tests.helpers.choice import mostly_rare, rare
 
 from .test_equations import create
 
 CURVATURE = 2.0  # λ, unlike 1 so that η and x cannot be mistaken for each other
-Polynomial = np.ndarray[Any, np.dtype[np.float64]]  # the highest power first
 
 
 class Factor(nn.Module):
@@ -57,67 +53,10 @@ def descent(method: Any, x: float, momentum: float, stages: int, updates: int) -
     return np.array(path)
 
 
-# -- the polynomials -------------------------------------------------------------------------------------------------
-
-
-class Law(NamedTuple):
-    """One row of the table above."""
-
-    predict: str | None  # None, "weight", "velocity"
-    spike: bool
-
-    def polynomial(self, x: float, m: float, d: int) -> Polynomial:
-        a, b = (m**d, (1 - m**d) / (1 - m)) if self.spike else (1.0, 0.0)
-        one, z_m, step = np.array([1.0, -1.0]), np.array([1.0, -m]), x * np.array([a + b, -b * m])
-        z_d = np.array([1.0] + [0.0] * d)
-        if self.predict == "velocity":
-            return np.polyadd(np.polymul(one, np.polyadd(np.polymul(z_d, z_m), [x * d])), step)
-        if self.predict == "weight":
-            return np.polyadd(np.polymul([*z_d, 0.0], np.polymul(one, z_m)), np.polymul([1.0 + d, -d], step))
-        return np.polyadd(np.polymul(z_d, np.polymul(one, z_m)), step)
-
-    def radius(self, x: float, m: float, d: int) -> float:
-        """Of the slowest mode: |w| goes as radius^t."""
-        return float(np.abs(np.roots(self.polynomial(x, m, d))).max())
-
-    def largest(self, m: float, d: int) -> float:
-        """The smallest x > 0 with a root on the unit circle.
-
-        The polynomial is p(z) + x q(z), so z = exp(iθ) is a root of it for x = −p/q, which must be real.
-        """
-        p = self.polynomial(0.0, m, d)
-        q = np.polysub(self.polynomial(1.0, m, d), p)
-
-        def x(angle: Any) -> Any:
-            z = np.exp(1j * angle)
-            return -np.polyval(p, z) / np.polyval(q, z)
-
-        angles = np.concatenate([np.geomspace(1e-6, 1e-2, 500), np.linspace(1e-2, np.pi, 500 + 40 * d)[1:-1]])
-        side = np.signbit(x(angles).imag)
-        at = np.flatnonzero(side[1:] != side[:-1])
-        low, high = angles[at], angles[at + 1]
-        for _ in range(60):
-            middle = (low + high) / 2
-            same = np.signbit(x(middle).imag) == side[at]
-            low, high = np.where(same, middle, low), np.where(same, high, middle)
-        found = np.append(x(low).real, x(np.pi).real)
-        return float(found[found > 0].min())
-
-
-LAWS = {
-    "pb": Law(None, False),
-    "sc": Law(None, True),
-    "lwp": Law("velocity", False),
-    "lwp-weight": Law("weight", False),
-    "cerebras": Law("velocity", True),
-    "lwp-weight-then-sc": Law("weight", True),
-}
-
-
 def build(name: str, slack: int) -> Any:
-    if name == "lwp-weight-then-sc":
+    if name == "lwp_w_sc":
         return pipeback.chain(create("lwp", form="weight", slack=slack), create("sc", slack=slack))
-    if name == "lwp-weight":
+    if name == "lwp_w":
         return create("lwp", form="weight", slack=slack)
     return create(name, slack=slack)
 
@@ -191,7 +130,7 @@ def test_without_momentum_prediction_by_displacement_narrows_the_stable_range(d:
     """methods.md: at m = 0 LWP is always worse than PB, whose bound is 2 sin(π / (4D + 2))."""
     plain = LAWS["pb"].largest(0.0, d)
     assert plain == pytest.approx(2 * math.sin(math.pi / (4 * d + 2)), rel=1e-9)
-    assert LAWS["lwp-weight"].largest(0.0, d) < plain
+    assert LAWS["lwp_w"].largest(0.0, d) < plain
 
 
 @pytest.mark.parametrize("name", mostly_rare(["pb", "sc", "lwp", "cerebras"], "pb", "cerebras"))

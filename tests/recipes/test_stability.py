@@ -1,0 +1,73 @@
+"""`pipeback bench stability`: what is observed on a quadratic is what the polynomials say, and is written and drawn."""
+
+import math
+
+import pytest
+
+pytest.importorskip("hydra")
+pytest.importorskip("matplotlib")
+
+from pipeback.recipes import bench, results
+from pipeback.recipes.benches import stability
+from pipeback.recipes.stability import figure, limits
+from pipeback.recipes.stability.observed import GRID, largest
+from pipeback.recipes.stability.polynomials import LAWS
+from tests.recipes.cli import pipeback
+
+FACTS = {"date": "2026-01-02", "commit": "abc1234", "machine": "a CPU, 2 cores, Linux x86_64", "torch": "2.14.1"}
+ROWS = [
+    limits.Row(method, m, d, LAWS["pb"].largest(m, d) * (2.0 if method == "ef" else 1.0),
+               math.nan if method == "ef" else LAWS[method].largest(m, d))
+    for m in (0.9, 0.99) for d in (4, 16) for method in ("pb", "cerebras", "ef")
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("method", ["pb", "cerebras"])
+def test_what_is_observed_is_what_the_polynomials_say(method):
+    bound = LAWS[method].largest(0.9, 4)
+    assert largest(method, 0.9, 4, bound / 2, 2 * bound) == pytest.approx(bound, rel=GRID - 1)
+
+
+def test_what_is_stable_everywhere_or_nowhere_is_told():
+    bound = LAWS["pb"].largest(0.9, 4)
+    assert largest("pb", 0.9, 4, bound / 4, bound / 2) == math.inf
+    assert math.isnan(largest("pb", 0.9, 4, 2 * bound, 3 * bound))
+
+
+def test_a_file_is_read_as_it_was_written(tmp_path):
+    file = tmp_path / "stability.csv"
+    limits.save(file, limits.Limits("pipeback bench stability", FACTS, ROWS))
+    text = file.read_text()
+    found = limits.read(text)
+    assert limits.holds(text) and found.command == "pipeback bench stability" and found.facts == FACTS
+    assert [row[:3] for row in found.rows] == [row[:3] for row in ROWS]
+    assert found.over_pb(found.rows[2]) == pytest.approx(2.0, rel=1e-3)
+    observed, experiments = limits.sheets(found)
+    assert observed.head == ["momentum", "D", "D(1−m)", "pb: ηλ", "cerebras", "ef"] and observed.rows[0][-1] == "2.00"
+    assert experiments.rows[3][:5] == ["Kosson et al., ResNet-20", "6.43e-06", "0.99918", "66", "0.054"]
+    assert len(figure.draw(found).axes) == 2
+    results.show(results.parsed([str(file), f"out={tmp_path / 'a.md'}"]), results.report_console())
+    assert "12 limits." in (tmp_path / "a.md").read_text()
+
+
+def test_rows_are_written_as_they_come_and_taken_over(tmp_path, monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr(limits, "largest", lambda *given: asked.append(given[:3]) or 0.5)
+    file = tmp_path / "stability.csv"
+    stability.main(1, methods="pb,ef", momenta="0.9", delays="4", out=str(file))
+    stability.main(1, methods="ef,sc", momenta="0.9", delays="4", out=str(file))
+    assert asked == [("pb", 0.9, 4), ("ef", 0.9, 4), ("sc", 0.9, 4)]
+    assert {row.method for row in limits.read(file.read_text()).rows} == {"pb", "ef", "sc"}
+    assert "Largest stable ηλ, observed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    ("methods=braking", "methods=braking is not among pb, sc"), ("momenta=a", "write momenta=0.9,0.99"),
+])  # fmt: skip
+def test_mistakes(words, message, tmp_path):
+    done = pipeback("bench", "stability", words, cwd=tmp_path)
+    assert done.returncode == 1 and message in done.stderr
+
+
+def test_it_runs_only_if_it_is_named():
+    assert "stability" not in bench.parsed([])[1] and bench.parsed(["stability"])[1] == ["stability"]
