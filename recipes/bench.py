@@ -6,11 +6,13 @@
 
 table       everything side by side: plain loops, our runtimes, torch.distributed.pipelining (the docs show it)
             options: networks= contenders= out=FILE read=FILE page=true; benches/table.py explains them
-scaling     cost per micro-batch and stage, by number of stages, delay and method; memory, measured and predicted
-            options: stages= methods= slack=
+scaling     cost per micro-batch and stage, by number of stages, delay and method; memory, measured and predicted; the
+            same by length of a push; seconds of building, beginning, saving and loading up to 1,024 stages
+            options: stages= methods= slack= micro_batches=
 event_loop  one process, one thread, micro-batch 1: 20 blocks of width 64 and ResNet-20 over the plain PyTorch loop
 vectorized  stages that are alike run as one, with and without torch.compile, over the plain loop
 auto        vectorize=True and "auto" over the event loop, by method; and the speed-up by which "auto" decides
+pushes      pushes of 256 micro-batches whose losses are read each time over one long push, as one and in the event loop
 threads     two threads on two cores against two independent single-process copies that run at once
 processes   two ranks against two such copies and against torch.distributed.pipelining; memory per rank
 streaming   stores in host memory and on disk against resident weights; bytes of sparse weights; fetches of PB
@@ -37,13 +39,14 @@ from pipeback.recipes.provenance import command, heading, load, provenance
 
 SECTIONS = {
     name: name for name in (
-        "table", "scaling", "event_loop", "vectorized", "auto", "threads", "processes", "streaming", "splitting",
-        "memory", "imports", "stability",
+        "table", "scaling", "event_loop", "vectorized", "auto", "pushes", "threads", "processes", "streaming",
+        "splitting", "memory", "imports", "stability",
     )
 } | {"lightning": "under_lightning"}  # fmt: skip
 NAMED = {"stability"}  # sections that run only if they are named
 OPTIONS = {
-    "table": ("networks", "contenders", "out", "read", "page"), "scaling": ("stages", "methods", "slack"),
+    "table": ("networks", "contenders", "out", "read", "page"),
+    "scaling": ("stages", "methods", "slack", "micro_batches"),
     "stability": ("methods", "momenta", "delays", "out"),
     **dict.fromkeys(("event_loop", "vectorized", "lightning", "imports"), ("against",)),
 }  # fmt: skip

@@ -130,7 +130,7 @@ class Engine:
                 self._losses.see(progress.pushes - 1, loss)
             return loss
 
-    def batches(self, x: Any, y: Any) -> list[Batch]:
+    def batches(self, x: Any, y: Any) -> Sequence[Batch]:
         """The micro-batches of a push."""
         return self.entrance.batches(x, y, self.size, self.wait)
 

@@ -26,7 +26,9 @@ class Memory(NamedTuple):
     weights: int  # bytes of one copy of the trainable weights, as the optimizer steps them
     copies: float  # copies of the weights at the peak, weighted by stage size; 1.0 = the live ones alone
     state: float  # the method's own state, in copies of the weights
-    activations: int  # bytes kept for backwards on the device at the peak: one micro-batch's, times those in flight
+    # bytes kept for backwards on the device at the peak: one micro-batch's, times those in flight. What a stage has
+    # given to the next one and has saved itself counts once
+    activations: int
     host: int = 0  # the same in host memory, with activations="host"; with "recompute", states of random streams
     rounded: int = 0  # with masters: bytes of the rounded weights of a half type; `weights` counts their float32 copies
     # bytes held beside all this. For small weights, which lie in one run of memory: their gradients, also with weight
@@ -51,8 +53,11 @@ def counted(stages: Sequence[Stage], owner: Sequence[int]) -> Memory:
         owned = {id(v) for w in stage.weights for v in stage.optimizer.state.get(w, {}).values()}
         tensors = [t for v in stage.state.values() if isinstance(v, list) for t in v if t is not None]
         state += sum(t.numel() * t.element_size() for t in tensors if id(t) not in owned)
+    here = {(stage.replica, stage.index): stage for stage in stages}
     activations = sum(
-        stage.learnt.activation_bytes * stage.peak_flights if stage.stack is None else stage.stack.held
+        stage.added_bytes(here.get((stage.replica, stage.index - 1))) * stage.peak_flights
+        if stage.stack is None
+        else stage.stack.held
         for stage in stages
     )
     repeats: dict[tuple[int, int], int] = {}  # a worker does one at a time

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pipeback.pipeline.option_checks import check_tensors, micro_batches, shares
+from pipeback.pipeline.slices import Slices
 from pipeback.runtime.loop import Batch
 from pipeback.splitting.traced_model import TracedModel
 from pipeback.stages.flight import Value
@@ -27,10 +28,12 @@ class MicroBatcher:
         self._program, self._everywhere = program, everywhere
         self._setting = 0  # of the stages, when micro-batches were let in last
 
-    def batches(self, x: Any, y: Any, size: int | None, wait: Wait) -> list[Batch]:
+    def batches(self, x: Any, y: Any, size: int | None, wait: Wait) -> Sequence[Batch]:
         """The micro-batches of (x, y), cut along the first dimension: all of one replica before those of the next."""
         x, form = self._opened(x)
         found = shares(x, y, size, len(self._everywhere))
+        if isinstance(found, Slices) and (self._program is None or form is None):
+            return found  # which are cut when they are taken
         known = self._known([x for x, _, _ in found], form, wait, None)
         return [(x, flat(y), size) for x, (_, y, size) in zip(known, found, strict=True)]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import repeat
 from typing import Any, Literal
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from pipeback.counts import counted
 from pipeback.methods.base import Method
 from pipeback.pipeline.method_choice import allowing
+from pipeback.pipeline.slices import Slices, pieces_of
 from pipeback.runtime.loop import Batch
 from pipeback.stages.flight import Value
 from pipeback.stages.joint_optimizer import own_step, replaced_step
@@ -216,7 +216,7 @@ def check_masters(masters: Any, store: Store | None) -> None:
         )
 
 
-def shares(x: Value, y: Any, size: int | None, replicas: int) -> list[Batch]:
+def shares(x: Value, y: Any, size: int | None, replicas: int) -> Sequence[Batch]:
     """Micro-batches (x, y, samples) of a push: all of one replica of this process before those of the next.
 
     Each replica gets as many of them, and as many samples as the next or one more.
@@ -232,7 +232,7 @@ def shares(x: Value, y: Any, size: int | None, replicas: int) -> list[Batch]:
             f"{replicas} "
             "(DataLoader(drop_last=True) leaves a short last batch out)"
         )
-    found = []
+    found: list[Batch] = []
     for a, b, samples in micro_batches(x, y, [least + 1] * more + [least] * (replicas - more)):
         cut = batches_in.sizes(samples, samples if size is None else size)
         if len(cut) < each:
@@ -268,7 +268,7 @@ def _as_tensors(x: Any) -> str:
 
 def micro_batches(
     x: Value, y: Any, size: int | Sequence[int] | None, who: Literal["push", "evaluate"] = "push"
-) -> list[Batch]:
+) -> Sequence[Batch]:
     """x and y, cut into batches (x, y, samples) of `size` samples, or of so many each; None: they are one.
 
     who: what has got them, in messages.
@@ -308,11 +308,12 @@ def micro_batches(
     if len(sizes) == 1:
         return [(x, y, length)]
 
+    if isinstance(size, int) and batches_in.simple(y):
+        return Slices(x, y, length, size)
+
     def pieces(value: Any) -> Iterable[Any]:
         if not batches_in.simple(value):
             return batches_in.cut(value, sizes)
-        if isinstance(value, tuple) and value:
-            return zip(*map(pieces, value), strict=False)
-        return value.split(sizes) if isinstance(value, Tensor) and value.dim() else repeat(value)
+        return pieces_of(value, 0, length, sizes)
 
     return list(zip(pieces(x), pieces(y), sizes, strict=False))

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from pipeback.distributed.held_stages import HeldStages
+from pipeback.pipeline.slices import unlike
 from pipeback.runtime.loop import Batch
 from pipeback.stages.flight import Value
 from pipeback.stages.module_settings import Mirror, Settings
@@ -114,7 +115,7 @@ class Rehearsals:
         method = self._holding.method
         if method.copies == "stash" or not any(self._delays):
             return {}
-        return {form: batch for batch in reversed(batches) if (form := form_of(batch)) not in self._forms}
+        return {form: batch for batch in reversed(unlike(batches)) if (form := form_of(batch)) not in self._forms}
 
     def whole(self, batch: Batch, relay: Relay | None = None) -> None:
         """Rehearse one micro-batch in full, and time F and B of each stage."""
@@ -170,7 +171,7 @@ def form_of(batch: Batch) -> Form:
 
 def smallest(batches: Sequence[Batch]) -> Batch:
     """The first of the micro-batches with the fewest samples."""
-    return min(batches, key=lambda batch: batch[2])
+    return min(unlike(batches), key=lambda batch: batch[2])
 
 
 def _kind(batch: Batch) -> Any:

@@ -143,5 +143,5 @@ def disk_room(facts: PlanInputs, push: Forecast) -> int:
         return 0
     flying = 0
     if any(facts.delays):
-        flying = sum(p.load.activations * push.peak_flights[s] for s, p in facts.stages.items())
+        flying = sum(p.flight * push.peak_flights[s] for s, p in facts.stages.items())
     return facts.replicas * (2 * sum(p.pages for p in facts.stages.values()) + 2 * flying)

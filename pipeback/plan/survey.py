@@ -47,6 +47,7 @@ class StageBytes(NamedTuple):
     pages: int  # in its file, per version
     newly: int  # written to its file per update
     small: int  # written to its file per commit: buffers, and tensors too small to be streamed
+    flight: int  # written to its file per micro-batch in flight
 
 
 class PlanInputs(NamedTuple):
@@ -77,7 +78,8 @@ def survey(holding: HeldStages, setting: Setting, samples: int, *, timed: bool =
     """The facts of a pipeline that has rehearsed a micro-batch of so many samples. timed: measure bandwidths, too."""
     store, method, ranks = holding.store, holding.method, holding.ranks
     stages = [stage for stage in holding.mine if stage.replica == ranks.replica]
-    portions = {stage.index: _portion(stage, method) for stage in stages}
+    here = {stage.index: stage for stage in stages}
+    portions = {s: _portion(stage, here.get(s - 1), method) for s, stage in here.items()}
     device = next((stage.device for stage in stages if stage.device), torch.device("cpu"))
     folder = store.folder if isinstance(store, DiskStore) else None
     speeds = Bandwidth()
@@ -119,7 +121,7 @@ def slot_bytes(stage: Stage) -> int:
     return sum(lines(p.numel() * p.element_size()) for p in stage.module.parameters())
 
 
-def _portion(stage: Stage, method: Method) -> StageBytes:
+def _portion(stage: Stage, before: Stage | None, method: Method) -> StageBytes:
     kept = bandwidth.state_sizes(stage) if stage.weights else []
     own = {id(v) for w in stage.weights for v in stage.optimizer.state.get(w, {}).values()}
     state = [
@@ -135,7 +137,7 @@ def _portion(stage: Stage, method: Method) -> StageBytes:
     gradients = trainable
     if stage.masters:
         place, gradients = place + sum(_sizes(stage.masters.weights)), sum(_sizes(stage.params))
-    load = Load(place, gradients, stage.learnt.activation_bytes, stage.learnt.repeat_bytes, place, placed)
+    load = Load(place, gradients, stage.added_bytes(before), stage.learnt.repeat_bytes, place, placed)
     if stage.home.sparse is not None and stage.home.flat is not None:
         dense, index = sum(_sizes(stage.params)), stage.home.sparse.index_bytes
         sent = placed - dense + trainable + index
@@ -152,7 +154,7 @@ def _portion(stage: Stage, method: Method) -> StageBytes:
         stage.label, load, home, trainable, sum(kept), sum(state),
         copies * trainable, stage.learnt.host_bytes, sum(buffers),
         sum(map(paged, base + small)) + copies * sum(map(paged, older)),
-        sum(base) + (sum(older) if copies else 0), sum(small),
+        sum(base) + (sum(older) if copies else 0), sum(small), stage.learnt.activation_bytes,
     )  # fmt: skip
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import queue
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -19,6 +20,7 @@ from pipeback.runtime.awaited import Awaited
 from pipeback.runtime.lazy_loss import LazyLoss
 from pipeback.runtime.link import Closed
 from pipeback.runtime.loop import Batch, Loop
+from pipeback.runtime.loss_vector import LossVector
 from pipeback.runtime.undo import Dropped
 from pipeback.stages.flight import Value
 from pipeback.stages.joint_optimizer import Options
@@ -75,29 +77,32 @@ class PushLoop(EventLoop):
     It also runs micro-batches in two parts, a forward and a backward, where the loss is computed outside.
     """
 
-    def __init__(self, loop: Loop) -> None:
-        super().__init__(loop)
-        self.losses: dict[int, Any] = {}  # outputs instead, if the loss is computed outside
-        loop.worker.report = self.losses.__setitem__
+    @contextmanager
+    def _reporting(self, to: Callable[[int, Any], None]) -> Iterator[None]:
+        """A context within which the last stage reports there, and after which it keeps nothing alive."""
+        worker, before = self.loop.worker, self.loop.worker.report
+        worker.report = to
+        try:
+            yield
+        finally:
+            worker.report = before
 
     def push(self, first: int, batches: Sequence[Batch], options: Options) -> Read:
-        try:
+        losses = LossVector(first, len(batches))
+        with self._reporting(losses.put):
             self.loop.push(batches, options)
-        except Dropped:
-            self.losses.clear()
-            raise
-        wanted = range(first, first + len(batches))
-        missing = [i for i in wanted if i not in self.losses]
-        if missing:
+        if losses.come < losses.count:
             raise RuntimeError(
-                f"the schedule holds micro-batch {missing[0]} back; a forward must not wait for later arrivals"
+                f"the schedule holds {losses.count - losses.come} of the micro-batches {first} to "
+                f"{first + losses.count - 1} back; a forward must not wait for later arrivals"
             )
-        losses = [self.losses.pop(i) for i in wanted]
-        return lambda sizes: mean(losses, sizes)
+        return losses.mean
 
     def forward(self, mb: int, xs: Sequence[Value], options: Options, expected: int) -> list[Value]:
-        self.loop.forward(xs, options, expected)
-        return [self.losses.pop(i) for i in range(mb, mb + len(xs))]
+        outputs: dict[int, Value] = {}
+        with self._reporting(outputs.__setitem__):
+            self.loop.forward(xs, options, expected)
+        return [outputs[i] for i in range(mb, mb + len(xs))]
 
     def backward(self, gradients: Sequence[Value]) -> None:
         self.loop.backward(gradients)

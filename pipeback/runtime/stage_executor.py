@@ -12,7 +12,7 @@ from pipeback.errors import StageError
 from pipeback.runtime.worker import Worker
 from pipeback.schedules.order import Ops, Order
 from pipeback.schedules.spans import TickSpan
-from pipeback.stages.flight import Flight
+from pipeback.stages.flight import Flight, weighed
 from pipeback.stages.gradients import differentiate
 from pipeback.stages.stage import Stage
 
@@ -71,14 +71,14 @@ class StageExecutor:
     def backward(self, ops: Ops) -> None:
         """Do B of each (stage, micro-batch), as one autograd call."""
         worker, link, stages = self.worker, self.link, self.stages
-        roots: list[Tensor] = []
+        roots: list[Any] = []
         seeds: list[Tensor] = []
         flights = []
         for s, i in ops:
             stage = stages[s]
             grad = None if stage.judges else link.recv("B", s, i)
             if worker.samples and stage.last:
-                grad = torch.full_like(stage.flights[i].output, worker.sizes[i])
+                grad = weighed(stage.flights[i].output, worker.sizes[i])
             try:
                 flights.append(stage.begin_backward(i, grad, roots, seeds))
             except Exception as error:

@@ -64,6 +64,14 @@ def _one_f_one_b(m: int, stage: int, stages: int) -> Iterator[Op]:
         yield Op("U", first + m - 1)
 
 
+def flushed_in_flight(schedule: Schedule, stage: int, stages: int) -> int | None:
+    """The most micro-batches in flight at a stage under `fill_drain` or `one_f_one_b`; None for other schedules."""
+    if not isinstance(schedule, partial) or schedule.func not in (_fill_drain, _one_f_one_b):
+        return None
+    (m,) = schedule.args
+    return int(m if schedule.func is _fill_drain else min(m, stages - stage))
+
+
 def by_worker(schedule: Schedule, owner: Sequence[int]) -> Schedule:
     """Each stage runs the program that its worker would run if its stages were one. owner: the worker of each stage."""
     return partial(_by_worker, schedule, tuple(owner))

@@ -12,6 +12,7 @@ from itertools import islice, repeat
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from pipeback.schedules.ops import Op, Schedule, until
+from pipeback.schedules.programs import Flowing, flushed_in_flight
 
 if TYPE_CHECKING:
     from fractions import Fraction  # alone, since its decimals take long to import
@@ -163,8 +164,10 @@ def horizons(schedule: Schedule, stages: int, costs: Mapping[str, Time] = UNIT) 
     """For each stage, its updates that end after an operation on i starts and before B(i) starts on stage 0.
 
     They are counted in the steady state, i being a micro-batch. With `flowing(1)` and unit costs, they are SpecTrain's
-    ⌊k/2⌋ + N − k − 1 (forward) and ⌊k/2⌋ (backward).
+    ⌊k/2⌋ + N − k − 1 (forward) and ⌊k/2⌋ (backward). These are not counted, which would take time in proportion to S².
     """
+    if costs is UNIT and schedule == Flowing(slack=1, every=1):
+        return [Horizon(s // 2 + stages - s - 1, s // 2) for s in range(stages)]
     i, until_mb = 6 * stages + 12, 8 * stages + 24  # i is well inside the steady state
     start: dict[tuple[str, int], Time] = {}
     updates: list[list[Time]] = [[] for _ in range(stages)]
@@ -188,7 +191,16 @@ class _Steady(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _all_steady(schedule: Schedule, stages: int) -> tuple[_Steady, ...]:
-    """Return the steady state of every stage; it is cached, since methods ask for it once per stage."""
+    """Return the steady state of every stage; it is cached, since methods ask for it once per stage.
+
+    Counting on programs takes time in proportion to S², so it is computed where the schedule is known.
+    """
+    if isinstance(schedule, Flowing):
+        ahead = [schedule.slack * (stages - 1 - s) for s in range(stages)]
+        return tuple(_Steady(-(-n // schedule.every), n + 1) for n in ahead)
+    flushed = [flushed_in_flight(schedule, s, stages) for s in range(stages)]
+    if None not in flushed:
+        return tuple(_Steady(0, n) for n in flushed if n is not None)
     return tuple(_steady(schedule, s, stages) for s in range(stages))
 
 

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from pipeback.private import catch
 from pipeback.stages.home import Repetition, StackedFlight
@@ -29,7 +30,7 @@ class Flight:
         self.tuple_input = tuple_input
         self.autocast = _around(leaves)  # what F ran under
         self.leaves = leaves  # the inputs, cut from the graph of the stage before
-        self.output = output  # on the last stage the loss, else what was sent on
+        self.output = rooted(output)  # where B begins
         self.target = target
         self.version = version  # the weights F used, counted in updates of this stage
         self.owned: Weights | None = None  # shifted weights that B will need again
@@ -51,6 +52,48 @@ class Flight:
                 catch(leaf, partial(_catch, self.caught, n, strides))
 
 
+class Root:
+    """An output as B needs it: where its graph begins, its form, and nothing of its memory.
+
+    The next stage has the memory for as long as it needs it. If the graph needs it too, it has saved it.
+    """
+
+    __slots__ = ("device", "dtype", "edge", "requires_grad", "shape", "strides")
+
+    def __init__(self, output: Tensor) -> None:
+        self.device, self.dtype, self.shape, self.strides = output.device, output.dtype, output.shape, output.stride()
+        self.requires_grad = output.requires_grad
+        node = output.grad_fn
+        self.edge = None if node is None else GradientEdge(node, output.output_nr, None)
+
+    @property
+    def grad_fn(self) -> Any:
+        """The node that has computed the output."""
+        return None if self.edge is None else self.edge.node
+
+    def stride(self) -> tuple[int, ...]:
+        """The strides of the output."""
+        return self.strides
+
+
+def rooted(output: Value) -> Value:
+    """An output without its memory; as it is, if its graph is a leaf or its layout has no strides."""
+    if isinstance(output, tuple):
+        return tuple([rooted(part) for part in output])
+    held = not isinstance(output, Tensor) or output.layout is not torch.strided
+    return output if held or (output.requires_grad and output.grad_fn is None) else Root(output)
+
+
+def begins(output: Tensor | Root) -> Any:
+    """What autograd begins a backward with."""
+    return output.edge if type(output) is Root else output
+
+
+def weighed(output: Tensor | Root, weight: float) -> Tensor:
+    """The gradient of a loss that counts so much."""
+    return torch.full(output.shape, weight, dtype=output.dtype, device=output.device)
+
+
 def _around(leaves: tuple[Tensor, ...]) -> accelerators.Autocast:
     kind = leaves[0].device.type if leaves else "cpu"
     return accelerators.casting() if torch.is_autocast_enabled(kind) else ()
@@ -62,13 +105,14 @@ def _catch(caught: list[Tensor | None], n: int, strides: tuple[int, ...] | None,
         caught[n] = gradient
 
 
-def laid_alike(output: Tensor, gradient: Tensor) -> bool:
+def laid_alike(output: Tensor | Root, gradient: Tensor) -> bool:
     """Whether a gradient has the strides of its output and no gaps."""
-    strides = gradient.stride() if gradient.layout is torch.strided else None
-    return strides == output.stride() and gradient.is_contiguous()
+    if gradient.layout is not torch.strided or not (isinstance(output, Root) or output.layout is torch.strided):
+        return False
+    return gradient.stride() == output.stride() and gradient.is_contiguous()
 
 
-def grown(output: Value) -> list[Tensor]:
+def grown(output: Value) -> list[Any]:
     """The tensors of an output that require a gradient."""
     return [y for y in (output if isinstance(output, tuple) else (output,)) if y.requires_grad]
 
@@ -78,6 +122,16 @@ def cut(output: Value) -> Value:
     if isinstance(output, tuple):
         return tuple(part.detach() for part in output)
     return output.detach()
+
+
+def reported(output: Value) -> Value:
+    """What the last stage gives: the values of its output, a loss in memory of its own.
+
+    A mean may lie in the memory of all the losses that it is of, and a push may wait for thousands of means.
+    """
+    value = cut(output)
+    alone = isinstance(value, tuple) or value.dim() or value.untyped_storage().nbytes() == value.element_size()
+    return value if alone else value.clone()
 
 
 def target_on(device: torch.device | None, target: Any) -> Any:

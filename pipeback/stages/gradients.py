@@ -9,7 +9,7 @@ we add them here.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -157,11 +157,12 @@ def nothing(set_to_none: bool = True) -> None:
 
 
 def differentiate(
-    roots: Sequence[Tensor], seeds: Sequence[Tensor], leaves: Sequence[Tensor], every: Sequence[Gradients]
+    roots: Sequence[Any], seeds: Sequence[Tensor], leaves: Sequence[Tensor], every: Sequence[Gradients]
 ) -> None:
     """Differentiate the graphs of any number of stages in one autograd call, and add to the gradients of `every` stage.
 
-    leaves: the inputs of the stages, which get their gradients in `.grad`.
+    roots: tensors, or the edges of graphs whose outputs are gone. leaves: the inputs of the stages, which get their
+    gradients in `.grad`.
     """
     # hooks of the user that run after `.grad` was accumulated need it to be there
     if every[0].threaded and not any(gradient_hooks(p) for each in every for p in each.params):
@@ -177,7 +178,7 @@ def differentiate(
 
 
 def _handed_over(
-    roots: Sequence[Tensor], seeds: Sequence[Tensor], leaves: Sequence[Tensor], every: Sequence[Gradients]
+    roots: Sequence[Any], seeds: Sequence[Tensor], leaves: Sequence[Tensor], every: Sequence[Gradients]
 ) -> None:
     params = [p for each in every for p in each.params]
     inputs = [t for t in (*leaves, *params) if t.requires_grad]

@@ -16,5 +16,6 @@ class Learnt(NamedTuple):
     clones_input: bool = False  # a module that changes its input in place gets a copy
     changing: tuple[tuple[dict[str, Tensor | None], str], ...] = ()  # buffers that forwards change: where they are
     activation_bytes: int = 0  # per micro-batch, on the device
+    handed_bytes: int = 0  # those of them that the stage before keeps as well, and longer, if it is in this process
     host_bytes: int = 0  # the same in host memory, where that is another place
     repeat_bytes: int = 0  # what a forward done once more holds beyond that, until its backward is done

@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pipeback.private import identity, in_backward
-from pipeback.stages.flight import Flight, Value
+from pipeback.stages.flight import Flight, Value, rooted
 from pipeback.stages.saved_graph import held_bytes
 from pipeback.stages.stage import Stage
 from pipeback.tensors import accelerators
@@ -45,13 +45,11 @@ class HostActivations:
             output = stage.compute(given, flight.target)
         self.copied = packing.copied
         packing.end()
-        flight.output = _hollow(output)
+        flight.output = rooted(output)
         return output
 
     def adopt(self, flight: Flight) -> None:
-        """Take over a restored flight: its saved tensors are in host memory already, and its output is dropped."""
-        if flight.again is None:
-            flight.output = _hollow(flight.output)
+        """Do nothing: the saved tensors of a restored flight are in host memory already."""
 
     def learn(self, stage: Stage, x: Value, target: Any) -> None:
         """Do nothing: the policy need not know the module."""
@@ -186,24 +184,3 @@ def _dense(form: Layout) -> bool:
 def _streams(device: torch.device) -> tuple[torch.Stream, torch.Stream]:
     """Return the streams for copies out and in, so that neither waits for the other."""
     return torch.Stream(device), torch.Stream(device)
-
-
-def _hollow(output: Value) -> Value:
-    """The output as the root of its graph, without its memory."""
-    if isinstance(output, tuple):
-        return tuple(_hollow(part) for part in output)
-    if output.layout is not torch.strided:
-        return output
-    return _Root.apply(output) if output.requires_grad else output.new_empty(()).expand(output.shape)
-
-
-class _Root(torch.autograd.Function):
-    """A tensor shaped like the output, which passes the gradient on to it."""
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor) -> Tensor:
-        return output.new_empty(()).expand(output.shape)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0]

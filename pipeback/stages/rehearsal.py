@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any
@@ -23,9 +23,9 @@ from pipeback.splitting.module_restore import Home
 from pipeback.stages import compile_check, judged_output, norm_check, saved_graph, stale_weights_check
 from pipeback.stages.compile_check import Refused, untouched
 from pipeback.stages.compiled import Compiled, faithful
-from pipeback.stages.flight import Flight, Value, cut, for_loss, grown
+from pipeback.stages.flight import Flight, Root, Value, begins, cut, for_loss, grown, weighed
 from pipeback.stages.stage import Stage
-from pipeback.tensors.copies import equal
+from pipeback.tensors.copies import equal, storages, tensors_in
 
 _OTHER = "this micro-batch, which is unlike those before; nothing was trained on it, and others may be pushed"
 
@@ -46,6 +46,7 @@ def rehearse(
     has its weights. Raises TypeError or ValueError, which name the stage and the cure; then nothing has changed.
     """
     seconds, kinds = [], []
+    kept: set[int] = set()  # memory that the stage before keeps until its own backward
     # copies, since a view of a whole push would count with the memory of all of it
     value, target = _copied(cut(x)), target.clone() if isinstance(target, Tensor) else target
     for stage in stages:
@@ -60,7 +61,7 @@ def rehearse(
                 matters = stashes and stage.weights and faithful(method, delays[stage.index])
                 if isinstance(stage.call, Compiled) and matters:
                     stage.call.check = partial(compile_check.check, stage, method, warn)
-                output = _first_run(stage, value, target)
+                output, kept = _first_run(stage, value, target, kept)
                 if stale_weights_check.guarded(stage, method, delays):
                     stale_weights_check.refuse(stage, value, target, method, warn)
                 seconds.append(_fastest(stage, value, target))
@@ -121,11 +122,19 @@ def _changing(homes: Sequence[Home]) -> tuple[tuple[dict[str, Tensor | None], st
     return tuple((owner, key) for owner, key, _, _ in homes if any(owner is other for other in changed))
 
 
-def _first_run(stage: Stage, value: Value, target: Any) -> Value:
+def _first_run(stage: Stage, value: Value, target: Any, handed: Collection[int]) -> tuple[Value, set[int]]:
+    """Run F, and learn the bytes that a micro-batch holds; `handed`: the memory that the stage before keeps.
+
+    Returns the output, and which memory under it this stage keeps until its backward.
+    """
     leaves, given = stage.enter(value)
     output = _checked(stage, _guarded(stage, given, target))
-    roots = grown(output)
-    stage.learn(activation_bytes=saved_graph.held_bytes(roots, leaves, list(stage.module.parameters())))
+    roots, weights = grown(output), list(stage.module.parameters())
+    graph, entered = saved_graph.held(roots, leaves, weights), saved_graph.held([], leaves, weights)
+    mine = sum(size for memory, size in entered.items() if memory in handed)
+    stage.learn(activation_bytes=sum(graph.values()), handed_bytes=mine)
+    # at once, as memory that is freed may get the same identity
+    kept = storages(tensors_in(output)) & {*(graph if stage.keeping is None else entered), *storages(weights)}
     if stage.keeping is not None:
         stage.keeping.learn(stage, value, target)
         stage.learn(**stage.keeping.measure(stage, *_trial(stage, value, target)))
@@ -134,7 +143,7 @@ def _first_run(stage: Stage, value: Value, target: Any) -> Value:
             f"{stage.label}: the loss does not depend on the output (it needs no gradient); "
             "compute it from the output with differentiable operations"
         )
-    return cut(output)
+    return cut(output), kept
 
 
 def _trial(stage: Stage, value: Value, target: Any) -> tuple[Flight, Value]:
@@ -226,8 +235,8 @@ def measure(stage: Stage, value: Value, target: Any) -> float:
     inputs = starts + [p for p in stage.params if p.requires_grad]  # some may have been frozen since
     if roots and inputs:
         try:
-            seeds = [torch.ones_like(y) if y.layout is torch.strided else y.detach() for y in roots]
-            grads = torch.autograd.grad(roots, inputs, seeds, allow_unused=True)
+            seeds = [_seed(y) for y in roots]
+            grads = torch.autograd.grad([begins(y) for y in roots], inputs, seeds, allow_unused=True)
         except Exception as error:
             raise ValueError(f"{stage.label}: the backward failed on the first micro-batch: {error}") from error
         # of others little is known: a batch of one sample lies in memory in every order
@@ -236,6 +245,13 @@ def measure(stage: Stage, value: Value, target: Any) -> float:
     if stage.device is not None and stage.device.type != "cpu":
         torch.accelerator.synchronize(stage.device)
     return time.perf_counter() - begin
+
+
+def _seed(output: Tensor | Root) -> Tensor:
+    """A gradient for this output."""
+    if isinstance(output, Root):
+        return weighed(output, 1)
+    return torch.ones_like(output) if output.layout is torch.strided else output.detach()
 
 
 def _alike_in_memory(x: Tensor, gradient: Tensor | None) -> bool:

@@ -167,15 +167,20 @@ class _Give:
         return self.value if self.value.device == self.device else replica(self.value, self.device)
 
 
-def held_bytes(roots: Sequence[Tensor], leaves: Sequence[Tensor], weights: Sequence[Tensor]) -> int:
-    """The bytes of activations that a graph keeps alive: saved tensors and inputs without weights, each memory once."""
+def held(roots: Sequence[Tensor], leaves: Sequence[Tensor], weights: Sequence[Tensor]) -> dict[int, int]:
+    """The memory that a graph keeps alive, saved tensors and inputs without weights: bytes by identity of a storage."""
     known = storages(weights)
     total: dict[int, int] = {}
     for piece in (piece for t in [*leaves, *(t for _, t, _ in saved(roots))] for piece in pieces(t)):
         storage = piece.untyped_storage()
         if identity(storage) not in known:
             total[identity(storage)] = storage.nbytes()
-    return sum(total.values())
+    return total
+
+
+def held_bytes(roots: Sequence[Tensor], leaves: Sequence[Tensor], weights: Sequence[Tensor]) -> int:
+    """The bytes of activations that a graph keeps alive, each memory once."""
+    return sum(held(roots, leaves, weights).values())
 
 
 def rerun(stage: Any, x: Any, target: Any) -> tuple[tuple[Tensor, ...], Any, copy_slices.Handles | None]:

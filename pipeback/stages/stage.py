@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from pipeback.methods.base import Method, State
 from pipeback.stages.device_slot import DeviceSlot
-from pipeback.stages.flight import ActivationPolicy, Flight, Value, cut, for_loss, laid_alike
+from pipeback.stages.flight import ActivationPolicy, Flight, Value, begins, for_loss, laid_alike, reported, weighed
 from pipeback.stages.gradients import Gradients, GradientSums, averaged, differentiate, nothing, sparse_rows
 from pipeback.stages.home import Home, StageStack
 from pipeback.stages.judged_output import structured
@@ -203,9 +203,8 @@ class Stage:
             output = self.keeping.forward(self, flight, given)
             self.flights[mb] = flight
         self.listen(self.flights[mb])
-        if len(self.flights) > self.peak_flights:
-            self.peak_flights = len(self.flights)
-        return cut(output) if self.last else output
+        self.peak_flights = max(self.peak_flights, len(self.flights))
+        return reported(output) if self.last else output
 
     def listen(self, flight: Flight) -> None:
         """Note the strides of its inputs' gradients, where they may differ from those of the inputs."""
@@ -215,7 +214,7 @@ class Stage:
 
     def backward(self, mb: int, grad: Value = None) -> Value:
         """B(mb): add to the gradients of the weights; return the gradient of the input, which has the input's shape."""
-        roots: list[Tensor] = []
+        roots: list[Any] = []
         seeds: list[Tensor] = []
         flight = self.begin_backward(mb, grad, roots, seeds)
         differentiate(roots, seeds, flight.leaves, [self.gradients])
@@ -258,28 +257,25 @@ class Stage:
         """Do `run`; if the stage draws random numbers, they come from its own stream."""
         if self.random.state is None:
             return self.run(given, target)
-        modes = self.call is self.module  # torch.compile leaves code alone that is run in a dispatch mode
-        return self.random.run(self.generator, partial(self.run, given, target), modes=modes)
+        # torch.compile leaves code alone that is run in a dispatch mode
+        return self.random.run(self.generator, partial(self.run, given, target), modes=self.call is self.module)
 
-    def begin_backward(self, mb: int, grad: Value, roots: list[Tensor], seeds: list[Tensor]) -> Flight:
+    def begin_backward(self, mb: int, grad: Value, roots: list[Any], seeds: list[Tensor]) -> Flight:
         """Append the tensors that B(mb) differentiates, and their gradients (on the last stage None means 1)."""
-        flight, first = self.flights.pop(mb), len(roots)
+        flight, alike = self.flights.pop(mb), True
         self.options = flight.options
         self.versions.hand(mb, flight)
         output = flight.output if flight.again is None else flight.again(self, flight)
-        if type(output) is tuple:
-            grads = grad if type(grad) is tuple else (grad,) * len(output)
-            for y, g in zip(output, grads, strict=True):
-                if y.requires_grad and g is not None:
-                    roots.append(y)
-                    seeds.append(g.to(y.device) if self.learnt.mixed else g)
-        elif output.requires_grad:
-            if grad is None and self.judges:
-                grad = torch.ones_like(output)
-            if grad is not None:
-                roots.append(output)
-                seeds.append(grad.to(output.device) if self.learnt.mixed else grad)
-        if flight.caught is None and self.index and not all(map(laid_alike, roots[first:], seeds[first:])):
+        if grad is None and self.judges:
+            grad = weighed(output, 1)
+        outputs = output if type(output) is tuple else (output,)
+        grads = grad if type(grad) is tuple else (grad,) * len(outputs)
+        for y, g in zip(outputs, grads, strict=True):
+            if y.requires_grad and g is not None:
+                roots.append(begins(y))
+                seeds.append(g.to(y.device) if self.learnt.mixed else g)
+                alike = alike and laid_alike(y, seeds[-1])
+        if flight.caught is None and self.index and not alike:
             flight.listen()  # a gradient with other strides than its output may be passed on with these
         return flight
 
@@ -307,6 +303,11 @@ class Stage:
     def learn(self, **found: Any) -> None:
         """Store what the rehearsal has found out, by the names of `Learnt`."""
         self.learnt = self.learnt._replace(**found)
+
+    def added_bytes(self, before: Stage | None) -> int:
+        """The bytes that a micro-batch adds on the device. before: the stage before, if it is in this process."""
+        shares = before is not None and before.stack is None
+        return self.learnt.activation_bytes - shares * self.learnt.handed_bytes
 
     def work_on(self, device: torch.device) -> None:
         """Set the device of a stage without weights, which is that of its input."""

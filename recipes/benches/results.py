@@ -32,6 +32,27 @@ class Row(NamedTuple):
     rates: list[float]  # samples per second, one number per round; empty: not measured, see note
     peak_mb: list[float | None]  # of every rank
     note: str = ""
+    # of every rank, too; earlier files have none
+    held_mb: Sequence[float | None] = ()
+    declared_mb: Sequence[float | None] = ()
+
+
+class Goal(NamedTuple):
+    """What one contender shall reach of another, the better one if there are several."""
+
+    words: str
+    name: str
+    others: Sequence[str]
+    wanted: str
+
+
+GOALS = (
+    Goal('`pb`, "auto", of the plain loop fused', "auto", ("fused",),
+         "1.0; narrow 8; transformer at 1 1.8; resnet20 and vgg16 at 1 1.25"),
+    Goal('`cerebras`, "auto", of `pb`, "auto"', "cerebras_auto", ("auto",), "0.8"),
+    Goal("`pb`, 2 ranks, of torch's better schedule", "ranks", ("torch_gpipe", "torch_1f1b"), "1.05"),
+    Goal('`pb`, "auto", 2 ranks, of one process', "ranks_auto", ("auto",), "narrow and transformer 1.6"),
+)  # fmt: skip
 
 
 class Case(NamedTuple):
@@ -51,6 +72,15 @@ class Case(NamedTuple):
         times = row.workers if name == IDEAL else 1
         return [a / (times * b) for a, b in zip(row.rates, self.row(name).rates, strict=True)] if row.rates else []
 
+    def reached(self, goal: Goal) -> list[float]:
+        """The ratios of a goal, of the same rounds; none if a contender was not measured."""
+        rows = {row.name: row for row in self.rows if row.rates}
+        there = [rows[name] for name in goal.others if name in rows]
+        if goal.name not in rows or not there:
+            return []
+        better = max(there, key=lambda row: statistics.median(row.rates))
+        return self.ratios(rows[goal.name], better.name)
+
 
 class Results(NamedTuple):
     machine: dict[str, Any]  # of recipes/provenance.py, and `threads`, `load` and `command`
@@ -63,8 +93,12 @@ class Results(NamedTuple):
 
 
 def save(found: Results, path: str | Path) -> None:
-    cases = [case._asdict() | {"rows": [row._asdict() for row in case.rows]} for case in found.cases]
+    cases = [case._asdict() | {"rows": [_plain(row) for row in case.rows]} for case in found.cases]
     Path(path).write_text(json.dumps(found._asdict() | {"cases": cases}, indent=1, ensure_ascii=False) + "\n", "utf-8")
+
+
+def _plain(row: Row) -> dict[str, Any]:
+    return {name: value for name, value in row._asdict().items() if value != ()}
 
 
 def load(path: str | Path) -> Results:
@@ -89,11 +123,24 @@ def of(ratios: Sequence[float]) -> str:
 def cells(case: Case, row: Row) -> list[str]:
     """The cells samples/s, of plain, of ideal, peak MB, update."""
     speed = f"{statistics.median(row.rates):,.1f}" if row.rates else NONE
-    peak = " + ".join(NONE if mb is None else f"{mb:.0f}" for mb in row.peak_mb) or NONE
-    return [speed, of(case.ratios(row, PLAIN)), of(case.ratios(row, IDEAL)), peak, str(row.update)]
+    use = [each_rank(row.peak_mb), each_rank(row.held_mb), each_rank(row.declared_mb)]
+    return [speed, of(case.ratios(row, PLAIN)), of(case.ratios(row, IDEAL)), *use, str(row.update)]
 
 
-COLUMNS = ["samples/s", "of plain", "of ideal", "peak MB", "update"]
+def each_rank(some: Sequence[float | None]) -> str:
+    """MB of every rank; nothing where no rank has a number."""
+    told = [NONE if mb is None else f"{mb:.0f}" for mb in some]
+    return " + ".join(told) if any(mb is not None for mb in some) else NONE
+
+
+COLUMNS = ["samples/s", "of plain", "of ideal", "peak MB", "held", "declared", "update"]
+
+
+def goals(found: Results) -> str:
+    """The goals as a table: a row per goal, and a column per network and micro-batch."""
+    rows = [[goal.words, goal.wanted, *(of(case.reached(goal)) for case in found.cases)] for goal in GOALS]
+    heads = [f"{case.network}, {case.micro_batch}" for case in found.cases]
+    return table(["of the same round", "goal", *heads], [row for row in rows if set(row[2:]) != {NONE}], left=(0, 1))
 
 
 def title(case: Case) -> str:
@@ -107,11 +154,11 @@ def text(found: Results) -> str:
         lines += ["", title(case), line("", COLUMNS)]
         lines += [line(row.label.replace("`", ""), cells(case, row)) for row in case.rows]
         lines += [f"  {row.label.replace('`', '')}: {row.note}" for row in case.rows if row.note]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", goals(found)])
 
 
 def line(label: str, columns: Sequence[str]) -> str:
-    widths = (12, 22, 22, 12, 8)
+    widths = (12, 22, 22, 12, 12, 12, 8)
     return f"{label:<34}" + "".join(f"{cell:>{width}}" for cell, width in zip(columns, widths, strict=True))
 
 
@@ -135,6 +182,7 @@ def tables(found: Results) -> str:
     }
     lines = [heading(found.machine["command"], found.machine), table(["of plain, at micro-batch", *heads], rows), ""]
     lines += [*(f"* {name}: {words}" for name, words in about.items()), "", medians(found), ""]
+    lines += ["### Goals", "", goals(found), ""]
     lines += ["### Samples per second, over the ideal, peak memory"]
     for case in found.cases:
         head = [f"{case.network}, micro-batch {case.micro_batch}", *COLUMNS]

@@ -1,11 +1,11 @@
 """Measures the cost per micro-batch and stage by number of stages, method and delay, and memory beside its prediction.
 
     pipeback bench scaling repeats=5
-    pipeback bench scaling stages=10,50,100,200,500 methods=pb,cerebras slack=1      # a gigabyte and minutes each
+    pipeback bench scaling stages=16,64,256,1024 methods=pb slack=1 micro_batches=100,1000,10000,100000,1000000
 
 Stages are so narrow that the overhead of the pipeline dominates. For every method and slack (about slack × stages
 micro-batches are in flight at the first stage) one new process builds and fills a pipeline of each size; then they take
-turns.
+turns. 1,024 stages at slack 1 keep half a million micro-batches in flight, which are six gigabytes of graphs.
 
 µs              per micro-batch and stage: F (forward), B (backward) and U (update), with the pipeline full. `power` is
                 the exponent p of the law seconds per micro-batch ∝ stages^p that fits best: 1 if a stage costs the
@@ -15,6 +15,9 @@ MB counted      weights, their copies, method state and activations, as `Pipelin
 MB planned      the same, optimizer state and gradients, as `Pipeline.plan` predicts them
 MB resident     growth of the process when the pipeline was built and filled. Only this counts what is no tensor:
                 `KB in flight` is resident beyond planned, over the stages' micro-batches that are in flight
+
+Two more tables follow: pushes of more and more micro-batches (`push_length`), and what happens once in pipelines of up
+to 1,024 stages (`deep`). Their stages run one by one, and as one.
 """
 
 from __future__ import annotations
@@ -31,13 +34,14 @@ import torch
 import pipeback
 from pipeback import methods
 from pipeback.plan.training_plan import Plan
+from pipeback.recipes.benches import deep, push_length
 from pipeback.recipes.benches.network import create, pipeline
 from pipeback.recipes.benches.peaks import peak
 from pipeback.recipes.benches.turns import interleaved, on_ranks, spread
 from pipeback.recipes.markdown import table
 from pipeback.schedules.timeline import in_flight
 
-SIZES, METHODS, SLACKS = (10, 50, 100), ("pb", "cerebras", "pipedream", "pipemare"), (1, 2)
+SIZES, METHODS, SLACKS = (16, 64, 128), ("pb", "cerebras", "pipedream", "pipemare"), (1, 2)
 WIDTH, TURN = 8, 4  # micro-batches per turn
 
 
@@ -59,13 +63,21 @@ class Point(NamedTuple):
         return statistics.median(self.seconds) / TURN
 
 
-def main(repeats: int, stages: str = "", methods: str = "", slack: str = "") -> None:
+def main(repeats: int, stages: str = "", methods: str = "", slack: str = "", micro_batches: str = "") -> None:
     sizes, slacks = numbers("stages", stages, SIZES, 2), numbers("slack", slack, SLACKS, 0)
+    lengths = numbers("micro_batches", micro_batches, push_length.LENGTHS, 1)
     print(f"One process, one thread, stages of width {WIDTH}, micro-batch 1.")
     for name in named(methods):
         for ahead in slacks:
             points = on_ranks(grown, name, ahead, sizes, repeats, ranks=1)
             print("\n" + text(name, ahead, points), flush=True)
+    print()
+    push_length.main(repeats, lengths)
+    print()
+    if stages:
+        deep.main(repeats, sizes, [size for size in sizes if size <= max(deep.AS_ONE)])
+    else:
+        deep.main(repeats)
 
 
 def numbers(option: str, given: str, default: Sequence[int], least: int) -> list[int]:

@@ -17,6 +17,13 @@ of ideal        over workers × those of `stages apart`: each forward by itself,
 peak MB         resident memory at its highest above what the process held before the contender was built, one turn
                 from an empty pipeline on; each in a process of its own, which has trained a plain loop and dropped it.
                 Modules that it imports count, and so does compiling. Of every rank
+held            the same after the turn, when the C library has returned what it had kept of freed memory: between peak
+                and held lies what forward and backward need for a moment, and memory in pieces that nobody fits into
+declared        the tensors that the pipeline says that it holds at most: weights, their copies, the state of method and
+                optimizer, and activations (`Pipeline.memory`). Held is more by objects that are no tensors, graphs
+                above all, and by imports
+
+Then come the goals that contenders are compared with directly, as ratios of the same round.
 """
 
 from __future__ import annotations
@@ -26,9 +33,12 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
+from pipeback import Pipeline
 from pipeback.recipes.benches import results
 from pipeback.recipes.benches.contenders import PEERS, RANKS, Contender, apart, build, peer, pipelined, plain, pushed
-from pipeback.recipes.benches.peaks import peak
+from pipeback.recipes.benches.peaks import Use, used
 from pipeback.recipes.benches.tasks import NETWORKS, Task, tasks
 from pipeback.recipes.benches.turns import everywhere, join, on_ranks, take_turns
 from pipeback.recipes.provenance import command, load, provenance
@@ -50,9 +60,9 @@ def loop(label: str, build: Callable[..., Contender], **options: Any) -> Entry:
     return Entry(label, lambda task, *_: build(task, task.turn, **options))
 
 
-def one(label: str, **options: Any) -> Entry:
-    """Return a row of pipelined backpropagation in one process and thread."""
-    return Entry(label, lambda task, *_: pushed(task, "pb", **options))
+def one(label: str, method: str = "pb", **options: Any) -> Entry:
+    """Return a row of a method without flushes in one process and thread."""
+    return Entry(label, lambda task, *_: pushed(task, method, **options))
 
 
 def two(label: str, ranks: bool, **options: Any) -> Entry:
@@ -83,6 +93,7 @@ ENTRIES = {
     "pb": one("`pb`, event loop"),
     "vectorized": one("`pb`, `vectorize=True`", vectorize=True),
     "auto": one('`pb`, `vectorize="auto"`', vectorize="auto"),
+    "cerebras_auto": one('`cerebras`, `vectorize="auto"`', "cerebras", vectorize="auto"),
     "compiled": one("`pb`, `vectorize=True, compile=True`", vectorize=True, compile=True),
     "threads": two("`pb`, `workers=2`", ranks=False, workers=RANKS),
     "ranks": two("`pb`, 2 ranks", ranks=True),
@@ -140,12 +151,14 @@ def measured(wanted: list[Task], names: list[str], repeats: int, every: bool = F
         for name in ENTRIES:
             if name in rates or name in notes:
                 entry = ENTRIES[name]
-                speeds, held = [task.samples * rate for rate in rates.get(name, [])], []
+                speeds = [task.samples * rate for rate in rates.get(name, [])]
+                use: list[Use] = []
                 if speeds:
-                    held = on_ranks(peak_of, task, name, ranks=RANKS if entry.ranks else 1, start="forkserver")
+                    use = on_ranks(memory_of, task, name, ranks=RANKS if entry.ranks else 1, start="forkserver")
                 rows.append(
-                    results.Row(name, entry.label, entry.workers, task.samples * entry.flush, speeds, held,
-                                notes.get(name, ""))
+                    results.Row(name, entry.label, entry.workers, task.samples * entry.flush, speeds,
+                                [some.peak for some in use], notes.get(name, ""),
+                                [some.held for some in use], [some.declared for some in use])
                 )  # fmt: skip
         print(f"{task.network.name}, micro-batch {task.samples}: {time.perf_counter() - begin:.0f} s", file=sys.stderr)
         found.append(
@@ -192,8 +205,8 @@ def cut(task: Task) -> list[int]:
     return owner
 
 
-def peak_of(rank: int, store: str, task: Task, name: str) -> list[float | None]:
-    """Peak MB of every rank that trains one turn, in processes that have trained before."""
+def memory_of(rank: int, store: str, task: Task, name: str) -> list[Use]:
+    """The memory of every rank that trains one turn, in processes that have trained before."""
     plain(task, 1).run()
     entry, owner = ENTRIES[name], []
     if entry.ranks:
@@ -205,5 +218,16 @@ def peak_of(rank: int, store: str, task: Task, name: str) -> list[float | None]:
         contender.run()
         return contender
 
-    found = peak(work)
+    contender, found = used(work)
+    if contender.pipe is not None:
+        found = found._replace(declared=declared(contender.pipe) / 1e6)
     return everywhere(found)
+
+
+def declared(pipe: Pipeline) -> int:
+    """The bytes that this process says that it holds at most."""
+    said = pipe.memory()
+    states = (value for optimizer in pipe.optimizers for own in optimizer.state.values() for value in own.values())
+    optimizer = sum(value.nbytes for value in states if isinstance(value, Tensor))
+    held = round(said.weights * (said.copies + said.state)) + said.activations + said.host
+    return held + said.rounded + said.beside + optimizer

@@ -48,7 +48,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_trained():
 
 
 def test_what_is_recommended_fits():
-    for budget in (55_000, 70_000, 100_000):
+    for budget in (55_000, 70_000, 90_000):
         said = refusal(wide(device_memory=budget), 8)
         cures = said.partition("What fits: ")[2]
         found = dict(re.findall(r"(prefetch|micro_batch_size|device_memory of at least .*?)[= ]\(?(\d+)\)?", cures))

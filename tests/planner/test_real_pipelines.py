@@ -66,7 +66,9 @@ def test_bytes_are_those_of_training(name):
     assert weights == measured.weights
     assert sum(some.weights + some.older for some in found) == pytest.approx(measured.copies * weights)
     assert sum(some.state for some in found) == pytest.approx(measured.state * weights)
-    assert sum(some.activations for some in found) == pytest.approx(measured.activations)
+    # on a device each, what a stage has saved and given on lies on two devices
+    twice = sum(stage.learnt.handed_bytes * stage.peak_flights for stage in pipe._engine.stages)
+    assert sum(some.activations for some in found) == pytest.approx(measured.activations + twice)
     each = [sum(w.nbytes for w in stage.weights) for stage in pipe._engine.stages]
     assert [some.weights for some in found] == each
     pipe.close()

@@ -13,7 +13,19 @@ import pytest
 import torch
 
 from pipeback.recipes import bench
-from pipeback.recipes.benches import against, auto, event_loop, processes, scaling, turns, under_lightning, vectorized
+from pipeback.recipes.benches import (
+    against,
+    auto,
+    deep,
+    event_loop,
+    processes,
+    push_length,
+    pushes,
+    scaling,
+    turns,
+    under_lightning,
+    vectorized,
+)
 from pipeback.recipes.benches.contenders import Case
 from pipeback.recipes.benches.tasks import Network, Task
 from pipeback.recipes.benches.vectorized import Linear, blocks
@@ -86,8 +98,17 @@ def test_the_power_of_a_law():
 
 def test_scaling_with_few_stages(capfd, monkeypatch):
     monkeypatch.setattr(scaling, "on_ranks", lambda work, *given, ranks: work(0, "", *given))  # in this process
-    scaling.main(1, stages="4,8", methods="pb,pipedream", slack="1")
+    for other in (deep, push_length):
+        monkeypatch.setattr(other, "on_ranks", scaling.on_ranks)
+    scaling.main(1, stages="4,8", methods="pb,pipedream", slack="1", micro_batches="20,40")
     out = capfd.readouterr().out
+    for end in ("event loop", '`vectorize="auto"`'):
+        lengths = re.findall(
+            rf"\n\| {re.escape(end)} +\| +(\d+) \| +[\d.]+ \(.*?\) \| +[\d.]+ \(.*?\) \| +(\S+) \|", out
+        )
+        assert [length for length, _ in lengths] == ["20", "40"]
+        once = re.findall(rf"\n\| {re.escape(end)} +\| +([48]) (\| +\d+\.\d\d ){{5}}\|", out)
+        assert [stages for stages, _ in once] == ["4", "8"]
     assert re.search(r"\n`pb`, slack 1: power -?\d+\.\d\d", out)
     declared = {"pb": ("1.00", "1.00"), "pipedream": ("2.65", "4.75")}  # 1 + S − 1 − s, weighed by size
     rows = re.findall(r"\n\| +(4|8) \| +([\d,]+) \| .*? … [\d.]+\) \| +([\d.]+) \| +([\d.]+) ", out)
@@ -99,7 +120,7 @@ def test_scaling_with_few_stages(capfd, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"stages": "1,5"}, "stages=1,5: whole numbers from 2 on, like stages=10,50"),
+        ({"stages": "1,5"}, "stages=1,5: whole numbers from 2 on, like stages=16,64"),
         ({"slack": "x"}, "slack=x: whole numbers from 0 on"),
         ({"methods": "gpipe"}, "there is no 'gpipe' with a slack; there are .*pb"),
     ],
@@ -123,6 +144,16 @@ def test_the_event_loop_is_measured_a_stage_a_block_and_a_layer(capsys, monkeypa
     assert [row[:2] for row in rows] == [["plain loop", "–"], ["`pb`", "4"], ["`cerebras`", "4"]]
     assert rows[0][-1] == "1.00 (1.00 … 1.00)"
     assert all(float(row[-1].split()[0]) > 0 for row in rows)
+
+
+def test_short_pushes_over_a_long_one(capsys):
+    pushes.main(1, [vectorized.Case("tiny", Linear, 4, (1, 8), 6)], short=2)
+    head, _, *rows = cells(capsys.readouterr().out)
+    assert head == ["tiny", "pushes, each loss read", "of one of 6"]
+    assert [row[:2] for row in rows] == [
+        [f"`{method}`, {end}", "3 × 2"] for end in ("as one", "event loop") for method in ("pb", "cerebras")
+    ]
+    assert all(float(row[2].split()[0]) > 0 for row in rows)
 
 
 def test_auto_beside_what_it_goes_by(capsys, monkeypatch):

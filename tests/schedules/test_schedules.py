@@ -122,10 +122,22 @@ def test_delays_within_a_group_are_the_largest():
     assert delays(flowing(1, every=200), 3) == [1, 1, 0]  # also when a group is longer than any fill
 
 
+@pytest.mark.parametrize("stages", [1, 2, 3, 8, 13])
+def test_what_is_computed_is_what_is_counted(stages):
+    """Of a function of which nothing is known, the program is counted."""
+    known = [flowing(slack, every) for slack in range(4) for every in (1, 2, 5, 30)]
+    known += [make(m) for make in (fill_drain, one_f_one_b) for m in (1, 2, 5, 30)]
+    for schedule in known:
+        unknown = lambda s, S, of=schedule: of(s, S)  # noqa: E731
+        assert delays(schedule, stages) == delays(unknown, stages), schedule
+        assert in_flight(schedule, stages) == in_flight(unknown, stages), schedule
+    assert horizons(flowing(1), stages) == horizons(lambda s, S: flowing(1)(s, S), stages)
+
+
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
 def test_spectrain_horizons_fall_out_of_the_timeline(stages):
     wanted = [Horizon(k // 2 + stages - k - 1, k // 2) for k in range(stages)]
-    assert horizons(flowing(1), stages) == wanted
+    assert horizons(lambda s, S: flowing(1)(s, S), stages) == wanted  # counted, as of a schedule that is not known
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 3), (4, 4), (5, 16)])

@@ -1,0 +1,75 @@
+"""Slices: the micro-batches of a push, cut from its tensors when they are taken.
+
+A push of a hundred thousand micro-batches needs no list of as many views, which would take more memory than the data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import repeat
+from typing import Any, overload
+
+from torch import Tensor
+
+from pipeback.runtime.loop import Batch
+from pipeback.tensors.batches import sizes
+
+AT_ONCE = 256  # micro-batches that an iteration cuts in one call
+
+
+class Slices(Sequence[Batch]):
+    """Micro-batches (x, y, samples) of `size` samples each; the last may have fewer.
+
+    x, y: tensors with `length` samples, or tuples of such and of what every micro-batch gets whole.
+    """
+
+    def __init__(self, x: Any, y: Any, length: int, size: int, numbers: range | None = None) -> None:
+        self._x, self._y, self._length, self._size = x, y, length, size
+        self._numbers = range(-(-length // size)) if numbers is None else numbers
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    @overload
+    def __getitem__(self, index: int) -> Batch: ...
+    @overload
+    def __getitem__(self, index: slice) -> Slices: ...
+    def __getitem__(self, index: int | slice) -> Batch | Slices:
+        numbers = self._numbers[index]
+        if isinstance(numbers, range):
+            return Slices(self._x, self._y, self._length, self._size, numbers)
+        return next(self._cut(numbers, numbers + 1))
+
+    def __iter__(self) -> Iterator[Batch]:
+        numbers = self._numbers
+        if numbers.step != 1:
+            for n in numbers:
+                yield next(self._cut(n, n + 1))
+            return
+        for first in range(numbers.start, numbers.stop, AT_ONCE):
+            yield from self._cut(first, min(first + AT_ONCE, numbers.stop))
+
+    @property
+    def unlike(self) -> list[Batch]:
+        """The micro-batches that may differ in form: the first and the last."""
+        return [self[0], self[-1]] if len(self) > 1 else [self[0]]
+
+    def _cut(self, first: int, stop: int) -> Iterator[Batch]:
+        begin, end = first * self._size, min(stop * self._size, self._length)
+        each = sizes(end - begin, self._size)
+        return iter(zip(pieces_of(self._x, begin, end, each), pieces_of(self._y, begin, end, each), each, strict=False))
+
+
+def pieces_of(value: Any, begin: int, end: int, each: Sequence[int]) -> Iterable[Any]:
+    """Slices of `each` so many samples of a value from sample `begin` to `end`; what is no tensor is in all of them."""
+    if isinstance(value, tuple) and value:
+        return zip(*(pieces_of(part, begin, end, each) for part in value), strict=False)
+    if isinstance(value, Tensor) and value.dim():
+        cut: Iterable[Any] = value.narrow(0, begin, end - begin).split(list(each))
+        return cut
+    return repeat(value)
+
+
+def unlike(batches: Sequence[Batch]) -> Sequence[Batch]:
+    """Some of these micro-batches, of which every other has the form of one."""
+    return batches.unlike if isinstance(batches, Slices) else batches
