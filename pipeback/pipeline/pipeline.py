@@ -44,6 +44,7 @@ from pipeback.stages.flight import Value
 from pipeback.stages.stage import OptimizerFactory, Stage
 from pipeback.streaming.store import Store
 from pipeback.streaming.traffic import Traffic
+from pipeback.tensor_parallel import ExpertLoad
 
 
 class Pipeline(OutsideCalls):
@@ -282,6 +283,10 @@ class Pipeline(OutsideCalls):
     def memory(self) -> Memory:
         """Bytes of weights, copies of weights, method state and activations, measured on the stages of this rank."""
         return self._inspection.memory()
+
+    def expert_load(self) -> dict[str, ExpertLoad]:
+        """Tokens per expert since the start, and dropped ones, by path of each block here whose experts are spread."""
+        return self._inspection.expert_load()
 
     def traffic(self) -> Traffic:
         """The streaming of this rank's stages since the first push: bytes, fetches, seconds that computing waited."""

@@ -3,6 +3,7 @@
 Floor 5. It may import runtime, stages and schedules.
 """
 
+from pipeback.tensor_parallel.experts import ExpertLoad
 from pipeback.tensor_parallel.plans import ByColumns, ByRows, Experts, Local
 
-__all__ = ["ByColumns", "ByRows", "Experts", "Local"]
+__all__ = ["ByColumns", "ByRows", "ExpertLoad", "Experts", "Local"]

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from pipeback.private import FakeTensor
 from pipeback.tensor_parallel.collectives import assemble, replicate
 from pipeback.tensor_parallel.cuts import Cut
 from pipeback.tensor_parallel.group import TensorGroup, group_of
@@ -28,7 +29,7 @@ KINDS = ("MixtralSparseMoeBlock",)
 
 
 class ExpertLoad:
-    """How many tokens the forwards of a block have given to each expert, and how many they have dropped.
+    """`Pipeline.expert_load()`: how many tokens a block has given to each expert, and how many it has dropped.
 
     tokens: (E,) int64, choices that were computed, by expert. dropped: choices that were not.
     """
@@ -36,6 +37,10 @@ class ExpertLoad:
     def __init__(self) -> None:
         self.tokens: Tensor | None = None
         self.dropped = 0
+
+    def __repr__(self) -> str:
+        tokens = None if self.tokens is None else self.tokens.tolist()
+        return f"ExpertLoad(tokens={tokens}, dropped={self.dropped})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertLoad:
         return ExpertLoad()
@@ -57,6 +62,8 @@ class SpreadExperts:
     one_call = True  # a trace does not look into it
 
     def forward(self, x: Tensor) -> Tensor:
+        if isinstance(x, FakeTensor):  # a trace by shapes alone
+            return x.clone()
         group = self.tensor_group
         rows = x.reshape(-1, x.shape[-1])
         short = -len(rows) % group.count

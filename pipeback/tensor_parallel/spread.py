@@ -40,7 +40,7 @@ class Spread:
 
     def __init__(self, model: nn.Module, plan: Plan | None, group: TensorGroup) -> None:
         self.group, self.cuts, self._changed = group, dict[int, Cut](), list[_Changed]()
-        self.blocks: dict[str, nn.Module] = {}
+        self.blocks: dict[str, Any] = {}
         planned = styles(model, plan, group.count)
         _check_meta(model)
         counted: dict[int, list[str]] = {}

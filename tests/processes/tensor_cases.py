@@ -12,9 +12,9 @@ from torch import nn
 import pipeback
 from pipeback import checkpoint
 from pipeback.recipes.models.transformer import transformer
-from pipeback.tensor_parallel import ByColumns
+from pipeback.tensor_parallel import ByColumns, Experts
 from tests.laws.cases import CASES, OPTIMIZERS, data, suited
-from tests.processes.tensor_families import images
+from tests.processes.tensor_families import images, mixtral
 
 MICRO_BATCHES = 50
 OWN = {
@@ -84,9 +84,10 @@ def train(case: str, tensor: int = 1, **options: Any) -> dict[str, Any]:
     return found(made(case, tensor, **options), data(MICRO_BATCHES, dtype=torch.float64))
 
 
-def train_model(
+def made_of(
     build: Callable[[], nn.Module], tensor: int = 1, plan: Any = None, count: int = 12, **options: Any
-) -> dict[str, Any]:
+) -> tuple[pipeback.Pipeline, list[Any]]:
+    """A pipeline of a model, and what is pushed."""
     if tensor > 1:
         options["tensor_parallel"] = pipeback.TensorParallel(tensor, plan)
     model = build()
@@ -97,7 +98,22 @@ def train_model(
         options["stages"] = pipeback.Splitting(leaves=blocks)
     options.setdefault("method", "pb")
     pipe = pipeback.Pipeline(model, loss=loss, optimizer=lambda p: torch.optim.AdamW(p, lr=0.01), **options)
-    return found(pipe, batches)
+    return pipe, batches
+
+
+def train_model(*arguments: Any, **options: Any) -> dict[str, Any]:
+    return found(*made_of(*arguments, **options))
+
+
+def loaded(capacity: float) -> tuple[dict[str, Any], dict[str, tuple[list[int], int]]]:
+    """Mixtral whose experts are spread and take so many tokens, and their load."""
+    plan = {"*.mlp": Experts(capacity)}
+    pipe, batches = made_of(mixtral, 2, plan)
+    for x, y in batches:
+        pipe.push(x, y)
+    pipe.drain()
+    load = {path: (each.tokens.tolist(), each.dropped) for path, each in pipe.expert_load().items()}
+    return found(pipe, batches[:1]), load
 
 
 def saved(case: str, tensor: int, folder: str, flying: bool) -> dict[str, Any]:

@@ -54,3 +54,26 @@ def images(count: int) -> list[Any]:
     generator = torch.Generator().manual_seed(1)
     draw = lambda: torch.randn(2, 3, 8, 8, generator=generator, dtype=torch.float64)  # noqa: E731
     return [(draw(), torch.randint(0, 11, (2,), generator=generator)) for _ in range(count)]
+
+
+def dropping(capacity: float) -> nn.Module:
+    """Mixtral whose experts take so many tokens; written down anew, choice by choice, as a reference."""
+    model = mixtral()
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        _, weights, chosen = self.gate(rows)
+        most = -int(-capacity * chosen.numel() // self.experts.num_experts)
+        taken = [0] * self.experts.num_experts
+        keep = torch.zeros_like(weights)
+        for t, choices in enumerate(chosen.tolist()):
+            for n, expert in enumerate(choices):
+                keep[t, n] = taken[expert] < most
+                taken[expert] += 1
+        y: torch.Tensor = self.experts(rows, chosen, weights * keep)
+        return y.view(x.shape)
+
+    for module in model.modules():
+        if type(module).__name__ == "MixtralSparseMoeBlock":
+            module.__class__ = type("MixtralSparseMoeBlock", (type(module),), {"forward": forward})
+    return model

@@ -1,11 +1,24 @@
 """Law: stages that several ranks compute together equal those of one process within rounding, in float64."""
 
+from functools import partial
+
 import pytest
 
 from tests.helpers.choice import rare
 from tests.laws.cases import CASES, STAGES
 from tests.processes import tensor_families
-from tests.processes.tensor_cases import OWN, far, language_model, resumed, saved, train, train_model
+from tests.processes.tensor_cases import (
+    OWN,
+    far,
+    found,
+    language_model,
+    loaded,
+    made_of,
+    resumed,
+    saved,
+    train,
+    train_model,
+)
 
 WHOLE = [case for case in CASES if not CASES[case](STAGES).elementwise]
 SPREAD = [case for case in CASES if case not in WHOLE]
@@ -51,6 +64,24 @@ def test_known_families(crew, family):
     wanted = train_model(build)
     for result in crew.ranks(4).run(train_model, build, 2):
         assert far(result, wanted) == []
+
+
+def test_experts_that_are_full_drop_what_comes_later(crew):
+    """The reference is written choice by choice. Every choice is counted once: it is computed, or dropped."""
+    capacity = 0.75
+    pipe, batches = made_of(partial(tensor_families.dropping, capacity))
+    for x, y in batches:
+        pipe.push(x, y)
+    pipe.drain()
+    wanted = found(pipe, batches[:1])
+    loads = {}
+    for result, load in crew.ranks(4).run(loaded, capacity):
+        assert far(result, wanted) == []
+        assert all(loads.setdefault(path, each) == each for path, each in load.items())
+    assert sorted(loads) == ["model.layers.0.mlp", "model.layers.1.mlp"]
+    for tokens, dropped in loads.values():
+        assert sum(tokens) + dropped == len(batches) * 2 * 5 * 2
+        assert dropped > 0 and max(tokens) <= len(batches) * 4
 
 
 @pytest.mark.parametrize("flying", [False, True])
