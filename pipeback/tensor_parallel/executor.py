@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import torch
+
+from pipeback.runtime.link import WireLink
 from pipeback.runtime.stage_executor import StageExecutor
 from pipeback.runtime.worker import Worker
 from pipeback.schedules.order import Ops
@@ -20,8 +23,23 @@ class TensorExecutor(StageExecutor):
 
     def forward(self, ops: Ops) -> list[Flight]:
         with self.group.together():
+            for s, i in ops:
+                if s == 0:
+                    self._compare(i)
             return super().forward(ops)
 
     def backward(self, ops: Ops) -> None:
         with self.group.together():
             super().backward(ops)
+
+    def _compare(self, mb: int) -> None:
+        """Raise `OtherBatch` if ranks of the group were given different micro-batches; later workers compare theirs."""
+        link = self.link
+        assert isinstance(link, WireLink)
+        mine = link.marks.pop(mb, 0) if link.last == self.worker.count - 1 else link.marks.get(mb, 0)
+        for theirs in self.group.gather(torch.tensor([mine >> 62, mine & _LOW])):
+            high, low = theirs.tolist()
+            link.compare(mb, mine ^ (high << 62 | low), f"another rank of worker {link.worker}")
+
+
+_LOW = (1 << 62) - 1  # a mark has more bits than a number of a tensor

@@ -231,6 +231,30 @@ def test_a_split(crew):
     assert crew.run(split_before, False, each=range(2)) == [None, None]
 
 
+def other_data(rank: int, some: bool) -> Any:
+    """Ranks that compute together push other data, as loaders that shuffle by themselves would."""
+    pipe = pipeback.Pipeline(
+        perceptron(), loss=nn.functional.mse_loss, optimizer=OPTIMIZERS["momentum"], method="pb",
+        tensor_parallel=pipeback.TensorParallel(2, PERCEPTRON), workers=pipeback.Processes(timeout=20.0),
+    )  # fmt: skip
+    try:
+        for x, y in data(6, dtype=torch.float64, seed=rank if some else 1):
+            pipe.push(x, y)
+        pipe.drain()
+        pipe.close()
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+def test_other_data(crew):
+    crew = crew.ranks(2)
+    for found in crew.run(other_data, True, each=range(2)):
+        assert "every rank must push the same data, in the same order" in found
+    crew.again()
+    assert crew.ranks(2).run(other_data, False, each=range(2)) == [None, None]
+
+
 def test_one_process():
     options: dict[str, Any] = {"loss": nn.functional.mse_loss, "optimizer": OPTIMIZERS["momentum"], "method": "pb"}
     with pytest.raises(ValueError, match=r"tensor_parallel=2 needs as many ranks, .*; start it by torchrun"):

@@ -74,7 +74,6 @@ def found(pipe: pipeback.Pipeline, batches: list[Any]) -> dict[str, Any]:
         "end": {k: v.clone() for k, v in pipe.model.state_dict().items()},
         "output": {"output": output if isinstance(output, torch.Tensor) else output.logits},
         "ledger": [tuple(record) for record in pipe.ledger],
-        "owner": pipe.owner,
     }
     pipe.close()
     return result
@@ -147,6 +146,6 @@ def far(mine: dict[str, Any], wanted: dict[str, Any], within: float = 1e-10) -> 
             other = mine[key][name]
             if other.shape != value.shape or not torch.allclose(other, value, rtol=0, atol=within):
                 odd.append(f"{key}: {name}")
-    own = [s for s, worker in enumerate(mine["owner"])]
-    records = [r for r in wanted["ledger"] if r[0] in {r[0] for r in mine["ledger"]}]
-    return odd + ([] if own and sorted(records) == sorted(mine["ledger"]) else ["ledger"])
+    here = {record[0] for record in mine["ledger"]}
+    records = sorted(record for record in wanted["ledger"] if record[0] in here)
+    return odd if here and records == sorted(mine["ledger"]) else [*odd, "ledger"]
