@@ -149,3 +149,14 @@ def far(mine: dict[str, Any], wanted: dict[str, Any], within: float = 1e-10) -> 
     here = {record[0] for record in mine["ledger"]}
     records = sorted(record for record in wanted["ledger"] if record[0] in here)
     return odd if here and records == sorted(mine["ledger"]) else [*odd, "ledger"]
+
+
+def replicated(tensor: int) -> dict[str, torch.Tensor]:
+    """The weights after two replicas have trained, each on its half of every batch."""
+    pipe = made("pb", tensor, replicas=2)
+    for x, y in data(20, samples=4, dtype=torch.float64):
+        pipe.push(x, y) if tensor == 1 else pipe.push(*(t.chunk(2)[pipe.ranks.replica] for t in (x, y)))
+    pipe.drain()
+    result = {k: v.clone() for k, v in pipe.model.state_dict().items()}
+    pipe.close()
+    return result

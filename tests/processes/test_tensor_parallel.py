@@ -3,6 +3,7 @@
 from functools import partial
 
 import pytest
+import torch
 
 from tests.helpers.choice import rare
 from tests.laws.cases import CASES, STAGES
@@ -14,6 +15,7 @@ from tests.processes.tensor_cases import (
     language_model,
     loaded,
     made_of,
+    replicated,
     resumed,
     saved,
     train,
@@ -96,3 +98,10 @@ def test_a_state_loads_on_any_mesh(crew, tmp_path, case, flying):
     for tensor, source in ((2, one), (4, states[1]), (2, alone), (4, mesh)):
         for result in crew.run(resumed, case, tensor, source, flying):
             assert far(result, wanted) == []
+
+
+def test_replicas_whose_stages_are_spread(crew):
+    """A mesh of 2 replicas × 1 worker × 2 shards."""
+    wanted = replicated(1)
+    for weights in crew.ranks(4).run(replicated, 2):
+        assert all(torch.allclose(weights[name], value, rtol=0, atol=1e-10) for name, value in wanted.items())
