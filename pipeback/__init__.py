@@ -16,7 +16,15 @@ if TYPE_CHECKING:
     from pipeback.methods.base import Method, Past, Shift, State, Weights, When
     from pipeback.methods.chain import chain
     from pipeback.methods.momentum import scale_hyperparameters
-    from pipeback.pipeline.arguments import Clipping, Debug, MicroBatches, Processes, Splitting, Streaming
+    from pipeback.pipeline.arguments import (
+        Clipping,
+        Debug,
+        MicroBatches,
+        Processes,
+        Splitting,
+        Streaming,
+        TensorParallel,
+    )
     from pipeback.pipeline.memory_use import Memory
     from pipeback.pipeline.pipeline import Pipeline
     from pipeback.plan.training_plan import Plan
@@ -39,6 +47,7 @@ _HOME = {
     "scale_hyperparameters": "methods.momentum", "Memory": "pipeline.memory_use", "Pipeline": "pipeline.pipeline",
     "Clipping": "pipeline.arguments", "Debug": "pipeline.arguments", "MicroBatches": "pipeline.arguments",
     "Processes": "pipeline.arguments", "Splitting": "pipeline.arguments", "Streaming": "pipeline.arguments",
+    "TensorParallel": "pipeline.arguments",
     "Plan": "plan.training_plan", "Sparsity": "sparsities.base", "Watch": "runtime.staleness",
     "RankError": "errors", "StageError": "errors", "StoreError": "errors",
     "DiskStore": "streaming.disk_store", "HostStore": "streaming.store", "Store": "streaming.store",
@@ -69,6 +78,7 @@ __all__ = [
     "Store",
     "StoreError",
     "Streaming",
+    "TensorParallel",
     "Traffic",
     "Watch",
     "Weights",

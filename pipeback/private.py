@@ -1,7 +1,8 @@
 """What torch does not offer in public, in one place; tests/test_private.py fails when torch changes it.
 
 * `pytree`: structures of tensors as users nest them. torch's own functions take them apart by it, so it knows the same.
-* `TorchDispatchMode`: to see each operator. `FakeTensorMode`, `unset_fake_temporarily`: to run a model without values.
+* `TorchDispatchMode`: to see each operator. `FakeTensor`, `FakeTensorMode`, `unset_fake_temporarily`: to run a model
+  without values.
 * `function_modes`, `maps_heard`: who changes torch functions, and calls under torch.vmap, where a model is traced.
 * `identity`: which memory a tensor lies in, also while that memory is away and has no address.
 * `shown`: what a node of a graph has saved, with the handles that put something else in its place.
@@ -75,7 +76,7 @@ with needing("torch.utils._pytree"):
 with needing("torch.utils._python_dispatch.TorchDispatchMode"):
     from torch.utils._python_dispatch import TorchDispatchMode
 with needing("torch._subclasses.fake_tensor.FakeTensorMode"):
-    from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 with needing("torch.autograd.graph._engine_run_backward"):
     from torch.autograd.graph import _engine_run_backward as run_backward
 with needing("torch.Tensor._make_wrapper_subclass"):
@@ -84,7 +85,15 @@ for _name in ("add", "add_", "addcmul_", "copy_", "div", "mul_", "neg", "neg_", 
     if not hasattr(torch, f"_foreach_{_name}"):
         raise Moved(f"torch._foreach_{_name}")
 
-__all__ = ["FakeTensorMode", "TorchDispatchMode", "pytree", "run_backward", "unset_fake_temporarily", "wrapper"]
+__all__ = [
+    "FakeTensor",
+    "FakeTensorMode",
+    "TorchDispatchMode",
+    "pytree",
+    "run_backward",
+    "unset_fake_temporarily",
+    "wrapper",
+]
 
 
 def function_modes() -> list[Any]:

@@ -15,7 +15,7 @@ FLOORS = [
     {"methods", "optim", "sparsities", "splitting", "draw", "planner"},
     {"stages"},
     {"runtime"},
-    {"streaming", "vectorized"},
+    {"streaming", "vectorized", "tensor_parallel"},
     {"distributed"},
     {"checkpoint", "plan"},
     {"pipeline"},
@@ -41,9 +41,10 @@ ALONE = {  # what a room may import of pipeback, where that is less than all tha
         "byte_sizes",
     },
     "vectorized": {"counts", "runtime", "stages", "methods", "splitting", "schedules", "tensors", "errors", "private"},
+    "tensor_parallel": {"runtime", "stages", "schedules", "private"},
     "distributed": {
-        "streaming", "runtime", "stages", "methods", "sparsities", "splitting", "schedules", "tensors", "weights",
-        "counts", "errors", "private",
+        "streaming", "tensor_parallel", "runtime", "stages", "methods", "sparsities", "splitting", "schedules",
+        "tensors", "weights", "counts", "errors", "private",
     },
     "checkpoint": {
         "distributed", "streaming", "runtime", "stages", "methods", "schedules", "tensors", "counts", "errors",

@@ -81,11 +81,23 @@ def share(
             tensors = {k: v for k, v in tensors.items() if own(k)}
         elif copy:  # otherwise this rank's store keeps its pieces
             tensors = stage.home.share.whole(tensors, own)
+        if stage.home.shards is not None:
+            _saveable(stage)
+            tensors = stage.home.shards.whole(tensors)
         if take is not None:
             take(stage, tensors)
             tensors = {}
         parts.append(StageShare(stage.index, stage.replica, tensors, plain))
     return Share(parts, {r: merge_progress(some) for r, some in progress.items()}, groups)
+
+
+def _saveable(stage: Stage) -> None:
+    """Raise ValueError for micro-batches in flight whose graphs hold activations that are spread over ranks."""
+    if any(flight.again is None for flight in stage.flights.values()):
+        raise ValueError(
+            f"{stage.label}: micro-batches in flight hold activations that are spread over ranks; call pipe.drain() "
+            'before the state is taken, or build the pipeline with activations="recompute"'
+        )
 
 
 def _own(stage: Stage, name: str) -> bool:
@@ -139,12 +151,12 @@ def load(stage: Stage, state: dict[str, Any], options: dict[int, Options], opene
 
 
 def _part(stage: Stage, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return the tensors of a stage's own replica among those of all replicas."""
-    if not stage.replica:
-        return tensors
-    prefix = f"replica/{stage.replica}/"
-    mine = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
-    return {**{k: v for k, v in tensors.items() if k.startswith(COMMON)}, **mine}
+    """Return the tensors of a stage's own replica among those of all replicas, and its shards of them."""
+    if stage.replica:
+        prefix = f"replica/{stage.replica}/"
+        mine = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+        tensors = {**{k: v for k, v in tensors.items() if k.startswith(COMMON)}, **mine}
+    return tensors if stage.home.shards is None else stage.home.shards.shards(tensors)
 
 
 def options_of(plain: Plain, optimizers: Sequence[Any]) -> dict[int, Options]:

@@ -132,7 +132,7 @@ class _Crew:
 
     def __init__(self, pipe: Any, call: str) -> None:
         self._ranks, self._call = pipe.ranks, call
-        self.me = self._ranks.replica * self._ranks.count + self._ranks.index
+        self.me = self._ranks.place or 0
         """Place in what `gather` returns."""
         self._rank = getattr(self._ranks, "rank", 0)
 

@@ -1,6 +1,7 @@
 """The processes of a pipeline: they meet, divide the stages, exchange tensors, and watch each other's health.
 
-Floor 6. It may import streaming, runtime, stages, methods, sparsities, splitting, schedules, tensors and weights.
+Floor 6. It may import streaming, tensor_parallel, runtime, stages, methods, sparsities, splitting, schedules, tensors
+and weights.
 """
 
 from pipeback.distributed.held_stages import HeldStages

@@ -7,6 +7,7 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
+from torch import nn
 
 from pipeback.distributed.ranks import Ranks
 from pipeback.stages.stage import Stage
@@ -36,6 +37,8 @@ def agree(ranks: Ranks, stages: Sequence[Stage], **options: Any) -> None:
     seed = ranks.gather(torch.initial_seed(), CALL)[0]
     for stage in stages:
         stage.random.sow(seed)
+    if ranks.tensor > 1:
+        return  # values were shared before they were cut into shards (`alike`)
     values = [[*stage.module.parameters(), *stage.module.buffers()] for stage in stages]
     mine = [None if any(t.is_meta for t in some) else checksum(some) for some in values]
     every = ranks.gather(mine, CALL)
@@ -46,3 +49,15 @@ def agree(ranks: Ranks, stages: Sequence[Stage], **options: Any) -> None:
                     f"{stages[s].label} is on the meta device on some ranks; build it there on all of them, or on none"
                 )
             ranks.share(some)
+
+
+def alike(ranks: Ranks, model: nn.Module) -> None:
+    """Give every rank the first rank's weights and buffers, before they are cut into shards.
+
+    Raises ValueError on every rank if ranks have tensors of other names or shapes.
+    """
+    tensors = model.state_dict(keep_vars=True)
+    ranks.agree({"model": [(name, tuple(t.shape), str(t.dtype)) for name, t in tensors.items()]})
+    every = ranks.gather(None if any(t.is_meta for t in tensors.values()) else checksum(list(tensors.values())), CALL)
+    if any(theirs != every[0] for theirs in every):
+        ranks.share([t for t in tensors.values() if not t.is_meta])

@@ -21,6 +21,7 @@ from pipeback.stages.stage import Stage
 from pipeback.streaming.shards import ReplicaGroup
 from pipeback.streaming.sparse_weights import SparseWeights, choose
 from pipeback.streaming.store import Store
+from pipeback.tensor_parallel.spread import Spread
 from pipeback.tensors import copies, meta
 
 
@@ -44,9 +45,11 @@ class HeldStages:
         sparsity: Sparsity | None = None,
         skip_zeros: bool | str = False,
         shards: bool = False,
+        spread: Spread | None = None,
     ) -> None:
         self.everywhere, self.method, self.ranks, self.init, self.device = everywhere, method, ranks, init, device
         self.store, self.sparsity, self.skip_zeros, self.shards = store, sparsity, skip_zeros, shards
+        self.spread = spread  # how the model's weights are spread over ranks that compute stages together; None: not
         self.workers = ranks.count if ranks.several else workers or 1
         self.stages = everywhere[0]
         self.compute: torch.device | None = None  # the device where stages of a store compute; None: that of the module
@@ -134,14 +137,29 @@ class HeldStages:
     def values(self, stage: Stage) -> dict[str, Tensor]:
         """Return copies of a stage's newest weights and buffers, dense and on the CPU, by name."""
         with self.present(stage):
-            return {name: value.detach().to("cpu", copy=True) for name, value in stage.module.state_dict().items()}
+            found = {name: value.detach().to("cpu", copy=True) for name, value in stage.module.state_dict().items()}
+        if stage.home.shards is None:
+            return found
+        whole = stage.home.shards.whole({f"weight/{name}": value for name, value in found.items()})
+        return {name.removeprefix("weight/"): value for name, value in whole.items()}
+
+    def meet(self) -> None:
+        """Join the ranks that compute stages together; every rank calls this once they have met."""
+        if self.spread is not None and isinstance(self.ranks, Ranks):
+            self.spread.group.join(self.ranks, next(p.device for s in self.stages for p in s.module.parameters()))
+
+    def together(self) -> AbstractContextManager[None]:
+        """A context in which the ranks that compute stages together communicate."""
+        return nullcontext() if self.spread is None else self.spread.group.together()
 
     def whole(self, model: nn.Module) -> nn.Module:
         """Return a copy of the user's model with the newest weights of all stages; every rank calls this."""
         # buffers, such as batch statistics, differ between replicas; those of the first are used
         own = {s.index: self.values(s) for s in self.mine if self.shards or not s.replica}
-        parts = self.ranks.gather({} if self.ranks.replica else own, "model")
+        parts = self.ranks.gather({} if self.ranks.replica or self.ranks.shard else own, "model")
         whole = copies.deep(model)
+        if self.spread is not None:
+            self.spread.whole(whole)
         meta.move([t for t in (*whole.parameters(), *whole.buffers()) if t.is_meta], "cpu")
         for buffer in (b for b in whole.buffers() if b.layout is torch.strided):
             buffer.data = buffer.data.contiguous()  # an expanded buffer cannot be written into

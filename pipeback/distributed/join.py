@@ -72,8 +72,11 @@ def default_device() -> torch.device:
     return torch.device("cpu")
 
 
-def layout(mesh: DeviceMesh | None, replicas: int | None) -> list[list[int]]:
-    """Return the global ranks by replica and worker. Raises TypeError or ValueError for a wrong mesh or number."""
+def layout(mesh: DeviceMesh | None, replicas: int | None, tensor: int = 1) -> list[list[int]]:
+    """Return the global ranks, one row per replica: by worker, and the `tensor` ranks of a worker side by side.
+
+    Raises TypeError or ValueError for a wrong mesh or number.
+    """
     if not isinstance(mesh, DeviceMesh | None):
         raise TypeError(
             f"mesh must be None or a DeviceMesh, but is {type(mesh).__name__}; for example "
@@ -86,7 +89,14 @@ def layout(mesh: DeviceMesh | None, replicas: int | None) -> list[list[int]]:
         world = dist.get_world_size()
         if replicas < 1 or world % replicas:
             raise ValueError(f"replicas={replicas} does not divide the {world} ranks; start a multiple of it")
+        if world % (replicas * tensor):
+            raise ValueError(
+                f"tensor_parallel={tensor} does not divide the {world // replicas} ranks of a replica; start a "
+                "multiple of it"
+            )
         return torch.arange(world).view(replicas, -1).tolist()
+    if tensor > 1:
+        return _with_shards(mesh, tensor)
     table = mesh.mesh
     if table.dim() > 2:
         raise ValueError(f"mesh has {table.dim()} dimensions; use (replicas, workers), or (workers,)")
@@ -94,6 +104,20 @@ def layout(mesh: DeviceMesh | None, replicas: int | None) -> list[list[int]]:
     if table.dim() == 2 and names and names[0] in ("pp", "pipeline", "stage", "workers"):
         table = table.T
     return table.view(-1, table.shape[-1]).tolist() if table.dim() == 1 else table.tolist()
+
+
+def _with_shards(mesh: DeviceMesh, tensor: int) -> list[list[int]]:
+    table, names = mesh.mesh, mesh.mesh_dim_names or ()
+    told = "use (replicas, workers, tensor) or (workers, tensor)"
+    if table.dim() not in (2, 3) or (names and names[-1] not in ("tp", "tensor")):
+        found = f"the names {names}" if names and table.dim() in (2, 3) else f"{table.dim()} dimension(s)"
+        raise ValueError(f"mesh has {found}, but with tensor_parallel={tensor} its last dimension is that one; {told}")
+    if table.shape[-1] != tensor:
+        raise ValueError(
+            f"mesh has {table.shape[-1]} ranks in its last dimension, but tensor_parallel={tensor}; give both the same"
+        )
+    rows: list[list[int]] = table.reshape(table.shape[0] if table.dim() == 3 else 1, -1).tolist()
+    return rows
 
 
 def _first_line(error: BaseException) -> str:

@@ -10,7 +10,7 @@ import json
 import os
 import time
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -46,6 +46,7 @@ class SingleProcess:
 
     several = False
     index, count, replica, replicas = 0, 1, 0, 1
+    shard, tensor = 0, 1
     place = None  # its number among several processes
 
     def gather(self, value: Any, what: str) -> list[Any]:
@@ -64,21 +65,27 @@ class SingleProcess:
 class Ranks:
     """The ranks of one pipeline.
 
-    table    global ranks by replica and worker; this rank is among them
+    mesh     global ranks by replica, worker and shard, the last two in one row; this rank is among them
     timeout  seconds after which every rank raises a `RankError` for a rank that does not answer
+    tensor   how many ranks compute each stage together, each with its shard of the weights
+
+    A rank exchanges activations and gradients with the ranks of its own shard only (`table`, `line`), whose pipeline is
+    like any other; within their stages, the ranks of all shards meet (`among`).
     """
 
     several = True
 
-    def __init__(self, table: list[list[int]], timeout: float, board: dist.Store | None = None) -> None:
+    def __init__(self, mesh: list[list[int]], timeout: float, board: dist.Store | None = None, tensor: int = 1) -> None:
         """board: the store of `_board`, if the caller has it already."""
-        self.timeout = timeout
+        self.timeout, self.mesh, self.tensor = timeout, mesh, tensor
         self.rank = dist.get_rank()
-        self.everyone = [rank for row in table for rank in row]
+        self.everyone = [rank for row in mesh for rank in row]
+        self.place = self.everyone.index(self.rank)
+        self.shard = self.place % tensor
+        self.table = table = [row[self.shard :: tensor] for row in mesh]
         self.replica, self.index = next((r, row.index(self.rank)) for r, row in enumerate(table) if self.rank in row)
-        self.table, self.line = table, table[self.replica]  # line: the ranks of this replica, by their stages
+        self.line = table[self.replica]  # the ranks of this replica and shard, by their stages
         self.count, self.replicas = len(self.line), len(table)
-        self.place = self.replica * self.count + self.index
         self.others = [rank for rank in self.everyone if rank != self.rank]
         board = board or _board()
         self.number, self._groups = _built[1], list[dist.ProcessGroup]()
@@ -155,6 +162,15 @@ class Ranks:
             self._sums = RankReplicas(self.group(column, backend), self._awaited)
         return self._sums
 
+    def among(
+        self, device: torch.device | None, what: str
+    ) -> tuple[dist.ProcessGroup, Callable[[dist.Work | None], None]]:
+        """Return a new group of the ranks that compute these stages together, and what waits for its work."""
+        first = self.index * self.tensor
+        together = self.mesh[self.replica][first : first + self.tensor]
+        group = self.group(together, "nccl" if accelerators.direct(device) else "gloo")
+        return group, partial(self._awaited, what=what, among=together)
+
     def column(self, device: torch.device) -> ReplicaGroup:
         """Return the group of the replicas of these stages, each with a slice in its store; they are on `device`."""
         if self._column is None:
@@ -169,8 +185,10 @@ class Ranks:
             )
         return self._column
 
-    def _awaited(self, work: dist.Work | None, what: str = "the replicas' gradients") -> None:
-        column = [row[self.index] for row in self.table]
+    def _awaited(
+        self, work: dist.Work | None, what: str = "the replicas' gradients", among: Sequence[int] | None = None
+    ) -> None:
+        column = [row[self.index] for row in self.table] if among is None else among
         with self.health.waiting(column, what):
             try:
                 assert work is not None  # since it is asynchronous
@@ -227,7 +245,7 @@ class Ranks:
         return error
 
     def gather(self, value: Any, what: str) -> list[Any]:
-        """Return the values of all ranks, by replica and worker. Every rank calls it. what: names the public call."""
+        """Return the values of all ranks, by replica, worker and shard. Every rank calls it. what: the public call."""
         found: list[Any] = [None] * len(self.everyone)
         self.health.check()
         with self.health.calling(what), self.health.waiting(self.others, what):
@@ -268,12 +286,17 @@ class Ranks:
                 tensor.copy_(value)
 
 
-def meet(mesh: DeviceMesh | None, replicas: int | None, timeout: float) -> Ranks | SingleProcess:
+def meet(mesh: DeviceMesh | None, replicas: int | None, timeout: float, tensor: int = 1) -> Ranks | SingleProcess:
     """Return the ranks of the pipeline that this process builds, once all of them have come to build it.
 
     If one of the arguments is wrong, this raises the error, and tells the other ranks, which would otherwise wait.
     """
     if isinstance(mesh, DeviceMesh | None) and not wanted(mesh):
+        if tensor > 1:
+            raise ValueError(
+                f"tensor_parallel={tensor} needs as many ranks, but this is one process; start it by torchrun "
+                f"--nproc-per-node={tensor}, or leave tensor_parallel out"
+            )
         return SingleProcess()
     known = isinstance(timeout, (int, float)) and not isinstance(timeout, bool) and timeout > 0
     join(timeout if known else 30.0)
@@ -281,7 +304,7 @@ def meet(mesh: DeviceMesh | None, replicas: int | None, timeout: float) -> Ranks
     try:
         if not known:
             raise ValueError(f"timeout must be above 0, but is {timeout!r}; it is the seconds that ranks have")
-        table = layout(mesh, replicas)
+        table = layout(mesh, replicas, tensor)
         if dist.get_rank() not in [rank for row in table for rank in row]:
             raise ValueError(
                 f"mesh {table} lacks rank {dist.get_rank()}, which builds a pipeline over it; give each rank the mesh "
@@ -291,7 +314,7 @@ def meet(mesh: DeviceMesh | None, replicas: int | None, timeout: float) -> Ranks
         with suppress(RuntimeError):
             board.set(REFUSED, json.dumps((dist.get_rank(), str(error))))
         raise
-    return Ranks(table, timeout, board)
+    return Ranks(table, timeout, board, tensor)
 
 
 def _board() -> dist.Store:

@@ -142,6 +142,26 @@ class Streaming:
 
 
 @dataclass(frozen=True)
+class TensorParallel:
+    """How many ranks compute each stage together, each with its shard of the weights: `Pipeline(tensor_parallel=...)`.
+
+    size  ranks per worker; the ranks are a mesh (replicas, workers, tensor). 1: none compute together
+    plan  {path of a module: style}; `pipeback.tensor_parallel` has them. None: the plan of the model's
+          family (GPT-2, Llama, Mixtral and ViT of transformers)
+    """
+
+    size: int = 1
+    plan: Mapping[str, Any] | None = None
+
+    def check(self) -> None:
+        """Raise ValueError or TypeError if a field has a value that it cannot take."""
+        at_least_one("tensor_parallel", self.size)
+        such("plan", self.plan, (Mapping, type(None)), "None or a dict of styles by path of a module")
+        if self.plan is not None and self.size == 1:
+            raise ValueError("plan has no meaning with tensor_parallel=1; give the number of ranks, or leave plan out")
+
+
+@dataclass(frozen=True)
 class Clipping:
     """How each stage's averaged gradient is clipped before the method uses it: `Pipeline(clip_norm=...)`.
 
@@ -191,12 +211,13 @@ class Debug:
         one_of("weight_functions", self.weight_functions, ("refuse", "warn"), where)
 
 
-Long = TypeVar("Long", MicroBatches, Splitting, Streaming, Clipping)
+Long = TypeVar("Long", MicroBatches, Splitting, Streaming, TensorParallel, Clipping)
 LONG = {
     "micro_batch_size": MicroBatches,
     "stages": Splitting,
     "workers": Processes,
     "store": Streaming,
+    "tensor_parallel": TensorParallel,
     "clip_norm": Clipping,
     "debug": Debug,
 }

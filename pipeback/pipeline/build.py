@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from pipeback.checkpoint import commits
-from pipeback.distributed.agreement import agree
+from pipeback.distributed.agreement import agree, alike
 from pipeback.distributed.held_stages import HeldStages
 from pipeback.distributed.join import default_device
 from pipeback.distributed.ranks import Ranks, SingleProcess, meet
@@ -30,6 +30,9 @@ from pipeback.streaming import disk_store
 from pipeback.streaming.disk_store import DiskStore
 from pipeback.streaming.shards import share_out
 from pipeback.streaming.store import DeviceStore, Store
+from pipeback.tensor_parallel.group import TensorGroup
+from pipeback.tensor_parallel.spread import Spread
+from pipeback.tensor_parallel.spread import spread as spread_out
 from pipeback.weights import aliases
 
 
@@ -56,14 +59,16 @@ def build(model: nn.Module | Sequence[nn.Module] | Split, options: PipelineOptio
     Over processes every rank calls it, and an error on one is told to the others.
     """
     processes = options.processes
-    ranks = meet(processes.mesh, options.replicas, processes.timeout)
+    options.tensor.check()
+    ranks = meet(processes.mesh, options.replicas, processes.timeout, options.tensor.size)
     with telling(ranks):  # from here on: the other ranks have come, too, and would wait
         options.check()
         streaming = options.streaming
         policy = by_name.sparsity(streaming.sparsity)
         home = disk_store.create(streaming.store) or (DeviceStore() if policy is not None else None)
-    with telling(ranks), closing(home):
+    with telling(ranks), closing(home), ExitStack() as undone:
         replicas = ranks.replicas if ranks.several else 1 if options.replicas is None else options.replicas
+        spread = _spread(model, options, ranks, undone)
         if not isinstance(model, Split):
             cuts = options.splitting
             model = split_model(model, cuts.stages, options.example, cuts.leaves, cuts.balance)
@@ -84,7 +89,9 @@ def build(model: nn.Module | Sequence[nn.Module] | Split, options: PipelineOptio
             stage.take_names(named)
         names = aliases(model.model)
         shards = ranks.several and replicas > 1 and not isinstance(home, DeviceStore | None)
-        check_whole_weights(method, policy is not None, shards)
+        check_whole_weights(method, policy is not None, shards, spread is not None)
+        if spread is not None:
+            spread.stages(stages)
         if shards:
             share_out(stages, ranks.replica, replicas, policy)
         if not any(stage.weights for stage in stages):
@@ -101,12 +108,24 @@ def build(model: nn.Module | Sequence[nn.Module] | Split, options: PipelineOptio
             commits.choose(home, ranks)
         where = streaming.device or default_device()
         holding = HeldStages(
-            [stages], method, ranks, options.threads, streaming.init, where, home, policy, streaming.skip_zeros, shards
+            [stages],
+            method,
+            ranks,
+            options.threads,
+            streaming.init,
+            where,
+            home,
+            policy,
+            streaming.skip_zeros,
+            shards,
+            spread,
         )
         holding.compute = None if streaming.device is None else torch.device(streaming.device)
+        holding.meet()
         if not ranks.several:
             holding.everywhere += building.twins(parts, model.program, replicas)
             holding.take_up()
+        undone.pop_all()
     setting = Setting(
         delays, options.debug.order, options.debug.seed, options.processes.link, options.threads,
         {"clip_norm": options.clipping.norm, "clip_value": options.clipping.value,
@@ -114,6 +133,24 @@ def build(model: nn.Module | Sequence[nn.Module] | Split, options: PipelineOptio
         _stacks(stages, method, options, later=holding.shared) if options.vectorize else [],
     )  # fmt: skip
     return Built(options, model, method, delays, replicas, optimizers, names, holding, setting)
+
+
+def _spread(
+    model: nn.Module | Sequence[nn.Module] | Split, options: PipelineOptions, ranks: Ranks | SingleProcess,
+    undone: ExitStack,
+) -> Spread | None:  # fmt: skip
+    """Cut the model into this rank's shards, if several ranks compute stages together. undone: puts it back."""
+    if not isinstance(ranks, Ranks) or ranks.tensor == 1:
+        return None
+    if isinstance(model, Split):
+        raise TypeError(
+            "tensor_parallel cuts weights before a model is split, but model is a Split already; give the model itself "
+            "with stages= and example="
+        )
+    alike(ranks, model if isinstance(model, nn.Module) else nn.Sequential(*model))
+    found = spread_out(model, options.tensor.plan, TensorGroup(ranks.shard, ranks.tensor))
+    undone.callback(found.undo)
+    return found
 
 
 def _stacks(stages: Sequence[Stage], method: Method, options: PipelineOptions, *, later: bool) -> Sequence[Any]:
@@ -135,7 +172,8 @@ def _agree(
         check_finite=options.debug.check_finite, reference_batch=options.reference_batch, link=options.processes.link,
         activations=options.activations if isinstance(options.activations, str) else every,
         masters=options.masters, compile=repr(options.compile),
-        store=home and f"{type(home).__name__}(prefetch={home.prefetch})",
+        store=home and f"{type(home).__name__}(prefetch={home.prefetch})", tensor_parallel=options.tensor.size,
+        plan=repr(options.tensor.plan),
     )  # fmt: skip
 
 

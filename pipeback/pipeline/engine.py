@@ -231,7 +231,8 @@ class Engine:
         self._stop()
         if self.error is not None and isinstance(self.ranks, Ranks):
             self.ranks.leave()  # what has failed, or left, is told once
-            self.holding.ranks = Ranks(self.ranks.table, self.ranks.timeout)
+            self.holding.ranks = Ranks(self.ranks.mesh, self.ranks.timeout, tensor=self.ranks.tensor)
+            self.holding.meet()
         self.error = None
 
     def check(self, plain: Mapping[str, Any]) -> None:

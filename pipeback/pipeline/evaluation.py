@@ -79,7 +79,7 @@ class Evaluation:
 
     def _through_each(self, stages: Sequence[Stage], value: Value) -> Value:
         for stage in stages:
-            with self._engine.holding.present(stage):
+            with self._engine.holding.present(stage), self._engine.holding.together():
                 value = evaluate([stage], value)
         return value
 

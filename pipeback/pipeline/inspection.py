@@ -26,6 +26,7 @@ from pipeback.stages.flight import Value
 from pipeback.streaming.disk_store import DiskStore
 from pipeback.streaming.streamed_weights import StreamedWeights
 from pipeback.streaming.traffic import Traffic, together
+from pipeback.tensor_parallel import ExpertLoad
 
 
 class Inspection:
@@ -100,6 +101,13 @@ class Inspection:
         """As `Pipeline.memory`."""
         self._engine.wait()
         return memory_use.counted(self._engine.holding.mine, self._engine.owner)
+
+    def expert_load(self) -> dict[str, ExpertLoad]:
+        """As `Pipeline.expert_load`."""
+        self._engine.wait()
+        spread = self._engine.holding.spread
+        blocks = {} if spread is None else spread.blocks
+        return {path: block.load for path, block in blocks.items() if not any(p.is_meta for p in block.parameters())}
 
     def traffic(self) -> Traffic:
         """As `Pipeline.traffic`."""

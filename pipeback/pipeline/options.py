@@ -8,7 +8,15 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor
 
 from pipeback.methods.base import Method
-from pipeback.pipeline.arguments import Clipping, Debug, MicroBatches, Processes, Splitting, Streaming
+from pipeback.pipeline.arguments import (
+    Clipping,
+    Debug,
+    MicroBatches,
+    Processes,
+    Splitting,
+    Streaming,
+    TensorParallel,
+)
 from pipeback.pipeline.option_checks import (
     at_least_one,
     check_functions,
@@ -19,6 +27,7 @@ from pipeback.pipeline.option_checks import (
 )
 from pipeback.stages.activations import recomputes
 from pipeback.stages.stage import OptimizerFactory
+from pipeback.streaming.disk_store import DiskStore
 from pipeback.streaming.store import Store
 
 
@@ -45,11 +54,20 @@ class PipelineOptions(NamedTuple):
     clipping: Clipping
     debug: Debug
     reference_batch: int | None = None
+    tensor: TensorParallel = TensorParallel()
 
     def check(self) -> None:
         """Raise ValueError or TypeError if an option has a wrong type or a value that it cannot take."""
         such("debug", self.debug, (Debug,), "a pipeback.Debug or None")
-        for group in (self.micro_batches, self.splitting, self.processes, self.streaming, self.clipping, self.debug):
+        for group in (
+            self.micro_batches,
+            self.splitting,
+            self.processes,
+            self.streaming,
+            self.tensor,
+            self.clipping,
+            self.debug,
+        ):
             group.check()
         at_least_one("workers", self.threads)
         at_least_one("replicas", self.replicas)
@@ -76,6 +94,18 @@ class PipelineOptions(NamedTuple):
             finite = ("check_finite", self.debug.check_finite, False, "debug=pipeback.Debug(check_finite=False)")
             scaled = ("reference_batch", self.reference_batch, None, "reference_batch=None")
             check_goes_with("loss=None", "", (sized, equal, finite, copies, scaled))
+        if self.tensor.size > 1:
+            disk = self.streaming.store if isinstance(store, DiskStore) else None
+            both = self.streaming.store if replicas > 1 else None
+            apart = [
+                ("vectorize", self.vectorize, False, "vectorize=False"),
+                ("compile", self.compile, False, "compile=False"),
+                ("sparsity", self.streaming.sparsity, None, "store=None"),
+                ("store", disk, None, 'store="host"'),
+                ("replicas with a store", both, None, "store=None"),
+                workers,
+            ]
+            check_goes_with(f"tensor_parallel={self.tensor.size}", ", or leave tensor_parallel out", apart)
         check_masters(self.masters, store)
         order = self.debug.order
         among: list[tuple[str, Any, Any, str]] = [

@@ -14,7 +14,17 @@ from pipeback.checkpoint.pipeline_state import Share
 from pipeback.distributed.ranks import Ranks, SingleProcess
 from pipeback.methods.base import Method
 from pipeback.notebook import Drawing
-from pipeback.pipeline.arguments import Clipping, Debug, MicroBatches, Processes, Splitting, Streaming, as_long, knowing
+from pipeback.pipeline.arguments import (
+    Clipping,
+    Debug,
+    MicroBatches,
+    Processes,
+    Splitting,
+    Streaming,
+    TensorParallel,
+    as_long,
+    knowing,
+)
 from pipeback.pipeline.breakdown import Breakdown
 from pipeback.pipeline.build import build, closing, telling
 from pipeback.pipeline.engine import Engine
@@ -34,6 +44,7 @@ from pipeback.stages.flight import Value
 from pipeback.stages.stage import OptimizerFactory, Stage
 from pipeback.streaming.store import Store
 from pipeback.streaming.traffic import Traffic
+from pipeback.tensor_parallel import ExpertLoad
 
 
 class Pipeline(OutsideCalls):
@@ -58,6 +69,7 @@ class Pipeline(OutsideCalls):
                 process group of several ranks, each rank is a worker, which a `Processes` configures
     replicas    pipelines on different data that average their gradients at each update. In one process, each push is
                 cut into that many parts, equal ones if they can be; over processes, each replica pushes its own data
+    tensor_parallel  ranks that compute each stage together, each with a shard of its weights; or a `TensorParallel`
     store       where weights live. None: on the device; "host", "disk:FOLDER" or a `Store`: there, and a stage's
                 weights are copied to the device when needed; or a `Streaming`, which has sparse weights, too
     activations what a stage keeps from F to B: "device", all that autograd saves; "host", the same in host memory;
@@ -88,6 +100,7 @@ class Pipeline(OutsideCalls):
         example: Any = None,
         workers: int | Processes | None = None,
         replicas: int | None = None,
+        tensor_parallel: int | TensorParallel = 1,
         store: str | Store | Streaming | None = None,
         activations: str | Sequence[str] | Mapping[str | int, str] = "device",
         masters: bool = False,
@@ -101,7 +114,7 @@ class Pipeline(OutsideCalls):
             None if isinstance(workers, Processes) else workers,
             workers if isinstance(workers, Processes) else Processes(), replicas, as_long(Streaming, store),
             activations, masters, compile, vectorize, as_long(Clipping, clip_norm), Debug() if debug is None else debug,
-            reference_batch,
+            reference_batch, as_long(TensorParallel, tensor_parallel),
         )  # fmt: skip
         built = build(model, options)
         self._engine = Engine(built)
@@ -270,6 +283,10 @@ class Pipeline(OutsideCalls):
     def memory(self) -> Memory:
         """Bytes of weights, copies of weights, method state and activations, measured on the stages of this rank."""
         return self._inspection.memory()
+
+    def expert_load(self) -> dict[str, ExpertLoad]:
+        """Tokens per expert since the start, and dropped ones, by path of each block here whose experts are spread."""
+        return self._inspection.expert_load()
 
     def traffic(self) -> Traffic:
         """The streaming of this rank's stages since the first push: bytes, fetches, seconds that computing waited."""

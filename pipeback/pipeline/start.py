@@ -102,6 +102,10 @@ def _loop(
         from pipeback.vectorized.stack_executor import StackExecutor  # here, since most pipelines have no stacks
 
         executor = partial(StackExecutor, stacks=stacks)
+    if holding.spread is not None:
+        from pipeback.tensor_parallel.executor import TensorExecutor  # here, since most pipelines have no shards
+
+        executor = partial(TensorExecutor, group=holding.spread.group)
     worker = Worker(
         mine, holding.method, setting.delays, link, executor, replicas=sums, residence=residence, **setting.worker
     )

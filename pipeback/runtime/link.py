@@ -132,18 +132,18 @@ class WireLink:
                 key, tensor, mark = self.into[worker].recv()
                 self.box[key] = tensor
                 if key[0] == "F" and self.mark is not None:
-                    self._check(key[2], self._mark(key[2]) ^ mark, worker)
+                    self.compare(key[2], self._mark(key[2]) ^ mark, f"worker {worker}")
 
-    def _check(self, mb: int, differs: int, worker: int) -> None:
-        """Raise `OtherBatch` if the mark of a micro-batch differs from that at the worker that sent it."""
+    def compare(self, mb: int, differs: int, other: str) -> None:
+        """Raise `OtherBatch` if the mark of a micro-batch differs from that of another rank."""
         if not differs:
             return
         if differs % (1 << _START):
             raise OtherBatch(
-                f"micro-batch {mb} is not the one that worker {worker} was given; every rank must push the same data, "
+                f"micro-batch {mb} is not the one that {other} was given; every rank must push the same data, "
                 "in the same order"
             )
-        both = f"worker {self.worker} and worker {worker}"
+        both = f"worker {self.worker} and {other}"
         if differs % (1 << _OPTIONS):
             raise OtherBatch(
                 f"the pipeline was drained before micro-batch {mb} by one of {both}, and not by the other; every "

@@ -76,7 +76,7 @@ def layer(module: nn.Module) -> bool:
     if type(module) in CONTAINERS or (type(module).__module__.startswith("torch.nn") and type(module).__name__ in OPEN):
         return False
     own = type(module).__module__.startswith("torch.nn") and not isinstance(module, CONTAINERS)
-    return own or not any(True for _ in module.children())
+    return own or getattr(module, "one_call", False) is True or not any(True for _ in module.children())
 
 
 def leaves(

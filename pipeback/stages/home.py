@@ -81,6 +81,18 @@ class WeightShare(Protocol):
     def fits(self, name: str, tensor: Tensor) -> bool: ...
 
 
+class WeightShards(Protocol):
+    """This rank's shards of a stage that several ranks compute together (`tensor_parallel/sharding`)."""
+
+    cuts: Any
+
+    def norm(self, grads: Sequence[Tensor | None]) -> Tensor: ...
+
+    def whole(self, tensors: Mapping[str, Tensor], keep: Any = ...) -> dict[str, Tensor]: ...
+
+    def shards(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]: ...
+
+
 class Repetition(Protocol):
     """A forward that B does once more (`recompute`)."""
 
@@ -150,6 +162,7 @@ class Home:
         self.slot: DeviceSlot | None = None  # their place on the device, if they are only there when needed
         self.sparse: Survivors | None = None  # which of the weights survive
         self.share: WeightShare | None = None  # what this rank's store keeps of the weights, if others keep the rest
+        self.shards: WeightShards | None = None  # this rank's shards, if other ranks compute the stage with it
         self.spilled: Sequence[Tensor | None] | None = None  # sums of gradients that left the device with the weights
 
     def look(self, module: nn.Module) -> None:
@@ -175,6 +188,10 @@ class Home:
     def divide(self, share: WeightShare) -> None:
         """Note the share of the weights that this rank's store keeps."""
         self.share = share
+
+    def spread(self, shards: WeightShards) -> None:
+        """Note that other ranks hold the other shards of the weights."""
+        self.shards = shards
 
     def spill(self, sums: Sequence[Tensor | None]) -> None:
         """Keep these gradient sums where the weights live."""

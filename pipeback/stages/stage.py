@@ -295,7 +295,8 @@ class Stage:
         Returns also whether the gradient was clipped, as a 0-d tensor; None if there is no limit.
         """
         masters = self.weights if self.masters.weights else None
-        whole = None if self.home.share is None else self.home.share.norm
+        apart = self.home.share or self.home.shards
+        whole = None if apart is None else apart.norm
         return averaged(sums, clip_norm, clip_value, masters, whole)
 
     # -- what others change: each says what happened -------------------------------------------------------------

@@ -28,7 +28,7 @@ class Attention(nn.Module):
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
-        self.heads, self.dropout = heads, dropout
+        self.size, self.dropout = width // heads, dropout  # numbers per head
         self.norm = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
@@ -37,10 +37,10 @@ class Attention(nn.Module):
         return x + dropped(self.out(self.attend(self.norm(x))), self.dropout, self.training)
 
     def attend(self, x: Tensor) -> Tensor:
-        b, t, width = x.shape
-        qkv = self.qkv(x).view(b, t, 3, self.heads, width // self.heads)
+        b, t, _ = x.shape
+        qkv = self.qkv(x).view(b, t, 3, -1, self.size)  # under tensor parallelism, this rank's heads
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (B, heads, T, width / heads)
-        return scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, width)
+        return scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
 
 
 class Feedforward(nn.Module):

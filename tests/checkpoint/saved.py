@@ -70,7 +70,7 @@ class Held:
         self.loaded = loaded
 
 
-ALONE = dict(several=False, index=0, count=1, replica=0, gather=lambda value, what: [value])
+ALONE = dict(several=False, index=0, count=1, replica=0, place=0, gather=lambda value, what: [value])
 
 
 def names(folder):

@@ -24,7 +24,7 @@ class Table:
     several, replica, timeout = True, 0, 1.0
 
     def __init__(self, index, count, shared):
-        self.index = self.rank = index
+        self.index = self.rank = self.place = index
         self.count, self.shared = count, shared
 
     def gather(self, value, what):

@@ -1,0 +1,92 @@
+"""Sharding: what a rank holds of one stage; the whole of its state from all ranks, and the shards of a whole state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from pipeback.tensor_parallel.cuts import Cut
+from pipeback.tensor_parallel.group import TensorGroup
+
+
+class Sharding:
+    """The weights of a stage of which this rank has shards.
+
+    named: all weights of the stage, by name. cuts: how those that are cut are, by identity.
+    """
+
+    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], cuts: Mapping[int, Cut], group: TensorGroup) -> None:
+        self.group = group
+        self.cuts: dict[str, Cut] = {name: cuts[id(p)] for name, p in named if id(p) in cuts}
+        self.shapes = {name: tuple(p.shape) for name, p in named}
+        self.trained = [name for name, p in named if p.requires_grad]
+
+    def name(self, key: str) -> str | None:
+        """The weight to which a tensor of a state (see `stage_state`) belongs, if it is cut; else None."""
+        kind, _, rest = key.partition("/")
+        if kind == "weight":
+            name = rest
+        elif kind == "optimizer":
+            name = self.trained[int(rest.partition("/")[0])]
+        elif kind in ("method", "version", "grad") or (kind == "flight" and rest.split("/")[1] == "used"):
+            name = self.trained[int(rest.rpartition("/")[2])]
+        else:
+            return None
+        return name if name in self.cuts else None
+
+    def whole(self, tensors: Mapping[str, Tensor], keep: Callable[[str], bool] = lambda key: True) -> dict[str, Tensor]:
+        """A stage's state with whole tensors in place of shards; every rank of the group calls it.
+
+        keep: whether this rank wants a tensor, by name.
+        """
+        found = {}
+        for key, tensor in tensors.items():
+            name = self.name(key)
+            if name is not None and tuple(tensor.shape) == self.shapes[name]:
+                shards = self.group.collect(tensor)
+                tensor = self.cuts[name].whole(shards) if keep(key) else tensor
+            if keep(key):
+                found[key] = tensor
+        return found
+
+    def shards(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """This rank's shards of a whole state, which are cut on access."""
+        return _Shards(self, tensors)
+
+    def shard(self, key: str, tensor: Tensor) -> Tensor:
+        """This rank's shard of a tensor of a whole state."""
+        name, count = self.name(key), self.group.count
+        if name is None:
+            return tensor
+        cut = self.cuts[name]
+        fits = tensor.dim() == len(self.shapes[name]) and cut.shape(tensor.shape, count) == self.shapes[name]
+        return cut.shard(tensor, self.group.index, count) if fits else tensor
+
+    def norm(self, grads: Sequence[Tensor | None]) -> Tensor:
+        """The Euclidean norm of the whole gradient: squares of shards are summed over the ranks, others count once."""
+        apart = torch.zeros((), dtype=torch.float64)
+        alike = torch.zeros((), dtype=torch.float64)
+        for name, g in zip(self.trained, grads, strict=True):
+            if g is not None:
+                square = torch.linalg.vector_norm(g.coalesce().values() if g.is_sparse else g).double().square().cpu()
+                if name in self.cuts:
+                    apart += square
+                else:
+                    alike += square
+        return (torch.stack(self.group.collect(apart.view(1))).sum() + alike).sqrt()
+
+
+class _Shards(Mapping[str, Tensor]):
+    def __init__(self, sharding: Sharding, whole: Mapping[str, Tensor]) -> None:
+        self._sharding, self._whole = sharding, whole
+
+    def __getitem__(self, key: str) -> Tensor:
+        return self._sharding.shard(key, self._whole[key])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._whole)
+
+    def __len__(self) -> int:
+        return len(self._whole)

@@ -1,0 +1,107 @@
+"""Law: stages that several ranks compute together equal those of one process within rounding, in float64."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from tests.helpers.choice import rare
+from tests.laws.cases import CASES, STAGES
+from tests.processes import tensor_families
+from tests.processes.tensor_cases import (
+    OWN,
+    far,
+    found,
+    language_model,
+    loaded,
+    made_of,
+    replicated,
+    resumed,
+    saved,
+    train,
+    train_model,
+)
+
+WHOLE = [case for case in CASES if not CASES[case](STAGES).elementwise]
+SPREAD = [case for case in CASES if case not in WHOLE]
+
+
+def odd_cases(crew, cases, tensor, **options):
+    """What differs from one process, by case and rank."""
+    odd = {}
+    for case in cases:
+        wanted = train(case, **options)
+        for rank, result in enumerate(crew.run(train, case, tensor, **options)):
+            if differs := far(result, wanted):
+                odd[f"{case}, rank {rank}"] = differs
+    return odd
+
+
+@pytest.mark.parametrize(
+    ("tensor", "cases"),
+    [(2, ["pb", "pipedream", "cerebras", "gpipe-4"]), (4, ["pb", "spectrain"]), rare(2, SPREAD), rare(4, SPREAD)],
+)
+def test_every_method_equals_one_process(crew, tensor, cases):
+    """Four ranks: 2 workers × 2 shards, and 1 × 4; 50 micro-batches."""
+    assert odd_cases(crew.ranks(4), cases, tensor) == {}
+
+
+@pytest.mark.parametrize("options", [{"clip_norm": 0.05}, {"store": "host"}, {"activations": "recompute"}])
+def test_options(crew, options):
+    """The norm by which gradients are clipped is that of the whole weights; a store streams this rank's shards."""
+    assert odd_cases(crew.ranks(4), ["pb"], 2, **options) == {}
+
+
+def test_our_own_transformer(crew):
+    wanted = train_model(language_model)
+    for result in crew.ranks(4).run(train_model, language_model, 2, OWN):
+        assert far(result, wanted) == []
+
+
+@pytest.mark.parametrize("family", [rare("gpt2"), rare("llama"), rare("vit"), "mixtral"])
+def test_known_families(crew, family):
+    """Models of transformers, traced, with the plan of their family. Mixtral's experts travel, all to all."""
+    build = getattr(tensor_families, family)
+    wanted = train_model(build)
+    for result in crew.ranks(4).run(train_model, build, 2):
+        assert far(result, wanted) == []
+
+
+def test_experts_that_are_full_drop_what_comes_later(crew):
+    """The reference is written choice by choice. Every choice is counted once: it is computed, or dropped."""
+    capacity = 0.75
+    pipe, batches = made_of(partial(tensor_families.dropping, capacity))
+    for x, y in batches:
+        pipe.push(x, y)
+    pipe.drain()
+    wanted = found(pipe, batches[:1])
+    loads = {}
+    for result, load in crew.ranks(4).run(loaded, capacity):
+        assert far(result, wanted) == []
+        assert all(loads.setdefault(path, each) == each for path, each in load.items())
+    assert sorted(loads) == ["model.layers.0.mlp", "model.layers.1.mlp"]
+    for tokens, dropped in loads.values():
+        assert sum(tokens) + dropped == len(batches) * 2 * 5 * 2
+        assert dropped > 0 and max(tokens) <= len(batches) * 4
+
+
+@pytest.mark.parametrize("flying", [False, True])
+@pytest.mark.parametrize("case", ["cerebras", rare("pipemare"), rare("pipeoptim"), rare("ef")])
+def test_a_state_loads_on_any_mesh(crew, tmp_path, case, flying):
+    """Saved under 2 × 2, it goes on in one process and under 1 × 4, and back."""
+    crew, alone, mesh = crew.ranks(4), str(tmp_path / "alone"), str(tmp_path / "mesh")
+    one = saved(case, 1, alone, flying)
+    states = crew.run(saved, case, 2, mesh, flying)
+    wanted = resumed(case, 1, one, flying)
+    for source in (states[0], mesh):
+        assert far(resumed(case, 1, source, flying), wanted) == []
+    for tensor, source in ((2, one), (4, states[1]), (2, alone), (4, mesh)):
+        for result in crew.run(resumed, case, tensor, source, flying):
+            assert far(result, wanted) == []
+
+
+def test_replicas_whose_stages_are_spread(crew):
+    """A mesh of 2 replicas × 1 worker × 2 shards."""
+    wanted = replicated(1)
+    for weights in crew.ranks(4).run(replicated, 2):
+        assert all(torch.allclose(weights[name], value, rtol=0, atol=1e-10) for name, value in wanted.items())
