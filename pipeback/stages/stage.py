@@ -83,7 +83,7 @@ class Stage:
         self.prepare(method)
         self.options: Any = None  # the options of the last micro-batch gone backward
         self.learnt = Learnt()
-        self.stack: StageStack | None = None  # the neighbours that it runs with as one
+        self.stack: StageStack | None = None  # the stages that it runs with as one
         self.keeping = keeping
 
     @property

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 from operator import is_not
 
-from pipeback.methods.base import HOOKS, Correction, overrides
+from pipeback.methods.base import HOOKS, Correction, When, overrides
 from pipeback.runtime.worker import Worker
 from pipeback.stages.joint_optimizer import Options
 from pipeback.stages.stage import Stage
@@ -27,6 +27,8 @@ class AskedSteps:
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
         self._corrects = any(overrides(worker.method, hook) for hook in HOOKS)
+        told = worker.method.correction(When(0, 1, 0, 0, 0), {})
+        self.along = "" if told is None else told.along  # the name of δ in the state of stages
         self._groups: dict[int, StageGroup] = {}  # of one stage each: a group may count steps
 
     def step(
@@ -47,7 +49,7 @@ class AskedSteps:
             return self._asked(stages, fore, back, updates)
         each = [self._asked([s], [a], [b], updates) for s, a, b in zip(stages, fore, back, strict=True)]
         numbers = {name: [number for one in each for number in getattr(one, name)] for name in NUMBERS}
-        return Correction(**numbers, used=each[0].used, varies=any(one.varies for one in each))
+        return Correction(**numbers, used=each[0].used, varies=any(one.varies for one in each), along=each[0].along)
 
     def _asked(
         self, stages: Sequence[Stage], fore: Sequence[Options], back: Sequence[Options], updates: int

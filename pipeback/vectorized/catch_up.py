@@ -65,8 +65,12 @@ class Rounds:
             if self.done[s]:
                 stage.updated(self.done[s])
                 state = worker.method.advanced(stage.state, self.done[s])
-                kept = {"velocity": velocity(stage.optimizer, stage.weights)} if "velocity" in state else state
-                stage.put_state(kept)
+                stage.put_state(
+                    {
+                        name: velocity(stage.optimizer, stage.weights) if _of_velocities(name) else value
+                        for name, value in state.items()
+                    }
+                )
         for one in moving:
             if one.stash is not None:
                 one.stash.give()
@@ -97,3 +101,8 @@ class Rounds:
         ticks = self.turns * (mbs + backward * lead) + stages
         at = torch.argsort((2 * ticks + backward) * self.worker.count + stages)
         return who[at].tolist(), mbs[at].tolist(), versions[at].tolist()
+
+
+def _of_velocities(name: str) -> bool:
+    """Whether a list of a method's state is that of the velocities; in a chain, a number stands before its name."""
+    return name.rpartition("/")[2] == "velocity"

@@ -25,7 +25,7 @@ class WaitingRoom(NamedTuple):
 
     left: Callable[[int], Sequence[Tensor]]  # of b
     put: Callable[[int, Sequence[Tensor]], None]  # of f
-    keep: Callable[[int], None] | None = None
+    keep: Callable[[int, Sequence[Tensor] | None], None] | None = None
     used: Callable[[int], list[Tensor]] | None = None
 
 
@@ -71,13 +71,14 @@ class EagerTick:
         for the weights before the step.
         """
         tensors, (forward, backward, made, outputs, *_) = self.tensors, self.graphs
+        fore = tensors.shifted(step.ahead, drift or None)
         if room.keep is not None:
-            room.keep(f)
+            room.keep(f, [fore[n] for n in tensors.trained] if step.ahead else None)
         if step.drift:
             torch._foreach_copy_(list(before), tensors.stepped)
         saved = room.left(b)
         try:
-            sent = forward(*tensors.shifted(step.ahead), *xs)
+            sent = forward(*fore, *xs)
         except Exception as error:
             raise self._failed("forward", f, error) from error
         give("F", list(sent[:outputs]))

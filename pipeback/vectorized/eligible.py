@@ -14,8 +14,21 @@ from pipeback.schedules.programs import Flowing
 
 def leaps(method: Method) -> bool:
     """Whether a method has ticks at which every stage, or every second one, does the same without calling hooks."""
-    flows = isinstance(method.schedule, Flowing) and method.schedule.turns > 0
-    return flows and described(method) and (method.copies != "stash" or stashes(method))
+    return why_not(method) is None
+
+
+def why_not(method: Method) -> str | None:
+    """Why no tick of a method is one function; None if some are."""
+    schedule = method.schedule
+    if not isinstance(schedule, Flowing):
+        return "between its flushes, stages do different things at a tick"
+    if schedule.every > 1:
+        return f"it updates once in {schedule.every} micro-batches, so that ticks differ"
+    if not schedule.turns:
+        return f"at slack={schedule.slack} stages are not busy at the same ticks"
+    if not described(method) or (method.copies == "stash" and not stashes(method)):
+        return "its weights or its update are more than a `pipeback.methods.base.Correction` can say"
+    return None
 
 
 def stashes(method: Method) -> bool:

@@ -14,7 +14,7 @@ from pipeback.stages.joint_optimizer import Options
 from pipeback.stages.stage import Stage
 from pipeback.vectorized.capture import Unfit, Unlike
 from pipeback.vectorized.choose_stacks import Shaper
-from pipeback.vectorized.eligible import leaps
+from pipeback.vectorized.eligible import why_not
 from pipeback.vectorized.forms import leaves
 from pipeback.vectorized.stack import Stack
 from pipeback.vectorized.stage_inputs import StageInputs
@@ -49,11 +49,22 @@ class Request(NamedTuple):
         """The ticks per micro-batch at which some stages wait for the last of those that come together."""
         return (self.stages - 1) / self.together if self.together else 0.0
 
-    def leaps(self, stacks: Sequence[Stack]) -> bool:
-        """Whether whole ticks can be one function with this method, these options and the optimizers of the stages."""
-        seen = any(self.worker.get(name) for name in ("clip_norm", "clip_value", "samples"))
-        plain = all(stack.plan.step([self.options] * len(stack.stages)) for stack in stacks)
-        return leaps(self.method) and not seen and plain
+    def why_not(self, stacks: Sequence[Stack]) -> str | None:
+        """Why no tick can be one function with this method, these options and the optimizers of the stages; None if
+        some can.
+        """
+        reason = why_not(self.method)
+        if reason is not None:
+            return reason
+        seen = {"clip_norm": "clip_norm=", "clip_value": "clip_norm=", "samples": 'weights="samples"'}
+        for name, option in seen.items():
+            if self.worker.get(name):
+                return f"{option} looks at the gradients of each stage"
+        for stack in stacks:
+            if not stack.plan.step([self.options] * len(stack.stages)):
+                kind = type(stack.stages[0].optimizer).__name__
+                return f"the step of {kind} with its options or hooks is not that of momentum SGD, Adam or AdamW alone"
+        return None
 
 
 def fitting(
@@ -107,7 +118,8 @@ def _divided(
     Returns all stacks, those that are to run as one, and what is told of each, by name.
     """
     every, kept, reasons = list[Stack](), list[Stack](), Reasons()
-    leap = asked.leaps(stacks)
+    reason = asked.why_not(stacks)
+    leap = reason is None
     waiting = [one for stack in stacks for one in _by_kind(stack, seen[0].values, shaper)]
     while waiting:
         stack = waiting.pop(0)
@@ -121,6 +133,7 @@ def _divided(
                 pays, told, apart = False, str(error), apart and isinstance(error.__cause__, Unlike)
             else:
                 pays, told = _judged(stack, asked, shaper, leap=leap)
+                told += "" if leap else f"; no tick is one function: {reason}"
                 timed = asked.vectorize == "auto" and not torch.are_deterministic_algorithms_enabled()
                 apart = apart and timed and (not pays or stack.faster_apart(CLEARLY))
         if apart:

@@ -76,7 +76,8 @@ class RowTensors:
         found = list(self.weights)
         if along is None:
             along = self.velocities()
-        for n, w, x, c, out in zip(self.trained, self.stepped, along, by, self.scratch, strict=True):
+        room: Sequence[Tensor | None] = self.scratch or [None] * len(self.stepped)
+        for n, w, x, c, out in zip(self.trained, self.stepped, along, by, room, strict=True):
             found[n] = torch.addcmul(w, x, c, out=out)
         return found
 

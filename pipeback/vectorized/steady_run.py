@@ -24,6 +24,7 @@ from pipeback.vectorized.adam_rows import AdamStep
 from pipeback.vectorized.asked_steps import AskedSteps
 from pipeback.vectorized.catch_up import Rounds
 from pipeback.vectorized.cuda_graph import CudaGraphed
+from pipeback.vectorized.eager_tick import drifted
 from pipeback.vectorized.forms import packed
 from pipeback.vectorized.joint_step import JointStep
 from pipeback.vectorized.loss_stage import LossStage, form
@@ -84,7 +85,7 @@ class SteadyRun:
         last = self.worker.last
         if judge is not None and plan is not None:
             step = self._step(plan, 0)
-            if step is None or step.drift or not _equal(step.ahead, step.back):
+            if step is None or not _equal(step.ahead, step.back):
                 judge = None
         self.judge = judge
         inside = {s for one in self.moving for s in one.stack.numbers} | ({last} if judge is not None else set())
@@ -109,8 +110,8 @@ class SteadyRun:
             for one in self.moving:
                 if self.worker.stash:
                     one.take_weights()
-                if "drift" in one.stack.stages[0].state:
-                    one.take_drift()
+                if self.asked.along in one.stack.stages[0].state:
+                    one.take_drift(self.asked.along)
             take(self.moving, self.where, self._next(), self.worker.link.box)
 
     def look(self) -> None:
@@ -285,6 +286,7 @@ class SteadyRun:
         judge, step, joint = turn.judge, turn.steps[-1], self._joint
         assert judge is not None and asked is not None
         i, x, target = asked
+        before = self._before(judge, step)
         if isinstance(judge, OutputStage):  # an error of who judges it is theirs
             gx, grads = judge.eager(x, step, partial(self._outside, i))
         else:
@@ -293,11 +295,22 @@ class SteadyRun:
             except Exception as error:
                 raise self.worker.failure("forward", judge.stage, i, error) from error
             self.judged(i, loss)
-        if isinstance(step, Step) and joint.fits(judge.rows.whole, step):
+        if isinstance(step, Step) and not step.drift and joint.fits(judge.rows.whole, step):
             joint.add(judge.rows.whole, step, grads)
         else:
             judge.rows.whole.move(step, grads)
+        self._drift(judge, before, step)
         return gx
+
+    @staticmethod
+    def _before(judge: LossStage | OutputStage, step: Step | AdamStep) -> list[Tensor]:
+        """Return copies of the last stage's weights before they are stepped, if δ is to follow them."""
+        return [w.clone() for w in judge.rows.stepped] if step.drift else []
+
+    def _drift(self, judge: LossStage | OutputStage, before: Sequence[Tensor], step: Step | AdamStep) -> None:
+        """Let the last stage's δ follow its weights."""
+        if step.drift:
+            drifted(judge.rows.state(self.asked.along), before, judge.rows.stepped, step.drift)
 
     def _outside(self, i: int, output: Any) -> Any:
         """Have the output of the last stage judged outside; return its gradient."""
@@ -318,6 +331,8 @@ class SteadyRun:
         ]
         if isinstance(judge, LossStage) and asked is not None:
             each.append(judge.changing(*asked[1:]))
+        judged = isinstance(judge, LossStage) and asked is not None
+        before = self._before(judge, turn.steps[-1]) if judge is not None and judged else []
         try:
             found = fused(turn.fixed, [(*some, *how) for some, how in zip(each, turn.told)])
         except Exception as error:
@@ -333,6 +348,7 @@ class SteadyRun:
             self._leave(turn, one, stages, "B")
         if isinstance(judge, LossStage) and asked is not None:
             loss, gxs = found[-1]
+            self._drift(judge, before, turn.steps[-1])
             gx = packed(gxs, judge.packed)
             self.judged(asked[0], loss)
         return gx

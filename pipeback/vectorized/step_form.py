@@ -36,7 +36,7 @@ Numbers = tuple[Any, ...]  # of every row −η·a and −η·b, and m as a tens
 
 def numbers(rows: RowTensors, step: Step | AdamStep) -> Numbers:
     if isinstance(step, AdamStep):
-        return (step.columns,)
+        return step.columns, *step.spikes
     return step.along, step.against, rows.number(step.momentum)
 
 

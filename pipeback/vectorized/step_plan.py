@@ -69,18 +69,17 @@ class StepPlan:
         drifts, moved = any(rho != 1 for some in drift for rho in some), any(map(any, back))
         mine: dict[str, Any] = {
             "rates": self._by_weight(correction.rates) or step.rates,
+            "ahead": columns(ahead, self.rows.stepped) if any(map(any, ahead)) else (),
             "back": columns(back, self.rows.stepped) if moved else (),
             "drift": columns([[1 - rho for rho in some] for some in drift], self.rows.stepped) if drifts else (),
             "varies": correction.varies,
         }
         if isinstance(step, AdamStep):
-            by_velocity = any(map(any, [*late, *ahead])) or (moved and not drifts)
-            return None if by_velocity else replace(step, **mine)
+            if not correction.along and any(map(any, [*ahead, *back])):
+                return None  # there is no velocity
+            return replace(step, late=late if any(map(any, late)) else [], **mine)
         spiked = step.momentum and any(map(any, late))
-        return replace(
-            step, late=late if spiked else [], ahead=columns(ahead, self.rows.stepped) if any(map(any, ahead)) else (),
-            **mine,
-        )  # fmt: skip
+        return replace(step, late=late if spiked else [], **mine)
 
     def _by_weight(self, numbers: Sequence[float]) -> list[list[float]]:
         """Turn lists of numbers per stage into lists per weight; an empty list stays empty."""

@@ -115,9 +115,9 @@ class StackTick:
         self.stash = stack.stash
         self.stash.take()
 
-    def take_drift(self) -> None:
-        """Take over the stages' δ, their averages of w' − w, as rows."""
-        self.drift = self.stack.rows.state("drift")
+    def take_drift(self, name: str) -> None:
+        """Take over the stages' δ, their averages of w' − w, as rows. name: that of δ in their state."""
+        self.drift = self.stack.rows.state(name)
         self.stack.spare = self.stack.spare or list(map(torch.empty_like, self.drift))
 
     def fits(self, x: Any) -> bool:
@@ -211,7 +211,7 @@ class StackTick:
         trained = self.stack.rows.trained
         pieces = self.pieces[self.all]
         inward, gradients = joined(pieces.inward, xs), joined(pieces.back, gs)
-        sent = forward(*shifted(weights, trained, kept, ahead), *inward)
+        sent = forward(*shifted(weights, trained, drift or kept, ahead), *inward)
         gives = self.rings.factors if self.rings.factors is not None and how.by_factors else backward
         then = shifted(weights, trained, drift or kept, back)
         for n, w in zip(trained, slots(stash, used), strict=False):
@@ -225,7 +225,9 @@ class StackTick:
     def before(self, f: int, step: Step | AdamStep) -> None:
         """Keep copies of the weights that `compiled` is going to change, as far as they are needed. f: see `eager`."""
         if self.stash is not None:
-            self.stash.keep(f)
+            whole = self.stack.rows.whole
+            fore = whole.shifted(step.ahead, self.drift or None)
+            self.stash.keep(f, [fore[n] for n in whole.trained] if step.ahead else None)
         if step.drift:
             torch._foreach_copy_(self.stack.spare, self.stack.rows.stepped)
 

@@ -24,6 +24,7 @@ class WeightRing:
 
     def __init__(self, rows: Rows, like: Waiting) -> None:
         self.rows, self.like, self.length = rows, like, like.length
+        self.owned = False  # whether what is kept are shifted weights, which are no versions
         self.rings = [_ring(w, self.length, alone=len(rows.stages) == 1) for w in rows.stepped]
         self._slots = [tuple(ring[n] for ring in self.rings) for n in range(self.length)]
         self._places: list[list[Weights]] = [
@@ -41,16 +42,20 @@ class WeightRing:
 
     # -- at a tick at which a stage with place p does F of micro-batch f − p and B of b + p -----------------------
 
-    def keep(self, f: int, rows: tuple[int, int] | None = None) -> None:
-        """Keep the weights on which F is going to run. rows: of the rows from one up to another; None: of all."""
+    def keep(self, f: int, shifted: Sequence[Tensor] | None = None, rows: tuple[int, int] | None = None) -> None:
+        """Keep the weights on which F is going to run. shifted: these, if they are not the newest. rows: they are those
+        of the rows from one up to another; None: of all.
+        """
+        self.owned = shifted is not None
         if not self.rings:
             return
         if not self._from:
-            torch._foreach_copy_(self._slots[(f - 2 * self.like.at[0]) % self.length], self.rows.stepped)
+            source = self.rows.stepped if shifted is None else list(shifted)
+            torch._foreach_copy_(self._slots[(f - 2 * self.like.at[0]) % self.length], source)
             return
         places, some = self.like.places(f), slice(None) if rows is None else slice(*rows)
-        for to, w in zip(self._to, self._from, strict=True):
-            to.index_copy_(0, places[some], w[some])
+        for n, (to, w) in enumerate(zip(self._to, self._from, strict=True)):
+            to.index_copy_(0, places[some], w[some] if shifted is None else shifted[n].flatten(1))
 
     def used(self, b: int, rows: tuple[int, int] | None = None) -> list[Tensor]:
         """Return all weights for B, as F used them."""
@@ -75,7 +80,7 @@ class WeightRing:
     def take(self) -> None:
         """Take over the versions that the stages keep."""
         for stage, i, place in self._flying() if self.rings else ():
-            kept = stage.past(stage.flights[i].version)
+            kept = stage.used(i)
             if kept is not place:
                 torch._foreach_copy_(place, kept)
 
@@ -85,7 +90,10 @@ class WeightRing:
             stage.versions.note_copies(stage.flights, 1.0 + len(stage.flights))
             stage.versions.put({})
         for stage, i, place in self._flying():
-            stage.versions.kept[stage.flights[i].version] = place
+            if self.owned:
+                stage.versions.own(stage.flights[i], place)
+            else:
+                stage.versions.kept[stage.flights[i].version] = place
 
     def _flying(self) -> Iterator[tuple[Stage, int, Weights]]:
         """Yield every stage and micro-batch in flight there, with the place for its weights."""
