@@ -170,7 +170,9 @@ class Stage:
     def moved(self) -> None:
         """Note that the parameters have moved, and let the optimizer step them at their new place."""
         for w, p in zip(self.weights, self.params, strict=True):
-            w.data = p.data
+            if w.dtype == p.dtype:  # masters stay where they are
+                w.data = p.data
+        self.masters.pair(self.weights)
         self.weights.forget()
         self.home.look(self.module)
 

@@ -61,6 +61,8 @@ class Request(NamedTuple):
             if self.worker.get(name):
                 return f"{option} looks at the gradients of each stage"
         for stack in stacks:
+            if stack.plan.masters:
+                return "each stage steps its masters and rounds them"
             if not stack.plan.step([self.options] * len(stack.stages)):
                 kind = type(stack.stages[0].optimizer).__name__
                 return f"the step of {kind} with its options or hooks is not that of momentum SGD, Adam or AdamW alone"

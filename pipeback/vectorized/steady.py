@@ -46,7 +46,8 @@ class Steady:
     def __init__(self, worker: Worker, judged: Callable[[int, Tensor], None], stacks: Sequence[Stack]) -> None:
         self.worker, self.judged, self.stacks = worker, judged, list(stacks)
         schedule = worker.method.schedule
-        self.turns = schedule.turns if leaps(worker.method) and isinstance(schedule, Flowing) else 0
+        whole = leaps(worker.method) and not any(stack.plan.masters for stack in stacks)
+        self.turns = schedule.turns if whole and isinstance(schedule, Flowing) else 0
         self.last = worker.stages[worker.last]
         self._run: SteadyRun | None = None
         self._mode: Any = None  # what the last stage's graph relies on, when the run began

@@ -28,11 +28,12 @@ class StepPlan:
     def step(
         self, options: Sequence[Options], corrected: Callable[[], Correction] | None = None, *others: Options
     ) -> Step | AdamStep | None:
-        """Return the step that the stages' options ask for; None unless all ask for the same Adam or momentum SGD.
+        """Return the step that the stages' options ask for; None unless all ask for the same Adam or momentum SGD, and
+        step the weights that F and B run on, not masters.
 
         The rates may differ. corrected: a method's correction of the step; it is computed anew if any options change.
         """
-        if self.hooked():
+        if self.hooked() or self.masters:
             return None
         known, step = self._known
         asked = [*options, *others]
@@ -46,6 +47,11 @@ class StepPlan:
             step = replace(step, rates=self._by_weight(correction.rates), varies=correction.varies)
             self._known = asked, step
         return step
+
+    @property
+    def masters(self) -> bool:
+        """Whether stages step float32 masters, and round them to the weights on which F and B run."""
+        return any(stage.masters.weights for stage in self.stages)
 
     def hooked(self) -> bool:
         """Whether the user has hooks on the steps of an optimizer."""

@@ -122,7 +122,6 @@ def test_stages_that_hand_on_pairs():
         ({"vectorize": True, "store": "host"}, "does not go with store='host'"),
         ({"vectorize": "auto", "activations": "host"}, "vectorize='auto' does not go with activations='host'"),
         ({"vectorize": True, "debug": pipeback.Debug(order="random")}, "does not go with order='random'"),
-        ({"vectorize": True, "masters": True}, "does not go with masters=True"),
         ({"debug": pipeback.Debug(order="skewed"), "workers": 2}, 'order="skewed" does not go with workers=2'),
     ],
 )
