@@ -170,8 +170,7 @@ class Stage:
     def moved(self) -> None:
         """Note that the parameters have moved, and let the optimizer step them at their new place."""
         for w, p in zip(self.weights, self.params, strict=True):
-            if w.dtype == p.dtype:  # masters stay where they are
-                w.data = p.data
+            w.data = p.data if w.dtype == p.dtype else w.data  # masters stay where they are
         self.masters.pair(self.weights)
         self.weights.forget()
         self.home.look(self.module)
