@@ -9,7 +9,7 @@ from torch.nn.functional import mse_loss
 
 import pipeback
 from pipeback import methods
-from pipeback.vectorized.stack import Stack
+from pipeback.vectorized.stacks.stack import Stack
 from tests.laws.as_one import LEAP, S, doubles, model, pipelines, pushed, same, trained
 from tests.laws.cases import CASES, OPTIMIZERS, network, pipeline, weights
 
