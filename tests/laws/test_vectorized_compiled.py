@@ -73,6 +73,28 @@ def test_many_micro_batches_a_push_compiled(case, large, compile, leapt, monkeyp
     assert (sum(leapt) > 30) == (case in LEAP)
 
 
+@pytest.mark.parametrize(
+    ("case", "optimizer", "compile"),
+    mostly_rare(
+        [
+            (*some, compile)
+            for some in (
+                ("spectrain-v2", "momentum"), ("lwp-weight", "momentum"), ("lwp-weight", "adamw"), ("sc", "adam"),
+                ("lwp-weight+sc", "adamw"),
+            )
+            for compile in (True, AOT)
+        ],
+        ("spectrain-v2", "momentum", AOT), ("lwp-weight+sc", "adamw", AOT),
+    ),
+)  # fmt: skip
+def test_shifts_and_compensated_steps_of_every_optimizer_compiled(case, optimizer, compile, leapt, monkeypatch):
+    monkeypatch.setattr("pipeback.vectorized.making.graph_maker.LARGE", 0)
+    one, _ = pipelines(case, optimizer)
+    other = pipeline(model(), CASES[case](S), optimizer, micro_batch_size=3, vectorize=True, compile=compile)
+    same(pushed(other), pushed(one))
+    assert sum(leapt) > 30
+
+
 LAYOUTS = (), ("weight_decay", 0.1)
 FEW = *LAYOUTS, ("momentum", 0.0), ("lr", 0.03)
 ALL = *LAYOUTS, ("momentum", 0.5), ("momentum", 0.0), ("lr", 0.03)
