@@ -54,9 +54,25 @@ ALONE = {  # what a room may import of pipeback, where that is less than all tha
         "byte_sizes", "counts", "planner",
     },
 }  # fmt: skip
+STACKED = ("tracing", "steps", "buffers", "making", "stacks", "ticks")  # the folders of vectorized/
 INSIDE = {  # the same for a folder in a room, file by file where a room is not meant as a whole
     "distributed.health": {"counts", "distributed.health", "errors"},
     "distributed.transport": {"distributed.transport", "runtime.link", "tensors"},
+    **{  # from the lowest to the highest
+        f"vectorized.{folder}": {
+            *(f"vectorized.{lower}" for lower in STACKED[: n + 1]),
+            "counts",
+            "errors",
+            "methods",
+            "private",
+            "runtime",
+            "schedules",
+            "splitting",
+            "stages",
+            "tensors",
+        }
+        for n, folder in enumerate(STACKED)
+    },
 }
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path

@@ -78,12 +78,14 @@ class Correction(NamedTuple):
         B runs on w + back·v
         U is spike compensation for gradients that come `late` updates late
     With any optimizer:
-        B runs on the weights that F `used`, or on w + back·δ, where δ ← drift·δ + (1 − drift)·(w' − w) is the state's
-        "drift"
+        F runs on w + ahead·δ and B on w + back·δ, where δ ← drift·δ + (1 − drift)·(w' − w) is the list of the state
+        whose name is `along`
+        B runs on the weights that F `used`, shifted or not
         U runs at these `rates`
     If all are empty, F and B run on w, and U is the optimizer's own step.
 
-    varies: whether the correction changes with every update.
+    along: the name of δ in the state; empty: the shifts are along v. varies: whether the correction changes with every
+    update.
     """
 
     ahead: Sequence[float] = ()
@@ -93,6 +95,7 @@ class Correction(NamedTuple):
     rates: Sequence[float] = ()
     used: bool = False
     varies: bool = False
+    along: str = ""
 
 
 class OptimizerLike(Protocol):

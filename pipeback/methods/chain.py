@@ -14,7 +14,18 @@ from typing import Any
 
 import torch
 
-from pipeback.methods.base import Chosen, Method, OptimizerLike, Past, Shift, State, When, overrides
+from pipeback.methods.base import (
+    Chosen,
+    Correction,
+    Method,
+    OptimizerLike,
+    Past,
+    Shift,
+    State,
+    When,
+    described,
+    overrides,
+)
 from pipeback.schedules.ops import Schedule
 from pipeback.schedules.timeline import in_flight
 from pipeback.tensors.weight_list import Weights
@@ -63,6 +74,7 @@ class _Chain(Method):
         self.steps_itself = self.methods[-1].steps_itself
         self.reads_moments = any(m.reads_moments for m in self.methods)
         self.turns_moments = self.methods[-1].turns_moments
+        self._composes = all(map(described, self.methods)) and _along_one(self.methods)
 
     def schedule_at(self, start: int, pushed: int) -> Schedule:
         return next((m for m in self.methods if overrides(m, "schedule_at")), self.methods[0]).schedule_at(
@@ -100,19 +112,38 @@ class _Chain(Method):
         for n, method in enumerate(self.methods):
             chosen = method.forward_weights(computed(chosen), _part(state, n), when)
             when = _inside(method, _part(state, n), when)
-        return chosen
+        return _from(weights, chosen)
 
     def backward_weights(self, weights: Weights, used: Weights | None, state: State, when: When) -> Chosen:
         chosen: Chosen = weights
         for n, method in enumerate(self.methods):
             chosen = method.backward_weights(computed(chosen), used, _part(state, n), when)
             when = _inside(method, _part(state, n), when)
-        return chosen
+        return _from(weights, chosen)
 
     def update(self, weights: Weights, optimizer: OptimizerLike, state: State, when: When) -> State:
         fresh: State = {}
         _Onion(self.methods, 0, weights, optimizer, state, when, fresh).step()
         return fresh
+
+    def correction(self, when: When, state: State) -> Correction | None:
+        if not self._composes:
+            return None
+        found = Correction()
+        for n, method in enumerate(self.methods):
+            part = _part(state, n)
+            one = method.correction(when, part)
+            assert one is not None
+            found = _around(found, one, f"{n}/")
+            when = _inside(method, part, when)
+        return found
+
+    def advanced(self, state: State, updates: int) -> State:
+        return {
+            f"{n}/{key}": value
+            for n, method in enumerate(self.methods)
+            for key, value in method.advanced(_part(state, n), updates).items()
+        }
 
     def options(self) -> dict[str, Any]:
         return {f"{n}/{type(m).__name__}/{k}": v for n, m in enumerate(self.methods) for k, v in m.options().items()}
@@ -150,6 +181,37 @@ class _Onion:
         self.fresh.update({f"{n}/{key}": value for key, value in state.items()})
 
 
+def _along_one(methods: Sequence[Method]) -> bool:
+    """Whether methods with known corrections shift along one direction only, and none shifts what F has used."""
+    each = [method.correction(When(0, 1, 0, 0, 0), {}) for method in methods]
+    deltas = [one is not None and bool(one.along) for one in each]
+    velocities = ["velocity" in method.init([]) for method in methods]
+    stashed = [one is not None and one.used for one in each]
+    first = stashed.index(True) if any(stashed) else len(methods)
+    after = any(
+        overrides(m, "backward_weights") and not s for m, s in zip(methods[first:], stashed[first:], strict=True)
+    )
+    return sum(deltas) + any(velocities) < 2 and not after
+
+
+def _around(outer: Correction, inner: Correction, name: str) -> Correction:
+    """Return the correction of a method whose update goes around another one's. name: the prefix of the inner state."""
+    return Correction(
+        ahead=_sum(outer.ahead, inner.ahead),
+        late=inner.late or outer.late,  # only the last method makes the step itself
+        back=() if inner.used else _sum(outer.back, inner.back),
+        drift=inner.drift or outer.drift,
+        rates=inner.rates or outer.rates,  # it has seen those of the outer ones
+        used=outer.used or inner.used,
+        varies=outer.varies or inner.varies,
+        along=name + inner.along if inner.along else outer.along,
+    )
+
+
+def _sum(some: Sequence[float], others: Sequence[float]) -> Sequence[float]:
+    return [a + b for a, b in zip(some, others, strict=True)] if some and others else some or others
+
+
 def _inside(method: Method, state: State, when: When) -> When:
     """`when` for the methods after this one: with the rates at which it has them make their update."""
     return when._replace(rates=method.update_rates(when, state)) if overrides(method, "update_rates") else when
@@ -162,6 +224,11 @@ def _part(state: State, n: int) -> State:
 
 def _sample(schedule: Schedule) -> list[Any]:
     return [list(islice(schedule(s, 3), 48)) for s in range(3)]
+
+
+def _from(weights: Weights, chosen: Chosen) -> Chosen:
+    """Return what was chosen; a `Shift` of anything but the newest weights, to which the runtime adds it, computed."""
+    return computed(chosen) if isinstance(chosen, Shift) and chosen.weights is not weights else chosen
 
 
 def computed(chosen: Chosen) -> Weights:

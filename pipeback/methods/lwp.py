@@ -69,7 +69,9 @@ class LinearWeightPrediction(Method):
         return state
 
     def correction(self, when: When, state: State) -> Correction | None:
-        return Correction(self._ahead(when)) if self.form == "velocity" else None
+        if self.form == "velocity":
+            return Correction(self._ahead(when))
+        return Correction(self._horizons(when), drift=[0.0] * len(when.delays), along="displacement")
 
     def _ahead(self, when: When) -> list[float]:
         return [-rate * T for rate, T in zip(when.rates, self._horizons(when), strict=True)]

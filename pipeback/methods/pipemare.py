@@ -101,6 +101,7 @@ class PipeMare(Method):
             drift=[self._gamma(when) if late else 1.0] * count,
             rates=[rate / divisor for rate in when.rates],
             varies=self.anneal is not None and self.t1 and state.get("updates", 0) < self.anneal,
+            along="drift" if self.t2 else "",
         )
 
     def advanced(self, state: State, updates: int) -> State:

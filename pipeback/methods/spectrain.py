@@ -67,7 +67,9 @@ class SpecTrain(Method):
         return state if v is state["velocity"] else {"velocity": v}
 
     def correction(self, when: When, state: State) -> Correction | None:
-        return Correction(self._ahead(when), back=self._back(when)) if self.version == 1 else None
+        if self.version == 1:
+            return Correction(self._ahead(when), back=self._back(when))
+        return Correction(self._ahead(when), used=True)
 
     def _ahead(self, when: When) -> list[float]:
         if self.version == 2:

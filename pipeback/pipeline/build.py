@@ -155,7 +155,7 @@ def _spread(
 
 def _stacks(stages: Sequence[Stage], method: Method, options: PipelineOptions, *, later: bool) -> Sequence[Any]:
     """Return stacks of stages that may run as one; none yet where they are made `later`."""
-    from pipeback.vectorized import choose_stacks  # here: its room takes a sixth of the time of the import
+    from pipeback.vectorized.stacks import choose_stacks  # here: its room takes a sixth of the time of the import
 
     choose_stacks.check(stages, method, options.compile, options.vectorize)
     return [] if later else choose_stacks.stacked(stages, method, options.compile, options.vectorize, len(stages))

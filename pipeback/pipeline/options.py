@@ -118,7 +118,6 @@ class PipelineOptions(NamedTuple):
         if self.vectorize:
             kept = self.activations if recomputes(self.activations) else "device"
             among.append(("activations", self.activations, kept, f"activations={kept!r}"))
-            among.append(("masters", self.masters, False, "masters=False"))
             among.append(("order", order, "grouped", 'debug=pipeback.Debug(order="grouped")'))
             # a worker of several would have to wait for the loss of each micro-batch before the next one comes
             with_all = ("workers", "replicas", "ranks") if self.loss is not None else ()

@@ -43,7 +43,7 @@ class Stacking:
         if not self._waits:
             return
         self._waits = False
-        from pipeback.vectorized.choose_stacks import stacked  # here, since most pipelines have no stacks
+        from pipeback.vectorized.stacks.choose_stacks import stacked  # here, since most pipelines have no stacks
 
         owner = self._holding.balance()
         self.stacks = [
@@ -60,7 +60,7 @@ class Stacking:
 
     def see(self, batches: Sequence[Batch], relay: Relay | None) -> None:
         """Find out what micro-batches give to the stages. relay: None: all stages are in this process."""
-        from pipeback.vectorized.stage_inputs import StageInputs
+        from pipeback.vectorized.stacks.stage_inputs import StageInputs
 
         self._seen = []
         self._together = len(batches) if self._outside else None
@@ -84,7 +84,7 @@ class Stacking:
 
         Raises ValueError where `vectorize` demands a stack and none can run as one.
         """
-        from pipeback.vectorized.fit_stacks import Request, fitting
+        from pipeback.vectorized.stacks.fit_stacks import Request, fitting
 
         asked = Request(self._method, self._asked, current, self._worker, len(self._holding.stages), self._together)
         found: list[Any] = []
@@ -125,7 +125,7 @@ class Stacking:
         groups = _groups(plain)
         if not groups:
             return
-        from pipeback.vectorized.choose_stacks import regrouped
+        from pipeback.vectorized.stacks.choose_stacks import regrouped
 
         found: list[Any] = []
         for stages in self._own:

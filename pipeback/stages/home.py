@@ -123,7 +123,7 @@ class StackedFlight(Protocol):
 
 
 class StageStack(Protocol):
-    """Stages that run as one (`vectorized/stack`)."""
+    """Stages that run as one (`vectorized/stacks/stack`)."""
 
     stages: Any
     first: int

@@ -83,7 +83,7 @@ class Stage:
         self.prepare(method)
         self.options: Any = None  # the options of the last micro-batch gone backward
         self.learnt = Learnt()
-        self.stack: StageStack | None = None  # the neighbours that it runs with as one
+        self.stack: StageStack | None = None  # the stages that it runs with as one
         self.keeping = keeping
 
     @property
@@ -170,7 +170,8 @@ class Stage:
     def moved(self) -> None:
         """Note that the parameters have moved, and let the optimizer step them at their new place."""
         for w, p in zip(self.weights, self.params, strict=True):
-            w.data = p.data
+            w.data = p.data if w.dtype == p.dtype else w.data  # masters stay where they are
+        self.masters.pair(self.weights)
         self.weights.forget()
         self.home.look(self.module)
 

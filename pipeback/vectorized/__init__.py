@@ -5,8 +5,8 @@ A tick is the time in which every stage does one F (forward), one B (backward) a
 Floor 5. It may import runtime, stages, methods, splitting, schedules and tensors.
 """
 
-from pipeback.vectorized.choose_stacks import check, stacked
-from pipeback.vectorized.fit_stacks import fitting
 from pipeback.vectorized.stack_executor import StackExecutor
+from pipeback.vectorized.stacks.choose_stacks import check, stacked
+from pipeback.vectorized.stacks.fit_stacks import fitting
 
 __all__ = ["StackExecutor", "check", "fitting", "stacked"]

@@ -13,8 +13,8 @@ from pipeback.runtime.worker import Worker
 from pipeback.schedules.order import Ops, Order
 from pipeback.schedules.spans import TickSpan
 from pipeback.stages.flight import Flight
-from pipeback.vectorized.stack import Stack
-from pipeback.vectorized.steady import Steady
+from pipeback.vectorized.stacks.stack import Stack
+from pipeback.vectorized.ticks.steady import Steady
 
 
 class StackExecutor:

@@ -52,7 +52,8 @@ class Twice(nn.Module):
 
 
 LEAP = ("pb", "pb-slack1", "lwp", "lwp-horizon3", "sc", "sc-horizon2", "cerebras", "spectrain", "spectrain-slack2",
-        "pipedream", "pipedream-slack2", "pipemare", "pipemare-t1", "pipemare-t2", "staleness_lr")  # fmt: skip
+        "pipedream", "pipedream-slack2", "pipemare", "pipemare-t1", "pipemare-t2", "staleness_lr", "spectrain-v2",
+        "lwp-weight", "lwp-weight+sc")  # fmt: skip
 
 
 def pushed(pipe, sizes=(9, 1, 23, 2, 15), before=lambda n: None):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeback.vectorized.steady import Steady
+from pipeback.vectorized.ticks.steady import Steady
 
 
 class Leapt(list):

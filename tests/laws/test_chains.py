@@ -116,3 +116,19 @@ def test_pb_in_a_chain_changes_nothing(name: str) -> None:
     for pair in chains:
         pipe, _ = trained(pipeback.chain(*(FLOWING[each]() for each in pair)), given)
         assert torch.equal(parameters(pipe), wanted), pair
+
+
+@pytest.mark.parametrize("hook", ["forward", "backward"])
+def test_shifts_of_two_methods_are_added_up(hook: str) -> None:
+    """LWP over 1 and over 2 updates is LWP over 3; SpecTrain after LWP shifts the backward alone as well."""
+    lwp = lambda T: methods.create("lwp", horizon=T)  # noqa: E731
+    chained = pipeback.chain(lwp(1), lwp(2)) if hook == "forward" else pipeback.chain(lwp(0), FLOWING["spectrain"]())
+    alone = lwp(3) if hook == "forward" else FLOWING["spectrain"]()
+    found = []
+    for method in (chained, alone):
+        pipe = pipeline(network(dtype=torch.float64), method, "momentum")
+        for x, y in data(30, dtype=torch.float64):
+            pipe.push(x, y)
+        pipe.drain()
+        found.append(torch.cat([p.detach().flatten() for p in pipe.model.parameters()]))
+    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)

@@ -33,6 +33,14 @@ def vector(model):
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
+def as_one(some, case, optimizer, dtype, **options):
+    pipe = pipeline(halved(dtype), CASES[case](STAGES), optimizer, masters=True, **options)
+    losses = torch.stack([pipe.push(x, y).double() for x, y in some])
+    flying = masters(pipe)
+    pipe.drain()
+    return pipe, losses, flying, masters(pipe), vector(pipe.model)
+
+
 def by_hand(some, sizes, optimizer, dtype, clip_norm=None):
     """Float32 masters, a half copy of the model, a plain optimizer a stage."""
     model = halved(dtype)
@@ -283,3 +291,61 @@ def test_many_micro_batches_are_counted_in_half_types_too():
 def test_what_does_not_go_is_refused(options, says):
     with pytest.raises((ValueError, TypeError), match=says):
         pipeline(halved(), "gpipe", **options)
+
+
+@pytest.mark.filterwarnings("ignore:.*takes its statistics")
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(
+    ("case", "optimizer"),
+    mostly_rare(
+        [(case, name) for case in FEW for name in ("momentum", "adamw") if allowed(case, name)],
+        ("pb", "momentum"), ("gpipe-4", "adamw"), ("pipedream-vertical", "momentum"), ("cerebras", "momentum"),
+        ("spectrain-v2", "momentum"),
+    ),
+)  # fmt: skip
+def test_stages_that_run_as_one_round_masters_of_their_own(case, optimizer, dtype):
+    """To torch's tolerance of bfloat16; stages stepped alike have the same bits on most processors."""
+    some = batches(25, dtype=dtype)
+    _, *wanted = as_one(some, case, optimizer, dtype)
+    pipe, *found = as_one(some, case, optimizer, dtype, vectorize=True)
+    assert any(told.startswith("as one") for told in pipe.vectorized.values())
+    assert all("masters" in told or "no tick is one" in told for told in pipe.vectorized.values() if "as one" in told)
+    torch.testing.assert_close(found, wanted, rtol=1.6e-2, atol=1e-3, check_dtype=False)
+    _are_masters(pipe, dtype)
+
+
+def _are_masters(pipe, dtype):
+    for stage in pipe._engine.stages:
+        for w, p in zip(stage.weights, stage.params, strict=True):
+            assert w.dtype == torch.float32 and torch.equal(w.to(dtype), p)
+            assert not torch.equal(w, p.float())  # a master is more than its rounding
+
+
+@pytest.mark.filterwarnings("ignore:.*takes its statistics")
+@pytest.mark.parametrize("case", ["pb", "pipedream", "lwp-weight"])
+def test_masters_of_stages_that_run_as_one_go_on_in_flight(case):
+    some = batches(24)
+    whole, before, after = (pipeline(halved(), CASES[case](STAGES), masters=True, vectorize=True) for _ in range(3))
+    for pipe, part in ((whole, some), (before, some[:11])):
+        for x, y in part:
+            pipe.push(x, y)
+    after.load_state_dict(before.state_dict())
+    for x, y in some[11:]:
+        after.push(x, y)
+    assert torch.equal(everything(after), everything(whole))
+    _are_masters(after, torch.bfloat16)
+
+
+@pytest.mark.filterwarnings("ignore:.*takes its statistics")
+def test_weights_written_while_stages_run_as_one_reach_their_masters():
+    found = []
+    for on in ({}, {"vectorize": True}):
+        pipe = pipeline(halved(), "pb", masters=True, **on)
+        for n, (x, y) in enumerate(batches(20)):
+            if n == 10:
+                with torch.no_grad():
+                    pipe.model[2][0].weight.mul_(0.5)
+            pipe.push(x, y)
+        pipe.drain()
+        found.append(masters(pipe))
+    torch.testing.assert_close(*found, rtol=1.6e-2, atol=1e-3)

@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import mse_loss
 
 import pipeback
-from pipeback.vectorized.stack import Stack
+from pipeback.vectorized.stacks.stack import Stack
 from tests.helpers.choice import mostly_rare
 from tests.laws.as_one import S, doubles, model, same
 from tests.laws.cases import CASES, OPTIMIZERS, allowed

@@ -10,8 +10,8 @@ from torch.nn.functional import mse_loss
 from torch.utils._pytree import tree_map
 
 import pipeback
-from pipeback.vectorized.capture import capture_loss_stage
-from pipeback.vectorized.cuda_graph import CudaGraphed
+from pipeback.vectorized.making.cuda_graph import CudaGraphed
+from pipeback.vectorized.tracing.capture import capture_loss_stage
 from tests.helpers.choice import mostly_rare, rare
 from tests.laws.as_one import LEAP, S, Twice, decayed, doubles, model, pipelines, pushed, same, trained, turns
 from tests.laws.cases import CASES, allowed, pipeline, weights
@@ -50,7 +50,7 @@ def test_recomputed_activations(case, compile, leapt):
 
 @pytest.mark.parametrize("compile", [False, rare(True)])
 def test_weights_with_one_gradient(compile, leapt, monkeypatch):
-    monkeypatch.setattr("pipeback.vectorized.graph_maker.LARGE", 0)
+    monkeypatch.setattr("pipeback.vectorized.making.graph_maker.LARGE", 0)
     one, _ = pipelines("pb", build=partial(model, make=Twice))
     other = pipeline(model(make=Twice), "pb", micro_batch_size=3, vectorize=True, compile=compile)
     same(pushed(other), pushed(one))
@@ -66,11 +66,33 @@ def test_weights_with_one_gradient(compile, leapt, monkeypatch):
 )  # fmt: skip
 def test_many_micro_batches_a_push_compiled(case, large, compile, leapt, monkeypatch):
     """large: bytes beyond which weights are stepped outside of what is compiled."""
-    monkeypatch.setattr("pipeback.vectorized.graph_maker.LARGE", large)
+    monkeypatch.setattr("pipeback.vectorized.making.graph_maker.LARGE", large)
     one, _ = pipelines(case)
     other = pipeline(model(), CASES[case](S), micro_batch_size=3, vectorize=True, compile=compile)
     same(pushed(other), pushed(one))
     assert (sum(leapt) > 30) == (case in LEAP)
+
+
+@pytest.mark.parametrize(
+    ("case", "optimizer", "compile"),
+    mostly_rare(
+        [
+            (*some, compile)
+            for some in (
+                ("spectrain-v2", "momentum"), ("lwp-weight", "momentum"), ("lwp-weight", "adamw"), ("sc", "adam"),
+                ("lwp-weight+sc", "adamw"),
+            )
+            for compile in (True, AOT)
+        ],
+        ("spectrain-v2", "momentum", AOT), ("lwp-weight+sc", "adamw", AOT),
+    ),
+)  # fmt: skip
+def test_shifts_and_compensated_steps_of_every_optimizer_compiled(case, optimizer, compile, leapt, monkeypatch):
+    monkeypatch.setattr("pipeback.vectorized.making.graph_maker.LARGE", 0)
+    one, _ = pipelines(case, optimizer)
+    other = pipeline(model(), CASES[case](S), optimizer, micro_batch_size=3, vectorize=True, compile=compile)
+    same(pushed(other), pushed(one))
+    assert sum(leapt) > 30
 
 
 LAYOUTS = (), ("weight_decay", 0.1)

@@ -9,7 +9,7 @@ from torch.nn.functional import mse_loss
 
 import pipeback
 from pipeback import methods
-from pipeback.vectorized.stack import Stack
+from pipeback.vectorized.stacks.stack import Stack
 from tests.laws.as_one import LEAP, S, doubles, model, pipelines, pushed, same, trained
 from tests.laws.cases import CASES, OPTIMIZERS, network, pipeline, weights
 
@@ -122,7 +122,6 @@ def test_stages_that_hand_on_pairs():
         ({"vectorize": True, "store": "host"}, "does not go with store='host'"),
         ({"vectorize": "auto", "activations": "host"}, "vectorize='auto' does not go with activations='host'"),
         ({"vectorize": True, "debug": pipeback.Debug(order="random")}, "does not go with order='random'"),
-        ({"vectorize": True, "masters": True}, "does not go with masters=True"),
         ({"debug": pipeback.Debug(order="skewed"), "workers": 2}, 'order="skewed" does not go with workers=2'),
     ],
 )
@@ -147,7 +146,7 @@ def test_what_a_run_as_one_cannot_do():
     ("case", "gain", "as_one"),
     [("pb", 1.3, True), ("pb", 0.98, False), ("gpipe", 4.0, True), ("gpipe", 1.5, False), ("pipedream", 1.3, True),
      ("pipedream", 0.98, False), ("pb-slack1", 1.3, True), ("pipedream-vertical", 4.0, False),
-     ("pipedream-vertical", 6.0, True), ("lwp-weight", 2.1, True), ("lwp-weight", 1.9, False)],
+     ("pipedream-vertical", 6.0, True), ("ef", 2.1, True), ("ef", 1.9, False), ("lwp-weight", 1.3, True)],
 )  # fmt: skip
 def test_auto_asks_for_more_where_ticks_cost_more(case, gain, as_one, monkeypatch):
     """gain: of F and B alone. Ticks that are gone through stage by stage cost, and twice as many cost more."""

@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import pipeback
-from pipeback.vectorized.graph_maker import GraphMaker
-from pipeback.vectorized.stack import KINDS
+from pipeback.vectorized.making.graph_maker import GraphMaker
+from pipeback.vectorized.stacks.stack import KINDS
 from tests.helpers.choice import mostly_rare
 from tests.laws.cases import CASES, STEADY, weights
 
@@ -143,7 +143,7 @@ def trained(vectorize, make, shape, sizes, method="pb", dtype=torch.float64, hea
 @pytest.fixture
 def never_slower(monkeypatch):
     """Have "auto" choose whatever can run as one."""
-    monkeypatch.setattr("pipeback.vectorized.stack.Stack.gain", lambda stack, steps: 100.0)
+    monkeypatch.setattr("pipeback.vectorized.stacks.stack.Stack.gain", lambda stack, steps: 100.0)
 
 
 @pytest.mark.parametrize(
@@ -258,7 +258,7 @@ def test_graphs_of_many_forms_are_bounded(method, compile, learnt, monkeypatch):
     _, wanted = trained(True, make, shape, MANY, method, compile=compile)
     assert all(len(sizes) == 6 for sizes in learnt.values())
     learnt.clear()
-    monkeypatch.setattr("pipeback.vectorized.bounded_cache.FORMS", 2)
+    monkeypatch.setattr("pipeback.vectorized.making.bounded_cache.FORMS", 2)
     pipe, found = trained(True, make, shape, MANY, method, compile=compile)
     assert all(map(torch.equal, found, wanted))
     (steady,) = (loop.worker.executor._steady for loop in pipe._engine.loops)
@@ -281,7 +281,7 @@ def test_forms_that_take_turns_are_learnt_once(forms, times, learnt):
 
 
 def test_memory_is_there_again_after_a_form_that_does_not_fit(never_slower, monkeypatch):
-    monkeypatch.setattr("pipeback.vectorized.stack.KINDS", 1)
+    monkeypatch.setattr("pipeback.vectorized.stacks.stack.KINDS", 1)
     make, shape = STAGES["torn when large"]
     sizes = [size for size in (1, 2, 1, 2, 1) for _ in range(12)]
     found, wanted = (trained(on, make, shape, sizes)[1] for on in ("auto", False))

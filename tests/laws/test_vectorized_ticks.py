@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import pipeback
+from pipeback import methods
 from pipeback.methods.base import described
 from pipeback.methods.cerebras import Cerebras
 from tests.helpers.choice import mostly_rare
@@ -18,7 +19,7 @@ from tests.laws.cases import CASES, OPTIMIZERS, STEADY, weights
 # of ticks that are done as one function, and of those that are not
 KINDS = (
     "pb", "pb-slack1", "lwp-horizon3", "sc", "cerebras", "spectrain-slack2", "pipedream", "pipemare", "gpipe-4",
-    "lwp-weight",
+    "lwp-weight", "spectrain-v2", "ef",
 )  # fmt: skip
 pytestmark = pytest.mark.filterwarnings("ignore:.*takes its statistics")
 
@@ -32,6 +33,64 @@ def test_many_micro_batches_a_push(case, leapt):
     assert other.memory() is not None and [s.peak_flights for s in other._engine.stages] == [
         s.peak_flights for s in one._engine.stages
     ]
+
+
+def chained(outer, inner):
+    return pipeback.chain(*(methods.create(name, **options) for name, options in (outer, inner)))
+
+
+CHAINS = {
+    "pipedream, lwp": (("pipedream", {}), ("lwp", {"slack": 1})),
+    "staleness_lr, lwp": (("staleness_lr", {}), ("lwp", {})),
+    "lwp, sc": (("lwp", {}), ("sc", {})),
+    "lwp, spectrain": (("lwp", {}), ("spectrain", {"slack": 2})),
+    "pipemare, sc": (("pipemare", {"anneal": 12}), ("sc", {})),
+    "staleness_lr, lwp-weight": (("staleness_lr", {}), ("lwp", {"form": "weight"})),
+    "lwp-weight, pipedream": (("lwp", {"form": "weight"}), ("pipedream", {"slack": 2})),
+}
+
+
+@pytest.mark.parametrize("name", mostly_rare(CHAINS, "pipedream, lwp", "lwp, spectrain", "pipemare, sc"))
+def test_chains(name, leapt):
+    """Their corrections are put together: shifts are added up, rates have seen those of the methods around them."""
+    one, other = pipelines(chained(*CHAINS[name]))
+    same(pushed(other), pushed(one))
+    assert sorted(other.ledger) == sorted(one.ledger) and sum(leapt) > 30
+
+
+@pytest.mark.parametrize(
+    "apart",
+    [(("lwp", {}), ("lwp", {"form": "weight"})), (("pipedream", {"slack": 2}), ("spectrain", {"slack": 2}))],
+    ids=["two directions", "a shift of what F used"],
+)
+def test_chains_that_are_no_correction_call_hooks(apart, leapt):
+    one, other = pipelines(chained(*apart))
+    same(pushed(other), pushed(one))
+    assert not sum(leapt)
+    assert all("no tick is one function: its weights or its update" in told for told in other.vectorized.values())
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "adamw"])
+@pytest.mark.parametrize("case", ["sc", "sc-horizon2", "lwp-weight", "lwp-weight+sc"])
+def test_adam_with_every_correction(case, optimizer, leapt):
+    one, other = pipelines(case, optimizer)
+    same(pushed(other), pushed(one))
+    assert sum(leapt) > 30
+
+
+@pytest.mark.parametrize(("case", "optimizer"), [("spectrain-v2", "momentum"), ("lwp-weight", "adamw")])
+def test_states_of_shifted_weights_are_taken_up(case, optimizer, leapt):
+    """What F used, or the last displacement, goes from one to the other, saved in flight."""
+    first, second = (torch.cat(some) for some in zip(*doubles(60), strict=True))
+    for kinds in ((0, 1), (1, 1)):
+        pipes = [list(pipelines(case, optimizer))[n] for n in (0, *kinds)]
+        whole, before, after = pipes
+        before.push(first[:90], second[:90])
+        after.load_state_dict(before.state_dict())
+        after.push(first[90:], second[90:])
+        whole.push(first, second)
+        same([weights(after)], [weights(whole)])
+    assert sum(leapt) > 30
 
 
 def nudged(params):

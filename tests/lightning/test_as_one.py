@@ -19,7 +19,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchmetrics import MeanSquaredError
 
 from pipeback.lightning import PipelineMonitor
-from pipeback.vectorized.stack import Stack
+from pipeback.vectorized.stacks.stack import Stack
 from tests.helpers.choice import mostly_rare
 from tests.laws.as_one import S, model, same
 from tests.laws.cases import CASES, allowed

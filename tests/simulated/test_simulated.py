@@ -244,4 +244,4 @@ def test_one_module_knows_accelerators():
         for path in LIBRARY.rglob("*.py")
         if any(word in path.read_text(encoding="utf-8") for word in ("torch.cuda", ".is_cuda"))
     }
-    assert named - {"vectorized/cuda_graph.py", "vectorized/tick.py"} == {"tensors/accelerators.py"}
+    assert named - {"vectorized/making/cuda_graph.py", "vectorized/ticks/tick.py"} == {"tensors/accelerators.py"}

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from pipeback.vectorized import adam_rows
-from pipeback.vectorized.adam_rows import AdamSettings, AdamStep
+from pipeback.vectorized.steps import adam_rows
+from pipeback.vectorized.steps.adam_rows import AdamSettings, AdamStep
 
 ROWS, SHAPES, BETAS, EPS = 3, [(4, 5), (6,)], (0.8, 0.95), 1e-3
 

@@ -68,14 +68,14 @@ SEARCHED: dict[str, Revert] = {
     ),
     "vectorize: outputs that are not contiguous": Revert(
         {
-            "vectorized/capture": (("y.clone() if alias else y.contiguous()", "y.clone() if alias else y"),),
-            "vectorized/graphs": (('{aten.view.default: "reshape"', '{aten.view.default: "view"'),),
-            "vectorized/simplified_graph": (("node.target = aten.reshape.default", "pass"),),
+            "vectorized/tracing/capture": (("y.clone() if alias else y.contiguous()", "y.clone() if alias else y"),),
+            "vectorized/tracing/graphs": (('{aten.view.default: "reshape"', '{aten.view.default: "view"'),),
+            "vectorized/tracing/simplified_graph": (("node.target = aten.reshape.default", "pass"),),
         },
         {"runtime": {"vectorize": True}, "model": "depthwise"},
     ),
     "vectorize: a change in place first": revert(
-        "vectorized/capture",
+        "vectorized/tracing/capture",
         ("[x.clone() for x in xs] if traits.clones else xs", "xs"),
         runtime={"vectorize": True},
         model="in place",
@@ -134,7 +134,7 @@ SEARCHED: dict[str, Revert] = {
         call="listen",
     ),
     "stages are told apart by closeness alone": revert(
-        "vectorized/verify",
+        "vectorized/making/verify",
         ('raise Unlike(f"{stage.label} computes something else than {stages[-1].label}")', "pass"),
         model="scaled",
         runtime={"vectorize": True},
@@ -170,24 +170,24 @@ SEARCHED: dict[str, Revert] = {
     ),
     "vectorize: what torch makes of it ends training": Revert(
         {
-            "vectorized/stack": (_ENDS,),
-            "vectorized/capture": (("y.clone() if alias else y.contiguous()", "y.clone() if alias else y"),),
-            "vectorized/graphs": (('{aten.view.default: "reshape"', '{aten.view.default: "view"'),),
-            "vectorized/simplified_graph": (("node.target = aten.reshape.default", "pass"),),
+            "vectorized/stacks/stack": (_ENDS,),
+            "vectorized/tracing/capture": (("y.clone() if alias else y.contiguous()", "y.clone() if alias else y"),),
+            "vectorized/tracing/graphs": (('{aten.view.default: "reshape"', '{aten.view.default: "view"'),),
+            "vectorized/tracing/simplified_graph": (("node.target = aten.reshape.default", "pass"),),
         },
         dict(model="depthwise", runtime={"vectorize": True}),
     ),
     "vectorize: weights without a gradient": Revert(
         {
-            "vectorized/stack": (_ENDS,),
-            "vectorized/verify": (
+            "vectorized/stacks/stack": (_ENDS,),
+            "vectorized/making/verify": (
                 ('            raise Unfit(f"their {names[m]} is not used, and gets no gradient")', "            pass"),
             ),
         },
         dict(model="unused", runtime={"vectorize": "auto"}),
     ),
     "vectorize: weights that are frozen": revert(
-        "vectorized/product_gradients",
+        "vectorized/tracing/product_gradients",
         (
             "    if others := [v for v in velocities if v not in whole]:",
             "    if [others := [v for v in velocities if v not in whole]]:",
@@ -197,7 +197,7 @@ SEARCHED: dict[str, Revert] = {
         optimizer="momentum",
     ),
     "vectorize: a followed first stage is like the others": revert(
-        "vectorized/verify",
+        "vectorized/making/verify",
         ("    like = stages[-1].module", "    like = stages[0].module"),
         ("            of_inputs = list(wanted[: len(xs)])", "            pass"),
         model="linear",
@@ -205,7 +205,7 @@ SEARCHED: dict[str, Revert] = {
         runtime={"vectorize": True},
     ),
     "vectorize: memory for every form that ever came": revert(
-        "vectorized/stack",
+        "vectorized/stacks/stack",
         ("idle[: max(0, len(busy) + len(idle) - KINDS)]", "idle[:0]"),
         model="linear",
         runtime={"vectorize": True},

@@ -1,0 +1,296 @@
+"""Verify: checks that stages can run as one. Each row of the graphs must do what its stage does, and must not depend on
+any other row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from pipeback.private import listened
+from pipeback.splitting.module_restore import untouched
+from pipeback.stages.stage import Stage
+from pipeback.tensors import accelerators
+from pipeback.vectorized.buffers.ring_buffers import RingBuffers, unfolded
+from pipeback.vectorized.making.sizes import Sizes
+from pipeback.vectorized.tracing.capture import Traits, Unfit, Unlike, capture
+from pipeback.vectorized.tracing.forms import Kind, floating, leaves, packed
+from pipeback.vectorized.tracing.graphs import Graph, Graphs
+from pipeback.vectorized.tracing.split_graph import recomputing
+
+# how far the gradients of both may differ, in units of the dtype's epsilon, since sums are in another order
+CLOSE = {torch.float64: 1e-10, torch.float32: 1e-4}
+ROUGH = 0.05
+SCALES = (1.0, 0.001, 30.0, 1000.0)  # of test inputs: limits and thresholds show at large or small values
+
+
+def verified(
+    stages: Sequence[Stage],
+    weights: Sequence[Tensor],
+    trained: Sequence[int],
+    xs: Sequence[Tensor],
+    kind: Kind,
+    places: Sequence[int],
+    length: int,
+    *,
+    recompute: bool = False,
+    products: bool = False,
+) -> RingBuffers:
+    """Return ring buffers with graphs of the stages for micro-batches like xs, the input tensors of one stage.
+
+    weights: (n, …), of which those of the numbers `trained` get gradients. places, length: of the rings, in
+    micro-batches. recompute: whether the backward (B) repeats the forward (F). products: see `capture`. Raises `Unfit`
+    where the stages cannot run as one.
+    """
+    n = len(stages)
+    graphs = captured(stages, weights, xs, kind, n, products=products)
+    graphs = recomputing(graphs) if recompute else graphs
+    every = _repeated(xs, n)
+    with torch.no_grad():
+        saved = graphs.forward(*weights, *every)[graphs.outputs :]
+        folds = _folds(graphs, weights, every, saved, n)
+        rings = RingBuffers(graphs, kind, saved, folds, places, length, xs[0].device)
+        rings.view(weights)
+        _prove(stages, weights, trained, rings, every)
+    return rings
+
+
+def captured(
+    stages: Sequence[Stage], weights: Sequence[Tensor], xs: Sequence[Tensor], kind: Kind, rows: int, *, products: bool
+) -> Graphs:
+    """Return the graphs of stages like these, for so many rows: as many as `weights` have. Raises `Unfit`."""
+    like = stages[-1].module  # not the first stage: in a traced model its input has no gradient
+    pairs = zip([name for name, _ in like.named_parameters()], weights, like.parameters(), strict=True)
+    named = {name: w.requires_grad_(p.requires_grad) for name, w, p in pairs}
+    try:
+        traits = check_plain(stages, packed(xs, kind.packed))
+        enters = rows == 1 and not stages[0].index
+        return capture(
+            like, named, _repeated(xs, rows), traits, rows=rows, whole=kind.packed, enters=enters, products=products
+        )
+    finally:
+        for w in weights:
+            w.requires_grad_(False)
+
+
+def resized_alike(graphs: Graphs, sizes: Sizes, weights: Sequence[Tensor], xs: Sequence[Tensor], rows: int) -> None:
+    """Raise `Unfit` unless the graphs for fewer rows do what the graphs of all rows do. xs: inputs of one stage."""
+    n, every = rows, len(weights)
+    with torch.no_grad():
+        given = [x * (r + 1) if floating(x.dtype) else x for x in xs for r in range(n)]
+        whole = [torch.stack(given[n * k : n * (k + 1)]) for k in range(len(xs))]
+        gs = [example(y.shape, y.dtype, y.device) for y in graphs.forward(*weights, *whole)[: graphs.outputs]]
+
+        def both(graphs: Graphs, some: slice) -> list[Tensor | None]:
+            mine = [w[some].contiguous() for w in weights]
+            found = graphs.forward(*mine, *(x[some] for x in whole))
+            back = (gs[n][some] for n in graphs.gives)
+            found_back = graphs.backward(*found[graphs.outputs :], *graphs.made(*mine), *back)
+            return [*found[: graphs.outputs], *found_back[: every + len(xs)]]
+
+        wanted = both(graphs, slice(None))
+        for some in (slice(0, n - 1), slice(1, n), slice(n - 1, n)):
+            found = both(sizes.at(some.stop - some.start)[0], some)
+            for a, b in zip(found, wanted, strict=True):
+                if (a is None) != (b is None) or (a is not None and b is not None and not _close(a, b[some])):
+                    raise Unfit("fewer of them compute something else")
+
+
+def _repeated(xs: Sequence[Tensor], rows: int) -> list[Tensor]:
+    """Return inputs of one stage as (n, …)."""
+    return [x if rows == 1 else x.unsqueeze(0).repeat(rows, *(1 for _ in x.shape)) for x in xs]
+
+
+def judged_alike(stage: Stage, graph: Graph, x: Any, target: Any) -> None:
+    """Raise `Unfit` unless the graph of the stage with the loss does what the stage does."""
+    assert stage.loss is not None
+    with torch.enable_grad(), untouched(stage.module):
+        inputs = [v.detach().clone().requires_grad_(floating(v.dtype)) for v in leaves(x)]
+        given = packed([v.clone() for v in inputs], type(x) is tuple)  # a copy: the module may change it in place
+        loss = stage.loss(stage.module(given), target)
+        moving = [v for v in inputs if v.requires_grad]
+        each = iter(torch.autograd.grad(loss, [*moving, *stage.params], allow_unused=True))
+        wanted = [*(next(each) if v.requires_grad else None for v in inputs), *each]
+    found = graph(*(p.detach() for p in stage.module.parameters()), *leaves(x), target)
+    for a, b in zip(found, (loss, *wanted), strict=True):
+        if (a is None) != (b is None) and not (b is None and not a.any()):
+            raise Unfit("its graph computes something else")
+        if a is not None and b is not None and not _close(a, b):
+            raise Unfit("its graph computes something else")
+
+
+def check_plain(stages: Sequence[Stage], x: Any) -> Traits:
+    """Raise `Unfit` where a forward has side effects; return what else it does."""
+    module = stages[0].module
+    if any(listened(stage.module) for stage in stages):
+        raise Unfit("there are hooks on their modules or weights")
+    xs = leaves(x)
+    draws = [accelerators.generator(device) for device in (None, xs[0].device)]
+    states = [generator.get_state() for generator in draws]
+    seen = [b._version for b in module.buffers()]
+    given = [v.clone() for v in xs]
+    with untouched(module), accelerators.forked([xs[0].device]), torch.no_grad():
+        ys = module(packed(given, type(x) is tuple))
+        changed = seen != [b._version for b in module.buffers()]
+        now = [generator.get_state() for generator in draws]
+    if changed:
+        raise Unfit("their forward changes a buffer, as batch normalisation does")
+    if not all(torch.equal(a, b) for a, b in zip(states, now, strict=True)):
+        raise Unfit("their forward draws random numbers")
+    if not all(isinstance(y, Tensor) for y in leaves(ys)):
+        raise Unfit(f"the output is a {type(ys).__name__}, and not a tensor or a tuple of tensors")
+    there = {t.untyped_storage().data_ptr() for t in (*given, *module.parameters(), *module.buffers())}
+    aliases = []
+    for y in leaves(ys):
+        place = y.untyped_storage().data_ptr()
+        aliases.append(place in there)
+        there.add(place)
+    return Traits(any(v._version for v in given), tuple(aliases), type(ys) is tuple)
+
+
+def _prove(
+    stages: Sequence[Stage],
+    weights: Sequence[Tensor],
+    trained: Sequence[int],
+    rings: RingBuffers,
+    xs: Sequence[Tensor],
+) -> None:
+    n, graphs = len(stages), rings.graphs
+    found = graphs.forward(*weights, *xs)
+    ys, saved = found[: graphs.outputs], found[graphs.outputs :]
+    gs = [example(y.shape, y.dtype, y.device) for y in ys]
+    made = graphs.made(*weights)
+    some = [(r, r) for r in range(n)]
+    rings.leave(saved, some)
+    back = graphs.backward(*rings.back(some), *made, *(gs[n] for n in graphs.gives))
+    grads, gxs = back[: len(weights)], back[len(weights) :]
+    if stages[-1].index and not any(gx is not None for gx in gxs) and any(floating(x.dtype) for x in xs):
+        raise Unfit("their output does not depend on their input")
+    names = [name for name, _ in stages[-1].module.named_parameters()]
+    for m in trained:
+        if grads[m] is None:  # an optimizer skips it, and would not skip zeros
+            raise Unfit(f"their {names[m]} is not used, and gets no gradient")
+    whole = rings.kind.packed
+    for r, stage in enumerate(stages):
+        mine_x, mine_g = row(xs, r, n), row(gs, r, n)
+        outs, wanted = _both(stage, stage.module, mine_x, mine_g, whole)
+        # the same code on the same weights has the same bits; in half types only bits tell constants apart
+        for scale in SCALES:
+            scaled = [scale * x if floating(x.dtype) else x for x in mine_x]
+            mine, own = _both(stage, stage.module, scaled, mine_g, whole)
+            same, others = _both(stage, partial(_as, stages[-1].module, stage), scaled, mine_g, whole)
+            skip = 0 if stage.index else len(xs)  # the gradient of the first stage's input is not needed
+            if not all(map(_same, (*mine, *own[skip:]), (*same, *others[skip:]))):
+                raise Unlike(f"{stage.label} computes something else than {stages[-1].label}")
+        of_inputs = [None if gx is None else row([gx], r, n)[0] for gx in gxs]
+        if not stage.index:
+            of_inputs = list(wanted[: len(xs)])
+        mine_found = [*row(ys, r, n), *of_inputs, *row([grads[m] for m in trained], r, n)]
+        for a, b in zip(mine_found, [*outs, *wanted], strict=True):
+            if (a is None) != (b is None) or (a is not None and b is not None and not _close(a, b)):
+                raise Unlike(f"{stage.label} computes something else than {stages[0].label}")
+
+
+def row(tensors: Sequence[Tensor], r: int, rows: int) -> list[Tensor]:
+    return list(tensors) if rows == 1 else [t[r] for t in tensors]
+
+
+def _both(
+    stage: Stage, module: Callable[[Any], Any], xs: Sequence[Tensor], gs: Sequence[Tensor], whole: bool
+) -> tuple[tuple[Tensor, ...], list[Tensor | None]]:
+    """Return a module's outputs for xs, and the gradients of the inputs and of the stage's weights."""
+    with torch.enable_grad(), untouched(stage.module):
+        inputs = [x.detach().clone().requires_grad_(floating(x.dtype)) for x in xs]
+        ys = leaves(module(packed([x.clone() for x in inputs], whole)))  # copies: the module may change them in place
+        return ys, differentiated(ys, gs, [*inputs, *stage.params])
+
+
+def differentiated(ys: Sequence[Tensor], gs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor | None]:
+    """Return the gradients of these inputs for gradients of the outputs ys."""
+    some = [(y, g) for y, g in zip(ys, gs, strict=True) if y.requires_grad]
+    moving = [x for x in inputs if x.requires_grad]
+    if not some or not moving:
+        return [None] * len(inputs)
+    roots, seeds = zip(*some, strict=True)
+    found = iter(torch.autograd.grad(roots, moving, seeds, allow_unused=True))
+    return [next(found) if x.requires_grad else None for x in inputs]
+
+
+def _as(other: nn.Module, stage: Stage, x: Any) -> Any:
+    """Return the output of another stage's module with the weights of this one."""
+    names = [name for name, _ in other.named_parameters()]  # in a traced model, every stage has its own names
+    return functional_call(other, dict(zip(names, stage.module.parameters(), strict=True)), (x,))
+
+
+def _folds(
+    graphs: Graphs, weights: Sequence[Tensor], xs: Sequence[Tensor], saved: Sequence[Tensor], rows: int
+) -> list[int]:
+    """Return for every saved tensor the dimension of the rows, found by changing the inputs of one row."""
+    if rows == 1:
+        return [0] * len(saved)
+    possible = [[dim for dim in range(t.dim()) if t.shape[dim] % rows == 0] for t in saved]
+    for r in range(rows):
+        try:
+            after = graphs.forward(*weights, *_changed(xs, r, _otherwise))
+        except Exception:  # an index that is out of range, say
+            after = graphs.forward(*weights, *_changed(xs, r, _turned_round))
+        after = after[graphs.outputs :]
+        for dims, a, b in zip(possible, saved, after, strict=True):
+            changed = (a != b) & ~((a != a) & (b != b))
+            for dim in list(dims):
+                elsewhere = unfolded(changed, dim, rows).clone()
+                elsewhere[r] = False
+                if elsewhere.any():
+                    dims.remove(dim)
+    for dims, t in zip(possible, saved, strict=True):
+        if not dims:
+            raise Unfit(f"torch keeps something of shape {tuple(t.shape)}, which does not fall into rows")
+    # with nothing before it, the dimension is the outermost one in memory
+    return [0 if prod(t.shape[: dims[0]]) == 1 else dims[0] for dims, t in zip(possible, saved, strict=True)]
+
+
+def _changed(xs: Sequence[Tensor], row: int, change: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    found = [x.clone() for x in xs]
+    for x in found:
+        x[row] = change(x[row])
+    return found
+
+
+def _otherwise(x: Tensor) -> Tensor:
+    return x.logical_not() if x.dtype == torch.bool else x + 1
+
+
+def _turned_round(x: Tensor) -> Tensor:
+    return x + 1 if floating(x.dtype) else x.flatten().flip(0).view(x.shape)
+
+
+def examples(kind: Kind, rows: int, device: torch.device) -> list[Tensor]:
+    """Return inputs (n, …) of this kind, always the same ones."""
+    return [example(shape if rows == 1 else (rows, *shape), dtype, device) for shape, dtype in kind.inputs]
+
+
+def example(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return normal numbers, always the same ones, and zeros for an integer type, which may be indices. The caller's
+    random state is not changed.
+    """
+    if not floating(dtype):
+        return torch.zeros(shape, dtype=dtype, device=device)
+    generator = torch.Generator(device).manual_seed(0)
+    return torch.randn(shape, generator=generator, device=device, dtype=torch.float64).to(dtype)
+
+
+def _same(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is b or (a is not None and b is not None and torch.equal(a.nan_to_num(), b.nan_to_num()))
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    if not floating(b.dtype):
+        return torch.equal(a, b)
+    far = torch.linalg.vector_norm((a - b).double())
+    return bool(far <= CLOSE.get(a.dtype, ROUGH) * torch.linalg.vector_norm(b.double()) + 1e-12)

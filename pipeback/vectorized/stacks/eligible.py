@@ -1,0 +1,46 @@
+"""Eligible: says which methods and losses whole ticks can handle: corrections must be numbers, the loss traceable."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+
+from pipeback.methods.base import Method, When, described
+from pipeback.schedules.programs import Flowing
+
+
+def leaps(method: Method) -> bool:
+    """Whether a method has ticks at which every stage, or every second one, does the same without calling hooks."""
+    return why_not(method) is None
+
+
+def why_not(method: Method) -> str | None:
+    """Why no tick of a method is one function; None if some are."""
+    schedule = method.schedule
+    if not isinstance(schedule, Flowing):
+        return "between its flushes, stages do different things at a tick"
+    if schedule.every > 1:
+        return f"it updates once in {schedule.every} micro-batches, so that ticks differ"
+    if not schedule.turns:
+        return f"at slack={schedule.slack} stages are not busy at the same ticks"
+    if not described(method) or (method.copies == "stash" and not stashes(method)):
+        return "its weights or its update are more than a `pipeback.methods.base.Correction` can say"
+    return None
+
+
+def stashes(method: Method) -> bool:
+    """Whether a method only asks that a backward (B) runs on the weights that its forward (F) used."""
+    correction = method.correction(When(0, 1, 0, 0, 0), {})
+    return correction is not None and correction.used
+
+
+def torchs(loss: Any) -> bool:
+    """Whether a loss is a function or a module of torch's own, perhaps with some arguments given."""
+    if isinstance(loss, partial):
+        return torchs(loss.func) and not any(
+            isinstance(v, torch.nn.Module) for v in chain(loss.args, loss.keywords.values())
+        )
+    return str(getattr(loss, "__module__", type(loss).__module__)).startswith("torch.nn")

@@ -1,0 +1,216 @@
+"""Fit stacks: finds out on the first micro-batches which stacks can run as one, and which of them should."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from pipeback.methods.base import Method
+from pipeback.schedules.ops import Schedule
+from pipeback.schedules.order import Order
+from pipeback.stages.joint_optimizer import Options
+from pipeback.stages.stage import Stage
+from pipeback.vectorized.stacks.choose_stacks import Shaper
+from pipeback.vectorized.stacks.eligible import why_not
+from pipeback.vectorized.stacks.stack import Stack
+from pipeback.vectorized.stacks.stage_inputs import StageInputs
+from pipeback.vectorized.tracing.capture import Unfit, Unlike
+from pipeback.vectorized.tracing.forms import leaves
+
+# the speed-up of F and B from which "auto" runs stages as one where ticks are interpreted stage by stage: it covers the
+# overhead, which is larger where only every second stage is busy at a tick (`pipeback bench auto` measures it)
+ALL, SOME, SPARSE = 2.0, 5.0, 1.4  # with fewer than SPARSE ticks per micro-batch ALL holds, otherwise SOME
+# the same where a tick is one function: a small stack gains little, and its gain is measured roughly. A single stage
+# takes work from the event loop, which the gain of F and B does not count
+WHOLE, SINGLE = 1.05, 1.0
+CLEARLY = 1.05  # by how much a way of running stages has to be faster than the other to be taken instead of it
+
+Reasons = dict[str, str]  # what is told of stacks, by their names
+
+
+class Request(NamedTuple):
+    """What the user has asked for.
+
+    options: those of the optimizers. worker: the arguments of the worker. stages: how many the pipeline has. together:
+    after how many micro-batches the pipeline waits for the last of them to come to the last stage; None: it need not.
+    """
+
+    method: Method
+    vectorize: bool | str
+    options: Options
+    worker: Mapping[str, Any]
+    stages: int
+    together: int | None = None
+
+    @property
+    def waits(self) -> float:
+        """The ticks per micro-batch at which some stages wait for the last of those that come together."""
+        return (self.stages - 1) / self.together if self.together else 0.0
+
+    def why_not(self, stacks: Sequence[Stack]) -> str | None:
+        """Why no tick can be one function with this method, these options and the optimizers of the stages; None if
+        some can.
+        """
+        reason = why_not(self.method)
+        if reason is not None:
+            return reason
+        seen = {"clip_norm": "clip_norm=", "clip_value": "clip_norm=", "samples": 'weights="samples"'}
+        for name, option in seen.items():
+            if self.worker.get(name):
+                return f"{option} looks at the gradients of each stage"
+        for stack in stacks:
+            if stack.plan.masters:
+                return "each stage steps its masters and rounds them"
+            if not stack.plan.step([self.options] * len(stack.stages)):
+                kind = type(stack.stages[0].optimizer).__name__
+                return f"the step of {kind} with its options or hooks is not that of momentum SGD, Adam or AdamW alone"
+        return None
+
+
+def fitting(
+    stacks: Sequence[Stack], seen: Sequence[StageInputs], asked: Request, *, again: bool
+) -> tuple[list[Stack], Reasons]:
+    """Return the stacks that can and should run as one on micro-batches like these, and the findings, by name.
+
+    The stages of the other stacks run one by one from then on. batches: x and y of micro-batches. again: micro-batches
+    of another form have come; stacks that they do not fit run their stages one by one on them. Raises ValueError where
+    `vectorize` demands a stack and none can run as one.
+    """
+    if again:
+        return list(stacks), _learnt(stacks, seen)
+    shaper = Shaper(asked.method, asked.stages, stacks[0].maker.options, asked.vectorize == "cuda_graph")
+    every, kept, reasons = _divided(stacks, seen, asked, shaper)
+    several = [stack for stack in every if not stack.alone]
+    missed = bool(several) and not any(stack in kept for stack in several)
+    if (not kept or missed) and asked.vectorize != "auto":
+        told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        raise ValueError(
+            f'vectorize={asked.vectorize!r}: no stages can run as one ({told}); use vectorize="auto" or False'
+        )
+    for stack in every:
+        stack.told = reasons
+        if stack not in kept:
+            for stage, call in zip(stack.stages, stack.calls, strict=True):
+                stage.leave_stack(call)
+    return kept, reasons
+
+
+# -- which stacks can --------------------------------------------------------------------------------------------------
+
+
+def _learnt(stacks: Sequence[Stack], every: Sequence[StageInputs]) -> Reasons:
+    """Let stacks make their graphs for micro-batches like these; return why some cannot, by name."""
+    reasons: Reasons = {}
+    for seen in every:
+        for stack in stacks:
+            try:
+                _learn(stack, seen)
+            except Unfit as error:
+                reasons[stack.name] = str(error)
+    return reasons
+
+
+def _divided(
+    stacks: Sequence[Stack], seen: Sequence[StageInputs], asked: Request, shaper: Shaper
+) -> tuple[list[Stack], list[Stack], Reasons]:
+    """Divide stacks whose stages are not alike after all, or are faster as graphs of their own.
+
+    Returns all stacks, those that are to run as one, and what is told of each, by name.
+    """
+    every, kept, reasons = list[Stack](), list[Stack](), Reasons()
+    reason = asked.why_not(stacks)
+    leap = reason is None
+    waiting = [one for stack in stacks for one in _by_kind(stack, seen[0].values, shaper)]
+    while waiting:
+        stack = waiting.pop(0)
+        apart = leap and not stack.alone and not stack.flying
+        if stack.alone and not leap:
+            pays, told = False, "stage by stage, because no other stage is alike"
+        else:
+            try:
+                _learn(stack, seen[0])
+            except Unfit as error:
+                pays, told, apart = False, str(error), apart and isinstance(error.__cause__, Unlike)
+            else:
+                pays, told = _judged(stack, asked, shaper, leap=leap)
+                told += "" if leap else f"; no tick is one function: {reason}"
+                timed = asked.vectorize == "auto" and not torch.are_deterministic_algorithms_enabled()
+                apart = apart and timed and (not pays or stack.faster_apart(CLEARLY))
+        if apart:
+            waiting[:0] = [shaper.stack([stage]) for stage in stack.stages]
+            continue
+        every.append(stack)
+        reasons[stack.name] = told
+        if pays or stack.flying:
+            kept.append(stack)
+    _settle(kept)
+    for name, told in _learnt(kept, seen[1:]).items():
+        reasons[name] = told
+        kept = [stack for stack in kept if stack.name != name]
+    return every, kept, reasons
+
+
+def _settle(stacks: Sequence[Stack]) -> None:
+    """Let single stages agree on how pictures lie in memory: where two layouts meet, kernels are slow."""
+    some = {id(stack): stack.maker.tried for stack in stacks if not stack.flying and stack.maker.tried}
+    some = {n: tried for n, tried in some.items() if len({one.way.last for one in tried}) == 2}
+    times = [
+        sum(min(one.seconds for one in tried if one.way.last == last) for tried in some.values())
+        for last in (False, True)
+    ]
+    for stack in stacks:
+        stack.settle(last=times[1] < times[0] if id(stack) in some else None)
+
+
+def _by_kind(stack: Stack, values: Mapping[int, Any], shaper: Shaper) -> list[Stack]:
+    """Return a stack for every form of input that the stages of this stack get."""
+    if stack.flying:
+        return [stack]
+    kinds: dict[Any, list[Stage]] = {}
+    for stage in stack.stages:
+        x = values[stage.index]
+        kinds.setdefault((type(x) is tuple, *((v.shape, v.dtype) for v in leaves(x))), []).append(stage)
+    return [stack] if len(kinds) == 1 else [shaper.stack(some) for some in kinds.values()]
+
+
+def _learn(stack: Stack, seen: StageInputs) -> None:
+    """Let a stack make its graphs for micro-batches like these. Raises `Unfit` where it cannot run as one."""
+    x = seen.values[stack.first]
+    graphs = stack.rings(stack.kind(x), x).written
+    for s in stack.numbers:
+        returned = seen.returned(s + 1)
+        if returned is not None and not all(returned[n] for n in graphs.gives):
+            raise Unfit(f"no gradient comes back for an output of stage {s}")
+
+
+# -- which stacks should -----------------------------------------------------------------------------------------------
+
+
+def _judged(stack: Stack, asked: Request, shaper: Shaper, *, leap: bool) -> tuple[bool, str]:
+    """Return whether a stack should run as one, and what is told of it. leap: whether whole ticks are one function."""
+    ticks = 1.0 if leap else calls(asked.method.schedule, asked.stages, stack)
+    times = stack.gain(steps=leap) / (ticks + asked.waits)
+    full = shaper.turns == 1 and ticks < SPARSE
+    enough = (SINGLE if stack.alone else WHOLE) if leap else ALL if full else SOME
+    as_one = "as a graph" if stack.alone else "as one"
+    if torch.are_deterministic_algorithms_enabled() and asked.vectorize == "auto":  # times must not change bits
+        return leap, as_one if leap else f"stage by stage: {as_one} pays seldom with {asked.method!r}, and is not timed"
+    if (stack.alone and not leap) or (asked.vectorize == "auto" and times < enough):
+        return False, (
+            f"stage by stage: {as_one}, F and B are {times:.2f} times as fast, which pays from {enough:g} on with "
+            f"these options and {asked.method!r}"
+        )
+    return True, f"{as_one}, which makes F and B {times:.1f} times as fast"
+
+
+def calls(schedule: Schedule, stages: int, stack: Stack) -> float:
+    """Return the number of ticks per micro-batch at which the stack is busy, in the steady state."""
+    order, count = Order(schedule, stages, policy="skewed"), 0
+    warm, last = 4 * stages, 8 * stages
+    for arrived in range(1, last + 1):
+        for kind, ops in order.advance(arrived):
+            if arrived > warm and kind != "U" and any(s in stack.numbers for s, _ in ops):
+                count += 1
+    return count / 2 / (last - warm)

@@ -1,0 +1,49 @@
+"""Stage inputs: what a micro-batch gives to stages, one after the other, and which of it gets a gradient back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeback.splitting.module_restore import untouched
+from pipeback.stages.flight import Value, target_on
+from pipeback.stages.stage import Stage
+from pipeback.tensors import accelerators
+from pipeback.vectorized.tracing.forms import leaves
+
+
+class StageInputs:
+    """The inputs of stages, by number."""
+
+    def __init__(self) -> None:
+        self.values: dict[int, Any] = {}
+        self._reached: dict[int, list[list[bool]]] = {}  # of each output, which tensors of the input get its gradient
+
+    def through(self, stage: Stage, value: Value, target: Any) -> Value:
+        """Return what a stage makes of its input, or its loss. Nothing of the stage is changed."""
+        self.values[stage.index] = value
+        with torch.enable_grad(), untouched(stage.module), accelerators.forked([stage.device]):
+            own, given = stage.enter(value)
+            out = stage.run(given, target_on(stage.device, target)) if stage.judges else stage.module(given)
+            self._reached[stage.index] = [_reached(y, own) for y in leaves(out)]
+        return tuple(v.detach() for v in out) if type(out) is tuple else out.detach()
+
+    def returned(self, s: int) -> list[bool] | None:
+        """Return which tensors of the input of a stage get a gradient back; None if that is not known."""
+        if s not in self._reached:
+            return None
+        behind = self.returned(s + 1)
+        outputs = [True] * len(self._reached[s]) if behind is None else behind
+        some = [own for own, there in zip(self._reached[s], outputs, strict=True) if there]
+        return [any(column) for column in zip(*some, strict=True)] if some else [False] * len(leaves(self.values[s]))
+
+
+def _reached(y: Any, inputs: tuple[Tensor, ...]) -> list[bool]:
+    moving = [v for v in inputs if v.requires_grad]
+    if not isinstance(y, Tensor) or not y.requires_grad or not moving:
+        return [False] * len(inputs)
+    grads = torch.autograd.grad(y, moving, torch.ones_like(y), retain_graph=True, allow_unused=True)
+    found = iter(grads)
+    return [v.requires_grad and next(found) is not None for v in inputs]

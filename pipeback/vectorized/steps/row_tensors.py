@@ -1,0 +1,133 @@
+"""Row tensors: computes with the weights of all rows of a stack at once, or of some neighbouring rows.
+
+F is the forward, B the backward, U the update, of one micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from pipeback.vectorized.steps.adam_rows import FIRST, SECOND, STEP, AdamStep
+from pipeback.vectorized.steps.sgd_rows import Step
+
+T = TypeVar("T")
+
+
+class RowTensors:
+    """Weights (n, …), those numbered `trained` with a buffer each in `scratch`, if the method shifts weights.
+
+    beside: returns the state of the optimizers by its names in torch, as rows: a list of tensors (n, …) for each name,
+    and for `STEP` a matrix (weights, n).
+    """
+
+    def __init__(
+        self,
+        weights: list[Tensor],
+        trained: Sequence[int],
+        scratch: Sequence[Tensor],
+        beside: Callable[..., list[Any]],
+    ) -> None:
+        self.weights, self.trained, self.scratch, self._beside = weights, trained, list(scratch), beside
+        self.stepped = [weights[n] for n in trained]
+        self._number: tuple[float, Tensor] | None = None
+
+    def part(self, first: int, end: int) -> RowTensors:
+        """Return some of the rows; their tensors are views of these."""
+        known: list[Any] = [None, None]  # the state of all rows, and that of these
+
+        def beside(*names: str) -> list[Any]:
+            whole = self._beside(*names)
+            if known[0] is not whole:
+                known[:] = (
+                    whole,
+                    [
+                        some[:, first:end] if name == STEP else [t[first:end] for t in some]
+                        for name, some in zip(names, whole, strict=True)
+                    ],
+                )
+            found: list[Any] = known[1]
+            return found
+
+        weights, scratch = ([t[first:end] for t in some] for some in (self.weights, self.scratch))
+        return RowTensors(weights, self.trained, scratch, beside)
+
+    def velocities(self) -> list[Tensor]:
+        """Return the momentum buffers."""
+        buffers: list[Tensor] = self._beside("momentum_buffer")[0]
+        return buffers
+
+    def kept(self, step: Step | AdamStep) -> list[Any]:
+        """Return the state of the optimizers: velocities, or p, q and the numbers of updates."""
+        if isinstance(step, AdamStep):
+            return self._beside(FIRST, SECOND, STEP)
+        return self.velocities() if step.momentum else []
+
+    def shifted(self, by: Sequence[Tensor], along: Sequence[Tensor] | None = None) -> list[Tensor]:
+        """Return w + c·v, on which F or B runs, valid until the next call; the weights themselves if `by` is empty.
+
+        along: added instead of v.
+        """
+        if not by:
+            return self.weights
+        found = list(self.weights)
+        if along is None:
+            along = self.velocities()
+        room: Sequence[Tensor | None] = self.scratch or [None] * len(self.stepped)
+        for n, w, x, c, out in zip(self.trained, self.stepped, along, by, room, strict=True):
+            found[n] = torch.addcmul(w, x, c, out=out)
+        return found
+
+    def follow(self, step: Step, some: Sequence[int] | None = None) -> None:
+        """Finish a step whose gradients are already added to the velocities, but whose decay is not.
+
+        some: the numbers of the weights to step, among the trainable ones; None: all.
+        """
+        velocities, weights = self._chosen(some, self.velocities()), self._chosen(some, self.stepped)
+        for v, w, decay in zip(velocities, weights, self._chosen(some, step.decays), strict=True):
+            if decay:
+                v.add_(w, alpha=decay)
+        self._along(step, velocities, some)
+
+    def _along(self, step: Step, directions: Sequence[Tensor], some: Sequence[int] | None) -> None:
+        weights = list(self._chosen(some, self.stepped))
+        if not weights:
+            return
+        if step.rate is None:
+            torch._foreach_addcmul_(weights, list(directions), list(self._chosen(some, step.along)))
+        else:
+            torch._foreach_add_(weights, list(directions), alpha=-step.rate)
+
+    @staticmethod
+    def _chosen(some: Sequence[int] | None, values: Sequence[T]) -> Sequence[T]:
+        return values if some is None else [values[n] for n in some]
+
+    def number(self, value: float) -> Tensor:
+        """Return a number as a tensor on the device of the weights, always the same tensor for a number."""
+        if self._number is None or self._number[0] != value:
+            like = self.stepped[0] if self.stepped else torch.zeros(())
+            self._number = value, torch.tensor(value, dtype=like.dtype, device=like.device)
+        return self._number[1]
+
+    def move(self, step: Step | AdamStep, grads: Sequence[Tensor], some: Sequence[int] | None = None) -> None:
+        """Step the weights with these gradients. some: see `follow`."""
+        if isinstance(step, AdamStep):
+            first, second, steps = self.kept(step)
+            step.move(self.stepped, first, second, steps, grads)
+            return
+        if any(step.decays):
+            both = zip(self._chosen(some, self.stepped), self._chosen(some, step.decays), strict=True)
+            grads = [torch.add(g, w, alpha=decay) if decay else g for g, (w, decay) in zip(grads, both, strict=True)]
+        if not step.momentum:
+            self._along(step, grads, some)
+            return
+        velocities = list(self._chosen(some, self.velocities()))
+        torch._foreach_mul_(velocities, self.number(step.momentum))
+        torch._foreach_add_(velocities, list(grads))
+        self._along(step, velocities, some)
+        if step.against:
+            weights, against = self._chosen(some, self.stepped), self._chosen(some, step.against)
+            torch._foreach_addcmul_(list(weights), list(grads), list(against))

@@ -1,0 +1,84 @@
+"""SGD rows: the step of momentum SGD over rows of weights, with forwards (F) on predicted weights.
+
+g ← ∇f + λ·w        v ← m·v + g        w ← w − η·(a·v + b·g)        F on w + c·v        η, a, b, c: a number per row
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeback.methods.momentum import plain_sgd, spike
+from pipeback.stages.joint_optimizer import Options, groups_of
+from pipeback.stages.stage import Stage
+from pipeback.vectorized.steps.adam_rows import columns
+
+
+@dataclass
+class Step:
+    """The numbers of a step of momentum SGD for all rows. Lists of tensors have one tensor (n, 1, …) per weight, with
+    one number per row; an empty list means that the method does not use it.
+    """
+
+    momentum: float
+    decays: tuple[float, ...]  # λ of every weight
+    rates: list[list[float]]  # η of every row, of every weight
+    like: Sequence[Tensor]  # the weights
+    late: list[list[float]] = field(default_factory=list)  # T of spike compensation, of every row, of every weight
+    ahead: Sequence[Tensor] = ()  # c of F on w + c·v
+    back: Sequence[Tensor] = ()  # c of B on w + c·v, or on w + c·δ
+    drift: Sequence[Tensor] = ()  # 1 − γ of δ ← γ·δ + (1 − γ)·(w' − w)
+    varies: bool = False  # whether its rates hold for one update only
+
+    @cached_property
+    def rate(self) -> float | None:
+        """η, if it is one number and the step is that of torch.optim.SGD; else None."""
+        distinct = {rate for same in self.rates for rate in same}
+        return distinct.pop() if len(distinct) == 1 and not self.late else None
+
+    @cached_property
+    def along(self) -> list[Tensor]:
+        """−η·a of every weight, the factor of v."""
+        return columns([[-rate * a for rate, (a, _) in some] for some in self._spikes], self.like)
+
+    @cached_property
+    def against(self) -> list[Tensor]:
+        """−η·b of every weight, the factor of g; empty if g is not added."""
+        late = [[-rate * b for rate, (_, b) in some] for some in self._spikes] if self.late else []
+        return columns(late, self.like) if late else []
+
+    def part(self, first: int, end: int) -> Step:
+        """Return the step of some of the rows."""
+        numbers, tensors = (
+            {name: [some[first:end] for some in getattr(self, name)] for name in names}
+            for names in (("rates", "late"), ("like", "ahead", "back", "drift"))
+        )
+        return Step(self.momentum, self.decays, **numbers, **tensors, varies=self.varies)
+
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """The properties of a step that a compiled function relies on."""
+        return bool(self.momentum), self.decays, bool(self.late), bool(self.ahead), bool(self.back)
+
+    @property
+    def _spikes(self) -> list[list[tuple[float, tuple[float, float]]]]:
+        late = self.late or [[0.0] * len(same) for same in self.rates]
+        return [
+            [(rate, spike(self.momentum, T)) for rate, T in zip(*pair, strict=True)]
+            for pair in zip(self.rates, late, strict=True)
+        ]
+
+
+def settings(stage: Stage, options: Options) -> list[tuple[float, float]] | None:
+    """Return momentum and weight decay of every weight; None unless the optimizer is plain momentum SGD."""
+    groups = groups_of(stage, options)
+    if type(stage.optimizer) is not torch.optim.SGD or not all(
+        group and plain_sgd(group) and not group["maximize"] and not isinstance(group["lr"], Tensor) for group in groups
+    ):
+        return None
+    return [(group["momentum"], group["weight_decay"]) for group in groups if group]

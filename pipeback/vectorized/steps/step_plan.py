@@ -1,0 +1,98 @@
+"""Step plan: tells with which numbers all rows of a stack are stepped at once, if they can be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from pipeback.methods.base import Correction
+from pipeback.private import hooked
+from pipeback.stages.joint_optimizer import Options, rates_of
+from pipeback.stages.stage import Stage
+from pipeback.vectorized.steps import adam_rows, sgd_rows
+from pipeback.vectorized.steps.adam_rows import AdamStep, columns
+from pipeback.vectorized.steps.rows import Rows
+from pipeback.vectorized.steps.sgd_rows import Step
+
+T = TypeVar("T")
+
+
+class StepPlan:
+    """The steps of the stages of `rows`."""
+
+    def __init__(self, rows: Rows) -> None:
+        self.rows, self.stages = rows, rows.stages
+        self._known: tuple[list[Options], Step | AdamStep | None] = ([], None)
+
+    def step(
+        self, options: Sequence[Options], corrected: Callable[[], Correction] | None = None, *others: Options
+    ) -> Step | AdamStep | None:
+        """Return the step that the stages' options ask for; None unless all ask for the same Adam or momentum SGD, and
+        step the weights that F and B run on, not masters.
+
+        The rates may differ. corrected: a method's correction of the step; it is computed anew if any options change.
+        """
+        if self.hooked() or self.masters:
+            return None
+        known, step = self._known
+        asked = [*options, *others]
+        if len(known) != len(asked) or any(a is not b for a, b in zip(known, asked, strict=True)):
+            step = self._uncorrected(options)
+            if step is not None and corrected is not None:
+                step = self._corrected(step, corrected())
+            self._known = asked, step
+        elif step is not None and step.varies and corrected is not None:
+            correction = corrected()
+            step = replace(step, rates=self._by_weight(correction.rates), varies=correction.varies)
+            self._known = asked, step
+        return step
+
+    @property
+    def masters(self) -> bool:
+        """Whether stages step float32 masters, and round them to the weights on which F and B run."""
+        return any(stage.masters.weights for stage in self.stages)
+
+    def hooked(self) -> bool:
+        """Whether the user has hooks on the steps of an optimizer."""
+        return any(hooked(stage.optimizer) for stage in self.stages)
+
+    def _uncorrected(self, options: Sequence[Options]) -> Step | AdamStep | None:
+        if not self.rows.stepped:
+            return Step(0.0, (), [], [])
+        of_stages = [rates_of(stage, some) for stage, some in zip(self.stages, options, strict=True)]
+        rates = [[of_stage[n] for of_stage in of_stages] for n in range(len(self.rows.stepped))]
+        same = self._common(adam_rows.settings, options)
+        if same is not None:
+            return AdamStep(same, rates, self.rows.stepped)
+        groups = self._common(sgd_rows.settings, options)
+        if groups is None or len({momentum for momentum, _ in groups}) != 1:
+            return None
+        return Step(groups[0][0], tuple(decay for _, decay in groups), rates, self.rows.stepped)
+
+    def _corrected(self, step: Step | AdamStep, correction: Correction) -> Step | AdamStep | None:
+        ahead, late, back, drift = map(self._by_weight, correction[:4])
+        drifts, moved = any(rho != 1 for some in drift for rho in some), any(map(any, back))
+        mine: dict[str, Any] = {
+            "rates": self._by_weight(correction.rates) or step.rates,
+            "ahead": columns(ahead, self.rows.stepped) if any(map(any, ahead)) else (),
+            "back": columns(back, self.rows.stepped) if moved else (),
+            "drift": columns([[1 - rho for rho in some] for some in drift], self.rows.stepped) if drifts else (),
+            "varies": correction.varies,
+        }
+        if isinstance(step, AdamStep):
+            if not correction.along and any(map(any, [*ahead, *back])):
+                return None  # there is no velocity
+            return replace(step, late=late if any(map(any, late)) else [], **mine)
+        spiked = step.momentum and any(map(any, late))
+        return replace(step, late=late if spiked else [], **mine)
+
+    def _by_weight(self, numbers: Sequence[float]) -> list[list[float]]:
+        """Turn lists of numbers per stage into lists per weight; an empty list stays empty."""
+        count = len(self.rows.stepped)
+        return [list(numbers[n::count]) for n in range(count)] if numbers else []
+
+    def _common(self, ask: Callable[[Stage, Options], T | None], options: Sequence[Options]) -> T | None:
+        """Return what `ask` gives for every stage, if it is the same for all; else None."""
+        first, *others = (ask(stage, some) for stage, some in zip(self.stages, options, strict=True))
+        return first if all(one == first for one in others) else None

@@ -1,0 +1,116 @@
+"""Eager tick: does F (forward), B (backward) and U (update) of some neighbouring rows of a stack without a compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipeback.errors import StageError
+from pipeback.vectorized.steps.adam_rows import AdamStep
+from pipeback.vectorized.steps.joint_step import JointStep
+from pipeback.vectorized.steps.row_tensors import RowTensors
+from pipeback.vectorized.steps.sgd_rows import Step
+from pipeback.vectorized.tracing.graphs import Graph, Graphs
+
+
+class WaitingRoom(NamedTuple):
+    """Where the tensors that wait between F and B of these rows are.
+
+    left: returns those for B. put: keeps those of F. keep: keeps the weights on which F is going to run, and used:
+    returns those on which it ran, where B runs on them. f, b: micro-batches of F and B at the place p = 0.
+    """
+
+    left: Callable[[int], Sequence[Tensor]]  # of b
+    put: Callable[[int, Sequence[Tensor]], None]  # of f
+    keep: Callable[[int, Sequence[Tensor] | None], None] | None = None
+    used: Callable[[int], list[Tensor]] | None = None
+
+
+class EagerTick:
+    """The rows of `tensors`, with graphs for so many rows, called directly.
+
+    accumulate: the backward with momentum. name: returns what errors call the rows and their micro-batches at a tick.
+    together: whether the weights are better stepped in one pass, together with those of other stacks. views: the output
+    of the graph `made`, if it consists of views of the weights.
+    """
+
+    def __init__(
+        self,
+        tensors: RowTensors,
+        graphs: Graphs,
+        accumulate: Graph,
+        name: Callable[[int], str],
+        *,
+        together: bool,
+        views: Sequence[Tensor] | None,
+    ) -> None:
+        self.tensors, self.graphs, self.together, self.views = tensors, graphs, together, views
+        self.name = name
+        self._accumulate = accumulate
+
+    def run(
+        self,
+        f: int,
+        b: int,
+        xs: Sequence[Tensor],
+        gs: Callable[[], Sequence[Tensor]],
+        step: Step | AdamStep,
+        joint: JointStep,
+        room: WaitingRoom,
+        give: Callable[[Literal["F", "B"], list[Any]], None],
+        drift: Sequence[Tensor] = (),
+        before: Sequence[Tensor] = (),
+    ) -> None:
+        """Do F, B and U, or leave U to the joint step.
+
+        gs: returns the gradients, once B needs them. give: takes the outputs ("F") and the gradients of the inputs
+        ("B"), as soon as they are there. drift, before: δ, an average of w' − w along which B is shifted, and memory
+        for the weights before the step.
+        """
+        tensors, (forward, backward, made, outputs, *_) = self.tensors, self.graphs
+        fore = tensors.shifted(step.ahead, drift or None)
+        if room.keep is not None:
+            room.keep(f, [fore[n] for n in tensors.trained] if step.ahead else None)
+        if step.drift:
+            torch._foreach_copy_(list(before), tensors.stepped)
+        saved = room.left(b)
+        try:
+            sent = forward(*fore, *xs)
+        except Exception as error:
+            raise self._failed("forward", f, error) from error
+        give("F", list(sent[:outputs]))
+        if room.used is not None:
+            views = made(*room.used(b))
+        elif step.back or self.views is None:
+            views = made(*tensors.shifted(step.back, drift or None))
+        else:
+            views = self.views
+        if self.together and isinstance(step, Step) and not step.drift and joint.fits(tensors, step):
+            found = backward(*saved, *views, *gs())
+            give("B", list(found[len(tensors.weights) :]))
+            joint.add(tensors, step, [found[n] for n in tensors.trained])
+        elif isinstance(step, Step) and step.momentum and not step.late:
+            factor = tensors.number(step.momentum)
+            gxs = self._accumulate(*saved, *views, *gs(), step.momentum, factor, *tensors.velocities())
+            give("B", list(gxs))
+            tensors.follow(step)
+        else:
+            found = backward(*saved, *views, *gs())
+            give("B", list(found[len(tensors.weights) :]))
+            tensors.move(step, [found[n] for n in tensors.trained])
+        drifted(drift, before, tensors.stepped, step.drift)
+        room.put(f, sent[outputs:])
+
+    def _failed(self, what: str, tick: int, error: Exception) -> StageError:
+        return StageError(f"{self.name(tick)}: the {what} failed: {error}")
+
+
+def drifted(
+    drift: Sequence[Tensor], before: Sequence[Tensor], weights: Sequence[Tensor], shares: Sequence[Tensor]
+) -> None:
+    """Do δ ← γ·δ + (1 − γ)·(w' − w). before: w, which is overwritten. shares: 1 − γ."""
+    for d, w, old, share in zip(drift, weights, before, shares, strict=False):
+        d.lerp_(torch.sub(w, old, out=old), share)

@@ -1,0 +1,381 @@
+"""Steady run: runs ticks at which stages do F (forward), B (backward) and U (update) of one micro-batch each, without
+any work per stage: every stage, every second one, or those that have something to do.
+
+A run goes on from push to push. Flights, versions, options and the ledger are brought up to date when it is over;
+nobody sees them before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from pipeback.counts import numbered
+from pipeback.errors import StageError
+from pipeback.runtime.worker import Worker
+from pipeback.schedules.spans import TickSpan
+from pipeback.stages.flight import target_on
+from pipeback.stages.joint_optimizer import Options
+from pipeback.vectorized.making.cuda_graph import CudaGraphed
+from pipeback.vectorized.steps.adam_rows import AdamStep
+from pipeback.vectorized.steps.asked_steps import AskedSteps
+from pipeback.vectorized.steps.joint_step import JointStep
+from pipeback.vectorized.steps.sgd_rows import Step
+from pipeback.vectorized.steps.step_plan import StepPlan
+from pipeback.vectorized.ticks.catch_up import Rounds
+from pipeback.vectorized.ticks.eager_tick import drifted
+from pipeback.vectorized.ticks.loss_stage import LossStage, form
+from pipeback.vectorized.ticks.output_stage import OutputStage
+from pipeback.vectorized.ticks.tick import Parts, StackTick
+from pipeback.vectorized.ticks.turn import StackRows, Turn
+from pipeback.vectorized.ticks.wiring import Where, give, take
+from pipeback.vectorized.tracing.forms import packed
+
+LIMIT = 1024  # rounds after which a run ends, since it holds the options of its micro-batches
+Asked = tuple[int, Any, Any] | None  # a micro-batch, the input and the target of its loss
+Compiled = Callable[..., Any]  # returns a compiled tick
+Given = tuple[Parts, Callable[[], Parts]]  # see `StackTick.given`
+
+
+class SteadyRun:
+    """A run of ticks. turns: 1, or 2 where even and odd stages take turns. f, b: per stage, the micro-batch of its next
+    F and B.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        judged: Callable[[int, Tensor], None],
+        asked: AskedSteps,
+        moving: Sequence[StackTick],
+        where: Where,
+        turns: int,
+        f: Sequence[int],
+        b: Sequence[int],
+    ) -> None:
+        self.worker, self.judged, self.asked, self.moving, self.where = worker, judged, asked, list(moving), where
+        self.count, self._joint = turns, JointStep()
+        # of each stage, the next micro-batches; to these come the rounds of its turn
+        self.f, self.b = list(f), list(b)
+        self._began = list(f), list(b)
+        self.turns: list[Turn] = []  # of the even stages, and of the odd ones
+        self.judge: LossStage | OutputStage | None = None
+        first = worker.stages[worker.first]
+        self.options: dict[int, Options] = {i: flight.options for i, flight in first.flights.items()}
+        self.uniform = self._looked = False
+        self._now = next(iter([*self.options.values(), *worker.options.values()]))
+        self._even = True  # whether all stages of a turn have done the same number of rounds
+        self._grow()
+
+    def rounds(self, s: int) -> int:
+        """Return how many F, B and U a stage has done."""
+        return self.f[s] + self.turns[s % self.count].rounds - self._began[0][s]
+
+    @property
+    def long(self) -> bool:
+        """Whether it has gone on for so long that it should end."""
+        return max(self.rounds(self.worker.first), self.rounds(self.worker.last)) >= LIMIT
+
+    def take(self, judge: LossStage | OutputStage | None, plan: StepPlan | None) -> None:
+        """Run the last stage as this graph, if its F and B run on the same weights. plan: that of the last stage."""
+        last = self.worker.last
+        if judge is not None and plan is not None:
+            step = self._step(plan, 0)
+            if step is None or not _equal(step.ahead, step.back):
+                judge = None
+        self.judge = judge
+        inside = {s for one in self.moving for s in one.stack.numbers} | ({last} if judge is not None else set())
+        self.turns = [
+            Turn(
+                [one for one in self.moving if one.first % self.count == n],
+                self.where,
+                judge if last % self.count == n else None,  # only the worker of the last stage has one
+                plan,
+                [s for s in self.worker.stages if s not in inside and s % self.count == n],
+            )
+            for n in range(self.count)
+        ]
+
+    def adapts(self) -> bool:
+        """Whether a step counts its updates, which Adam does in host memory."""
+        return any(isinstance(step, AdamStep) for turn in self.turns for step in self._steps(turn) or ())
+
+    def begin(self) -> None:
+        """Take over what the stages hold beside their weights."""
+        with torch.no_grad():
+            for one in self.moving:
+                if self.worker.stash:
+                    one.take_weights()
+                if self.asked.along in one.stack.stages[0].state:
+                    one.take_drift(self.asked.along)
+            take(self.moving, self.where, self._next(), self.worker.link.box)
+
+    def look(self) -> None:
+        """Note that micro-batches may have come, and that the user may have changed the optimizers or their state."""
+        self._looked = False
+        for turn in self.turns:
+            turn.look()
+
+    def _see(self) -> bool:
+        """Take in what has changed; return whether whole rows can still be stepped."""
+        if not self._looked:
+            self._grow()
+            if any(plan.hooked() for turn in self.turns for plan in turn.plans):
+                return False
+            with torch.no_grad():
+                for turn in self.turns:
+                    for plan, step in zip(turn.plans, self._steps(turn) or (), strict=False):
+                        plan.rows.whole.kept(step)
+                        plan.rows.alone = True
+            self._looked = True
+        return True
+
+    def _grow(self) -> None:
+        """Take in the options of micro-batches that have come, and forget those that are no longer needed."""
+        first = min(self._next()[1][self.worker.first : self.worker.last + 1]) - 1
+        known = self.options | self.worker.options
+        self.options = {i: options for i, options in known.items() if i >= first}
+        now = self.options[max(self.options)]
+        self.uniform = all(some is now for some in self.options.values())
+        if now is not self._now:
+            self._now = now
+            for turn in self.turns:
+                turn.steps = []
+
+    # -- ticks ---------------------------------------------------------------------------------------------------------
+
+    def go(self, span: TickSpan, compiled: Compiled | None, done: list[None]) -> None:
+        """Run ticks of a span, and append to `done` for each; stop at inputs or options that need a new decision."""
+        turn, mine = self.turns[span.stages.start % self.count], self._mine(span.stages)
+        if not self._see():
+            return
+        if not mine and span.ticks == 1:  # a tick of other workers
+            done.append(None)
+            return
+        if len(mine) < turn.size:
+            parts = turn.parts(mine)
+            ready = self._ready(turn, mine) and not turn.varies
+            if not ready or compiled is not None or not all(map(_able, parts)):
+                return
+            self._tick(turn, parts, mine)
+            for s in mine:
+                self.f[s] += 1
+                self.b[s] += 1
+            self._even = False
+            done.append(None)
+            return
+        for _ in range(min(span.ticks, LIMIT)):
+            known, every = turn.steps, range(self.worker.count)
+            if not self._ready(turn, every) or (turn.varies and not self._even):
+                break
+            if compiled is not None and (turn.steps is not known or turn.fused is None):
+                turn.fuse(compiled(turn.moving, turn.judge, turn.steps))
+            self._tick(turn, turn.whole, every)
+            turn.rounds += 1
+            done.append(None)
+            turn = self.turns[(self.turns.index(turn) + 1) % self.count]
+
+    def _mine(self, stages: range) -> range:
+        """Return those of these stages that are the worker's own."""
+        first, last, step = self.worker.first, self.worker.last, stages.step
+        begin = max(stages.start, first + (stages.start - first) % step)
+        return range(begin, min(stages.stop, last + 1), step)
+
+    def _ready(self, turn: Turn, stages: range) -> bool:
+        """Whether these stages of a turn can be stepped at once, and their inputs have the same form as before."""
+        if self._steps(turn) is None:
+            return False
+        box, f, k = self.worker.link.box, self.f, turn.rounds
+        for one, kind, s in turn.entering:
+            if kind == "F" and s in stages:
+                self.worker.link.wait("F", s, f[s] + k)
+                if not one.fits(box["F", s, f[s] + k]):
+                    return False
+        if turn.judge is None or (s := turn.judge.stage.index) not in stages:
+            return True
+        self.worker.link.wait("F", s, f[s] + k)
+        target = [box["Y", s, f[s] + k]] if turn.judge.stage.judges else []
+        return form(box["F", s, f[s] + k], *target) == turn.judge.form
+
+    def _steps(self, turn: Turn) -> list[Step | AdamStep] | None:
+        """Return the steps of each stack's weights, and then of the last stage's, at the next tick of a turn."""
+        if turn.steps and self.uniform and not turn.varies:
+            return turn.steps
+        found = [self._step(plan, turn.rounds) for plan in turn.plans]
+        turn.steps = [step for step in found if step is not None]
+        if len(turn.steps) < len(found):
+            turn.steps = []
+            return None
+        turn.varies = any(step.varies for step in turn.steps)
+        return turn.steps
+
+    def _step(self, plan: StepPlan, rounds: int) -> Step | AdamStep | None:
+        if self.uniform:
+            fore = back = [self._now] * len(plan.stages)
+        else:
+            numbers = [stage.index for stage in plan.stages]
+            fore, back = ([self.options.get(i[n] + rounds, self._now) for n in numbers] for i in (self.f, self.b))
+        return self.asked.step(plan, fore, back, rounds)
+
+    def _question(self, turn: Turn) -> Asked:
+        """Return the micro-batch that the last stage judges now."""
+        assert turn.judge is not None
+        s, link = turn.judge.stage.index, self.worker.link
+        i, stage = self.f[s] + turn.rounds, turn.judge.stage
+        target = target_on(stage.device, link.recv("Y", s, i)) if stage.judges else None
+        return i, link.recv("F", s, i), target
+
+    def _tick(self, turn: Turn, parts: Sequence[StackRows], stages: range) -> None:
+        """Run the tick of these stages of a turn: of these rows of stacks, and of stages outside."""
+        worker, f, b, k = self.worker, self.f, self.b, turn.rounds
+        link, others = worker.link, [s for s in turn.others if s in stages]
+        if worker.began is not None:
+            worker.began(("F", stages[0], f[stages[0]] + k))
+        if others:
+            worker.forward([(s, f[s] + k) for s in others])
+        come = [(kind, s) for _, kind, s in turn.entering if s in stages]
+        messages = {s: link.recv("F", s, f[s] + k) for kind, s in come if kind == "F"}
+        awaited = {s: partial(link.recv, "B", s, b[s] + k) for kind, s in come if kind == "B"}
+        # before anything of this tick replaces it
+        given = [part.one.given(part.rows, *self._ticks(part, k), messages, awaited) for part in parts]
+        judges = turn.judge is not None and worker.last in stages
+        asked = self._question(turn) if judges else None
+        with torch.no_grad():
+            gx = (self._one_by_one if turn.fused is None else self._fused)(turn, parts, given, asked, stages)
+            if asked is not None:
+                link.send("B", worker.last - 1, asked[0], gx)
+        if others:
+            ops = [(s, b[s] + k) for s in others]
+            worker.backward(ops)
+            worker.update(ops)
+
+    def _leave(self, turn: Turn, mine: StackTick, stages: range, kind: Literal["F", "B"]) -> None:
+        """Send what a stack has computed for stages outside of all stacks."""
+        link, f, b, k = self.worker.link, self.f, self.b, turn.rounds
+        for one, direction, s, row in turn.leaving:
+            if one is mine and direction == kind and s in stages:
+                place = one.stack.places[row]
+                if kind == "F":
+                    link.send("F", s + 1, f[s] + k, one.sent("F", f[s] + k + place, row))
+                else:
+                    link.send("B", s - 1, b[s] + k, one.sent("B", b[s] + k - place, row))
+
+    def _ticks(self, part: StackRows, rounds: int) -> tuple[int, int]:
+        """Return the micro-batches of F and B at a place p = 0, when these rows have done so many rounds."""
+        first, stack = part.rows[0], part.one.stack
+        s, place = stack.numbers[first], stack.places[first]
+        return self.f[s] + rounds + place, self.b[s] + rounds - place
+
+    def _one_by_one(
+        self, turn: Turn, parts: Sequence[StackRows], given: Sequence[Given], asked: Asked, stages: range
+    ) -> Any:
+        """Run the stacks one after the other. Returns the gradient of the last stage's input."""
+        gx = None if asked is None else self._judge(turn, asked)
+        for part, some in zip(parts, given, strict=True):
+            leave, ticks = partial(self._leave, turn, part.one, stages), self._ticks(part, turn.rounds)
+            part.one.eager(part.rows, *ticks, some, turn.steps[part.number], self._joint, leave)
+        self._joint.make()
+        return gx
+
+    def _judge(self, turn: Turn, asked: Asked) -> Any:
+        """Run the last stage. Returns the gradient of its input."""
+        judge, step, joint = turn.judge, turn.steps[-1], self._joint
+        assert judge is not None and asked is not None
+        i, x, target = asked
+        before = self._before(judge, step)
+        if isinstance(judge, OutputStage):  # an error of who judges it is theirs
+            gx, grads = judge.eager(x, step, partial(self._outside, i))
+        else:
+            try:
+                loss, gx, grads = judge.eager(x, target, step)
+            except Exception as error:
+                raise self.worker.failure("forward", judge.stage, i, error) from error
+            self.judged(i, loss)
+        if isinstance(step, Step) and not step.drift and joint.fits(judge.rows.whole, step):
+            joint.add(judge.rows.whole, step, grads)
+        else:
+            judge.rows.whole.move(step, grads)
+        self._drift(judge, before, step)
+        return gx
+
+    @staticmethod
+    def _before(judge: LossStage | OutputStage, step: Step | AdamStep) -> list[Tensor]:
+        """Return copies of the last stage's weights before they are stepped, if δ is to follow them."""
+        return [w.clone() for w in judge.rows.stepped] if step.drift else []
+
+    def _drift(self, judge: LossStage | OutputStage, before: Sequence[Tensor], step: Step | AdamStep) -> None:
+        """Let the last stage's δ follow its weights."""
+        if step.drift:
+            drifted(judge.rows.state(self.asked.along), before, judge.rows.stepped, step.drift)
+
+    def _outside(self, i: int, output: Any) -> Any:
+        """Have the output of the last stage judged outside; return its gradient."""
+        self.judged(i, output)
+        return self.worker.link.recv("B", self.worker.last, i)
+
+    def _fused(
+        self, turn: Turn, parts: Sequence[StackRows], given: Sequence[Given], asked: Asked, stages: range
+    ) -> Any:
+        """Run the compiled function of the turn. Returns the gradient of the last stage's input."""
+        fused, judge, gx = turn.fused, turn.judge, None
+        stay, ticks = isinstance(fused, CudaGraphed), [self._ticks(part, turn.rounds) for part in parts]
+        for part, (f, _) in zip(parts, ticks, strict=True):
+            part.one.before(f, turn.steps[part.number])
+        each = [
+            part.one.changing(b, xs, gs(), stay=stay)
+            for part, (_, b), (xs, gs) in zip(parts, ticks, given, strict=True)
+        ]
+        if isinstance(judge, LossStage) and asked is not None:
+            each.append(judge.changing(*asked[1:]))
+        judged = isinstance(judge, LossStage) and asked is not None
+        before = self._before(judge, turn.steps[-1]) if judge is not None and judged else []
+        try:
+            found = fused(turn.fixed, [(*some, *how) for some, how in zip(each, turn.told)])
+        except Exception as error:
+            names = numbered("stage", sorted(s for part in parts for s in part.one.stack.numbers))
+            raise StageError(f"{names} and the loss: a tick failed: {error}") from error
+        for part, (f, b), (ys, left, gxs, factors) in zip(parts, ticks, found, strict=False):
+            one = part.one
+            one.ys.send(f, part.rows, ys)
+            one.gxs.send(b, part.rows, gxs)
+            one.rings.put(f, left)
+            one.finish(factors, turn.steps[part.number])
+            self._leave(turn, one, stages, "F")
+            self._leave(turn, one, stages, "B")
+        if isinstance(judge, LossStage) and asked is not None:
+            loss, gxs = found[-1]
+            self._drift(judge, before, turn.steps[-1])
+            gx = packed(gxs, judge.packed)
+            self.judged(asked[0], loss)
+        return gx
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def _next(self) -> tuple[list[int], list[int]]:
+        """Return of each stage the micro-batches of its next F and B."""
+        rounds = [turn.rounds for turn in self.turns] or [0]
+        rounds = [rounds[s % len(rounds)] for s in range(self.worker.count)]
+        f, b = ([i + n for i, n in zip(mbs, rounds, strict=True)] for mbs in (self.f, self.b))
+        return f, b
+
+    def finish(self) -> None:
+        """Bring flights, versions, options and the ledger up to date."""
+        self.look()
+        with torch.no_grad():
+            give(self.moving, self.where, self._next(), self.worker.link.box)
+        done = [self.rounds(s) for s in range(self.worker.count)]
+        rounds = Rounds(self.worker, done, *self._began, self.count)
+        rounds.tell(self.moving, self.judge, self.options, stashes=self.worker.stash)
+
+
+def _able(part: StackRows) -> bool:
+    """Whether the rows can do a tick without the others."""
+    return part.rows == part.one.all or part.one.divides()
+
+
+def _equal(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    return len(some) == len(others) and all(map(torch.equal, some, others))

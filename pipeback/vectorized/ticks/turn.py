@@ -1,0 +1,85 @@
+"""Turn: the stages that do F (forward), B (backward) and U (update) at the same ticks: all, or those of even or of odd
+number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+from pipeback.vectorized.making.cuda_graph import CudaGraphed
+from pipeback.vectorized.steps.adam_rows import AdamStep
+from pipeback.vectorized.steps.sgd_rows import Step
+from pipeback.vectorized.steps.step_plan import StepPlan
+from pipeback.vectorized.ticks.loss_stage import LossStage
+from pipeback.vectorized.ticks.output_stage import OutputStage
+from pipeback.vectorized.ticks.tick import StackTick
+from pipeback.vectorized.ticks.wiring import Where, entering, leaving, pieces
+
+
+class StackRows(NamedTuple):
+    """Some neighbouring rows of a stack, from one up to another. number: that of the stack in its turn."""
+
+    number: int
+    one: StackTick
+    rows: tuple[int, int]
+
+
+class Turn:
+    """The stacks `moving`, the last stage as a graph, if it is among them, and other stages, which run one by one."""
+
+    def __init__(
+        self,
+        moving: Sequence[StackTick],
+        where: Where,
+        judge: LossStage | OutputStage | None,
+        plan: StepPlan | None,
+        others: list[int],
+    ) -> None:
+        """plan: that of the last stage."""
+        self.moving, self.judge, self.others = list(moving), judge, others
+        self.rounds = 0  # ticks of all these stages; a stage's own are counted beside
+        self.steps: list[Step | AdamStep] = []  # of each stack, and of the last stage
+        self.varies = False  # whether the steps hold for one tick only
+        self.fused: Any = None  # a compiled tick with steps of this form
+        self.fixed: list[Any] = []  # its arguments that stay the same
+        self.told: list[Any] = []
+        self.plans = [one.stack.plan for one in moving]
+        if judge is not None and plan is not None:
+            self.plans.append(plan)
+        self.entering = [(one, *way) for one in moving for way in entering(one, where)]
+        self.leaving = [(one, *way) for one in moving for way in leaving(one, where)]
+        inside = chain(*(one.stack.numbers for one in moving), [] if judge is None else [judge.stage.index])
+        self.inside = sorted(inside)  # the stages that are not run one by one
+        self.size = len(self.inside) + len(others)
+        self.whole = [StackRows(n, one, one.all) for n, one in enumerate(moving)]
+        self._where = where
+        self._parts: dict[range, list[StackRows]] = {}
+
+    def parts(self, stages: range) -> list[StackRows]:
+        """Return the rows of stacks whose stages are among these."""
+        if stages not in self._parts:
+            found = []
+            for n, one, _ in self.whole:
+                rows = [row for row, s in enumerate(one.stack.numbers) if s in stages]
+                if rows:
+                    found.append(StackRows(n, one, (rows[0], rows[-1] + 1)))
+                    pieces(one, self._where, found[-1].rows)
+            self._parts[stages] = found
+        return self._parts[stages]
+
+    def fuse(self, compiled: Any) -> None:
+        """Use a compiled function for this turn, with these steps."""
+        judge = [self.judge] if isinstance(self.judge, LossStage) else []  # a tick with any other is not compiled
+        who: list[StackTick | LossStage] = [*self.moving, *judge]
+        pairs, stay = list(zip(who, self.steps, strict=True)), isinstance(compiled, CudaGraphed)
+        self.fused = compiled
+        self.fixed = [one.fixed(step, stay=stay) for one, step in pairs]
+        self.told = [one.told(step) for one, step in pairs]
+
+    def look(self) -> None:
+        """Note that somebody may have changed the optimizers or their state."""
+        self.fused = None
+        for plan in self.plans:
+            plan.rows.alone = False

@@ -1,0 +1,170 @@
+"""Capture: traces the forward and the backward of n equal modules, side by side, as two graphs.
+
+The forward graph takes the weights (n, …) and the inputs X (n, …) of all modules, and returns their outputs Y (n, …)
+and the tensors saved for the backward. `torch.func.vmap` batches the operations, AOTAutograd makes the two graphs. With
+one module alone (n = 1) no tensor has the dimension of the rows.
+
+Tensors that the backward needs and that depend on the weights alone are not saved by the forward: they are computed
+from the weights that are in force when the backward runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+from torch.func import functional_call, grad_and_value, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from pipeback.vectorized.tracing.convolutions import AS_PRODUCTS
+from pipeback.vectorized.tracing.forms import floating, leaves, packed
+from pipeback.vectorized.tracing.graphs import Graph, Graphs, direct
+from pipeback.vectorized.tracing.group_norms import GroupNormsAsOne
+from pipeback.vectorized.tracing.simplified_graph import constant, simplified
+from pipeback.vectorized.tracing.split_graph import split
+
+
+class Unfit(ValueError):
+    """These modules cannot run as one; the message says why, and is shown after "stages 2 … 5: "."""
+
+
+class Unlike(Unfit):
+    """These modules cannot run as one, since they compute different things."""
+
+
+class Traits(NamedTuple):
+    """What a forward does beside computing.
+
+    clones: whether it changes its input in place, and so is given a copy. aliases: of each output, whether it is an
+    input, or a view of something that is not its own. packs: whether the outputs are a tuple.
+    """
+
+    clones: bool
+    aliases: tuple[bool, ...]
+    packs: bool
+
+
+def capture(
+    module: nn.Module,
+    weights: Mapping[str, Tensor],
+    xs: Sequence[Tensor],
+    traits: Traits,
+    *,
+    rows: int,
+    whole: bool = False,
+    enters: bool = False,
+    products: bool = False,
+) -> Graphs:
+    """Return the graphs of n modules like this one.
+
+    weights: (n, …) by name; trainable ones require a gradient. xs: (n, …), the inputs; whole: given to the module as a
+    tuple. rows: n. enters: whether the inputs have no gradients, since no stage stands before. products: whether
+    convolutions of one sample are written as products of matrices. Raises `Unfit` where torch cannot trace n modules at
+    once.
+    """
+    from functorch.compile import aot_function, default_partition, make_boxed_func  # takes a second to import
+
+    found: dict[str, fx.GraphModule] = {}
+    names, count = list(weights), len(xs)
+
+    def one(values: Sequence[Tensor], *xs: Tensor) -> tuple[Tensor, ...]:
+        given = [x.clone() for x in xs] if traits.clones else xs
+        ys = leaves(functional_call(module, dict(zip(names, values, strict=True)), (packed(given, whole),)))
+        # the backward is traced for gradients with these strides, and the gradients that come are contiguous; an
+        # output that were an input would not be an output of the graph
+        return tuple(y.clone() if alias else y.contiguous() for y, alias in zip(ys, traits.aliases, strict=True))
+
+    def all_of_them(*given: Tensor) -> tuple[Tensor, ...]:
+        values, inputs = given[:-count], given[-count:]
+        found: tuple[Tensor, ...] = one(values, *inputs) if rows == 1 else vmap(one)(values, *inputs)
+        return tuple(y.contiguous() for y in found)
+
+    def keep(which: str) -> Callable[[fx.GraphModule, Any], Any]:
+        def compiler(graph: fx.GraphModule, example: Any) -> Any:
+            found[which] = graph
+            return make_boxed_func(graph.forward)
+
+        return compiler
+
+    if enters and not any(w.requires_grad for w in weights.values()):
+        return _forward_only(all_of_them, [*weights.values(), *xs], len(names), traits)
+    function = aot_function(
+        all_of_them, keep("forward"), keep("backward"), partition_fn=default_partition,
+        decompositions=AS_PRODUCTS if products else {},
+    )  # fmt: skip
+    given = [w.detach().clone().requires_grad_(w.requires_grad) for w in weights.values()]
+    inputs = [x.detach().clone().requires_grad_(floating(x.dtype) and not enters) for x in xs]
+    try:
+        # vmap has no rule for the fused kernels of attention, but has rules for its plain operations
+        with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), GroupNormsAsOne() if rows > 1 else nullcontext():
+            ys = function(*given, *inputs)
+            gives = tuple(n for n, y in enumerate(ys) if y.requires_grad)
+            torch.autograd.backward([ys[n] for n in gives], [torch.ones_like(ys[n]) for n in gives])
+    except Exception as error:  # the user's code or torch may raise any error
+        raise Unfit(f"torch cannot run them as one: {str(error).strip().partition(chr(10))[0]}") from error
+    if found.keys() != {"forward", "backward"}:
+        raise Unfit("there is nothing to train in them")
+    return split(found["forward"], found["backward"], len(names), len(ys), gives)._replace(packs=traits.packs)
+
+
+def _forward_only(function: Callable[..., Any], given: Sequence[Tensor], weights: int, traits: Traits) -> Graphs:
+    """Return the graphs of a stage that has nothing to differentiate."""
+    from torch.fx.experimental.proxy_tensor import make_fx  # slow to import, too
+
+    try:
+        forward = simplified(make_fx(function)(*(v.detach() for v in given)))
+    except Exception as error:  # the user's code or torch may raise any error
+        raise Unfit(f"torch cannot write it as one graph: {str(error).strip().partition(chr(10))[0]}") from error
+    nothing, made = fx.Graph(), fx.Graph()
+    nothing.output((None,) * len(given))
+    for n in range(weights):
+        made.placeholder(f"weight_{n}")
+    made.output(())
+    back, of_weights = (fx.GraphModule(forward, graph).forward for graph in (nothing, made))
+    return Graphs(forward.forward, back, of_weights, len(traits.aliases), traits.packs, ())
+
+
+def capture_loss_stage(
+    module: nn.Module, loss: Callable[[Any, Any], Tensor], x: Any, target: Any, *, clones: bool = False
+) -> Graph:
+    """Return the forward and backward of the stage with the loss as one graph.
+
+    x: its input, a tensor or a tuple. The graph maps (*weights, *X, target) to (loss, *gradients of the inputs,
+    *gradients of the weights that train); an input without a gradient has None. clones: as for `capture`. Raises
+    `Unfit` where torch cannot trace it so.
+    """
+    from torch.fx.experimental.proxy_tensor import make_fx  # slow to import, too
+
+    weights = dict(module.named_parameters())
+    trained = [name for name, p in weights.items() if p.requires_grad]
+    xs, whole = leaves(x), type(x) is tuple
+    moving = [n for n, v in enumerate(xs) if floating(v.dtype)]
+
+    def both(*given: Any) -> Any:
+        values, inputs, target = dict(zip(weights, given, strict=False)), given[len(weights) : -1], given[-1]
+
+        def of(some_inputs: Mapping[int, Tensor], some: Mapping[str, Tensor]) -> Tensor:
+            mine = [some_inputs.get(n, v) for n, v in enumerate(inputs)]
+            mine = [v.clone() for v in mine] if clones else mine
+            return loss(functional_call(module, {**values, **some}, (packed(mine, whole),)), target)
+
+        (gxs, grads), found = grad_and_value(of, argnums=(0, 1))(
+            {n: inputs[n] for n in moving}, {name: values[name] for name in trained}
+        )
+        return found, *(gxs.get(n) for n in range(len(inputs))), *(grads[name] for name in trained)
+
+    try:
+        graph = constant(simplified(make_fx(both)(*(p.detach() for p in weights.values()), *xs, target)))
+    except Exception as error:  # the user's code or torch may raise any error
+        raise Unfit(f"torch cannot write it as one graph: {str(error).strip().partition(chr(10))[0]}") from error
+    return direct(graph.forward)
+
+
+def signature(module: nn.Module) -> tuple[Any, ...]:
+    """Return the visible properties in which modules must agree to run as one."""
+    parts = [(type(m).__qualname__, m.extra_repr(), m.training) for m in module.modules()]
+    weights = [(tuple(p.shape), p.dtype, p.device, p.requires_grad) for p in module.parameters()]
+    return (*parts, *weights)
