@@ -17,10 +17,11 @@ from pipeback.splitting.module_restore import untouched
 from pipeback.stages.stage import Stage
 from pipeback.vectorized.making.verify import differentiated, example, examples, row
 from pipeback.vectorized.tracing.forms import Kind, floating, leaves, packed
-from pipeback.vectorized.tracing.graphs import Graphs, direct
+from pipeback.vectorized.tracing.graphs import Graph, Graphs, direct
 from pipeback.vectorized.tracing.product_gradients import accumulating
 
 REPEATS = 7
+Backward = tuple[Graph, Graph]  # B, and what it needs of the weights alone
 
 
 def seconds(calls: Sequence[Callable[[], Any]], device: torch.device, repeats: int = REPEATS) -> list[float]:
@@ -59,21 +60,27 @@ def gain(
     return times[0] / times[1]
 
 
+def backward_of(graphs: Graphs, weights: int, trained: Sequence[int], *, steps: bool = True) -> Backward:
+    """Return B, which adds gradients to velocities if there are `steps`, and what it needs of the weights alone."""
+    return direct(accumulating(graphs, weights, trained) if steps else graphs.backward), direct(graphs.made)
+
+
 def trial(
     graphs: Graphs, weights: Sequence[Tensor], trained: Sequence[int], kind: Kind, device: torch.device, *, rows: int,
-    change: Callable[[Tensor], Tensor] = Tensor.detach, steps: bool = True,
+    change: Callable[[Tensor], Tensor] = Tensor.detach, steps: bool = True, backward: Backward | None = None,
 ) -> Callable[[], Any]:  # fmt: skip
     """Return a call of F and B for all rows. change: lays a tensor in memory.
 
     steps: with a step of momentum SGD, of weights that are copied before, where the gradients are added to velocities.
+    backward: that of `backward_of`, where many trials have the same.
     """
     xs, mine = [change(x) for x in examples(kind, rows, device)], [change(w) for w in weights]
-    backward, made, own = graphs.each(direct).backward, graphs.each(direct).made, tuple[Any, ...]()
+    back, made = backward or backward_of(graphs, len(mine), trained, steps=steps)
+    own = tuple[Any, ...]()
     stepped, velocities = list[Tensor](), list[Tensor]()
     if steps:
         mine = [w.clone() if n in trained else w for n, w in enumerate(mine)]
         stepped, velocities = [mine[n] for n in trained], [torch.zeros_like(mine[n]) for n in trained]
-        backward = direct(accumulating(graphs, len(mine), trained))
         own = 0.5, torch.tensor(0.5, device=device), *velocities
     with torch.no_grad():
         gs = [change(g) for n, g in enumerate(_gradients(graphs, mine, xs)) if n in graphs.gives]
@@ -82,7 +89,7 @@ def trial(
         with torch.no_grad():
             saved = graphs.forward(*mine, *xs)[graphs.outputs :]
             kept = [t.clone() for t in saved] if rows > 1 else saved  # as into rings
-            backward(*kept, *made(*mine), *gs, *own)
+            back(*kept, *made(*mine), *gs, *own)
             if stepped:
                 torch._foreach_add_(stepped, velocities, alpha=-1e-9)
 

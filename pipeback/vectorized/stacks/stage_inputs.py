@@ -20,10 +20,12 @@ class StageInputs:
     def __init__(self) -> None:
         self.values: dict[int, Any] = {}
         self._reached: dict[int, list[list[bool]]] = {}  # of each output, which tensors of the input get its gradient
+        self._returned: dict[int, list[bool]] = {}  # what was asked for since the last stage came
 
     def through(self, stage: Stage, value: Value, target: Any) -> Value:
         """Return what a stage makes of its input, or its loss. Nothing of the stage is changed."""
         self.values[stage.index] = value
+        self._returned.clear()
         with torch.enable_grad(), untouched(stage.module), accelerators.forked([stage.device]):
             own, given = stage.enter(value)
             out = stage.run(given, target_on(stage.device, target)) if stage.judges else stage.module(given)
@@ -32,12 +34,23 @@ class StageInputs:
 
     def returned(self, s: int) -> list[bool] | None:
         """Return which tensors of the input of a stage get a gradient back; None if that is not known."""
-        if s not in self._reached:
-            return None
-        behind = self.returned(s + 1)
-        outputs = [True] * len(self._reached[s]) if behind is None else behind
-        some = [own for own, there in zip(self._reached[s], outputs, strict=True) if there]
-        return [any(column) for column in zip(*some, strict=True)] if some else [False] * len(leaves(self.values[s]))
+        if s not in self._returned and s in self._reached:
+            self._return_from(s)
+        return self._returned.get(s)
+
+    def _return_from(self, first: int) -> None:
+        """Go through the stages from the last one that is known to the `first`."""
+        last = first
+        while last + 1 in self._reached:
+            last += 1
+        behind = None
+        for s in range(last, first - 1, -1):
+            outputs = [True] * len(self._reached[s]) if behind is None else behind
+            some = [own for own, there in zip(self._reached[s], outputs, strict=True) if there]
+            behind = (
+                [any(column) for column in zip(*some, strict=True)] if some else [False] * len(leaves(self.values[s]))
+            )
+            self._returned[s] = behind
 
 
 def _reached(y: Any, inputs: tuple[Tensor, ...]) -> list[bool]:
