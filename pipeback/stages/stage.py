@@ -291,14 +291,12 @@ class Stage:
     def average(
         self, sums: GradientSums, clip_norm: float | None, clip_value: float | None = None
     ) -> tuple[Sequence[Tensor | None], Tensor | None]:
-        """Return the gradient sums, divided once by the true count and clipped, in the type of the weights.
-
-        Returns also whether the gradient was clipped, as a 0-d tensor; None if there is no limit.
+        """Return the gradient sums, divided once by the true count and clipped, in the type of the weights; and whether
+        they were clipped, as a 0-d tensor, None if there is no limit.
         """
         masters = self.weights if self.masters.weights else None
         apart = self.home.share or self.home.shards
-        whole = None if apart is None else apart.norm
-        return averaged(sums, clip_norm, clip_value, masters, whole)
+        return averaged(sums, clip_norm, clip_value, masters, None if apart is None else apart.norm)
 
     # -- what others change: each says what happened -------------------------------------------------------------
 

@@ -41,7 +41,7 @@ ROWS = {
 
 OPTIONS: list[tuple[dict[str, Any], str]] = [
     *[({"vectorize": True, name: value}, f"vectorize=True does not go with {name}=") for name, value in (
-        ("store", "host"), ("sparsity", "magnitude"), ("activations", "host"), ("masters", True), ("order", "random"),
+        ("store", "host"), ("sparsity", "magnitude"), ("activations", "host"), ("order", "random"),
     )],
     *[({"order": "skewed", name: value}, f'order="skewed" does not go with {name}=') for name, value in (
         ("workers", 2), ("replicas", 2), ("store", "host"),

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.helpers.choice import mostly_rare
-from tests.laws.as_one import S, doubles, model, pushed, same
-from tests.laws.cases import CASES, allowed, pipeline, weights
+from tests.laws.as_one import S, doubles, model, pushed, same, turns
+from tests.laws.cases import CASES, STEADY, allowed, pipeline, weights
 from tests.laws.cases import everything as tensors_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*takes its statistics")
@@ -24,14 +24,15 @@ def trained(case, optimizer="momentum", **options):
 
 @pytest.mark.parametrize(
     ("case", "workers"),
-    mostly_rare([(case, workers) for case in CASES for workers in (2, 3)], *((c, 2) for c in QUICK), ("pb", 3)),
+    mostly_rare([(case, workers) for case in STEADY for workers in (2, 3)], *((c, 2) for c in QUICK), ("pb", 3)),
 )
 def test_workers_equal_the_event_loop(case, workers):
     optimizer = "momentum" if allowed(case, "momentum") else "sgd"
     wanted, _ = trained(case, optimizer)
     found, told = trained(case, optimizer, vectorize=True, workers=workers)
     same(found, wanted)
-    assert any(words.startswith("as one") for words in told.values())
+    alone = turns(case) == 2 and workers == 3  # no worker has two stages that are alike and work at the same time
+    assert any(words.startswith("as one") for words in told.values()) != alone
 
 
 @pytest.mark.parametrize("workers", [None, 2])

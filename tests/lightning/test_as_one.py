@@ -22,7 +22,7 @@ from pipeback.lightning import PipelineMonitor
 from pipeback.vectorized.stacks.stack import Stack
 from tests.helpers.choice import mostly_rare
 from tests.laws.as_one import S, model, same
-from tests.laws.cases import CASES, allowed
+from tests.laws.cases import CASES, STEADY, allowed
 from tests.lightning.cases import DataLoader, Regression, TensorDataset, dataset, strategy, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:an update is of", "ignore:.*takes its statistics")
@@ -85,7 +85,8 @@ def alike(case, kind=Seeing, as_one=True, **options):
 
 
 @pytest.mark.parametrize(
-    ("case", "size"), mostly_rare(product(CASES, (1, 2, 4)), *((case, 2) for case in QUICK), ("pb", 1), ("cerebras", 4))
+    ("case", "size"),
+    mostly_rare(product(STEADY, (1, 2, 4)), *((case, 2) for case in QUICK), ("pb", 1), ("cerebras", 4)),
 )
 def test_every_method_is_the_event_loop(case, size):
     optimizer = next(name for name in ("momentum", "sgd", "adamw") if allowed(case, name))
