@@ -314,6 +314,18 @@ def test_stages_that_run_as_one_round_masters_of_their_own(case, optimizer, dtyp
     _are_masters(pipe, dtype)
 
 
+@pytest.mark.filterwarnings("ignore:.*takes its statistics")
+@pytest.mark.parametrize("options", [{"workers": 2}, {"replicas": 2}], ids=str)
+@pytest.mark.parametrize("case", ["pb", "cerebras"])
+def test_masters_of_stages_that_run_as_one_within_workers_and_replicas(case, options):
+    some = batches(25)
+    _, *wanted = as_one(some, case, "momentum", torch.bfloat16, **options)
+    pipe, *found = as_one(some, case, "momentum", torch.bfloat16, vectorize=True, **options)
+    assert any("as one" in told for told in pipe.vectorized.values())
+    torch.testing.assert_close(found, wanted, rtol=1.6e-2, atol=1e-3, check_dtype=False)
+    _are_masters(pipe, torch.bfloat16)
+
+
 def _are_masters(pipe, dtype):
     for stage in pipe._engine.stages:
         for w, p in zip(stage.weights, stage.params, strict=True):
