@@ -31,6 +31,7 @@ BUILD: dict[str, Any] = {  # by its delay D, over two stages; all but cerebras h
 GRID = 1.015  # from one curvature that is tried to the next
 READS = 256  # readings of the weights in a run
 FAR = 1e200  # of a loss: a weight that has come so far is unstable, and has no gradient any more
+NOTHING = 1e-100  # a weight that has shrunk so far is stable, though it may be rounded to 0 and shrink no more
 PERIODS = 48  # of the slowest oscillation in a run
 
 
@@ -65,7 +66,7 @@ def largest(method: str, m: float, d: int, low: float, high: float) -> float:
         eighth = n * 8 // READS
         if eighth in peaks:
             peaks[eighth] = torch.fmax(peaks[eighth], factors.w.detach().abs())
-    stable = peaks[7] < peaks[4]  # equal where there is no gradient any more
+    stable = (peaks[7] < peaks[4]) | (peaks[7] < NOTHING)  # equal where there is no gradient any more
     if not stable[0]:
         return math.nan
     if stable.all():

@@ -28,6 +28,12 @@ def test_what_is_observed_is_what_the_polynomials_say(method):
     assert largest(method, 0.9, 4, bound / 2, 2 * bound) == pytest.approx(bound, rel=GRID - 1)
 
 
+def test_weights_that_shrink_to_nothing_are_stable():
+    """At this momentum and delay all modes far below the limit have died out after some thousand updates."""
+    bound = LAWS["lwp_w_sc"].largest(0.99, 4)
+    assert largest("lwp_w_sc", 0.99, 4, bound / 30, 2 * bound) == pytest.approx(bound, rel=GRID - 1)
+
+
 def test_what_is_stable_everywhere_or_nowhere_is_told():
     bound = LAWS["pb"].largest(0.9, 4)
     assert largest("pb", 0.9, 4, bound / 4, bound / 2) == math.inf
