@@ -34,7 +34,11 @@ def draw_all(folder):
     folder.mkdir(parents=True, exist_ok=True)
     recipes = Path(measured.__file__).parents[1]
     read = [*Path(__file__).parent.glob("*.py"), *Path(pipeback.__file__).parent.rglob("*.py")]
-    read += [*(recipes / "sweeps").glob("*.py"), *(recipes / "measured").glob("*.csv")]
+    read += [
+        *(recipes / "sweeps").glob("*.py"),
+        *(recipes / "stability").glob("*.py"),
+        *(recipes / "measured").glob("*.csv"),
+    ]
     code = max(path.stat().st_mtime for path in read)
     plt.rcParams.update({"svg.hashsalt": "pipeback", "font.size": 10, "axes.edgecolor": PALE, "text.color": INK})
     drawn = {"schedules": schedules, "filling": filling, "staleness": staleness, "memory": memory}
@@ -62,9 +66,10 @@ def schedules():
     return pipeback.draw.compare(found, stages=5, micro_batches=40, until=52)
 
 
-def results(name):
-    """A sweep, as `pipeback results` draws it from its file."""
-    return pictures.draw(table.read(measured.text(name), name))
+def results(name: str) -> Any:
+    from pipeback.recipes import results
+
+    return results.figure(results.found(name))
 
 
 def filling():

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from rich.console import Console
 
@@ -29,6 +29,9 @@ from pipeback.recipes.stability import limits
 from pipeback.recipes.stability.limits import Limits
 from pipeback.recipes.sweeps import summary, table
 from pipeback.recipes.sweeps.table import Results
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 class Asked(NamedTuple):
@@ -89,12 +92,13 @@ def text(results: Results | Limits) -> str:
     return "\n".join([f"{head.rstrip()} {_counted(results)}.\n", *map(markdown, sheets(results))]).rstrip() + "\n"
 
 
-def draw(results: Results | Limits, file: Path) -> None:
+def figure(results: Results | Limits) -> Figure:
+    """The picture of the results."""
     if isinstance(results, Limits):
         from pipeback.recipes.stability import figure as pictures
     else:
         from pipeback.recipes.sweeps import pictures
-    pictures.draw(results).savefig(file)
+    return pictures.draw(results)
 
 
 def show(asked: Asked, console: Console) -> None:
@@ -117,7 +121,7 @@ def show(asked: Asked, console: Console) -> None:
         if file.suffix == ".md":
             file.write_text(text(results), "utf-8")
         else:
-            draw(results, file)
+            figure(results).savefig(file)
         console.print(f"written: {file}", highlight=False, markup=False, soft_wrap=True)
 
 
