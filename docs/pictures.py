@@ -18,7 +18,7 @@ from matplotlib.lines import Line2D
 import pipeback
 from pipeback.methods.base import Past, Shift, When, overrides
 from pipeback.recipes import measured
-from pipeback.recipes.sweeps import pictures, table
+from pipeback.recipes import results as measured_results
 from pipeback.schedules.timeline import in_flight
 
 FORWARD, BACKWARD, UPDATE, INK, PALE = "#2f6f9f", "#d0743c", "#3c8c5a", "#222222", "#c8c8c8"
@@ -66,10 +66,9 @@ def schedules():
     return pipeback.draw.compare(found, stages=5, micro_batches=40, until=52)
 
 
-def results(name: str) -> Any:
-    from pipeback.recipes import results
-
-    return results.figure(results.found(name))
+def results(name):
+    """Results, as `pipeback results` draws them from their file."""
+    return measured_results.figure(measured_results.found(name))
 
 
 def filling():
