@@ -40,14 +40,13 @@ def _over_delay(ax: Axes, limits: Limits) -> None:
             dots = [(row.delay, row.limit) for row in limits.rows if row.method == method and row.momentum == m]
             ax.plot(*zip(*dots, strict=True), "o", color=COLOURS[method], ms=5)
             if method == "pb":
-                ax.annotate(
-                    f"m = {m:g}", (delays[-1], line[-1]), (-4, 8), textcoords="offset points", color=INK, ha="right"
-                )
+                ax.annotate(f"m = {m:g}", (delays[-1], line[-1]), (5, -3), textcoords="offset points", color=INK)
     ax.plot([], [], "-o", color=COLOURS["pb"], ms=5, label="pb")
     ax.plot([], [], "-o", color=COLOURS["cerebras"], ms=5, label="cerebras")
     ax.legend(frameon=False, loc="upper right")
     ax.set(xscale="log", yscale="log", xlabel="delay D, in updates", ylabel="largest stable ηλ",
            title="Lines: theory. Dots: a quadratic, trained")  # fmt: skip
+    ax.set_xlim(right=1200)
     ax.xaxis.set_major_locator(FixedLocator([1, 4, 16, 64, 256]))
     ax.xaxis.set_minor_formatter(NullFormatter())
     plain_numbers(ax)
