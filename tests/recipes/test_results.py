@@ -124,9 +124,14 @@ def test_names_are_listed_and_shown(tmp_path):
 
 @pytest.mark.parametrize("name", measured.names())
 def test_what_came_with_pipeback_is_a_few_kilobytes_and_says_where_it_was_measured(name):
-    found = table.read(measured.text(name), name)
+    found = results.found(name)
     assert len(measured.text(name).encode()) < 64_000
-    assert found.command.startswith("pipeback sweep ") and {"date", "commit", "machine", "torch"} <= set(found.facts)
+    assert found.command.startswith(("pipeback sweep ", "pipeback bench ")) and {
+        "date",
+        "commit",
+        "machine",
+        "torch",
+    } <= set(found.facts)
     assert "/home" not in found.command and "/work" not in found.command and "dirty" not in found.facts["commit"]
 
 
@@ -134,7 +139,7 @@ def test_what_came_with_pipeback_is_a_few_kilobytes_and_says_where_it_was_measur
 def test_the_page_is_generated_from_the_file(name):
     """`pipeback results NAME out=docs/results/data/NAME/tables.md` writes it."""
     page = ROOT / "docs" / "results" / "data" / name / "tables.md"
-    assert page.read_text("utf-8") == results.text(table.read(measured.text(name), name))
+    assert page.read_text("utf-8") == results.text(results.found(name))
 
 
 @pytest.mark.parametrize(
