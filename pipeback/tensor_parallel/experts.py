@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from pipeback.private import FakeTensor
+from pipeback.stages.tracing_lock import TRACING
 from pipeback.tensor_parallel.collectives import assemble, replicate
 from pipeback.tensor_parallel.cuts import Cut
 from pipeback.tensor_parallel.group import TensorGroup, group_of
@@ -69,8 +70,7 @@ class SpreadExperts:
         short = -len(rows) % group.count
         mine = _own(torch.nn.functional.pad(rows, (0, 0, 0, short)), group)
         real = max(0, min(len(mine), len(rows) - group.index * len(mine)))  # the last rows may be padding
-        with _summed(self.gate, group) as gate:
-            _, weights, chosen = gate(mine)
+        _, weights, chosen = summed(self.gate, mine, group)
         k, each = chosen.shape[1], self.experts.num_experts
         expert = chosen.reshape(-1)
         held = torch.arange(len(expert), device=x.device) < real * k
@@ -130,18 +130,14 @@ def shard(experts: nn.Module, count: int) -> tuple[dict[str, Any], dict[str, Cut
     return {"num_experts": number // count}, {name: Cut(0) for name in experts._parameters}, {}
 
 
-class _summed:
-    """A context in which a module runs on weights whose gradients are summed over the ranks."""
+def summed(module: nn.Module, x: Tensor, group: TensorGroup) -> Any:
+    """Run a module on weights whose gradients are summed over the ranks.
 
-    def __init__(self, module: nn.Module, group: TensorGroup) -> None:
-        self._module, self._group = module, group
-
-    def __enter__(self) -> Any:
-        values = {name: replicate(p, self._group) for name, p in self._module.named_parameters()}
-        return lambda x: torch.func.functional_call(self._module, values, (x,))
-
-    def __exit__(self, *_: object) -> None:
-        pass
+    They stand in its places meanwhile, so that other threads that look there have to wait.
+    """
+    values = {name: replicate(p, group) for name, p in module.named_parameters()}
+    with TRACING:
+        return torch.func.functional_call(module, values, (x,))
 
 
 def _own(x: Tensor, group: TensorGroup) -> Tensor:

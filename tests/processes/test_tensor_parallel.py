@@ -67,7 +67,6 @@ def test_known_families(crew, family):
         assert far(result, wanted) == []
 
 
-@pytest.mark.soak  # twice in four runs of everything, not alone, rank 0 took a weight for moved; the cause is open
 def test_experts_that_are_full_drop_what_comes_later(crew):
     """The reference is written choice by choice. Every choice is counted once: it is computed, or dropped."""
     capacity = 0.75
