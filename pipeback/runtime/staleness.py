@@ -79,12 +79,16 @@ class Watch:
         )
         return table(repr(self), ["stage", "delay", "gap", "norm of one update"], rows, waiting)
 
-    # -- calls by the worker: at F with its weights in place, at B with the newest still in place ------------------
+    # -- calls by the worker: before F, after it with its weights in place, at B with the newest still in place ------
+
+    def before_forward(self, ops: Sequence[tuple[int, int]]) -> None:
+        """Choose the micro-batch to follow, given (stage, micro-batch): before its F at another worker can begin."""
+        for s, mb in ops:
+            if self._follow and s == self.first:
+                self._follow, self._mb = False, mb
 
     def forward(self, ops: Sequence[tuple[Stage, int]]) -> None:
         for stage, mb in ops:
-            if self._follow and stage.index == self.first:
-                self._follow, self._mb = False, mb
             if mb == self._mb:
                 used = [w.detach() for w in stage.live()]
                 copies = (

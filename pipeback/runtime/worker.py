@@ -193,6 +193,8 @@ class Worker:
             if not ops:
                 return
         stages, residence = self.stages, self.residence
+        if self.watch is not None:
+            self.watch.before_forward(ops)
         held = residence.forward(ops)
         try:
             flights = self.executor.forward(ops)

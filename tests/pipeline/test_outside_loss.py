@@ -1,11 +1,15 @@
 """A loss that is computed outside: forward, backward and step are push in three parts, bit for bit."""
 
+import math
+import time
+
 import pytest
 import torch
 from torch.nn.functional import mse_loss
 
 import pipeback
 from pipeback import methods
+from pipeback.runtime.staleness import Watch
 from tests.helpers.choice import mostly_rare
 from tests.laws.cases import CASES, OPTIMIZERS, allowed, data, everything, network, pipeline, suited
 
@@ -116,6 +120,28 @@ def test_clip_value_and_norm_are_torchs():
         OPTIMIZERS["sgd"](model.parameters()).step()
         for a, b in zip(pipe.model.parameters(), model.parameters(), strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-7)
+
+
+def test_a_watch_follows_the_same_micro_batch_at_every_worker(monkeypatch):
+    """The first worker looks at its forwards long after the second has done those of the same micro-batch."""
+    looked = Watch.forward
+
+    def late(watch, ops):
+        time.sleep(0.05 * (ops[0][0].index == 0))
+        looked(watch, ops)
+
+    monkeypatch.setattr(Watch, "forward", late)
+    pipe, batches = outside("pb", workers=2), data(12)
+    try:
+        watch = pipe.watch()
+        watch.follow()
+        train(pipe, batches)
+        assert not any(math.isnan(gap) for gap in watch.gap)
+        watch.follow()
+        train(pipe, batches)
+        assert watch.delay == pipe.delays
+    finally:
+        pipe.close()
 
 
 def test_watch_tells_what_happens_and_changes_nothing():
