@@ -168,7 +168,9 @@ def horizons(schedule: Schedule, stages: int, costs: Mapping[str, Time] = UNIT) 
     """
     if costs is UNIT and schedule == Flowing(slack=1, every=1):
         return [Horizon(s // 2 + stages - s - 1, s // 2) for s in range(stages)]
-    i, until_mb = 6 * stages + 12, 8 * stages + 24  # i is well inside the steady state
+    full = max(in_flight(schedule, stages))  # until so many have come, the pipeline fills
+    i = 2 * full + 6 * stages + 12  # well inside the steady state
+    until_mb = i + full + 2 * stages + 12
     start: dict[tuple[str, int], Time] = {}
     updates: list[list[Time]] = [[] for _ in range(stages)]
     for slot in timeline(schedule, stages, until_mb, costs):

@@ -7,7 +7,7 @@ the unit circle:
     SGD         z^D (z − 1) + x = 0                                        stable iff 0 < x < 2 sin(π / (4D + 2))
     SC          z^D (z − 1)(z − m) + x [(a + b) z − b m] = 0               PB with momentum: a = 1, b = 0
     LWP^w + SC  z^(D+1) (z − 1)(z − m) + x [(1 + T) z − T] [(a + b) z − b m] = 0
-    LWP^v + SC  (z − 1) [z^D (z − m) + x T] + x [(a + b) z − b m] = 0
+    LWP^v + SC  (z − 1) [z^D (z − m) + x T] + x [(a + b) z − b m] = 0           SpecTrain on stage 0: a = 1, b = 0
 
 a = m^D, b = (1 − m^D) / (1 − m) and T = D are those of Kosson et al. (arXiv 2003.11666, section 3), whose appendix
 analyses a quadratic in this way. The bound of SGD is Lemma 1 of PipeMare (arXiv 1910.05124).
@@ -70,6 +70,7 @@ LAWS = {
     "pb": Law(None, False),
     "sc": Law(None, True),
     "lwp": Law("velocity", False),
+    "spectrain": Law("velocity", False),  # on stage 0, whose horizon is D
     "lwp_w": Law("weight", False),
     "cerebras": Law("velocity", True),
     "lwp_w_sc": Law("weight", True),

@@ -22,10 +22,10 @@ ROWS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("method", ["pb", "cerebras"])
-def test_what_is_observed_is_what_the_polynomials_say(method):
-    bound = LAWS[method].largest(0.9, 4)
-    assert largest(method, 0.9, 4, bound / 2, 2 * bound) == pytest.approx(bound, rel=GRID - 1)
+@pytest.mark.parametrize(("method", "m", "d"), [("pb", 0.9, 4), ("cerebras", 0.9, 4), ("spectrain", 0.99, 16)])
+def test_what_is_observed_is_what_the_polynomials_say(method, m, d):
+    bound = LAWS[method].largest(m, d)
+    assert largest(method, m, d, bound / 2, 2 * bound) == pytest.approx(bound, rel=GRID - 1)
 
 
 def test_weights_that_shrink_to_nothing_are_stable():

@@ -140,6 +140,14 @@ def test_spectrain_horizons_fall_out_of_the_timeline(stages):
     assert horizons(lambda s, S: flowing(1)(s, S), stages) == wanted  # counted, as of a schedule that is not known
 
 
+@pytest.mark.parametrize("slack", [3, 8, 16, 64])
+@pytest.mark.parametrize("stages", [2, 3, 5])
+def test_on_the_first_stage_the_horizon_is_the_delay(slack, stages):
+    """What ends on stage 0 between F(i) and B(i) there are the updates of the delay, however long the filling takes."""
+    first = horizons(flowing(slack), stages)[0]
+    assert first == Horizon(delays(flowing(slack), stages)[0], 0)
+
+
 @pytest.mark.parametrize(("p", "m"), [(2, 3), (4, 4), (5, 16)])
 def test_bubbles(p, m):
     wanted = (p - 1) / (m + p - 1)
