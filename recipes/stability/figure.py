@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -58,15 +59,15 @@ def _over_pb(ax: Axes, limits: Limits) -> None:
     delays = np.unique(np.geomspace(4, 1400, 24).round().astype(int))
     plain = [LAWS["pb"].largest(NEAR_ONE, int(d)) for d in delays]
     used: list[tuple[str, Any]] = []
-    for method in methods:
-        used.append(free(method, used))
+    for law in dict.fromkeys(LAWS[method] for method in methods if method in LAWS):
+        alike = [method for method in methods if LAWS.get(method) == law]  # these have the same limits
+        used.append(free(alike[0], used))
         colour = used[-1][0]
-        if method in LAWS:
-            line = [LAWS[method].largest(NEAR_ONE, int(d)) / p for d, p in zip(delays, plain, strict=True)]
-            ax.plot(delays * (1 - NEAR_ONE), line, color=colour, lw=1.6)
-        dots = [(row.delay * (1 - row.momentum), limits.over_pb(row)) for row in limits.rows if row.method == method]
-        ax.plot(*zip(*dots, strict=True), "o" if method in LAWS else "D", color=colour, ms=5, ls="",
-                label=method if method in LAWS else f"{method} (observed only)")  # fmt: skip
+        line = [law.largest(NEAR_ONE, int(d)) / p for d, p in zip(delays, plain, strict=True)]
+        ax.plot(delays * (1 - NEAR_ONE), line, color=colour, lw=1.6)
+        ax.plot(*_dots(limits, alike), "o", color=colour, ms=5, label=" and ".join(alike))
+    for method, marker in zip([method for method in methods if method not in LAWS], "Ds^v", strict=False):
+        ax.plot(*_dots(limits, [method]), marker, color=INK, mfc="none", ms=7, label=f"{method} (observed only)")
     ax.axhline(1, color="black", lw=0.9, ls=":")
     ax.set(xscale="log", yscale="log", xlabel="D(1 − m)", ylabel="largest stable ηλ, over that of pb",
            title="Above 1 a method helps", ylim=(0.4, 40), xlim=(0.02, 8))  # fmt: skip
@@ -83,3 +84,9 @@ def _over_pb(ax: Axes, limits: Limits) -> None:
     plain_numbers(ax)
     ax.grid(True)
     ax.legend(frameon=False, loc="upper right")
+
+
+def _dots(limits: Limits, methods: Sequence[str]) -> tuple[list[float], list[float]]:
+    """D(1 − m) and the limit over that of pb, of every row of these methods."""
+    rows = [row for row in limits.rows if row.method in methods]
+    return [row.delay * (1 - row.momentum) for row in rows], [limits.over_pb(row) for row in rows]
