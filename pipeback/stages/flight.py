@@ -7,7 +7,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.function import FunctionCtx
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipeback.private import catch
 from pipeback.stages.home import Repetition, StackedFlight
@@ -59,12 +60,18 @@ class Root:
     """
 
     __slots__ = ("device", "dtype", "edge", "requires_grad", "shape", "strides")
+    edge: GradientEdge | None
 
     def __init__(self, output: Tensor) -> None:
         self.device, self.dtype, self.shape, self.strides = output.device, output.dtype, output.shape, output.stride()
         self.requires_grad = output.requires_grad
         node = output.grad_fn
-        self.edge = None if node is None else GradientEdge(node, output.output_nr, None)
+        if node is None:
+            self.edge = None
+        elif isinstance(node, FunctionCtx):  # of a Function in Python, which alone does not keep its graph
+            self.edge = get_gradient_edge(output)
+        else:
+            self.edge = GradientEdge(node, output.output_nr, None)
 
     @property
     def grad_fn(self) -> Any:
