@@ -164,6 +164,7 @@ class Engine:
         with self.lock, torch.enable_grad():
             self.open()
             if self.runtime is not None:
+                self._spread()
                 self.do(self.runtime.wait, harmless=() if isinstance(self.runtime, EventLoop) else (KeyboardInterrupt,))
             self.modes.done()
 
@@ -179,9 +180,15 @@ class Engine:
         with self.lock, torch.enable_grad():
             self.open()
             if self.runtime is not None:
+                self._spread()
                 self.do(self.runtime.drain)
                 self.modes.done()
                 then()
+
+    def _spread(self) -> None:
+        """Copy what the user has written to further replicas, before a loop that has rested takes it over."""
+        if all(loop.rested for loop in self.loops):
+            self._followers.follow(lambda: None)
 
     def clip(self, norm: float | None, value: float | None) -> None:
         """As `Pipeline.clip`."""

@@ -75,6 +75,25 @@ def test_replicas_follow_the_users_model(made, change, method, when):
     torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("call", ["wait", "drain", "state_dict", "evaluate"])
+@pytest.mark.parametrize("change", [write, load])
+def test_replicas_follow_whatever_is_called_before_the_next_push(change, call):
+    """What a call takes over of the user's writing is not lost for the further replicas."""
+    found = []
+    batches = data(12, dtype=torch.float64)
+    for replicas in (None, 2):
+        pipe = pipeline(network(4).double(), "cerebras", replicas=replicas)
+        for n, (x, y) in enumerate(batches):
+            if n == 6:
+                pipe.wait()
+                change(pipe.model)
+                getattr(pipe, call)(*(batches[0] if call == "evaluate" else ()))
+            pipe.push(*((x, y) if replicas is None else (torch.cat([x, x]), torch.cat([y, y]))))
+        pipe.drain()
+        found.append(weights(pipe))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-9)
+
+
 def test_statistics_stay_each_replicas_own_and_a_state_is_exact():
     x, y = (torch.cat(part) for part in zip(*data(2), strict=True))
     found = []
