@@ -144,10 +144,10 @@ def test_a_signal_ends_every_process_and_says_how_to_go_on(number, tmp_path):
     try:
         within(100, lambda: len(list((tmp_path / "here").glob("*/metrics.csv"))) == 2)
         command.send_signal(number)
-        _, said = command.communicate(timeout=20)
+        _, said = command.communicate(timeout=100)
         assert command.returncode == 128 + number
         assert "Traceback" not in said and "The same command goes on: finished runs are taken over" in said
-        within(20, lambda: not alive(command.pid))
+        within(100, lambda: not alive(command.pid))
     finally:
         if alive(command.pid):
             os.killpg(command.pid, signal.SIGKILL)
