@@ -142,7 +142,7 @@ def test_a_signal_ends_every_process_and_says_how_to_go_on(number, tmp_path):
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
     )  # fmt: skip
     try:
-        within(100, lambda: len(list((tmp_path / "here").glob("*/metrics.csv"))) == 2)
+        within(200, lambda: len(list((tmp_path / "here").glob("*/metrics.csv"))) == 2)
         command.send_signal(number)
         _, said = command.communicate(timeout=100)
         assert command.returncode == 128 + number
