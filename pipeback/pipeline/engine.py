@@ -140,7 +140,8 @@ class Engine:
         if torch.is_inference_mode_enabled():
             raise RuntimeError("push trains, which inference mode forbids; call it outside torch.inference_mode()")
         self._intact.check()
-        self._followers.follow(self.wait)
+        if self._followers.due:
+            self._followers.follow(self._join, self.wait)
         self.rehearse(batches)
         self.like(expected or len(batches) // len(self.holding.everywhere), batches[0][2])
         self._afford(*self.pushed)
@@ -164,8 +165,8 @@ class Engine:
         with self.lock, torch.enable_grad():
             self.open()
             if self.runtime is not None:
-                self._spread()
-                self.do(self.runtime.wait, harmless=() if isinstance(self.runtime, EventLoop) else (KeyboardInterrupt,))
+                harmless = () if isinstance(self.runtime, EventLoop) else (KeyboardInterrupt,)
+                self._followers.follow(self._join, partial(self.do, self.runtime.wait, harmless=harmless))
             self.modes.done()
 
     def _reach(self, done: Callable[[], bool]) -> None:
@@ -180,15 +181,14 @@ class Engine:
         with self.lock, torch.enable_grad():
             self.open()
             if self.runtime is not None:
-                self._spread()
-                self.do(self.runtime.drain)
+                self._followers.follow(self._join, partial(self.do, self.runtime.drain))
                 self.modes.done()
                 then()
 
-    def _spread(self) -> None:
-        """Copy what the user has written to further replicas, before a loop that has rested takes it over."""
-        if all(loop.rested for loop in self.loops):
-            self._followers.follow(lambda: None)
+    def _join(self) -> None:
+        """Wait until no thread works on what was pushed."""
+        if isinstance(self.runtime, Threads):
+            self.do(self.runtime.join)
 
     def clip(self, norm: float | None, value: float | None) -> None:
         """As `Pipeline.clip`."""

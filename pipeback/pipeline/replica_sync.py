@@ -30,24 +30,35 @@ class ReplicaSync:
         self.remember()
         self._begun = False
 
+    @property
+    def due(self) -> bool:
+        """Whether the user seems to have written something since `remember`."""
+        return bool(self._modules) and not (self._begun and list(map(_writes, self._weights)) == self._written)
+
     def remember(self) -> None:
         """The weights of all replicas are as they should be."""
         self._begun = True
         self._written = list(map(_writes, self._weights))
 
-    def follow(self, wait: Callable[[], object]) -> None:
-        """Called before a push. wait: quiesces the pipeline."""
-        if not self._modules:
-            return
-        if self._begun and list(map(_writes, self._weights)) == self._written:
-            return
-        known = {id(p) for p, before in zip(self._weights, self._written, strict=True) if _writes(p) != before}
-        wait()  # what was pushed is done, and whoever looks for changes has counted them
-        with torch.no_grad():
-            for own, *twins in self._modules:
-                for twin in twins:
-                    self._copy(own, twin, known)
-        self.remember()
+    def follow(self, join: Callable[[], object], go_on: Callable[[], object]) -> None:
+        """Copy to every replica what the user has written, before loops take it over, which puts versions back.
+
+        join: waits until no thread works. go_on: does what takes it over, in any case.
+        """
+        copied = False
+        if self.due:
+            join()  # a thread amid an update has other versions for a moment
+            copied = self.due
+        if copied:
+            known = {id(p) for p, before in zip(self._weights, self._written, strict=True) if _writes(p) != before}
+            with torch.no_grad():
+                for own, *twins in self._modules:
+                    for twin in twins:
+                        self._copy(own, twin, known)
+            self.remember()  # for whom `go_on` calls
+        go_on()
+        if copied:
+            self.remember()
 
     def _copy(self, own: nn.Module, twin: nn.Module, known: set[int]) -> None:
         weights = [(p, twin._parameters[key]) for key, p in own._parameters.items() if p is not None]

@@ -54,7 +54,7 @@ class Loop:
         self._marks = Mark(), Mark()  # the states before a push, and before a later micro-batch of it
         self.fresh = True  # whether the next micro-batch begins the schedule anew
         self.pushed = 1  # the micro-batches of the push that began the schedule
-        self.rested = True  # whether no operation is running, here or elsewhere
+        self._rested = True  # whether no operation is running elsewhere
         self._waves: Iterator[Wave] = iter(())  # the operations that may still run, from the updates that are due on
 
     def push(self, batches: Sequence[Batch], options: Options) -> None:
@@ -264,19 +264,19 @@ class Loop:
         """Do every operation that may run, and wait for operations that run elsewhere."""
         self.settle()
         self.worker.residence.rest()
-        self.rested = True
+        self._rested = True
         self._remember()
 
     def _look(self) -> None:
         """Take over what the user has written into weights and optimizers; no other thread may work meanwhile."""
-        if self.rested or self.worker.residence.joins:
+        if self._rested or self.worker.residence.joins:
             for changes in self.worker.outside:
                 changes.look()
         self.worker.look()
-        self.rested = False
+        self._rested = False
 
     def _remember(self) -> None:
-        if self.rested or self.worker.residence.joins:
+        if self._rested or self.worker.residence.joins:
             for changes in self.worker.outside:
                 changes.remember()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -66,7 +67,7 @@ def _over_pb(ax: Axes, limits: Limits) -> None:
         line = [law.largest(NEAR_ONE, int(d)) / p for d, p in zip(delays, plain, strict=True)]
         ax.plot(delays * (1 - NEAR_ONE), line, color=colour, lw=1.6)
         ax.plot(*_dots(limits, alike), "o", color=colour, ms=5, label=" and ".join(alike))
-    for method, marker in zip([method for method in methods if method not in LAWS], "Ds^v", strict=False):
+    for method, marker in zip((method for method in methods if method not in LAWS), cycle("Ds^v"), strict=False):
         ax.plot(*_dots(limits, [method]), marker, color=INK, mfc="none", ms=7, label=f"{method} (observed only)")
     ax.axhline(1, color="black", lw=0.9, ls=":")
     ax.set(xscale="log", yscale="log", xlabel="D(1 − m)", ylabel="largest stable ηλ, over that of pb",
