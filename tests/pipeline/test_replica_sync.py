@@ -1,0 +1,37 @@
+"""Replica sync: what a thread does amid an update is not taken for the user's writing, and goes on in any case."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from pipeback.pipeline.replica_sync import ReplicaSync
+from pipeback.private import keep_versions
+
+
+def sync():
+    norms = [nn.BatchNorm1d(3) for _ in range(2)]
+    found = ReplicaSync([[SimpleNamespace(module=norm, home=SimpleNamespace(slot=None))] for norm in norms])
+    found.follow(lambda: None, lambda: None)
+    norms[1].running_mean.fill_(7.0)  # statistics of its own
+    return found, *norms
+
+
+@pytest.mark.parametrize("users", [False, True])
+def test_a_version_that_is_another_for_a_moment_copies_nothing(users):
+    follower, own, twin = sync()
+    amid, done = keep_versions((own.weight,)), []
+    with torch.no_grad():
+        own.weight.mul_(2.0)
+
+    def join():
+        done.append("join")
+        if not users:  # the update ends, which puts the version back
+            amid.__exit__(None, None, None)
+
+    assert follower.due
+    follower.follow(join, lambda: done.append("go on"))
+    assert done == ["join", "go on"] and not follower.due
+    assert torch.equal(own.weight, twin.weight) == users
+    assert (twin.running_mean[0] == 7.0) != users
