@@ -220,8 +220,8 @@ ROWS: dict[str, Row] = {
         loads({"vectorize": True}, vectorize=True),
     ),
     "as one, in flight in one worker": Row(
-        loads({"vectorize": True, "workers": 2, "model": network(4)}, model=network(4), vectorize=True),
-        "saved with 1 worker or ranks, and this pipeline has 2 workers or ranks.*workers=1",
+        loads({"vectorize": True, "workers": 4, "model": network(4)}, model=network(4), vectorize=True),
+        "saved with 1 worker or ranks, and this pipeline has 4 workers or ranks.*workers=1",
         loads({"vectorize": True, "workers": 1, "model": network(4)}, model=network(4), vectorize=True),
     ),
 }  # fmt: skip
