@@ -80,3 +80,14 @@ def test_short_last_micro_batch_weighs_equally_or_by_samples():
     assert torch.equal(weights(equal), summed(pieces, [3], "momentum"))
     torch.testing.assert_close(weights(samples), summed(pieces, [3], "momentum", by_samples=True), rtol=1e-6, atol=1e-7)
     assert not torch.equal(weights(equal), weights(samples))
+
+
+@pytest.mark.parametrize("options", [{}, {"workers": 2}, {"debug": pipeback.Debug(order="skewed")}], ids=str)
+def test_an_update_of_one_micro_batch_needs_no_weights(options):
+    """Whatever its size, it has the bits of plain training, which neither multiplies by samples nor divides by them."""
+    batches = [data(1, samples=size, seed=size)[0] for size in (3, 5, 4, 7, 1, 6)]
+    pipe = pipeline(network(), "sgd", micro_batch_size=pipeback.MicroBatches(weights="samples"), **options)
+    for x, y in batches:
+        pipe.push(x, y)
+    pipe.drain()
+    assert torch.equal(weights(pipe), summed(batches, [1] * 6, "momentum"))
