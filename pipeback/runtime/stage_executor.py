@@ -21,6 +21,7 @@ class StageExecutor:
     """The executor of the stages of `worker`; F is the forward, B the backward of a micro-batch at one stage."""
 
     as_one = False  # each operation is a call
+    whole = ""  # a backward can be split
     undoes = True  # every operation leaves its results in the stages and the link
 
     def __init__(self, worker: Worker) -> None:

@@ -3,7 +3,8 @@
 Before an operation it has the weights put into place, and its executor does the operation on them.
 
 The operations of a wave, all F (forward), B (backward) or U (update), are of different stages, so they may be joined
-into one autograd call or one optimizer step. This changes no bit, and saves the overhead of Python per stage.
+into one autograd call or one optimizer step. This changes no bit, and saves the overhead of Python per stage. Those of
+a split backward, I and W, are done one by one.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pipeback.runtime.ledger import Ledger
 from pipeback.runtime.link import StageLink
 from pipeback.runtime.optimizer_state_watch import OptimizerStateWatch
 from pipeback.runtime.replicas import Replicas
+from pipeback.runtime.split_executor import SplitExecutor
 from pipeback.runtime.staleness import Watch
 from pipeback.runtime.weight_provider import HookCall, ResidentWeights, WeightProvider, forget_casts
 from pipeback.runtime.weight_write_watch import WeightWriteWatch
@@ -44,6 +46,7 @@ class Executor(Protocol):
 
     apart: bool  # whether the backwards of a wave are done one by one
     as_one: bool  # whether the operations of a wave are one call
+    whole: str  # what keeps its backwards from being split into I and W; empty: nothing
     undoes: bool  # whether a micro-batch whose forward fails can be taken back (`undo`)
 
     def record(self, on: bool) -> None:
@@ -122,6 +125,8 @@ class Worker:
         self.first, self.last = min(self.stages), max(self.stages)
         self.outside = OptimizerStateWatch(stages, method), WeightWriteWatch(stages)  # they notice changes by the user
         self.executor = executor(self)
+        self.whole = self.executor.whole or ("" if self.residence.joins else "its weights live in a store")
+        self.split = None if self.whole else SplitExecutor(self)
 
     def look(self) -> None:
         """Note that micro-batches may have come, and that the user may have changed optimizers or their state."""
@@ -147,6 +152,8 @@ class Worker:
                 if not ops:
                     continue
             do = self.forward if kind == "F" else self.backward if kind == "B" else self._update
+            if kind in ("I", "W"):
+                do = self.of_input if kind == "I" else self.of_weights
             if not self.tracing and self.replicas is None:
                 if self.executor.apart and kind == "B":
                     for op in ops:
@@ -170,8 +177,8 @@ class Worker:
 
     def _await(self, kind: str, s: int, i: int) -> None:
         """Wait for the input of an operation from another worker."""
-        if kind == "F" or (kind == "B" and not self.stages[s].judges):
-            self.link.wait(kind, s, i)
+        if kind == "F" or (kind in ("B", "I") and not self.stages[s].judges):
+            self.link.wait("F" if kind == "F" else "B", s, i)
 
     def _measured(self, do: Callable[[Ops], None], s: int, kind: str, i: int) -> None:
         begin = time.perf_counter()
@@ -214,14 +221,29 @@ class Worker:
 
     def backward(self, ops: Ops) -> None:
         """Do B of each (stage, micro-batch)."""
+        self._backward("B", ops, self.executor.backward)
+
+    def of_input(self, ops: Ops) -> None:
+        """Do I of each (stage, micro-batch); in records it stands for B, since W needs no weights."""
+        assert self.split is not None
+        self._backward("I", ops, self.split.of_input)
+
+    def of_weights(self, ops: Ops) -> None:
+        """Do W of each (stage, micro-batch)."""
+        assert self.split is not None
+        if self.began is not None:
+            self.began(("W", *ops[-1]))
+        self.split.of_weights(ops)
+
+    def _backward(self, kind: Kind, ops: Ops, do: Callable[[Ops], None]) -> None:
         stages = self.stages
         if self.watch is not None:
             self.watch.backward([(stages[s], i) for s, i in ops])
         held, versions = self.residence.backward(ops)
         if self.began is not None:
-            self.began(("B", *ops[-1]))
+            self.began((kind, *ops[-1]))
         try:
-            self.executor.backward(ops)
+            do(ops)
         finally:
             if held:
                 self.residence.after_backward(held)

@@ -17,7 +17,7 @@ from functools import partial
 from itertools import count
 
 from pipeback.schedules.ops import Op, Schedule
-from pipeback.schedules.programs import positive
+from pipeback.schedules.programs import Flowing, positive
 
 
 def rounds(n: int, ahead: int, *, late: int = 0, split: bool = False, every: int = 0) -> Iterator[Op]:
@@ -105,6 +105,27 @@ class Late:
             if i >= self.late:
                 yield Op("W", i - self.late)
                 yield Op("U", i - self.late)
+
+
+def splits(schedule: Schedule) -> bool:
+    """Whether the backwards of a schedule are split."""
+    if isinstance(schedule, Flowing):
+        return False
+    return next(op.kind for op in schedule(0, 1) if op.kind in "BI") == "I"
+
+
+def after(program: Iterator[Op], skipped: int) -> tuple[Op, int]:
+    """The operation of a program that comes after so many, and the number of W before it.
+
+    A W is not counted among these: what it would do may have been done before, and it does nothing then.
+    """
+    done = 0
+    for op in program:
+        if not skipped:
+            return op, done
+        skipped -= op.kind != "W"
+        done += op.kind == "W"
+    raise ValueError("the program has ended")
 
 
 def whole(schedule: Schedule) -> Schedule:

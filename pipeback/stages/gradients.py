@@ -188,10 +188,10 @@ def _handed_over(
         tuple(roots), tuple(seeds), False, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
     )
     # one tensor may be the gradient of several leaves, where autograd would have made a copy
-    seen = {identity(g) for g in seeds if g.layout is torch.strided}
+    seen = identities(seeds)
     grads: dict[int, Tensor | None] = {}
     for leaf, g in zip(inputs, found, strict=True):
-        grads[id(leaf)] = None if g is None else _own(leaf, g.detach(), seen)
+        grads[id(leaf)] = None if g is None else own(leaf, g.detach(), seen)
     for leaf in leaves:
         if leaf.requires_grad:
             leaf.grad = grads[id(leaf)]
@@ -200,7 +200,12 @@ def _handed_over(
         each.show()
 
 
-def _own(leaf: Tensor, gradient: Tensor, seen: set[int]) -> Tensor:
+def identities(tensors: Iterable[Tensor]) -> set[int]:
+    """The memory that these tensors lie in."""
+    return {identity(t) for t in tensors if t.layout is torch.strided}
+
+
+def own(leaf: Tensor, gradient: Tensor, seen: set[int]) -> Tensor:
     """Return the gradient as autograd would put it into `.grad`: with the leaf's strides, in memory of its own."""
     if gradient.layout is not torch.strided:
         return gradient

@@ -21,6 +21,7 @@ class TensorExecutor:
 
     apart = True  # backwards one by one, in the order in which the other ranks do them
     as_one = False  # each operation is a call
+    whole = "several ranks compute it together"  # and both parts of a backward would exchange tensors
     undoes = False  # another rank of the group may have gone on
 
     def __init__(self, worker: Worker, group: TensorGroup) -> None:

@@ -26,6 +26,7 @@ class StackExecutor:
     apart = False  # the backwards of a wave are one call
     undoes = False  # nothing puts the rows of a stack back
     as_one = True  # the operations of a wave are one call
+    whole = "stages of its worker run as one"
 
     def __init__(self, worker: Worker, *, stacks: Sequence[Stack]) -> None:
         self.worker, self.stages, self.link, self.stacks = worker, worker.stages, worker.link, list(stacks)
