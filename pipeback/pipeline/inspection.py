@@ -106,7 +106,7 @@ class Inspection:
         engine.wait()
         for worker in (loop.worker for loop in engine.loops):
             for stage in worker.stages.values():
-                whole = stage.split.why if worker.split is not None else worker.whole
+                whole = stage.gradients.split.why if worker.split is not None else worker.whole
                 found.update({stage.label: whole} if whole else {})
         return found
 

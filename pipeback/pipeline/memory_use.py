@@ -66,7 +66,7 @@ def counted(stages: Sequence[Stage], owner: Sequence[int]) -> Memory:
         worker = stage.replica, owner[stage.index]
         repeats[worker] = max(repeats.get(worker, 0), stage.learnt.repeat_bytes)
     host = sum(stage.learnt.host_bytes * stage.peak_flights for stage in stages)
-    activations += sum(stage.split.bytes * stage.split.peak for stage in stages)
+    activations += sum(stage.gradients.split.bytes * stage.gradients.split.peak for stage in stages)
     rounded = sum(half.nbytes for stage in stages for half in stage.masters.halves)
     strips = {id(strip): strip for stage in stages if (strip := stage.weights.strip) is not None}
     beside = sum(strip.beside for strip in strips.values())

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from pipeback.runtime.worker import Worker
 from pipeback.schedules.order import Ops
 from pipeback.stages import split_backward
 from pipeback.stages.flight import weighed
-
-if TYPE_CHECKING:
-    from pipeback.runtime.worker import Worker
 
 
 class SplitExecutor:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,18 +19,16 @@ from torch import Tensor
 from pipeback.errors import StageError
 from pipeback.methods.base import Method, When, overrides
 from pipeback.private import hooked
+from pipeback.runtime.executor import Executor
 from pipeback.runtime.ledger import Ledger
 from pipeback.runtime.link import StageLink
 from pipeback.runtime.optimizer_state_watch import OptimizerStateWatch
 from pipeback.runtime.replicas import Replicas
-from pipeback.runtime.split_executor import SplitExecutor
 from pipeback.runtime.staleness import Watch
 from pipeback.runtime.weight_provider import HookCall, ResidentWeights, WeightProvider, forget_casts
 from pipeback.runtime.weight_write_watch import WeightWriteWatch
 from pipeback.schedules.ops import Kind
-from pipeback.schedules.order import Ops, Order, Wave
-from pipeback.schedules.spans import TickSpan
-from pipeback.stages.flight import Flight
+from pipeback.schedules.order import Ops, Wave
 from pipeback.stages.gradients import GradientSums
 from pipeback.stages.joint_optimizer import Options, joinable
 from pipeback.stages.stage import Stage
@@ -39,45 +36,6 @@ from pipeback.stages.team import StageGroup
 from pipeback.tensors.weight_list import Weights, copy
 
 _Step = tuple[StageGroup, int, Sequence[Options], When | None]  # who steps, and with the options of which micro-batch
-
-
-class Executor(Protocol):
-    """How a worker's operations are done on the weights in place: stage by stage, or those of several stages as one."""
-
-    apart: bool  # whether the backwards of a wave are done one by one
-    as_one: bool  # whether the operations of a wave are one call
-    whole: str  # what keeps its backwards from being split into I and W; empty: nothing
-    undoes: bool  # whether a micro-batch whose forward fails can be taken back (`undo`)
-
-    def record(self, on: bool) -> None:
-        """Begin or end measuring operations; raises ValueError if they cannot be measured one by one."""
-
-    def leap(self, order: Order, span: TickSpan) -> int:
-        """Do as many ticks of a span as possible without any work per stage; return their number."""
-
-    def land(self) -> None:
-        """Let stages and worker know of the ticks that were leapt."""
-
-    def look(self) -> None:
-        """Note that micro-batches may have come, and that the user may have changed optimizers or their state."""
-
-    def forward(self, ops: Ops) -> list[Flight]:
-        """Do F of each (stage, micro-batch); return the new flights, in the same order."""
-
-    def backward(self, ops: Ops) -> None:
-        """Do B of each (stage, micro-batch)."""
-
-    def update(self, ops: Ops) -> Ops:
-        """Do U of the stages that are updated as one; return the operations that are left."""
-
-    def spread(self) -> None:
-        """Hand the stages their gradients, if those of several stages are kept together."""
-
-    def take_up(self) -> None:
-        """Go on after a state was put into the stages, and messages into the link."""
-
-    def use(self, stacks: Sequence[Any]) -> None:
-        """Run the stages of these stacks as one from now on, and all others one by one."""
 
 
 class Worker:
@@ -126,7 +84,7 @@ class Worker:
         self.outside = OptimizerStateWatch(stages, method), WeightWriteWatch(stages)  # they notice changes by the user
         self.executor = executor(self)
         self.whole = self.executor.whole or ("" if self.residence.joins else "its weights live in a store")
-        self.split = None if self.whole else SplitExecutor(self)
+        self.split = None if self.whole else self.executor.split
 
     def look(self) -> None:
         """Note that micro-batches may have come, and that the user may have changed optimizers or their state."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeback.private import gradient_hooks, identity, run_backward
+from pipeback.stages.postponed import SplitBackward
 
 
 class GradientSums(NamedTuple):
@@ -45,6 +46,7 @@ class Gradients:
         self.values: list[Tensor | None] = [None] * len(params)
         self.count = 0.0  # micro-batches (or samples) that they are summed of
         self._shown = False
+        self.split = SplitBackward()  # those that are still to come
 
     def lend(self) -> None:
         """Before B: put the sums where autograd adds to them."""

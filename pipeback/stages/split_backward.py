@@ -17,31 +17,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from pipeback.private import gradient_hooks, identity, listened, registered, run_backward
+from pipeback.private import gradient_hooks, run_backward
 from pipeback.stages.flight import Flight, Value
 from pipeback.stages.gradients import Gradients, differentiate, identities, own
-
-
-class Part(NamedTuple):
-    """What one call of autograd begins with, and the weights that it is to reach."""
-
-    edges: Sequence[Any]
-    seeds: Sequence[Tensor]
-    params: Sequence[Tensor]
-
-
-class Waiting(NamedTuple):
-    """What W of a micro-batch will need."""
-
-    parts: Sequence[Part] | None  # None: nothing was cut, as no input needs a gradient: `whole` is all of B
-    whole: tuple[Sequence[Any], Sequence[Tensor]]
-    options: Any  # the optimizer's options when the micro-batch was pushed
-    number: float  # of micro-batches, or samples, that it counts as
+from pipeback.stages.postponed import Postponed, SplitBackward, WeightPass
 
 
 class Cuts(NamedTuple):
@@ -53,53 +36,15 @@ class Cuts(NamedTuple):
     roots: Sequence[int]  # the outputs from which no way leads to the input
 
 
-class SplitBackward:
-    """The micro-batches of one stage between I and W.
-
-    why: what kept the last backward from being split, if it was not. peak: the most micro-batches that have waited at
-    once. bytes: what one of them holds beside its graph, at most.
-    """
-
-    def __init__(self) -> None:
-        self.waiting: dict[int, Waiting] = {}
-        self.peak = self.bytes = 0
-        self.why = ""
-        self._heard: tuple[int, str | None] = (-1, None)
-
-    def wait(self, mb: int, rest: Waiting) -> None:
-        """Keep what W(mb) needs."""
-        self.waiting[mb], self.why = rest, ""
-        self.peak = max(self.peak, len(self.waiting))
-        seeds = rest.whole[1] if rest.parts is None else [g for part in rest.parts for g in part.seeds]
-        held = {identity(g): g.untyped_storage().nbytes() for g in seeds if g.layout is torch.strided}
-        self.bytes = max(self.bytes, sum(held.values()))
-
-    def forget(self, first: int) -> None:
-        """Forget the micro-batches from `first` on."""
-        for mb in [mb for mb in self.waiting if mb >= first]:
-            del self.waiting[mb]
-
-    def kept_whole(self, stage: Any, flight: Flight) -> str:
-        """What is known to keep this backward from being split, without a look at its graph."""
-        if stage.keeping is not None:
-            return "its activations are not kept as they are"
-        now = registered()
-        if now < 0 or self._heard[0] != now:
-            self._heard = now, listened(stage.module)
-        if self._heard[1]:
-            return f"there are hooks on {self._heard[1]}"
-        return "its forward registered hooks" if flight.heard else ""
-
-
 def of_input(stage: Any, mb: int, grad: Value, number: float = 1.0) -> Value:
     """I(mb): return the gradient of the input, and keep what W needs. number: what the micro-batch counts as."""
-    split: SplitBackward = stage.split
+    split: SplitBackward = stage.gradients.split
     roots: list[Any] = []
     seeds: list[Tensor] = []
     flight: Flight = stage.begin_backward(mb, grad, roots, seeds)
     leaves = [leaf for leaf in flight.leaves if leaf.requires_grad]
     if not leaves:
-        split.wait(mb, Waiting(None, (roots, seeds), flight.options, number))
+        split.wait(mb, Postponed(None, (roots, seeds), flight.options, number))
         return flight.upstream()
     cuts = split.kept_whole(stage, flight) or cut(roots, leaves, stage.params)
     if isinstance(cuts, str):
@@ -117,13 +62,13 @@ def of_input(stage: Any, mb: int, grad: Value, number: float = 1.0) -> Value:
     for leaf, g in zip(leaves, found, strict=False):
         leaf.grad = None if g is None else own(leaf, g.detach(), seen)
     parts = _parts(cuts, roots, seeds, found[len(leaves) :])
-    split.wait(mb, Waiting(parts, ((), ()), flight.options, number))
+    split.wait(mb, Postponed(parts, ((), ()), flight.options, number))
     return flight.upstream()
 
 
 def of_weights(stage: Any, mb: int) -> None:
     """W(mb): add the gradients of the weights to their sums, unless that was done with I."""
-    rest: Waiting | None = stage.split.waiting.pop(mb, None)
+    rest: Postponed | None = stage.gradients.split.waiting.pop(mb, None)
     if rest is None:
         return
     if rest.parts is None:
@@ -136,12 +81,14 @@ def of_weights(stage: Any, mb: int) -> None:
 
 def finish(stage: Any) -> None:
     """Do every W that waits."""
-    for mb in sorted(stage.split.waiting):
+    for mb in sorted(stage.gradients.split.waiting):
         of_weights(stage, mb)
 
 
-def _parts(cuts: Cuts, roots: Sequence[Any], seeds: Sequence[Tensor], found: Iterable[Tensor | None]) -> list[Part]:
-    parts = [Part([], [], params) for _, params in sorted(cuts.params.items())]
+def _parts(
+    cuts: Cuts, roots: Sequence[Any], seeds: Sequence[Tensor], found: Iterable[Tensor | None]
+) -> list[WeightPass]:
+    parts = [WeightPass([], [], params) for _, params in sorted(cuts.params.items())]
     place = {level: n for n, level in enumerate(sorted(cuts.params))}
     come = list(zip(cuts.edges, cuts.levels, found, strict=False))
     come += [(roots[n], 0, seeds[n]) for n in cuts.roots]
@@ -152,7 +99,7 @@ def _parts(cuts: Cuts, roots: Sequence[Any], seeds: Sequence[Tensor], found: Ite
     return [part for part in parts if part.edges]
 
 
-def _finish(parts: Sequence[Part], gradients: Gradients) -> None:
+def _finish(parts: Sequence[WeightPass], gradients: Gradients) -> None:
     """Add the gradients of a micro-batch; in a thread of our own, where the user may clear `.grad`, by hand."""
     if gradients.threaded and not any(gradient_hooks(p) for p in gradients.params):
         grads: dict[int, Tensor] = {}
@@ -172,7 +119,7 @@ def _finish(parts: Sequence[Part], gradients: Gradients) -> None:
         gradients.keep()
 
 
-def _run(part: Part, *, accumulate: bool) -> Any:
+def _run(part: WeightPass, *, accumulate: bool) -> Any:
     return run_backward(
         tuple(part.edges), tuple(part.seeds), False, False, tuple(part.params), allow_unreachable=True,
         accumulate_grad=accumulate,

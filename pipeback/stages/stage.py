@@ -24,7 +24,6 @@ from pipeback.stages.judged_output import structured
 from pipeback.stages.learnt import Learnt
 from pipeback.stages.masters import Masters
 from pipeback.stages.random_stream import StageStream
-from pipeback.stages.split_backward import SplitBackward
 from pipeback.stages.versions import Versions
 from pipeback.tensors import accelerators, meta
 from pipeback.tensors.flat_buffer import FlatBuffer
@@ -80,7 +79,6 @@ class Stage:
         self.version, self.state = 0, State()
         self.versions = Versions(method.history(index, stages), method.needs_used)
         self.flights: dict[int, Flight] = {}
-        self.split = SplitBackward()
         self.peak_flights = 0
         self.prepare(method)
         self.options: Any = None  # the options of the last micro-batch gone backward
@@ -208,7 +206,7 @@ class Stage:
         self.flights[mb] = flight
         flight.heard = not 0 <= before == registered()
         self.listen(flight)
-        self.note_flights(len(self.flights) + len(self.split.waiting))
+        self.note_flights(len(self.flights) + len(self.gradients.split.waiting))
         return reported(output) if self.last else output
 
     def listen(self, flight: Flight) -> None:
@@ -305,7 +303,9 @@ class Stage:
 
     def added_bytes(self, before: Stage | None) -> int:
         """The bytes that a micro-batch adds on the device. before: the stage before, if it is in this process."""
-        shared = before is not None and before.stack is None and not self.split.peak  # W may come after the other's W
+        shared = (
+            before is not None and before.stack is None and not self.gradients.split.peak
+        )  # W may come after the other's W
         return self.learnt.activation_bytes - shared * self.learnt.handed_bytes
 
     def work_on(self, device: torch.device) -> None:
@@ -357,7 +357,7 @@ class Stage:
     def put_flights(self, flights: dict[int, Flight]) -> None:
         """Replace the micro-batches in flight."""
         self.flights = flights
-        self.split.forget(0)
+        self.gradients.split.forget(0)
 
     def stand_at(self, version: int, options: Any) -> None:
         """Set the number of updates, and the options of the last micro-batch that went backward."""
@@ -367,7 +367,7 @@ class Stage:
         """Forget the micro-batches from `first` on, and restore the stage's state of before they came."""
         for mb in [mb for mb in self.flights if mb >= first]:
             del self.flights[mb]
-        self.split.forget(first)
+        self.gradients.split.forget(first)
         self.random.go_to(stream)
         self.gradients.count_anew(count)
         self.options, self.peak_flights = options, peak

@@ -67,7 +67,7 @@ def made(monkeypatch):
 def stated(pipe):
     """The bytes of activations, computed as for `Pipeline.memory`, but for those in flight now."""
     stages = pipe._engine.stages
-    held = [len(stage.flights) + len(stage.split.waiting) for stage in stages]
+    held = [len(stage.flights) + len(stage.gradients.split.waiting) for stage in stages]
     return [stage.added_bytes(stages[n - 1] if n else None) * held[n] for n, stage in enumerate(stages)]
 
 

@@ -230,16 +230,16 @@ def test_a_stage_split_or_whole(name, threaded):
             upstream = []
             for i, g in enumerate(gradients):
                 upstream.append(split_backward.of_input(stage, i, g))
-                assert bool(stage.split.why) == bool(model.why) == (i not in stage.split.waiting)
+                assert bool(stage.gradients.split.why) == bool(model.why) == (i not in stage.gradients.split.waiting)
                 if i:
                     split_backward.of_weights(stage, i - 1)
             split_backward.of_weights(stage, 3)
-            assert not stage.split.waiting
+            assert not stage.gradients.split.waiting
         found.append((upstream, stage.gradients.values, stage.gradients.count))
     for a, b in zip(found[0][0] + found[0][1], found[1][0] + found[1][1], strict=True):
         assert (a is None and b is None) or torch.equal(a, b)
     assert found[0][2] == found[1][2] == 4
-    assert any(word in other.split.why for word in model.why.split("|")), other.split.why
+    assert any(word in other.gradients.split.why for word in model.why.split("|")), other.gradients.split.why
 
 
 class Products(TorchDispatchMode):
