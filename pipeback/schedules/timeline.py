@@ -1,6 +1,7 @@
 """Timeline: when operations run under given costs; delays and horizons, counted on the programs themselves.
 
 An operation is the forward (F) or backward (B) of a micro-batch at a stage, or the update (U) of the stage's weights.
+B may be split into I, the gradient of the input, and W, that of the weights.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from pipeback.schedules.ops import Op, Schedule, until
 from pipeback.schedules.programs import Flowing, flushed_in_flight
+from pipeback.schedules.split import Late, zero_bubble_in_flight
 
 if TYPE_CHECKING:
     from fractions import Fraction  # alone, since its decimals take long to import
@@ -36,7 +38,7 @@ class Horizon(NamedTuple):
     backward: int
 
 
-UNIT: Mapping[str, Time] = {"F": 1, "B": 1, "U": 0}
+UNIT: Mapping[str, Time] = {"F": 1, "B": 1, "I": 1, "W": 1, "U": 0}
 
 
 def timeline(
@@ -45,19 +47,21 @@ def timeline(
     micro_batches: int,
     costs: Mapping[str, Time] | Sequence[Mapping[str, Time]] = UNIT,
     workers: Sequence[int] | None = None,
+    message: Time = 0,
 ) -> Iterator[Slot]:
     """Run `micro_batches` through the schedule, each operation as early as programs, data and workers allow.
 
-    costs: the times of F, B and U, one mapping for all stages or one per stage.
+    costs: the times of F, B (or I and W) and U, one mapping for all stages or one per stage.
     workers: the worker of each stage; None: one worker per stage. A worker runs one operation at a time: of those that
     are ready, the one that can start first; then a backward before a forward; then that of the oldest micro-batch.
-    Yields slots in order of their start. Sending takes no time.
+    message: the time from the end of F, B or I until the next stage has what it gives; the sender goes on meanwhile.
+    Yields slots in order of their start.
     """
     owner = list(range(stages)) if workers is None else list(workers)
     if len(owner) != stages:
         raise ValueError(f"workers needs one entry per stage: {stages}, not {len(owner)}; give the worker of each")
     programs = [zip(repeat(s), until(schedule(s, stages), micro_batches)) for s in range(stages)]
-    return play(programs, owner, stages, costs)
+    return play(programs, owner, stages, costs, message=message)
 
 
 Place = tuple[str, int, int]  # (kind, stage, micro-batch)
@@ -69,13 +73,14 @@ def play(
     stages: int,
     costs: Mapping[str, Time] | Sequence[Mapping[str, Time]] = UNIT,
     done: Iterable[Place] = (),
+    message: Time = 0,
 ) -> Iterator[Slot]:
     """Do each program in its own order, each operation as early as data and workers allow.
 
     programs: of (stage, operation), one per stage as schedules have it, or one per worker.
     workers: the worker that does each program.
     done: operations that had ended before the first one, so that their outputs are there.
-    Yields slots in order of their start. Sending takes no time. Raises RuntimeError if all wait for each other.
+    message: see `timeline`. Yields slots in order of their start. Raises RuntimeError if all wait for each other.
     """
     per_stage = [costs] * stages if isinstance(costs, Mapping) else list(costs)
     if len(per_stage) != stages:
@@ -99,9 +104,9 @@ def play(
         if before is not None and before not in ended:
             blocked.setdefault(before, []).append(n)
             return
-        begin = 0 if before is None else ended[before]
+        begin = 0 if before is None else ended[before] + message
         # the oldest micro-batch first, so that what a neighbour waits for leaves early
-        heappush(ready, (max(begin, free[workers[n]]), "UBF".index(op.kind), op.mb, n))
+        heappush(ready, (max(begin, free[workers[n]]), _FIRST.index(op.kind), op.mb, n))
 
     for n in range(len(heads)):
         come(n)
@@ -126,12 +131,15 @@ def play(
         raise RuntimeError(f"the schedule deadlocks, waiting: {waiting}")
 
 
+_FIRST = "UBIFW"  # of operations that could start together: a neighbour waits for B and I, and nobody for W
+
+
 def needs(op: Op, s: int, stages: int) -> Place | None:
     """The operation of another stage whose output `op` at stage s takes; None if there is none."""
     if op.kind == "F" and s > 0:
         return "F", s - 1, op.mb
-    if op.kind == "B" and s < stages - 1:
-        return "B", s + 1, op.mb
+    if op.kind in ("B", "I") and s < stages - 1:
+        return op.kind, s + 1, op.mb
     return None
 
 
@@ -151,12 +159,16 @@ def bubble(slots: Iterable[Slot], workers: Sequence[int] | None = None) -> float
 
 
 def delays(schedule: Schedule, stages: int) -> list[int]:
-    """The delay of each stage: its updates between F(i) and B(i) in the steady state; within a group, the largest."""
+    """The delay of each stage: its updates between F(i) and B(i), or W(i) if B is split, in the steady state; within a
+    group, the largest.
+    """
     return [counted.delay for counted in _all_steady(schedule, stages)]
 
 
 def in_flight(schedule: Schedule, stages: int) -> list[int]:
-    """For each stage, the most micro-batches between their forward and their backward in the steady state."""
+    """For each stage, the most micro-batches between their forward and their backward (to its end, if it is split) in
+    the steady state.
+    """
     return [counted.in_flight for counted in _all_steady(schedule, stages)]
 
 
@@ -178,12 +190,13 @@ def horizons(schedule: Schedule, stages: int, costs: Mapping[str, Time] = UNIT) 
             updates[slot.stage].append(slot.end)
         elif slot.op.mb == i:
             start[slot.op.kind, slot.stage] = slot.start
-    target = start["B", 0]
+    back = "I" if ("I", 0) in start else "B"
+    target = start[back, 0]
 
     def ahead(kind: str, s: int) -> int:
         return sum(start[kind, s] < end < target for end in updates[s])
 
-    return [Horizon(ahead("F", s), ahead("B", s)) for s in range(stages)]
+    return [Horizon(ahead("F", s), ahead(back, s)) for s in range(stages)]
 
 
 class _Steady(NamedTuple):
@@ -200,7 +213,11 @@ def _all_steady(schedule: Schedule, stages: int) -> tuple[_Steady, ...]:
     if isinstance(schedule, Flowing):
         ahead = [schedule.slack * (stages - 1 - s) for s in range(stages)]
         return tuple(_Steady(-(-n // schedule.every), n + 1) for n in ahead)
-    flushed = [flushed_in_flight(schedule, s, stages) for s in range(stages)]
+    if isinstance(schedule, Late):
+        ahead = [schedule.slack * (stages - 1 - s) + schedule.late for s in range(stages)]
+        return tuple(_Steady(n, n + 1) for n in ahead)
+    known = flushed_in_flight, zero_bubble_in_flight
+    flushed = [next((n for count in known if (n := count(schedule, s, stages))), None) for s in range(stages)]
     if None not in flushed:
         return tuple(_Steady(0, n) for n in flushed if n is not None)
     return tuple(_steady(schedule, s, stages) for s in range(stages))
@@ -220,10 +237,10 @@ def _steady(schedule: Schedule, stage: int, stages: int) -> _Steady:
                 seen[i] = updates
                 running += 1
                 most = max(most, running) if n >= window // 2 else most
-            elif kind == "B":
+            elif kind in ("B", "W"):
                 delay = max(delay, updates - seen.pop(i)) if n >= window // 2 else delay
                 running -= 1
-            else:
+            elif kind == "U":
                 updates += 1
         found.append(_Steady(delay, most))
         if len(found) > 16:

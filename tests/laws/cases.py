@@ -20,6 +20,10 @@ CASES: dict[str, Callable[[int], pipeback.Method]] = {
     "gpipe-4": lambda S: methods.create("gpipe", micro_batches=4),
     "one_f_one_b": lambda S: methods.create("one_f_one_b"),
     "one_f_one_b-3": lambda S: methods.create("one_f_one_b", micro_batches=3),
+    "zb_h1": lambda S: methods.create("zb_h1"),
+    "zb_h1-4": lambda S: methods.create("zb_h1", micro_batches=4),
+    "zb_h2": lambda S: methods.create("zb_h2"),
+    "zb_h2-7": lambda S: methods.create("zb_h2", micro_batches=7),
     "pb": lambda S: methods.create("pb"),
     "pb-slack1": lambda S: methods.create("pb", slack=1),
     "pipedream": lambda S: methods.create("pipedream"),
@@ -67,8 +71,8 @@ STEADY = [case for case in CASES if case not in SENSITIVE]
 
 # one of each kind, where all of them would take long
 FEW = (
-    "gpipe-4", "one_f_one_b-3", "pb", "pipedream-vertical", "pipedream_2bw", "pipemare-t3", "spectrain-v2", "cerebras",
-    "lwp-weight+sc", "pipeoptim-xpipe", "gap_aware", "msnag", "eigendelay",
+    "gpipe-4", "one_f_one_b-3", "zb_h1-4", "pb", "pipedream-vertical", "pipedream_2bw", "pipemare-t3", "spectrain-v2",
+    "cerebras", "lwp-weight+sc", "pipeoptim-xpipe", "gap_aware", "msnag", "eigendelay",
 )  # fmt: skip
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
