@@ -12,6 +12,7 @@ from itertools import islice, repeat
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from pipeback.schedules.ops import Op, Schedule, until
+from pipeback.schedules.placement import Placed
 from pipeback.schedules.programs import Flowing, flushed_in_flight
 
 if TYPE_CHECKING:
@@ -45,19 +46,26 @@ def timeline(
     micro_batches: int,
     costs: Mapping[str, Time] | Sequence[Mapping[str, Time]] = UNIT,
     workers: Sequence[int] | None = None,
+    message: Time = 0,
 ) -> Iterator[Slot]:
     """Run `micro_batches` through the schedule, each operation as early as programs, data and workers allow.
 
     costs: the times of F, B and U, one mapping for all stages or one per stage.
     workers: the worker of each stage; None: one worker per stage. A worker runs one operation at a time: of those that
     are ready, the one that can start first; then a backward before a forward; then that of the oldest micro-batch.
-    Yields slots in order of their start. Sending takes no time.
+    A `Placed` schedule has workers and an order of its own.
+    Yields slots in order of their start. message: the time of sending from one worker to another, during which both go
+    on.
     """
+    if isinstance(schedule, Placed):
+        each = range(schedule.placement.workers)
+        mine = [schedule.until(worker, micro_batches) for worker in each]
+        return play(mine, list(each), stages, costs, message=message, owner=schedule.placement.owner)
     owner = list(range(stages)) if workers is None else list(workers)
     if len(owner) != stages:
         raise ValueError(f"workers needs one entry per stage: {stages}, not {len(owner)}; give the worker of each")
     programs = [zip(repeat(s), until(schedule(s, stages), micro_batches)) for s in range(stages)]
-    return play(programs, owner, stages, costs)
+    return play(programs, owner, stages, costs, message=message, owner=owner)
 
 
 Place = tuple[str, int, int]  # (kind, stage, micro-batch)
@@ -69,13 +77,17 @@ def play(
     stages: int,
     costs: Mapping[str, Time] | Sequence[Mapping[str, Time]] = UNIT,
     done: Iterable[Place] = (),
+    *,
+    message: Time = 0,
+    owner: Sequence[int] | None = None,
 ) -> Iterator[Slot]:
     """Do each program in its own order, each operation as early as data and workers allow.
 
     programs: of (stage, operation), one per stage as schedules have it, or one per worker.
     workers: the worker that does each program.
     done: operations that had ended before the first one, so that their outputs are there.
-    Yields slots in order of their start. Sending takes no time. Raises RuntimeError if all wait for each other.
+    message: the time of sending to another worker, while both go on. owner: the worker of each stage, if there is such.
+    Yields slots in order of their start. Raises RuntimeError if all wait for each other.
     """
     per_stage = [costs] * stages if isinstance(costs, Mapping) else list(costs)
     if len(per_stage) != stages:
@@ -100,6 +112,8 @@ def play(
             blocked.setdefault(before, []).append(n)
             return
         begin = 0 if before is None else ended[before]
+        if message and before is not None and owner is not None and owner[before[1]] != owner[s]:
+            begin += message
         # the oldest micro-batch first, so that what a neighbour waits for leaves early
         heappush(ready, (max(begin, free[workers[n]]), "UBF".index(op.kind), op.mb, n))
 
