@@ -23,6 +23,8 @@ _METHODS = Plugins(
         "sgd": "sgd:Sequential",
         "gpipe": "gpipe:GPipe",
         "one_f_one_b": "one_f_one_b:OneForwardOneBackward",
+        "interleaved": "interleaved:Interleaved",
+        "looped_bfs": "looped_bfs:LoopedBFS",
         "pb": "pb:PipelinedBackpropagation",
         "pipedream": "pipedream:PipeDream",
         "pipedream_2bw": "pipedream_2bw:PipeDream2BW",

@@ -28,11 +28,15 @@ from pipeback.stages.stage import Stage
 from pipeback.streaming.store import DeviceStore
 from pipeback.streaming.streamed_weights import StreamedWeights
 
+# messages that may be unreceived where a worker sends to another one for several of its parts: more than there can be,
+# as both would wait if both had to
+MOST = 1 << 14
+
 
 def start(holding: HeldStages, setting: Setting) -> Runner:
     """Build the runtime; over processes every rank does."""
     owner, closed, ranks = holding.balance(), threading.Event(), holding.ranks
-    bound = 2 * max(in_flight(holding.method.schedule, len(holding.stages))) + 2
+    bound = 2 * max(in_flight(holding.method.schedule, len(holding.stages))) + 2 if holding.method.chunks == 1 else MOST
     if isinstance(ranks, Ranks):
         from pipeback.distributed.connect import connect  # here, since most pipelines have no ranks
 
@@ -86,7 +90,7 @@ def _loop(
         # in a flush, the gradient that another worker waits for leaves before the next one is begun; where the loss is
         # computed outside, a loop expects the forwards of a micro-batch first
         policy = "upstream"
-        shared = holding.balance() if holding.method.by_worker else None
+        shared = holding.placement() if holding.method.by_worker else None
     store, near = holding.store, 1
     residence: WeightProvider | None = None
     if store is not None:

@@ -14,7 +14,9 @@ from itertools import chain, islice
 from operator import add
 from typing import Any, NamedTuple
 
+from pipeback.schedules.foreseen import Foreseen, Turns
 from pipeback.schedules.ops import Kind, Op, Schedule, until
+from pipeback.schedules.placement import Placed
 from pipeback.schedules.programs import Flowing
 from pipeback.schedules.spans import TickSpan, next_span
 
@@ -74,9 +76,12 @@ class Order:
         self._repeated: list[Wave] | None = None  # the waves of the last micro-batch, if the next has the same
         self._owed = 0  # micro-batches for which that was so, and by which the programs have not been advanced
         self._leapt = [0] * n  # rounds of each stage that `leap` has done, and by which they have not been either
+        self._turns: list[Turns] = []  # of each worker, where these decide and not the policy
+        if isinstance(schedule, Placed):
+            self._turns = [Turns(schedule.turns(worker)) for worker in range(schedule.placement.workers)]
         self._programs: list[Iterator[Op]] = [schedule(s, n) for s in range(n)]
         if self.policy == "streaming":
-            self._programs = [_Foreseen(program) for program in self._programs]
+            self._programs = [Foreseen(program) for program in self._programs]
         self._heads: list[Op | None] = [next(program) for program in self._programs]
         self._fetched = [1] * n  # operations taken from each program, the head included
         self.forwards, self.backwards, self.updated = [0] * n, [0] * n, [0] * n  # micro-batches since the start
@@ -127,10 +132,10 @@ class Order:
         """Yield the waves that finish all that has arrived, with its last update; `restart` begins again."""
         yield from self.advance(arrived)
         yield from self.rest()
-        n = arrived - self.start
+        n, self._turns = arrived - self.start, []
         for s, program in enumerate(self._programs):
             rest = until(self._rest(s, program), n, self.backwards[s], self.updated[s])
-            self._programs[s] = _Foreseen(rest) if self.policy == "streaming" else rest
+            self._programs[s] = Foreseen(rest) if self.policy == "streaming" else rest
             self._heads[s] = next(self._programs[s], None)
         yield from self._ticks() if self.policy == "skewed" else self._waves()
         if not self.empty:
@@ -208,8 +213,8 @@ class Order:
         return s, i + self.start
 
     def _waves(self) -> Iterator[Wave]:
-        if self.policy != "grouped":
-            yield from self._singles()
+        if self._turns or self.policy != "grouped":
+            yield from self._by_worker() if self._turns else self._singles()
             return
         heads, take, last = self._heads, self._take, self.stages - 1
         forwards, backwards = self.forwards, self.backwards
@@ -348,6 +353,19 @@ class Order:
             assert head is not None  # it is ready
             yield Wave(head.kind, [self._take(s, head)])
 
+    def _by_worker(self) -> Iterator[Wave]:
+        """Yield what each worker does, in its own order: its next operation at all stages of one of its parts."""
+        moved = True
+        while moved:
+            moved = False
+            for turns in self._turns:
+                while self._ready(turns.stages[0]):
+                    moved, heads = True, [self._heads[s] for s in turns.stages]
+                    ops = [self._take(s, head) for s, head in zip(turns.stages, heads, strict=True) if head is not None]
+                    kind = heads[0].kind if heads[0] is not None else "U"
+                    yield from [Wave(kind, [op]) for op in ops] if kind == "B" else [Wave(kind, ops)]
+                    turns.advance()
+
     def _richest(self, ready: list[int]) -> int:
         """The stage to run next: one that ran lately, whose weights may still be here, else the one with most to do."""
         near = [s for s in ready if s in self._near]
@@ -360,7 +378,7 @@ class Order:
     def _run(self, s: int) -> int:
         """How many operations stage s could do in a row now."""
         head, program = self._heads[s], self._programs[s]
-        assert head is not None and isinstance(program, _Foreseen)
+        assert head is not None and isinstance(program, Foreseen)
         forwards = self.forwards[s - 1] if s else self.arrived - self.start
         backwards = self.backwards[s + 1] if s + 1 < self.stages else forwards
         for n, op in enumerate((head, *program.look(FAR))):
@@ -376,24 +394,3 @@ class Order:
 
     def _where(self) -> str:
         return ", ".join(f"stage {s} waits for {h}" for s, h in enumerate(self._heads) if h is not None)
-
-
-class _Foreseen(Iterator[Op]):
-    """A program whose next operations can be looked at in advance."""
-
-    def __init__(self, program: Iterator[Op]) -> None:
-        self._program = program
-        self._seen: deque[Op] = deque()
-
-    def __next__(self) -> Op:
-        return self._seen.popleft() if self._seen else next(self._program)
-
-    def look(self, most: int) -> Iterator[Op]:
-        """Yield the next operations without taking them, `most` at most."""
-        for n in range(most):
-            if n == len(self._seen):
-                op = next(self._program, None)
-                if op is None:
-                    return
-                self._seen.append(op)
-            yield self._seen[n]

@@ -28,7 +28,7 @@ def summed(batches, sizes, optimizer, *, by_samples=False):
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("name", ["gpipe", "one_f_one_b"])
+@pytest.mark.parametrize("name", ["gpipe", "one_f_one_b", "interleaved", "looped_bfs"])
 @pytest.mark.parametrize("flush", [1, 3, 5, 8])
 def test_flushes_across_pushes_with_a_ragged_end(name, flush, optimizer):
     batches = data(13)
@@ -40,7 +40,7 @@ def test_flushes_across_pushes_with_a_ragged_end(name, flush, optimizer):
     assert torch.equal(weights(pipe), summed(batches, sizes, optimizer))
 
 
-@pytest.mark.parametrize("name", ["gpipe", "one_f_one_b"])
+@pytest.mark.parametrize("name", ["gpipe", "one_f_one_b", "interleaved", "looped_bfs"])
 def test_none_is_one_flush_a_push_whatever_its_length(name):
     batches = data(9)
     pipe = pipeline(network(), name, micro_batch_size=3)
@@ -50,7 +50,7 @@ def test_none_is_one_flush_a_push_whatever_its_length(name):
     assert torch.equal(weights(pipe), summed(batches, [4, 1, 3, 1], "momentum"))
 
 
-@pytest.mark.parametrize("name", ["gpipe", "one_f_one_b"])
+@pytest.mark.parametrize("name", ["gpipe", "one_f_one_b", "interleaved", "looped_bfs"])
 def test_whole_batch_in_float64(name):
     """Against plain training on the whole batch, which sums in another order: 1e-12."""
     model, pipe = network(dtype=torch.float64), pipeline(network(dtype=torch.float64), name, micro_batch_size=2)

@@ -1,0 +1,40 @@
+"""Foreseen: a program whose next operations can be looked at in advance, and what each worker does next."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+from pipeback.schedules.ops import Op
+
+
+class Foreseen(Iterator[Op]):
+    """A program whose next operations can be looked at in advance."""
+
+    def __init__(self, program: Iterator[Op]) -> None:
+        self._program = program
+        self._seen: deque[Op] = deque()
+
+    def __next__(self) -> Op:
+        return self._seen.popleft() if self._seen else next(self._program)
+
+    def look(self, most: int) -> Iterator[Op]:
+        """Yield the next operations without taking them, `most` at most."""
+        for n in range(most):
+            if n == len(self._seen):
+                op = next(self._program, None)
+                if op is None:
+                    return
+                self._seen.append(op)
+            yield self._seen[n]
+
+
+class Turns:
+    """The stages at which a worker does its next operation, one by one. turns: endless, from `Placed.turns`."""
+
+    def __init__(self, turns: Iterator[tuple[Op, Sequence[int]]]) -> None:
+        self._turns = turns
+        self.stages = next(turns)[1]
+
+    def advance(self) -> None:
+        self.stages = next(self._turns)[1]
