@@ -4,9 +4,9 @@
 
 It is GPipe on workers that hold several parts of the stages, their chunks: worker w of p holds parts w, p + w, 2p + w
 and so on. All M micro-batches go forward through a chunk before the next chunk has them, and back likewise.
-Lamy-Poirier, arXiv 2211.05953, section 4. Left out: the sharding of weights. Any optimizer. Weight copies: 1. Activations of
-M micro-batches. Bubble, from M ≥ p on: (p − 1)/(vM + p − 1), v chunks per worker, and v times as many messages. One
-worker runs GPipe. So do several where a push ends inside a flush, on the same chunks.
+Lamy-Poirier, arXiv 2211.05953, section 4. Left out: the sharding of weights. Any optimizer. Weight copies: 1. Keeps the
+activations of M micro-batches. Bubble, from M ≥ p on: (p − 1)/(vM + p − 1), v chunks per worker, and v times as many
+messages. One worker runs GPipe. So do several where a push ends inside a flush, on the same chunks.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ class PipelineOptions(NamedTuple):
         if method.chunks > 1 and max(ranks, self.threads or 1) > 1:
             alone = (
                 ("vectorize", self.vectorize, False, "vectorize=False"),
-                ("tensor_parallel", self.tensor.size, 1, "1"),
+                ("tensor_parallel", self.tensor.size, 1, "tensor_parallel=1"),
             )
             check_goes_with(f"placement={method.placement!r} on several workers", "", alone)
         workers = ("workers", self.threads, None, "workers=None")

@@ -28,23 +28,21 @@ from pipeback.stages.stage import Stage
 from pipeback.streaming.store import DeviceStore
 from pipeback.streaming.streamed_weights import StreamedWeights
 
-# messages that may be unreceived where a worker sends to another one for several of its parts: more than there can be,
-# as both would wait if both had to
-MOST = 1 << 14
-
 
 def start(holding: HeldStages, setting: Setting) -> Runner:
     """Build the runtime; over processes every rank does."""
     owner, closed, ranks = holding.balance(), threading.Event(), holding.ranks
-    bound = 2 * max(in_flight(holding.method.schedule, len(holding.stages))) + 2 if holding.method.chunks == 1 else MOST
+    bound = 2 * max(in_flight(holding.method.schedule, len(holding.stages))) + 2
     if isinstance(ranks, Ranks):
         from pipeback.distributed.connect import connect  # here, since most pipelines have no ranks
 
         mine = holding.mine
-        for end in (mine[0], mine[-1]):
-            end.learn(mixed=True)  # messages arrive on the CPU
+        for s, stage in enumerate(holding.stages):
+            beside = owner[max(0, s - 1) : s + 2]
+            if owner[s] == ranks.index and (s in (0, len(owner) - 1) or set(beside) != {ranks.index}):
+                stage.learn(mixed=True)  # messages arrive on the CPU
         devices = {stage.device.type for stage in mine if stage.device}
-        link, results = connect(ranks, owner, bound, closed, setting.link, devices)
+        link, results = connect(ranks, owner, bound, closed, setting.link, devices, holding.method.chunks)
         sums = None if holding.shards else ranks.sums(mine[0].device)
         loop = _loop(holding, setting, mine, link, sums, ranks.replica)
         return RankRunner(loop, owner, ranks, results, closed)
@@ -53,6 +51,7 @@ def start(holding: HeldStages, setting: Setting) -> Runner:
         ticks: type[TickLoop | OutsideTicks] = OutsideTicks if outside else TickLoop
         inline = ticks if setting.skewed or setting.order == "skewed" else PushLoop
         return inline(_loop(holding, setting, holding.stages, LocalLink(), None, 0))
+    bound *= holding.method.chunks == 1  # 0: without limit, as workers of several parts send to each other
     return Threads(_loops(holding, setting, owner, bound, closed), owner, closed)
 
 
