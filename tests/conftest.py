@@ -1,5 +1,6 @@
-"""What holds for all tests: one thread per process, since ranks have one, and sums of two threads have other bits; and no
-limit of time for an example of hypothesis, which a busy machine would exceed.
+"""What holds for all tests: one thread per process, since ranks have one, and sums of two threads have other bits.
+
+An example of hypothesis has no time limit, which a busy machine would exceed.
 """
 
 import gc
