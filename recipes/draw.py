@@ -20,7 +20,7 @@ median of repeats, with quartiles. out= may also end in .txt, .md or .csv, or na
 pipe.breakdown(x, y) gives a row per stage.
 
 Traces are for ui.perfetto.dev. Options of a method go after its name: method=pipedream:slack=2. flush= is the number of
-micro-batches per flush of gpipe and one_f_one_b.
+micro-batches per flush of methods that flush.
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ def build(entry: str, flush: int) -> pipeback.Method:
     for pair in filter(None, rest.split(":")):
         key, _, value = pair.partition("=")
         given[key] = int(value) if value.lstrip("-").isdecimal() else value
-    if name in ("gpipe", "one_f_one_b", "pipedream_2bw"):
+    if name in ("gpipe", "one_f_one_b", "interleaved", "looped_bfs", "pipedream_2bw"):
         given.setdefault("micro_batches", flush)
     if name == "pipemare":
         given.setdefault("anneal", 100)

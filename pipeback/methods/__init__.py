@@ -25,6 +25,8 @@ _METHODS = Plugins(
         "one_f_one_b": "one_f_one_b:OneForwardOneBackward",
         "zb_h1": "zb_h1:ZeroBubbleH1",
         "zb_h2": "zb_h2:ZeroBubbleH2",
+        "interleaved": "interleaved:Interleaved",
+        "looped_bfs": "looped_bfs:LoopedBFS",
         "pb": "pb:PipelinedBackpropagation",
         "pipedream": "pipedream:PipeDream",
         "pipedream_2bw": "pipedream_2bw:PipeDream2BW",

@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 from pipeback.schedules.ops import Op, Schedule, until
 from pipeback.schedules.split import rounds
+from pipeback.schedules.placement import interleaved_lead, interleaved_turn
 
 NAMES = ("fill_drain", "one_f_one_b", "flowing", "zb_h1", "zb_h2", "interleaved")
 
@@ -74,9 +75,8 @@ class Routine(NamedTuple):
         """Stage and micro-batch of the n-th forward of a worker."""
         if self.chunks == 1:
             return worker, n
-        group, place = divmod(n, self.workers)
-        turn, chunk = divmod(group, self.chunks)
-        return chunk * self.workers + worker, turn * self.workers + place
+        chunk, mb = interleaved_turn(n, self.workers, self.chunks)
+        return chunk * self.workers + worker, mb
 
     def backward(self, worker: int, n: int) -> tuple[int, int]:
         """Stage and micro-batch of the n-th backward of a worker."""
@@ -117,7 +117,8 @@ def routine(name: str, workers: int, micro_batches: int, *, chunks: int = 2, sla
                 f"interleaved: {micro_batches} micro-batches are no multiple of {workers} workers, which its groups "
                 f"need; give micro_batches={-(-micro_batches // workers) * workers}"
             )
-        return Routine(workers, micro_batches, slack=2, lead=(chunks - 1) * workers, chunks=chunks)
+        slack, groups = interleaved_lead(chunks)
+        return Routine(workers, micro_batches, slack, lead=groups * workers, chunks=chunks)
     raise ValueError(f"there is no routine {name!r}; there are {', '.join(NAMES)}")
 
 

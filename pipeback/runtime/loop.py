@@ -18,7 +18,8 @@ from pipeback.runtime.undo import Dropped, Mark
 from pipeback.runtime.worker import Worker
 from pipeback.schedules.ops import Schedule
 from pipeback.schedules.order import Order, Wave
-from pipeback.schedules.programs import by_worker, fill_drain, flush
+from pipeback.schedules.placement import Placement
+from pipeback.schedules.programs import fill_drain, flush
 from pipeback.schedules.split import splits, whole
 from pipeback.stages.flight import Value
 from pipeback.stages.joint_optimizer import Options
@@ -39,13 +40,14 @@ class Loop:
         order: Order,
         method: Method,
         replica: int = 0,
-        owner: Sequence[int] | None = None,
+        placement: Placement | None = None,
         at_once: bool = False,
     ) -> None:
-        """owner: the worker of each stage; given where a method with flushes runs `Method.by_worker` within a push.
+        """placement: where stages are; given where a method with flushes runs `Method.placed` within a push.
         at_once: a push admits all its micro-batches before any operation, so that the order can choose among more.
         """
-        self.worker, self.order, self.method, self.replica, self.owner = worker, order, method, replica, owner
+        self.worker, self.order, self.method, self.replica = worker, order, method, replica
+        self.placement = placement
         self.at_once = at_once
         # whether something else waits to be done; None: the caller asks for what is left of a push
         self.more: Callable[[], bool] | None = None
@@ -62,11 +64,11 @@ class Loop:
         """Admit micro-batches one by one, and do every operation that may then run."""
         order, worker, link = self.order, self.worker, self.worker.link
         self._look()
-        able = self.inline and undo.able(worker, order) and self.owner is None
+        able = self.inline and undo.able(worker, order) and self.placement is None
         first = mark = self._mark(0) if able else None
         if self.fresh:
             self._begin(len(batches), at_once=self.at_once)
-        elif (self.owner is not None or self.at_once) and order.empty:
+        elif (self.placement is not None or self.at_once) and order.empty:
             order.restart(
                 self._schedule(len(batches), at_once=self.at_once)
             )  # the last push or this one may be part of a flush
@@ -300,7 +302,7 @@ class Loop:
             return schedule
         if at_once and self.method.by_worker:
             return fill_drain(flush(schedule))
-        return schedule if self.owner is None else by_worker(schedule, self.owner)
+        return schedule if self.placement is None else self.method.placed(schedule, self.placement)
 
     def _of_method(self, start: int, pushed: int) -> Schedule:
         """Return the method's schedule, with whole backwards where the worker cannot split them."""

@@ -15,8 +15,9 @@ from itertools import chain
 from operator import add
 from typing import Any, NamedTuple
 
-from pipeback.schedules.foreseen import Foreseen
+from pipeback.schedules.foreseen import Foreseen, Turns
 from pipeback.schedules.ops import Kind, Op, Schedule, until
+from pipeback.schedules.placement import Placed
 from pipeback.schedules.programs import Flowing
 from pipeback.schedules.spans import TickSpan, next_span
 from pipeback.schedules.split import after, splits
@@ -78,6 +79,9 @@ class Order:
         self._repeated: list[Wave] | None = None  # the waves of the last micro-batch, if the next has the same
         self._owed = 0  # micro-batches for which that was so, and by which the programs have not been advanced
         self._leapt = [0] * n  # rounds of each stage that `leap` has done, and by which they have not been either
+        self._turns: list[Turns] = []  # of each worker, where these decide and not the policy
+        if isinstance(schedule, Placed):
+            self._turns = [Turns(schedule.turns(worker)) for worker in range(schedule.placement.workers)]
         self._programs: list[Iterator[Op]] = [schedule(s, n) for s in range(n)]
         if self.policy == "streaming":
             self._programs = [Foreseen(program) for program in self._programs]
@@ -132,7 +136,7 @@ class Order:
         """Yield the waves that finish all that has arrived, with its last update; `restart` begins again."""
         yield from self.advance(arrived)
         yield from self.rest()
-        n = arrived - self.start
+        n, self._turns = arrived - self.start, []
         for s, program in enumerate(self._programs):
             rest = until(self._rest(s, program), n, self.finished[s], self.updated[s])
             self._programs[s] = Foreseen(rest) if self.policy == "streaming" else rest
@@ -216,8 +220,8 @@ class Order:
         return s, i + self.start
 
     def _waves(self) -> Iterator[Wave]:
-        if self.policy != "grouped":
-            yield from self._singles()
+        if self._turns or self.policy != "grouped":
+            yield from self._by_worker() if self._turns else self._singles()
             return
         heads, take, last = self._heads, self._take, self.stages - 1
         forwards, backwards, back = self.forwards, self.backwards, self._back
@@ -366,6 +370,19 @@ class Order:
             head = self._heads[s]
             assert head is not None  # it is ready
             yield Wave(head.kind, [self._take(s, head)])
+
+    def _by_worker(self) -> Iterator[Wave]:
+        """Yield what each worker does, in its own order: its next operation at all stages of one of its parts."""
+        moved = True
+        while moved:
+            moved = False
+            for turns in self._turns:
+                while self._ready(turns.stages[0]):
+                    moved, heads = True, [self._heads[s] for s in turns.stages]
+                    ops = [self._take(s, head) for s, head in zip(turns.stages, heads, strict=True) if head is not None]
+                    kind = heads[0].kind if heads[0] is not None else "U"
+                    yield from [Wave(kind, [op]) for op in ops] if kind == "B" else [Wave(kind, ops)]
+                    turns.advance()
 
     def _richest(self, ready: list[int]) -> int:
         """The stage to run next: one that ran lately, whose weights may still be here, else the one with most to do."""

@@ -13,6 +13,7 @@ from itertools import islice, repeat
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from pipeback.schedules.ops import Op, Schedule, until
+from pipeback.schedules.placement import Placed
 from pipeback.schedules.programs import Flowing, flushed_in_flight
 from pipeback.schedules.split import Late, zero_bubble_in_flight
 
@@ -54,14 +55,20 @@ def timeline(
     costs: the times of F, B (or I and W) and U, one mapping for all stages or one per stage.
     workers: the worker of each stage; None: one worker per stage. A worker runs one operation at a time: of those that
     are ready, the one that can start first; then a backward before a forward; then that of the oldest micro-batch.
-    message: the time from the end of F, B or I until the next stage has what it gives; the sender goes on meanwhile.
+    A `Placed` schedule has workers and an order of its own.
+    message: the time from the end of F, B or I until the next stage has what it gives, if another worker does it; the
+    sender goes on meanwhile.
     Yields slots in order of their start.
     """
+    if isinstance(schedule, Placed):
+        each = range(schedule.placement.workers)
+        mine = [schedule.until(worker, micro_batches) for worker in each]
+        return play(mine, list(each), stages, costs, message=message, owner=schedule.placement.owner)
     owner = list(range(stages)) if workers is None else list(workers)
     if len(owner) != stages:
         raise ValueError(f"workers needs one entry per stage: {stages}, not {len(owner)}; give the worker of each")
     programs = [zip(repeat(s), until(schedule(s, stages), micro_batches)) for s in range(stages)]
-    return play(programs, owner, stages, costs, message=message)
+    return play(programs, owner, stages, costs, message=message, owner=owner)
 
 
 Place = tuple[str, int, int]  # (kind, stage, micro-batch)
@@ -73,14 +80,17 @@ def play(
     stages: int,
     costs: Mapping[str, Time] | Sequence[Mapping[str, Time]] = UNIT,
     done: Iterable[Place] = (),
+    *,
     message: Time = 0,
+    owner: Sequence[int] | None = None,
 ) -> Iterator[Slot]:
     """Do each program in its own order, each operation as early as data and workers allow.
 
     programs: of (stage, operation), one per stage as schedules have it, or one per worker.
     workers: the worker that does each program.
     done: operations that had ended before the first one, so that their outputs are there.
-    message: see `timeline`. Yields slots in order of their start. Raises RuntimeError if all wait for each other.
+    message: see `timeline`. owner: the worker of each stage; None: each stage has one of its own.
+    Yields slots in order of their start. Raises RuntimeError if all wait for each other.
     """
     per_stage = [costs] * stages if isinstance(costs, Mapping) else list(costs)
     if len(per_stage) != stages:
@@ -104,7 +114,9 @@ def play(
         if before is not None and before not in ended:
             blocked.setdefault(before, []).append(n)
             return
-        begin = 0 if before is None else ended[before] + message
+        begin = 0 if before is None else ended[before]
+        if message and before is not None and (owner is None or owner[before[1]] != owner[s]):
+            begin += message
         # the oldest micro-batch first, so that what a neighbour waits for leaves early
         heappush(ready, (max(begin, free[workers[n]]), _FIRST.index(op.kind), op.mb, n))
 
