@@ -222,7 +222,10 @@ def train_together(pipe, batches, count, expected):
 
 
 @pytest.mark.parametrize("store", [None, "host"])
-@pytest.mark.parametrize(("case", "count"), [("gpipe", 4), ("one_f_one_b", 4), ("gpipe-4", 4), ("one_f_one_b-3", 3), ("zb_h1-4", 4), ("zb_h2", 4)])
+@pytest.mark.parametrize(
+    ("case", "count"),
+    [("gpipe", 4), ("one_f_one_b", 4), ("gpipe-4", 4), ("one_f_one_b-3", 3), ("zb_h1-4", 4), ("zb_h2", 4)],
+)
 def test_many_at_once_are_one_after_the_other(case, count, store):
     batches = data(24)
     one, many = outside(case), outside(case, store=store)
