@@ -19,6 +19,7 @@ from pipeback.draw.worker_bands import COLOURS as _COLOURS
 from pipeback.draw.worker_bands import INK as _INK
 from pipeback.draw.worker_bands import beside
 from pipeback.schedules.ops import Schedule
+from pipeback.schedules.placement import Placed
 from pipeback.schedules.recording import Recording
 from pipeback.schedules.timeline import UNIT, Slot, Time, bubble, timeline
 
@@ -192,7 +193,9 @@ def compare(schedules: Mapping[str, Schedule], stages: int, micro_batches: int, 
         len(runs), 1, figsize=(min(16.0, 0.27 * end + 1.0), height * len(runs)), layout="constrained", squeeze=False
     )
     for n, (ax, (name, slots)) in enumerate(zip(axes[:, 0], runs.items(), strict=True)):
-        idle = bubble([Slot(s.start, min(s.end, end), s.stage, s.op) for s in slots if s.start < end])
+        schedule = schedules[name]
+        owner = schedule.placement.owner if isinstance(schedule, Placed) else None
+        idle = bubble([Slot(s.start, min(s.end, end), s.stage, s.op) for s in slots if s.start < end], owner)
         picture(slots, ax, title=f"{name}   (idle in what is shown: {idle:.0%})", until=end)
         if n:
             ax.get_legend().remove()
