@@ -17,10 +17,17 @@ from pipeback.schedules.ops import Op
 from pipeback.schedules.recording import Idle, Move, Recording, Track
 from pipeback.schedules.timeline import Slot, needs
 
-WORDS = {"F": "forward", "B": "backward", "U": "update"}
+WORDS = {"F": "forward", "B": "backward", "I": "gradient of the input", "W": "gradient of the weights", "U": "update"}
 KINDS = {word: kind for kind, word in WORDS.items()}
 # chrome://tracing's names for blue, orange, grey and light grey; Perfetto colours by the letter of the operation
-_COLOURS = {"F": "rail_response", "B": "rail_idle", "U": "generic_work", "waiting": "grey"}
+_COLOURS = {
+    "F": "rail_response",
+    "B": "rail_idle",
+    "I": "rail_idle",
+    "W": "good",
+    "U": "generic_work",
+    "waiting": "grey",
+}
 
 
 def as_json(recording: Recording) -> dict[str, Any]:

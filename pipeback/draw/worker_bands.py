@@ -53,7 +53,13 @@ def beside(recordings: Sequence[Recording], window: int | None = None) -> Any:
         ax.tick_params(axis="x", labelbottom=ax is axes[-1, 0])
     where = "" if window is None else f" of a run in its steady state, {window} micro-batches long"
     axes[-1, 0].set_xlabel(f"milliseconds{where}", color=INK)
-    figure.legend(handles=_legend(), loc="outside lower center", ncols=4, frameon=False, fontsize=10)
+    figure.legend(
+        handles=_legend(any(run.split for run, _ in panels)),
+        loc="outside lower center",
+        ncols=4,
+        frameon=False,
+        fontsize=10,
+    )
     return figure
 
 
@@ -114,12 +120,13 @@ def _height(recording: Recording) -> float:
     return max(0.62 * len(rows), 0.16 * sum(rows)) + 0.06 * len(rows)
 
 
-def _legend() -> list[Any]:
+def _legend(split: bool) -> list[Any]:
     from matplotlib.patches import Patch
 
+    words = {"I": "gradient of the input", "W": "gradient of the weights"} if split else {"B": "backward"}
     return [
         Patch(color=COLOURS["F"], label="forward"),
-        Patch(color=COLOURS["B"], label="backward"),
+        *(Patch(color=COLOURS[kind], label=word) for kind, word in words.items()),
         Patch(color=COLOURS["U"], label="update"),
         Patch(color=IDLE, label="idle"),
     ]

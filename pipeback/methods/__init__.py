@@ -23,6 +23,8 @@ _METHODS = Plugins(
         "sgd": "sgd:Sequential",
         "gpipe": "gpipe:GPipe",
         "one_f_one_b": "one_f_one_b:OneForwardOneBackward",
+        "zb_h1": "zb_h1:ZeroBubbleH1",
+        "zb_h2": "zb_h2:ZeroBubbleH2",
         "interleaved": "interleaved:Interleaved",
         "looped_bfs": "looped_bfs:LoopedBFS",
         "pb": "pb:PipelinedBackpropagation",

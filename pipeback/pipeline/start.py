@@ -13,6 +13,7 @@ import torch
 from pipeback.distributed.held_stages import HeldStages
 from pipeback.distributed.rank_runner import RankRunner
 from pipeback.distributed.ranks import Ranks
+from pipeback.runtime.executor import Executor
 from pipeback.runtime.link import LocalLink, StageLink, ThreadWire, links
 from pipeback.runtime.loop import Loop
 from pipeback.runtime.outside_ticks import OutsideTicks
@@ -21,7 +22,7 @@ from pipeback.runtime.runners import PushLoop, Runner, Threads, TickLoop
 from pipeback.runtime.setting import Setting
 from pipeback.runtime.stage_executor import StageExecutor
 from pipeback.runtime.weight_provider import WeightProvider
-from pipeback.runtime.worker import Executor, Worker
+from pipeback.runtime.worker import Worker
 from pipeback.schedules.order import Order
 from pipeback.schedules.timeline import in_flight
 from pipeback.stages.stage import Stage

@@ -18,6 +18,16 @@ class Foreseen(Iterator[Op]):
     def __next__(self) -> Op:
         return self._seen.popleft() if self._seen else next(self._program)
 
+    def run(self, head: Op, forwards: int, backwards: int, most: int) -> int:
+        """How many operations from `head` on could be done in a row, `most` at most.
+
+        forwards, backwards: how many the stages before and behind have done.
+        """
+        for n, op in enumerate((head, *self.look(most))):
+            if (op.kind == "F" and op.mb >= forwards) or (op.kind in "BI" and op.mb >= backwards):
+                return n
+        return most
+
     def look(self, most: int) -> Iterator[Op]:
         """Yield the next operations without taking them, `most` at most."""
         for n in range(most):

@@ -1,6 +1,7 @@
 """Order: which operation may run next: a deterministic order over all stages, the same on every worker.
 
-An operation is F (a forward), B (a backward) or U (an update). Any order that respects the programs of the stages and
+An operation is F (a forward), B (a backward) or U (an update); B may be split into I, the gradient of the input, and W,
+that of the weights. Any order that respects the programs of the stages and
 the flow of data gives the same weights, bit for bit. The default makes groups: forwards from the first stage to the
 last, then all backwards that are ready as one wave, then all updates as one.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, islice
+from itertools import chain
 from operator import add
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from pipeback.schedules.ops import Kind, Op, Schedule, until
 from pipeback.schedules.placement import Placed
 from pipeback.schedules.programs import Flowing
 from pipeback.schedules.spans import TickSpan, next_span
+from pipeback.schedules.split import after, splits
 
 Ops = Sequence[tuple[int, int]]  # (stage, micro-batch)
 
@@ -47,9 +49,9 @@ class Order:
     sticky      one operation, of the same stage until it is blocked
     random      one operation, by a seeded draw
     streaming   as sticky; once blocked, one of the last `near` stages that were run, else the one that has most to do
-    skewed      ticks; at each, a stage does at most one forward, one backward and one update, of what its neighbours
-                gave it at earlier ticks, so that no operation feeds another. `advance` leaves undone what the first
-                stage need not wait for, and `rest` does it
+    skewed      ticks; at each, a stage does at most one operation of each kind, of what its neighbours gave it at
+                earlier ticks, so that no operation feeds another. `advance` leaves undone what the first stage need not
+                wait for, and `rest` does it
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Order:
         """Begin `schedule` anew at the next micro-batch that arrives; the pipeline must be empty."""
         n = self.stages
         self.start = self.arrived  # the programs count micro-batches from here
+        self._back: Kind = "I" if splits(schedule) else "B"  # what another stage waits for
         self._flow = schedule if isinstance(schedule, Flowing) and schedule.every == 1 else None
         self._repeated: list[Wave] | None = None  # the waves of the last micro-batch, if the next has the same
         self._owed = 0  # micro-batches for which that was so, and by which the programs have not been advanced
@@ -83,8 +86,9 @@ class Order:
         if self.policy == "streaming":
             self._programs = [Foreseen(program) for program in self._programs]
         self._heads: list[Op | None] = [next(program) for program in self._programs]
-        self._fetched = [1] * n  # operations taken from each program, the head included
+        self._fetched = [1] * n  # operations taken from each program, the head included, W left out
         self.forwards, self.backwards, self.updated = [0] * n, [0] * n, [0] * n  # micro-batches since the start
+        self.finished = [0] * n if self._back == "I" else self.backwards  # those whose W has been done
 
     @property
     def empty(self) -> bool:
@@ -134,7 +138,7 @@ class Order:
         yield from self.rest()
         n, self._turns = arrived - self.start, []
         for s, program in enumerate(self._programs):
-            rest = until(self._rest(s, program), n, self.backwards[s], self.updated[s])
+            rest = until(self._rest(s, program), n, self.finished[s], self.updated[s])
             self._programs[s] = Foreseen(rest) if self.policy == "streaming" else rest
             self._heads[s] = next(self._programs[s], None)
         yield from self._ticks() if self.policy == "skewed" else self._waves()
@@ -159,9 +163,10 @@ class Order:
         self.arrived = state["arrived"]
         for s, fetched in enumerate(state["fetched"]):
             if fetched > 1:
-                self._heads[s] = next(islice(self._programs[s], fetched - 2, None))
+                self._heads[s], self.finished[s] = after(self._programs[s], fetched - 2)
         self._fetched = list(state["fetched"])
         self.forwards, self.backwards = list(state["forwards"]), list(state["backwards"])
+        self.finished = self.finished if self._back == "I" else self.backwards
         self.updated = list(state["updated"])
 
     def withdraw(self) -> None:
@@ -186,7 +191,7 @@ class Order:
         kind, i = head
         if kind == "F":
             return i < (self.forwards[s - 1] if s else self.arrived - self.start)
-        if kind == "B":
+        if kind in ("B", "I"):
             return s == self.stages - 1 or i < self.backwards[s + 1]
         return True
 
@@ -198,10 +203,12 @@ class Order:
         kind, i = head
         if kind == "F":
             done, turn = self.forwards, self.forwards[s]
-        elif kind == "B":
+        elif kind in ("B", "I"):
             done, turn = self.backwards, self.backwards[s] if i < self.forwards[s] else -1
+        elif kind == "W":
+            done, turn = self.finished, self.finished[s] if i < self.backwards[s] else -1
         else:
-            done, turn = self.updated, self.backwards[s] - 1
+            done, turn = self.updated, self.finished[s] - 1
         if i != turn:
             raise RuntimeError(
                 f"stage {s}: {head} is out of turn; a program takes micro-batches in order, forward before backward, "
@@ -209,7 +216,7 @@ class Order:
             )
         done[s] = i + 1
         self._heads[s] = next(self._programs[s], None)
-        self._fetched[s] += 1
+        self._fetched[s] += kind != "W"
         return s, i + self.start
 
     def _waves(self) -> Iterator[Wave]:
@@ -217,7 +224,7 @@ class Order:
             yield from self._by_worker() if self._turns else self._singles()
             return
         heads, take, last = self._heads, self._take, self.stages - 1
-        forwards, backwards = self.forwards, self.backwards
+        forwards, backwards, back = self.forwards, self.backwards, self._back
         while True:
             ops: list[tuple[int, int]] = []
             upstream = self.arrived - self.start  # forwards that the stage before has done
@@ -230,10 +237,13 @@ class Order:
                 continue
             # from the first stage on, so that a backward counts what its neighbour had done before this wave
             for s, head in enumerate(heads):
-                if head is not None and head[0] == "B" and (s == last or head[1] < backwards[s + 1]):
+                if head is not None and head[0] == back and (s == last or head[1] < backwards[s + 1]):
                     ops.append(take(s, head))
             if ops:
-                yield Wave("B", ops)
+                yield Wave(back, ops)
+                continue
+            if back == "I" and (ops := self._late()):
+                yield Wave("W", ops)
                 continue
             for s, head in enumerate(heads):
                 if head is not None and head[0] == "U":
@@ -299,14 +309,22 @@ class Order:
             if ops:
                 busy, self._handed = True, ops
                 yield Wave("F", ops)
-            ops = [take(s, h) for s, h in enumerate(heads) if h is not None and h[0] == "B" and h[1] < back[s]]
+            kind = self._back
+            ops = [take(s, h) for s, h in enumerate(heads) if h is not None and h[0] == kind and h[1] < back[s]]
             if ops:
                 busy = True
-                yield Wave("B", ops)
+                yield Wave(kind, ops)
+            if kind == "I" and (ops := self._late()):
+                busy = True
+                yield Wave("W", ops)
             ops = [take(s, h) for s, h in enumerate(heads) if h is not None and h[0] == "U"]
             if ops:
                 busy = True
                 yield Wave("U", ops)
+
+    def _late(self) -> list[tuple[int, int]]:
+        """Take the W of every stage that has one."""
+        return [self._take(s, head) for s, head in enumerate(self._heads) if head is not None and head.kind == "W"]
 
     def _idles(self) -> bool:
         """Whether the first stage awaits input."""
@@ -381,10 +399,7 @@ class Order:
         assert head is not None and isinstance(program, Foreseen)
         forwards = self.forwards[s - 1] if s else self.arrived - self.start
         backwards = self.backwards[s + 1] if s + 1 < self.stages else forwards
-        for n, op in enumerate((head, *program.look(FAR))):
-            if (op.kind == "F" and op.mb >= forwards) or (op.kind == "B" and op.mb >= backwards):
-                return n
-        return FAR
+        return program.run(head, forwards, backwards, FAR)
 
     def _rest(self, s: int, program: Iterator[Op]) -> Iterator[Op]:
         head = self._heads[s]

@@ -20,6 +20,10 @@ CASES: dict[str, Callable[[int], pipeback.Method]] = {
     "gpipe-4": lambda S: methods.create("gpipe", micro_batches=4),
     "one_f_one_b": lambda S: methods.create("one_f_one_b"),
     "one_f_one_b-3": lambda S: methods.create("one_f_one_b", micro_batches=3),
+    "zb_h1": lambda S: methods.create("zb_h1"),
+    "zb_h1-4": lambda S: methods.create("zb_h1", micro_batches=4),
+    "zb_h2": lambda S: methods.create("zb_h2"),
+    "zb_h2-7": lambda S: methods.create("zb_h2", micro_batches=7),
     "interleaved": lambda S: methods.create("interleaved"),
     "interleaved-4": lambda S: methods.create("interleaved", micro_batches=4),
     "looped_bfs": lambda S: methods.create("looped_bfs"),
@@ -72,8 +76,8 @@ STEADY = [case for case in CASES if case not in SENSITIVE]
 
 # one of each kind, where all of them would take long
 FEW = (
-    "gpipe-4", "one_f_one_b-3", "interleaved-4", "pb", "pb-v", "pipedream-vertical", "pipedream_2bw", "pipemare-t3",
-    "spectrain-v2", "cerebras", "lwp-weight+sc", "pipeoptim-xpipe", "gap_aware", "msnag", "eigendelay",
+    "gpipe-4", "one_f_one_b-3", "zb_h1-4", "interleaved-4", "pb", "pb-v", "pipedream-vertical", "pipedream_2bw",
+    "pipemare-t3", "spectrain-v2", "cerebras", "lwp-weight+sc", "pipeoptim-xpipe", "gap_aware", "msnag", "eigendelay",
 )  # fmt: skip
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

@@ -11,6 +11,7 @@ from torch import nn
 
 from pipeback import methods
 from pipeback.schedules.programs import flowing
+from pipeback.schedules.split import splits
 from pipeback.schedules.timeline import in_flight
 from pipeback.stages.stage import Stage
 from tests.helpers.live_storages import LiveStorages
@@ -70,7 +71,8 @@ def made(monkeypatch):
 def stated(pipe):
     """The bytes of activations, computed as for `Pipeline.memory`, but for those in flight now."""
     stages = pipe._engine.stages
-    return [stage.added_bytes(stages[n - 1] if n else None) * len(stage.flights) for n, stage in enumerate(stages)]
+    held = [len(stage.flights) + len(stage.gradients.split.waiting) for stage in stages]
+    return [stage.added_bytes(stages[n - 1] if n else None) * held[n] for n, stage in enumerate(stages)]
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -82,7 +84,11 @@ def test_what_is_held_is_what_is_stated(case, model, made):
         pipe.push(x, y)
         given = x.nbytes * len(stages[0].flights) + y.nbytes * len(stages[-1].flights)  # which the user has made
         held = made.alive()
-        assert sum(held.values()) == sum(stated(pipe)) - given, {made.made_by(key): n for key, n in held.items()}
+        names = {made.made_by(key): n for key, n in held.items()}
+        if splits(pipe.method.schedule):  # of what stages share, and of what a graph saves, I needs more than W
+            assert sum(held.values()) <= sum(stated(pipe)), names
+        else:
+            assert sum(held.values()) == sum(stated(pipe)) - given, names
         peak = max(peak, sum(stated(pipe)))
     assert pipe.memory().activations >= peak
 
