@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from pipeback.schedules.ops import Op
+from pipeback.schedules.ops import Kind, Op
 
 
 class Foreseen(Iterator[Op]):
@@ -48,3 +48,28 @@ class Turns:
 
     def advance(self) -> None:
         self.stages = next(self._turns)[1]
+
+
+def in_turn(
+    every: Sequence[Turns],
+    heads: Sequence[Op | None],
+    ready: Callable[[int], bool],
+    take: Callable[[int, Op], tuple[int, int]],
+) -> Iterator[tuple[Kind, list[tuple[int, int]]]]:
+    """Do what each worker does next, at all stages of one of its parts, as long as any can; yield it as waves.
+
+    heads: the next operation of each stage. ready: whether that of a stage can be done. take: counts it as done.
+    """
+    moved = True
+    while moved:
+        moved = False
+        for turns in every:
+            while ready(turns.stages[0]):
+                moved, kind, ops = True, heads[turns.stages[0]], []
+                for s in turns.stages:
+                    head = heads[s]
+                    assert head is not None  # programs of workers are endless
+                    ops.append(take(s, head))
+                assert kind is not None
+                yield from [(kind.kind, [op]) for op in ops] if kind.kind in "BI" else [(kind.kind, ops)]
+                turns.advance()
