@@ -36,5 +36,5 @@ def by_worker(
                 moved, mine = True, [(s, head) for s in turns.stages if (head := heads[s]) is not None]
                 kind = mine[0][1].kind
                 ops = [take(s, head) for s, head in mine]
-                yield from [(kind, [op]) for op in ops] if kind == "B" else [(kind, ops)]
+                yield from [(kind, [op]) for op in ops] if kind in "BI" else [(kind, ops)]
                 turns.advance()
