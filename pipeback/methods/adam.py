@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from pipeback.methods.base import OptimizerLike
+from pipeback.methods.columns import Number, column
 from pipeback.methods.gradients import decoupled, entering, gradients
 from pipeback.methods.momentum import LWP_OF_WEIGHTS
 from pipeback.private import fused_adam
@@ -59,8 +60,9 @@ class Moments(NamedTuple):
     first: list[Tensor]  # m
     second: list[Tensor]  # q
     steps: list[Tensor]  # t
-    first_corrections: list[float]  # 1 − β₁ᵗ
-    second_corrections: list[float]  # 1 − β₂ᵗ
+    counts: list[Number]  # t
+    first_corrections: list[Number]  # 1 − β₁ᵗ
+    second_corrections: list[Number]  # 1 − β₂ᵗ
 
     def roots(self, tiny: float) -> list[Tensor]:
         """√q̂ + ε, with the bits of torch's step."""
@@ -75,9 +77,10 @@ def moments(optimizer: OptimizerLike, group: Group, weights: Sequence[Tensor]) -
     state, (beta1, beta2) = optimizer.state, map(float, group["betas"])
     there = [w for w in weights if "exp_avg" in state.get(w, ())]
     steps = [state[w]["step"] for w in there]
-    counts = [float(t) for t in steps]
+    counts = [t.double() if t.dim() else float(t) for t in steps]
     first, second = ([state[w][key] for w in there] for key in ("exp_avg", "exp_avg_sq"))
-    return Moments(there, first, second, steps, [1 - beta1**t for t in counts], [1 - beta2**t for t in counts])
+    corrections = ([column(1 - beta**t, w) for t, w in zip(counts, there, strict=True)] for beta in (beta1, beta2))
+    return Moments(there, first, second, steps, counts, *corrections)
 
 
 def adam_step(
