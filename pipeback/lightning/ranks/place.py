@@ -20,10 +20,10 @@ from lightning.pytorch.plugins import CheckpointIO, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from pipeback.lightning import random_state
+from pipeback.lightning import option_checks, random_state
 from pipeback.lightning.ranks.launchers import LAUNCHERS, launcher
 from pipeback.lightning.ranks.meeting import Meeting, join
-from pipeback.pipeline.arguments import Processes
+from pipeback.pipeline.arguments import Processes, TensorParallel
 
 
 class Place(SingleDeviceStrategy):
@@ -33,6 +33,7 @@ class Place(SingleDeviceStrategy):
         self,
         start: str,
         processes: Processes,
+        tensor: TensorParallel,
         accelerator: Accelerator | None,
         checkpoint_io: CheckpointIO | None,
         precision_plugin: Precision | None,
@@ -40,7 +41,7 @@ class Place(SingleDeviceStrategy):
         super().__init__("cpu", accelerator, checkpoint_io, precision_plugin)
         if start not in LAUNCHERS:
             raise ValueError(f"launcher must be one of {', '.join(LAUNCHERS)}, but is {start!r}")
-        self.start, self.processes = start, processes
+        self.start, self.processes, self.tensor = start, processes, tensor
         self.cluster_environment: ClusterEnvironment | None = None
         self.num_nodes = 1
         self.alone = False  # whether this process validates alone, as the one that starts the others does
@@ -104,6 +105,7 @@ class Place(SingleDeviceStrategy):
 
     def setup_environment(self) -> None:
         if self.several and not self.alone:
+            option_checks.mesh(self.tensor, self.ranks)
             self.set_world_ranks()
         super().setup_environment()
         if self.several and not self.alone and self.meeting is None:
@@ -112,7 +114,7 @@ class Place(SingleDeviceStrategy):
             timeout = self.processes.timeout
             seconds = timeout if self.launcher is None else max(timeout, 300.0)
             join(self.cluster_environment, self.root_device, seconds)
-            self.meeting = Meeting(self.root_device)
+            self.meeting = Meeting(self.root_device, self.tensor.size)
             # all ranks see the same data, so that there is nothing to accumulate
             warnings.filterwarnings("ignore", ".*sync_dist=True.* when logging on epoch level")
 
