@@ -93,7 +93,8 @@ class Spread:
     def stages(self, stages: Sequence[Stage]) -> None:
         """Tell the stages of their shards. Raises ValueError for an optimizer that looks at whole weights."""
         for stage in stages:
-            sharding = Sharding(list(stage.module.named_parameters()), self.cuts, self.group)
+            routed = any(isinstance(module, experts.SpreadExperts) for module in stage.module.modules())
+            sharding = Sharding(list(stage.module.named_parameters()), self.cuts, self.group, routed)
             if sharding.cuts and not separable(stage.optimizer):
                 raise ValueError(
                     f"tensor_parallel: {type(stage.optimizer).__name__} of {stage.label} may look at whole matrices, "

@@ -153,6 +153,18 @@ def near(found, wanted, where=""):
 
 
 @pytest.mark.parametrize("method", ["cerebras", rare("pipedream")])
+def test_a_checkpoint_with_activations_in_flight_resumes_on_as_many_shards(method, tmp_path, crew):
+    wanted = run(None, 1, 1, activations="device", method=method)
+    for found in crew.ranks(4).run(run, tmp_path, 4, 2, activations="device", method=method):
+        assert far(found, wanted) == []
+    for devices, name in ((2, "5.ckpt"), (4, "15.ckpt")):
+        options = dict(ckpt=tmp_path / name, method=method, activations="device")
+        for found in crew.ranks(devices).run(run, None, devices, 2, **options):
+            rest = wanted["losses"][int(name[:-5]) :]
+            assert far({**found, "metrics": {}}, {**wanted, "metrics": {}, "losses": rest}) == [], devices
+
+
+@pytest.mark.parametrize("method", ["cerebras", rare("pipedream")])
 def test_a_checkpoint_is_that_of_one_device_and_resumes_on_any_mesh(method, tmp_path, crew):
     one, several = tmp_path / "one", tmp_path / "several"
     wanted = run(one, 1, 1, method=method)
