@@ -168,8 +168,7 @@ class PipelineStrategy(Place):
         return {} if self._fit is None else self._fit.vectorized
 
     @property
-    def busy(self) -> float:
-        """Seconds spent in F, B and U since the beginning of `fit`."""
+    def busy(self) -> float:  # seconds in F, B and U since the beginning of `fit`
         return 0.0 if self._fit is None else self._fit.busy
 
     # -- building ------------------------------------------------------------------------------------------------
@@ -192,12 +191,13 @@ class PipelineStrategy(Place):
             (optimizer,) = self.optimizers
             find_stages.check_outside(module, found, optimizer)
             self.precision_plugin.clip_gradients = self._clip_gradients  # type: ignore[method-assign]
-            tell = self.tell if options.plan and not isinstance(store, DeviceStore | None) else None
+            tell = None if isinstance(store, DeviceStore | None) or not options.plan else self.tell
             rank: OneDevice | SharedFit = OneDevice(found, options.threads)
             if self.meeting is not None:
                 self.same_random_numbers()
                 facts = options.facts(self.precision_plugin.precision)
-                rank = SharedFit(self.meeting, self.processes, facts, module, found, optimizer, options.tensor)
+                shards = self.parallelized.plan(options.tensor, found)
+                rank = SharedFit(self.meeting, self.processes, facts, module, found, optimizer, shards)
             apart = one_by_one.why(options, trainer, module, self.precision_plugin, found, self.ranks)
             self._fit = Fit(rank, module, found, optimizer, options, store, self._visits, tell, apart)
             self._state = FitState(self._fit, rank)
@@ -215,8 +215,8 @@ class PipelineStrategy(Place):
         """Move the module to the device, except stages that live in a store."""
         module = self.lightning_module
         assert module is not None
-        at_home = self.options.keeps_home(self.ranks)
-        with staying(self.options.find(module, self.ranks).module) if at_home else nullcontext():
+        home = self.options.keeps_home(self.ranks)
+        with staying(self.options.find(module, self.ranks).module) if home else nullcontext():
             super().model_to_device()
 
     def setup_optimizers(self, trainer: Trainer) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-from torch.distributed.tensor.placement_types import Replicate
+from torch.distributed.tensor.placement_types import Shard
 
 import pipeback
 from pipeback.tensor_parallel import ByColumns, Experts, Local
@@ -72,12 +72,12 @@ PLANS: dict[str, tuple[Callable[[], nn.Module], Any, str, Callable[[], nn.Module
         perceptron, {"*.up": "columnwise"}, "plan: the style of '*.up'", perceptron, PERCEPTRON,
     ),
     "layouts": (
-        perceptron, {"*.up": ColwiseParallel(output_layouts=Replicate())},
+        perceptron, {"*.up": ColwiseParallel(input_layouts=Shard(0))},
         "has a ColwiseParallel with layouts of its own, but only the default ones are known", perceptron,
         {"*.up": "colwise_gather_output"},
     ),
     "layouts left out": (
-        perceptron, {"*.up": ColwiseParallel(output_layouts=Replicate())}, "leave them out, or use", perceptron,
+        perceptron, {"*.up": ColwiseParallel(input_layouts=Shard(0))}, "leave them out, or use", perceptron,
         {"*.up": ColwiseParallel(), "*.down": RowwiseParallel()},
     ),
     "no layer": (perceptron, {"0": "colwise"},

@@ -7,6 +7,8 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -181,3 +183,67 @@ def test_a_checkpoint_is_that_of_one_device_and_resumes_on_any_mesh(method, tmp_
         for found in where.run(run, *args, **options) if where else [run(*args, **options)]:
             rest = wanted["losses"][5:]  # a mean over the epoch begins anew
             assert far({**found, "metrics": {}}, {**wanted, "metrics": {}, "losses": rest}) == [], (devices, tensor)
+
+
+class Heads(nn.Module):
+    """Attention that counts its heads, of which a rank has some."""
+
+    def __init__(self, width=8, heads=4):
+        super().__init__()
+        self.heads, self.size = heads, width // heads
+        self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x):
+        shape = (*x.shape[:-1], self.heads, self.size)
+        q, k, v = (layer(x).view(shape) for layer in (self.query, self.key, self.value))
+        return x + self.out((q.sigmoid() * k.tanh() * v).flatten(-2))
+
+
+def attentive():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 8), Heads(), nn.Tanh(), Heads(), nn.Linear(8, 6)).double()
+
+
+class Itself(ranks.Whole):
+    """Cuts its modules itself, as for Lightning's ModelParallelStrategy; on one device it has no mesh."""
+
+    def __init__(self, before=True):
+        super().__init__(nn.Identity, scheduler=ranks.cycle)
+        self.before = before
+
+    def configure_model(self):
+        if not isinstance(self.model, nn.Identity):
+            return
+        self.model = attentive()
+        if self.device_mesh is None:
+            return
+        assert self.device_mesh["data_parallel"].size() == 1
+        mesh = self.device_mesh["tensor_parallel"]
+        for layer in (self.model[1], self.model[3]):
+            if self.before:
+                layer.heads //= mesh.size()
+            plan = {name: ColwiseParallel() for name in ("query", "key", "value")}
+            parallelize_module(layer, mesh, {**plan, "out": RowwiseParallel()})
+            if not self.before:
+                layer.heads //= mesh.size()
+        parallelize_module(self.model[4], mesh, ColwiseParallel(output_layouts=Replicate()))
+
+
+def itself(devices, tensor, **options):
+    """The fit, and what the whole module computes afterwards by itself."""
+    run, module = fit(devices, tensor, None, val=partial(loader, 2), **options)
+    heads = [layer.heads for layer in (module.model[1], module.model[3])]
+    with torch.no_grad():
+        output = module.model.eval()(torch.ones(2, 6, dtype=torch.float64))
+    return ranks.outcome(run, module), heads, output
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=["1 × 2", "2 × 2"])
+@pytest.mark.parametrize("before", [True, False])
+def test_a_module_that_cuts_itself(before, mesh, crew):
+    options = dict(module=partial(Itself, before))
+    wanted, heads, output = itself(1, 1, **options)
+    for result in crew.ranks(mesh[0]).run(itself, *mesh, **options):
+        assert far(result[0], wanted) == []
+        assert result[1] == heads == [4, 4]
+        assert torch.allclose(result[2], output, rtol=0, atol=WITHIN)

@@ -7,6 +7,8 @@ the same batches, and rank 0 decides wherever ranks could decide differently.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,11 +20,14 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import CheckpointIO, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch.distributed.device_mesh import DeviceMesh
 
-from pipeback.lightning import option_checks, random_state
+from pipeback.lightning import lightning_internals, option_checks, random_state
 from pipeback.lightning.ranks.launchers import LAUNCHERS, launcher
 from pipeback.lightning.ranks.meeting import Meeting, join
+from pipeback.lightning.ranks.parallelized import MESH, AbsentMesh, Parallelized
 from pipeback.pipeline.arguments import Processes, TensorParallel
 
 
@@ -46,6 +51,7 @@ class Place(SingleDeviceStrategy):
         self.num_nodes = 1
         self.alone = False  # whether this process validates alone, as the one that starts the others does
         self.meeting: Meeting | None = None
+        self.parallelized = Parallelized()
         self.lost = False  # whether weights are not in the module, but on ranks that have failed, or in files
         self._devices: list[torch.device] = []
 
@@ -117,6 +123,23 @@ class Place(SingleDeviceStrategy):
             self.meeting = Meeting(self.root_device, self.tensor.size)
             # all ranks see the same data, so that there is nothing to accumulate
             warnings.filterwarnings("ignore", ".*sync_dist=True.* when logging on epoch level")
+        module = self.lightning_module
+        if self.tensor.size > 1 and module is not None and is_overridden("configure_model", module):
+            sizes = dict(zip(MESH, (1, self.ranks // self.tensor.size, self.tensor.size), strict=True))
+            whole = None if self.meeting is None else self.meeting.table[None]
+            mesh = AbsentMesh(sizes) if whole is None else DeviceMesh(self.root_device.type, whole, mesh_dim_names=MESH)
+            lightning_internals.show_mesh(module, mesh)
+
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Hear which modules `configure_model` wants to be cut, if devices compute stages together."""
+        module = self.lightning_module
+        with (
+            nullcontext()
+            if self.tensor.size == 1 or module is None
+            else self.parallelized.hearing(module, self.tensor.size)
+        ):
+            yield
 
     # -- meeting -------------------------------------------------------------------------------------------------
 

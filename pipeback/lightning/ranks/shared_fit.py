@@ -53,6 +53,7 @@ class SharedFit:
     ) -> None:
         self.meeting, self.processes, self.module, self.found = meeting, processes, module, found
         self.failed = False
+        self.tensor = tensor
         self.shards = FitShards(tensor, meeting.shard)
         self._pipe: Pipeline | None = None
         self._hollow: ModuleShell
@@ -91,6 +92,7 @@ class SharedFit:
         clipping: Clipping = options["clip_norm"]
         self._clip = clipping.norm, clipping.value
         processes = replace(self.processes, mesh=self.meeting.mesh)
+        options["tensor_parallel"] = self.tensor  # its plan may be that of configure_model
         pipe = self._pipe = Pipeline(split, loss=None, workers=processes, **options)
         assert isinstance(pipe.ranks, Ranks)
         self.meeting.health = pipe.ranks.health
