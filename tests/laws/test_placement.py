@@ -11,6 +11,7 @@ from tests.laws.cases import OPTIMIZERS, data, everything, network, pipeline
 METHODS = {
     "interleaved": lambda: methods.create("interleaved", chunks=2),
     "looped_bfs": lambda: methods.create("looped_bfs", chunks=2),
+    "zb_v": lambda: methods.create("zb_v"),
     "pb-v": lambda: methods.create("pb", placement="v"),
     "chained": lambda: pipeback.chain(methods.create("pb", placement="v"), methods.create("ef")),
 }
