@@ -1,11 +1,11 @@
-"""Foreseen: a program whose next operations can be looked at in advance, and what each worker does next."""
+"""Foreseen: a program whose next operations can be looked at in advance."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 
-from pipeback.schedules.ops import Kind, Op
+from pipeback.schedules.ops import Op
 
 
 class Foreseen(Iterator[Op]):
@@ -37,39 +37,3 @@ class Foreseen(Iterator[Op]):
                     return
                 self._seen.append(op)
             yield self._seen[n]
-
-
-class Turns:
-    """The stages at which a worker does its next operation, one by one. turns: endless, from `Placed.turns`."""
-
-    def __init__(self, turns: Iterator[tuple[Op, Sequence[int]]]) -> None:
-        self._turns = turns
-        self.stages = next(turns)[1]
-
-    def advance(self) -> None:
-        self.stages = next(self._turns)[1]
-
-
-def in_turn(
-    every: Sequence[Turns],
-    heads: Sequence[Op | None],
-    ready: Callable[[int], bool],
-    take: Callable[[int, Op], tuple[int, int]],
-) -> Iterator[tuple[Kind, list[tuple[int, int]]]]:
-    """Do what each worker does next, at all stages of one of its parts, as long as any can; yield it as waves.
-
-    heads: the next operation of each stage. ready: whether that of a stage can be done. take: counts it as done.
-    """
-    moved = True
-    while moved:
-        moved = False
-        for turns in every:
-            while ready(turns.stages[0]):
-                moved, kind, ops = True, heads[turns.stages[0]], []
-                for s in turns.stages:
-                    head = heads[s]
-                    assert head is not None  # programs of workers are endless
-                    ops.append(take(s, head))
-                assert kind is not None
-                yield from [(kind.kind, [op]) for op in ops] if kind.kind in "BI" else [(kind.kind, ops)]
-                turns.advance()

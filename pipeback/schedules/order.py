@@ -15,12 +15,13 @@ from itertools import chain, starmap
 from operator import add
 from typing import Any, NamedTuple
 
-from pipeback.schedules.foreseen import Foreseen, Turns, in_turn
+from pipeback.schedules.foreseen import Foreseen
 from pipeback.schedules.ops import Kind, Op, Schedule, until
 from pipeback.schedules.placement import Placed
 from pipeback.schedules.programs import Flowing
 from pipeback.schedules.spans import TickSpan, next_span
 from pipeback.schedules.split import after, splits
+from pipeback.schedules.worker_turns import Turns, by_worker
 
 Ops = Sequence[tuple[int, int]]  # (stage, micro-batch)
 
@@ -221,8 +222,8 @@ class Order:
 
     def _waves(self) -> Iterator[Wave]:
         if self._turns or self.policy != "grouped":
-            in_turns = starmap(Wave, in_turn(self._turns, self._heads, self._ready, self._take))
-            yield from in_turns if self._turns else self._singles()
+            in_turn = starmap(Wave, by_worker(self._turns, self._heads, self._ready, self._take))
+            yield from in_turn if self._turns else self._singles()
             return
         heads, take, last = self._heads, self._take, self.stages - 1
         forwards, backwards, back = self.forwards, self.backwards, self._back

@@ -303,10 +303,9 @@ class Stage:
 
     def added_bytes(self, before: Stage | None) -> int:
         """The bytes that a micro-batch adds on the device. before: the stage before, if it is in this process."""
-        shared = (
-            before is not None and before.stack is None and not self.gradients.split.peak
-        )  # W may come after the other's W
-        return self.learnt.activation_bytes - shared * self.learnt.handed_bytes
+        # where backwards are split, this stage may hold what was handed to it for longer than the stage before
+        late = self.gradients.split.peak or before is None or before.stack is not None
+        return self.learnt.activation_bytes - (0 if late else self.learnt.handed_bytes)
 
     def work_on(self, device: torch.device) -> None:
         """Set the device of a stage without weights, which is that of its input."""
