@@ -47,9 +47,11 @@ def of_input(stage: Any, mb: int, grad: Value, number: float = 1.0) -> Value:
     if not leaves and not split.late:
         split.wait(mb, Postponed(None, (roots, seeds), flight.options, number))
         return flight.upstream()
-    cuts = split.kept_whole(stage, flight) or cut(roots, leaves, stage.params, late=split.late)
-    if isinstance(cuts, str) or not leaves:
-        split.why = cuts if isinstance(cuts, str) else ""  # no other stage waits for the first one
+    cuts: Cuts | str = ""  # no other stage waits for the first one
+    if leaves:
+        cuts = split.kept_whole(stage, flight) or cut(roots, leaves, stage.params, late=split.late)
+    if isinstance(cuts, str):
+        split.why = cuts
         if split.late:
             apart = _apart(stage)
             differentiate(roots, seeds, flight.leaves, [apart])
