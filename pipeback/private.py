@@ -15,6 +15,7 @@
 * `catch`: a hook on a leaf without a handle to remove it by, which costs as much as a small kernel.
 * `hooks_of`, `handles`, `registered`, `listened`, `hooked`, `without_step_hooks`: whether anybody listens to a module,
   an optimizer, or all of them.
+* `styles_heard`: what `parallelize_module` does to each module. `is_distributed`: whether it has cut a weight.
 * `fused_adam`, `fused_sgd`: torch's kernels for one step of Adam or momentum SGD over lists of weights.
 * `uncompiled`: the module inside of one that torch.compile has made, or one whose own `compile` was called.
 * `group_named`: the name of a process group. torch 2.11 gives one twice, and a new group then waits at an address of
@@ -296,6 +297,33 @@ def as_autograd_cuts() -> Any:
             return as_autograd_cuts, ()  # a class of its own here, since its base is slow to import
 
     return AsWritten()
+
+
+@contextmanager
+def styles_heard(hear: Callable[[nn.Module, Any], nn.Module]) -> Iterator[None]:
+    """A context in which `parallelize_module` gives each module and its style to `hear`, and does nothing to it."""
+    with needing("torch.distributed.tensor.parallel.ParallelStyle._apply"):
+        from torch.distributed.tensor.parallel import ParallelStyle
+
+        ParallelStyle._apply  # noqa: B018
+    kinds, every = [ParallelStyle], list[Any]()
+    while kinds:
+        kind = kinds.pop()
+        kinds += kind.__subclasses__()
+        every += [kind] * ("_apply" in vars(kind))
+
+    with ExitStack() as stack:
+        for kind in every:
+            stack.callback(setattr, kind, "_apply", vars(kind)["_apply"])
+            kind._apply = lambda style, module, device_mesh: hear(module, style)
+        yield
+
+
+def is_distributed(p: Tensor) -> bool:
+    """Whether a weight is a DTensor, of which this process has a part."""
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(p, DTensor)
 
 
 @contextmanager

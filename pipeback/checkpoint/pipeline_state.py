@@ -83,7 +83,7 @@ def share(
             tensors = stage.home.share.whole(tensors, own)
         if stage.home.shards is not None:
             _saveable(stage)
-            tensors = stage.home.shards.whole(tensors)
+            tensors, plain = stage.home.shards.state(tensors, plain)
         if take is not None:
             take(stage, tensors)
             tensors = {}
@@ -92,11 +92,12 @@ def share(
 
 
 def _saveable(stage: Stage) -> None:
-    """Raise ValueError for micro-batches in flight whose graphs hold activations that are spread over ranks."""
-    if any(flight.again is None for flight in stage.flights.values()):
+    """Raise ValueError for micro-batches in flight whose graphs depend on where their tokens have gone."""
+    spread = stage.home.shards is not None and stage.home.shards.data_dependent
+    if spread and any(flight.again is None for flight in stage.flights.values()):
         raise ValueError(
-            f"{stage.label}: micro-batches in flight hold activations that are spread over ranks; call pipe.drain() "
-            'before the state is taken, or build the pipeline with activations="recompute"'
+            f"{stage.label}: micro-batches in flight hold tokens that have travelled to experts on other ranks; call "
+            'pipe.drain() before the state is taken, or build the pipeline with activations="recompute"'
         )
 
 
@@ -144,6 +145,8 @@ def load(stage: Stage, state: dict[str, Any], options: dict[int, Options], opene
         plain = plain["replicas"][stage.replica - 1]
     if stage.home.share is not None and stage.home.flat is not None:
         tensors = stage.home.share.pieces(tensors)
+    if stage.home.shards is not None:
+        plain = stage.home.shards.going_on(plain)
     with opened(stage):
         stage_state.load(stage, tensors, plain, options)
     with present(stage) if plain["flights"] else nullcontext():

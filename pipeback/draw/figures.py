@@ -19,6 +19,7 @@ from pipeback.draw.worker_bands import COLOURS as _COLOURS
 from pipeback.draw.worker_bands import INK as _INK
 from pipeback.draw.worker_bands import beside
 from pipeback.schedules.ops import Schedule
+from pipeback.schedules.placement import Placed
 from pipeback.schedules.recording import Recording
 from pipeback.schedules.timeline import UNIT, Slot, Time, bubble, timeline
 
@@ -193,7 +194,9 @@ def compare(schedules: Mapping[str, Schedule], stages: int, micro_batches: int, 
     )
     told: set[str] = set()  # what legends above explain
     for n, (ax, (name, slots)) in enumerate(zip(axes[:, 0], runs.items(), strict=True)):
-        idle = bubble([Slot(s.start, min(s.end, end), s.stage, s.op) for s in slots if s.start < end])
+        schedule = schedules[name]
+        owner = schedule.placement.owner if isinstance(schedule, Placed) else None
+        idle = bubble([Slot(s.start, min(s.end, end), s.stage, s.op) for s in slots if s.start < end], owner)
         picture(slots, ax, title=f"{name}   (idle in what is shown: {idle:.0%})", until=end)
         words = {text.get_text() for text in ax.get_legend().get_texts()}
         if words <= told:

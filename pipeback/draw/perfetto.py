@@ -12,6 +12,7 @@ from itertools import count
 from os import PathLike
 from typing import Any
 
+from pipeback.draw.worker_bands import stages_of
 from pipeback.schedules.ops import Op
 from pipeback.schedules.recording import Idle, Move, Recording, Track
 from pipeback.schedules.timeline import Slot, needs
@@ -121,10 +122,9 @@ def _name(what: str, name: str, order: int, **where: int) -> list[dict[str, Any]
 
 def _named(pid: int, tid: int, n: int, track: Track, recording: Recording) -> list[dict[str, Any]]:
     mine = [s for s, w in enumerate(recording.owner) if w == track.worker]
-    which = f"stages {mine[0]} to {mine[-1]}" if len(mine) > 1 else f"stage {mine[0]}"
     copy = f", replica {track.replica}" if recording.tracks[-1].replica else ""
     return [
-        *_name("process", f"{track.name}{copy}: {which}", n, pid=pid, tid=tid),
+        *_name("process", f"{track.name}{copy}: {stages_of(mine)}", n, pid=pid, tid=tid),
         *_name("thread", "waiting", 0, pid=pid, tid=tid),
     ]
 

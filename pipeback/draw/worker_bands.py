@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from pipeback.counts import numbered
 from pipeback.schedules.recording import Recording
 from pipeback.schedules.timeline import Time
 
@@ -89,7 +90,7 @@ def bands(recording: Recording, ax: Axes, *, until: Time | None = None) -> Axes:
                 spans = [(1e3 * float(slot.start), 1e3 * float(slot.end - slot.start)) for slot in some]
                 ax.broken_barh(spans, (row[s], high / len(mine)), facecolors=colour)
         places.append(top + high / 2)
-        which = f"stages {mine[0]} to {mine[-1]}" if len(mine) > 1 else f"stage {mine[0]}"
+        which = stages_of(mine)
         copy = f", replica {track.replica}" if recording.tracks[-1].replica else ""
         names.append(f"{track.name.partition(' (')[0]}{copy}\n{which}\nidle {share:.1%}")
         top += high + 0.5
@@ -100,6 +101,17 @@ def bands(recording: Recording, ax: Axes, *, until: Time | None = None) -> Axes:
     for side in ("top", "right", "left", "bottom"):
         ax.spines[side].set_visible(False)
     return ax
+
+
+def stages_of(numbers: Sequence[int]) -> str:
+    """The stages of a worker in words.
+
+    >>> stages_of([2]), stages_of([0, 1, 2]), stages_of([0, 3])
+    ('stage 2', 'stages 0 to 2', 'stages 0, 3')
+    """
+    if len(numbers) > 1 and numbers[-1] - numbers[0] == len(numbers) - 1:
+        return f"stages {numbers[0]} to {numbers[-1]}"
+    return numbered("stage", numbers)
 
 
 def _height(recording: Recording) -> float:

@@ -29,6 +29,10 @@ class When(NamedTuple):
 
     When one call serves several stages (`Method.merges`), `rates` and `delays` hold one number per weight, and the
     other fields are those of the first stage.
+
+    When weights are rows (`rows`), every weight is a tensor (n, …) of n stages: `rates` and `delays` hold a column
+    (n, 1, …) per weight, the rates of parameter groups, `delay` and the plain numbers of a state are vectors (n), and
+    `mb` and `version` are not told (`pipeback.methods.columns`).
     """
 
     stage: int  # s
@@ -44,6 +48,7 @@ class When(NamedTuple):
     # of an update, the weights on which F(i) ran (methods with `needs_used`), or of several micro-batches F of the
     # first; if they are the newest, it is the list of the weights itself
     used: Weights | None = None
+    rows: int = 0  # n, of how many stages each weight has a row; 0: it is the weight of one stage
 
 
 # a method's own state: plain numbers, and lists with one tensor (or None) per weight; a list "velocity" that begins
@@ -84,6 +89,7 @@ class Correction(NamedTuple):
         whose name is `along`
         B runs on the weights that F `used`, shifted or not
         U runs at these `rates`
+        U is the method's `own` update, which is called with rows (`When.rows`); what else is said of U does not hold
     If all are empty, F and B run on w, and U is the optimizer's own step.
 
     along: the name of δ in the state; empty: the shifts are along v. varies: whether the correction changes with every
@@ -98,6 +104,7 @@ class Correction(NamedTuple):
     used: bool = False
     varies: bool = False
     along: str = ""
+    own: bool = False
 
 
 class OptimizerLike(Protocol):
@@ -136,6 +143,7 @@ class Method:
                     chain
     reads_moments   whether the hooks read the second moment of Adam in the optimizer's state
     turns_moments   whether the method keeps it there in other coordinates than those of the weights
+    takes_rows      whether `update` can be called with rows of weights (`When.rows`)
     """
 
     schedule: Schedule
@@ -152,6 +160,7 @@ class Method:
     steps_itself: bool = False
     reads_moments: bool = False
     turns_moments: bool = False
+    takes_rows: bool = False
 
     def __init_subclass__(cls) -> None:
         if isinstance(cls.__dict__.get("schedule"), FunctionType):
@@ -220,7 +229,7 @@ class Method:
         return when.rates
 
     def correction(self, when: When, state: State) -> Correction | None:
-        """The `Correction` that the hooks compute; None if they do more, or keep more than v, δ and plain numbers.
+        """The `Correction` that the hooks compute; None if it cannot say what they do.
 
         Stages that run as one apply the correction and do not call the hooks. They do not trust the correction of a
         class for a subclass that overrides hooks, but call the hooks there.

@@ -144,6 +144,8 @@ def _spread(
     """Cut the model into this rank's shards, if several ranks compute stages together. undone: puts it back."""
     if not isinstance(ranks, Ranks) or ranks.tensor == 1:
         return None
+    if isinstance(model, Split) and isinstance(model.spread, Spread):
+        return model.spread
     if isinstance(model, Split):
         raise TypeError(
             "tensor_parallel cuts weights before a model is split, but model is a Split already; give the model itself "

@@ -95,6 +95,9 @@ class PipelineOptions(NamedTuple):
                 ("tensor_parallel", self.tensor.size, 1, "tensor_parallel=1"),
             )
             check_goes_with(f"placement={method.placement!r} on several workers", "", alone)
+            apart = method.placement == "v" and ranks > 1  # the loss is then on the first rank, not on the last one
+            given = ("placement", method.placement if apart else "neighbours", "neighbours", "placement='neighbours'")
+            check_goes_with("loss=None over several ranks", "", [given] if self.loss is None else [])
         if splits(method.schedule) and any(method.delays(stages)):
             whole = (
                 ("vectorize", self.vectorize, False, "vectorize=False"),

@@ -126,8 +126,9 @@ class WireLink:
         return self.box.pop((kind, stage, mb))
 
     def wait(self, kind: str, stage: int, mb: int) -> None:
-        name, worker = (kind, stage, mb), self.owner[stage + 1 if kind == "B" else stage - 1]
+        name = (kind, stage, mb)
         if name not in self.box:
+            worker = self.owner[stage + 1 if kind == "B" else stage - 1]
             with self.watched(worker, name):
                 while name not in self.box:
                     key, tensor, mark = self.into[worker].recv()
@@ -135,7 +136,8 @@ class WireLink:
                     if key[0] == "F" and self.mark is not None:
                         self._told[key] = mark
         if name in self._told:  # not before: a worker may be told of micro-batches that it was not given yet
-            self.compare(mb, self._mark(stage, mb) ^ self._told.pop(name), f"worker {worker}")
+            sender = self.owner[stage - 1]
+            self.compare(mb, self._mark(stage, mb) ^ self._told.pop(name), f"worker {sender}")
 
     def compare(self, mb: int, differs: int, other: str) -> None:
         """Raise `OtherBatch` if the mark of a micro-batch differs from that of another rank."""

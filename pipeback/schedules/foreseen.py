@@ -1,9 +1,9 @@
-"""Foreseen: a program whose next operations can be looked at in advance, and what each worker does next."""
+"""Foreseen: a program whose next operations can be looked at in advance."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from pipeback.schedules.ops import Op
 
@@ -37,14 +37,3 @@ class Foreseen(Iterator[Op]):
                     return
                 self._seen.append(op)
             yield self._seen[n]
-
-
-class Turns:
-    """The stages at which a worker does its next operation, one by one. turns: endless, from `Placed.turns`."""
-
-    def __init__(self, turns: Iterator[tuple[Op, Sequence[int]]]) -> None:
-        self._turns = turns
-        self.stages = next(turns)[1]
-
-    def advance(self) -> None:
-        self.stages = next(self._turns)[1]

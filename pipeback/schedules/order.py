@@ -11,16 +11,17 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
+from itertools import chain, starmap
 from operator import add
 from typing import Any, NamedTuple
 
-from pipeback.schedules.foreseen import Foreseen, Turns
+from pipeback.schedules.foreseen import Foreseen
 from pipeback.schedules.ops import Kind, Op, Schedule, until
 from pipeback.schedules.placement import Placed
 from pipeback.schedules.programs import Flowing
 from pipeback.schedules.spans import TickSpan, next_span
 from pipeback.schedules.split import after, splits
+from pipeback.schedules.worker_turns import Turns, by_worker
 
 Ops = Sequence[tuple[int, int]]  # (stage, micro-batch)
 
@@ -221,7 +222,8 @@ class Order:
 
     def _waves(self) -> Iterator[Wave]:
         if self._turns or self.policy != "grouped":
-            yield from self._by_worker() if self._turns else self._singles()
+            in_turn = starmap(Wave, by_worker(self._turns, self._heads, self._ready, self._take))
+            yield from in_turn if self._turns else self._singles()
             return
         heads, take, last = self._heads, self._take, self.stages - 1
         forwards, backwards, back = self.forwards, self.backwards, self._back
@@ -370,19 +372,6 @@ class Order:
             head = self._heads[s]
             assert head is not None  # it is ready
             yield Wave(head.kind, [self._take(s, head)])
-
-    def _by_worker(self) -> Iterator[Wave]:
-        """Yield what each worker does, in its own order: its next operation at all stages of one of its parts."""
-        moved = True
-        while moved:
-            moved = False
-            for turns in self._turns:
-                while self._ready(turns.stages[0]):
-                    moved, heads = True, [self._heads[s] for s in turns.stages]
-                    ops = [self._take(s, head) for s, head in zip(turns.stages, heads, strict=True) if head is not None]
-                    kind = heads[0].kind if heads[0] is not None else "U"
-                    yield from [Wave(kind, [op]) for op in ops] if kind == "B" else [Wave(kind, ops)]
-                    turns.advance()
 
     def _richest(self, ready: list[int]) -> int:
         """The stage to run next: one that ran lately, whose weights may still be here, else the one with most to do."""

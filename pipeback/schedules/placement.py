@@ -69,7 +69,7 @@ class Placed:
         """Each operation of a worker, and the stages at which it is done, one after the other."""
         chunks = self.placement.chunks(worker)
         for chunk, op in self.program(worker, self.placement.workers, len(chunks)):
-            yield op, chunks[chunk][::-1] if op.kind == "B" else chunks[chunk]
+            yield op, chunks[chunk][::-1] if op.kind in "BI" else chunks[chunk]
 
     def worker(self, worker: int) -> Iterator[tuple[int, Op]]:
         """The endless program of a worker: stage and operation."""

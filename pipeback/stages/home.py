@@ -85,10 +85,20 @@ class WeightShards(Protocol):
     """This rank's shards of a stage that several ranks compute together (`tensor_parallel/sharding`)."""
 
     cuts: Any
+    data_dependent: bool
+
+    @property
+    def count(self) -> int: ...
 
     def norm(self, grads: Sequence[Tensor | None]) -> Tensor: ...
 
     def whole(self, tensors: Mapping[str, Tensor], keep: Any = ...) -> dict[str, Tensor]: ...
+
+    def state(
+        self, tensors: Mapping[str, Tensor], plain: dict[str, Any]
+    ) -> tuple[dict[str, Tensor], dict[str, Any]]: ...
+
+    def going_on(self, plain: dict[str, Any]) -> dict[str, Any]: ...
 
     def shards(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]: ...
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeback.counts import counted
 from pipeback.stages.masters import HALF
 from pipeback.stages.stage import Stage
 
@@ -50,6 +51,7 @@ def check(stage: Stage, tensors: Mapping[str, Tensor], plain: dict[str, Any]) ->
                     f"{tuple(theirs[name].shape)} {theirs[name].dtype} in the state, which belongs to another model; "
                     "build that one"
                 )
+    _check_ranks(stage, plain)
     there, now = plain.get("device"), None if stage.device is None else stage.device.type
     if plain["flights"] and "random" in tensors and there and now and there != now:
         raise Corrupt(
@@ -62,6 +64,19 @@ def check(stage: Stage, tensors: Mapping[str, Tensor], plain: dict[str, Any]) ->
         raise Corrupt(
             f"{stage.label}: weight {different[0]!r} {here} here, but was {there} in the state; set requires_grad as "
             "it was, and build a new Pipeline"
+        )
+
+
+def _check_ranks(stage: Stage, plain: dict[str, Any]) -> None:
+    """Raise `Corrupt` if micro-batches in flight hold activations that were spread over another number of ranks."""
+    shards = stage.home.shards
+    here, there = 1 if shards is None else shards.count, plain.get("ranks", 1)
+    graphs = any(flight.get("again") is None for flight in plain["flights"].values())
+    if here != there and ("ranks" in plain or (graphs and shards is not None and shards.cuts)):
+        raise Corrupt(
+            f"{stage.label}: its micro-batches in flight hold activations as {counted(there, 'rank')} computed them, "
+            f"and here {counted(here, 'rank')} would go on; build the pipeline with tensor_parallel={there}, or call "
+            "pipe.drain() there before the state is taken"
         )
 
 

@@ -53,12 +53,26 @@ def loss(y: Any, target: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, -2), target.flatten())
 
 
-def made(case: str, tensor: int, plan: Any = PERCEPTRON, **options: Any) -> pipeback.Pipeline:
+def separate() -> nn.Sequential:
+    """The perceptron with a stage per layer, so that what travels between stages is spread, too."""
+
+    class Named(nn.Sequential):
+        """So that a plan finds the layer by the name within it."""
+
+    blocks = perceptron(2)
+    return nn.Sequential(
+        *[Named(OrderedDict({name: layer})) for block in blocks for name, layer in block.named_children()]
+    )
+
+
+def made(
+    case: str, tensor: int, plan: Any = PERCEPTRON, model: Callable[[], nn.Sequential] = perceptron, **options: Any
+) -> pipeback.Pipeline:
     """The perceptron under a method; tensor: ranks that compute a stage together, 1 in one process."""
     if tensor > 1:
         options["tensor_parallel"] = pipeback.TensorParallel(tensor, plan)
     options.setdefault("optimizer", OPTIMIZERS[suited(case)])
-    return pipeback.Pipeline(perceptron(), loss=nn.functional.mse_loss, method=CASES[case](5), **options)
+    return pipeback.Pipeline(model(), loss=nn.functional.mse_loss, method=CASES[case](5), **options)
 
 
 def found(pipe: pipeback.Pipeline, batches: list[Any]) -> dict[str, Any]:
@@ -115,9 +129,9 @@ def loaded(capacity: float) -> tuple[dict[str, Any], dict[str, tuple[list[int], 
     return found(pipe, batches[:1]), load
 
 
-def saved(case: str, tensor: int, folder: str, flying: bool) -> dict[str, Any]:
-    """The state after some micro-batches, which is written to a folder, too."""
-    pipe = made(case, tensor, activations="recompute" if flying else "device")
+def saved(case: str, tensor: int, folder: str, flying: str | None, model: Any = perceptron) -> dict[str, Any]:
+    """The state after some micro-batches, which is written to a folder, too. flying: how those in flight are kept."""
+    pipe = made(case, tensor, activations=flying or "device", model=model)
     for x, y in data(10, dtype=torch.float64):
         pipe.push(x, y)
     if not flying:
@@ -128,8 +142,8 @@ def saved(case: str, tensor: int, folder: str, flying: bool) -> dict[str, Any]:
     return state
 
 
-def resumed(case: str, tensor: int, source: Any, flying: bool) -> dict[str, Any]:
-    pipe = made(case, tensor, activations="recompute" if flying else "device")
+def resumed(case: str, tensor: int, source: Any, flying: str | None, model: Any = perceptron) -> dict[str, Any]:
+    pipe = made(case, tensor, activations=flying or "device", model=model)
     if isinstance(source, dict):
         pipe.load_state_dict(source)
     else:

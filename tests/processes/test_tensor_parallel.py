@@ -15,9 +15,11 @@ from tests.processes.tensor_cases import (
     language_model,
     loaded,
     made_of,
+    perceptron,
     replicated,
     resumed,
     saved,
+    separate,
     train,
     train_model,
 )
@@ -85,7 +87,7 @@ def test_experts_that_are_full_drop_what_comes_later(crew):
         assert dropped > 0 and max(tokens) <= len(batches) * 4
 
 
-@pytest.mark.parametrize("flying", [False, True])
+@pytest.mark.parametrize("flying", [None, "recompute"])
 @pytest.mark.parametrize("case", ["cerebras", rare("pipemare"), rare("pipeoptim"), rare("ef")])
 def test_a_state_loads_on_any_mesh(crew, tmp_path, case, flying):
     """Saved under 2 × 2, it goes on in one process and under 1 × 4, and back."""
@@ -98,6 +100,40 @@ def test_a_state_loads_on_any_mesh(crew, tmp_path, case, flying):
     for tensor, source in ((2, one), (4, states[1]), (2, alone), (4, mesh)):
         for result in crew.run(resumed, case, tensor, source, flying):
             assert far(result, wanted) == []
+
+
+def refused(*arguments):
+    try:
+        resumed(*arguments)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("case", ["cerebras", *map(rare, ["pb", "pipemare", "pipedream", "ef"])])
+@pytest.mark.parametrize(
+    ("model", "flying"), [(perceptron, "device"), rare(separate, "device"), (separate, "recompute")]
+)
+def test_micro_batches_in_flight_go_on_with_as_many_shards(crew, tmp_path, case, model, flying):
+    """Their graphs hold what each rank has computed. The number of workers may be another; that of shards may not."""
+    folder = str(tmp_path)
+    wanted = resumed(case, 1, saved(case, 1, str(tmp_path / "alone"), flying, model), flying, model)
+    states = crew.ranks(4).run(saved, case, 2, folder, flying, model)
+    for ranks, source in ((4, states[0]), (4, folder), (2, folder)):
+        for result in crew.ranks(ranks).run(resumed, case, 2, source, flying, model):
+            assert far(result, wanted) == []
+    told = "its micro-batches in flight hold activations as 2 ranks computed them, and here 1 rank would go on"
+    assert told in refused(case, 1, folder, flying, model)
+    crew = crew.ranks(4)
+    assert all("as 2 ranks computed them" in text for text in crew.run(refused, case, 4, folder, flying, model))
+    crew.again()
+
+
+def test_micro_batches_in_flight_of_one_process_do_not_go_on_in_shards(crew, tmp_path):
+    saved("cerebras", 1, str(tmp_path), "device")
+    told = "its micro-batches in flight hold activations as 1 rank computed them, and here 2 ranks would go on"
+    assert all(told in text for text in crew.ranks(4).run(refused, "cerebras", 2, str(tmp_path), "device"))
+    crew.again()
 
 
 def test_replicas_whose_stages_are_spread(crew):

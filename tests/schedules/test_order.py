@@ -28,7 +28,7 @@ def test_the_steady_state_is_one_wave_of_each_kind():
     ]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     st.one_of(
         st.builds(fill_drain, st.integers(1, 5)),
@@ -61,7 +61,7 @@ def test_every_policy_runs_the_programs_and_nothing_else(schedule, stages, pushe
         seen.add((s, op))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 2), st.integers(1, 4), st.integers(1, 12), st.integers(0, 3))
 def test_the_quiet_state_does_not_depend_on_the_order(slack, stages, arrived, seed):
     """After n arrivals the set of operations done is the same under every policy."""

@@ -105,7 +105,7 @@ SCHEDULES = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(SCHEDULES, st.integers(1, 5), st.integers(0, 14))
 def test_until_is_complete_and_in_order(schedule, stages, n):
     for s in range(stages):
@@ -124,7 +124,7 @@ def test_until_is_complete_and_in_order(schedule, stages, n):
                 assert ops[at - 1] == Op("W" if split else "B", op.mb)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(SCHEDULES, st.integers(1, 5), st.integers(1, 12))
 def test_a_timeline_respects_programs_and_data(schedule, stages, n):
     end = {}
