@@ -26,6 +26,7 @@ from pipeback.pipeline.option_checks import (
     check_workers,
     such,
 )
+from pipeback.schedules.split import splits
 from pipeback.stages.activations import recomputes
 from pipeback.stages.stage import OptimizerFactory
 from pipeback.streaming.disk_store import DiskStore
@@ -97,6 +98,13 @@ class PipelineOptions(NamedTuple):
             apart = method.placement == "v" and ranks > 1  # the loss is then on the first rank, not on the last one
             given = ("placement", method.placement if apart else "neighbours", "neighbours", "placement='neighbours'")
             check_goes_with("loss=None over several ranks", "", [given] if self.loss is None else [])
+        if splits(method.schedule) and any(method.delays(stages)):
+            whole = (
+                ("vectorize", self.vectorize, False, "vectorize=False"),
+                ("tensor_parallel", self.tensor.size, 1, "tensor_parallel=1"),
+                ("store", self.streaming.store, None, "store=None"),
+            )
+            check_goes_with(f"{method!r}, which updates between the two parts of a backward,", "", whole)
         workers = ("workers", self.threads, None, "workers=None")
         copies = ("replicas", replicas, 1, "replicas=1")
         if self.loss is None:
