@@ -6,7 +6,27 @@ from typing import Any
 
 
 class StageError(RuntimeError):
-    """An operation failed. The message names the stage and the micro-batch; the cause is chained."""
+    """An operation failed. The message names the stage and the micro-batch; the cause is chained.
+
+    operation    "forward", "backward" or "update"
+    stage        its number, counted from 0
+    micro_batch  its number, counted from 0 over all pushes
+
+    Where stages run as one (`vectorize=`), an operation is of several at once; stage and micro_batch are None then.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        operation: str | None = None,
+        stage: int | None = None,
+        micro_batch: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.operation, self.stage, self.micro_batch = operation, stage, micro_batch
+
+    def __reduce__(self) -> Any:
+        return type(self), (str(self), self.operation, self.stage, self.micro_batch)
 
 
 class RankError(RuntimeError):

@@ -120,3 +120,12 @@ def test_hooks():
     private.catch(leaf, seen.append)
     (3 * leaf).sum().backward()
     assert seen[0].tolist() == [3, 3]
+
+
+def test_what_autograd_has_passed():
+    x = torch.randn(3, requires_grad=True)
+    older, newer = x.exp(), x.tanh()
+    assert private.newness(newer.grad_fn) > private.newness(older.grad_fn)
+    assert private.holds(older.grad_fn) and private.holds(newer.grad_fn)
+    newer.sum().backward()
+    assert private.holds(older.grad_fn) and not private.holds(newer.grad_fn)
