@@ -29,6 +29,29 @@ class StageError(RuntimeError):
         return type(self), (str(self), self.operation, self.stage, self.micro_batch)
 
 
+class PushLeftOut(StageError):
+    """Pushes have failed and were left out, as if they had not come (`Debug(take_back=...)`). Training goes on.
+
+    pushes  their numbers, as `pipe.pushes` counted them when they came
+    loss    the loss of the push that was called, if that one was trained; None if another call has raised this
+    """
+
+    def __init__(
+        self,
+        message: str,
+        operation: str | None = None,
+        stage: int | None = None,
+        micro_batch: int | None = None,
+        pushes: tuple[int, ...] = (),
+    ) -> None:
+        super().__init__(message, operation, stage, micro_batch)
+        self.pushes = pushes
+        self.loss: Any = None
+
+    def __reduce__(self) -> Any:
+        return type(self), (str(self), self.operation, self.stage, self.micro_batch, self.pushes)
+
+
 class RankError(RuntimeError):
     """A rank of the pipeline failed: `rank` is its global rank. The message is the same on every rank."""
 

@@ -45,6 +45,12 @@ class OptimizerStateWatch:
                 self._take_anew(stage, known)
                 self._stays = False
 
+    def changed(self) -> bool:
+        """Whether the state differs from what `remember` has seen."""
+        if self._stays and self._glance.same():
+            return False
+        return not all(map(_same, map(_kept, self._stages), self._known))
+
     def remember(self) -> None:
         """After operations, with no update under way: remember the state, which these operations have written."""
         if not self._stays:
