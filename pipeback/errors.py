@@ -25,9 +25,6 @@ class StageError(RuntimeError):
         super().__init__(message)
         self.operation, self.stage, self.micro_batch = operation, stage, micro_batch
 
-    def __reduce__(self) -> Any:
-        return type(self), (str(self), self.operation, self.stage, self.micro_batch)
-
 
 class PushLeftOut(StageError):
     """Pushes have failed and were left out, as if they had not come (`Debug(take_back=...)`). Training goes on.
@@ -47,9 +44,6 @@ class PushLeftOut(StageError):
         super().__init__(message, operation, stage, micro_batch)
         self.pushes = pushes
         self.loss: Any = None
-
-    def __reduce__(self) -> Any:
-        return type(self), (str(self), self.operation, self.stage, self.micro_batch, self.pushes)
 
 
 class RankError(RuntimeError):

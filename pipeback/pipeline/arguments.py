@@ -193,8 +193,8 @@ class Debug:
     weight_functions  what to do with a layer whose graph saves an expensive function of its weights (spectral norm).
                       Without stashing, part of its backward would run on old weights. "refuse" raises an error; "warn"
                       trains it all the same
-    take_back         keep a state in memory every so many pushes, and the data of the pushes since. A push that fails is
-                      then left out as if it had not come: those after the state are trained again. None: keep none
+    take_back         keep a state in memory every so many pushes, and the data of the pushes since. If a push fails, it
+                      is left out as if it had not come: those after the state are trained again. None: keep none
     """
 
     order: str = "grouped"

@@ -17,7 +17,7 @@ from pipeback.distributed.rank_runner import RankRunner
 from pipeback.distributed.ranks import Ranks, SingleProcess
 from pipeback.pipeline.arguments import Clipping
 from pipeback.pipeline.build import Built, telling
-from pipeback.pipeline.closed_message import closed
+from pipeback.pipeline.closed_message import BEFORE_THE_STATES, TAKE_BACK, closed
 from pipeback.pipeline.kept_states import KeptStates
 from pipeback.pipeline.loss_watch import LossWatch
 from pipeback.pipeline.micro_batches import MicroBatcher
@@ -72,6 +72,7 @@ class Engine:
         self.observing, self.losses = Observers(), LossWatch(options.debug.stop_at_nan)
         self.error: BaseException | None = None
         self.kept: KeptStates | None = None
+        self._otherwise = "" if self.outside or self.ranks.several or options.vectorize else TAKE_BACK
         self.runtime: Runner | None = None
         self._finalizer: Any = None  # stops the threads of a pipeline that nobody holds
         self.lock, self._process = CallLock(), os.getpid()  # not in a child of fork
@@ -180,6 +181,8 @@ class Engine:
                 harmless = () if isinstance(self.runtime, EventLoop) else (KeyboardInterrupt,)
                 self._followers.follow(self.join, partial(self.do, self.runtime.wait, harmless=harmless))
             self.modes.done()
+            if self.kept is not None:
+                self.kept.rests()
 
     def _reach(self, done: Callable[[], bool]) -> None:
         """Do what was pushed until `done` says so; the rest stays in flight."""
@@ -218,7 +221,7 @@ class Engine:
         if self._finalizer is not None or self.holding.store is not None:
             fork_guard.refuse(self._process)
         if self.error is not None:
-            raise closed(self.error) from self.error
+            raise closed(self.error, self._otherwise) from self.error
 
     def do(self, what: Callable[[], Any], harmless: tuple[type[BaseException], ...] = ()) -> Any:
         """Do it. An error closes the pipeline, since a wave may be half done, unless it is one of `harmless`."""
@@ -229,6 +232,7 @@ class Engine:
             if not isinstance(error, harmless) or (isinstance(self.runtime, Threads) and error in self.runtime.failure):
                 if self.kept is not None:
                     self.kept.recover(error)
+                    self._otherwise = BEFORE_THE_STATES
                 self.error = error
             raise
 

@@ -19,6 +19,9 @@ class KeptStates(Protocol):
     def handed(self, loss: Tensor) -> Tensor:
         """The loss of the push that was let in last, as the user gets it."""
 
+    def rests(self) -> None:
+        """Nothing works until the next call."""
+
     def forget(self) -> None:
         """What came until now cannot be taken back, or is done."""
 

@@ -24,7 +24,7 @@ from pipeback.pipeline.saving import Saving
 from pipeback.pipeline.write_check import WriteCheck
 from pipeback.runtime.ledger import Ledger
 from pipeback.runtime.loop import Batch
-from pipeback.runtime.runners import Threads
+from pipeback.runtime.runners import PushLoop, Threads
 from pipeback.stages.flight import Value
 from pipeback.stages.joint_optimizer import Options
 from pipeback.stages.module_settings import Settings
@@ -107,22 +107,32 @@ class TakeBack:
         )  # fmt: skip
         self._pushes.append(push)
         self._now = push
+        self._check.works()
 
     def handed(self, loss: Tensor) -> Tensor:
         """The loss of the push that was let in last, as the user gets it."""
+        if isinstance(self._engine.runtime, PushLoop):
+            self.rests()
         return self._pushes[-1].loss.put(loss)
+
+    def rests(self) -> None:
+        """Nothing works until the next call."""
+        if not self._busy:
+            self._check.rests()
 
     def forget(self) -> None:
         """What came until now cannot be taken back, or is done."""
         self._states, self._pushes, self._next = [], [], 0
+        self._check.works()
 
     def _heed_writes(self) -> None:
         """Keep a state before the next push if the user has written something that training again would not repeat."""
-        loops = [loop for loop in self._engine.loops if loop.replica == 0]
-        if self._check.changed(loops):
+        written = self._check.optimizers
+        if not written and self._check.weights:
             self._engine.join()
-            if self._check.changed(loops):
-                self.forget()
+            written = self._check.weights
+        if written:
+            self.forget()
 
     def _keep_state(self) -> None:
         engine = self._engine

@@ -1,5 +1,5 @@
-"""Law: with `Debug(take_back=N)`, after a push that fails everything is as in a run that never had it, bit for bit: what
-is held in flight, random streams, losses, the ledger and the counters; with every method, in threads and replicas.
+"""Law: with `Debug(take_back=N)`, after a push that fails everything is as in a run that never had it, bit for bit:
+what is held in flight, random streams, losses, the ledger and the counters; with every method, in threads and replicas.
 """
 
 import pytest
@@ -8,7 +8,7 @@ from torch import nn
 
 import pipeback
 from pipeback.runtime.lazy_loss import LazyLoss
-from tests.laws.cases import CASES, FEW, OPTIMIZERS, STAGES, data, everything, suited
+from tests.laws.cases import CASES, OPTIMIZERS, STAGES, data, everything, suited
 from tests.pipeline.test_dropped import BAD, Raises, loss
 
 RUNTIMES = [{}, {"workers": 1}, {"workers": 2}, {"replicas": 2}, {"replicas": 2, "workers": 2}]
