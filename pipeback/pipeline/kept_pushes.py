@@ -39,7 +39,7 @@ class HandedLoss:
 
     def _known(self) -> bool | None:
         if self._read is not None or self.error is not None:
-            return self.error is None
+            return True if self.error is None else None
         return self.now.known if isinstance(self.now, LazyLoss) else False
 
     def _value(self) -> Tensor:

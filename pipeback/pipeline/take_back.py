@@ -263,12 +263,17 @@ class TakeBack:
         """Train on a push again, with what was in force when it came."""
         engine = self._engine
         self._set(push.settings, push.clip)
+        push.first, push.number = engine.arrived, engine.progress.pushes
         with accelerators.under(push.autocast):
-            engine.rehearse(push.batches)
+            try:
+                engine.rehearse(push.batches)
+            except StageError:  # of what was let in before
+                raise
+            except Exception as error:
+                raise StageError(str(error), None, None, push.first) from error
             engine.like(push.count, push.batches[0][2])
             if not _same(engine.current, push.options):
                 engine.current = Options(engine.optimizers, engine.arrived, push.options.groups)
-            push.first, push.number = engine.arrived, engine.progress.pushes
             push.loss.now = engine.let_in(push.batches)()
         with suppress(FloatingPointError):  # it was raised then
             engine.losses.see(push.number, push.loss.now)

@@ -110,7 +110,7 @@ def compared(case, at, backward, gone=(5, 12), count=26, meanwhile=lambda pipe, 
 def test_every_method(case):
     n = list(CASES).index(case)
     at, backward = ((0, True), (2, True), (None, False), (STAGES - 1, True), (1, False))[n % 5]
-    compared(case, at, backward, workers=2, every=(1, 3, 7)[n % 3])
+    compared(case, at, backward, gone=(5,), count=16, workers=2, every=(1, 3, 7)[n % 3])
 
 
 @pytest.mark.filterwarnings("ignore:.*takes its statistics")
