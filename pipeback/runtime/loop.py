@@ -157,9 +157,16 @@ class Loop:
         if isinstance(error, KeyboardInterrupt):
             _, s, i = failed
             told, cause = f"{self.worker.stages[s].label}, micro-batch {i}: the forward was stopped", error
+        operation, stage, mb = (
+            ("forward", *failed[1:])
+            if isinstance(error, KeyboardInterrupt)
+            else (error.operation, error.stage, error.micro_batch)
+        )
         rest = f", nor on the {pushed - before - 1} behind it, but on the {before} before it" if pushed > 1 else ""
         rest = ", nor on the others of this push" if whole and pushed > 1 else rest
-        raise Dropped(f"{told}; nothing was trained on it{rest}, and others may be pushed") from cause
+        raise Dropped(
+            f"{told}; nothing was trained on it{rest}, and others may be pushed", operation, stage, mb
+        ) from cause
 
     def drain(self) -> None:
         """Finish the micro-batches in flight; the schedule begins anew with the next one."""
