@@ -13,8 +13,8 @@
 * `keep_versions`: writes in place of which autograd is not told.
 * `wrapper`: a tensor without memory of its own, for a loss that is not there yet.
 * `catch`: a hook on a leaf without a handle to remove it by, which costs as much as a small kernel.
-* `hooks_of`, `handles`, `listened`, `hooked`, `without_step_hooks`: whether anybody listens to a module, an optimizer,
-  or all of them.
+* `hooks_of`, `handles`, `registered`, `listened`, `hooked`, `without_step_hooks`: whether anybody listens to a module,
+  an optimizer, or all of them.
 * `styles_heard`: what `parallelize_module` does to each module. `is_distributed`: whether it has cut a weight.
 * `fused_adam`, `fused_sgd`: torch's kernels for one step of Adam or momentum SGD over lists of weights.
 * `uncompiled`: the module inside of one that torch.compile has made, or one whose own `compile` was called.
@@ -197,6 +197,11 @@ def hooks_of(module: nn.Module) -> list[Any]:
 def handles() -> Any:
     """A value that changes when a hook is registered on anything; where torch does not count hooks, at every call."""
     return getattr(RemovableHandle, "next_id", None) or object()
+
+
+def registered() -> int:
+    """How many hooks have been registered on anything; where torch does not count them, a negative number."""
+    return int(getattr(RemovableHandle, "next_id", -1))
 
 
 def listened(module: nn.Module) -> str | None:

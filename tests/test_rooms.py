@@ -175,7 +175,16 @@ def test_imports_for_type_checkers_alone_are_of_other_packages():
                 assert "pipeback" not in ast.unparse(node), name
 
 
-PARTS = {"base", "momentum", "adam", "direction", "gradients", "rates", "option_checks"}  # what methods share
+PARTS = {
+    "base",
+    "momentum",
+    "adam",
+    "columns",
+    "direction",
+    "gradients",
+    "rates",
+    "option_checks",
+}  # what methods share
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "methods").glob("[a-z]*.py")), ids=lambda path: path.stem)

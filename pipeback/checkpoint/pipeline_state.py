@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from pipeback.counts import counted
-from pipeback.methods.base import Method
+from pipeback.methods.base import PLACES, Method
 from pipeback.runtime.loop import Loop, Messages, check_progress, merge_progress
 from pipeback.stages import stage_state, state_check
 from pipeback.stages.joint_optimizer import Options, plain_groups, restored
@@ -208,7 +208,7 @@ def fits(
         )
     plain: dict[str, Any] = state["plain"]
     name, options = type(method).__name__, method.options()
-    if (plain["method"], plain["method_options"]) != (name, options):
+    if (plain["method"], _trained(plain["method_options"])) != (name, _trained(options)):
         raise ValueError(
             f"the state belongs to method {plain['method']} {plain['method_options']}, the pipeline runs {name} "
             f"{options}; build the pipeline with the method of the state"
@@ -251,3 +251,8 @@ def fits(
         if tensors:  # other stages are empty if only own ones were read
             state_check.check(stage, _part(stage, tensors), mine)
     return plain
+
+
+def _trained(options: Mapping[str, Any]) -> Plain:
+    """The options of a method on which numbers depend; a chain has them with prefixes."""
+    return {key: value for key, value in options.items() if key.rpartition("/")[2] not in PLACES}

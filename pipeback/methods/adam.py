@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from pipeback.methods.base import OptimizerLike
+from pipeback.methods.columns import Number, column, positive
 from pipeback.methods.gradients import decoupled, entering, gradients
 from pipeback.methods.momentum import LWP_OF_WEIGHTS
 from pipeback.private import fused_adam
@@ -40,7 +41,7 @@ def require_adam(optimizer: Any, method: str, alternative: str = LWP_OF_WEIGHTS)
     raise ValueError(f"{method} is written for Adam and AdamW, but the optimizer is {found}; use {alternative}")
 
 
-def adam_spike(beta: float, horizon: float) -> tuple[float, float]:
+def adam_spike(beta: float, horizon: Number) -> tuple[Number, Number]:
     """The coefficients (a, b) of spike compensation for a gradient that comes `horizon` updates late.
 
     m is an average where the velocity of `momentum.spike` is a sum, so that a + b = 1.
@@ -48,7 +49,7 @@ def adam_spike(beta: float, horizon: float) -> tuple[float, float]:
     >>> adam_spike(0.9, 0), adam_spike(0.5, 1)
     ((1.0, 0.0), (0.5, 0.5))
     """
-    a = float(beta**horizon)
+    a = beta**horizon if isinstance(horizon, Tensor) else float(beta**horizon)
     return a, 1 - a
 
 
@@ -59,8 +60,9 @@ class Moments(NamedTuple):
     first: list[Tensor]  # m
     second: list[Tensor]  # q
     steps: list[Tensor]  # t
-    first_corrections: list[float]  # 1 − β₁ᵗ
-    second_corrections: list[float]  # 1 − β₂ᵗ
+    counts: list[Number]  # t
+    first_corrections: list[Number]  # 1 − β₁ᵗ
+    second_corrections: list[Number]  # 1 − β₂ᵗ
 
     def roots(self, tiny: float) -> list[Tensor]:
         """√q̂ + ε, with the bits of torch's step."""
@@ -75,13 +77,14 @@ def moments(optimizer: OptimizerLike, group: Group, weights: Sequence[Tensor]) -
     state, (beta1, beta2) = optimizer.state, map(float, group["betas"])
     there = [w for w in weights if "exp_avg" in state.get(w, ())]
     steps = [state[w]["step"] for w in there]
-    counts = [float(t) for t in steps]
+    counts = [t.double() if t.dim() else float(t) for t in steps]
     first, second = ([state[w][key] for w in there] for key in ("exp_avg", "exp_avg_sq"))
-    return Moments(there, first, second, steps, [1 - beta1**t for t in counts], [1 - beta2**t for t in counts])
+    corrections = ([column(1 - beta**t, w) for t, w in zip(counts, there, strict=True)] for beta in (beta1, beta2))
+    return Moments(there, first, second, steps, counts, *corrections)
 
 
 def adam_step(
-    optimizer: OptimizerLike, horizons: Mapping[int, float], rates: Mapping[int, float] | None = None
+    optimizer: OptimizerLike, horizons: Mapping[int, Number], rates: Mapping[int, Number] | None = None
 ) -> None:
     """One step of Adam or AdamW of the weights in `horizons`, which has T of spike compensation by their identity.
 
@@ -92,7 +95,7 @@ def adam_step(
             params = [w for w in group["params"] if w.grad is not None and id(w) in horizons]
             for w in params:
                 adam_state(optimizer, w, group)["step"].add_(1)
-            prompt, late = ([w for w in params if bool(horizons[id(w)]) == is_late] for is_late in (False, True))
+            prompt, late = ([w for w in params if positive(horizons[id(w)]) == is_late] for is_late in (False, True))
             if group.get("fused") and prompt and rates is None:
                 _fused(moments(optimizer, group, prompt), group)
                 prompt = []
@@ -114,7 +117,7 @@ def adam_state(optimizer: OptimizerLike, w: Tensor, group: Group) -> dict[str, A
     return entry
 
 
-def _move(of: Moments, group: Group, horizons: Mapping[int, float], rates: Sequence[float]) -> None:
+def _move(of: Moments, group: Group, horizons: Mapping[int, Number], rates: Sequence[Number]) -> None:
     """Step weights all of which come late, or none of which does."""
     (beta1, beta2), decay = map(float, group["betas"]), group["weight_decay"]
     if decay and decoupled(group):
@@ -124,13 +127,15 @@ def _move(of: Moments, group: Group, horizons: Mapping[int, float], rates: Seque
     torch._foreach_mul_(of.second, beta2)
     torch._foreach_addcmul_(of.second, grads, grads, 1 - beta2)
     along, sizes = of.first, [-rate / c for rate, c in zip(rates, of.first_corrections, strict=True)]
-    if horizons[id(of.weights[0])]:
+    if positive(horizons[id(of.weights[0])]):
         spikes = [adam_spike(beta1, horizons[id(w)]) for w in of.weights]
         along = list(
             torch._foreach_mul(of.first, [a / c for (a, _), c in zip(spikes, of.first_corrections, strict=True)])
         )
         torch._foreach_add_(along, torch._foreach_mul(grads, [b for _, b in spikes]))
         sizes = [-rate for rate in rates]
+    if isinstance(sizes[0], Tensor):
+        along, sizes = list(torch._foreach_mul(along, sizes)), [1.0] * len(along)
     torch._foreach_addcdiv_(of.weights, along, of.roots(group["eps"]), sizes)
 
 

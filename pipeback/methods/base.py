@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from pipeback.schedules.ops import Schedule
+from pipeback.schedules.placement import Kind, Placement
+from pipeback.schedules.programs import by_worker
 from pipeback.schedules.timeline import delays
 from pipeback.tensors.weight_list import Weights as Weights  # methods take it from here
 
@@ -27,6 +29,10 @@ class When(NamedTuple):
 
     When one call serves several stages (`Method.merges`), `rates` and `delays` hold one number per weight, and the
     other fields are those of the first stage.
+
+    When weights are rows (`rows`), every weight is a tensor (n, …) of n stages: `rates` and `delays` hold a column
+    (n, 1, …) per weight, the rates of parameter groups, `delay` and the plain numbers of a state are vectors (n), and
+    `mb` and `version` are not told (`pipeback.methods.columns`).
     """
 
     stage: int  # s
@@ -42,6 +48,7 @@ class When(NamedTuple):
     # of an update, the weights on which F(i) ran (methods with `needs_used`), or of several micro-batches F of the
     # first; if they are the newest, it is the list of the weights itself
     used: Weights | None = None
+    rows: int = 0  # n, of how many stages each weight has a row; 0: it is the weight of one stage
 
 
 # a method's own state: plain numbers, and lists with one tensor (or None) per weight; a list "velocity" that begins
@@ -82,6 +89,7 @@ class Correction(NamedTuple):
         whose name is `along`
         B runs on the weights that F `used`, shifted or not
         U runs at these `rates`
+        U is the method's `own` update, which is called with rows (`When.rows`); what else is said of U does not hold
     If all are empty, F and B run on w, and U is the optimizer's own step.
 
     along: the name of δ in the state; empty: the shifts are along v. varies: whether the correction changes with every
@@ -96,6 +104,7 @@ class Correction(NamedTuple):
     used: bool = False
     varies: bool = False
     along: str = ""
+    own: bool = False
 
 
 class OptimizerLike(Protocol):
@@ -120,9 +129,12 @@ class Method:
     merges          whether the hooks work weight by weight, on the numbers `when.rates` and `when.delays`, and keep
                     their state in lists with one entry per weight, so that one call may serve several stages
     flush_each_push whether every push is a flush of its own
-    by_worker       whether the stages of one worker may all run the program that the worker would run as one stage, and
-                    whether with a store all forwards of a flush may come first. The weights are the same either way,
-                    since every flush ends with all its gradients summed
+    by_worker       whether a whole flush may run in the order that `placed` gives to each worker, and whether with a
+                    store all its forwards may come first. The weights are the same either way, since every flush ends
+                    with all its gradients summed
+    placement       which stages a worker of several holds: "neighbours" next to each other, or several parts of them,
+                    "loop" round robin and "v" forth and back
+    chunks          how many parts each worker holds
     needs_entry     whether the hooks read `when.entry`
     needs_used      whether `update` reads `when.used`; `copies` must be "stash" then, and one more version is kept
     elementwise     whether the hooks treat every entry of a weight by itself, so that a stage may hold only some of
@@ -131,6 +143,7 @@ class Method:
                     chain
     reads_moments   whether the hooks read the second moment of Adam in the optimizer's state
     turns_moments   whether the method keeps it there in other coordinates than those of the weights
+    takes_rows      whether `update` can be called with rows of weights (`When.rows`)
     """
 
     schedule: Schedule
@@ -139,12 +152,15 @@ class Method:
     merges: bool = False
     flush_each_push: bool = False
     by_worker: bool = False
+    placement: Kind = "neighbours"
+    chunks: int = 1
     needs_entry: bool = False
     needs_used: bool = False
     elementwise: bool = True
     steps_itself: bool = False
     reads_moments: bool = False
     turns_moments: bool = False
+    takes_rows: bool = False
 
     def __init_subclass__(cls) -> None:
         if isinstance(cls.__dict__.get("schedule"), FunctionType):
@@ -158,6 +174,13 @@ class Method:
     def schedule_at(self, start: int, pushed: int) -> Schedule:
         """The schedule of an empty pipeline that goes on at micro-batch `start`, with a push of `pushed` of them."""
         return self.schedule
+
+    def placed(self, schedule: Schedule, placement: Placement) -> Schedule:
+        """The schedule of a whole flush for these workers, if `by_worker`: of the weights that `schedule` makes.
+
+        By default, all stages of a worker run the program that it would run if they were one stage.
+        """
+        return by_worker(schedule, placement.owner)
 
     def check(self, optimizer: torch.optim.Optimizer, stages: int) -> None:
         """Raise a ValueError that names the alternative when the equations do not allow this optimizer."""
@@ -206,7 +229,7 @@ class Method:
         return when.rates
 
     def correction(self, when: When, state: State) -> Correction | None:
-        """The `Correction` that the hooks compute; None if they do more, or keep more than v, δ and plain numbers.
+        """The `Correction` that the hooks compute; None if it cannot say what they do.
 
         Stages that run as one apply the correction and do not call the hooks. They do not trust the correction of a
         class for a subclass that overrides hooks, but call the hooks there.
@@ -224,13 +247,17 @@ class Method:
         return {k: v for k, v in values.items() if v is None or isinstance(v, (bool, int, float, str))}
 
     def __repr__(self) -> str:
-        inner = ", ".join(f"{k}={v!r}" for k, v in self.options().items())
-        return f"{type(self).__name__}({inner})"
+        given = {k: v for k, v in self.options().items() if (k, v) != ("placement", "neighbours")}
+        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in given.items())})"
 
 
 def overrides(method: Method, hook: str) -> bool:
     """Whether the method changes this hook; one that it leaves alone need not be called."""
     return getattr(type(method), hook) is not getattr(Method, hook)
+
+
+# options that say which worker holds which stages; no number depends on them
+PLACES = ("chunks", "placement")
 
 
 HOOKS = ("forward_weights", "backward_weights", "update")

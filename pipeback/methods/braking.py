@@ -18,7 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pipeback.methods.base import Method, OptimizerLike, State, Weights, When
+from pipeback.methods.base import Correction, Method, OptimizerLike, State, Weights, When
+from pipeback.methods.columns import norm, positive, total
 from pipeback.methods.gradients import gradients, replaced
 from pipeback.methods.option_checks import check_number
 from pipeback.schedules.programs import flowing
@@ -36,7 +37,7 @@ class AdaptiveBraking(Method):
     def __post_init__(self) -> None:
         check_number("braking", "strength", self.strength)
         self.schedule = flowing(self.slack)
-        self.merges = True
+        self.merges = self.takes_rows = True
         self.elementwise = False
 
     def check(self, optimizer: torch.optim.Optimizer, stages: int) -> None:
@@ -53,11 +54,14 @@ class AdaptiveBraking(Method):
     def update(self, weights: Weights, optimizer: OptimizerLike, state: State, when: When) -> State:
         numbers, given = gradients(weights)
         moments = [_moment(optimizer, weights[n]) for n in numbers]
-        late = [n for n, v in enumerate(moments) if v is not None and when.delays[numbers[n]]]
-        braked = [_braked(given[n], moments[n], self.strength) for n in late]
+        late = [n for n, v in enumerate(moments) if v is not None and positive(when.delays[numbers[n]])]
+        braked = [_braked(given[n], moments[n], self.strength, when.rows) for n in late]
         with replaced(weights, [numbers[n] for n in late], braked):
             optimizer.step()
         return state
+
+    def correction(self, when: When, state: State) -> Correction:
+        return Correction(own=True)
 
 
 def _moment(optimizer: OptimizerLike, w: Tensor) -> Tensor | None:
@@ -66,8 +70,8 @@ def _moment(optimizer: OptimizerLike, w: Tensor) -> Tensor | None:
     return found
 
 
-def _braked(g: Tensor, v: Tensor | None, strength: float) -> Tensor:
+def _braked(g: Tensor, v: Tensor | None, strength: float, rows: int) -> Tensor:
     assert v is not None
-    a, b = torch.linalg.vector_norm(g), torch.linalg.vector_norm(v)
-    cosine = torch.where((a > 0) & (b > 0), (g / a * (v / b)).sum(), 0)
+    a, b = norm(g, rows), norm(v, rows)
+    cosine = torch.where((a > 0) & (b > 0), total(g / a * (v / b), rows), 0)
     return g * (1 - strength * cosine)

@@ -27,6 +27,7 @@ from pipeback.methods.base import (
     overrides,
 )
 from pipeback.schedules.ops import Schedule
+from pipeback.schedules.placement import Placement
 from pipeback.schedules.timeline import in_flight
 from pipeback.tensors.weight_list import Weights
 
@@ -68,18 +69,24 @@ class _Chain(Method):
         self.state_copies = sum(m.state_copies for m in self.methods)
         self.merges = all(m.merges for m in self.methods)
         self.flush_each_push, self.by_worker = first.flush_each_push, first.by_worker
+        self.placement, self.chunks = first.placement, first.chunks
         self.needs_entry = any(m.needs_entry for m in self.methods)
         self.needs_used = any(m.needs_used for m in self.methods)
         self.elementwise = all(m.elementwise for m in self.methods)
         self.steps_itself = self.methods[-1].steps_itself
         self.reads_moments = any(m.reads_moments for m in self.methods)
         self.turns_moments = self.methods[-1].turns_moments
-        self._composes = all(map(described, self.methods)) and _along_one(self.methods)
+        self.takes_rows = all(m.takes_rows or not overrides(m, "update") for m in self.methods)
+        own = any(one.own for m in self.methods if (one := _described(m)) is not None)
+        self._composes = all(map(described, self.methods)) and _along_one(self.methods) and (self.takes_rows or not own)
 
     def schedule_at(self, start: int, pushed: int) -> Schedule:
         return next((m for m in self.methods if overrides(m, "schedule_at")), self.methods[0]).schedule_at(
             start, pushed
         )
+
+    def placed(self, schedule: Schedule, placement: Placement) -> Schedule:
+        return self.methods[0].placed(schedule, placement)
 
     def check(self, optimizer: torch.optim.Optimizer, stages: int) -> None:
         for method in self.methods:
@@ -183,15 +190,19 @@ class _Onion:
 
 def _along_one(methods: Sequence[Method]) -> bool:
     """Whether methods with known corrections shift along one direction only, and none shifts what F has used."""
-    each = [method.correction(When(0, 1, 0, 0, 0), {}) for method in methods]
+    each = list(map(_described, methods))
     deltas = [one is not None and bool(one.along) for one in each]
     velocities = ["velocity" in method.init([]) for method in methods]
     stashed = [one is not None and one.used for one in each]
     first = stashed.index(True) if any(stashed) else len(methods)
-    after = any(
-        overrides(m, "backward_weights") and not s for m, s in zip(methods[first:], stashed[first:], strict=True)
-    )
+    after = any(one is None or (any(one.back) and not one.used) for one in each[first:])
     return sum(deltas) + any(velocities) < 2 and not after
+
+
+def _described(method: Method) -> Correction | None:
+    """Return the correction of a method at some stage, neither the first nor the last."""
+    D = method.delays(3)[1]
+    return method.correction(When(1, 3, 0, 0, D, (1.0,), (D,)), method.init([]))
 
 
 def _around(outer: Correction, inner: Correction, name: str) -> Correction:
@@ -205,6 +216,7 @@ def _around(outer: Correction, inner: Correction, name: str) -> Correction:
         used=outer.used or inner.used,
         varies=outer.varies or inner.varies,
         along=name + inner.along if inner.along else outer.along,
+        own=outer.own or inner.own,
     )
 
 

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pipeback.methods.base import Chosen, Method, OptimizerLike, State, Weights, When
+from pipeback.methods.base import Chosen, Correction, Method, OptimizerLike, State, Weights, When
+from pipeback.methods.columns import positive
 from pipeback.methods.gradients import gradients, replaced
 from pipeback.methods.option_checks import check_number, check_share
 from pipeback.schedules.programs import flowing
@@ -45,7 +46,7 @@ class DelayCompensation(Method):
         self.copies = "stash"
         self.needs_used = True
         self.state_copies = int(self.adaptive)
-        self.merges = True
+        self.merges = self.takes_rows = True
 
     def init(self, weights: Weights) -> State:
         return {"squares": [torch.zeros_like(w) for w in weights]} if self.adaptive else {}
@@ -62,7 +63,7 @@ class DelayCompensation(Method):
             torch._foreach_mul_(squares, self.decay)
             torch._foreach_addcmul_(squares, given, given, value=1 - self.decay)
         assert when.used is not None
-        late = [n for n, number in enumerate(numbers) if when.delays[number]]
+        late = [n for n, number in enumerate(numbers) if positive(when.delays[number])]
         some = [numbers[n] for n in late]
         carried = [weights[n] - when.used[n] for n in some]
         strength = (2.0 if self.adaptive else 0.04) if self.strength is None else self.strength
@@ -75,3 +76,6 @@ class DelayCompensation(Method):
         with replaced(weights, some, carried):
             optimizer.step()
         return state
+
+    def correction(self, when: When, state: State) -> Correction:
+        return Correction(used=True, own=True)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pipeback.methods.adam import is_adam, moments
 from pipeback.methods.base import OptimizerLike, Weights
+from pipeback.methods.columns import positive
 from pipeback.methods.gradients import entering
 from pipeback.methods.momentum import LWP_OF_WEIGHTS
 
@@ -42,7 +43,7 @@ def step_along(optimizer: OptimizerLike, weights: Weights, into: Weights, delays
 
     A weight without a gradient, which the step leaves alone, keeps its direction.
     """
-    place = {id(w): n for n, w in enumerate(weights) if delays[n] and w.grad is not None}
+    place = {id(w): n for n, w in enumerate(weights) if positive(delays[n]) and w.grad is not None}
     raw = [(group, [w for w in group["params"] if id(w) in place]) for group in optimizer.param_groups]
     bare = {id(w): entering(w, group) for group, params in raw for w in params if _bare(group)}
     optimizer.step()

@@ -20,8 +20,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from pipeback.methods.base import Method, OptimizerLike, State, Weights, When
+from pipeback.methods.base import Correction, Method, OptimizerLike, State, Weights, When
+from pipeback.methods.columns import Number, added, column
 from pipeback.methods.momentum import check_horizon
 from pipeback.schedules.programs import flowing
 
@@ -41,21 +43,30 @@ class ErrorFeedback(Method):
         check_horizon("ef", self.horizon)
         self.schedule = flowing(self.slack)
         self.state_copies = 1
+        self.takes_rows = True
 
     def init(self, weights: Weights) -> State:
         return {"updates": 0, "last": [torch.zeros_like(w) for w in weights]}
 
     def update(self, weights: Weights, optimizer: OptimizerLike, state: State, when: When) -> State:
-        T = when.delay if self.horizon is None else self.horizon
-        if not T:
+        if not self.horizon and (self.horizon is not None or (not when.rows and not when.delay)):
             optimizer.step()
             return state
         moved = [w.detach().clone() for w in weights]
         optimizer.step()
         torch._foreach_sub_(moved, weights)
-        if state["updates"] or self.first:
-            for w, u, last in zip(weights, moved, state["last"], strict=True):
+        if when.rows or state["updates"] or self.first:
+            for w, u, last, D in zip(weights, moved, state["last"], when.delays, strict=True):
                 if w.grad is not None:
-                    w.sub_(u, alpha=T).add_(last, alpha=T)
+                    T = self._horizon(D, state["updates"], w)
+                    added(added(w, u, -T), last, T)
         torch._foreach_copy_(state["last"], moved)
         return {**state, "updates": state["updates"] + 1}
+
+    def correction(self, when: When, state: State) -> Correction:
+        return Correction(own=True)
+
+    def _horizon(self, delay: Number, updates: Number, w: Tensor) -> Number:
+        """T; 0 in rows whose first update is not corrected."""
+        T = delay if self.horizon is None else self.horizon
+        return T if self.first or not isinstance(updates, Tensor) else T * column(updates > 0, w)

@@ -31,7 +31,8 @@ import torch
 from torch import Tensor
 
 from pipeback.methods.adam import adam_spike, adam_state, adam_step, moments, require_adam
-from pipeback.methods.base import Chosen, Method, OptimizerLike, Shift, State, Weights, When
+from pipeback.methods.base import Chosen, Correction, Method, OptimizerLike, Shift, State, Weights, When
+from pipeback.methods.columns import Number, added, column, positive
 from pipeback.methods.gradients import decoupled, entering
 from pipeback.methods.option_checks import check_number, check_share
 from pipeback.schedules.programs import flowing
@@ -72,7 +73,7 @@ class EigenDelay(Method):
         self.schedule = flowing(self.slack)
         self.copies = "stash" if self.stash else "scratch" if self.predict else "live"
         self.state_copies = int(self.predict)
-        self.merges = self.steps_itself = True
+        self.merges = self.steps_itself = self.takes_rows = True
         self.elementwise, self.turns_moments = not self.sides, bool(self.sides)
 
     def check(self, optimizer: torch.optim.Optimizer, stages: int) -> None:
@@ -105,7 +106,7 @@ class EigenDelay(Method):
     def forward_weights(self, weights: Weights, state: State, when: When) -> Chosen:
         if not self.predict or (self.stash and not when.delay):
             return weights
-        return Shift(weights, [-rate if D else 0.0 for rate, D in self._rates(when)], state["ahead"])
+        return Shift(weights, self._shifts(when), state["ahead"])
 
     def backward_weights(self, weights: Weights, used: Weights | None, state: State, when: When) -> Chosen:
         if not self.stash:
@@ -125,44 +126,73 @@ class EigenDelay(Method):
             with eigenbasis.exact(weights):
                 for w, n in stepped:
                     if n in turned:
-                        self._turn(w, n, adam_state(optimizer, w, group), group, state, rates[n], when.delays[n])
-            late = [(w, n) for w, n in stepped if n not in turned and when.delays[n]] if self.predict else []
+                        self._turn(
+                            w, n, adam_state(optimizer, w, group), group, state, rates[n], when.delays[n], when.rows
+                        )
+            late = [(w, n) for w, n in stepped if n not in turned and positive(when.delays[n])] if self.predict else []
             if late:
                 self._ahead(optimizer, group, late, state, when)
         return state
 
+    def correction(self, when: When, state: State) -> Correction:
+        if not self.predict:
+            return Correction(used=self.stash, own=True)
+        return Correction(self._shifts(when), used=self.stash, along="ahead", own=True)
+
     def _turn(
-        self, w: Tensor, n: int, entry: dict[str, Any], group: dict[str, Any], state: State, rate: float, D: int
-    ) -> None:
+        self, w: Tensor, n: int, entry: dict[str, Any], group: dict[str, Any], state: State, rate: Number, D: Number,
+        rows: int,
+    ) -> None:  # fmt: skip
         """Step matrix n in its bases, and note what F of coming micro-batches adds to it, but for the rate."""
         beta1, beta2 = map(float, group["betas"])
-        g, t = as_matrix(entering(w, group)), int(entry["step"].add_(1))
+        g, t = _matrix(entering(w, group), rows), entry["step"].add_(1)
+        t = t.double() if rows else int(t)
         bases = [state[name][n] for name in SIDES]
         for name in SIDES:
             if (basis := state[name][n]) is not None:
                 covariances = state[f"{name} covariance"][n]
                 eigenbasis.covariance(covariances, g, self.decay, left=name == "left")
-                if t in (1, self.refresh):
-                    basis.copy_(eigenbasis.eigenvectors(covariances, basis))
-                elif not t % self.refresh:
-                    basis.copy_(eigenbasis.iterated(covariances, basis))
+                self._renew(basis, covariances, t)
         mean = entry["exp_avg"].lerp_(g.view(w.shape), 1 - beta1)
-        turned, along = rotated(g, *bases), rotated(as_matrix(mean), *bases).div(1 - beta1**t)
-        if t == self.refresh:
+        turned = rotated(g, *bases)
+        along = rotated(_matrix(mean, rows), *bases).div(column(1 - beta1**t, g))
+        begun: Any = t == self.refresh
+        if rows and begun.any():
+            entry["exp_avg_sq"].masked_fill_(column(begun, w).bool(), 0)
+        elif not rows and begun:
             entry["exp_avg_sq"].zero_()
-        squares = as_matrix(entry["exp_avg_sq"]).mul(beta2).addcmul_(turned, turned, value=1 - beta2)
+        squares = _matrix(entry["exp_avg_sq"], rows).mul(beta2).addcmul_(turned, turned, value=1 - beta2)
         entry["exp_avg_sq"].copy_(squares.view(w.shape))
-        squares.div_(1 - beta2 ** (t if t < self.refresh else t - self.refresh + 1))
+        squares.div_(column(1 - beta2 ** (t - (self.refresh - 1) * (t >= self.refresh)), g))
         below = squares.sqrt().add_(group["eps"])
-        if D and self.over:
-            below.mul_((squares / squares.mean().clamp_min(torch.finfo(squares.dtype).tiny)).clamp_min_(1))
-        a, b = adam_spike(beta1, D) if self.spike else (1.0, 0.0)
-        spiked = along.mul(a).add_(turned, alpha=b) if b else along
+        late, horizon = positive(D), column(D.flatten(), g) if rows else D
+        if late and self.over:
+            mean = squares.mean((-2, -1), keepdim=True)
+            below.mul_((squares / mean.clamp_min(torch.finfo(squares.dtype).tiny)).clamp_min_(1))
+        spiked = along
+        if self.spike and late:
+            a, b = adam_spike(beta1, horizon)
+            spiked = added(along.mul(a), turned, b)
         if group["weight_decay"] and decoupled(group):
             w.mul_(1 - rate * group["weight_decay"])
-        w.sub_(restored(spiked / below, *bases).view(w.shape), alpha=rate)
-        if D and self.predict:
-            state["ahead"][n].copy_(restored(along / below, *bases).view(w.shape)).mul_(_committed(beta1, D))
+        added(w, restored(spiked / below, *bases).view(w.shape), -rate)
+        if late and self.predict:
+            ahead = restored(along / below, *bases).mul_(_committed(beta1, horizon))
+            state["ahead"][n].copy_(ahead.view(w.shape))
+
+    def _renew(self, basis: Tensor, covariances: Tensor, t: Number) -> None:
+        """Renew a basis where its update t asks for it."""
+        first, every = (t == 1) | (t == self.refresh), t % self.refresh == 0
+        if not isinstance(t, Tensor):
+            if first:
+                basis.copy_(eigenbasis.eigenvectors(covariances, basis))
+            elif every:
+                basis.copy_(eigenbasis.iterated(covariances, basis))
+            return
+        for some, renewed in ((first, eigenbasis.eigenvectors), (every & ~first, eigenbasis.iterated)):
+            rows = some.nonzero().flatten()
+            if len(rows):
+                basis[rows] = renewed(covariances[rows], basis[rows])
 
     def _ahead(
         self, optimizer: OptimizerLike, group: dict[str, Any], late: list[tuple[Tensor, int]], state: State, when: When
@@ -174,11 +204,19 @@ class EigenDelay(Method):
         torch._foreach_mul_(found, [total / c for total, c in zip(sums, of.first_corrections, strict=True)])
         torch._foreach_copy_([state["ahead"][n] for _, n in late], found)
 
-    def _rates(self, when: When) -> list[tuple[float, int]]:
+    def _rates(self, when: When) -> list[tuple[Number, Number]]:
         """η_s and D of every weight."""
         return [(self.scale * rate / (1 + D) ** self.power, D) for rate, D in zip(when.rates, when.delays, strict=True)]
 
+    def _shifts(self, when: When) -> list[float]:
+        return [-rate if D else 0.0 for rate, D in self._rates(when)]
 
-def _committed(beta: float, delay: float) -> float:
+
+def _matrix(x: Tensor, rows: int) -> Tensor:
+    """A weight as a matrix, or rows of weights as matrices (n, …)."""
+    return x.reshape(rows, x.shape[1], -1) if rows else as_matrix(x)
+
+
+def _committed(beta: float, delay: Number) -> Number:
     """Σ β₁ʲ over j = 1 … D."""
-    return float((beta - beta ** (delay + 1)) / (1 - beta))
+    return (beta - beta ** (delay + 1)) / (1 - beta)

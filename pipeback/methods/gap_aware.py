@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeback.methods.base import Chosen, Method, OptimizerLike, State, Weights, When
+from pipeback.methods.base import Chosen, Correction, Method, OptimizerLike, State, Weights, When
+from pipeback.methods.columns import Number, column, largest, positive
 from pipeback.methods.gradients import decoupled, gradients, replaced
 from pipeback.methods.option_checks import check_share
 from pipeback.schedules.programs import flowing
@@ -48,6 +49,7 @@ class GapAware(Method):
         self.copies = "stash"
         self.needs_used = True
         self.state_copies = 1
+        self.takes_rows = True
 
     def check(self, optimizer: torch.optim.Optimizer, stages: int) -> None:
         if type(optimizer) not in DECAYS and any(group.get("weight_decay") for group in optimizer.param_groups):
@@ -64,7 +66,7 @@ class GapAware(Method):
         return used
 
     def update(self, weights: Weights, optimizer: OptimizerLike, state: State, when: When) -> State:
-        if not when.delay:
+        if not positive(when.delay):
             optimizer.step()
             return state
         place = {id(w): n for n, w in enumerate(weights)}
@@ -75,7 +77,7 @@ class GapAware(Method):
         numbers, given = [n for n in numbers if n in of], [g for n, g in zip(numbers, given, strict=True) if n in of]
         before = {n: weights[n].detach().clone() for n in numbers if not _velocity(groups[of[n]])}
         grads = given
-        if state["updates"] > 1:
+        if when.rows or state["updates"] > 1:
             assert when.used is not None
             pairs = zip(numbers, given, strict=True)
             gaps = {n: torch.sub(weights[n], when.used[n]).abs_() for n in numbers}
@@ -87,22 +89,33 @@ class GapAware(Method):
             state["squares"][n].mul_(self.decay).addcmul_(moved, moved, value=1 - self.decay)
         return state
 
+    def correction(self, when: When, state: State) -> Correction:
+        return Correction(used=True, own=True)
+
     def _closed(
         self, w: Tensor, g: Tensor, gap: Tensor, group: dict[str, Any], state: State, number: int, n: int
     ) -> Tensor:
         """The gradient of weight n, divided by the gap; a decoupled decay changes the weight already here."""
-        step = (state["squares"][n] / (1 - self.decay ** (state["updates"] - 1))).sqrt_().add_(TINY)
-        if _velocity(group):
-            largest = state[f"largest{number}"]
-            if not largest:
+        known = 1 - self.decay ** (state["updates"] - 1)
+        size = state[f"largest{number}"] if _velocity(group) else 1.0
+        steps = known * size
+        if not isinstance(steps, Tensor):
+            if not steps:
                 return g
-            step.mul_(largest)
-        divisor = gap.div_(step).add_(1)
+            stays = None
+        else:  # π = 1 in some rows
+            stays = column(steps == 0, w).bool()
+            known = torch.where(steps == 0, 1, known)
+        step = (state["squares"][n] / column(known, w)).sqrt_().add_(TINY)
+        if _velocity(group):
+            step.mul_(column(size, w))
+        gap = gap.div_(step)
+        divisor = (gap if stays is None else gap.masked_fill_(stays, 0)).add_(1)
         found, decay = g / divisor, group.get("weight_decay") or 0
         if decay:
             share = (1 - divisor).div_(divisor)
             if decoupled(group):
-                w.addcmul_(w, share, value=-float(group["lr"]) * decay)
+                w.addcmul_(w, share.mul_(column(_rate(group), w)), value=-decay)
             else:
                 found.addcmul_(w, share, value=-decay if group.get("maximize") else decay)
         return found
@@ -115,4 +128,10 @@ def _velocity(group: dict[str, Any]) -> bool:
 
 def _largest(state: State, groups: list[dict[str, Any]]) -> State:
     """The largest rate of every group so far."""
-    return {f"largest{n}": max(state.get(f"largest{n}", 0.0), float(group["lr"])) for n, group in enumerate(groups)}
+    return {f"largest{n}": largest(state.get(f"largest{n}", 0.0), _rate(group)) for n, group in enumerate(groups)}
+
+
+def _rate(group: dict[str, Any]) -> Number:
+    """The rate of a group, a vector where its weights are rows."""
+    rate = group["lr"]
+    return rate if isinstance(rate, Tensor) and rate.dim() else float(rate)

@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from pipeback.methods.adam import is_adam, moments
-from pipeback.methods.base import Chosen, Method, OptimizerLike, Shift, State, Weights, When
+from pipeback.methods.base import Chosen, Correction, Method, OptimizerLike, Shift, State, Weights, When
+from pipeback.methods.columns import Number, column, positive
 from pipeback.methods.gradients import decoupled
 from pipeback.methods.momentum import LWP_OF_WEIGHTS
 from pipeback.schedules.programs import flowing
@@ -45,7 +46,7 @@ class DecayedPrediction(Method):
         self.schedule = flowing(self.slack)
         self.copies = "stash" if self.stash else "scratch"
         self.state_copies = 1
-        self.merges = self.reads_moments = True
+        self.merges = self.reads_moments = self.takes_rows = True
 
     def check(self, optimizer: torch.optim.Optimizer, stages: int) -> None:
         if not isinstance(optimizer, torch.optim.SGD) and not is_adam(optimizer):
@@ -78,7 +79,7 @@ class DecayedPrediction(Method):
         optimizer.step()
         place = {id(w): n for n, w in enumerate(weights)}
         for group in optimizer.param_groups:
-            numbers = [n for w in group["params"] if when.delays[n := place[id(w)]]]
+            numbers = [n for w in group["params"] if positive(when.delays[n := place[id(w)]])]
             if not numbers:
                 continue
             some = [weights[n] for n in numbers]
@@ -90,28 +91,40 @@ class DecayedPrediction(Method):
                     _ahead_of_sgd(optimizer.state.get(w, {}).get("momentum_buffer"), group, w, x, D)
         return state
 
+    def correction(self, when: When, state: State) -> Correction:
+        return Correction([float(D > 0) for D in when.delays], used=self.stash, along="ahead", own=True)
 
-def _ahead_of_sgd(v: Tensor | None, group: dict[str, Any], w: Tensor, into: Tensor, D: int) -> None:
+
+def _ahead_of_sgd(v: Tensor | None, group: dict[str, Any], w: Tensor, into: Tensor, D: Number) -> None:
     """ŵ − w of one weight."""
-    options = (float(group["lr"]), group["momentum"], group["weight_decay"], group["dampening"], group["nesterov"])
-    by_weight, by_velocity = _powers(*options, D)
+    options = group["momentum"], group["weight_decay"], group["dampening"], group["nesterov"]
+    rates, several = group["lr"], isinstance(D, Tensor)
+    if several:
+        pairs = [_powers(rate, *options, n) for rate, n in zip(rates.tolist(), D.flatten().tolist(), strict=True)]
+        by_weight, by_velocity = (
+            column(torch.tensor(some, dtype=torch.float64), w) for some in zip(*pairs, strict=True)
+        )
+    else:
+        by_weight, by_velocity = _powers(float(rates), *options, D)
     if v is None:
         into.zero_()
     else:
         torch.mul(v, by_velocity, out=into)
-    if by_weight:
+    if several and group["weight_decay"]:
+        into.addcmul_(w, by_weight)
+    elif not several and by_weight:
         into.add_(w, alpha=by_weight)
 
 
 @lru_cache(maxsize=1024)
 def _powers(
-    rate: float, momentum: float, decay: float, dampening: float, nesterov: bool, D: int
+    rate: float, momentum: float, decay: float, dampening: float, nesterov: bool, D: float
 ) -> tuple[float, float]:
     """How ŵ − w depends on w and on v, to both of which D steps are linear."""
     found = []
     for w, v in ((1.0, 0.0), (0.0, 1.0)):
         moved = 0.0
-        for _ in range(D):
+        for _ in range(int(D)):
             g = decay * (w + moved)
             v = momentum * v + (1 - dampening) * g if momentum else g
             moved -= rate * (g + momentum * v if nesterov else v)
@@ -120,9 +133,12 @@ def _powers(
 
 
 def _ahead_of_adam(
-    optimizer: OptimizerLike, group: dict[str, Any], weights: Weights, into: Weights, delays: list[int]
+    optimizer: OptimizerLike, group: dict[str, Any], weights: Weights, into: Weights, delays: list[Number]
 ) -> None:
     """ŵ − w of the weights of a group."""
+    if any(isinstance(D, Tensor) for D in delays):
+        _of_rows(optimizer, group, weights, into, delays)
+        return
     rate, (beta1, beta2) = float(group["lr"]), map(float, group["betas"])
     decay = rate * group["weight_decay"] if decoupled(group) else 0.0
     of = moments(optimizer, group, weights)
@@ -144,3 +160,28 @@ def _ahead_of_adam(
             torch._foreach_add_(below, group["eps"])
             sizes = [-rate * beta1**j / (1 - beta1 ** (counts[k] + j)) for k in there]
             torch._foreach_addcdiv_([into[numbers[k]] for k in there], [of.first[k] for k in there], below, sizes)
+
+
+def _of_rows(
+    optimizer: OptimizerLike, group: dict[str, Any], weights: Weights, into: Weights, delays: list[Tensor]
+) -> None:
+    """The same for rows, of which the first ones have the longest delays; step j is made by those with j ≤ D."""
+    beta1, beta2 = map(float, group["betas"])
+    of = moments(optimizer, group, weights)
+    for w, x, D, first, second, t in zip(weights, into, delays, of.first, of.second, of.counts, strict=True):
+        far = D.flatten().double()
+        rate = group["lr"].double().expand_as(far)
+        left = 1 - rate * (group["weight_decay"] if decoupled(group) else 0.0)
+        j = torch.arange(1, int(far.max()) + 1, dtype=torch.float64, device=far.device)[:, None]
+        sizes, roots = -rate * beta1**j / (1 - beta1 ** (t + j)), (1 - beta2 ** (t + j)).rsqrt()
+        counts = (j <= far).sum(1).tolist()
+        below, root = torch.empty_like(w), second.sqrt()
+        x.zero_()
+        for k, size, scale in zip(counts, sizes, roots, strict=True):
+            rows, here = slice(0, k), below[:k]
+            if group["weight_decay"] and decoupled(group):  # x ← left·(w + x) − w
+                keep = column(left[rows], w)
+                x[rows].mul_(keep).addcmul_(w[rows], keep - 1)
+            torch.mul(root[rows], column(scale[rows], w), out=here).add_(group["eps"])
+            torch.div(first[rows], here, out=here)
+            x[rows].addcmul_(here, column(size[rows], w))

@@ -12,14 +12,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pipeback.methods.base import Method
+from pipeback.schedules.placement import Kind
 from pipeback.schedules.programs import flowing
 
 
 @dataclass(repr=False)
 class PipelinedBackpropagation(Method):
-    """slack: 2 as published (full duplex), 1 for the delays of asynchronous 1F1B, 0 for no delay."""
+    """slack: 2 as published (full duplex), 1 for the delays of asynchronous 1F1B, 0 for no delay.
+
+    placement: "v" puts two parts of the stages on each of p workers, w and 2p − 1 − w. Early stages keep many
+    activations and late ones few, so all workers keep as many. Delays and bits are the same.
+    """
 
     slack: int = 2
+    placement: Kind = "neighbours"
 
     def __post_init__(self) -> None:
+        if self.placement not in ("neighbours", "v"):
+            raise ValueError(f"pb: placement must be 'neighbours' or 'v', not {self.placement!r}")
+        self.chunks = 2 if self.placement == "v" else 1
         self.schedule = flowing(self.slack)

@@ -23,7 +23,7 @@ from functools import cache
 
 import torch
 
-from pipeback.methods.base import Chosen, Method, OptimizerLike, Shift, State, Weights, When
+from pipeback.methods.base import Chosen, Correction, Method, OptimizerLike, Shift, State, Weights, When
 from pipeback.methods.direction import require_direction, step_along
 from pipeback.schedules.ops import Schedule
 from pipeback.schedules.programs import flowing
@@ -42,7 +42,7 @@ class OptimizerPrediction(Method):
         self.copies = "stash"
         self.grouped = self.micro_batches > 1
         self.state_copies = 1 + self.grouped
-        self.merges = not self.grouped
+        self.merges = self.takes_rows = not self.grouped
         self.reads_moments = True
 
     def check(self, optimizer: torch.optim.Optimizer, stages: int) -> None:
@@ -60,8 +60,7 @@ class OptimizerPrediction(Method):
         if not any(when.delays):
             return weights
         if not self.grouped:
-            ahead = [-rate * D for rate, D in zip(when.rates, when.delays, strict=True)]
-            return Shift(weights, ahead, state["direction"])
+            return Shift(weights, _ahead(when), state["direction"])
         i = when.mb - when.start
         k = self.micro_batches
         if when.version - when.base == _reads(self.schedule, when.stage, when.stages, k, i - i % k):
@@ -82,6 +81,13 @@ class OptimizerPrediction(Method):
             torch._foreach_mul_([state["direction"][n] for n in stepped], [when.rates[n] for n in stepped])
             torch._foreach_sub_(state["group"], weights)
         return state
+
+    def correction(self, when: When, state: State) -> Correction | None:
+        return None if self.grouped else Correction(_ahead(when), used=True, along="direction", own=True)
+
+
+def _ahead(when: When) -> list[float]:
+    return [-rate * D for rate, D in zip(when.rates, when.delays, strict=True)]
 
 
 def _reads(schedule: Schedule, stage: int, stages: int, every: int, mb: int) -> int:

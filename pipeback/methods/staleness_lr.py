@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pipeback.methods.base import Correction, Method, OptimizerLike, State, Weights, When
+from pipeback.methods.columns import Number
 from pipeback.methods.option_checks import check_number
 from pipeback.methods.rates import divided_rates
 from pipeback.schedules.programs import flowing
@@ -31,6 +32,7 @@ class StalenessRates(Method):
         check_number("staleness_lr", "power", self.power)
         check_number("staleness_lr", "scale", self.scale, above=True)
         self.schedule = flowing(self.slack)
+        self.takes_rows = True
 
     def update(self, weights: Weights, optimizer: OptimizerLike, state: State, when: When) -> State:
         with divided_rates(optimizer, self._divisor(when.delay)):
@@ -38,10 +40,10 @@ class StalenessRates(Method):
         return state
 
     def update_rates(self, when: When, state: State) -> list[float]:
-        return [rate / self._divisor(when.delay) for rate in when.rates]
+        return [rate / self._divisor(D) for rate, D in zip(when.rates, when.delays, strict=True)]
 
     def correction(self, when: When, state: State) -> Correction:
         return Correction(rates=self.update_rates(when, state))
 
-    def _divisor(self, delay: int) -> float:
-        return float((1 + delay) ** self.power / self.scale)
+    def _divisor(self, delay: Number) -> Number:
+        return (1 + delay) ** self.power / self.scale

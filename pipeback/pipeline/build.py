@@ -14,7 +14,7 @@ from pipeback.distributed.agreement import agree, alike
 from pipeback.distributed.held_stages import HeldStages
 from pipeback.distributed.join import default_device
 from pipeback.distributed.ranks import Ranks, SingleProcess, meet
-from pipeback.methods.base import Method
+from pipeback.methods.base import Method, overrides
 from pipeback.pipeline import by_name
 from pipeback.pipeline.method_choice import chosen
 from pipeback.pipeline.named_parameters import by_stage
@@ -23,6 +23,7 @@ from pipeback.pipeline.options import PipelineOptions
 from pipeback.pipeline.reference_batch import scaling
 from pipeback.pipeline.stage_builder import StageBuilder
 from pipeback.runtime.setting import Setting
+from pipeback.schedules.programs import Flowing
 from pipeback.splitting.split import Split, split_model
 from pipeback.stages.activations import kinds
 from pipeback.stages.stage import Stage
@@ -129,7 +130,8 @@ def build(model: nn.Module | Sequence[nn.Module] | Split, options: PipelineOptio
     setting = Setting(
         delays, options.debug.order, options.debug.seed, options.processes.link, options.threads,
         {"clip_norm": options.clipping.norm, "clip_value": options.clipping.value,
-         "samples": options.micro_batches.weights == "samples", "check_finite": options.debug.check_finite},
+         "samples": options.micro_batches.weights == "samples" and not _alone(method, replicas),
+         "check_finite": options.debug.check_finite},
         _stacks(stages, method, options, later=holding.shared) if options.vectorize else [],
     )  # fmt: skip
     return Built(options, model, method, delays, replicas, optimizers, names, holding, setting)
@@ -153,6 +155,12 @@ def _spread(
     found = spread_out(model, options.tensor.plan, TensorGroup(ranks.shard, ranks.tensor))
     undone.callback(found.undo)
     return found
+
+
+def _alone(method: Method, replicas: int) -> bool:
+    """Whether every update is of one micro-batch: its mean needs no weights, which would round."""
+    single = isinstance(method.schedule, Flowing) and method.schedule.every == 1
+    return single and replicas == 1 and not (method.flush_each_push or overrides(method, "schedule_at"))
 
 
 def _stacks(stages: Sequence[Stage], method: Method, options: PipelineOptions, *, later: bool) -> Sequence[Any]:

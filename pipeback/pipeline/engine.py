@@ -158,6 +158,7 @@ class Engine:
     def came(self, count: int) -> None:
         """So many further micro-batches are let in."""
         self.arrived += count
+        self._followers.work()
         self.modes.pushed()
 
     def wait(self) -> None:
@@ -270,6 +271,11 @@ class Engine:
         """Rehearse what has to be, and start with the first."""
         if self._stacking.on and accelerators.autocast():
             raise ValueError("vectorize: autocast does not reach stages that run as one; enter it inside the modules")
+        if self.setting.order == "skewed" and accelerators.autocast():
+            raise ValueError(
+                'debug: with order="skewed" a push leaves work to later calls, which its autocast does not reach; '
+                "enter it inside the modules, or use another order"
+            )
         if not self._rehearsals.due(batches):
             return
         if self.runtime is not None:

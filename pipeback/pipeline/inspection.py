@@ -22,6 +22,7 @@ from pipeback.planner.models import Model
 from pipeback.runtime.ledger import Ledger, Record
 from pipeback.runtime.staleness import Watch
 from pipeback.schedules.recording import Recording
+from pipeback.schedules.split import splits
 from pipeback.stages.flight import Value
 from pipeback.streaming.disk_store import DiskStore
 from pipeback.streaming.streamed_weights import StreamedWeights
@@ -96,6 +97,18 @@ class Inspection:
         text = StringIO()
         figure.savefig(text, format="svg")
         return Drawing(text.getvalue())
+
+    def unsplit(self) -> dict[str, str]:
+        """As `Pipeline.unsplit`."""
+        engine, found = self._engine, dict[str, str]()
+        if not splits(engine.method.schedule):
+            return found
+        engine.wait()
+        for worker in (loop.worker for loop in engine.loops):
+            for stage in worker.stages.values():
+                whole = stage.gradients.split.why if worker.split is not None else worker.whole
+                found.update({stage.label: whole} if whole else {})
+        return found
 
     def memory(self) -> Memory:
         """As `Pipeline.memory`."""

@@ -196,6 +196,16 @@ def check_workers(stages: int, ranks: int, threads: Any) -> None:
         )
 
 
+def check_placement(method: Method, stages: int, workers: int) -> None:
+    """Raise ValueError if there are fewer stages than parts that the method puts on so many workers."""
+    if workers > 1 and workers * method.chunks > stages:
+        fewer = f", or chunks={stages // workers}" if method.placement == "loop" else ""
+        raise ValueError(
+            f"{method!r} puts {method.chunks} parts of the stages on each worker, but {workers} workers share "
+            f"{counted(stages, 'stage')}; use at most {counted(max(1, stages // method.chunks), 'worker')}{fewer}"
+        )
+
+
 def check_goes_with(what: str, otherwise: str, given: Iterable[tuple[str, Any, Any, str]]) -> None:
     """Raise ValueError if an option excludes `what`; given: (name, value, the value that does not, its cure)."""
     for name, value, plain, cure in given:

@@ -254,6 +254,11 @@ class Pipeline(OutsideCalls):
         return self._engine.vectorized
 
     @property
+    def unsplit(self) -> dict[str, str]:
+        """Where the schedule splits backwards: of each stage here whose last one was done at once, what kept it so."""
+        return self._inspection.unsplit()
+
+    @property
     def arrived(self) -> int:
         """Micro-batches pushed so far. After resuming from a store's folder, those that its last version has seen."""
         self._engine.progress.ask()

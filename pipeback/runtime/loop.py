@@ -18,7 +18,9 @@ from pipeback.runtime.undo import Dropped, Mark
 from pipeback.runtime.worker import Worker
 from pipeback.schedules.ops import Schedule
 from pipeback.schedules.order import Order, Wave
-from pipeback.schedules.programs import by_worker, fill_drain, flush
+from pipeback.schedules.placement import Placement
+from pipeback.schedules.programs import fill_drain, flush
+from pipeback.schedules.split import splits, whole
 from pipeback.stages.flight import Value
 from pipeback.stages.joint_optimizer import Options
 from pipeback.tensors.layout import Message
@@ -38,13 +40,14 @@ class Loop:
         order: Order,
         method: Method,
         replica: int = 0,
-        owner: Sequence[int] | None = None,
+        placement: Placement | None = None,
         at_once: bool = False,
     ) -> None:
-        """owner: the worker of each stage; given where a method with flushes runs `Method.by_worker` within a push.
+        """placement: where stages are; given where a method with flushes runs `Method.placed` within a push.
         at_once: a push admits all its micro-batches before any operation, so that the order can choose among more.
         """
-        self.worker, self.order, self.method, self.replica, self.owner = worker, order, method, replica, owner
+        self.worker, self.order, self.method, self.replica = worker, order, method, replica
+        self.placement = placement
         self.at_once = at_once
         # whether something else waits to be done; None: the caller asks for what is left of a push
         self.more: Callable[[], bool] | None = None
@@ -61,11 +64,11 @@ class Loop:
         """Admit micro-batches one by one, and do every operation that may then run."""
         order, worker, link = self.order, self.worker, self.worker.link
         self._look()
-        able = self.inline and undo.able(worker, order) and self.owner is None
+        able = self.inline and undo.able(worker, order) and self.placement is None
         first = mark = self._mark(0) if able else None
         if self.fresh:
             self._begin(len(batches), at_once=self.at_once)
-        elif (self.owner is not None or self.at_once) and order.empty:
+        elif (self.placement is not None or self.at_once) and order.empty:
             order.restart(
                 self._schedule(len(batches), at_once=self.at_once)
             )  # the last push or this one may be part of a flush
@@ -122,7 +125,7 @@ class Loop:
             return
         mark.restore(self.worker)
         self.fresh, self.pushed = mark.more
-        self.order.resume(self.method.schedule_at(mark.order["start"], self.pushed), mark.order)
+        self.order.resume(self._of_method(mark.order["start"], self.pushed), mark.order)
         self._remember()
         if self.method.flush_each_push and not whole:
             self.drain()
@@ -141,7 +144,7 @@ class Loop:
         undo.forget(worker, order.arrived)
         if order.arrived == order.start:  # the schedule was begun with this push
             state, self.pushed, (worker.start, worker.base, worker.entered) = self._before
-            order.resume(self.method.schedule_at(state["start"], self.pushed), state)
+            order.resume(self._of_method(state["start"], self.pushed), state)
             self.fresh = True
         elif order.start == came:
             self.pushed = order.arrived - came
@@ -294,12 +297,17 @@ class Loop:
 
         at_once: all forwards come first, so that weights are fetched to the device once for F and once for B.
         """
-        schedule = self.method.schedule_at(self.order.arrived, pushed)
+        schedule = self._of_method(self.order.arrived, pushed)
         if pushed % flush(schedule):
             return schedule
         if at_once and self.method.by_worker:
             return fill_drain(flush(schedule))
-        return schedule if self.owner is None else by_worker(schedule, self.owner)
+        return schedule if self.placement is None else self.method.placed(schedule, self.placement)
+
+    def _of_method(self, start: int, pushed: int) -> Schedule:
+        """Return the method's schedule, with whole backwards where the worker cannot split them."""
+        schedule = self.method.schedule_at(start, pushed)
+        return whole(schedule) if self.worker.split is None and splits(schedule) else schedule
 
     # -- progress ------------------------------------------------------------------------------------------------
 
@@ -334,7 +342,7 @@ class Loop:
         """Continue from saved `progress`, with the entries that all workers remembered."""
         worker = self.worker
         self.pushed = saved.get("pushed", 1)
-        self.order.resume(self.method.schedule_at(saved["order"]["start"], self.pushed), saved["order"])
+        self.order.resume(self._of_method(saved["order"]["start"], self.pushed), saved["order"])
         self.fresh, worker.start, worker.base = saved["fresh"], saved["start"], saved["base"]
         worker.entered = saved["entered"]
         worker.entries = {int(i): v for i, v in saved["entries"].items()}

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from pipeback.errors import StageError
+from pipeback.runtime.executor import SplitOperations
+from pipeback.runtime.split_executor import SplitExecutor
 from pipeback.runtime.worker import Worker
 from pipeback.schedules.order import Ops, Order
 from pipeback.schedules.spans import TickSpan
@@ -21,10 +23,12 @@ class StageExecutor:
     """The executor of the stages of `worker`; F is the forward, B the backward of a micro-batch at one stage."""
 
     as_one = False  # each operation is a call
+    whole = ""
     undoes = True  # every operation leaves its results in the stages and the link
 
     def __init__(self, worker: Worker) -> None:
         self.worker, self.stages, self.link = worker, worker.stages, worker.link
+        self.split: SplitOperations | None = SplitExecutor(worker)
         self.apart = any(stage.keeping is not None and stage.keeping.apart for stage in self.stages.values())
 
     def record(self, on: bool) -> None:

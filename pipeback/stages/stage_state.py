@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeback.stages import saved_graph
+from pipeback.stages import saved_graph, split_backward
 from pipeback.stages.flight import Flight, grown
 from pipeback.stages.module_settings import Settings
 from pipeback.stages.optimizer_counters import restore, saved
@@ -43,6 +43,7 @@ def save(
     messages: those sent to this stage and not yet received. number: numbers the options of a flight. copy: whether to
     copy weights and state; otherwise the tensors in use are returned, which need not be in memory.
     """
+    split_backward.finish(stage)  # no graph has to be saved of what has gone back to the input
     mine: Callable[[Tensor], Tensor] = copies.replica if copy else Tensor.detach
     tensors: Tensors = {}
     plain: Plain = {

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pipeback.errors import StageError
+from pipeback.runtime.executor import SplitOperations
 from pipeback.runtime.stage_executor import StageExecutor
 from pipeback.runtime.worker import Worker
 from pipeback.schedules.order import Ops, Order
@@ -26,6 +27,8 @@ class StackExecutor:
     apart = False  # the backwards of a wave are one call
     undoes = False  # nothing puts the rows of a stack back
     as_one = True  # the operations of a wave are one call
+    split: SplitOperations | None = None
+    whole = "stages of its worker run as one"
 
     def __init__(self, worker: Worker, *, stacks: Sequence[Stack]) -> None:
         self.worker, self.stages, self.link, self.stacks = worker, worker.stages, worker.link, list(stacks)

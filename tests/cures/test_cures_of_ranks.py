@@ -115,6 +115,21 @@ class Whole(torch.optim.SGD):
         return super().step(closure)
 
 
+def linked(rank: int, some: bool) -> None:
+    link = pipeback.Processes(timeout=TIMEOUT, link="nccl" if some else "gloo")
+    pushed(built(method="looped_bfs", workers=link))
+
+
+def far_loss(rank: int, some: bool) -> None:
+    method = pipeback.methods.create("pb", placement="v" if some else "neighbours")
+    pipe = built(loss=None, method=method)
+    for x, _ in data(4):
+        output = pipe.forward(x)
+        pipe.backward(None if output is None else torch.zeros_like(output))
+        pipe.step()
+    pipe.close()
+
+
 def whole(rank: int, some: bool) -> None:
     def optimizer(params: Any) -> Any:
         return Whole(params, lr=0.01)
@@ -219,6 +234,8 @@ ROWS: dict[Callable[[int, bool], None], str] = {
     forgotten: "forget: the other ranks are ahead already; give backward a gradient of zeros",
     watched: "watch measures whole weights, of which a rank's store has a slice; use store=None",
     sparse: "a store splits weights over the ranks of the replicas, but not sparse ones; use store=None",
+    linked: r"parts of the stages each do not exchange tensors by NCCL; use workers=pipeback.Processes\(link='gloo'\)",
+    far_loss: "loss=None over several ranks does not go with placement='v'; use placement='neighbours'",
     whole: "may look at whole matrices, but every replica's store keeps a slice of them; use one of torch",
     braked: "looks at whole weights, but every replica's store keeps a slice of them; use store=None, or one replica",
     meshed: r"mesh has 3 dimensions; use \(replicas, workers\), or \(workers,\)",

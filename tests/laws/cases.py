@@ -20,7 +20,16 @@ CASES: dict[str, Callable[[int], pipeback.Method]] = {
     "gpipe-4": lambda S: methods.create("gpipe", micro_batches=4),
     "one_f_one_b": lambda S: methods.create("one_f_one_b"),
     "one_f_one_b-3": lambda S: methods.create("one_f_one_b", micro_batches=3),
+    "zb_h1": lambda S: methods.create("zb_h1"),
+    "zb_h1-4": lambda S: methods.create("zb_h1", micro_batches=4),
+    "zb_h2": lambda S: methods.create("zb_h2"),
+    "zb_h2-7": lambda S: methods.create("zb_h2", micro_batches=7),
+    "interleaved": lambda S: methods.create("interleaved"),
+    "interleaved-4": lambda S: methods.create("interleaved", micro_batches=4),
+    "looped_bfs": lambda S: methods.create("looped_bfs"),
+    "looped_bfs-3": lambda S: methods.create("looped_bfs", micro_batches=3),
     "pb": lambda S: methods.create("pb"),
+    "pb-v": lambda S: methods.create("pb", placement="v"),
     "pb-slack1": lambda S: methods.create("pb", slack=1),
     "pipedream": lambda S: methods.create("pipedream"),
     "pipedream-slack2": lambda S: methods.create("pipedream", slack=2),
@@ -67,8 +76,8 @@ STEADY = [case for case in CASES if case not in SENSITIVE]
 
 # one of each kind, where all of them would take long
 FEW = (
-    "gpipe-4", "one_f_one_b-3", "pb", "pipedream-vertical", "pipedream_2bw", "pipemare-t3", "spectrain-v2", "cerebras",
-    "lwp-weight+sc", "pipeoptim-xpipe", "gap_aware", "msnag", "eigendelay",
+    "gpipe-4", "one_f_one_b-3", "zb_h1-4", "interleaved-4", "pb", "pb-v", "pipedream-vertical", "pipedream_2bw",
+    "pipemare-t3", "spectrain-v2", "cerebras", "lwp-weight+sc", "pipeoptim-xpipe", "gap_aware", "msnag", "eigendelay",
 )  # fmt: skip
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -101,6 +110,11 @@ def allowed(case: str, optimizer: str) -> bool:
     if case in MOMENT_ONLY and optimizer not in ("momentum", "adam", "adamw"):
         return optimizer == "sgd" and case != "braking"
     return case not in SPIKED or optimizer in ("sgd", "momentum", "adam", "adamw")
+
+
+def placeable(case: str, workers: int) -> bool:
+    """Whether there are as many stages as a case wants on so many workers."""
+    return workers == 1 or workers * CASES[case](STAGES).chunks <= STAGES
 
 
 def suited(case: str) -> str:
@@ -171,9 +185,9 @@ def everything(pipe: pipeback.Pipeline) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def flushes(**options: Any) -> list[torch.Tensor]:
-    """1F1B in flushes of four: whole ones in a push and parts of one; losses, and what is held after each push."""
-    method = methods.create("one_f_one_b", micro_batches=4)
+def flushes(name: str = "one_f_one_b", **options: Any) -> list[torch.Tensor]:
+    """A method in flushes of four: whole ones in a push and parts of one; losses, and what is held after each push."""
+    method = methods.create(name, micro_batches=4)
     pipe = pipeline(network(), method, micro_batch_size=3, **options)
     found = []
     for x, y in ((torch.cat(x), torch.cat(y)) for x, y in (zip(*data(n, seed=n), strict=True) for n in FLUSHES)):

@@ -80,14 +80,15 @@ def test_many_micro_batches_a_push_compiled(case, large, compile, leapt, monkeyp
             (*some, compile)
             for some in (
                 ("spectrain-v2", "momentum"), ("lwp-weight", "momentum"), ("lwp-weight", "adamw"), ("sc", "adam"),
-                ("lwp-weight+sc", "adamw"),
+                ("lwp-weight+sc", "adamw"), ("ef", "momentum"), ("dc_asgd", "adamw"), ("msnag-stash", "adamw"),
+                ("gap_aware", "momentum"), ("dc_asgd+pipeoptim", "momentum"),
             )
             for compile in (True, AOT)
         ],
-        ("spectrain-v2", "momentum", AOT), ("lwp-weight+sc", "adamw", AOT),
+        ("spectrain-v2", "momentum", AOT), ("lwp-weight+sc", "adamw", AOT), ("dc_asgd+pipeoptim", "momentum", AOT),
     ),
 )  # fmt: skip
-def test_shifts_and_compensated_steps_of_every_optimizer_compiled(case, optimizer, compile, leapt, monkeypatch):
+def test_shifts_and_steps_of_every_optimizer_compiled(case, optimizer, compile, leapt, monkeypatch):
     monkeypatch.setattr("pipeback.vectorized.making.graph_maker.LARGE", 0)
     one, _ = pipelines(case, optimizer)
     other = pipeline(model(), CASES[case](S), optimizer, micro_batch_size=3, vectorize=True, compile=compile)

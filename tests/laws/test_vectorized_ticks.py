@@ -13,8 +13,8 @@ from pipeback import methods
 from pipeback.methods.base import described
 from pipeback.methods.cerebras import Cerebras
 from tests.helpers.choice import mostly_rare
-from tests.laws.as_one import LEAP, S, decayed, doubles, model, pipelines, pushed, same
-from tests.laws.cases import CASES, OPTIMIZERS, STEADY, weights
+from tests.laws.as_one import LEAP, OWN, TURNED, S, block, decayed, doubles, model, pipelines, pushed, same
+from tests.laws.cases import CASES, OPTIMIZERS, STEADY, allowed, network, weights
 
 # of ticks that are done as one function, and of those that are not
 KINDS = (
@@ -78,7 +78,86 @@ def test_adam_with_every_correction(case, optimizer, leapt):
     assert sum(leapt) > 30
 
 
-@pytest.mark.parametrize(("case", "optimizer"), [("spectrain-v2", "momentum"), ("lwp-weight", "adamw")])
+OWN_STEPS = [(case, name) for case in OWN for name in OPTIMIZERS if allowed(case, name)]
+
+
+@pytest.mark.parametrize(
+    ("case", "optimizer"),
+    mostly_rare(
+        OWN_STEPS, ("ef", "adamw"), ("gap_aware", "adamw"), ("gap_aware", "momentum"), ("dc_asgd-adaptive", "adamw"),
+        ("msnag", "adamw"), ("msnag-stash", "momentum"), ("pipeoptim", "adamw"), ("braking", "adamw"),
+        ("dc_asgd+pipeoptim", "adamw"), ("staleness_lr+ef", "adamw"),
+    ),
+)  # fmt: skip
+def test_updates_of_the_methods_own(case, optimizer, leapt):
+    """They are called with rows, at rates that change at every push and differ from stage to stage."""
+    found = []
+    for pipe in pipelines(case, optimizer):
+
+        def slower(n, pipe=pipe):
+            for s, one in enumerate(pipe.optimizers):
+                one.param_groups[0]["lr"] *= 0 if n == 3 and s == 2 else 0.9 + 0.01 * s
+
+        found.append(pushed(pipe, before=slower))
+    same(*reversed(found))
+    assert sum(leapt) > 30
+
+
+OTHERS = {
+    **{case: CASES[case](S) for case in TURNED},
+    "adamw and spike": methods.create("eigendelay", sides=0),
+    "adamw, one vector": methods.create("eigendelay", sides=0, predict=False, slack=1, spike=False),
+    "without prediction": methods.create("eigendelay", predict=False, stash=True, refresh=1),
+}
+
+
+@pytest.mark.parametrize("sizes", [(9, 1, 23, 2, 15), (30, 1, 4, 15)], ids=["in flight", "longer"])
+@pytest.mark.parametrize("name", mostly_rare(OTHERS, "eigendelay", "eigendelay-stash", "adamw and spike"))
+def test_steps_in_bases(name, sizes, leapt):
+    """Of gradients whose covariances have full rank (`test_eigendelay`); groups have rates and decays of their own."""
+
+    def factory(params):
+        groups = decayed(params).param_groups
+        return torch.optim.AdamW([{**group, "eps": 0.01} for group in groups])
+
+    found = []
+    for on in (False, True):
+        pipe = pipeback.Pipeline(
+            network(S, dtype=torch.float64), loss=mse_loss, optimizer=factory, method=OTHERS[name],
+            micro_batch_size=16, vectorize=on,
+        )  # fmt: skip
+        xs, ys = map(torch.cat, zip(*doubles(sum(sizes), samples=16), strict=True))
+        losses = []
+        for x, y in zip(*(v.split([16 * size for size in sizes]) for v in (xs, ys)), strict=True):
+            for s, one in enumerate(pipe.optimizers):
+                one.param_groups[0]["lr"] *= 0.9 + 0.01 * s
+            losses.append(pipe.push(x, y))
+        flying = weights(pipe)
+        pipe.drain()
+        found.append([torch.stack([loss.double() for loss in losses]), flying, weights(pipe)])
+    same(*reversed(found))
+    assert sum(leapt) > 30
+
+
+@pytest.mark.parametrize("case", mostly_rare(OWN, "gap_aware", "dc_asgd-adaptive"))
+def test_groups_of_weights_with_updates_of_the_methods_own(case, leapt):
+    """Each group has a rate and a decay of its own, and its weights are of several forms."""
+    found = []
+    for on in (False, True):
+        method = CASES[case](S)
+        pipe = pipeback.Pipeline(
+            model(make=lambda: nn.Sequential(block(), nn.Unflatten(1, (2, 3)), nn.Conv1d(2, 2, 1), nn.Flatten())),
+            loss=mse_loss, optimizer=decayed, method=method, micro_batch_size=3, vectorize=on,
+        )  # fmt: skip
+        found.append(pushed(pipe))
+    same(*reversed(found))
+    assert sum(leapt) > 30
+
+
+@pytest.mark.parametrize(
+    ("case", "optimizer"),
+    [("spectrain-v2", "momentum"), ("lwp-weight", "adamw"), ("gap_aware", "momentum"), ("pipeoptim", "adamw")],
+)
 def test_states_of_shifted_weights_are_taken_up(case, optimizer, leapt):
     """What F used, or the last displacement, goes from one to the other, saved in flight."""
     first, second = (torch.cat(some) for some in zip(*doubles(60), strict=True))

@@ -87,7 +87,7 @@ class WeightRing:
     def give(self) -> None:
         """Hand the versions in the ring back to the stages, which keep no others."""
         for stage in self.rows.stages:
-            stage.versions.note_copies(stage.flights, 1.0 + len(stage.flights))
+            stage.versions.note_copies(stage.flights, 1.0 + len(stage.flights) + stage.versions.hands)
             stage.versions.put({})
         for stage, i, place in self._flying():
             if self.owned:

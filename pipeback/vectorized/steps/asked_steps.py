@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from operator import is_not
+from typing import Any
 
 from pipeback.methods.base import HOOKS, Correction, When, overrides
 from pipeback.runtime.worker import Worker
 from pipeback.stages.joint_optimizer import Options
 from pipeback.stages.stage import Stage
 from pipeback.stages.team import StageGroup
-from pipeback.vectorized.steps.adam_rows import AdamStep
-from pipeback.vectorized.steps.sgd_rows import Step
-from pipeback.vectorized.steps.step_plan import StepPlan
+from pipeback.vectorized.steps.row_tensors import AnyStep
+from pipeback.vectorized.steps.step_plan import Asked, StepPlan
 
 NUMBERS = ("ahead", "late", "back", "drift", "rates")
 
@@ -31,15 +31,14 @@ class AskedSteps:
         self.along = "" if told is None else told.along  # the name of δ in the state of stages
         self._groups: dict[int, StageGroup] = {}  # of one stage each: a group may count steps
 
-    def step(
-        self, plan: StepPlan, fore: Sequence[Options], back: Sequence[Options], updates: int
-    ) -> Step | AdamStep | None:
+    def step(self, plan: StepPlan, fore: Sequence[Options], back: Sequence[Options], updates: int) -> AnyStep | None:
         """Return the step of the stages of a plan; None if their rows cannot be stepped at once.
 
         fore, back: per stage, the options of F, and of B and U. updates: those that its state does not know of.
         """
-        correction = partial(self._correction, plan.stages, fore, back, updates) if self._corrects else None
-        return plan.step(back, correction, *fore)
+        correction = partial(self._correction, plan.stages, fore, back, updates)
+        asked = Asked(self.worker.method, self.worker.delays, correction) if self._corrects else None
+        return plan.step(back, asked, *fore)
 
     def _correction(
         self, stages: Sequence[Stage], fore: Sequence[Options], back: Sequence[Options], updates: int
@@ -48,8 +47,9 @@ class AskedSteps:
         if self.worker.method.merges:
             return self._asked(stages, fore, back, updates)
         each = [self._asked([s], [a], [b], updates) for s, a, b in zip(stages, fore, back, strict=True)]
-        numbers = {name: [number for one in each for number in getattr(one, name)] for name in NUMBERS}
-        return Correction(**numbers, used=each[0].used, varies=any(one.varies for one in each), along=each[0].along)
+        numbers: dict[str, Any] = {name: [number for one in each for number in getattr(one, name)] for name in NUMBERS}
+        one = each[0]
+        return one._replace(**numbers, varies=any(other.varies for other in each))
 
     def _asked(
         self, stages: Sequence[Stage], fore: Sequence[Options], back: Sequence[Options], updates: int

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from pipeback.vectorized.steps.adam_rows import FIRST, SECOND, STEP, AdamStep
+from pipeback.vectorized.steps.own_step import OwnStep
 from pipeback.vectorized.steps.sgd_rows import Step
 
 T = TypeVar("T")
+AnyStep = Step | AdamStep | OwnStep
 
 
 class RowTensors:
@@ -34,6 +36,7 @@ class RowTensors:
         self.weights, self.trained, self.scratch, self._beside = weights, trained, list(scratch), beside
         self.stepped = [weights[n] for n in trained]
         self._number: tuple[float, Tensor] | None = None
+        self._gradients: list[Tensor] = []
 
     def part(self, first: int, end: int) -> RowTensors:
         """Return some of the rows; their tensors are views of these."""
@@ -60,11 +63,17 @@ class RowTensors:
         buffers: list[Tensor] = self._beside("momentum_buffer")[0]
         return buffers
 
-    def kept(self, step: Step | AdamStep) -> list[Any]:
+    def kept(self, step: AnyStep) -> list[Any]:
         """Return the state of the optimizers: velocities, or p, q and the numbers of updates."""
+        step = step.base if isinstance(step, OwnStep) else step
         if isinstance(step, AdamStep):
             return self._beside(FIRST, SECOND, STEP)
         return self.velocities() if step.momentum else []
+
+    def gradients(self) -> list[Tensor]:
+        """Return room for the gradients of the weights to step, always the same."""
+        self._gradients = self._gradients or list(map(torch.zeros_like, self.stepped))
+        return self._gradients
 
     def shifted(self, by: Sequence[Tensor], along: Sequence[Tensor] | None = None) -> list[Tensor]:
         """Return w + c·v, on which F or B runs, valid until the next call; the weights themselves if `by` is empty.
@@ -112,8 +121,17 @@ class RowTensors:
             self._number = value, torch.tensor(value, dtype=like.dtype, device=like.device)
         return self._number[1]
 
-    def move(self, step: Step | AdamStep, grads: Sequence[Tensor], some: Sequence[int] | None = None) -> None:
-        """Step the weights with these gradients. some: see `follow`."""
+    def move(
+        self,
+        step: AnyStep,
+        grads: Sequence[Tensor],
+        some: Sequence[int] | None = None,
+        used: Sequence[Tensor] | None = None,
+    ) -> None:
+        """Step the weights with these gradients. some: see `follow`. used: what F ran on, if that differs."""
+        if isinstance(step, OwnStep):
+            step.move(self.stepped, grads, used, self.kept(step), self.move)
+            return
         if isinstance(step, AdamStep):
             first, second, steps = self.kept(step)
             step.move(self.stepped, first, second, steps, grads)

@@ -131,8 +131,9 @@ def _laid(lists: Sequence[Sequence[Tensor]]) -> tuple[list[Tensor], list[list[Te
     """Return lists of tensors of equal shapes, one list per stage, as tensors (n, …), and as lists of their rows."""
     if len(lists) == 1:
         return list(lists[0]), [list(lists[0])]
-    wholes = [torch.stack(list(same)) for same in zip(*lists, strict=True)]
-    return wholes, [list(rows) for rows in zip(*(whole.unbind() for whole in wholes), strict=True)]
+    wholes = [None if same[0] is None else torch.stack(list(same)) for same in zip(*lists, strict=True)]
+    apart = ([None] * len(lists) if whole is None else whole.unbind() for whole in wholes)
+    return wholes, [list(rows) for rows in zip(*apart, strict=True)]  # type: ignore[return-value]
 
 
 def _rows(whole: Tensor, count: int) -> Sequence[Tensor]:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from pipeback.vectorized.steps.adam_rows import AdamStep, adapted
-from pipeback.vectorized.steps.row_tensors import RowTensors
-from pipeback.vectorized.steps.sgd_rows import Step
+from pipeback.vectorized.steps.own_step import OwnStep
+from pipeback.vectorized.steps.row_tensors import AnyStep, RowTensors
 
 Slots = Sequence[Tensor] | Tensor
 
@@ -34,7 +34,14 @@ def shifted(
 Numbers = tuple[Any, ...]  # of every row −η·a and −η·b, and m as a tensor; of Adam η
 
 
-def numbers(rows: RowTensors, step: Step | AdamStep) -> Numbers:
+def kept(rows: RowTensors, step: AnyStep) -> list[Any]:
+    """Return what a compiled step reads and writes beside the weights; before an own step, which follows, gradients."""
+    return rows.gradients() if isinstance(step, OwnStep) else rows.kept(step)
+
+
+def numbers(rows: RowTensors, step: AnyStep) -> Numbers:
+    if isinstance(step, OwnStep):
+        return ()
     if isinstance(step, AdamStep):
         return step.columns, *step.spikes
     return step.along, step.against, rows.number(step.momentum)
@@ -51,10 +58,19 @@ class How(NamedTuple):
     by_factors: bool
 
     @classmethod
-    def of(cls, step: Step | AdamStep) -> How:
+    def of(cls, step: AnyStep) -> How:
+        if isinstance(step, OwnStep):
+            return cls(noted, False)
         if isinstance(step, AdamStep):
             return cls(partial(adapted, step.settings), False)
         return cls(partial(descended, step.decays), not step.late)  # `late` adds gradients to weights, too
+
+
+def noted(weights: Sequence[Tensor], room: Sequence[Tensor], grads: Sequence[Tensor | None], numbers: Numbers) -> None:
+    """Leave the gradients for a step that is not part of the compiled function."""
+    for place, g in zip(room, grads, strict=True):
+        if g is not None:
+            place.copy_(g)
 
 
 def descended(

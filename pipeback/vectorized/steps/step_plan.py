@@ -4,46 +4,58 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from pipeback.methods.base import Correction
+from pipeback.methods.base import Correction, Method
 from pipeback.private import hooked
 from pipeback.stages.joint_optimizer import Options, rates_of
 from pipeback.stages.stage import Stage
 from pipeback.vectorized.steps import adam_rows, sgd_rows
 from pipeback.vectorized.steps.adam_rows import AdamStep, columns
+from pipeback.vectorized.steps.own_step import OwnStep, numbered_groups
+from pipeback.vectorized.steps.row_state import RowState
+from pipeback.vectorized.steps.row_tensors import AnyStep
 from pipeback.vectorized.steps.rows import Rows
 from pipeback.vectorized.steps.sgd_rows import Step
 
 T = TypeVar("T")
 
 
+class Asked(NamedTuple):
+    """What a method asks of the step. delays: D of every stage of the pipeline."""
+
+    method: Method
+    delays: Sequence[int]
+    correction: Callable[[], Correction]
+
+
 class StepPlan:
-    """The steps of the stages of `rows`."""
+    """The steps of the stages of `rows`. state: that of a method that makes its own steps, during a run of ticks."""
 
     def __init__(self, rows: Rows) -> None:
         self.rows, self.stages = rows, rows.stages
-        self._known: tuple[list[Options], Step | AdamStep | None] = ([], None)
+        self.state = RowState(self.stages, rows.state)
+        self._known: tuple[list[Options], AnyStep | None] = ([], None)
 
-    def step(
-        self, options: Sequence[Options], corrected: Callable[[], Correction] | None = None, *others: Options
-    ) -> Step | AdamStep | None:
+    def step(self, options: Sequence[Options], corrected: Asked | None = None, *others: Options) -> AnyStep | None:
         """Return the step that the stages' options ask for; None unless all ask for the same Adam or momentum SGD, and
         step the weights that F and B run on, not masters.
 
-        The rates may differ. corrected: a method's correction of the step; it is computed anew if any options change.
+        The rates may differ. corrected: asks a method for its correction of the step, anew if any options change.
         """
         if self.hooked() or self.masters:
             return None
         known, step = self._known
         asked = [*options, *others]
         if len(known) != len(asked) or any(a is not b for a, b in zip(known, asked, strict=True)):
-            step = self._uncorrected(options)
-            if step is not None and corrected is not None:
-                step = self._corrected(step, corrected())
+            plain = step = self._uncorrected(options)
+            if plain is not None and corrected is not None:
+                correction = corrected.correction()
+                own = correction.own and bool(self.rows.stepped)
+                step = self._own(plain, correction, corrected, options) if own else self._corrected(plain, correction)
             self._known = asked, step
-        elif step is not None and step.varies and corrected is not None:
-            correction = corrected()
+        elif step is not None and step.varies and corrected is not None and not isinstance(step, OwnStep):
+            correction = corrected.correction()
             step = replace(step, rates=self._by_weight(correction.rates), varies=correction.varies)
             self._known = asked, step
         return step
@@ -86,6 +98,21 @@ class StepPlan:
             return replace(step, late=late if any(map(any, late)) else [], **mine)
         spiked = step.momentum and any(map(any, late))
         return replace(step, late=late if spiked else [], **mine)
+
+    def _own(
+        self, step: Step | AdamStep, correction: Correction, asked: Asked, options: Sequence[Options]
+    ) -> OwnStep | None:
+        if isinstance(step, AdamStep) and not correction.along and any([*correction.ahead, *correction.back]):
+            return None  # there is no velocity
+        ahead, back = (
+            columns(self._by_weight(some), self.rows.stepped) if any(some) else ()
+            for some in (correction.ahead, correction.back)
+        )
+        first = self.stages[0]
+        return OwnStep(
+            asked.method, step, self.state, numbered_groups(first, options[0]),
+            [asked.delays[stage.index] for stage in self.stages], (first.index, first.stages), ahead, back,
+        )  # fmt: skip
 
     def _by_weight(self, numbers: Sequence[float]) -> list[list[float]]:
         """Turn lists of numbers per stage into lists per weight; an empty list stays empty."""

@@ -15,6 +15,7 @@ from pipeback.methods.momentum import velocity
 from pipeback.runtime.ledger import Columns
 from pipeback.runtime.worker import Worker
 from pipeback.stages.joint_optimizer import Options
+from pipeback.vectorized.steps.row_state import of_velocities
 from pipeback.vectorized.ticks.loss_stage import LossStage
 from pipeback.vectorized.ticks.output_stage import OutputStage
 from pipeback.vectorized.ticks.tick import StackTick
@@ -67,7 +68,7 @@ class Rounds:
                 state = worker.method.advanced(stage.state, self.done[s])
                 stage.put_state(
                     {
-                        name: velocity(stage.optimizer, stage.weights) if _of_velocities(name) else value
+                        name: velocity(stage.optimizer, stage.weights) if of_velocities(name) else value
                         for name, value in state.items()
                     }
                 )
@@ -101,8 +102,3 @@ class Rounds:
         ticks = self.turns * (mbs + backward * lead) + stages
         at = torch.argsort((2 * ticks + backward) * self.worker.count + stages)
         return who[at].tolist(), mbs[at].tolist(), versions[at].tolist()
-
-
-def _of_velocities(name: str) -> bool:
-    """Whether a list of a method's state is that of the velocities; in a chain, a number stands before its name."""
-    return name.rpartition("/")[2] == "velocity"

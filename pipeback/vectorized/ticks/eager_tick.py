@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from pipeback.errors import StageError
-from pipeback.vectorized.steps.adam_rows import AdamStep
 from pipeback.vectorized.steps.joint_step import JointStep
-from pipeback.vectorized.steps.row_tensors import RowTensors
+from pipeback.vectorized.steps.row_tensors import AnyStep, RowTensors
 from pipeback.vectorized.steps.sgd_rows import Step
 from pipeback.vectorized.tracing.graphs import Graph, Graphs
 
@@ -57,7 +56,7 @@ class EagerTick:
         b: int,
         xs: Sequence[Tensor],
         gs: Callable[[], Sequence[Tensor]],
-        step: Step | AdamStep,
+        step: AnyStep,
         joint: JointStep,
         room: WaitingRoom,
         give: Callable[[Literal["F", "B"], list[Any]], None],
@@ -82,8 +81,9 @@ class EagerTick:
         except Exception as error:
             raise self._failed("forward", f, error) from error
         give("F", list(sent[:outputs]))
-        if room.used is not None:
-            views = made(*room.used(b))
+        then = None if room.used is None else room.used(b)
+        if then is not None:
+            views = made(*then)
         elif step.back or self.views is None:
             views = made(*tensors.shifted(step.back, drift or None))
         else:
@@ -100,7 +100,7 @@ class EagerTick:
         else:
             found = backward(*saved, *views, *gs())
             give("B", list(found[len(tensors.weights) :]))
-            tensors.move(step, [found[n] for n in tensors.trained])
+            tensors.move(step, [found[n] for n in tensors.trained], used=then and [then[n] for n in tensors.trained])
         drifted(drift, before, tensors.stepped, step.drift)
         room.put(f, sent[outputs:])
 

@@ -7,8 +7,7 @@ from functools import partial
 from typing import Any
 
 from pipeback.vectorized.making.cuda_graph import side_by_side
-from pipeback.vectorized.steps.adam_rows import AdamStep
-from pipeback.vectorized.steps.sgd_rows import Step
+from pipeback.vectorized.steps.row_tensors import AnyStep
 from pipeback.vectorized.steps.step_form import How
 from pipeback.vectorized.ticks.loss_stage import LossStage
 from pipeback.vectorized.ticks.tick import StackTick
@@ -17,7 +16,7 @@ from pipeback.vectorized.ticks.tick import StackTick
 def fused(
     moving: Sequence[StackTick],
     judge: LossStage | None,
-    steps: Sequence[Step | AdamStep],
+    steps: Sequence[AnyStep],
     compile: Callable[[Any], Any],
 ) -> Callable[..., Any]:
     """Return all stacks and the last stage as one compiled function: (fixed, changing) -> the outputs of `compiled`.

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from pipeback.stages.stage import Stage
-from pipeback.vectorized.steps.adam_rows import AdamStep
+from pipeback.vectorized.steps.row_tensors import AnyStep
 from pipeback.vectorized.steps.rows import Rows
-from pipeback.vectorized.steps.sgd_rows import Step
-from pipeback.vectorized.steps.step_form import How, Numbers, numbers, shifted
+from pipeback.vectorized.steps.step_form import How, Numbers, kept, numbers, shifted
 from pipeback.vectorized.tracing.forms import leaves, packed
 from pipeback.vectorized.tracing.graphs import Graph
 
@@ -28,20 +27,20 @@ class LossStage:
         self.inputs, self.packed = len(leaves(x)), type(x) is tuple
         self.form = form(x, target)
 
-    def eager(self, x: Any, target: Any, step: Step | AdamStep) -> tuple[Tensor, Any, list[Tensor]]:
+    def eager(self, x: Any, target: Any, step: AnyStep) -> tuple[Tensor, Any, list[Tensor]]:
         """Return the loss, the gradient of the input, and those of the weights."""
         loss, *found = self.graph(*self.rows.whole.shifted(step.ahead), *leaves(x), target)
         return loss, packed(found[: self.inputs], self.packed), found[self.inputs :]
 
-    def fixed(self, step: Step | AdamStep, *, stay: bool) -> tuple[Any, ...]:
+    def fixed(self, step: AnyStep, *, stay: bool) -> tuple[Any, ...]:
         """Return the first arguments of `compiled`: tensors that stay in place."""
-        return self.rows.weights, self.rows.whole.kept(step)
+        return self.rows.weights, kept(self.rows.whole, step)
 
     def changing(self, x: Any, target: Any) -> tuple[Any, ...]:
         """Return the next arguments of `compiled`: those that change at every tick."""
         return [v.contiguous() for v in leaves(x)], target.contiguous()
 
-    def told(self, step: Step | AdamStep) -> tuple[Any, ...]:
+    def told(self, step: AnyStep) -> tuple[Any, ...]:
         """Return the last arguments of `compiled`: the numbers of the step."""
         return step.ahead, numbers(self.rows.whole, step)
 
@@ -61,8 +60,9 @@ class LossStage:
         if self.check:
             fine = torch.isfinite(loss)
             grads = [torch.where(fine, g, 0) for g in grads]
-            along, *others = numbers
-            numbers = [torch.where(fine, c, 0) for c in along], *others
+            if numbers:
+                along, *others = numbers
+                numbers = [torch.where(fine, c, 0) for c in along], *others
         how.step([weights[n] for n in self.rows.trained], kept, grads, numbers)
         return loss, gxs
 

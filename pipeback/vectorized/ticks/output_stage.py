@@ -12,9 +12,8 @@ from torch import Tensor
 
 from pipeback.stages.stage import Stage
 from pipeback.vectorized.making.verify import examples, verified
-from pipeback.vectorized.steps.adam_rows import AdamStep
+from pipeback.vectorized.steps.row_tensors import AnyStep
 from pipeback.vectorized.steps.rows import Rows
-from pipeback.vectorized.steps.sgd_rows import Step
 from pipeback.vectorized.ticks.loss_stage import form
 from pipeback.vectorized.tracing.forms import Kind, floating, leaves, packed
 from pipeback.vectorized.tracing.graphs import direct
@@ -33,7 +32,7 @@ class OutputStage:
         self._graphs = verified([stage], rows.weights, rows.trained, some, kind, [0], 1).written.each(direct)
         self._packed = kind.packed
 
-    def eager(self, x: Any, step: Step | AdamStep, judged: Callable[[Any], Any]) -> tuple[Any, list[Tensor]]:
+    def eager(self, x: Any, step: AnyStep, judged: Callable[[Any], Any]) -> tuple[Any, list[Tensor]]:
         """Return the gradient of the input, and those of the weights. judged: its output -> the gradient of that."""
         graphs, weights = self._graphs, self.rows.whole.shifted(step.ahead)
         found = graphs.forward(*weights, *leaves(x))

@@ -25,10 +25,9 @@ from pipeback.vectorized.making.graph_maker import Compile
 from pipeback.vectorized.making.verify import check_plain, judged_alike
 from pipeback.vectorized.stacks.eligible import leaps, torchs
 from pipeback.vectorized.stacks.stack import Stack
-from pipeback.vectorized.steps.adam_rows import AdamStep
 from pipeback.vectorized.steps.asked_steps import AskedSteps
+from pipeback.vectorized.steps.row_tensors import AnyStep
 from pipeback.vectorized.steps.rows import Rows
-from pipeback.vectorized.steps.sgd_rows import Step
 from pipeback.vectorized.steps.step_plan import StepPlan
 from pipeback.vectorized.ticks.fused_tick import fused
 from pipeback.vectorized.ticks.loss_stage import LossStage, form
@@ -178,7 +177,7 @@ class Steady:
         return LossStage(stage, graph, rows, x, *target, check=self.worker.check_finite)
 
     def _tick(
-        self, compile: Compile, moving: Sequence[StackTick], judge: LossStage | None, steps: Sequence[Step | AdamStep]
+        self, compile: Compile, moving: Sequence[StackTick], judge: LossStage | None, steps: Sequence[AnyStep]
     ) -> Any:
         """Return a compiled tick with such steps. It does not check its arguments; this function does."""
         rooms = [(one, one.rings.length) for one in moving]

@@ -24,6 +24,8 @@ from pipeback.vectorized.making.cuda_graph import CudaGraphed
 from pipeback.vectorized.steps.adam_rows import AdamStep
 from pipeback.vectorized.steps.asked_steps import AskedSteps
 from pipeback.vectorized.steps.joint_step import JointStep
+from pipeback.vectorized.steps.own_step import OwnStep
+from pipeback.vectorized.steps.row_tensors import AnyStep
 from pipeback.vectorized.steps.sgd_rows import Step
 from pipeback.vectorized.steps.step_plan import StepPlan
 from pipeback.vectorized.ticks.catch_up import Rounds
@@ -201,7 +203,7 @@ class SteadyRun:
         target = [box["Y", s, f[s] + k]] if turn.judge.stage.judges else []
         return form(box["F", s, f[s] + k], *target) == turn.judge.form
 
-    def _steps(self, turn: Turn) -> list[Step | AdamStep] | None:
+    def _steps(self, turn: Turn) -> list[AnyStep] | None:
         """Return the steps of each stack's weights, and then of the last stage's, at the next tick of a turn."""
         if turn.steps and self.uniform and not turn.varies:
             return turn.steps
@@ -213,7 +215,7 @@ class SteadyRun:
         turn.varies = any(step.varies for step in turn.steps)
         return turn.steps
 
-    def _step(self, plan: StepPlan, rounds: int) -> Step | AdamStep | None:
+    def _step(self, plan: StepPlan, rounds: int) -> AnyStep | None:
         if self.uniform:
             fore = back = [self._now] * len(plan.stages)
         else:
@@ -303,11 +305,11 @@ class SteadyRun:
         return gx
 
     @staticmethod
-    def _before(judge: LossStage | OutputStage, step: Step | AdamStep) -> list[Tensor]:
+    def _before(judge: LossStage | OutputStage, step: AnyStep) -> list[Tensor]:
         """Return copies of the last stage's weights before they are stepped, if δ is to follow them."""
         return [w.clone() for w in judge.rows.stepped] if step.drift else []
 
-    def _drift(self, judge: LossStage | OutputStage, before: Sequence[Tensor], step: Step | AdamStep) -> None:
+    def _drift(self, judge: LossStage | OutputStage, before: Sequence[Tensor], step: AnyStep) -> None:
         """Let the last stage's δ follow its weights."""
         if step.drift:
             drifted(judge.rows.state(self.asked.along), before, judge.rows.stepped, step.drift)
@@ -343,7 +345,7 @@ class SteadyRun:
             one.ys.send(f, part.rows, ys)
             one.gxs.send(b, part.rows, gxs)
             one.rings.put(f, left)
-            one.finish(factors, turn.steps[part.number])
+            one.finish(b, factors, turn.steps[part.number])
             self._leave(turn, one, stages, "F")
             self._leave(turn, one, stages, "B")
         if isinstance(judge, LossStage) and asked is not None:
@@ -351,6 +353,8 @@ class SteadyRun:
             self._drift(judge, before, turn.steps[-1])
             gx = packed(gxs, judge.packed)
             self.judged(asked[0], loss)
+            if isinstance(turn.steps[-1], OwnStep):
+                judge.rows.whole.move(turn.steps[-1], judge.rows.whole.gradients())
         return gx
 
     # -- the end -------------------------------------------------------------------------------------------------------
@@ -369,6 +373,9 @@ class SteadyRun:
             give(self.moving, self.where, self._next(), self.worker.link.box)
         done = [self.rounds(s) for s in range(self.worker.count)]
         rounds = Rounds(self.worker, done, *self._began, self.count)
+        for turn in self.turns:
+            for plan in turn.plans:
+                plan.state.give()
         rounds.tell(self.moving, self.judge, self.options, stashes=self.worker.stash)
 
 

@@ -24,10 +24,11 @@ from pipeback.vectorized.buffers.waiting import Waiting
 from pipeback.vectorized.buffers.weight_ring import WeightRing
 from pipeback.vectorized.making.sizes import Sizes
 from pipeback.vectorized.stacks.stack import Stack
-from pipeback.vectorized.steps.adam_rows import AdamStep
 from pipeback.vectorized.steps.joint_step import JointStep
+from pipeback.vectorized.steps.own_step import OwnStep
+from pipeback.vectorized.steps.row_tensors import AnyStep
 from pipeback.vectorized.steps.sgd_rows import Step
-from pipeback.vectorized.steps.step_form import How, Numbers, Slots, numbers, shifted, slots
+from pipeback.vectorized.steps.step_form import How, Numbers, Slots, kept, numbers, shifted, slots
 from pipeback.vectorized.ticks.eager_tick import EagerTick, WaitingRoom, drifted
 from pipeback.vectorized.tracing.forms import leaves, packed
 from pipeback.vectorized.tracing.graphs import direct
@@ -93,7 +94,7 @@ class StackTick:
         )
         self._together = 2 * into < sum(w.nbytes for w in rows.stepped)  # see `EagerTick`
         self._parts: dict[tuple[int, int], EagerTick] = {}
-        self._steps: tuple[Step | AdamStep | None, dict[tuple[int, int], Step | AdamStep]] = None, {}  # of some rows
+        self._steps: tuple[AnyStep | None, dict[tuple[int, int], AnyStep]] = None, {}  # of some rows
         self._sizes: Sizes | None = None  # graphs for other numbers of rows
         self._tried = stack.alone or stack.maker.fuse is not None or not rings.even  # whether there are none
 
@@ -165,10 +166,10 @@ class StackTick:
 
         return [[some[n] for some in come] for n in range(len(self.kind.inputs))], gradients
 
-    def fixed(self, step: Step | AdamStep, *, stay: bool) -> tuple[Any, ...]:
+    def fixed(self, step: AnyStep, *, stay: bool) -> tuple[Any, ...]:
         """Return the first arguments of `compiled`, which stay in place. stay: all tensors must that are not copied."""
         rings = (self.rings.saved, () if self.stash is None else self.stash.rings) if stay else ((), ())
-        return self.stack.rows.weights, self.stack.rows.whole.kept(step), self.drift, *rings
+        return self.stack.rows.weights, kept(self.stack.rows.whole, step), self.drift, *rings
 
     def changing(self, b: int, xs: Parts, gs: Parts, *, stay: bool) -> tuple[Any, ...]:
         """Return the next arguments of `compiled`: those that change at every tick."""
@@ -184,7 +185,7 @@ class StackTick:
             return rings.slot(b), () if stash is None else stash.slot(b), xs, gs
         return rings.left(b), () if stash is None else stash.slots(b), xs, gs
 
-    def told(self, step: Step | AdamStep) -> tuple[Any, ...]:
+    def told(self, step: AnyStep) -> tuple[Any, ...]:
         """Return the last arguments of `compiled`: the numbers of the step."""
         return step.ahead, step.back, numbers(self.stack.rows.whole, step)
 
@@ -222,7 +223,7 @@ class StackTick:
         how.step([weights[n] for n in trained], kept, [grads[n] for n in trained], numbers)
         return list(sent[:outputs]), list(sent[outputs:]), list(gxs), factors
 
-    def before(self, f: int, step: Step | AdamStep) -> None:
+    def before(self, f: int, step: AnyStep) -> None:
         """Keep copies of the weights that `compiled` is going to change, as far as they are needed. f: see `eager`."""
         if self.stash is not None:
             whole = self.stack.rows.whole
@@ -231,14 +232,18 @@ class StackTick:
         if step.drift:
             torch._foreach_copy_(self.stack.spare, self.stack.rows.stepped)
 
-    def finish(self, factors: Sequence[Tensor], step: Step | AdamStep) -> None:
-        """Step the weights whose gradients come as factors, and δ."""
+    def finish(self, b: int, factors: Sequence[Tensor], step: AnyStep) -> None:
+        """Step the weights whose gradients come as factors, or which a method steps itself, and δ. b: see `eager`."""
+        if isinstance(step, OwnStep):
+            whole, stash = self.stack.rows.whole, self.stash
+            whole.move(step, whole.gradients(), used=None if stash is None else stash.slots(b))
+            return
         self._along(factors, step)
         drifted(self.drift, self.stack.spare, self.stack.rows.stepped, step.drift)
 
-    def _along(self, factors: Sequence[Tensor], step: Step | AdamStep) -> None:
+    def _along(self, factors: Sequence[Tensor], step: AnyStep) -> None:
         rows, pairs = self.stack.rows.whole, list(zip(factors[::2], factors[1::2], strict=True))
-        if not pairs or isinstance(step, AdamStep):
+        if not pairs or not isinstance(step, Step):
             return
         some = [rows.trained.index(n) for n in self.rings.factored]
         if not step.momentum:
@@ -260,7 +265,7 @@ class StackTick:
         f: int,
         b: int,
         given: tuple[Parts, Callable[[], Parts]],
-        step: Step | AdamStep,
+        step: AnyStep,
         joint: JointStep,
         leave: Leave,
     ) -> None:
@@ -300,7 +305,7 @@ class StackTick:
             step = self._step(step, rows)
         part.run(f, b, xs, gradients, step, joint, room, give, drift, spare)
 
-    def _step(self, step: Step | AdamStep, rows: tuple[int, int]) -> Step | AdamStep:
+    def _step(self, step: AnyStep, rows: tuple[int, int]) -> AnyStep:
         if self._steps[0] is not step:
             self._steps = step, {}
         known = self._steps[1]

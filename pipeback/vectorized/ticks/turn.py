@@ -9,8 +9,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from pipeback.vectorized.making.cuda_graph import CudaGraphed
-from pipeback.vectorized.steps.adam_rows import AdamStep
-from pipeback.vectorized.steps.sgd_rows import Step
+from pipeback.vectorized.steps.row_tensors import AnyStep
 from pipeback.vectorized.steps.step_plan import StepPlan
 from pipeback.vectorized.ticks.loss_stage import LossStage
 from pipeback.vectorized.ticks.output_stage import OutputStage
@@ -40,7 +39,7 @@ class Turn:
         """plan: that of the last stage."""
         self.moving, self.judge, self.others = list(moving), judge, others
         self.rounds = 0  # ticks of all these stages; a stage's own are counted beside
-        self.steps: list[Step | AdamStep] = []  # of each stack, and of the last stage
+        self.steps: list[AnyStep] = []  # of each stack, and of the last stage
         self.varies = False  # whether the steps hold for one tick only
         self.fused: Any = None  # a compiled tick with steps of this form
         self.fixed: list[Any] = []  # its arguments that stay the same
