@@ -95,9 +95,9 @@ def build(model: nn.Module | Sequence[nn.Module] | Split, options: PipelineOptio
             stage.take_names(named)
         names = aliases(model.model)
         shards = ranks.several and replicas > 1 and not isinstance(home, DeviceStore | None)
-        check_whole_weights(method, policy is not None, shards, spread is not None)
+        check_whole_weights(method, policy is not None, shards)
         if spread is not None:
-            spread.stages(stages)
+            method = spread.stages(stages, method)
         if shards:
             share_out(stages, ranks.replica, replicas, policy)
         if not any(stage.weights for stage in stages):

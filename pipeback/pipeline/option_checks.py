@@ -81,16 +81,15 @@ def check_groups(stages: Sequence[Stage]) -> None:
             raise ValueError(f"{stage.label}: parameters were added to its optimizer; build a new Pipeline")
 
 
-def check_whole_weights(method: Method, sparse: bool, shards: bool, spread: bool = False) -> None:
+def check_whole_weights(method: Method, sparse: bool, shards: bool) -> None:
     """Raise ValueError if a method needs whole weights, but a stage holds only some of their entries.
 
-    sparse: whether these are the ones that survive. shards: whether they are a rank's slice. spread: whether they are a
-    rank's shard, with which it computes.
+    sparse: whether these are the ones that survive. shards: whether they are a rank's slice.
     """
-    if not method.elementwise and (sparse or shards or spread):
+    if not method.elementwise and (sparse or shards):
         what, cure = ("sparsity keeps some of their entries", "leave sparsity out") if sparse else (
             "every replica's store keeps a slice of them", "use store=None, or one replica"
-        ) if shards else ("tensor_parallel gives each rank a shard of them", "leave tensor_parallel out")  # fmt: skip
+        )  # fmt: skip
         raise ValueError(f'{method!r} looks at whole weights, but {what}; {cure}, or use method="pb"')
     if method.needs_used and sparse:
         raise ValueError(
