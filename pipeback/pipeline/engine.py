@@ -23,7 +23,7 @@ from pipeback.pipeline.loss_watch import LossWatch
 from pipeback.pipeline.micro_batches import MicroBatcher
 from pipeback.pipeline.model_check import ModelCheck
 from pipeback.pipeline.observers import Observers
-from pipeback.pipeline.option_checks import check_groups
+from pipeback.pipeline.option_checks import check_autocast, check_groups
 from pipeback.pipeline.progress import Progress
 from pipeback.pipeline.rehearsals import Rehearsals, Relay
 from pipeback.pipeline.replica_sync import ReplicaSync
@@ -38,7 +38,6 @@ from pipeback.stages.joint_optimizer import Options
 from pipeback.stages.judged_output import OWN_LOSS
 from pipeback.stages.stage import Stage
 from pipeback.streaming import fork_guard
-from pipeback.tensors import accelerators
 
 Then = Callable[[], object]  # what is done last in a call
 
@@ -291,13 +290,7 @@ class Engine:
 
     def rehearse(self, batches: Sequence[Batch]) -> None:
         """Rehearse what has to be, and start with the first."""
-        if self._stacking.on and accelerators.autocast():
-            raise ValueError("vectorize: autocast does not reach stages that run as one; enter it inside the modules")
-        if self.setting.order == "skewed" and accelerators.autocast():
-            raise ValueError(
-                'debug: with order="skewed" a push leaves work to later calls, which its autocast does not reach; '
-                "enter it inside the modules, or use another order"
-            )
+        check_autocast(self._stacking.on, self.setting.order)
         if not self._rehearsals.due(batches):
             return
         if self.runtime is not None:

@@ -322,12 +322,10 @@ class Loop:
         """Return the messages to own stages that were not received, by name; no operation may be running."""
         link, order = self.worker.link, self.order
         for s in self.worker.stages:
-            if s:
-                for mb in range(order.forwards[s], order.forwards[s - 1]):
-                    link.wait("F", s, order.start + mb)
-            if s < self.worker.count - 1:
-                for mb in range(order.backwards[s], order.backwards[s + 1]):
-                    link.wait("B", s, order.start + mb)
+            for mb in range(order.forwards[s], order.forwards[s - 1]) if s else ():
+                link.wait("F", s, order.start + mb)
+            for mb in range(order.backwards[s], order.backwards[s + 1]) if s < self.worker.count - 1 else ():
+                link.wait("B", s, order.start + mb)
         return dict(link.box)
 
     def progress(self, number: Callable[[Options], int]) -> dict[str, Any]:
