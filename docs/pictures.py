@@ -25,7 +25,7 @@ FORWARD, BACKWARD, UPDATE, INK, PALE = "#2f6f9f", "#d0743c", "#3c8c5a", "#222222
 OPTIONS = {
     "gpipe": {"micro_batches": 4}, "one_f_one_b": {"micro_batches": 4}, "pipedream_2bw": {"micro_batches": 4},
     "interleaved": {"micro_batches": 4}, "looped_bfs": {"micro_batches": 4}, "pipemare": {"anneal": 100},
-    "zb_h1": {"micro_batches": 4}, "zb_h2": {"micro_batches": 4},
+    "zb_h1": {"micro_batches": 4}, "zb_h2": {"micro_batches": 4}, "zb_v": {"micro_batches": 4},
 }  # fmt: skip
 STAGES, MOMENTUM = 4, 0.9
 

@@ -190,7 +190,7 @@ class HeldStages:
 
     def lay(self) -> None:
         """Move the small weights of each worker into one strip, before any graph refers to their old places."""
-        if self.store is not None:
+        if self.store is not None or (self.spread is not None and not self.method.elementwise):
             return
         owner = self.balance()
         for stages in self.everywhere:

@@ -125,6 +125,14 @@ class PipelineOptions(NamedTuple):
                 workers,
             ]
             check_goes_with(f"tensor_parallel={self.tensor.size}", ", or leave tensor_parallel out", apart)
+        if self.debug.take_back is not None:
+            disk = self.streaming.store if isinstance(store, DiskStore) else None
+            beside: list[tuple[str, Any, Any, str]] = [
+                ("loss", "given" if self.loss is not None else None, "given", "a loss, and push"),
+                ("vectorize", self.vectorize, False, "vectorize=False"),
+                ("store", disk, None, 'store="host"'),
+            ]
+            check_goes_with(f"take_back={self.debug.take_back}", ", or leave take_back out", beside)
         check_masters(self.masters, store)
         order = self.debug.order
         among: list[tuple[str, Any, Any, str]] = [

@@ -28,6 +28,7 @@ class Sharding:
         self.cuts: dict[str, Cut] = {name: cuts[id(p)] for name, p in named if id(p) in cuts}
         self.shapes = {name: tuple(p.shape) for name, p in named}
         self.trained = [name for name, p in named if p.requires_grad]
+        self._alike: set[str] = set()  # tensors of a state that belong to a weight that is cut, and are whole
 
     def name(self, key: str) -> str | None:
         """The weight to which a tensor of a state (see `stage_state`) belongs, if it is cut; else None."""
@@ -50,12 +51,16 @@ class Sharding:
         found = {}
         for key, tensor in tensors.items():
             name = self.name(key)
-            if name is not None and tuple(tensor.shape) == self.shapes[name]:
+            if name is not None and tuple(tensor.shape) == self.shapes[name] and key not in self._alike:
                 shards = self.group.collect(tensor)
                 tensor = self.cuts[name].whole(shards) if keep(key) else tensor
             if keep(key):
                 found[key] = tensor
         return found
+
+    def keep_whole(self, key: str) -> None:
+        """Note that every rank has this tensor of a state whole, though it may have the shape of a shard."""
+        self._alike.add(key)
 
     @property
     def count(self) -> int:
@@ -88,7 +93,7 @@ class Sharding:
     def shard(self, key: str, tensor: Tensor) -> Tensor:
         """This rank's shard of a tensor of a whole state."""
         name, count = self.name(key), self.group.count
-        if name is None:
+        if name is None or key in self._alike:
             return tensor
         cut = self.cuts[name]
         fits = tensor.dim() == len(self.shapes[name]) and cut.shape(tensor.shape, count) == self.shapes[name]

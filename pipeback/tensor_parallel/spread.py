@@ -19,6 +19,7 @@ from pipeback.tensor_parallel.cuts import Cut
 from pipeback.tensor_parallel.group import TensorGroup
 from pipeback.tensor_parallel.plans import ByColumns, Experts, Local, Plan, Style, styles
 from pipeback.tensor_parallel.sharding import Sharding
+from pipeback.tensor_parallel.whole_updates import WholeUpdates
 
 
 class _Changed(NamedTuple):
@@ -90,8 +91,12 @@ class Spread:
             setattr(module, name, value)
         module.__class__ = kind
 
-    def stages(self, stages: Sequence[Stage]) -> None:
-        """Tell the stages of their shards. Raises ValueError for an optimizer that looks at whole weights."""
+    def stages(self, stages: Sequence[Stage], method: Any) -> Any:
+        """Tell the stages of their shards; return the method as they run it: one that looks at whole weights sees them.
+
+        Raises ValueError for an optimizer that looks at whole weights.
+        """
+        updates = None if method.elementwise else WholeUpdates(method, self.group)
         for stage in stages:
             routed = any(isinstance(module, experts.SpreadExperts) for module in stage.module.modules())
             sharding = Sharding(list(stage.module.named_parameters()), self.cuts, self.group, routed)
@@ -102,6 +107,9 @@ class Spread:
                     "AdamW, or leave tensor_parallel out"
                 )
             stage.home.spread(sharding)
+            if updates is not None:
+                updates.begin(stage, sharding)
+        return method if updates is None else updates.seeing
 
     def undo(self) -> None:
         """Put the model back as it was, after an error."""

@@ -175,11 +175,6 @@ RANKS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
         "may look at whole matrices, but every rank has a shard of them; use one of torch.optim's",
         {"optimizer": "adamw"},
     ),
-    "method": (
-        {"method": "eigendelay", "optimizer": "adamw"},
-        "looks at whole weights, but tensor_parallel gives each rank a shard of them; leave tensor_parallel out",
-        {"optimizer": "adamw"},
-    ),
     "vectorize": ({"vectorize": True}, "vectorize=True", {"vectorize": False}),
     "compile": ({"compile": True}, "compile=True", {"compile": False}),
     "sparsity": ({"store": pipeback.Streaming(sparsity="set")}, "sparsity", {"store": "host"}),

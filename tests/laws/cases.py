@@ -28,6 +28,8 @@ CASES: dict[str, Callable[[int], pipeback.Method]] = {
     "interleaved-4": lambda S: methods.create("interleaved", micro_batches=4),
     "looped_bfs": lambda S: methods.create("looped_bfs"),
     "looped_bfs-3": lambda S: methods.create("looped_bfs", micro_batches=3),
+    "zb_v": lambda S: methods.create("zb_v"),
+    "zb_v-4": lambda S: methods.create("zb_v", micro_batches=4),
     "pb": lambda S: methods.create("pb"),
     "pb-v": lambda S: methods.create("pb", placement="v"),
     "pb-slack1": lambda S: methods.create("pb", slack=1),

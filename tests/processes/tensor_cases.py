@@ -26,15 +26,25 @@ OWN = {
 PERCEPTRON = {"*.up": "colwise", "*.down": "rowwise"}
 
 
-def perceptron(stages: int = 5) -> nn.Sequential:
+def perceptron(stages: int = 5, inner: int = 8, norm: bool = True) -> nn.Sequential:
     """A hidden layer and a norm a stage, in float64."""
     torch.manual_seed(3)
 
     def block() -> nn.Sequential:
-        parts = {"up": nn.Linear(6, 8), "tanh": nn.Tanh(), "down": nn.Linear(8, 6), "norm": nn.LayerNorm(6)}
-        return nn.Sequential(OrderedDict(parts))
+        parts = {"up": nn.Linear(6, inner), "tanh": nn.Tanh(), "down": nn.Linear(inner, 6)}
+        return nn.Sequential(OrderedDict(parts | ({"norm": nn.LayerNorm(6)} if norm else {})))
 
     return nn.Sequential(*[block() for _ in range(stages)]).double()
+
+
+def square(inner: int = 6) -> nn.Sequential:
+    """A perceptron whose gradients have no null space, with many samples: any basis of one is as good as another."""
+    return perceptron(inner=inner, norm=False)
+
+
+def calm(parameters: Any) -> torch.optim.Optimizer:
+    """Small steps, and no entry is divided by next to nothing: the basis of a gradient amplifies rounding."""
+    return torch.optim.AdamW(parameters, lr=1e-4, betas=(0.8, 0.95), eps=1e-2)
 
 
 def language_model() -> nn.Sequential:
@@ -93,8 +103,8 @@ def found(pipe: pipeback.Pipeline, batches: list[Any]) -> dict[str, Any]:
     return result
 
 
-def train(case: str, tensor: int = 1, **options: Any) -> dict[str, Any]:
-    return found(made(case, tensor, **options), data(MICRO_BATCHES, dtype=torch.float64))
+def train(case: str, tensor: int = 1, samples: int = 3, **options: Any) -> dict[str, Any]:
+    return found(made(case, tensor, **options), data(MICRO_BATCHES, samples=samples, dtype=torch.float64))
 
 
 def made_of(

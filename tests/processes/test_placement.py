@@ -17,7 +17,7 @@ SHAPES = {  # (ranks, method): a rank may hold the first and the last stage, and
 
 
 @pytest.mark.parametrize("link", LINKS)
-@pytest.mark.parametrize("case", ["interleaved-4", "looped_bfs", "pb-v"])
+@pytest.mark.parametrize("case", ["interleaved-4", "looped_bfs", "zb_v-4", "pb-v"])
 @pytest.mark.filterwarnings("ignore:.*takes its statistics")
 def test_losses_states_and_evaluations(crew, case, link):
     """With dropout and batch statistics, one micro-batch per push."""
@@ -31,9 +31,9 @@ def whole_or_not(name, link):
 
 
 @pytest.mark.parametrize("link", LINKS)
-@pytest.mark.parametrize("name", ["interleaved", "looped_bfs"])
+@pytest.mark.parametrize("name", ["interleaved", "looped_bfs", "zb_v"])
 def test_whole_flushes_and_parts_of_them(crew, name, link):
-    wanted = flushes("gpipe" if name == "looped_bfs" else "one_f_one_b")
+    wanted = flushes({"looped_bfs": "gpipe", "zb_v": "zb_h1"}.get(name, "one_f_one_b"))
     for found in crew.ranks(2).run(whole_or_not, name, link):
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
@@ -56,7 +56,7 @@ def long_flush(name, options, link, stages, samples):
     ("name", "options", "owner"),
     [
         ("looped_bfs", {"chunks": 2}, [0, 1, 2, 3] * 2), ("interleaved", {"chunks": 2}, [0, 1, 2, 3] * 2),
-        ("pb", {"placement": "v"}, [0, 1, 2, 3, 3, 2, 1, 0]),
+        ("zb_v", {}, [0, 1, 2, 3, 3, 2, 1, 0]), ("pb", {"placement": "v"}, [0, 1, 2, 3, 3, 2, 1, 0]),
     ],
 )  # fmt: skip
 def test_many_messages_between_four_ranks(crew, name, options, owner, link):

@@ -10,6 +10,7 @@ from tests.laws.cases import CASES, STAGES
 from tests.processes import tensor_families
 from tests.processes.tensor_cases import (
     OWN,
+    calm,
     far,
     found,
     language_model,
@@ -20,6 +21,7 @@ from tests.processes.tensor_cases import (
     resumed,
     saved,
     separate,
+    square,
     train,
     train_model,
 )
@@ -46,6 +48,20 @@ def odd_cases(crew, cases, tensor, **options):
 def test_every_method_equals_one_process(crew, tensor, cases):
     """Four ranks: 2 workers × 2 shards, and 1 × 4; 50 micro-batches."""
     assert odd_cases(crew.ranks(4), cases, tensor) == {}
+
+
+@pytest.mark.parametrize("options", [{}, rare({"store": "host"}), rare({"clip_norm": 0.1})])
+def test_methods_that_look_at_whole_weights(crew, options):
+    """They update whole weights on every rank."""
+    options = {"samples": 64, "model": square, **options}
+    assert odd_cases(crew.ranks(4), ["braking"], 2, **options) == {}
+    assert odd_cases(crew.ranks(4), ["eigendelay"], 2, optimizer=calm, **options) == {}
+
+
+@pytest.mark.parametrize(("tensor", "cases"), [rare(2, WHOLE), rare(4, ["braking", "eigendelay-one-side"])])
+def test_every_method_that_looks_at_whole_weights(crew, tensor, cases):
+    options = {"samples": 64, "model": partial(square, 6 if tensor == 2 else 8), "optimizer": calm}
+    assert odd_cases(crew.ranks(4), cases, tensor, **options) == {}
 
 
 @pytest.mark.parametrize("options", [{"clip_norm": 0.05}, {"store": "host"}, {"activations": "recompute"}])
