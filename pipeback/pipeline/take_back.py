@@ -72,7 +72,10 @@ class TakeBack:
                     loss = self._engine.push(x, y, then)
                     break
                 except PushLeftOut as error:
-                    told = told or error
+                    if told is not None:  # one after the other
+                        error.pushes = *told.pushes, *error.pushes
+                        error.add_note(str(told))
+                    told = error
                     if self._now is None:
                         continue  # it has not been let in yet
                     if self._now.loss.error is None:
@@ -281,8 +284,7 @@ class TakeBack:
     def _set(self, settings: Settings, clip: Clip) -> None:
         engine = self._engine
         if settings.changed():
-            if engine.runtime is not None:
-                engine.runtime.wait()
+            engine.wait()
             settings.put()
         if clip != self._clip():
             engine.clip(*clip)

@@ -14,14 +14,14 @@ from tests.pipeline.test_dropped import ARMED, BAD, Raises, loss
 RUNTIMES = [{}, {"workers": 1}, {"workers": 2}, {"replicas": 2}, {"replicas": 2, "workers": 2}, {"store": "host"}]
 
 
-def made(at=None, backward=False, **options):
+def made(at=None, backward=False, debug=pipeback.Debug(stop_at_nan=False), **options):  # noqa: B008
     """Linear stages, through which large values go; at: the stage that raises for them, None: the loss raises."""
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(6, 6)) for _ in range(STAGES)]
     if at is not None:
         layers[at].insert(1, Raises(backward))
     return pipeback.Pipeline(
-        nn.Sequential(*layers), loss=loss, optimizer=OPTIMIZERS["momentum"], method="pb", **options
+        nn.Sequential(*layers), loss=loss, optimizer=OPTIMIZERS["momentum"], method="pb", debug=debug, **options
     )
 
 
