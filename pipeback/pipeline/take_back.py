@@ -140,8 +140,12 @@ class TakeBack:
     def _keep_state(self) -> None:
         engine = self._engine
         engine.wait()
+        done = self._done()
+        flights = [push for push in self._pushes if push.first + push.count > done]
+        if self._states and any(push.settings is not self._settings for push in flights):
+            return  # modules were set otherwise meanwhile: not all graphs in flight could be built anew
         if len(self._states) == 2:
-            if self._done() < self._states[1].arrived:
+            if done < self._states[1].arrived:
                 return  # the first one may still be needed
             del self._states[0]
             self._pushes = [push for push in self._pushes if push.first >= self._states[0].arrived]
