@@ -29,6 +29,7 @@ from pipeback.pipeline.option_checks import (
 from pipeback.schedules.split import splits
 from pipeback.stages.activations import recomputes
 from pipeback.stages.stage import OptimizerFactory
+from pipeback.streaming.disk_store import DiskStore
 from pipeback.streaming.store import Store
 
 
