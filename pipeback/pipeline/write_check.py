@@ -23,7 +23,7 @@ class WriteCheck:
         # weights in a store are elsewhere between two pushes, where nobody writes into them
         self._stages = [stage for stage in stages if stage.home.slot is None]
         self._weights = [p for stage in self._stages for p in stage.module.parameters()]
-        self._glance: Glance | None = None
+        self._glance, self._begun, self._resting = Glance(()), False, False
         self.remember()
 
     def remember(self) -> None:
@@ -32,12 +32,13 @@ class WriteCheck:
 
     def rests(self) -> None:
         """Nothing works from now to the next push."""
-        if self._glance is None or not self._glance.same():
-            self._glance = Glance(self._stages)
+        if not self._begun or not self._glance.same():
+            self._glance, self._begun = Glance(self._stages), True
+        self._resting = True
 
     def works(self) -> None:
         """Something may write from now on."""
-        self._glance = None
+        self._resting = False
 
     @property
     def weights(self) -> bool:
@@ -47,4 +48,4 @@ class WriteCheck:
     @property
     def optimizers(self) -> bool:
         """Whether the state of an optimizer was written since everything stood still."""
-        return self._glance is not None and not self._glance.same()
+        return self._resting and not self._glance.same()
