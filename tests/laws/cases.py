@@ -70,6 +70,10 @@ CASES: dict[str, Callable[[int], pipeback.Method]] = {
     "eigendelay-one-side": lambda S: methods.create("eigendelay", sides=1, predict=False, refresh=4),
 }
 
+# methods that update between the two parts of a backward, which cannot run everywhere: stages that run as one, a store
+# and several ranks per stage refuse them
+LATE: dict[str, Callable[[int], pipeback.Method]] = {"pb-late": lambda S: methods.create("pb", late=2)}
+
 # any basis of a null space is as good as another: the last bits choose one, and what follows depends on it. So laws
 # that hold to a tolerance are not asked of these with few samples (`test_eigendelay` has them with many); those of bits
 # are
