@@ -241,15 +241,15 @@ class Method:
         return state
 
     def options(self) -> dict[str, Any]:
-        """The method's options as plain values: what a saved state must agree with."""
+        """The method's options as plain values: what a saved state must agree with. Those of `LATER` are left out."""
         names = [f.name for f in fields(self)] if is_dataclass(self) else list(vars(self))
-        values = {name: getattr(self, name) for name in names}
+        values = {name: getattr(self, name) for name in names if (name, getattr(self, name)) not in LATER}
         plain = {k: v for k, v in values.items() if v is None or isinstance(v, (bool, int, float, str))}
         return {k: v for k, v in plain.items() if (k, v) != ("late", 0)}  # earlier states do not have it
 
     def __repr__(self) -> str:
-        given = {k: v for k, v in self.options().items() if (k, v) != ("placement", "neighbours")}
-        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in given.items())})"
+        inner = ", ".join(f"{k}={v!r}" for k, v in self.options().items())
+        return f"{type(self).__name__}({inner})"
 
 
 def overrides(method: Method, hook: str) -> bool:
@@ -257,6 +257,8 @@ def overrides(method: Method, hook: str) -> bool:
     return getattr(type(method), hook) is not getattr(Method, hook)
 
 
+# options that methods were given later, at the values that change nothing: earlier states do not have them
+LATER = (("placement", "neighbours"), ("late", 0))
 # options that say which worker holds which stages; no number depends on them
 PLACES = ("chunks", "placement")
 

@@ -164,3 +164,10 @@ def test_scaling_rule():
 def test_spike_compensation_without_decay_is_its_limit():
     assert spike(1.0, 3) == (1.0, 3)
     assert spike(1 - 1e-9, 3)[1] == pytest.approx(3)
+
+
+def test_options_that_came_later_are_not_asked_of_earlier_states():
+    """A state of version 0.2.0 has `{"slack": 2}` of pb, and pb says no more of itself where it does the same."""
+    assert methods.create("pb").options() == {"slack": 2}
+    assert repr(methods.create("pb")) == "PipelinedBackpropagation(slack=2)"
+    assert methods.create("pb", late=1, placement="v").options() == {"slack": 2, "placement": "v", "late": 1}
