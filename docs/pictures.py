@@ -12,6 +12,7 @@ import torch
 
 matplotlib.use("Agg")
 import planner_pictures
+import schedule_pictures
 from matplotlib import pyplot as plt
 from matplotlib.lines import Line2D
 
@@ -43,6 +44,7 @@ def draw_all(folder):
     code = max(path.stat().st_mtime for path in read)
     plt.rcParams.update({"svg.hashsalt": "pipeback", "font.size": 10, "axes.edgecolor": PALE, "text.color": INK})
     drawn = {"schedules": schedules, "filling": filling, "staleness": staleness, "memory": memory}
+    drawn["flushes"] = schedule_pictures.flushes
     drawn |= {"planner_windows": planner_pictures.windows, "planner_crossover": planner_pictures.crossover}
     drawn |= {f"method_{name}": lambda name=name: which_weights(name) for name in pipeback.methods.available()}
     drawn |= {f"results_{name}": lambda name=name: results(name) for name in measured.names()}

@@ -83,7 +83,10 @@ def share(
             tensors = stage.home.share.whole(tensors, own)
         if stage.home.shards is not None:
             _saveable(stage)
-            tensors, plain = stage.home.shards.state(tensors, plain)
+            if copy:
+                tensors, plain = stage.home.shards.state(tensors, plain)
+            else:  # this rank's store keeps its shards
+                plain = stage.home.shards.own(plain)
         if take is not None:
             take(stage, tensors)
             tensors = {}

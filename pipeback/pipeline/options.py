@@ -114,13 +114,11 @@ class PipelineOptions(NamedTuple):
             scaled = ("reference_batch", self.reference_batch, None, "reference_batch=None")
             check_goes_with("loss=None", "", (sized, equal, finite, copies, scaled))
         if self.tensor.size > 1:
-            disk = self.streaming.store if isinstance(store, DiskStore) else None
             both = self.streaming.store if replicas > 1 else None
             apart = [
                 ("vectorize", self.vectorize, False, "vectorize=False"),
                 ("compile", self.compile, False, "compile=False"),
                 ("sparsity", self.streaming.sparsity, None, "store=None"),
-                ("store", disk, None, 'store="host"'),
                 ("replicas with a store", both, None, "store=None"),
                 workers,
             ]

@@ -72,7 +72,10 @@ class TakeBack:
                     loss = self._engine.push(x, y, then)
                     break
                 except PushLeftOut as error:
-                    told = told or error
+                    if told is not None:  # one after the other
+                        error.pushes = *told.pushes, *error.pushes
+                        error.add_note(str(told))
+                    told = error
                     if self._now is None:
                         continue  # it has not been let in yet
                     if self._now.loss.error is None:
@@ -137,8 +140,12 @@ class TakeBack:
     def _keep_state(self) -> None:
         engine = self._engine
         engine.wait()
+        done = self._done()
+        flights = [push for push in self._pushes if push.first + push.count > done]
+        if self._states and any(push.settings is not self._settings for push in flights):
+            return  # modules were set otherwise meanwhile: not all graphs in flight could be built anew
         if len(self._states) == 2:
-            if self._done() < self._states[1].arrived:
+            if done < self._states[1].arrived:
                 return  # the first one may still be needed
             del self._states[0]
             self._pushes = [push for push in self._pushes if push.first >= self._states[0].arrived]
@@ -281,8 +288,7 @@ class TakeBack:
     def _set(self, settings: Settings, clip: Clip) -> None:
         engine = self._engine
         if settings.changed():
-            if engine.runtime is not None:
-                engine.runtime.wait()
+            engine.wait()
             settings.put()
         if clip != self._clip():
             engine.clip(*clip)

@@ -82,6 +82,10 @@ class Sharding:
         missing = {key.split("/", 2)[2] for key in own}
         return {**{k: v for k, v in found.items() if k not in missing}, **own}, plain
 
+    def own(self, plain: dict[str, Any]) -> dict[str, Any]:
+        """The plain values of a state of which each rank keeps its shards: it goes on with as many ranks only."""
+        return flights.numbered({**plain, "shards": self.count, "ranks": self.count}, 0)
+
     def going_on(self, plain: dict[str, Any]) -> dict[str, Any]:
         """The plain values of a state, for this stage to go on from."""
         return flights.numbered(plain, self.group.number)

@@ -207,6 +207,7 @@ def test_what_came_before_weights_were_written_is_not_taken_back():
                 with suppress(pipeback.StageError):
                     for _ in range(8):
                         pipe.push(BATCH, BATCH)
+                    pipe.wait()  # the worker may be behind
         finally:
             closed = pipe.closed
             pipe.close()

@@ -178,7 +178,6 @@ RANKS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "vectorize": ({"vectorize": True}, "vectorize=True", {"vectorize": False}),
     "compile": ({"compile": True}, "compile=True", {"compile": False}),
     "sparsity": ({"store": pipeback.Streaming(sparsity="set")}, "sparsity", {"store": "host"}),
-    "disk": ({"store": "disk:/tmp/none"}, 'store="host"', {"store": "host"}),
 }  # fmt: skip
 
 
@@ -264,6 +263,30 @@ def test_other_shards(crew):
         tensor_made("pb", 1).load_state_dict(states[0])
     tensor_made("pb", 1).load_state_dict(crew.run(flown, True)[0])
     assert crew.run(taken_up, states[0]) == [None, None]
+
+
+def stored(folder: str, tensor: int) -> str:
+    """Train from a store on disk, commit, and close."""
+    try:
+        pipe = tensor_made("pb", tensor, store=f"disk:{folder}", workers=pipeback.Processes(timeout=20.0))
+    except pipeback.StoreError as error:
+        return str(error)
+    for x, y in data(6, dtype=torch.float64):
+        pipe.push(x, y)
+    pipe.commit()
+    pipe.close()
+    return ""
+
+
+def test_other_shards_in_a_store(crew, tmp_path):
+    crew, folder = crew.ranks(2), str(tmp_path)
+    assert crew.run(stored, folder, 2) == ["", ""]
+    found = crew.run(stored, folder, 1)
+    crew.again()
+    says = "build the pipeline with tensor_parallel=2, or load a checkpoint"
+    assert all("this store has one of 2 shards of its weights, but 1 rank would go on here" in text for text in found)
+    assert all(says in text for text in found)
+    assert crew.ranks(2).run(stored, folder, 2) == ["", ""]
 
 
 def other_data(rank: int, some: bool) -> Any:

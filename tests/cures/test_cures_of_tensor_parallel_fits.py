@@ -120,9 +120,6 @@ ROWS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
         "configure_model: plan: the style of '0.norm'",
         {"tensor": PLAN, "module": partial(Itself, "none")},
     ),
-    "disk": (
-        {"tensor": PLAN, "store": "disk:/tmp/none"}, 'use store="host"', {"tensor": PLAN, "store": "host"},
-    ),
 }  # fmt: skip
 
 

@@ -81,6 +81,12 @@ def test_devices_that_compute_together_are_one_device(case, mesh, crew):
         assert (found["losses"] is not None) == (rank < tensor)
 
 
+def test_a_store_on_disk(tmp_path, crew):
+    wanted = result(1, 1)
+    for found in crew.ranks(4).run(result, 4, 2, given={"store": f"disk:{tmp_path}"}):
+        assert far(found, wanted) == []
+
+
 class LanguageModel(pl.LightningModule):
     """A model of transformers, with the plan of its family; its stages are traced."""
 

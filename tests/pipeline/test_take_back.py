@@ -13,8 +13,9 @@ from torch import nn
 import pipeback
 from pipeback.runtime.lazy_loss import LazyLoss
 from tests.laws.cases import OPTIMIZERS, data, everything
+from tests.laws.test_set_between import SETS, Model
 from tests.laws.test_take_back import bad, compared, made, same, trained
-from tests.pipeline.test_dropped import ARMED, loss
+from tests.pipeline.test_dropped import ARMED, BAD, loss
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*takes its statistics")
 COUNT, GONE = 24, (5, 11)
@@ -77,9 +78,11 @@ def test_rates_that_a_scheduler_sets(workers):
 
 
 def test_clipping():
-    alike(*both(lambda pipe, n: pipe.clip(norm=0.1 if n % 4 else 0.02)))
+    hurt, plain, _ = both(lambda pipe, n: patient(lambda: pipe.clip(norm=0.1 if n % 4 else 0.02)))
+    alike(hurt, plain, GONE)
 
 
+@pytest.mark.filterwarnings("error:an attribute of a module was set")
 @pytest.mark.parametrize("case", ["pb", "cerebras"])
 def test_modes_and_dropout(case):
     def meanwhile(pipe, n):
@@ -147,6 +150,7 @@ def test_weights_that_are_written_with_something_in_flight(workers):
         {"micro_batch_size": pipeback.MicroBatches(3, weights="samples")},
         {"optimizer": "adamw"},
         {"clip_norm": 0.1},
+        {"store": pipeback.Streaming("host", sparsity="set"), "case": "pipedream"},
     ],
     ids=str,
 )
@@ -169,6 +173,37 @@ def test_orders(order):
     wanted, _ = trained(plain, [push for n, push in enumerate(good) if n not in GONE])
     assert len(told) == 2
     same(hurt, plain, losses, wanted, GONE)
+
+
+@pytest.mark.parametrize("options", [{"workers": 2}, {"replicas": 2}], ids=str)
+def test_a_model_whose_forward_is_followed(options):
+    """Its attributes are set between pushes, and branches and forms of batches come and go."""
+
+    def built():
+        model = Model()
+        torch.manual_seed(7)
+        return pipeback.Pipeline(
+            model, loss=loss, optimizer=OPTIMIZERS["momentum"], method="pb", stages="layer", example=data(1, 8)[0][0],
+            debug=pipeback.Debug(take_back=4), **options,
+        )  # fmt: skip
+
+    hurt, plain = built(), built()
+    sets = list(SETS.values())
+    told = []
+    for n, (x, y) in enumerate(data(len(sets), 8)):
+        for pipe in (hurt, plain):
+            patient(pipe.wait)
+            sets[n](pipe._engine.model.sub)
+        for some in ((x, y), *(((x, torch.full_like(y, BAD)),) if n in GONE else ())):
+            try:
+                hurt.push(*some)
+            except pipeback.PushLeftOut as error:
+                told += error.pushes
+        plain.push(x, y)
+    patient(hurt.drain), plain.drain()
+    assert hurt.pushes == plain.pushes == len(sets)
+    assert torch.equal(everything(hurt), everything(plain))
+    hurt.close(), plain.close()
 
 
 def test_two_at_once_and_one_after_the_other():

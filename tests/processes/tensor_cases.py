@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -159,6 +160,19 @@ def resumed(case: str, tensor: int, source: Any, flying: str | None, model: Any 
     else:
         checkpoint.load(pipe, source)
     return found(pipe, data(20, dtype=torch.float64)[10:])
+
+
+def on_disk(case: str, tensor: int, folder: str, count: int, within: int = 10) -> dict[str, Any]:
+    """Train from a store on disk, and commit with micro-batches in flight; then go on from what was committed."""
+    batches = data(count, dtype=torch.float64)
+    pipe = made(case, tensor, store=f"disk:{folder}")
+    for x, y in batches[:within]:
+        pipe.push(x, y)
+    pipe.commit()
+    pipe.close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it goes on
+        return found(made(case, tensor, store=f"disk:{folder}"), batches[within:])
 
 
 def far(mine: dict[str, Any], wanted: dict[str, Any], within: float = 1e-10) -> list[str]:

@@ -16,6 +16,7 @@ from tests.processes.tensor_cases import (
     language_model,
     loaded,
     made_of,
+    on_disk,
     perceptron,
     replicated,
     resumed,
@@ -143,6 +144,15 @@ def test_micro_batches_in_flight_go_on_with_as_many_shards(crew, tmp_path, case,
     crew = crew.ranks(4)
     assert all("as 2 ranks computed them" in text for text in crew.run(refused, case, 4, folder, flying, model))
     crew.again()
+
+
+@pytest.mark.parametrize("case", ["cerebras", *map(rare, ["pipedream", "pipemare", "gpipe-4"])])
+def test_a_store_on_disk_has_the_shards_of_its_rank(crew, tmp_path, case):
+    wanted = resumed(case, 1, saved(case, 1, str(tmp_path / "alone"), "device"), "device")
+    folder = str(tmp_path / "store")
+    for result in crew.ranks(4).run(on_disk, case, 2, folder, 20):
+        assert far(result, wanted) == []
+    assert sorted(path.name for path in (tmp_path / "store").iterdir()) == [f"rank-{n}" for n in range(4)]
 
 
 def test_micro_batches_in_flight_of_one_process_do_not_go_on_in_shards(crew, tmp_path):
