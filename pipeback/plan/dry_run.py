@@ -119,7 +119,6 @@ class DryWorker:
 
     samples = joins = False
     outside = ()  # there is no state that anybody could change
-    split = None  # backwards are done at once
     executor = None  # operations take time, but nothing is computed
 
     def __init__(
@@ -134,6 +133,7 @@ class DryWorker:
         self.stages = {s: _Place(load) for s, load in loads.items()}
         self.count, self.choose, self.needs_entry = count, choose, needs_entry
         self.resident = prefetch is None
+        self.split = "with W" if self.resident else None  # a stage in a store does its backward at once
         self.prefetch = len(loads) if prefetch is None else prefetch
         self._policy = FetchPolicy[_Fetch](self, self.prefetch, hooks or {"F": False, "B": False}, needs_entry)
         self.link, self.residence = _Nowhere(), self
@@ -167,8 +167,8 @@ class DryWorker:
                         self.entered += 1
                     elif kind == "F":
                         self.entries[i] = self.entered
-                if s in self.stages:
-                    (self._forward if kind == "F" else self._backward if kind == "B" else self._update)(s, i)
+                if s in self.stages and kind != "I":  # its graph, and so what it holds, goes with W
+                    (self._forward if kind == "F" else self._backward if kind in ("B", "W") else self._update)(s, i)
         self.number.seconds += self.now - begin
 
     @property

@@ -185,9 +185,10 @@ def cut(roots: Sequence[Any], leaves: Sequence[Tensor], params: Sequence[Tensor]
             todo.pop()
             continue
         if node not in nexts:
-            if isinstance(node, FunctionCtx):
-                return f"{type(node).__name__.removesuffix('Backward')} is an autograd function of its own"
-            if (name := type(node).__name__).startswith(_FUSED):
+            name = type(node).__name__
+            if isinstance(node, FunctionCtx) or "CppNode" in name:
+                return f"{name.removesuffix('Backward')} is an autograd function of its own"
+            if name.startswith(_FUSED):
                 return f"{name.removesuffix('Backward0')} computes both at once"
             there = nexts[node] = [edge for edge in node.next_functions if edge[0] is not None]
             for after, nr in there:

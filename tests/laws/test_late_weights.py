@@ -109,6 +109,56 @@ def test_resumed_in_flight(at, options, model):
     one.close(), other.close()
 
 
+@pytest.mark.parametrize("method", [methods.create("pb", late=2), methods.create("zb_h1", micro_batches=4)], ids=str)
+def test_replicas(method):
+    """In any number of threads the same bits, and those of one pipeline on all samples to 1e-12."""
+    found = []
+    for options in ({}, {"replicas": 2}, {"replicas": 2, "workers": 3}):
+        pipe = pipeline(network(dtype=torch.float64), method, **options)
+        losses = [pipe.push(x, y).clone() for x, y in data(15, samples=4, dtype=torch.float64)]
+        pipe.wait()
+        found.append(torch.cat([torch.stack(losses), weights(pipe)]))
+        pipe.close()
+    assert torch.equal(found[1], found[2])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("options", [{}, {"workers": 2}], ids=str)
+@pytest.mark.parametrize("late", [1, 3])
+def test_on_workers_of_two_parts(late, options):
+    """In a V, where each worker holds an early part and a late one."""
+    one, other = (
+        pipeline(layers(), methods.create("pb", late=late, placement=placement), **options)
+        for placement in ("neighbours", "v")
+    )
+    for x, y in data(15):
+        assert torch.equal(one.push(x, y), other.push(x, y))
+    one.drain(), other.drain()
+    assert torch.equal(everything(one), everything(other))
+    one.close(), other.close()
+
+
+@pytest.mark.parametrize("options", [
+    {"masters": True}, {"micro_batch_size": pipeback.MicroBatches(2, weights="samples")},
+], ids=str)  # fmt: skip
+def test_masters_and_unequal_samples(options):
+    def run(method, **more):
+        dtype = torch.bfloat16 if "masters" in options else torch.float32
+        pipe = pipeline(network(dtype=dtype), method, **options, **more)
+        for n in range(15):
+            x, y = data(1, samples=3 + n % 3, seed=n)[0]
+            pipe.push(x.to(dtype), y.to(dtype))
+        pipe.wait()
+        found = weights(pipe)
+        pipe.close()
+        return found
+
+    late = methods.create("pb", late=2)
+    assert torch.equal(run(late), run(late, workers=2))
+    if "masters" in options:
+        assert torch.equal(run(late), run(Queued(behind=2)))
+
+
 def test_an_update_has_the_rate_of_its_own_micro_batch():
     """One stage, late by two: the third gradient alone is applied, when two more have come."""
     pipe = pipeback.Pipeline(

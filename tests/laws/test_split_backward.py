@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import pipeback
 from pipeback import methods
@@ -190,6 +191,7 @@ MODELS = {
     "side by side": Model(partial(Beside, 8, 8)),
     "free": Model(Penalised),
     "no weights": Model(nn.Tanh),
+    "checkpointed": Model(lambda: Checkpointed(Residual(), nn.Dropout(0.2), Residual())),
     "twice": Model(partial(Twice, 8, 8), "a weight is used again on what was computed with it"),
     "tied": Model(Tied, "a weight is used again on what was computed with it"),
     "recurrent": Model(lambda: Recurrent(), "computes both at once|used again"),
@@ -197,6 +199,13 @@ MODELS = {
     "hooked": Model(partial(Hooked, 8, 8), "its forward registered hooks"),
     "listened": Model(listened, "there are hooks on module '0'"),
 }
+
+
+class Checkpointed(nn.Sequential):
+    """What its graph saves is computed again whenever a backward asks for it."""
+
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
 
 
 class Recurrent(nn.LSTM):

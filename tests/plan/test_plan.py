@@ -15,7 +15,7 @@ from pipeback.streaming.disk_store import DiskStore
 from pipeback.streaming.pages import PAGE
 from pipeback.streaming.store import HostStore
 from tests.helpers.choice import mostly_rare
-from tests.laws.cases import CASES, FEW, STAGES, data, network, pipeline, suited, weights
+from tests.laws.cases import CASES, FEW, LATE, STAGES, data, network, pipeline, suited, weights
 from tests.plan.planned import SAMPLES, pushed
 
 
@@ -233,3 +233,17 @@ def test_what_is_printed(tmp_path):
     compared = beside(found, before, after, 2)
     assert exact <= {name for name, predicted, measured in compared if predicted == measured}
     assert table(found, before, after, 2).splitlines()[0].split() == ["predicted", "measured"]
+
+
+@pytest.mark.parametrize("case", ["zb_h1-4", "zb_h2-7", "pb-late"])
+def test_activations_where_backwards_are_split(case):
+    """A micro-batch is held from F to W; beside its graph, W waits with the gradients that came to it."""
+    pipe = pipeline(network(), (CASES | LATE)[case](STAGES), micro_batch_size=SAMPLES)
+    found, _, _ = planned(pipe, 7, 4)
+    stages = pipe._engine.stages
+    assert found.push.peak_flights == {stage.index: stage.peak_flights for stage in stages}
+    each = {s: p.load.activations for s, p in found.facts.stages.items()}
+    held = sum(each[s] * flights for s, flights in found.push.peak_flights.items())
+    waiting = sum(stage.gradients.split.bytes * stage.gradients.split.peak for stage in stages)
+    shared = sum(stage.learnt.handed_bytes * stage.peak_flights for stage in stages[1:])
+    assert held <= pipe.memory().activations == held + waiting + shared
