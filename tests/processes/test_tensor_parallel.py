@@ -7,7 +7,7 @@ import torch
 
 from tests.helpers.choice import rare
 from tests.laws.cases import CASES, STAGES
-from tests.processes import tensor_families
+from tests.processes import tensor_cases, tensor_families
 from tests.processes.tensor_cases import (
     OWN,
     calm,
@@ -105,16 +105,28 @@ def test_experts_that_are_full_drop_what_comes_later(crew):
 
 
 @pytest.mark.parametrize("flying", [None, "recompute"])
-@pytest.mark.parametrize("case", ["cerebras", rare("pipemare"), rare("pipeoptim"), rare("ef")])
-def test_a_state_loads_on_any_mesh(crew, tmp_path, case, flying):
-    """Saved under 2 × 2, it goes on in one process and under 1 × 4, and back."""
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [
+        ("cerebras", {}),
+        *(rare(case, {}) for case in ("pipemare", "pipeoptim", "ef", "braking")),
+        rare("eigendelay", {"model": square, "samples": 64, "optimizer": calm}),
+        rare(
+            "eigendelay-one-side", {"model": partial(square, 12), "samples": 64, "optimizer": calm}
+        ),  # shard, basis: 6×6
+    ],
+)
+def test_a_state_loads_on_any_mesh(crew, tmp_path, case, options, flying):
+    """Saved under 2 × 2, it goes on in one process and under 1 × 4, and back; a basis is whole on every rank."""
+    most = 2 if "model" in options else 4  # shards into which the layers can be cut
+    saved, resumed = partial(tensor_cases.saved, **options), partial(tensor_cases.resumed, **options)
     crew, alone, mesh = crew.ranks(4), str(tmp_path / "alone"), str(tmp_path / "mesh")
     one = saved(case, 1, alone, flying)
     states = crew.run(saved, case, 2, mesh, flying)
     wanted = resumed(case, 1, one, flying)
     for source in (states[0], mesh):
         assert far(resumed(case, 1, source, flying), wanted) == []
-    for tensor, source in ((2, one), (4, states[1]), (2, alone), (4, mesh)):
+    for tensor, source in ((2, one), (most, states[1]), (2, alone), (most, mesh)):
         for result in crew.run(resumed, case, tensor, source, flying):
             assert far(result, wanted) == []
 
