@@ -166,6 +166,21 @@ def resumed(
     return found(pipe, data(20, samples=samples, dtype=torch.float64)[10:])
 
 
+def watched(tensor: int, **options: Any) -> list[list[float]]:
+    """The gap, the norm of an update and the delay of each stage that this rank holds."""
+    pipe = made("cerebras", tensor, **options)
+    watch = pipe.watch()
+    for n, (x, y) in enumerate(data(30, dtype=torch.float64)):
+        if n == 15:
+            pipe.wait()
+            watch.follow()
+            watch.mark()
+        pipe.push(x, y)
+    pipe.drain()
+    pipe.close()
+    return [list(some) for some in (watch.gap, watch.update, watch.delay)]
+
+
 def on_disk(case: str, tensor: int, folder: str, count: int, within: int = 10) -> dict[str, Any]:
     """Train from a store on disk, and commit with micro-batches in flight; then go on from what was committed."""
     batches = data(count, dtype=torch.float64)

@@ -25,6 +25,7 @@ from tests.processes.tensor_cases import (
     square,
     train,
     train_model,
+    watched,
 )
 
 WHOLE = [case for case in CASES if not CASES[case](STAGES).elementwise]
@@ -156,6 +157,19 @@ def test_micro_batches_in_flight_go_on_with_as_many_shards(crew, tmp_path, case,
     crew = crew.ranks(4)
     assert all("as 2 ranks computed them" in text for text in crew.run(refused, case, 4, folder, flying, model))
     crew.again()
+
+
+@pytest.mark.parametrize("options", [{}, rare({"store": "host", "clip_norm": 0.05})])
+def test_watched_gaps_are_those_of_whole_weights(crew, options):
+    wanted = watched(1, **options)
+    assert all(value == value for some in wanted for value in some)
+    seen = set()
+    for result in crew.ranks(4).run(watched, 2, **options):
+        for mine, one in zip(result, wanted, strict=True):
+            there = [s for s, value in enumerate(mine) if value == value]
+            seen.update(there)
+            assert all(abs(mine[s] - one[s]) <= 1e-10 for s in there)
+    assert seen == set(range(len(wanted[0])))
 
 
 @pytest.mark.parametrize("case", ["cerebras", *map(rare, ["pipedream", "pipemare", "gpipe-4"])])
