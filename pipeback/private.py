@@ -7,6 +7,8 @@
 * `identity`: which memory a tensor lies in, also while that memory is away and has no address.
 * `shown`: what a node of a graph has saved, with the handles that put something else in its place.
 * `numbers_of`: the numbers that a node has saved.
+* `newness`, `holds`: when the node of a graph was made, and whether it still has what it had saved; autograd goes from
+  the newest to the oldest, and what it has passed lets go.
 * `in_backward`: whether autograd asks for a saved tensor, and not somebody who looks in.
 * `run_backward`: what torch.autograd.backward calls, without its checks in Python of every root; the engine checks
   them, too.
@@ -162,6 +164,27 @@ def numbers_of(node: Any) -> list[str]:
     """The numbers that a node of torch's own has saved, with their names."""
     found = [(name, getattr(node, name)) for name in _names(type(node), "_saved_")]
     return [f"{name}={value!r}" for name, value in found if isinstance(value, (bool, int, float))]
+
+
+def newness(node: Any) -> int:
+    """A number that is greater for nodes that this thread has made later."""
+    with needing("torch.autograd.graph.Node._sequence_nr"):
+        return int(node._sequence_nr())
+
+
+def holds(node: Any) -> bool:
+    """Whether a node still has tensors that it has saved. Those of a node that autograd has passed cannot be read."""
+    names = [*_names(type(node), "_saved_"), *(["saved_tensors"] if hasattr(type(node), "saved_tensors") else [])]
+    for name in names:
+        try:
+            value = getattr(node, name)
+        except RuntimeError as error:
+            if "second time" not in str(error):
+                return True  # what it has saved was changed in place
+            continue
+        if isinstance(value, Tensor) or (isinstance(value, tuple | list) and any(isinstance(v, Tensor) for v in value)):
+            return True
+    return False
 
 
 def in_backward() -> bool:

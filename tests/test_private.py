@@ -132,3 +132,12 @@ def test_styles_of_parallelize_module():
     assert [module for module, _ in seen] == list(model) and seen[1][1] is style
     assert ColwiseParallel._apply is applied
     assert not any(private.is_distributed(p) for p in model.parameters())
+
+
+def test_what_autograd_has_passed():
+    x = torch.randn(3, requires_grad=True)
+    older, newer = x.exp(), x.tanh()
+    assert private.newness(newer.grad_fn) > private.newness(older.grad_fn)
+    assert private.holds(older.grad_fn) and private.holds(newer.grad_fn)
+    newer.sum().backward()
+    assert private.holds(older.grad_fn) and not private.holds(newer.grad_fn)

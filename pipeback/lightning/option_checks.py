@@ -98,6 +98,7 @@ def grouped(
         ("mesh", processes.mesh, None, "Trainer(devices=...)"),
         ("device", streaming.device, None, "Trainer(accelerator=...)"),
         ("check_finite", debug.check_finite, False, "debug=pipeback.Debug(check_finite=False)"),
+        ("take_back", debug.take_back, None, "debug=pipeback.Debug(take_back=None)"),
     ):
         if value != plain:
             raise ValueError(f"PipelineStrategy does not take {name}={value!r}; use {cure}")

@@ -27,6 +27,7 @@ _METHODS = Plugins(
         "zb_h2": "zb_h2:ZeroBubbleH2",
         "interleaved": "interleaved:Interleaved",
         "looped_bfs": "looped_bfs:LoopedBFS",
+        "zb_v": "zb_v:ZeroBubbleV",
         "pb": "pb:PipelinedBackpropagation",
         "pipedream": "pipedream:PipeDream",
         "pipedream_2bw": "pipedream_2bw:PipeDream2BW",

@@ -244,7 +244,8 @@ class Method:
         """The method's options as plain values: what a saved state must agree with."""
         names = [f.name for f in fields(self)] if is_dataclass(self) else list(vars(self))
         values = {name: getattr(self, name) for name in names}
-        return {k: v for k, v in values.items() if v is None or isinstance(v, (bool, int, float, str))}
+        plain = {k: v for k, v in values.items() if v is None or isinstance(v, (bool, int, float, str))}
+        return {k: v for k, v in plain.items() if (k, v) != ("late", 0)}  # earlier states do not have it
 
     def __repr__(self) -> str:
         given = {k: v for k, v in self.options().items() if (k, v) != ("placement", "neighbours")}

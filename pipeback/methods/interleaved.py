@@ -15,8 +15,9 @@ from dataclasses import dataclass
 
 from pipeback.methods.base import Method
 from pipeback.schedules.ops import Schedule
-from pipeback.schedules.placement import Placed, Placement, interleaved
+from pipeback.schedules.placement import Placed, Placement
 from pipeback.schedules.programs import flush, one_f_one_b, positive
+from pipeback.schedules.worker_programs import interleaved
 
 
 @dataclass(repr=False)

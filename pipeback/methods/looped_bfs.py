@@ -15,8 +15,9 @@ from dataclasses import dataclass
 
 from pipeback.methods.base import Method
 from pipeback.schedules.ops import Schedule
-from pipeback.schedules.placement import Placed, Placement, looped_bfs
+from pipeback.schedules.placement import Placed, Placement
 from pipeback.schedules.programs import fill_drain, flush, positive
+from pipeback.schedules.worker_programs import looped_bfs
 
 
 @dataclass(repr=False)

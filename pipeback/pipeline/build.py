@@ -80,6 +80,11 @@ def build(model: nn.Module | Sequence[nn.Module] | Split, options: PipelineOptio
         every = kinds(options.activations, [part.name for part in parts])
         method.check_stages(n)
         delays = method.delays(n)
+        if ranks.several and options.debug.take_back is not None:
+            raise ValueError(
+                f"take_back={options.debug.take_back}: the ranks of other processes could not go back to a state; "
+                "leave take_back out, and load the last checkpoint after a failure"
+            )
         if (reference := options.reference_batch) is not None:
             everywhere = ranks.replicas if ranks.several else replicas
             factories = [scaling(f, reference, method, options.micro_batches.size, everywhere) for f in factories]

@@ -198,5 +198,10 @@ class Inspection:
             raise ValueError("workers, replicas: watch does not follow threads; use workers=None and no replicas")
         if engine.holding.shards:
             raise ValueError("store: watch measures whole weights, of which a rank's store has a slice; use store=None")
+        if engine.kept is not None:
+            raise ValueError(
+                "take_back: watch would see micro-batches twice that are trained again; build the pipeline without "
+                "take_back"
+            )
         engine.wait()
         return engine.observing.watch(engine.loops, len(engine.stages), on)

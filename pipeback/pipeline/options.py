@@ -26,8 +26,10 @@ from pipeback.pipeline.option_checks import (
     check_workers,
     such,
 )
+from pipeback.schedules.split import splits
 from pipeback.stages.activations import recomputes
 from pipeback.stages.stage import OptimizerFactory
+from pipeback.streaming.disk_store import DiskStore
 from pipeback.streaming.store import Store
 
 
@@ -96,6 +98,13 @@ class PipelineOptions(NamedTuple):
             apart = method.placement == "v" and ranks > 1  # the loss is then on the first rank, not on the last one
             given = ("placement", method.placement if apart else "neighbours", "neighbours", "placement='neighbours'")
             check_goes_with("loss=None over several ranks", "", [given] if self.loss is None else [])
+        if splits(method.schedule) and any(method.delays(stages)):
+            whole = (
+                ("vectorize", self.vectorize, False, "vectorize=False"),
+                ("tensor_parallel", self.tensor.size, 1, "tensor_parallel=1"),
+                ("store", self.streaming.store, None, "store=None"),
+            )
+            check_goes_with(f"{method!r}, which updates between the two parts of a backward,", "", whole)
         workers = ("workers", self.threads, None, "workers=None")
         copies = ("replicas", replicas, 1, "replicas=1")
         if self.loss is None:
@@ -114,6 +123,14 @@ class PipelineOptions(NamedTuple):
                 workers,
             ]
             check_goes_with(f"tensor_parallel={self.tensor.size}", ", or leave tensor_parallel out", apart)
+        if self.debug.take_back is not None:
+            disk = self.streaming.store if isinstance(store, DiskStore) else None
+            beside: list[tuple[str, Any, Any, str]] = [
+                ("loss", "given" if self.loss is not None else None, "given", "a loss, and push"),
+                ("vectorize", self.vectorize, False, "vectorize=False"),
+                ("store", disk, None, 'store="host"'),
+            ]
+            check_goes_with(f"take_back={self.debug.take_back}", ", or leave take_back out", beside)
         check_masters(self.masters, store)
         order = self.debug.order
         among: list[tuple[str, Any, Any, str]] = [

@@ -85,6 +85,7 @@ def _loop(
         threaded = setting.threads is not None or sums is not None or holding.shards or not alone
         stage.random.share(threaded)
         stage.gradients.share(threaded)
+        stage.gradients.split.begin(any(setting.delays))
     policy, shared = setting.order, None
     if policy == "grouped" and not alone and not any(setting.delays) and holding.stages[-1].loss is not None:
         # in a flush, the gradient that another worker waits for leaves before the next one is begun; where the loss is

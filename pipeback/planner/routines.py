@@ -26,8 +26,8 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from pipeback.schedules.ops import Op, Schedule, until
-from pipeback.schedules.placement import interleaved_lead, interleaved_turn
 from pipeback.schedules.split import rounds
+from pipeback.schedules.worker_programs import interleaved_lead, interleaved_turn
 
 NAMES = ("fill_drain", "one_f_one_b", "flowing", "zb_h1", "zb_h2", "interleaved")
 

@@ -157,9 +157,16 @@ class Loop:
         if isinstance(error, KeyboardInterrupt):
             _, s, i = failed
             told, cause = f"{self.worker.stages[s].label}, micro-batch {i}: the forward was stopped", error
+        operation, stage, mb = (
+            ("forward", *failed[1:])
+            if isinstance(error, KeyboardInterrupt)
+            else (error.operation, error.stage, error.micro_batch)
+        )
         rest = f", nor on the {pushed - before - 1} behind it, but on the {before} before it" if pushed > 1 else ""
         rest = ", nor on the others of this push" if whole and pushed > 1 else rest
-        raise Dropped(f"{told}; nothing was trained on it{rest}, and others may be pushed") from cause
+        raise Dropped(
+            f"{told}; nothing was trained on it{rest}, and others may be pushed", operation, stage, mb
+        ) from cause
 
     def drain(self) -> None:
         """Finish the micro-batches in flight; the schedule begins anew with the next one."""
@@ -315,12 +322,10 @@ class Loop:
         """Return the messages to own stages that were not received, by name; no operation may be running."""
         link, order = self.worker.link, self.order
         for s in self.worker.stages:
-            if s:
-                for mb in range(order.forwards[s], order.forwards[s - 1]):
-                    link.wait("F", s, order.start + mb)
-            if s < self.worker.count - 1:
-                for mb in range(order.backwards[s], order.backwards[s + 1]):
-                    link.wait("B", s, order.start + mb)
+            for mb in range(order.forwards[s], order.forwards[s - 1]) if s else ():
+                link.wait("F", s, order.start + mb)
+            for mb in range(order.backwards[s], order.backwards[s + 1]) if s < self.worker.count - 1 else ():
+                link.wait("B", s, order.start + mb)
         return dict(link.box)
 
     def progress(self, number: Callable[[Options], int]) -> dict[str, Any]:

@@ -350,4 +350,4 @@ class Worker:
     def failure(self, what: str, stage: Stage, mb: int, error: BaseException) -> StageError:
         """Remember the operation that failed, and return an error that names it."""
         self.failed = what, stage.index, mb
-        return StageError(f"{stage.label}, micro-batch {mb}: the {what} failed: {error}")
+        return StageError(f"{stage.label}, micro-batch {mb}: the {what} failed: {error}", what, stage.index, mb)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count
 from typing import Literal, NamedTuple
 
 from pipeback.schedules.ops import Op
@@ -90,76 +89,3 @@ class Placed:
                     return
             elif op.mb < n:
                 yield s, op
-
-
-def interleaved_turn(n: int, workers: int, chunks: int) -> tuple[int, int]:
-    """(chunk, micro-batch) of a worker's n-th forward, and of its n-th backward with chunks counted from the last one.
-
-    Each chunk has a group of as many micro-batches as there are workers, before the next chunk has them.
-    """
-    group, place = divmod(n, workers)
-    turn, chunk = divmod(group, chunks)
-    return chunk, turn * workers + place
-
-
-def interleaved_lead(chunks: int) -> tuple[int, int]:
-    """(forwards by which a worker is ahead of the next worker, groups by which the last is ahead of its backwards).
-
-    With one chunk it is 1F1B, whose workers begin their backwards one forward earlier.
-    """
-    return (2, chunks - 1) if chunks > 1 else (1, 0)
-
-
-def interleaved(micro_batches: int) -> WorkerProgram:
-    """Interleaved 1F1B (Narayanan et al., arXiv 2104.04473, section 2.2), placed as a loop. p workers hold v chunks.
-
-    micro_batches: M, micro-batches per flush; if p does not divide it, the last group of each chunk is smaller. Worker
-    w runs 2(p − 1 − w) + (v − 1)p forwards ahead, then alternates. Its bubble is (p − 1)/(vM + p − 1) of its time.
-    """
-    # two workers, two chunks a and b, four micro-batches:
-    #     0 │ F0a F1a F0b F1b F2a B0b F3a B1b F2b B0a F3b B1a .   B2b .   B3b B2a B3a
-    #     1 │ .   F0a F1a F0b B0b F1b B1b F2a B0a F3a B1a F2b B2b F3b B3b B2a B3a .
-    return _Interleaved(micro_batches)
-
-
-@dataclass(frozen=True)
-class _Interleaved:
-    micro_batches: int
-
-    def __call__(self, worker: int, workers: int, chunks: int) -> Iterator[tuple[int, Op]]:
-        m = self.micro_batches
-        slack, groups = interleaved_lead(chunks)
-        ahead, rounds = groups * workers + slack * (workers - 1 - worker), chunks * -(-m // workers) * workers
-        for first in count(0, m):
-            for r in range(-ahead, rounds):
-                chunk, mb = interleaved_turn(r + ahead, workers, chunks)
-                if r + ahead < rounds and mb < m:
-                    yield chunk, Op("F", first + mb)
-                chunk, mb = interleaved_turn(r, workers, chunks)
-                if r >= 0 and mb < m:
-                    yield chunks - 1 - chunk, Op("B", first + mb)
-            for chunk in reversed(range(chunks)):
-                yield chunk, Op("U", first + m - 1)
-
-
-def looped_bfs(micro_batches: int) -> WorkerProgram:
-    """Looped BFS: all forwards of a chunk before the next chunk's, then backwards likewise, from the last chunk back.
-
-    Lamy-Poirier, arXiv 2211.05953. micro_batches: M, micro-batches per flush. Placed as a loop on p workers of v chunks
-    each, with M ≥ p, the bubble is (p − 1)/(vM + p − 1) of a worker's time, and all M activations are kept.
-    """
-    #     0 │ F0a F1a F2a F3a F0b F1b F2b F3b .   .   B0b B1b B2b B3b B0a B1a B2a B3a
-    #     1 │ .   F0a F1a F2a F3a F0b F1b F2b F3b B0b B1b B2b B3b B0a B1a B2a B3a .
-    return _LoopedBFS(micro_batches)
-
-
-@dataclass(frozen=True)
-class _LoopedBFS:
-    micro_batches: int
-
-    def __call__(self, worker: int, workers: int, chunks: int) -> Iterator[tuple[int, Op]]:
-        m = self.micro_batches
-        for first in count(0, m):
-            yield from ((chunk, Op("F", first + mb)) for chunk in range(chunks) for mb in range(m))
-            yield from ((chunk, Op("B", first + mb)) for chunk in reversed(range(chunks)) for mb in range(m))
-            yield from ((chunk, Op("U", first + m - 1)) for chunk in reversed(range(chunks)))

@@ -23,10 +23,11 @@ class WeightPass(NamedTuple):
 class Postponed(NamedTuple):
     """What W of a micro-batch will need."""
 
-    parts: Sequence[WeightPass] | None  # None: nothing was cut, as no input needs a gradient: `whole` is all of B
+    parts: Sequence[WeightPass] | None  # None: nothing was cut, and `whole` is all of B, or `found` its result
     whole: tuple[Sequence[Any], Sequence[Tensor]]
     options: Any  # the optimizer's options when the micro-batch was pushed
     number: float  # of micro-batches, or samples, that it counts as
+    found: Sequence[Tensor | None] | None = None  # gradients that are known, one per weight
 
 
 class SplitBackward:
@@ -34,19 +35,27 @@ class SplitBackward:
 
     why: what kept the last backward from being split, if it was not. peak: the most micro-batches that have waited at
     once. bytes: what one of them holds beside its graph, at most.
+    late: whether the weights may be updated between I and W. Then W must not read them, and what I does of it must not
+    be in the sums before W.
     """
 
     def __init__(self) -> None:
         self.waiting: dict[int, Postponed] = {}
         self.peak = self.bytes = 0
+        self.late = False
         self.why = ""
         self._heard: tuple[int, str | None] = (-1, None)
 
+    def begin(self, late: bool) -> None:
+        """Note whether the weights may be updated between I and W."""
+        self.late = late
+
     def wait(self, mb: int, rest: Postponed) -> None:
         """Keep what W(mb) needs."""
-        self.waiting[mb], self.why = rest, ""
+        self.waiting[mb] = rest
         self.peak = max(self.peak, len(self.waiting))
-        seeds = rest.whole[1] if rest.parts is None else [g for part in rest.parts for g in part.seeds]
+        seeds = [*rest.whole[1], *(g for g in rest.found or () if g is not None)]
+        seeds += [g for part in rest.parts or () for g in part.seeds]
         held = {identity(g): g.untyped_storage().nbytes() for g in seeds if g.layout is torch.strided}
         self.bytes = max(self.bytes, sum(held.values()))
 

@@ -43,12 +43,20 @@ def of_input(stage: Any, mb: int, grad: Value, number: float = 1.0) -> Value:
     seeds: list[Tensor] = []
     flight: Flight = stage.begin_backward(mb, grad, roots, seeds)
     leaves = [leaf for leaf in flight.leaves if leaf.requires_grad]
-    if not leaves:
+    split.why = ""
+    if not leaves and not split.late:
         split.wait(mb, Postponed(None, (roots, seeds), flight.options, number))
         return flight.upstream()
-    cuts = split.kept_whole(stage, flight) or cut(roots, leaves, stage.params)
+    cuts: Cuts | str = ""  # no other stage waits for the first one
+    if leaves:
+        cuts = split.kept_whole(stage, flight) or cut(roots, leaves, stage.params, late=split.late)
     if isinstance(cuts, str):
         split.why = cuts
+        if split.late:
+            apart = _apart(stage)
+            differentiate(roots, seeds, flight.leaves, [apart])
+            split.wait(mb, Postponed(None, ((), ()), flight.options, number, apart.values))
+            return flight.upstream()
         differentiate(roots, seeds, flight.leaves, [stage.gradients])
         stage.gradients.count_more(number - 1)
         return stage.end_backward(flight)
@@ -71,7 +79,11 @@ def of_weights(stage: Any, mb: int) -> None:
     rest: Postponed | None = stage.gradients.split.waiting.pop(mb, None)
     if rest is None:
         return
-    if rest.parts is None:
+    if rest.found is not None:
+        stage.gradients.adopt()
+        stage.gradients.add(rest.found)
+        stage.gradients.show()
+    elif rest.parts is None:
         differentiate(*rest.whole, (), [stage.gradients])
     else:
         _finish(rest.parts, stage.gradients)
@@ -80,9 +92,23 @@ def of_weights(stage: Any, mb: int) -> None:
 
 
 def finish(stage: Any) -> None:
-    """Do every W that waits."""
-    for mb in sorted(stage.gradients.split.waiting):
-        of_weights(stage, mb)
+    """Do what is left of every backward, so that no graph waits for W; the gradients are added now if they may be."""
+    split: SplitBackward = stage.gradients.split
+    for mb, rest in sorted(split.waiting.items()):
+        if not split.late:
+            of_weights(stage, mb)
+        elif rest.found is None:
+            apart = _apart(stage)
+            _finish(rest.parts or (), apart)
+            split.waiting[mb] = rest._replace(parts=None, found=apart.values)
+
+
+def _apart(stage: Any) -> Gradients:
+    """Where the gradients of one micro-batch are put, and not into the sums."""
+    stage.gradients.adopt()
+    apart = Gradients(stage.params)
+    apart.share(stage.gradients.threaded)
+    return apart
 
 
 def _parts(
@@ -127,11 +153,24 @@ def _run(part: WeightPass, *, accumulate: bool) -> Any:
 
 
 _INPUT, _WEIGHTS = 1, 2  # what a way leads to
+# where an update may come before W: nodes whose gradients of weights do not depend on weights, and views of weights
+_BY_INPUT = (
+    "Add", "AddmmBackward", "Bmm", "Baddbmm", "Cat", "Convolution", "CudnnBatchNorm", "CudnnConvolution", "Embedding",
+    "Linear", "MkldnnLinear", "Mm", "Mul", "NativeBatchNorm", "NativeGroupNorm", "NativeLayerNorm", "Stack", "Sub",
+    "UnsafeView",
+)  # fmt: skip
+_VIEWS = (
+    "AccumulateGrad", "Alias", "AsStrided", "Clone", "Expand", "Permute", "ReshapeAlias", "Select", "Slice", "Split",
+    "Squeeze", "TBackward", "ToCopy", "Transpose", "Unbind", "UnsafeView", "Unsqueeze", "View",
+)  # fmt: skip
 _FUSED = "MkldnnRnn", "CudnnRnn", "MiopenRnn", "ThnnFused"  # nodes that compute the gradients of both in one kernel
 
 
-def cut(roots: Sequence[Any], leaves: Sequence[Tensor], params: Sequence[Tensor]) -> Cuts | str:
-    """Where to cut the graph between these outputs and leaves, the inputs; or what keeps it whole, in words."""
+def cut(roots: Sequence[Any], leaves: Sequence[Tensor], params: Sequence[Tensor], *, late: bool = False) -> Cuts | str:
+    """Where to cut the graph between these outputs and leaves, the inputs; or what keeps it whole, in words.
+
+    late: whether the weights may be others at W.
+    """
     starts = [y if isinstance(y, GradientEdge) else get_gradient_edge(y) for y in roots]
     given, own_ones = {id(leaf) for leaf in leaves}, {id(p) for p in params}
     nexts: dict[Any, list[Any]] = {}
@@ -166,7 +205,14 @@ def cut(roots: Sequence[Any], leaves: Sequence[Tensor], params: Sequence[Tensor]
                 return "something that is no weight needs a gradient"
             way = _INPUT if id(leaf) in given else _WEIGHTS
         ways[node] = way
-    return _levels(starts, nexts, ways, outputs)
+    cuts = _levels(starts, nexts, ways, outputs)
+    if late and not isinstance(cuts, str):
+        at = {edge.node for edge in cuts.edges}
+        asked = [(node, _BY_INPUT) for node in at] + [(node, _VIEWS) for node, way in ways.items() if way == _WEIGHTS]
+        for node, known in asked:
+            if not (name := type(node).__name__).startswith(known):
+                return f"{name.removesuffix('Backward0')} may need the weights again, and these are updated before"
+    return cuts
 
 
 def _levels(

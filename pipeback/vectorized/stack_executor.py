@@ -69,7 +69,7 @@ class StackExecutor:
     def judged(self, i: int, loss: Tensor) -> None:
         """Take the loss of a micro-batch from the last stage."""
         if self.worker.check_finite and not torch.isfinite(loss):
-            raise StageError(self._one_by_one.bad_loss(i, loss))
+            raise self._one_by_one.bad_loss(i, loss)
         self.worker.report(i, loss)
 
     def forward(self, ops: Ops) -> list[Flight]:
@@ -168,4 +168,5 @@ class StackExecutor:
 
     def _failed_rows(self, what: str, stack: Stack, ops: Ops, error: Exception) -> StageError:
         mbs = ", ".join(str(i) for _, i in ops)
-        return StageError(f"{stack.name}, micro-batches {mbs}: the {what} failed: {error}")
+        s, i = ops[0] if len(ops) == 1 else (None, None)
+        return StageError(f"{stack.name}, micro-batches {mbs}: the {what} failed: {error}", what, s, i)

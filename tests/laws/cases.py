@@ -28,6 +28,8 @@ CASES: dict[str, Callable[[int], pipeback.Method]] = {
     "interleaved-4": lambda S: methods.create("interleaved", micro_batches=4),
     "looped_bfs": lambda S: methods.create("looped_bfs"),
     "looped_bfs-3": lambda S: methods.create("looped_bfs", micro_batches=3),
+    "zb_v": lambda S: methods.create("zb_v"),
+    "zb_v-4": lambda S: methods.create("zb_v", micro_batches=4),
     "pb": lambda S: methods.create("pb"),
     "pb-v": lambda S: methods.create("pb", placement="v"),
     "pb-slack1": lambda S: methods.create("pb", slack=1),
@@ -67,6 +69,10 @@ CASES: dict[str, Callable[[int], pipeback.Method]] = {
     "eigendelay-stash": lambda S: methods.create("eigendelay", stash=True, slack=1, refresh=3),
     "eigendelay-one-side": lambda S: methods.create("eigendelay", sides=1, predict=False, refresh=4),
 }
+
+# methods that update between the two parts of a backward, which cannot run everywhere: stages that run as one, a store
+# and several ranks per stage refuse them
+LATE: dict[str, Callable[[int], pipeback.Method]] = {"pb-late": lambda S: methods.create("pb", late=2)}
 
 # any basis of a null space is as good as another: the last bits choose one, and what follows depends on it. So laws
 # that hold to a tolerance are not asked of these with few samples (`test_eigendelay` has them with many); those of bits

@@ -1,6 +1,6 @@
 """Law: runtimes agree, bit for bit: the event loop and any number of threads."""
 
-from itertools import pairwise, product
+from itertools import product
 
 import pytest
 import torch
@@ -8,7 +8,8 @@ from torch import nn
 
 import pipeback
 from pipeback import methods
-from pipeback.schedules.placement import Placed, interleaved, looped_bfs, place
+from pipeback.schedules.placement import Placed
+from pipeback.schedules.worker_programs import interleaved, looped_bfs, zb_v
 from tests.helpers.choice import mostly_rare
 from tests.laws.cases import CASES, FEW, STAGES, data, everything, flushes, network, pipeline, placeable
 
@@ -98,10 +99,11 @@ def test_random_layers_leave_the_callers_generator_alone():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("name", ["one_f_one_b", "interleaved", "looped_bfs"])
+@pytest.mark.parametrize("name", ["one_f_one_b", "interleaved", "looped_bfs", "zb_v"])
 def test_whole_flushes_and_parts_of_them_agree(name):
-    """Interleaved 1F1B and looped BFS have on one worker, and within a flush, what 1F1B and GPipe have."""
-    expected = flushes("gpipe" if name == "looped_bfs" else "one_f_one_b")
+    """Interleaved 1F1B, looped BFS and ZB-V have on one worker, and within a flush, what 1F1B, GPipe and ZB-H1 have."""
+    within = {"looped_bfs": "gpipe", "zb_v": "zb_h1"}
+    expected = flushes(within.get(name, "one_f_one_b"))
     for workers in (None, 2, 3) if name == "one_f_one_b" else (None, 2):
         for n, (found, wanted) in enumerate(zip(flushes(name, workers=workers), expected, strict=True)):
             assert torch.equal(found, wanted), f"{workers} workers differ from the event loop at {n}"
@@ -124,10 +126,10 @@ def test_the_forwards_of_a_whole_flush_run_ahead_by_workers(pushed, ahead):
 
 
 @pytest.mark.parametrize("pushed", [4, 6, 7, 2, 1])
-@pytest.mark.parametrize("name", ["interleaved", "looped_bfs"])
+@pytest.mark.parametrize("name", ["interleaved", "looped_bfs", "zb_v"])
 def test_each_worker_does_its_chunks_in_the_published_order(name, pushed):
     """Eight stages in four parts on two threads; three pushes, each a flush of any length."""
-    programs = {"interleaved": interleaved, "looped_bfs": looped_bfs}
+    programs = {"interleaved": interleaved, "looped_bfs": looped_bfs, "zb_v": zb_v}
     x, y = (torch.cat(some) for some in zip(*data(3 * pushed), strict=True))
     expected = pipeline(network(8), "gpipe", micro_batch_size=3)
     pipe = pipeline(network(8), name, micro_batch_size=3, workers=2)
@@ -135,9 +137,7 @@ def test_each_worker_does_its_chunks_in_the_published_order(name, pushed):
     for a, b in zip(x.split(3 * pushed), y.split(3 * pushed), strict=True):
         assert torch.equal(pipe.push(a, b), expected.push(a, b))
     pipe.wait()
-    owner = pipe.owner
-    parts = [sum(a != b for a, b in pairwise(owner[: s + 1])) for s in range(8)]
-    placed = Placed(programs[name](pushed), place("loop", 2, parts))
+    placed = Placed(programs[name](pushed), pipe._engine.holding.placement())
     for worker, track in enumerate(pipe.recorded.tracks):
         assert [(slot.stage, slot.op) for slot in track.slots] == list(placed.until(worker, 3 * pushed))
     assert torch.equal(everything(pipe), everything(expected))

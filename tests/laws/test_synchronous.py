@@ -7,7 +7,7 @@ from torch import nn
 import pipeback
 from tests.laws.cases import OPTIMIZERS, data, network, pipeline, weights
 
-FLUSHING = ["gpipe", "one_f_one_b", "zb_h1", "zb_h2", "interleaved", "looped_bfs"]
+FLUSHING = ["gpipe", "one_f_one_b", "zb_h1", "zb_h2", "interleaved", "looped_bfs", "zb_v"]
 
 
 def summed(batches, sizes, optimizer, *, by_samples=False):

@@ -2,11 +2,14 @@
 
 import pytest
 import torch
+from torch import nn
 
 import pipeback
 from pipeback import methods
+from pipeback.schedules.placement import place
 from tests.laws.cases import CASES, STAGES, data, everything, flushes, network, pipeline
 from tests.processes.cases import differences, train
+from tests.processes.test_faults import Odd
 
 LINKS = ("shared_memory", "gloo")
 SHAPES = {  # (ranks, method): a rank may hold the first and the last stage, and neighbours of its own ones
@@ -17,7 +20,7 @@ SHAPES = {  # (ranks, method): a rank may hold the first and the last stage, and
 
 
 @pytest.mark.parametrize("link", LINKS)
-@pytest.mark.parametrize("case", ["interleaved-4", "looped_bfs", "pb-v"])
+@pytest.mark.parametrize("case", ["interleaved-4", "looped_bfs", "zb_v-4", "pb-v"])
 @pytest.mark.filterwarnings("ignore:.*takes its statistics")
 def test_losses_states_and_evaluations(crew, case, link):
     """With dropout and batch statistics, one micro-batch per push."""
@@ -31,9 +34,9 @@ def whole_or_not(name, link):
 
 
 @pytest.mark.parametrize("link", LINKS)
-@pytest.mark.parametrize("name", ["interleaved", "looped_bfs"])
+@pytest.mark.parametrize("name", ["interleaved", "looped_bfs", "zb_v"])
 def test_whole_flushes_and_parts_of_them(crew, name, link):
-    wanted = flushes("gpipe" if name == "looped_bfs" else "one_f_one_b")
+    wanted = flushes({"looped_bfs": "gpipe", "zb_v": "zb_h1"}.get(name, "one_f_one_b"))
     for found in crew.ranks(2).run(whole_or_not, name, link):
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
@@ -56,7 +59,7 @@ def long_flush(name, options, link, stages, samples):
     ("name", "options", "owner"),
     [
         ("looped_bfs", {"chunks": 2}, [0, 1, 2, 3] * 2), ("interleaved", {"chunks": 2}, [0, 1, 2, 3] * 2),
-        ("pb", {"placement": "v"}, [0, 1, 2, 3, 3, 2, 1, 0]),
+        ("zb_v", {}, [0, 1, 2, 3, 3, 2, 1, 0]), ("pb", {"placement": "v"}, [0, 1, 2, 3, 3, 2, 1, 0]),
     ],
 )  # fmt: skip
 def test_many_messages_between_four_ranks(crew, name, options, owner, link):
@@ -135,3 +138,93 @@ def test_ranks_that_push_other_data_are_named(crew, link):
     told = crew.ranks(2).run(other_data, link)
     crew.again()
     assert all("micro-batch 4 is not the one that worker" in text for text in told), told
+
+
+def replicated(case, replicas):
+    replica = torch.distributed.get_rank() // 2 if replicas > 1 else None
+    return {
+        key: value
+        for key, value in train("plain", case, samples=12, replica=replica, replicas=replicas).items()
+        if key in ("flying", "end", "model")
+    }
+
+
+@pytest.mark.parametrize("case", ["interleaved-4", "pb-v"])
+def test_replicas_each_have_the_same_parts(crew, case):
+    """Two pipelines of two ranks each, beside two replicas in one process."""
+    wanted = train("plain", case, samples=12, replicas=2)
+    wanted = {key: wanted[key] for key in ("flying", "end", "model")}
+    for found in crew.ranks(4).run(replicated, case, 2):
+        assert differences(found, wanted) == []
+
+
+def streams(case, store):
+    return train("drawing", case, store=store)
+
+
+@pytest.mark.parametrize(("case", "kind"), [("interleaved-4", "disk"), ("zb_v-4", "host"), ("pb-v", "disk")])
+@pytest.mark.filterwarnings("ignore:.*takes its statistics")
+def test_each_rank_streams_its_parts(crew, case, kind, tmp_path):
+    wanted = train("drawing", case)
+    for found in crew.ranks(2).run(streams, case, kind if kind == "host" else f"disk:{tmp_path}"):
+        assert differences(found, wanted) == []
+
+
+def checkpointed(folder, name, options, saves):
+    """Train, and save in the middle of a flush; or go on from there. The losses that follow, and the whole state."""
+    pipe = pipeline(network(), methods.create(name, **options))
+    batches = data(14)
+    if saves:
+        for x, y in batches[:7]:
+            pipe.push(x, y)
+        pipeback.checkpoint.save(pipe, folder)
+    else:
+        pipeback.checkpoint.load(pipe, folder)
+    losses = torch.stack([pipe.push(x, y).clone() for x, y in batches[7:]])
+    found = losses, flat(pipe.state_dict())
+    pipe.close()
+    return found
+
+
+@pytest.mark.parametrize("shape", ["loop", "v"])
+def test_a_checkpoint_loads_on_any_number_of_ranks(crew, shape, tmp_path):
+    ranks, name, options = SHAPES[shape]
+    apart = {"placement": "neighbours"} if name == "pb" else {**options, "chunks": 1}
+    wanted = checkpointed(tmp_path / "alone", name, options, True)
+    for found in crew.ranks(ranks).run(checkpointed, tmp_path / "parts", name, options, True):
+        assert torch.equal(found[0], wanted[0]) and found[1] == wanted[1]
+    assert checkpointed(tmp_path / "parts", name, options, False)[1] == wanted[1]
+    assert crew.ranks(3).run(checkpointed, tmp_path / "parts", name, apart, False)[2][1] == wanted[1]
+    assert crew.ranks(2).run(checkpointed, tmp_path / "alone", name, options, False)[1][1] == wanted[1]
+
+
+def faulty(rank, what, case):
+    """Until rank 1 fails, in a part that lies between parts of rank 0."""
+    model = network()
+    model[2] = nn.Sequential(model[2], Odd(what, 30 if rank == 1 else 10**9))
+    pipe = pipeline(model, CASES[case](STAGES), workers=pipeback.Processes(timeout=5.0))
+    parts = [0, 1, 2, 3, 3] if pipe.method.placement == "v" else [0, 0, 1, 2, 3]
+    pipe._engine.holding.placement = lambda seconds=None: place(pipe.method.placement, 2, parts)
+    try:
+        for x, y in data(1) * 200:
+            pipe.push(x, y)
+        pipe.wait()
+    except (pipeback.RankError, pipeback.StageError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("case", ["interleaved-4", "pb-v"])
+def test_a_rank_that_fails_is_named(crew, case):
+    told = crew.ranks(2).run(faulty, "raise", case, each=range(2))
+    crew.again()
+    assert "stage 2 (2), micro-batch" in told[1] and "the flux is too high" in told[1]
+    assert "rank 1" in told[0] and "the flux is too high" in told[0]
+
+
+@pytest.mark.parametrize("case", ["interleaved-4", "pb-v"])
+def test_a_rank_that_is_killed_is_named(crew, case):
+    crew.ranks(2).start(faulty, "kill", case, each=range(2))
+    (told,) = crew.results(ranks=[0])
+    crew.again()
+    assert "rank 1" in told

@@ -1,7 +1,7 @@
 """Placements, and schedules by worker: grids, bubbles (the published ones, too), and the planner's own simulation."""
 
 from fractions import Fraction
-from itertools import islice
+from itertools import accumulate, islice
 
 import pytest
 
@@ -9,9 +9,11 @@ from pipeback.planner.published import rows
 from pipeback.planner.routines import routine
 from pipeback.planner.simulation import simulate
 from pipeback.schedules.ops import until
-from pipeback.schedules.placement import KINDS, Placed, interleaved, looped_bfs, place
+from pipeback.schedules.placement import KINDS, Placed, place
 from pipeback.schedules.programs import fill_drain, flowing
+from pipeback.schedules.split import whole, zb_h1
 from pipeback.schedules.timeline import bubble, timeline
+from pipeback.schedules.worker_programs import interleaved, looped_bfs, zb_v
 from tests.planner.test_simulation import drawn
 
 PROGRAMS = {"interleaved": interleaved, "looped_bfs": looped_bfs}
@@ -34,6 +36,10 @@ def by_worker(placed, micro_batches, **options):
 
 
 GRIDS = {
+    "zb_v": """
+        F0a F1a F2a F0b I0b W0b F1b I1b W1b F3a I0a W0a F2b I2b W2b I1a W1a F3b I3b W3b I2a W2a I3a W3a .
+        .   F0a F0b F1a F1b I0b W0b F2a I0a W0a F2b I1b W1b F3a I1a W1a F3b I2b W2b I2a I3b I3a W2a W3b W3a
+    """,
     "interleaved": """
         F0a F1a F0b F1b F2a B0b F3a B1b F2b B0a F3b B1a .   B2b .   B3b B2a B3a
         .   F0a F1a F0b B0b F1b B1b F2a B0a F3a B1a F2b B2b F3b B3b B2a B3a .
@@ -55,7 +61,8 @@ def test_where_stages_are():
 
 @pytest.mark.parametrize("name", GRIDS)
 def test_grids(name):
-    found = by_worker(Placed(PROGRAMS[name](4), loop(2, 2)), 4)
+    placement = place("v", 2, range(4)) if name == "zb_v" else loop(2, 2)
+    found = by_worker(Placed({**PROGRAMS, "zb_v": zb_v}[name](4), placement), 4)
     assert found == [line.strip() for line in GRIDS[name].strip().splitlines()]
 
 
@@ -127,3 +134,25 @@ def test_the_last_chunk_of_a_v_is_on_the_first_worker():
     starts = {(slot.stage, slot.op.kind): slot.start for slot in slots}
     assert [starts[s, "F"] for s in range(4)] == [0, Fraction(3, 2), Fraction(5, 2), 4]
     assert [starts[s, "B"] for s in range(4)] == [9, Fraction(15, 2), Fraction(13, 2), 5]
+
+
+@pytest.mark.parametrize("workers, m", [(1, 3), (2, 3), (2, 8), (4, 7), (4, 30), (7, 13)])
+def test_zb_v_has_no_bubble_and_even_memory(workers, m):
+    """Where F, I and W take equally long, from 2p − 1 micro-batches on: no worker waits, and each holds 2p halves."""
+    placed = Placed(zb_v(m), place("v", workers, range(2 * workers)))
+    slots = [slot for slot in timeline(placed, 2 * workers, m) if slot.op.kind != "U"]
+    for worker in range(workers):
+        mine = [slot for slot in slots if placed.placement.owner[slot.stage] == worker]
+        assert mine[-1].end - mine[0].start == len(mine) == 6 * m
+        assert max(accumulate({"F": 1, "I": 0, "W": -1}[slot.op.kind] for slot in mine)) == 2 * workers
+
+
+@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("m", [1, 2, 3, 4, 5, 9])
+def test_zb_v_of_few_micro_batches(m, split):
+    """It is cut wherever a flush or a run ends; whole backwards come where I would."""
+    placed = Placed(zb_v(m, split), place("v", 3, [0, 0, 1, 2, 3, 3, 4, 5]))
+    plain = zb_h1(m) if split else whole(zb_h1(m))
+    for n in range(1, 2 * m + 2):
+        done = [(slot.stage, *slot.op) for slot in timeline(placed, 8, n)]
+        assert sorted(done) == sorted((s, *op) for s in range(8) for op in until(plain(s, 8), n))
