@@ -102,7 +102,7 @@ class Watch:
                 version, used = self._used.pop(stage.index)
                 self.delay[stage.index] = stage.version - version
                 with self.newest(stage):
-                    self.gap[stage.index] = _distance(_newest(stage), used)
+                    self.gap[stage.index] = _distance(stage, _newest(stage), used, computing=True)
 
     def before_update(self, stage: Stage, clipped: Tensor | None) -> None:
         self._updates[stage.index] += 1
@@ -115,7 +115,7 @@ class Watch:
     def after_update(self, stage: Stage) -> None:
         before = self._before.pop(stage.index, None)
         if before is not None:
-            self.update[stage.index] = _distance(stage.weights, before)
+            self.update[stage.index] = _distance(stage, stage.weights, before, computing=False)
 
 
 def _newest(stage: Stage) -> Weights:
@@ -128,8 +128,11 @@ def _newest(stage: Stage) -> Weights:
     )
 
 
-def _distance(a: Weights, b: Weights) -> float:
+def _distance(stage: Stage, a: Weights, b: Weights, *, computing: bool) -> float:
+    """‖a − b‖ over whole weights. computing: whether it is asked for at a backward, and not at an update."""
     if not a:
         return math.nan
     with torch.no_grad():
+        if stage.home.shards is not None:
+            return float(stage.home.shards.norm([x - y for x, y in zip(a, b, strict=True)], computing=computing))
         return math.sqrt(sum(float((x - y).double().square().sum()) for x, y in zip(a, b, strict=True)))

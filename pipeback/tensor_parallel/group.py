@@ -95,12 +95,15 @@ class TensorGroup:
         return _gathered(mine.cpu(), self.count, *self._keeping)
 
 
+_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name up to torch 2.13
+
+
 def _gathered(mine: Tensor, count: int, group: dist.ProcessGroup, wait: Wait) -> list[Tensor]:
     if not mine.numel():
         return [mine.clone() for _ in range(count)]
     run = mine.detach().contiguous().flatten().view(torch.uint8)
     every = run.new_empty(count * run.numel())
-    wait(dist.all_gather_into_tensor(every, run, group=group, async_op=True))
+    wait(_gather(every, run, group=group, async_op=True))
     return [part.view(mine.dtype).view(mine.shape) for part in every.view(count, -1).unbind()]
 
 

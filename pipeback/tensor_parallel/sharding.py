@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -103,8 +104,11 @@ class Sharding:
         fits = tensor.dim() == len(self.shapes[name]) and cut.shape(tensor.shape, count) == self.shapes[name]
         return cut.shard(tensor, self.group.index, count) if fits else tensor
 
-    def norm(self, grads: Sequence[Tensor | None]) -> Tensor:
-        """The Euclidean norm of the whole gradient: squares of shards are summed over the ranks, others count once."""
+    def norm(self, grads: Sequence[Tensor | None], *, computing: bool = False) -> Tensor:
+        """The Euclidean norm of the whole gradient: squares of shards are summed over the ranks, others count once.
+
+        computing: whether it is asked for among forwards and backwards; a store makes updates in a thread of its own.
+        """
         apart = torch.zeros((), dtype=torch.float64)
         alike = torch.zeros((), dtype=torch.float64)
         for name, g in zip(self.trained, grads, strict=True):
@@ -114,7 +118,9 @@ class Sharding:
                     apart += square
                 else:
                     alike += square
-        return (torch.stack(self.group.collect(apart.view(1))).sum() + alike).sqrt()
+        with self.group.together() if computing else nullcontext():
+            every = (self.group.gather if computing else self.group.collect)(apart.view(1))
+        return (torch.stack(every).sum() + alike).sqrt()
 
 
 class _Shards(Mapping[str, Tensor]):

@@ -32,7 +32,8 @@ class WholeUpdates:
     def __init__(self, method: Any, group: TensorGroup) -> None:
         self._method, self._group = method, group
         self._cuts: dict[int, Cut] = {}  # by the identity of a weight
-        self._whole_keys: dict[int, Callable[[str], None]] = {}  # notes what is whole in a state of its stage
+        self._notes: dict[int, Callable[[str], None]] = {}  # notes what is whole in a state of its stage
+        self._alike: set[tuple[int, str]] = set()  # tensors of the method's state that are whole, by weight and name
         self.seeing = copy.copy(method)
         self.seeing.update, self.seeing.init = self._update, self._init
 
@@ -40,7 +41,7 @@ class WholeUpdates:
         """Give a stage the method's state for whole weights; before the first micro-batch."""
         for w, name in zip(stage.weights, sharding.trained, strict=True):
             if name in sharding.cuts:
-                self._cuts[id(w)], self._whole_keys[id(w)] = sharding.cuts[name], sharding.keep_whole
+                self._cuts[id(w)], self._notes[id(w)] = sharding.cuts[name], sharding.keep_whole
         with torch.no_grad():
             stage.put_state(self._init(stage.weights))
 
@@ -56,7 +57,8 @@ class WholeUpdates:
                 if tensor is not None and tensor.shape == wholes[n].shape:
                     value[n] = self._cut(tensor, cut)
                 elif tensor is not None:
-                    self._whole_keys[id(weights[n])](f"method/{key}/{n}")
+                    self._notes[id(weights[n])](f"method/{key}/{n}")
+                    self._alike.add((id(weights[n]), key))
         return state
 
     def _update(self, weights: Sequence[Tensor], optimizer: Any, state: dict[str, Any], when: Any) -> dict[str, Any]:
@@ -64,7 +66,8 @@ class WholeUpdates:
         with ExitStack() as stack:
             for n, cut in cuts.items():
                 stack.enter_context(self._whole(weights[n], cut, optimizer.state))
-                of = [value[n] for _, value in sorted(state.items()) if isinstance(value, list)]
+                lists = sorted((key, value) for key, value in state.items() if isinstance(value, list))
+                of = [value[n] for key, value in lists if (id(weights[n]), key) not in self._alike]
                 if when.used is not None and when.used[n] is not weights[n]:
                     of.append(when.used[n])
                 shape = cut.shape(weights[n].shape, self._group.count)

@@ -140,10 +140,12 @@ def loaded(capacity: float) -> tuple[dict[str, Any], dict[str, tuple[list[int], 
     return found(pipe, batches[:1]), load
 
 
-def saved(case: str, tensor: int, folder: str, flying: str | None, model: Any = perceptron) -> dict[str, Any]:
+def saved(
+    case: str, tensor: int, folder: str, flying: str | None, model: Any = perceptron, samples: int = 3, **options: Any
+) -> dict[str, Any]:
     """The state after some micro-batches, which is written to a folder, too. flying: how those in flight are kept."""
-    pipe = made(case, tensor, activations=flying or "device", model=model)
-    for x, y in data(10, dtype=torch.float64):
+    pipe = made(case, tensor, activations=flying or "device", model=model, **options)
+    for x, y in data(20, samples=samples, dtype=torch.float64)[:10]:
         pipe.push(x, y)
     if not flying:
         pipe.drain()
@@ -153,13 +155,30 @@ def saved(case: str, tensor: int, folder: str, flying: str | None, model: Any = 
     return state
 
 
-def resumed(case: str, tensor: int, source: Any, flying: str | None, model: Any = perceptron) -> dict[str, Any]:
-    pipe = made(case, tensor, activations=flying or "device", model=model)
+def resumed(
+    case: str, tensor: int, source: Any, flying: str | None, model: Any = perceptron, samples: int = 3, **options: Any
+) -> dict[str, Any]:
+    pipe = made(case, tensor, activations=flying or "device", model=model, **options)
     if isinstance(source, dict):
         pipe.load_state_dict(source)
     else:
         checkpoint.load(pipe, source)
-    return found(pipe, data(20, dtype=torch.float64)[10:])
+    return found(pipe, data(20, samples=samples, dtype=torch.float64)[10:])
+
+
+def watched(tensor: int, **options: Any) -> list[list[float]]:
+    """The gap, the norm of an update and the delay of each stage that this rank holds."""
+    pipe = made("cerebras", tensor, **options)
+    watch = pipe.watch()
+    for n, (x, y) in enumerate(data(30, dtype=torch.float64)):
+        if n == 15:
+            pipe.wait()
+            watch.follow()
+            watch.mark()
+        pipe.push(x, y)
+    pipe.drain()
+    pipe.close()
+    return [list(some) for some in (watch.gap, watch.update, watch.delay)]
 
 
 def on_disk(case: str, tensor: int, folder: str, count: int, within: int = 10) -> dict[str, Any]:

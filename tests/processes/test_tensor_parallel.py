@@ -7,7 +7,7 @@ import torch
 
 from tests.helpers.choice import rare
 from tests.laws.cases import CASES, STAGES
-from tests.processes import tensor_families
+from tests.processes import tensor_cases, tensor_families
 from tests.processes.tensor_cases import (
     OWN,
     calm,
@@ -25,6 +25,7 @@ from tests.processes.tensor_cases import (
     square,
     train,
     train_model,
+    watched,
 )
 
 WHOLE = [case for case in CASES if not CASES[case](STAGES).elementwise]
@@ -105,16 +106,28 @@ def test_experts_that_are_full_drop_what_comes_later(crew):
 
 
 @pytest.mark.parametrize("flying", [None, "recompute"])
-@pytest.mark.parametrize("case", ["cerebras", rare("pipemare"), rare("pipeoptim"), rare("ef")])
-def test_a_state_loads_on_any_mesh(crew, tmp_path, case, flying):
-    """Saved under 2 × 2, it goes on in one process and under 1 × 4, and back."""
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [
+        ("cerebras", {}),
+        *(rare(case, {}) for case in ("pipemare", "pipeoptim", "ef", "braking")),
+        rare("eigendelay", {"model": square, "samples": 64, "optimizer": calm}),
+        rare(
+            "eigendelay-one-side", {"model": partial(square, 12), "samples": 64, "optimizer": calm}
+        ),  # shard, basis: 6×6
+    ],
+)
+def test_a_state_loads_on_any_mesh(crew, tmp_path, case, options, flying):
+    """Saved under 2 × 2, it goes on in one process and under 1 × 4, and back; a basis is whole on every rank."""
+    most = 2 if "model" in options else 4  # shards into which the layers can be cut
+    saved, resumed = partial(tensor_cases.saved, **options), partial(tensor_cases.resumed, **options)
     crew, alone, mesh = crew.ranks(4), str(tmp_path / "alone"), str(tmp_path / "mesh")
     one = saved(case, 1, alone, flying)
     states = crew.run(saved, case, 2, mesh, flying)
     wanted = resumed(case, 1, one, flying)
     for source in (states[0], mesh):
         assert far(resumed(case, 1, source, flying), wanted) == []
-    for tensor, source in ((2, one), (4, states[1]), (2, alone), (4, mesh)):
+    for tensor, source in ((2, one), (most, states[1]), (2, alone), (most, mesh)):
         for result in crew.run(resumed, case, tensor, source, flying):
             assert far(result, wanted) == []
 
@@ -144,6 +157,19 @@ def test_micro_batches_in_flight_go_on_with_as_many_shards(crew, tmp_path, case,
     crew = crew.ranks(4)
     assert all("as 2 ranks computed them" in text for text in crew.run(refused, case, 4, folder, flying, model))
     crew.again()
+
+
+@pytest.mark.parametrize("options", [{}, rare({"store": "host", "clip_norm": 0.05})])
+def test_watched_gaps_are_those_of_whole_weights(crew, options):
+    wanted = watched(1, **options)
+    assert all(value == value for some in wanted for value in some)
+    seen = set()
+    for result in crew.ranks(4).run(watched, 2, **options):
+        for mine, one in zip(result, wanted, strict=True):
+            there = [s for s, value in enumerate(mine) if value == value]
+            seen.update(there)
+            assert all(abs(mine[s] - one[s]) <= 1e-10 for s in there)
+    assert seen == set(range(len(wanted[0])))
 
 
 @pytest.mark.parametrize("case", ["cerebras", *map(rare, ["pipedream", "pipemare", "gpipe-4"])])

@@ -40,6 +40,17 @@ def small(experiment):
     return [*SMALL[model], *builtin]
 
 
+@pytest.mark.soak
+def test_devices_that_compute_together(tmp_path):
+    """Two devices that compute each stage of the transformer together log what one logs, within rounding."""
+    options = ["experiment=shakespeare", "quick=true", *small("shakespeare"), "method=pb", "seed=1"]
+    for out, trainer in (("one", "default"), ("two", "tensor_parallel")):
+        done = pipeback("train", *options, f"trainer={trainer}", f"out={out}", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    one, two = (rows(tmp_path / out)[-1]["val/loss"] for out in ("one", "two"))
+    assert float(two) == pytest.approx(float(one), rel=1e-5)
+
+
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_experiment_trains(experiment, tmp_path):
     options = [f"experiment={experiment}", "quick=true", *small(experiment), "trainer.log_every_n_steps=1"]
