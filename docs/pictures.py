@@ -12,6 +12,7 @@ import torch
 
 matplotlib.use("Agg")
 import planner_pictures
+import schedule_pictures
 from matplotlib import pyplot as plt
 from matplotlib.lines import Line2D
 
@@ -24,7 +25,8 @@ from pipeback.schedules.timeline import in_flight
 FORWARD, BACKWARD, UPDATE, INK, PALE = "#2f6f9f", "#d0743c", "#3c8c5a", "#222222", "#c8c8c8"
 OPTIONS = {
     "gpipe": {"micro_batches": 4}, "one_f_one_b": {"micro_batches": 4}, "pipedream_2bw": {"micro_batches": 4},
-    "pipemare": {"anneal": 100},
+    "interleaved": {"micro_batches": 4}, "looped_bfs": {"micro_batches": 4}, "pipemare": {"anneal": 100},
+    "zb_h1": {"micro_batches": 4}, "zb_h2": {"micro_batches": 4}, "zb_v": {"micro_batches": 4},
 }  # fmt: skip
 STAGES, MOMENTUM = 4, 0.9
 
@@ -42,6 +44,7 @@ def draw_all(folder):
     code = max(path.stat().st_mtime for path in read)
     plt.rcParams.update({"svg.hashsalt": "pipeback", "font.size": 10, "axes.edgecolor": PALE, "text.color": INK})
     drawn = {"schedules": schedules, "filling": filling, "staleness": staleness, "memory": memory}
+    drawn["flushes"] = schedule_pictures.flushes
     drawn |= {"planner_windows": planner_pictures.windows, "planner_crossover": planner_pictures.crossover}
     drawn |= {f"method_{name}": lambda name=name: which_weights(name) for name in pipeback.methods.available()}
     drawn |= {f"results_{name}": lambda name=name: results(name) for name in measured.names()}

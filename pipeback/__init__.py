@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pipeback import checkpoint, draw, methods, norms, optim, plan, schedules, sparsities, weights
     from pipeback.distributed.join import join
-    from pipeback.errors import RankError, StageError, StoreError
+    from pipeback.errors import PushLeftOut, RankError, StageError, StoreError
     from pipeback.methods.base import Method, Past, Shift, State, Weights, When
     from pipeback.methods.chain import chain
     from pipeback.methods.momentum import scale_hyperparameters
@@ -49,7 +49,7 @@ _HOME = {
     "Processes": "pipeline.arguments", "Splitting": "pipeline.arguments", "Streaming": "pipeline.arguments",
     "TensorParallel": "pipeline.arguments",
     "Plan": "plan.training_plan", "Sparsity": "sparsities.base", "Watch": "runtime.staleness",
-    "RankError": "errors", "StageError": "errors", "StoreError": "errors",
+    "PushLeftOut": "errors", "RankError": "errors", "StageError": "errors", "StoreError": "errors",
     "DiskStore": "streaming.disk_store", "HostStore": "streaming.store", "Store": "streaming.store",
     "Traffic": "streaming.traffic",
 }  # fmt: skip
@@ -67,6 +67,7 @@ __all__ = [
     "Pipeline",
     "Plan",
     "Processes",
+    "PushLeftOut",
     "RankError",
     "Record",
     "Schedule",

@@ -7,14 +7,17 @@
 * `identity`: which memory a tensor lies in, also while that memory is away and has no address.
 * `shown`: what a node of a graph has saved, with the handles that put something else in its place.
 * `numbers_of`: the numbers that a node has saved.
+* `newness`, `holds`: when the node of a graph was made, and whether it still has what it had saved; autograd goes from
+  the newest to the oldest, and what it has passed lets go.
 * `in_backward`: whether autograd asks for a saved tensor, and not somebody who looks in.
 * `run_backward`: what torch.autograd.backward calls, without its checks in Python of every root; the engine checks
   them, too.
 * `keep_versions`: writes in place of which autograd is not told.
 * `wrapper`: a tensor without memory of its own, for a loss that is not there yet.
 * `catch`: a hook on a leaf without a handle to remove it by, which costs as much as a small kernel.
-* `hooks_of`, `handles`, `listened`, `hooked`, `without_step_hooks`: whether anybody listens to a module, an optimizer,
-  or all of them.
+* `hooks_of`, `handles`, `registered`, `listened`, `hooked`, `without_step_hooks`: whether anybody listens to a module,
+  an optimizer, or all of them.
+* `styles_heard`: what `parallelize_module` does to each module. `is_distributed`: whether it has cut a weight.
 * `fused_adam`, `fused_sgd`: torch's kernels for one step of Adam or momentum SGD over lists of weights.
 * `uncompiled`: the module inside of one that torch.compile has made, or one whose own `compile` was called.
 * `group_named`: the name of a process group. torch 2.11 gives one twice, and a new group then waits at an address of
@@ -163,6 +166,27 @@ def numbers_of(node: Any) -> list[str]:
     return [f"{name}={value!r}" for name, value in found if isinstance(value, (bool, int, float))]
 
 
+def newness(node: Any) -> int:
+    """A number that is greater for nodes that this thread has made later."""
+    with needing("torch.autograd.graph.Node._sequence_nr"):
+        return int(node._sequence_nr())
+
+
+def holds(node: Any) -> bool:
+    """Whether a node still has tensors that it has saved. Those of a node that autograd has passed cannot be read."""
+    names = [*_names(type(node), "_saved_"), *(["saved_tensors"] if hasattr(type(node), "saved_tensors") else [])]
+    for name in names:
+        try:
+            value = getattr(node, name)
+        except RuntimeError as error:
+            if "second time" not in str(error):
+                return True  # what it has saved was changed in place
+            continue
+        if isinstance(value, Tensor) or (isinstance(value, tuple | list) and any(isinstance(v, Tensor) for v in value)):
+            return True
+    return False
+
+
 def in_backward() -> bool:
     with needing("torch._C._current_graph_task_id"):
         return torch._C._current_graph_task_id() >= 0
@@ -196,6 +220,11 @@ def hooks_of(module: nn.Module) -> list[Any]:
 def handles() -> Any:
     """A value that changes when a hook is registered on anything; where torch does not count hooks, at every call."""
     return getattr(RemovableHandle, "next_id", None) or object()
+
+
+def registered() -> int:
+    """How many hooks have been registered on anything; where torch does not count them, a negative number."""
+    return int(getattr(RemovableHandle, "next_id", -1))
 
 
 def listened(module: nn.Module) -> str | None:
@@ -291,6 +320,33 @@ def as_autograd_cuts() -> Any:
             return as_autograd_cuts, ()  # a class of its own here, since its base is slow to import
 
     return AsWritten()
+
+
+@contextmanager
+def styles_heard(hear: Callable[[nn.Module, Any], nn.Module]) -> Iterator[None]:
+    """A context in which `parallelize_module` gives each module and its style to `hear`, and does nothing to it."""
+    with needing("torch.distributed.tensor.parallel.ParallelStyle._apply"):
+        from torch.distributed.tensor.parallel import ParallelStyle
+
+        ParallelStyle._apply  # noqa: B018
+    kinds, every = [ParallelStyle], list[Any]()
+    while kinds:
+        kind = kinds.pop()
+        kinds += kind.__subclasses__()
+        every += [kind] * ("_apply" in vars(kind))
+
+    with ExitStack() as stack:
+        for kind in every:
+            stack.callback(setattr, kind, "_apply", vars(kind)["_apply"])
+            kind._apply = lambda style, module, device_mesh: hear(module, style)
+        yield
+
+
+def is_distributed(p: Tensor) -> bool:
+    """Whether a weight is a DTensor, of which this process has a part."""
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(p, DTensor)
 
 
 @contextmanager

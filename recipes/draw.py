@@ -20,7 +20,7 @@ median of repeats, with quartiles. out= may also end in .txt, .md or .csv, or na
 pipe.breakdown(x, y) gives a row per stage.
 
 Traces are for ui.perfetto.dev. Options of a method go after its name: method=pipedream:slack=2. flush= is the number of
-micro-batches per flush of gpipe and one_f_one_b.
+micro-batches per flush of methods that flush.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from pipeback.draw import perfetto as traces
 from pipeback.draw.streaming_lanes import lanes
 from pipeback.draw.worker_bands import beside
 from pipeback.recipes.measure import run
+from pipeback.schedules.placement import Placed, place
 from pipeback.schedules.recording import Recording
 from pipeback.schedules.timeline import bubble, timeline
 
@@ -166,12 +167,16 @@ def show(options: dict[str, Any]) -> None:
         tell([traces.read(path) for path in options["trace"].split(",")], out, options["window"])
         return
     methods = {entry: build(entry, options["flush"]) for entry in options["method"].split(",")}
+    schedules = {entry: scheduled(entry, method, stages) for entry, method in methods.items()}
     paths = files(options["run"], list(methods)) if options["run"] else {}
     for entry, method in methods.items():
         method.check_stages(stages)
+        schedule = schedules[entry]
+        owner = schedule.placement.owner if isinstance(schedule, Placed) else None
         print(f"{entry}: delays {method.delays(stages)}, idle "
-              f"{bubble(timeline(method.schedule, stages, count)):.1%} over {count} micro-batches")  # fmt: skip
-        print(draw.grid(method.schedule, stages, count, width=options["width"]), end="\n\n")
+              f"{bubble(timeline(schedule, stages, count), owner):.1%} over {count} micro-batches"
+              f"{'' if owner is None else f', workers of stages {owner}'}")  # fmt: skip
+        print(draw.grid(schedule, stages, count, width=options["width"]), end="\n\n")
     if paths:
         run(
             {entry: (methods[entry], str(path)) for entry, path in paths.items()},
@@ -186,10 +191,20 @@ def show(options: dict[str, Any]) -> None:
         import matplotlib
 
         matplotlib.use("Agg")
-        draw.compare(
-            {entry: m.schedule for entry, m in methods.items()}, stages, count, until=options["until"]
-        ).savefig(out, dpi=130)
+        draw.compare(schedules, stages, count, until=options["until"]).savefig(out, dpi=130)
         print(f"written: {out}")
+
+
+def scheduled(entry: str, method: pipeback.Method, stages: int) -> pipeback.Schedule:
+    """The schedule of a method, one stage per worker, or one per part where its workers hold several."""
+    if method.chunks == 1 or not method.by_worker:
+        return method.schedule
+    if stages % method.chunks:
+        raise ValueError(
+            f"method={entry}: stages={stages} are no multiple of the {method.chunks} that each worker holds; write "
+            f"stages={stages + method.chunks - stages % method.chunks}"
+        )
+    return method.placed(method.schedule, place(method.placement, stages // method.chunks, range(stages)))
 
 
 def tell(recordings: list[Recording], out: str | None, window: int | None) -> None:
@@ -248,7 +263,7 @@ def build(entry: str, flush: int) -> pipeback.Method:
     for pair in filter(None, rest.split(":")):
         key, _, value = pair.partition("=")
         given[key] = int(value) if value.lstrip("-").isdecimal() else value
-    if name in ("gpipe", "one_f_one_b", "pipedream_2bw"):
+    if name in ("gpipe", "one_f_one_b", "interleaved", "looped_bfs", "pipedream_2bw"):
         given.setdefault("micro_batches", flush)
     if name == "pipemare":
         given.setdefault("anneal", 100)

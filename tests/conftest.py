@@ -1,11 +1,17 @@
-"""What holds for all tests: one thread per process, since ranks have one, and sums of two threads have other bits."""
+"""What holds for all tests: one thread per process, since ranks have one, and sums of two threads have other bits.
+
+An example of hypothesis has no time limit, which a busy machine would exceed.
+"""
 
 import gc
 import os
 
 import pytest
+from hypothesis import settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
+settings.register_profile("no times", deadline=None)
+settings.load_profile("no times")
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -120,3 +120,24 @@ def test_hooks():
     private.catch(leaf, seen.append)
     (3 * leaf).sum().backward()
     assert seen[0].tolist() == [3, 3]
+
+
+def test_styles_of_parallelize_module():
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    model, seen = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), []
+    style, applied = RowwiseParallel(), ColwiseParallel._apply
+    with private.styles_heard(lambda module, style: seen.append((module, style)) or module):
+        assert parallelize_module(model, object(), {"0": ColwiseParallel(), "1": style}) is model
+    assert [module for module, _ in seen] == list(model) and seen[1][1] is style
+    assert ColwiseParallel._apply is applied
+    assert not any(private.is_distributed(p) for p in model.parameters())
+
+
+def test_what_autograd_has_passed():
+    x = torch.randn(3, requires_grad=True)
+    older, newer = x.exp(), x.tanh()
+    assert private.newness(newer.grad_fn) > private.newness(older.grad_fn)
+    assert private.holds(older.grad_fn) and private.holds(newer.grad_fn)
+    newer.sum().backward()
+    assert private.holds(older.grad_fn) and not private.holds(newer.grad_fn)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from pipeback.counts import counted
-from pipeback.methods.base import Method
+from pipeback.methods.base import PLACES, Method
 from pipeback.runtime.loop import Loop, Messages, check_progress, merge_progress
 from pipeback.stages import stage_state, state_check
 from pipeback.stages.joint_optimizer import Options, plain_groups, restored
@@ -83,7 +83,10 @@ def share(
             tensors = stage.home.share.whole(tensors, own)
         if stage.home.shards is not None:
             _saveable(stage)
-            tensors = stage.home.shards.whole(tensors)
+            if copy:
+                tensors, plain = stage.home.shards.state(tensors, plain)
+            else:  # this rank's store keeps its shards
+                plain = stage.home.shards.own(plain)
         if take is not None:
             take(stage, tensors)
             tensors = {}
@@ -92,11 +95,12 @@ def share(
 
 
 def _saveable(stage: Stage) -> None:
-    """Raise ValueError for micro-batches in flight whose graphs hold activations that are spread over ranks."""
-    if any(flight.again is None for flight in stage.flights.values()):
+    """Raise ValueError for micro-batches in flight whose graphs depend on where their tokens have gone."""
+    spread = stage.home.shards is not None and stage.home.shards.data_dependent
+    if spread and any(flight.again is None for flight in stage.flights.values()):
         raise ValueError(
-            f"{stage.label}: micro-batches in flight hold activations that are spread over ranks; call pipe.drain() "
-            'before the state is taken, or build the pipeline with activations="recompute"'
+            f"{stage.label}: micro-batches in flight hold tokens that have travelled to experts on other ranks; call "
+            'pipe.drain() before the state is taken, or build the pipeline with activations="recompute"'
         )
 
 
@@ -144,6 +148,8 @@ def load(stage: Stage, state: dict[str, Any], options: dict[int, Options], opene
         plain = plain["replicas"][stage.replica - 1]
     if stage.home.share is not None and stage.home.flat is not None:
         tensors = stage.home.share.pieces(tensors)
+    if stage.home.shards is not None:
+        plain = stage.home.shards.going_on(plain)
     with opened(stage):
         stage_state.load(stage, tensors, plain, options)
     with present(stage) if plain["flights"] else nullcontext():
@@ -205,7 +211,7 @@ def fits(
         )
     plain: dict[str, Any] = state["plain"]
     name, options = type(method).__name__, method.options()
-    if (plain["method"], plain["method_options"]) != (name, options):
+    if (plain["method"], _trained(plain["method_options"])) != (name, _trained(options)):
         raise ValueError(
             f"the state belongs to method {plain['method']} {plain['method_options']}, the pipeline runs {name} "
             f"{options}; build the pipeline with the method of the state"
@@ -248,3 +254,8 @@ def fits(
         if tensors:  # other stages are empty if only own ones were read
             state_check.check(stage, _part(stage, tensors), mine)
     return plain
+
+
+def _trained(options: Mapping[str, Any]) -> Plain:
+    """The options of a method on which numbers depend; a chain has them with prefixes."""
+    return {key: value for key, value in options.items() if key.rpartition("/")[2] not in PLACES}

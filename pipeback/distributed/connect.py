@@ -13,22 +13,33 @@ from torch import Tensor
 
 from pipeback.distributed.ranks import Ranks
 from pipeback.distributed.transport.process_group import DirectWire, GlooWire
+from pipeback.distributed.transport.receive_ahead import ReceiveAhead
 from pipeback.distributed.transport.shared_memory import SharedWire, Unavailable
 from pipeback.runtime.link import Closed, Name, Wire, WireLink
 from pipeback.tensors.checksum import checksum
 from pipeback.tensors.layout import Message
 
 WORDS = {"F": "the activation", "B": "the gradient", "E": "the evaluation"}
+# messages that may be unreceived where a worker sends to another one for several of its parts: more than there can be,
+# as both would wait if both had to
+MOST = 1 << 14
 LOSSES = 1024  # losses that may be unreceived: `RankRunner` sends several at once
 Ends = tuple[int, int, str]  # (sender, receiver, kind): F activations, B gradients, L losses and outputs
 
 
 def connect(
-    ranks: Ranks, owner: list[int], bound: int, closed: threading.Event, transport: str, devices: set[str]
+    ranks: Ranks,
+    owner: list[int],
+    bound: int,
+    closed: threading.Event,
+    transport: str,
+    devices: set[str],
+    parts: int = 1,
 ) -> tuple[WireLink, list[Wire]]:
     """Return the link of this rank to its neighbours, and the wires for losses and outputs. Every rank calls it.
 
     bound: how many messages may wait to be received. devices: the kinds of device that this rank's stages are on.
+    parts: of the stages on each rank.
     """
     line, me = ranks.line, ranks.index
 
@@ -38,10 +49,12 @@ def connect(
         ranks.health.check()
         link.blocked()
 
-    ends = [(a, b, "F") for a, b in pairwise(line)]
-    ends += [(b, a, "B") for a, b, _ in ends]
-    ends += [(line[-1], other, "L") for other in line[:-1]]
-    wires = _shared(ranks, ends, bound, pulse, transport, devices)
+    # a wire per direction, whatever goes that way: workers of several parts send both kinds both ways
+    pairs = {pair for a, b in pairwise(owner) if a != b for pair in ((a, b), (b, a))}
+    ends = [(line[a], line[b], "F" if a < b else "B") for a, b in sorted(pairs)]
+    judge = line[owner[-1]]
+    ends += [(judge, other, "L") for other in line if other != judge]
+    wires = _shared(ranks, ends, bound if parts == 1 else MOST, pulse, transport, devices)
     missing = sorted(set(ends) - set().union(*ranks.gather(set(wires), "push()")))
     if missing and transport == "shared_memory":
         a, b, _ = missing[0]
@@ -52,6 +65,11 @@ def connect(
     if missing:
         everywhere = set().union(*ranks.gather(devices, "push()"))
         direct = transport == "nccl" or (transport == "auto" and everywhere == {"cuda"} and dist.is_nccl_available())
+        if direct and parts > 1:
+            raise ValueError(
+                f"link: ranks that hold {parts} parts of the stages each do not exchange tensors by NCCL; use "
+                "workers=pipeback.Processes(link='gloo')"
+            )
         wires.update(_grouped(ranks, missing, bound, pulse, direct))
 
     def watched(worker: int, name: Name) -> AbstractContextManager[None]:
@@ -61,6 +79,8 @@ def connect(
     into = {line.index(a): wire for (a, b, kind), wire in wires.items() if b == ranks.rank and kind != "L"}
     results = [wire for (_, _, kind), wire in wires.items() if kind == "L"]
     link = WireLink(me, owner, out, into, watched=watched, mark=_mark)
+    if parts > 1:
+        link.into = {w: ReceiveAhead(one, pulse) if isinstance(one, GlooWire) else one for w, one in into.items()}
     return link, results
 
 

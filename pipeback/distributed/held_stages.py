@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from pipeback import weights
 from pipeback.distributed.ranks import Ranks, SingleProcess
 from pipeback.methods.base import Method
+from pipeback.schedules.placement import Placement, place
 from pipeback.sparsities.base import Sparsity
 from pipeback.splitting.partition import balance
 from pipeback.stages.contiguous import lay_contiguously
@@ -63,13 +64,19 @@ class HeldStages:
 
     def balance(self) -> list[int]:
         """Return the worker of each stage."""
-        return balance(self.seconds, self.workers)
+        return self.placement().owner
+
+    def placement(self, seconds: Sequence[float] | None = None) -> Placement:
+        """Where stages are. seconds: of each stage, if others than those that were measured here."""
+        chunks = self.method.chunks if self.workers > 1 else 1
+        parts = balance(self.seconds if seconds is None else seconds, self.workers * chunks)
+        return place(self.method.placement, self.workers, parts)
 
     def would_hold(self, seconds: list[float]) -> list[int] | None:
         """Return the stages that this process will hold, given the measured seconds per stage; None: all."""
         if not self.ranks.several or len(seconds) != len(self.stages):
             return None
-        return [s for s, worker in enumerate(balance(seconds, self.workers)) if worker == self.ranks.index]
+        return [s for s, worker in enumerate(self.placement(seconds).owner) if worker == self.ranks.index]
 
     @property
     def mine(self) -> list[Stage]:
@@ -183,7 +190,7 @@ class HeldStages:
 
     def lay(self) -> None:
         """Move the small weights of each worker into one strip, before any graph refers to their old places."""
-        if self.store is not None:
+        if self.store is not None or (self.spread is not None and not self.method.elementwise):
             return
         owner = self.balance()
         for stages in self.everywhere:

@@ -1,6 +1,7 @@
 """Rank runner: the runtime of one rank. Its loop runs in a thread, and its neighbours are other processes.
 
-Losses and the outputs of evaluations go from the last rank to every other one, where a second thread receives them.
+Losses and the outputs of evaluations go from the rank of the last stage to every other one, where a second thread
+receives them.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ NAP = 0.05  # seconds between two looks of another rank
 class RankRunner:
     """Runs this rank's part of a pipeline.
 
-    results: the wires for losses and outputs, from the last rank to every other rank.
+    results: the wires for losses and outputs, from the rank of the last stage to every other rank.
     """
 
     def __init__(
@@ -49,8 +50,8 @@ class RankRunner:
         loop.worker.began = ranks.health.working
         # pushed micro-batches are done before the script ends and its rank leaves
         self.at_exit = Finalize(None, _finish, args=(weakref.ref(self),), exitpriority=20)
-        self.last = ranks.index == ranks.count - 1
-        self.judge = ranks.line[-1]
+        self.last = ranks.index == owner[-1]
+        self.judge = ranks.line[owner[-1]]
         self.listener: threading.Thread | None = None
         self.wanted = threading.Event()  # set while somebody waits for a loss or an output
         self.losses: list[Tensor] = []  # losses that were not sent yet, in order
@@ -114,13 +115,14 @@ class RankRunner:
 
         def part(loop: Loop) -> None:
             worker = loop.worker
-            first, last = min(worker.stages), max(worker.stages)
-            value = do(list(worker.stages.values()), worker.link.recv("E", first, number) if first else x)
-            if last < worker.count - 1:
-                worker.link.send("E", last + 1, number, value)
-            elif back:
-                self.outputs.pop(number).put(number, value)
-                self._publish(("O", 0, number), value)
+            for part in _parts(sorted(worker.stages)):
+                first, last = part[0], part[-1]
+                value = do([worker.stages[s] for s in part], worker.link.recv("E", first, number) if first else x)
+                if last < worker.count - 1:
+                    worker.link.send("E", last + 1, number, value)
+                elif back:
+                    self.outputs.pop(number).put(number, value)
+                    self._publish(("O", 0, number), value)
 
         self.tell(part)
         self.thread.join()
@@ -200,6 +202,21 @@ class RankRunner:
                     self.thread.raise_failure()  # `Health` judges how long this may last
             finally:
                 self.wanted.clear()
+
+
+def _parts(stages: Sequence[int]) -> list[list[int]]:
+    """The stages of a worker, cut where others hold those between.
+
+    >>> _parts([0, 1, 4, 5])
+    [[0, 1], [4, 5]]
+    """
+    found: list[list[int]] = []
+    for s in stages:
+        if found and found[-1][-1] == s - 1:
+            found[-1].append(s)
+        else:
+            found.append([s])
+    return found
 
 
 def _finish(processes: weakref.ref[RankRunner]) -> None:

@@ -1,7 +1,8 @@
 """Ranks: the processes of a pipeline, with those of its replicas; they find each other and agree on options.
 
 The processes are those of torch.distributed. Torchrun, SLURM or Lightning starts them, and every rank runs the same
-script. Rank r of a pipeline is its worker r: the first ranks hold the first stages, and the last one computes the loss.
+script. Rank r of a pipeline is its worker r: the first ranks hold the first stages, unless the method places them
+otherwise.
 """
 
 from __future__ import annotations

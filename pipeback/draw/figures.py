@@ -19,6 +19,7 @@ from pipeback.draw.worker_bands import COLOURS as _COLOURS
 from pipeback.draw.worker_bands import INK as _INK
 from pipeback.draw.worker_bands import beside
 from pipeback.schedules.ops import Schedule
+from pipeback.schedules.placement import Placed
 from pipeback.schedules.recording import Recording
 from pipeback.schedules.timeline import UNIT, Slot, Time, bubble, timeline
 
@@ -33,7 +34,7 @@ WORDS = {"F": "forward", "B": "backward", "I": "gradient of the input", "W": "gr
 def grid(schedule: Schedule, stages: int, micro_batches: int, width: int | None = None) -> str:
     """A text with one line per stage and one column per unit of time; `.` is idle.
 
-    A forward F and a backward B take one unit each, and updates take none.
+    A forward F and a backward B take one unit each, or F, I and W where B is split into these, and updates take none.
     width: the number of columns that are shown; the rest is cut off and marked. None shows all.
 
     >>> from pipeback.schedules.programs import fill_drain
@@ -191,11 +192,16 @@ def compare(schedules: Mapping[str, Schedule], stages: int, micro_batches: int, 
     figure, axes = plt.subplots(
         len(runs), 1, figsize=(min(16.0, 0.27 * end + 1.0), height * len(runs)), layout="constrained", squeeze=False
     )
+    told: set[str] = set()  # what legends above explain
     for n, (ax, (name, slots)) in enumerate(zip(axes[:, 0], runs.items(), strict=True)):
-        idle = bubble([Slot(s.start, min(s.end, end), s.stage, s.op) for s in slots if s.start < end])
+        schedule = schedules[name]
+        owner = schedule.placement.owner if isinstance(schedule, Placed) else None
+        idle = bubble([Slot(s.start, min(s.end, end), s.stage, s.op) for s in slots if s.start < end], owner)
         picture(slots, ax, title=f"{name}   (idle in what is shown: {idle:.0%})", until=end)
-        if n:
+        words = {text.get_text() for text in ax.get_legend().get_texts()}
+        if words <= told:
             ax.get_legend().remove()
+        told |= words
         if n < len(runs) - 1:
             ax.set_xlabel("")
             ax.set_xticklabels([])

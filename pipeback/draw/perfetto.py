@@ -12,14 +12,22 @@ from itertools import count
 from os import PathLike
 from typing import Any
 
+from pipeback.draw.worker_bands import stages_of
 from pipeback.schedules.ops import Op
 from pipeback.schedules.recording import Idle, Move, Recording, Track
 from pipeback.schedules.timeline import Slot, needs
 
-WORDS = {"F": "forward", "B": "backward", "U": "update"}
+WORDS = {"F": "forward", "B": "backward", "I": "gradient of the input", "W": "gradient of the weights", "U": "update"}
 KINDS = {word: kind for kind, word in WORDS.items()}
 # chrome://tracing's names for blue, orange, grey and light grey; Perfetto colours by the letter of the operation
-_COLOURS = {"F": "rail_response", "B": "rail_idle", "U": "generic_work", "waiting": "grey"}
+_COLOURS = {
+    "F": "rail_response",
+    "B": "rail_idle",
+    "I": "rail_idle",
+    "W": "good",
+    "U": "generic_work",
+    "waiting": "grey",
+}
 
 
 def as_json(recording: Recording) -> dict[str, Any]:
@@ -114,10 +122,9 @@ def _name(what: str, name: str, order: int, **where: int) -> list[dict[str, Any]
 
 def _named(pid: int, tid: int, n: int, track: Track, recording: Recording) -> list[dict[str, Any]]:
     mine = [s for s, w in enumerate(recording.owner) if w == track.worker]
-    which = f"stages {mine[0]} to {mine[-1]}" if len(mine) > 1 else f"stage {mine[0]}"
     copy = f", replica {track.replica}" if recording.tracks[-1].replica else ""
     return [
-        *_name("process", f"{track.name}{copy}: {which}", n, pid=pid, tid=tid),
+        *_name("process", f"{track.name}{copy}: {stages_of(mine)}", n, pid=pid, tid=tid),
         *_name("thread", "waiting", 0, pid=pid, tid=tid),
     ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from pipeback.counts import numbered
 from pipeback.schedules.recording import Recording
 from pipeback.schedules.timeline import Time
 
@@ -52,7 +53,13 @@ def beside(recordings: Sequence[Recording], window: int | None = None) -> Any:
         ax.tick_params(axis="x", labelbottom=ax is axes[-1, 0])
     where = "" if window is None else f" of a run in its steady state, {window} micro-batches long"
     axes[-1, 0].set_xlabel(f"milliseconds{where}", color=INK)
-    figure.legend(handles=_legend(), loc="outside lower center", ncols=4, frameon=False, fontsize=10)
+    figure.legend(
+        handles=_legend(any(run.split for run, _ in panels)),
+        loc="outside lower center",
+        ncols=4,
+        frameon=False,
+        fontsize=10,
+    )
     return figure
 
 
@@ -83,7 +90,7 @@ def bands(recording: Recording, ax: Axes, *, until: Time | None = None) -> Axes:
                 spans = [(1e3 * float(slot.start), 1e3 * float(slot.end - slot.start)) for slot in some]
                 ax.broken_barh(spans, (row[s], high / len(mine)), facecolors=colour)
         places.append(top + high / 2)
-        which = f"stages {mine[0]} to {mine[-1]}" if len(mine) > 1 else f"stage {mine[0]}"
+        which = stages_of(mine)
         copy = f", replica {track.replica}" if recording.tracks[-1].replica else ""
         names.append(f"{track.name.partition(' (')[0]}{copy}\n{which}\nidle {share:.1%}")
         top += high + 0.5
@@ -96,18 +103,30 @@ def bands(recording: Recording, ax: Axes, *, until: Time | None = None) -> Axes:
     return ax
 
 
+def stages_of(numbers: Sequence[int]) -> str:
+    """The stages of a worker in words.
+
+    >>> stages_of([2]), stages_of([0, 1, 2]), stages_of([0, 3])
+    ('stage 2', 'stages 0 to 2', 'stages 0, 3')
+    """
+    if len(numbers) > 1 and numbers[-1] - numbers[0] == len(numbers) - 1:
+        return f"stages {numbers[0]} to {numbers[-1]}"
+    return numbered("stage", numbers)
+
+
 def _height(recording: Recording) -> float:
     """The height of a band in inches."""
     rows = [max(2, recording.owner.count(track.worker)) for track in recording.tracks]
     return max(0.62 * len(rows), 0.16 * sum(rows)) + 0.06 * len(rows)
 
 
-def _legend() -> list[Any]:
+def _legend(split: bool) -> list[Any]:
     from matplotlib.patches import Patch
 
+    words = {"I": "gradient of the input", "W": "gradient of the weights"} if split else {"B": "backward"}
     return [
         Patch(color=COLOURS["F"], label="forward"),
-        Patch(color=COLOURS["B"], label="backward"),
+        *(Patch(color=COLOURS[kind], label=word) for kind, word in words.items()),
         Patch(color=COLOURS["U"], label="update"),
         Patch(color=IDLE, label="idle"),
     ]

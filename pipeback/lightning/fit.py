@@ -115,7 +115,7 @@ class Fit:
         norm, value = user_optimizer.norm_and_value(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
         with call_instead(self.found.module, self._own) if self.found.followed else nullcontext():
             split = self.rank.split(example)
-        self.twins = StageOptimizers(self.optimizer, self.rank.trained(split), self.size)
+        self.twins = StageOptimizers(self.optimizer, self.rank.trained(split), self.size, self.rank.piece)
         clipping, updates = Clipping(norm, value), partial(self.interval.updates, method, per_batch)
         given = self.options.of_pipeline(self.store, trainer.strategy.root_device, clipping, updates)
         given["vectorize"] = self.vectorize

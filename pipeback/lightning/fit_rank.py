@@ -20,6 +20,9 @@ class Rank(Protocol):
     def trained(self, split: Split) -> list[list[nn.Parameter]]:
         """The user's parameters that each stage trains."""
 
+    def piece(self, p: nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
+        """What this rank keeps of the optimizer's state of a parameter."""
+
     def pipeline(self, split: Split, **options: Any) -> Pipeline:
         """The pipeline over these stages."""
 

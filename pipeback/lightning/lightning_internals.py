@@ -9,6 +9,7 @@
 * the steps at which a `ModelCheckpoint` looks at its metric, where it does so within an epoch; and whether validation
   is due by the clock, which is every rank's own.
 * `_trainer`, the attribute in which a LightningModule holds its Trainer: setting `trainer` sets that of its children.
+* `_device_mesh`, which a LightningModule shows as `device_mesh`.
 * where a logger stands: a `CSVLogger` that does not know of the rows in its file deletes them.
 """
 
@@ -56,6 +57,11 @@ def looks(callback: Any, step: int) -> bool:
         return False
     every = callback._every_n_train_steps
     return callback._train_time_interval is not None or (every >= 1 and step % every == 0)
+
+
+def show_mesh(module: Any, mesh: Any) -> None:
+    """Show a LightningModule the mesh of its devices."""
+    module._device_mesh = mesh
 
 
 def written(logger: Any) -> dict[str, Any]:

@@ -37,6 +37,9 @@ class OneDevice:
     def trained(self, split: Split) -> list[list[nn.Parameter]]:
         return trained(split)
 
+    def piece(self, p: nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
+        return state
+
     def pipeline(self, split: Split, **options: Any) -> Pipeline:
         return Pipeline(split, loss=None, workers=self._threads, **options)
 

@@ -13,10 +13,11 @@ from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision
 
 from pipeback import methods
+from pipeback.counts import counted
 from pipeback.lightning import lightning_internals
 from pipeback.lightning.find_stages import TrainedModule
 from pipeback.methods.base import Method
-from pipeback.pipeline.arguments import Debug, MicroBatches, Processes, Splitting, Streaming, where_else
+from pipeback.pipeline.arguments import Debug, MicroBatches, Processes, Splitting, Streaming, TensorParallel, where_else
 from pipeback.pipeline.option_checks import check_masters, such
 from pipeback.streaming import disk_store
 from pipeback.streaming.disk_store import DiskStore
@@ -39,6 +40,7 @@ OPTIONS = (
     "plan",
     "launcher",
     "vectorize",
+    "tensor_parallel",
 )
 TRAINER = {  # arguments of a Pipeline that a Trainer decides
     "loss": "return it from training_step",
@@ -79,8 +81,9 @@ def options(method: str | Method | None, drain: str, vectorize: bool | str) -> N
 
 
 def grouped(
-    size: MicroBatches, cuts: Splitting, workers: Any, processes: Processes, streaming: Streaming, debug: Any
-) -> None:
+    size: MicroBatches, cuts: Splitting, workers: Any, processes: Processes, streaming: Streaming, debug: Any,
+    tensor: TensorParallel,
+) -> None:  # fmt: skip
     """Raise if a long form has a field that the Trainer decides, or that `training_step` makes impossible."""
     if workers is not None and (isinstance(workers, bool) or not isinstance(workers, int) or workers < 1):
         raise TypeError(
@@ -88,13 +91,14 @@ def grouped(
             "workers=2"
         )
     such("debug", debug, (Debug,), "a pipeback.Debug or None")
-    for group in (size, cuts, processes, streaming, debug):
+    for group in (size, cuts, processes, streaming, debug, tensor):
         group.check()
     for name, value, plain, cure in (
         ("weights", size.weights, "equal", 'micro_batch_size=pipeback.MicroBatches(weights="equal")'),
         ("mesh", processes.mesh, None, "Trainer(devices=...)"),
         ("device", streaming.device, None, "Trainer(accelerator=...)"),
         ("check_finite", debug.check_finite, False, "debug=pipeback.Debug(check_finite=False)"),
+        ("take_back", debug.take_back, None, "debug=pipeback.Debug(take_back=None)"),
     ):
         if value != plain:
             raise ValueError(f"PipelineStrategy does not take {name}={value!r}; use {cure}")
@@ -105,6 +109,16 @@ def threads(workers: int | None, ranks: int) -> None:
         raise ValueError(
             f"workers={workers}: with several devices each has a process, which is a worker; leave workers out, or use "
             "Trainer(devices=1)"
+        )
+
+
+def mesh(tensor: TensorParallel, ranks: int) -> None:
+    """Raise ValueError unless workers of so many ranks can be made of the devices."""
+    size = tensor.size
+    if ranks % size:
+        raise ValueError(
+            f"tensor_parallel={size} has {size} devices compute each stage together, but the Trainer has "
+            f"{counted(ranks, 'device')}; use Trainer(devices={size}) or a multiple of it, or leave tensor_parallel out"
         )
 
 

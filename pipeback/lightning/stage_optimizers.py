@@ -25,13 +25,14 @@ class StageOptimizers:
     """Makes the optimizers of the stages: call it with the weights of each stage, in the order of the stages.
 
     trained: the user's parameters that each stage trains, in the order in which its module has them. size: scales rates
-    to the samples of an update.
+    to the samples of an update. piece: what this rank keeps of the state of a parameter.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, trained: Sequence[Sequence[nn.Parameter]], size: UpdateSize
-    ) -> None:
-        self.optimizer, self.trained, self._size = optimizer, trained, size
+        self, optimizer: torch.optim.Optimizer, trained: Sequence[Sequence[nn.Parameter]], size: UpdateSize,
+        piece: Callable[[nn.Parameter, dict[str, Any]], dict[str, Any]],
+    ) -> None:  # fmt: skip
+        self.optimizer, self.trained, self._size, self._piece = optimizer, trained, size, piece
         self._groups = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
         self._made: list[tuple[Any, list[tuple[Tensor, nn.Parameter]], list[int]]] = []
         self._options = self._current()
@@ -120,7 +121,7 @@ class StageOptimizers:
     def _share(self, twin: Any, pairs: list[tuple[Tensor, nn.Parameter]]) -> None:
         twin.state = defaultdict(dict)
         for w, p in pairs:
-            twin.state[w] = self.optimizer.state[p]
+            twin.state[w] = self._piece(p, self.optimizer.state[p])
 
     def _current(self) -> list[dict[str, Any]]:
         return [

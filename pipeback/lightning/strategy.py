@@ -38,7 +38,7 @@ from pipeback.lightning.strategy_options import StrategyOptions
 from pipeback.lightning.streamed_model import StreamedModel, staying
 from pipeback.lightning.user_optimizer import norm_and_value, stepping
 from pipeback.methods.base import Method
-from pipeback.pipeline.arguments import Debug, MicroBatches, Processes, Splitting, Streaming
+from pipeback.pipeline.arguments import Debug, MicroBatches, Processes, Splitting, Streaming, TensorParallel
 from pipeback.pipeline.pipeline import Pipeline
 from pipeback.splitting.uncompiled import uncompiled
 from pipeback.streaming.store import DeviceStore, Store
@@ -54,51 +54,48 @@ class PipelineStrategy(Place):
                       samples, and `training_step` runs once per micro-batch; hooks, steps and schedulers count batches
     reference_batch   the samples per update for which SGD's rate and momentum were chosen; stages step with them scaled
                       to their own updates (`pipeback.scale_hyperparameters`). None: as they are
-    stages            "auto": in a sequence each module is a stage, otherwise each block or layer. "block", "layer" or
-                      "sublayer". A number: so many stages, made of neighbours. A list of names: a stage begins where
-                      each module is called. Or a `pipeback.Splitting`
+    stages            "auto": in a sequence each module is a stage, otherwise each block or layer. "block", "layer",
+                      "sublayer", a number, a list of names where a stage begins, or a `pipeback.Splitting`
     module            the name of the attribute that is trained. It may be a sequence of stages: an `nn.Sequential`, a
-                      module with one as its body, or one with a method `pipeline_stages()`. The forward of any other
-                      module is traced when training_step first calls it, and cut into stages; any arguments do.
-                      "self": all weights that training_step uses, by calls of self(x) or of modules (one device, no
-                      store). None: "model", or the only module with trained weights, if it has all; else "self"
+                      module with one as its body, or one with a method `pipeline_stages()`; any other is traced when
+                      training_step first calls it. "self": all weights that training_step uses (one device, no store).
+                      None: "model", or the only module with trained weights, if it has all; else "self"
     drain             "end": micro-batches in flight stay there until `fit` ends. "validation": until every validation
     workers           a number: so many threads share the stages of one device, and run B and U of different
                       micro-batches at once. With several devices, a `pipeback.Processes`: a rank that does not answer
                       for `timeout` seconds is given up; so is one that spends as long in its own code between batches
-    store             where weights, gradients and optimizer state live. None: on the device. "host": in host memory;
-                      a stage's weights come to the device when needed. "disk:FOLDER": in files (of rank r in
-                      FOLDER/rank-r). Or a `pipeback.Store`, or a `pipeback.Streaming`, which has sparse weights, too
-    masters           with precision="bf16-true", the optimizers of the stages step float32 copies of the weights, and F
-                      and B run on these, rounded. `configure_optimizers` returns one of the bfloat16 parameters; its
+    store             where weights, gradients and optimizer state live. None: on the device. "host": in host memory.
+                      "disk:FOLDER": in files (of rank r in FOLDER/rank-r). Or a `pipeback.Store` or `.Streaming`
+    masters           with precision="bf16-true", the optimizers of the stages step float32 copies of the weights. Their
                       state, and the weights under "pipeback" in a checkpoint, are float32
     compile           True compiles the training forward of every stage with torch.compile; or a dict of its options
     debug             a `pipeback.Debug`: the order of operations, and what to do about functions of weights
-    activations       what F leaves for B: "device" keeps it; "recompute" computes it again from the input of the stage;
-                      "host" keeps it in host memory; or a list with one per stage, or {stage's name or number: kind}
+    activations       what F leaves for B: "device", "recompute" or "host", or a list with one per stage, or a dict
     plan              with a store, log what training will hold, move and wait for, before the first micro-batch
     launcher          what starts several processes, if not torchrun or SLURM: "auto", "spawn", "fork" or "script"
     vectorize         stages that are alike run as one: "auto", where that is faster; True, wherever it can be. Results
-                      differ in rounding, `vectorized` tells which do. `training_step` waits at its call, see below
+                      differ in rounding, `vectorized` tells which do
+    tensor_parallel   devices that compute each stage together, each with its shard of the weights; or a
+                      `pipeback.TensorParallel`, whose plan has the paths of the module that is trained
 
     `accumulate_grad_batches` sets the update interval of methods that have one. `gradient_clip_val` clips the gradient
     of each stage by itself, since a norm over all stages would have to wait for the last. Backward hooks see the loss
     of the micro-batch undivided; gradients are divided once, by the true count. A checkpoint holds the micro-batches in
     flight under the key "pipeback"; it also opens in plain Lightning, and on any number of devices.
 
-    Several devices give the same weights as one, bit for bit. Every rank gets the same batches. Rank 0 computes the
-    loss and runs `training_step` to its end; the others run it up to the call of the model.
+    Several devices give the same weights as one, bit for bit (with `tensor_parallel` within rounding). Every rank gets
+    the same batches. Rank 0 runs `training_step` to its end; others run it up to the call of the model.
 
-    A store gives the same weights as store=None, bit for bit. With a method that flushes (gpipe), all slices of a batch
-    pass a stage while it is on the device: two passes over the weights per batch, with the activations of all slices at
-    once (also with one_f_one_b). The `training_step` of a slice waits at its call of the model, in a thread of its own;
-    what it does before the call happens for all slices before anything after the call. Validation, test and predict
-    stream, too. Within fit, read weights in validation hooks or from a checkpoint; at other times a stage shows what is
-    on the device, or NaN. After fit they are in host memory. "pipeback_streaming" means method="gpipe", store="host".
+    A store gives the same weights as store=None, bit for bit. With a method that flushes (gpipe, one_f_one_b), all
+    slices of a batch pass a stage while it is on the device: two passes over the weights per batch, with the
+    activations of all slices at once. The `training_step` of a slice waits at its call of the model, in a thread; what
+    it does before the call happens for all slices before anything after it. Validation, test and predict stream, too.
+    Within fit, read weights in validation hooks or from a checkpoint; at other times a stage shows what is on the
+    device, or NaN. After fit they are in host memory. "pipeback_streaming" means method="gpipe", store="host".
 
-    With a store and one device, the stages may come from the meta device (build the model in `torch.device("meta")`);
-    each gets its values when it enters the store. With a disk store such a model may be larger than memory and returns
-    to the meta device after fit: the callback `SaveWeights` saves its weights, and `Streaming(init=...)` loads them.
+    With a store and one device, the stages may come from the meta device; each gets its values when it enters the
+    store. With a disk store such a model may be larger than memory and returns to the meta device after fit: the
+    callback `SaveWeights` saves its weights, and `Streaming(init=...)` loads them.
 
     Raises ValueError or TypeError, naming the option and the cure, before anything is trained.
     """
@@ -122,6 +119,7 @@ class PipelineStrategy(Place):
         plan: bool = True,
         launcher: str = "auto",
         vectorize: bool | str = False,
+        tensor_parallel: int | TensorParallel = 1,
         *,
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
@@ -130,11 +128,13 @@ class PipelineStrategy(Place):
     ) -> None:
         option_checks.no_unknown({**unknown, "micro_batch_size": micro_batch_size, "stages": stages, "store": store})
         self.options = StrategyOptions.checked(
-            micro_batch_size, stages, workers, store, debug, method=method, reference_batch=reference_batch,
-            module=module, drain=drain, activations=activations, masters=masters, compile=compile, plan=plan,
+            micro_batch_size, stages, workers, store, debug, tensor_parallel, method=method, module=module, drain=drain,
+            reference_batch=reference_batch, activations=activations, masters=masters, compile=compile, plan=plan,
             vectorize=vectorize,
         )  # fmt: skip
-        super().__init__(launcher, self.options.processes, accelerator, checkpoint_io, precision_plugin)
+        super().__init__(
+            launcher, self.options.processes, self.options.tensor, accelerator, checkpoint_io, precision_plugin
+        )
         self.tell = cast(Callable[[str], None], rank_zero_info)  # shows the plan
         self._visits: StreamedModel | None = None
         self._fit: Fit | None = None
@@ -168,8 +168,7 @@ class PipelineStrategy(Place):
         return {} if self._fit is None else self._fit.vectorized
 
     @property
-    def busy(self) -> float:
-        """Seconds spent in F, B and U since the beginning of `fit`."""
+    def busy(self) -> float:  # seconds in F, B and U since the beginning of `fit`
         return 0.0 if self._fit is None else self._fit.busy
 
     # -- building ------------------------------------------------------------------------------------------------
@@ -192,12 +191,13 @@ class PipelineStrategy(Place):
             (optimizer,) = self.optimizers
             find_stages.check_outside(module, found, optimizer)
             self.precision_plugin.clip_gradients = self._clip_gradients  # type: ignore[method-assign]
-            tell = self.tell if options.plan and not isinstance(store, DeviceStore | None) else None
+            tell = None if isinstance(store, DeviceStore | None) or not options.plan else self.tell
             rank: OneDevice | SharedFit = OneDevice(found, options.threads)
             if self.meeting is not None:
                 self.same_random_numbers()
                 facts = options.facts(self.precision_plugin.precision)
-                rank = SharedFit(self.meeting, self.processes, facts, module, found, optimizer)
+                shards = self.parallelized.plan(options.tensor, found)
+                rank = SharedFit(self.meeting, self.processes, facts, module, found, optimizer, shards)
             apart = one_by_one.why(options, trainer, module, self.precision_plugin, found, self.ranks)
             self._fit = Fit(rank, module, found, optimizer, options, store, self._visits, tell, apart)
             self._state = FitState(self._fit, rank)
@@ -215,8 +215,8 @@ class PipelineStrategy(Place):
         """Move the module to the device, except stages that live in a store."""
         module = self.lightning_module
         assert module is not None
-        at_home = self.options.keeps_home(self.ranks)
-        with staying(self.options.find(module, self.ranks).module) if at_home else nullcontext():
+        home = self.options.keeps_home(self.ranks)
+        with staying(self.options.find(module, self.ranks).module) if home else nullcontext():
             super().model_to_device()
 
     def setup_optimizers(self, trainer: Trainer) -> None:

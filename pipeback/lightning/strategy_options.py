@@ -14,7 +14,16 @@ from pipeback import sparsities
 from pipeback.lightning import find_stages, option_checks
 from pipeback.methods.base import Method
 from pipeback.pipeline import by_name
-from pipeback.pipeline.arguments import Clipping, Debug, MicroBatches, Processes, Splitting, Streaming, as_long
+from pipeback.pipeline.arguments import (
+    Clipping,
+    Debug,
+    MicroBatches,
+    Processes,
+    Splitting,
+    Streaming,
+    TensorParallel,
+    as_long,
+)
 from pipeback.pipeline.option_checks import at_least_one
 from pipeback.streaming import disk_store
 from pipeback.streaming.store import DeviceStore, Store
@@ -38,6 +47,7 @@ class StrategyOptions:
     compile: bool | dict[str, Any]
     debug: Debug
     plan: bool
+    tensor: TensorParallel
     vectorize: bool | str = False
 
     @classmethod
@@ -48,6 +58,7 @@ class StrategyOptions:
         workers: int | Processes | None,
         store: str | Store | Streaming | None,
         debug: Debug | None,
+        tensor: int | TensorParallel,
         **others: Any,
     ) -> StrategyOptions:
         """Make the options from the arguments of a strategy; raises ValueError or TypeError if one is wrong."""
@@ -55,7 +66,8 @@ class StrategyOptions:
         threads = None if isinstance(workers, Processes) else workers
         processes = workers if isinstance(workers, Processes) else Processes()
         streaming, debug = as_long(Streaming, store), Debug() if debug is None else debug
-        option_checks.grouped(size, splitting, threads, processes, streaming, debug)
+        shards = as_long(TensorParallel, tensor)
+        option_checks.grouped(size, splitting, threads, processes, streaming, debug, shards)
         option_checks.options(others["method"], others["drain"], others["vectorize"])
         at_least_one("reference_batch", others["reference_batch"])
         option_checks.store(streaming.store)
@@ -72,6 +84,7 @@ class StrategyOptions:
             processes=processes,
             streaming=replace(streaming, store=place),
             debug=debug,
+            tensor=shards,
             **others,
         )
 
@@ -97,8 +110,9 @@ class StrategyOptions:
         if found.step is not None and (ranks > 1 or self.store is not None):
             asks = f"with {ranks} devices" if ranks > 1 else f"with store={self.store!r}"
             raise ValueError(option_checks.one_module(module, asks))
-        if ranks > 1 and not found.followed and len(found.stages) < ranks:
-            raise ValueError(find_stages.few(found.name, len(found.stages), ranks))
+        workers = ranks // self.tensor.size
+        if workers > 1 and not found.followed and len(found.stages) < workers:
+            raise ValueError(find_stages.few(found.name, len(found.stages), workers))
         return found
 
     def find_to_fit(
@@ -107,6 +121,7 @@ class StrategyOptions:
         """Return what `find` does; raises ValueError if this Trainer could not train it."""
         option_checks.trainer(trainer, module, plugin, ranks > 1, self.store is not None)
         option_checks.threads(self.threads, ranks)
+        option_checks.mesh(self.tensor, ranks)
         found = self.find(module, ranks)
         option_checks.absent(trainer, found, self.streaming.init, disk_store.create(self.store), ranks > 1)
         return found
@@ -123,6 +138,8 @@ class StrategyOptions:
             "timeout": self.processes.timeout,
             "store": None if store is None else (type(store).__name__, store.prefetch, store.fused),
             "precision": precision,
+            "tensor_parallel": self.tensor.size,
+            "plan": repr(self.tensor.plan),
         }
 
     def of_pipeline(
@@ -138,6 +155,7 @@ class StrategyOptions:
             "activations": self.activations,
             "masters": self.masters,
             "compile": self.compile,
+            "tensor_parallel": self.tensor,
             "debug": self.debug,
             "clip_norm": clipping,
         }

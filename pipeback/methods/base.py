@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from pipeback.schedules.ops import Schedule
+from pipeback.schedules.placement import Kind, Placement
+from pipeback.schedules.programs import by_worker
 from pipeback.schedules.timeline import delays
 from pipeback.tensors.weight_list import Weights as Weights  # methods take it from here
 
@@ -127,9 +129,12 @@ class Method:
     merges          whether the hooks work weight by weight, on the numbers `when.rates` and `when.delays`, and keep
                     their state in lists with one entry per weight, so that one call may serve several stages
     flush_each_push whether every push is a flush of its own
-    by_worker       whether the stages of one worker may all run the program that the worker would run as one stage, and
-                    whether with a store all forwards of a flush may come first. The weights are the same either way,
-                    since every flush ends with all its gradients summed
+    by_worker       whether a whole flush may run in the order that `placed` gives to each worker, and whether with a
+                    store all its forwards may come first. The weights are the same either way, since every flush ends
+                    with all its gradients summed
+    placement       which stages a worker of several holds: "neighbours" next to each other, or several parts of them,
+                    "loop" round robin and "v" forth and back
+    chunks          how many parts each worker holds
     needs_entry     whether the hooks read `when.entry`
     needs_used      whether `update` reads `when.used`; `copies` must be "stash" then, and one more version is kept
     elementwise     whether the hooks treat every entry of a weight by itself, so that a stage may hold only some of
@@ -147,6 +152,8 @@ class Method:
     merges: bool = False
     flush_each_push: bool = False
     by_worker: bool = False
+    placement: Kind = "neighbours"
+    chunks: int = 1
     needs_entry: bool = False
     needs_used: bool = False
     elementwise: bool = True
@@ -167,6 +174,13 @@ class Method:
     def schedule_at(self, start: int, pushed: int) -> Schedule:
         """The schedule of an empty pipeline that goes on at micro-batch `start`, with a push of `pushed` of them."""
         return self.schedule
+
+    def placed(self, schedule: Schedule, placement: Placement) -> Schedule:
+        """The schedule of a whole flush for these workers, if `by_worker`: of the weights that `schedule` makes.
+
+        By default, all stages of a worker run the program that it would run if they were one stage.
+        """
+        return by_worker(schedule, placement.owner)
 
     def check(self, optimizer: torch.optim.Optimizer, stages: int) -> None:
         """Raise a ValueError that names the alternative when the equations do not allow this optimizer."""
@@ -230,16 +244,21 @@ class Method:
         """The method's options as plain values: what a saved state must agree with."""
         names = [f.name for f in fields(self)] if is_dataclass(self) else list(vars(self))
         values = {name: getattr(self, name) for name in names}
-        return {k: v for k, v in values.items() if v is None or isinstance(v, (bool, int, float, str))}
+        plain = {k: v for k, v in values.items() if v is None or isinstance(v, (bool, int, float, str))}
+        return {k: v for k, v in plain.items() if (k, v) != ("late", 0)}  # earlier states do not have it
 
     def __repr__(self) -> str:
-        inner = ", ".join(f"{k}={v!r}" for k, v in self.options().items())
-        return f"{type(self).__name__}({inner})"
+        given = {k: v for k, v in self.options().items() if (k, v) != ("placement", "neighbours")}
+        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in given.items())})"
 
 
 def overrides(method: Method, hook: str) -> bool:
     """Whether the method changes this hook; one that it leaves alone need not be called."""
     return getattr(type(method), hook) is not getattr(Method, hook)
+
+
+# options that say which worker holds which stages; no number depends on them
+PLACES = ("chunks", "placement")
 
 
 HOOKS = ("forward_weights", "backward_weights", "update")

@@ -27,6 +27,7 @@ from pipeback.methods.base import (
     overrides,
 )
 from pipeback.schedules.ops import Schedule
+from pipeback.schedules.placement import Placement
 from pipeback.schedules.timeline import in_flight
 from pipeback.tensors.weight_list import Weights
 
@@ -68,6 +69,7 @@ class _Chain(Method):
         self.state_copies = sum(m.state_copies for m in self.methods)
         self.merges = all(m.merges for m in self.methods)
         self.flush_each_push, self.by_worker = first.flush_each_push, first.by_worker
+        self.placement, self.chunks = first.placement, first.chunks
         self.needs_entry = any(m.needs_entry for m in self.methods)
         self.needs_used = any(m.needs_used for m in self.methods)
         self.elementwise = all(m.elementwise for m in self.methods)
@@ -82,6 +84,9 @@ class _Chain(Method):
         return next((m for m in self.methods if overrides(m, "schedule_at")), self.methods[0]).schedule_at(
             start, pushed
         )
+
+    def placed(self, schedule: Schedule, placement: Placement) -> Schedule:
+        return self.methods[0].placed(schedule, placement)
 
     def check(self, optimizer: torch.optim.Optimizer, stages: int) -> None:
         for method in self.methods:

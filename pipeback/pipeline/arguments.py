@@ -193,6 +193,8 @@ class Debug:
     weight_functions  what to do with a layer whose graph saves an expensive function of its weights (spectral norm).
                       Without stashing, part of its backward would run on old weights. "refuse" raises an error; "warn"
                       trains it all the same
+    take_back         keep a state in memory every so many pushes, and the data of the pushes since. If a push fails, it
+                      is left out as if it had not come: those after the state are trained again. None: keep none
     """
 
     order: str = "grouped"
@@ -200,6 +202,7 @@ class Debug:
     check_finite: bool = False
     weight_functions: Literal["refuse", "warn"] = "refuse"
     stop_at_nan: bool = True
+    take_back: int | None = None
 
     def check(self) -> None:
         """Raise ValueError or TypeError if a field has a value that it cannot take."""
@@ -208,6 +211,7 @@ class Debug:
         such("seed", self.seed, (Integral,), "a whole number, for example debug=pipeback.Debug(seed=1)")
         one_of("check_finite", self.check_finite, (False, True), where)
         one_of("stop_at_nan", self.stop_at_nan, (False, True), where)
+        at_least_one("take_back", self.take_back)
         one_of("weight_functions", self.weight_functions, ("refuse", "warn"), where)
 
 

@@ -14,7 +14,7 @@ from pipeback.distributed.agreement import agree, alike
 from pipeback.distributed.held_stages import HeldStages
 from pipeback.distributed.join import default_device
 from pipeback.distributed.ranks import Ranks, SingleProcess, meet
-from pipeback.methods.base import Method
+from pipeback.methods.base import Method, overrides
 from pipeback.pipeline import by_name
 from pipeback.pipeline.method_choice import chosen
 from pipeback.pipeline.named_parameters import by_stage
@@ -23,6 +23,7 @@ from pipeback.pipeline.options import PipelineOptions
 from pipeback.pipeline.reference_batch import scaling
 from pipeback.pipeline.stage_builder import StageBuilder
 from pipeback.runtime.setting import Setting
+from pipeback.schedules.programs import Flowing
 from pipeback.splitting.split import Split, split_model
 from pipeback.stages.activations import kinds
 from pipeback.stages.stage import Stage
@@ -79,6 +80,11 @@ def build(model: nn.Module | Sequence[nn.Module] | Split, options: PipelineOptio
         every = kinds(options.activations, [part.name for part in parts])
         method.check_stages(n)
         delays = method.delays(n)
+        if ranks.several and options.debug.take_back is not None:
+            raise ValueError(
+                f"take_back={options.debug.take_back}: the ranks of other processes could not go back to a state; "
+                "leave take_back out, and load the last checkpoint after a failure"
+            )
         if (reference := options.reference_batch) is not None:
             everywhere = ranks.replicas if ranks.several else replicas
             factories = [scaling(f, reference, method, options.micro_batches.size, everywhere) for f in factories]
@@ -89,9 +95,9 @@ def build(model: nn.Module | Sequence[nn.Module] | Split, options: PipelineOptio
             stage.take_names(named)
         names = aliases(model.model)
         shards = ranks.several and replicas > 1 and not isinstance(home, DeviceStore | None)
-        check_whole_weights(method, policy is not None, shards, spread is not None)
+        check_whole_weights(method, policy is not None, shards)
         if spread is not None:
-            spread.stages(stages)
+            method = spread.stages(stages, method)
         if shards:
             share_out(stages, ranks.replica, replicas, policy)
         if not any(stage.weights for stage in stages):
@@ -129,7 +135,8 @@ def build(model: nn.Module | Sequence[nn.Module] | Split, options: PipelineOptio
     setting = Setting(
         delays, options.debug.order, options.debug.seed, options.processes.link, options.threads,
         {"clip_norm": options.clipping.norm, "clip_value": options.clipping.value,
-         "samples": options.micro_batches.weights == "samples", "check_finite": options.debug.check_finite},
+         "samples": options.micro_batches.weights == "samples" and not _alone(method, replicas),
+         "check_finite": options.debug.check_finite},
         _stacks(stages, method, options, later=holding.shared) if options.vectorize else [],
     )  # fmt: skip
     return Built(options, model, method, delays, replicas, optimizers, names, holding, setting)
@@ -142,6 +149,8 @@ def _spread(
     """Cut the model into this rank's shards, if several ranks compute stages together. undone: puts it back."""
     if not isinstance(ranks, Ranks) or ranks.tensor == 1:
         return None
+    if isinstance(model, Split) and isinstance(model.spread, Spread):
+        return model.spread
     if isinstance(model, Split):
         raise TypeError(
             "tensor_parallel cuts weights before a model is split, but model is a Split already; give the model itself "
@@ -151,6 +160,12 @@ def _spread(
     found = spread_out(model, options.tensor.plan, TensorGroup(ranks.shard, ranks.tensor))
     undone.callback(found.undo)
     return found
+
+
+def _alone(method: Method, replicas: int) -> bool:
+    """Whether every update is of one micro-batch: its mean needs no weights, which would round."""
+    single = isinstance(method.schedule, Flowing) and method.schedule.every == 1
+    return single and replicas == 1 and not (method.flush_each_push or overrides(method, "schedule_at"))
 
 
 def _stacks(stages: Sequence[Stage], method: Method, options: PipelineOptions, *, later: bool) -> Sequence[Any]:

@@ -4,6 +4,15 @@ from __future__ import annotations
 
 from pipeback.errors import StageError
 
+# where states can be kept in memory
+TAKE_BACK = (
+    "; built with debug=pipeback.Debug(take_back=100), which keeps a state every 100 pushes, a pipeline leaves such a "
+    "push out and goes on"
+)
+BEFORE_THE_STATES = (
+    "; take_back did not help, since the micro-batch came before the first state that is kept: before weights or an "
+    "optimizer's state were written into, or a state was loaded; call drain() before you do so"
+)
 _REOPENS = "load_state_dict() reopens it"
 _BEFORE = (
     "with a state of pipe.state_dict() from before, as pipeback.checkpoint.load does, and `with pipe.shown():` shows "
@@ -11,17 +20,17 @@ _BEFORE = (
 )
 
 
-def closed(error: BaseException) -> RuntimeError:
-    """The error that every call raises after `error` has ended the pipeline."""
+def closed(error: BaseException, otherwise: str = "") -> RuntimeError:
+    """The error that every call raises after `error` has ended the pipeline. otherwise: how to go on the next time."""
     name = type(error).__name__
     if isinstance(error, StageError):
         return RuntimeError(
             f"the pipeline is closed: {error}; other stages had gone on meanwhile, so that the micro-batch could not "
-            f"be taken back; {_REOPENS} {_BEFORE}"
+            f"be taken back; {_REOPENS} {_BEFORE}{otherwise}"
         )
     if isinstance(error, Exception):
         return RuntimeError(f"the pipeline is closed: {str(error) or name}; {_REOPENS}")
     return RuntimeError(
         f"the pipeline is closed: {name} came in the middle of its work, so that stages may have made different "
-        f"numbers of updates; {_REOPENS} {_BEFORE}"
+        f"numbers of updates; {_REOPENS} {_BEFORE}{otherwise}"
     )

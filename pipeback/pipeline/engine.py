@@ -17,12 +17,13 @@ from pipeback.distributed.rank_runner import RankRunner
 from pipeback.distributed.ranks import Ranks, SingleProcess
 from pipeback.pipeline.arguments import Clipping
 from pipeback.pipeline.build import Built, telling
-from pipeback.pipeline.closed_message import closed
+from pipeback.pipeline.closed_message import BEFORE_THE_STATES, TAKE_BACK, closed
+from pipeback.pipeline.kept_states import KeptStates
 from pipeback.pipeline.loss_watch import LossWatch
 from pipeback.pipeline.micro_batches import MicroBatcher
 from pipeback.pipeline.model_check import ModelCheck
 from pipeback.pipeline.observers import Observers
-from pipeback.pipeline.option_checks import check_groups
+from pipeback.pipeline.option_checks import check_autocast, check_groups
 from pipeback.pipeline.progress import Progress
 from pipeback.pipeline.rehearsals import Rehearsals, Relay
 from pipeback.pipeline.replica_sync import ReplicaSync
@@ -30,14 +31,13 @@ from pipeback.pipeline.stacking import Stacking
 from pipeback.pipeline.start import start
 from pipeback.pipeline.train_modes import OTHERWISE, CallLock, Modes
 from pipeback.runtime.loop import Batch, Loop
-from pipeback.runtime.runners import EventLoop, PushLoop, Runner, Threads, TickLoop
+from pipeback.runtime.runners import EventLoop, PushLoop, Runner, Threads, TickLoop, weakly
 from pipeback.runtime.undo import Dropped
 from pipeback.stages.flight import Value
 from pipeback.stages.joint_optimizer import Options
 from pipeback.stages.judged_output import OWN_LOSS
 from pipeback.stages.stage import Stage
 from pipeback.streaming import fork_guard
-from pipeback.tensors import accelerators
 
 Then = Callable[[], object]  # what is done last in a call
 
@@ -47,7 +47,7 @@ class Engine:
 
     lock: one caller at a time. error: the error that has closed the pipeline. runtime: None before the first push.
     pushed: micro-batches of the last push, and samples of its first one. current: the optimizers' options at the last
-    push. threads: whether stages run in other threads or processes.
+    push. threads: whether stages run in other threads or processes. kept: states to go back to; None: there are none.
     """
 
     def __init__(self, built: Built) -> None:
@@ -68,12 +68,14 @@ class Engine:
         self.arrived, self.progress = 0, Progress()
         self._stacking = Stacking(built)
         self._rehearsals = Rehearsals(self.holding, self.delays, warn=options.debug.weight_functions == "warn")
-        self.observing, self._losses = Observers(), LossWatch(options.debug.stop_at_nan)
+        self.observing, self.losses = Observers(), LossWatch(options.debug.stop_at_nan)
         self.error: BaseException | None = None
+        self.kept: KeptStates | None = None
+        self._otherwise = "" if self.outside or self.ranks.several or options.vectorize else TAKE_BACK
         self.runtime: Runner | None = None
         self._finalizer: Any = None  # stops the threads of a pipeline that nobody holds
         self.lock, self._process = CallLock(), os.getpid()  # not in a child of fork
-        self.modes = Modes(self._settable(), self.lock, self._settle)
+        self.modes = Modes(self.settable(), self.lock, self._settle)
         self.pushed = (0, 0)
         self._affordable = 0  # micro-batches of a push that are known to fit the store's budgets
         if self.holding.store is not None:
@@ -111,24 +113,34 @@ class Engine:
                 )
             with telling(self.ranks):
                 batches = self.batches(x, y)
-                runtime = self.ready(batches)
-            first, progress = self.arrived, self.progress
-            progress.push(batches)
-            self.came(len(batches) // len(self.holding.everywhere))
+                self.ready(batches)
+                if self.kept is not None:
+                    self.kept.note(batches)
+            first = self.arrived
             try:
-                losses = self.do(partial(runtime.push, first, batches, self.current), harmless=(Dropped,))
+                losses = self.do(partial(self.let_in, batches), harmless=(Dropped,))
             except Dropped as dropped:
-                self.arrived = runtime.loops[0].order.arrived
-                progress.pushes -= self.arrived == first
+                self.arrived = self.loops[0].order.arrived
+                self.progress.pushes -= self.arrived == first
                 if isinstance(dropped.__cause__, KeyboardInterrupt):
                     raise KeyboardInterrupt(str(dropped)) from dropped.__cause__
                 raise
             then()
-            weigh = self.by_samples and len(batches) > 1
-            loss: Tensor = losses([size for _, _, size in batches] if weigh else None)
+            loss: Tensor = losses()
+            handed = loss if self.kept is None else self.kept.handed(loss)
             with telling(self.ranks):
-                self._losses.see(progress.pushes - 1, loss)
-            return loss
+                self.losses.see(self.progress.pushes - 1, loss)
+            return handed
+
+    def let_in(self, batches: Sequence[Batch]) -> Callable[[], Tensor]:
+        """Push micro-batches that the stages know; returns what gives their mean loss."""
+        assert self.runtime is not None
+        first = self.arrived
+        self.progress.push(batches)
+        self.came(len(batches) // len(self.holding.everywhere))
+        losses = self.runtime.push(first, batches, self.current)
+        weigh = self.by_samples and len(batches) > 1
+        return partial(losses, [size for _, _, size in batches] if weigh else None)
 
     def batches(self, x: Any, y: Any) -> Sequence[Batch]:
         """The micro-batches of a push."""
@@ -141,7 +153,7 @@ class Engine:
             raise RuntimeError("push trains, which inference mode forbids; call it outside torch.inference_mode()")
         self._intact.check()
         if self._followers.due:
-            self._followers.follow(self._join, self.wait)
+            self._followers.follow(self.join, self.wait)
         self.rehearse(batches)
         self.like(expected or len(batches) // len(self.holding.everywhere), batches[0][2])
         self._afford(*self.pushed)
@@ -158,6 +170,7 @@ class Engine:
     def came(self, count: int) -> None:
         """So many further micro-batches are let in."""
         self.arrived += count
+        self._followers.work()
         self.modes.pushed()
 
     def wait(self) -> None:
@@ -166,8 +179,10 @@ class Engine:
             self.open()
             if self.runtime is not None:
                 harmless = () if isinstance(self.runtime, EventLoop) else (KeyboardInterrupt,)
-                self._followers.follow(self._join, partial(self.do, self.runtime.wait, harmless=harmless))
+                self._followers.follow(self.join, partial(self.do, self.runtime.wait, harmless=harmless))
             self.modes.done()
+            if self.kept is not None:
+                self.kept.rests()
 
     def _reach(self, done: Callable[[], bool]) -> None:
         """Do what was pushed until `done` says so; the rest stays in flight."""
@@ -181,11 +196,13 @@ class Engine:
         with self.lock, torch.enable_grad():
             self.open()
             if self.runtime is not None:
-                self._followers.follow(self._join, partial(self.do, self.runtime.drain))
+                self._followers.follow(self.join, partial(self.do, self.runtime.drain))
                 self.modes.done()
+                if self.kept is not None:
+                    self.kept.forget()
                 then()
 
-    def _join(self) -> None:
+    def join(self) -> None:
         """Wait until no thread works on what was pushed."""
         if isinstance(self.runtime, Threads):
             self.do(self.runtime.join)
@@ -204,7 +221,7 @@ class Engine:
         if self._finalizer is not None or self.holding.store is not None:
             fork_guard.refuse(self._process)
         if self.error is not None:
-            raise closed(self.error) from self.error
+            raise closed(self.error, self._otherwise) from self.error
 
     def do(self, what: Callable[[], Any], harmless: tuple[type[BaseException], ...] = ()) -> Any:
         """Do it. An error closes the pipeline, since a wave may be half done, unless it is one of `harmless`."""
@@ -213,6 +230,9 @@ class Engine:
         except BaseException as error:
             # an interrupt that has ended a thread is raised here, too
             if not isinstance(error, harmless) or (isinstance(self.runtime, Threads) and error in self.runtime.failure):
+                if self.kept is not None:
+                    self.kept.recover(error)
+                    self._otherwise = BEFORE_THE_STATES
                 self.error = error
             raise
 
@@ -224,7 +244,7 @@ class Engine:
             if self.error is None and self.ranks.several:
                 with suppress(Exception):  # then the others know it, too
                     self.wait()
-            self._stop()
+            self.stop()
             self.ranks.leave()
             if self.holding.store is not None:
                 self.holding.store.close()
@@ -235,7 +255,9 @@ class Engine:
         if self.error is None:
             self.wait()
             self.ranks.gather(None, "load_state_dict()")  # nobody waits for a message any more
-        self._stop()
+        self.stop()
+        if self.kept is not None:
+            self.kept.forget()
         if self.error is not None and isinstance(self.ranks, Ranks):
             self.ranks.leave()  # what has failed, or left, is told once
             self.holding.ranks = Ranks(self.ranks.mesh, self.ranks.timeout, tensor=self.ranks.tensor)
@@ -268,8 +290,7 @@ class Engine:
 
     def rehearse(self, batches: Sequence[Batch]) -> None:
         """Rehearse what has to be, and start with the first."""
-        if self._stacking.on and accelerators.autocast():
-            raise ValueError("vectorize: autocast does not reach stages that run as one; enter it inside the modules")
+        check_autocast(self._stacking.on, self.setting.order)
         if not self._rehearsals.due(batches):
             return
         if self.runtime is not None:
@@ -332,8 +353,10 @@ class Engine:
     def start(self) -> list[Loop]:
         """Build the runtime for the stages that this process holds now; returns its loops."""
         self.runtime = start(self.holding, self.setting)
+        if isinstance(self.runtime, EventLoop):
+            self.runtime.loop.inline = self.kept is None  # one way to take back is enough
         if isinstance(self.runtime, TickLoop):
-            self.runtime.reach = _weakly(self._reach)
+            self.runtime.reach = weakly(self._reach)
         if not isinstance(self.runtime, EventLoop) or self.holding.store is not None:
             self._finalizer = weakref.finalize(self, _end, self.runtime, self.ranks, self._process)
         self.observing.started(self.loops)
@@ -341,7 +364,7 @@ class Engine:
             self.modes.listen()
         return self.loops
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
         if self._finalizer is not None:
             self._finalizer.detach()
             self._finalizer = None
@@ -350,7 +373,7 @@ class Engine:
             self.runtime = None
         self.modes.leave()
 
-    def _settable(self) -> Iterator[nn.Module]:
+    def settable(self) -> Iterator[nn.Module]:
         """The modules whose training mode the user may set."""
         yield from self.model.modules()
         for stage in self.stages:
@@ -366,19 +389,6 @@ def _end(runtime: Runner, ranks: Ranks | SingleProcess, process: int) -> None:
     if os.getpid() == process:  # a child of fork has no threads to end
         runtime.close()
         ranks.leave()
-
-
-def _weakly(method: Callable[[Callable[[], bool]], None]) -> Callable[[Callable[[], bool]], None]:
-    """A method of an object that this reference does not keep alive."""
-    held = weakref.WeakMethod(method)
-
-    def call(done: Callable[[], bool]) -> None:
-        there = held()
-        if there is None:
-            raise RuntimeError("the pipeline is gone, and with it what was pushed and not done")
-        there(done)
-
-    return call
 
 
 def _clip(loop: Loop, norm: float | None, value: float | None) -> None:

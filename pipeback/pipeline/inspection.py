@@ -22,6 +22,7 @@ from pipeback.planner.models import Model
 from pipeback.runtime.ledger import Ledger, Record
 from pipeback.runtime.staleness import Watch
 from pipeback.schedules.recording import Recording
+from pipeback.schedules.split import splits
 from pipeback.stages.flight import Value
 from pipeback.streaming.disk_store import DiskStore
 from pipeback.streaming.streamed_weights import StreamedWeights
@@ -96,6 +97,18 @@ class Inspection:
         text = StringIO()
         figure.savefig(text, format="svg")
         return Drawing(text.getvalue())
+
+    def unsplit(self) -> dict[str, str]:
+        """As `Pipeline.unsplit`."""
+        engine, found = self._engine, dict[str, str]()
+        if not splits(engine.method.schedule):
+            return found
+        engine.wait()
+        for worker in (loop.worker for loop in engine.loops):
+            for stage in worker.stages.values():
+                whole = stage.gradients.split.why if worker.split is not None else worker.whole
+                found.update({stage.label: whole} if whole else {})
+        return found
 
     def memory(self) -> Memory:
         """As `Pipeline.memory`."""
@@ -185,5 +198,10 @@ class Inspection:
             raise ValueError("workers, replicas: watch does not follow threads; use workers=None and no replicas")
         if engine.holding.shards:
             raise ValueError("store: watch measures whole weights, of which a rank's store has a slice; use store=None")
+        if engine.kept is not None:
+            raise ValueError(
+                "take_back: watch would see micro-batches twice that are trained again; build the pipeline without "
+                "take_back"
+            )
         engine.wait()
         return engine.observing.watch(engine.loops, len(engine.stages), on)

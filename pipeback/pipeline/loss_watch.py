@@ -54,6 +54,15 @@ class LossWatch:
         elif known:
             self._copy(known)
 
+    def mark(self) -> tuple[int, list[tuple[int, Tensor]], list[tuple[list[int], Tensor, torch.Event]]]:
+        """What is to be remembered to come back to where it stands now."""
+        return self._row, list(self._coming), list(self._copied)
+
+    def go_back(self, mark: tuple[int, list[tuple[int, Tensor]], list[tuple[list[int], Tensor, torch.Event]]]) -> None:
+        """Forget the losses since the mark, whose pushes will be trained again."""
+        self._row = mark[0]
+        self._coming, self._copied = deque(mark[1], maxlen=REMEMBERED), deque(mark[2])
+
     def _known(self) -> list[tuple[int, Tensor]]:
         """Take the losses that are there: as many as there are on the CPU, of others sixteen or none."""
         found: list[tuple[int, Tensor]] = []

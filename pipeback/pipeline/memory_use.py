@@ -27,7 +27,8 @@ class Memory(NamedTuple):
     copies: float  # copies of the weights at the peak, weighted by stage size; 1.0 = the live ones alone
     state: float  # the method's own state, in copies of the weights
     # bytes kept for backwards on the device at the peak: one micro-batch's, times those in flight. What a stage has
-    # given to the next one and has saved itself counts once
+    # given to the next one and has saved itself counts once, but twice where backwards are split. There, the gradients
+    # that W waits with are counted, too
     activations: int
     host: int = 0  # the same in host memory, with activations="host"; with "recompute", states of random streams
     rounded: int = 0  # with masters: bytes of the rounded weights of a half type; `weights` counts their float32 copies
@@ -65,6 +66,7 @@ def counted(stages: Sequence[Stage], owner: Sequence[int]) -> Memory:
         worker = stage.replica, owner[stage.index]
         repeats[worker] = max(repeats.get(worker, 0), stage.learnt.repeat_bytes)
     host = sum(stage.learnt.host_bytes * stage.peak_flights for stage in stages)
+    activations += sum(stage.gradients.split.bytes * stage.gradients.split.peak for stage in stages)
     rounded = sum(half.nbytes for stage in stages for half in stage.masters.halves)
     strips = {id(strip): strip for stage in stages if (strip := stage.weights.strip) is not None}
     beside = sum(strip.beside for strip in strips.values())

@@ -18,6 +18,7 @@ from pipeback.stages.flight import Value
 from pipeback.stages.joint_optimizer import own_step, replaced_step
 from pipeback.stages.stage import OptimizerFactory, Stage
 from pipeback.streaming.store import DeviceStore, Store
+from pipeback.tensors import accelerators
 from pipeback.tensors import batches as batches_in
 
 
@@ -81,16 +82,26 @@ def check_groups(stages: Sequence[Stage]) -> None:
             raise ValueError(f"{stage.label}: parameters were added to its optimizer; build a new Pipeline")
 
 
-def check_whole_weights(method: Method, sparse: bool, shards: bool, spread: bool = False) -> None:
+def check_autocast(as_one: bool, order: str) -> None:
+    """Raise ValueError if the caller's autocast would not reach what a push does. as_one: whether stages run as one."""
+    if as_one and accelerators.autocast():
+        raise ValueError("vectorize: autocast does not reach stages that run as one; enter it inside the modules")
+    if order == "skewed" and accelerators.autocast():
+        raise ValueError(
+            'debug: with order="skewed" a push leaves work to later calls, which its autocast does not reach; '
+            "enter it inside the modules, or use another order"
+        )
+
+
+def check_whole_weights(method: Method, sparse: bool, shards: bool) -> None:
     """Raise ValueError if a method needs whole weights, but a stage holds only some of their entries.
 
-    sparse: whether these are the ones that survive. shards: whether they are a rank's slice. spread: whether they are a
-    rank's shard, with which it computes.
+    sparse: whether these are the ones that survive. shards: whether they are a rank's slice.
     """
-    if not method.elementwise and (sparse or shards or spread):
+    if not method.elementwise and (sparse or shards):
         what, cure = ("sparsity keeps some of their entries", "leave sparsity out") if sparse else (
             "every replica's store keeps a slice of them", "use store=None, or one replica"
-        ) if shards else ("tensor_parallel gives each rank a shard of them", "leave tensor_parallel out")  # fmt: skip
+        )  # fmt: skip
         raise ValueError(f'{method!r} looks at whole weights, but {what}; {cure}, or use method="pb"')
     if method.needs_used and sparse:
         raise ValueError(
@@ -194,6 +205,16 @@ def check_workers(stages: int, ranks: int, threads: Any) -> None:
             f"{ranks} ranks share a pipeline but the model has {counted(stages, 'stage')}; start at most one rank "
             "per stage, or "
             "give replicas= so that several pipelines share the ranks"
+        )
+
+
+def check_placement(method: Method, stages: int, workers: int) -> None:
+    """Raise ValueError if there are fewer stages than parts that the method puts on so many workers."""
+    if workers > 1 and workers * method.chunks > stages:
+        fewer = f", or chunks={stages // workers}" if method.placement == "loop" else ""
+        raise ValueError(
+            f"{method!r} puts {method.chunks} parts of the stages on each worker, but {workers} workers share "
+            f"{counted(stages, 'stage')}; use at most {counted(max(1, stages // method.chunks), 'worker')}{fewer}"
         )
 
 

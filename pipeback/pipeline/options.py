@@ -22,9 +22,11 @@ from pipeback.pipeline.option_checks import (
     check_functions,
     check_goes_with,
     check_masters,
+    check_placement,
     check_workers,
     such,
 )
+from pipeback.schedules.split import splits
 from pipeback.stages.activations import recomputes
 from pipeback.stages.stage import OptimizerFactory
 from pipeback.streaming.disk_store import DiskStore
@@ -86,6 +88,23 @@ class PipelineOptions(NamedTuple):
         """
         check_functions(method, self.loss, self.optimizer)
         check_workers(stages, ranks, self.threads)
+        check_placement(method, stages, max(ranks, self.threads or 1))
+        if method.chunks > 1 and max(ranks, self.threads or 1) > 1:
+            alone = (
+                ("vectorize", self.vectorize, False, "vectorize=False"),
+                ("tensor_parallel", self.tensor.size, 1, "tensor_parallel=1"),
+            )
+            check_goes_with(f"placement={method.placement!r} on several workers", "", alone)
+            apart = method.placement == "v" and ranks > 1  # the loss is then on the first rank, not on the last one
+            given = ("placement", method.placement if apart else "neighbours", "neighbours", "placement='neighbours'")
+            check_goes_with("loss=None over several ranks", "", [given] if self.loss is None else [])
+        if splits(method.schedule) and any(method.delays(stages)):
+            whole = (
+                ("vectorize", self.vectorize, False, "vectorize=False"),
+                ("tensor_parallel", self.tensor.size, 1, "tensor_parallel=1"),
+                ("store", self.streaming.store, None, "store=None"),
+            )
+            check_goes_with(f"{method!r}, which updates between the two parts of a backward,", "", whole)
         workers = ("workers", self.threads, None, "workers=None")
         copies = ("replicas", replicas, 1, "replicas=1")
         if self.loss is None:
@@ -95,17 +114,23 @@ class PipelineOptions(NamedTuple):
             scaled = ("reference_batch", self.reference_batch, None, "reference_batch=None")
             check_goes_with("loss=None", "", (sized, equal, finite, copies, scaled))
         if self.tensor.size > 1:
-            disk = self.streaming.store if isinstance(store, DiskStore) else None
             both = self.streaming.store if replicas > 1 else None
             apart = [
                 ("vectorize", self.vectorize, False, "vectorize=False"),
                 ("compile", self.compile, False, "compile=False"),
                 ("sparsity", self.streaming.sparsity, None, "store=None"),
-                ("store", disk, None, 'store="host"'),
                 ("replicas with a store", both, None, "store=None"),
                 workers,
             ]
             check_goes_with(f"tensor_parallel={self.tensor.size}", ", or leave tensor_parallel out", apart)
+        if self.debug.take_back is not None:
+            disk = self.streaming.store if isinstance(store, DiskStore) else None
+            beside: list[tuple[str, Any, Any, str]] = [
+                ("loss", "given" if self.loss is not None else None, "given", "a loss, and push"),
+                ("vectorize", self.vectorize, False, "vectorize=False"),
+                ("store", disk, None, 'store="host"'),
+            ]
+            check_goes_with(f"take_back={self.debug.take_back}", ", or leave take_back out", beside)
         check_masters(self.masters, store)
         order = self.debug.order
         among: list[tuple[str, Any, Any, str]] = [

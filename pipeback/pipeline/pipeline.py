@@ -36,6 +36,7 @@ from pipeback.pipeline.options import PipelineOptions
 from pipeback.pipeline.outside_calls import OutsideCalls
 from pipeback.pipeline.outside_loss import OutsideLoss
 from pipeback.pipeline.saving import Saving
+from pipeback.pipeline.take_back import TakeBack
 from pipeback.runtime.ledger import Record
 from pipeback.runtime.staleness import Watch
 from pipeback.schedules.recording import Recording
@@ -120,6 +121,10 @@ class Pipeline(OutsideCalls):
         self._engine = Engine(built)
         self._outside = OutsideLoss(self._engine)
         self._saving = Saving(self._engine, self._outside.ahead, built)
+        self._take_back = (
+            None if (every := options.debug.take_back) is None else TakeBack(self._engine, self._saving, every)
+        )
+        self._engine.kept = self._take_back
         self._evaluation = Evaluation(self._engine, built.aliases)
         self._inspection = Inspection(self._engine)
         self.split: Split = built.split  #: How the model became stages; print it or draw it.
@@ -138,7 +143,8 @@ class Pipeline(OutsideCalls):
         x: a tensor (N, …), a tuple of tensors, or as `example`. y: the target of `loss`, any structure, cut like x by
         the first dimension. Both must stay unchanged until their backward. Workers give lazy losses: reading one waits.
         """
-        return self._engine.push(x, y, self._saving.commit_if_due)
+        push = self._engine.push if self._take_back is None else self._take_back.push
+        return push(x, y, self._saving.commit_if_due)
 
     def wait(self) -> None:
         """Quiesce: return when every operation that the data flow and the schedule allow has been done."""
@@ -252,6 +258,11 @@ class Pipeline(OutsideCalls):
     def vectorized(self) -> dict[str, str]:
         """With vectorize=: for each run of similar stages, whether they run as one; known from the first push on."""
         return self._engine.vectorized
+
+    @property
+    def unsplit(self) -> dict[str, str]:
+        """Where the schedule splits backwards: of each stage here whose last one was done at once, what kept it so."""
+        return self._inspection.unsplit()
 
     @property
     def arrived(self) -> int:

@@ -1,13 +1,15 @@
 """Replica sync: copies of the model, which further replicas in one process train, follow the user's model.
 
-A user who writes into the model's weights, or freezes one, means all replicas (modes and numbers: `settings.Mirror`).
-Over processes each rank has a model of its own, in which the user does the same.
+A user who writes into the model's weights, or freezes one, means all replicas (modes and numbers: `settings.Mirror`),
+and so does one who clears an optimizer's state or writes into it. Over processes each rank has a model and optimizers
+of its own, to which the user does the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,17 +29,25 @@ class ReplicaSync:
         first, *others = [[m for stage in stages for m in stage.module.modules()] for stages in there]
         self._modules: list[tuple[nn.Module, ...]] = list(zip(first, *others, strict=True)) if others else []
         self._weights = [p for modules in self._modules for p in modules[0]._parameters.values() if p is not None]
+        self._states = _OptimizerStates(there if others else [])
         self.remember()
         self._begun = False
 
     @property
     def due(self) -> bool:
         """Whether the user seems to have written something since `remember`."""
-        return bool(self._modules) and not (self._begun and list(map(_writes, self._weights)) == self._written)
+        if not self._modules:
+            return False
+        return not self._begun or list(map(_writes, self._weights)) != self._written or self._states.due
+
+    def work(self) -> None:
+        """Operations will change what optimizers hold."""
+        self._states.work()
 
     def remember(self) -> None:
-        """The weights of all replicas are as they should be."""
+        """The weights and optimizer states of all replicas are as they should be, and nothing is under way."""
         self._begun = True
+        self._states.rest()
         self._written = list(map(_writes, self._weights))
 
     def follow(self, join: Callable[[], object], go_on: Callable[[], object]) -> None:
@@ -55,8 +65,11 @@ class ReplicaSync:
                 for own, *twins in self._modules:
                     for twin in twins:
                         self._copy(own, twin, known)
+                self._states.copy()
             self.remember()  # for whom `go_on` calls
+        self.work()
         go_on()
+        self._states.rest()
         if copied:
             self.remember()
 
@@ -75,3 +88,67 @@ class ReplicaSync:
 def _put(value: Tensor | None, into: Tensor | None) -> None:
     if value is not None and into is not None and not equal(value, into):
         into.copy_(value)
+
+
+class _OptimizerStates:
+    """The states of the optimizers of the first replica's stages, which those of the others follow."""
+
+    def __init__(self, everywhere: Sequence[Sequence[Stage]]) -> None:
+        own, *others = everywhere or [[]]
+        self._pairs = [(mine, twin) for twins in others for mine, twin in zip(own, twins, strict=True)]
+        self._own = own if others else []
+        self._found: list[Any] | None = None  # what was there when they came to rest; None: they are at work
+
+    @property
+    def due(self) -> bool:
+        """While they are at work, clearing a state shows in how many weights have one, and writing into it does not."""
+        if self._found is None:
+            return any(len(mine.optimizer.state) != len(twin.optimizer.state) for mine, twin in self._pairs)
+        return not _same(self._found, self._now())
+
+    def rest(self) -> None:
+        self._found = self._now()
+
+    def work(self) -> None:
+        self._found = None
+
+    def copy(self) -> None:
+        """Copy the states to the other replicas, if somebody has written into them."""
+        if not self.due:
+            return
+        for mine, twin in self._pairs:
+            for w, other in zip(mine.weights, twin.weights, strict=True):
+                entry, there = mine.optimizer.state.get(w), twin.optimizer.state
+                if not entry:
+                    there.pop(other, None)
+                else:
+                    there[other] = _like(entry, there.get(other) or {})
+
+    def _now(self) -> list[Any]:
+        """Every value of every state, each tensor with how often it was written."""
+        entries = [stage.optimizer.state.get(w, {}) for stage in self._own for w in stage.weights]
+        values = [value for entry in entries for value in (len(entry), *entry.values())]
+        return [(value, value._version) if isinstance(value, Tensor) else (value, None) for value in values]
+
+
+def _like(entry: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    """A copy of a weight's state; tensors of the same form keep their memory, to which methods may refer."""
+    kept = before if list(before) == list(entry) else {}
+    for key, value in entry.items():
+        place = kept.get(key)
+        if isinstance(value, Tensor):
+            if isinstance(place, Tensor) and (place.shape, place.dtype) == (value.shape, value.dtype):
+                place.copy_(value)
+            else:
+                kept[key] = value.clone()
+        else:
+            kept[key] = value
+    return kept
+
+
+def _same(some: list[Any], others: list[Any]) -> bool:
+    """Whether they are the same objects, written equally often; numbers may be equal only."""
+    return len(some) == len(others) and all(
+        writes == again and (a is b or (writes is None and a == b))
+        for (a, writes), (b, again) in zip(some, others, strict=True)
+    )

@@ -86,13 +86,19 @@ class Saving:
             engine.do(partial(self._take_up, state_dict, plain))
             engine.remember()
 
+    def put_back(self, state_dict: dict[str, Any]) -> None:
+        """Put back a state in which this pipeline was; the options of its optimizers stay as the user has set them."""
+        self._take_up(state_dict, state_dict["plain"], options_too=False)
+        self._engine.remember()
+
     def would_hold(self, plain: dict[str, Any]) -> list[int] | None:
         """Do what `Pipeline.would_hold` does."""
         return self._engine.holding.would_hold(plain["seconds"]) if plain["loops"] else None
 
-    def _take_up(self, saved: dict[str, Any], plain: dict[str, Any]) -> None:
+    def _take_up(self, saved: dict[str, Any], plain: dict[str, Any], *, options_too: bool = True) -> None:
         engine, holding = self._engine, self._engine.holding
-        pipeline_state.put_options(plain, engine.optimizers)
+        if options_too:
+            pipeline_state.put_options(plain, engine.optimizers)
         options = pipeline_state.options_of(plain, engine.optimizers)
         engine.take_up(plain, options[plain["current"]])
         messages: dict[int, Messages] = {}

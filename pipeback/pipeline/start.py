@@ -13,6 +13,7 @@ import torch
 from pipeback.distributed.held_stages import HeldStages
 from pipeback.distributed.rank_runner import RankRunner
 from pipeback.distributed.ranks import Ranks
+from pipeback.runtime.executor import Executor
 from pipeback.runtime.link import LocalLink, StageLink, ThreadWire, links
 from pipeback.runtime.loop import Loop
 from pipeback.runtime.outside_ticks import OutsideTicks
@@ -21,7 +22,7 @@ from pipeback.runtime.runners import PushLoop, Runner, Threads, TickLoop
 from pipeback.runtime.setting import Setting
 from pipeback.runtime.stage_executor import StageExecutor
 from pipeback.runtime.weight_provider import WeightProvider
-from pipeback.runtime.worker import Executor, Worker
+from pipeback.runtime.worker import Worker
 from pipeback.schedules.order import Order
 from pipeback.schedules.timeline import in_flight
 from pipeback.stages.stage import Stage
@@ -37,10 +38,12 @@ def start(holding: HeldStages, setting: Setting) -> Runner:
         from pipeback.distributed.connect import connect  # here, since most pipelines have no ranks
 
         mine = holding.mine
-        for end in (mine[0], mine[-1]):
-            end.learn(mixed=True)  # messages arrive on the CPU
+        for s, stage in enumerate(holding.stages):
+            beside = owner[max(0, s - 1) : s + 2]
+            if owner[s] == ranks.index and (s in (0, len(owner) - 1) or set(beside) != {ranks.index}):
+                stage.learn(mixed=True)  # messages arrive on the CPU
         devices = {stage.device.type for stage in mine if stage.device}
-        link, results = connect(ranks, owner, bound, closed, setting.link, devices)
+        link, results = connect(ranks, owner, bound, closed, setting.link, devices, holding.method.chunks)
         sums = None if holding.shards else ranks.sums(mine[0].device)
         loop = _loop(holding, setting, mine, link, sums, ranks.replica)
         return RankRunner(loop, owner, ranks, results, closed)
@@ -49,6 +52,7 @@ def start(holding: HeldStages, setting: Setting) -> Runner:
         ticks: type[TickLoop | OutsideTicks] = OutsideTicks if outside else TickLoop
         inline = ticks if setting.skewed or setting.order == "skewed" else PushLoop
         return inline(_loop(holding, setting, holding.stages, LocalLink(), None, 0))
+    bound *= holding.method.chunks == 1  # 0: without limit, as workers of several parts send to each other
     return Threads(_loops(holding, setting, owner, bound, closed), owner, closed)
 
 
@@ -81,12 +85,13 @@ def _loop(
         threaded = setting.threads is not None or sums is not None or holding.shards or not alone
         stage.random.share(threaded)
         stage.gradients.share(threaded)
+        stage.gradients.split.begin(any(setting.delays))
     policy, shared = setting.order, None
     if policy == "grouped" and not alone and not any(setting.delays) and holding.stages[-1].loss is not None:
         # in a flush, the gradient that another worker waits for leaves before the next one is begun; where the loss is
         # computed outside, a loop expects the forwards of a micro-batch first
         policy = "upstream"
-        shared = holding.balance() if holding.method.by_worker else None
+        shared = holding.placement() if holding.method.by_worker else None
     store, near = holding.store, 1
     residence: WeightProvider | None = None
     if store is not None:

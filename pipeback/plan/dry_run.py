@@ -119,6 +119,7 @@ class DryWorker:
 
     samples = joins = False
     outside = ()  # there is no state that anybody could change
+    split = None  # backwards are done at once
     executor = None  # operations take time, but nothing is computed
 
     def __init__(

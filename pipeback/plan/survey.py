@@ -21,6 +21,7 @@ from pipeback.plan.dry_run import Choose, DryWorker, Load
 from pipeback.runtime.loop import Loop
 from pipeback.runtime.setting import Setting
 from pipeback.schedules.order import Order
+from pipeback.schedules.placement import Placement
 from pipeback.schedules.programs import flush
 from pipeback.stages.stage import Stage
 from pipeback.streaming import disk_store
@@ -58,7 +59,7 @@ class PlanInputs(NamedTuple):
     depth: int  # stages of the pipeline
     delays: Sequence[int]
     workers: Sequence[Sequence[int]]  # the stages of each worker of this process
-    owner: Sequence[int] | None  # the worker of each stage, if flushes run by worker
+    placement: Placement | None  # where stages are, if flushes run by worker
     replicas: int  # in this process
     keeps: bool  # whether all activations stay on the device
     samples: int  # per micro-batch
@@ -97,8 +98,9 @@ def survey(holding: HeldStages, setting: Setting, samples: int, *, timed: bool =
     by_worker = several and setting.order == "grouped" and not any(setting.delays) and not outside and method.by_worker
     budgets = (None, None) if store is None else store.budgets
     return PlanInputs(
-        method, portions, len(holding.stages), list(setting.delays), workers, balance if by_worker else None,
-        len(holding.everywhere), all(stage.keeping is None for stage in stages), samples,
+        method, portions, len(holding.stages), list(setting.delays), workers,
+        holding.placement() if by_worker else None, len(holding.everywhere),
+        all(stage.keeping is None for stage in stages), samples,
         "device" if not moves else "host" if folder is None else "disk",
         store.prefetch if moves and store is not None else None, setting.order,
         store.commit_every if isinstance(store, DiskStore) else None, *budgets, said(store), _room(device), speeds,
@@ -192,7 +194,7 @@ def loops(facts: PlanInputs, prefetch: int | None) -> list[tuple[Loop, DryWorker
         loads = {s: facts.stages[s].load for s in mine}
         dry = DryWorker(loads, facts.depth, prefetch, chooser(method, facts.delays), asks(method), method.needs_entry)
         order = Order(method.schedule, facts.depth, policy=policy, near=max(1, prefetch or 0))
-        loop = Loop(dry, order, method, owner=facts.owner, at_once=prefetch is not None)  # type: ignore[arg-type]
+        loop = Loop(dry, order, method, placement=facts.placement, at_once=prefetch is not None)  # type: ignore[arg-type]
         found.append((loop, dry))
     return found
 

@@ -26,6 +26,8 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from pipeback.schedules.ops import Op, Schedule, until
+from pipeback.schedules.split import rounds
+from pipeback.schedules.worker_programs import interleaved_lead, interleaved_turn
 
 NAMES = ("fill_drain", "one_f_one_b", "flowing", "zb_h1", "zb_h2", "interleaved")
 
@@ -73,9 +75,8 @@ class Routine(NamedTuple):
         """Stage and micro-batch of the n-th forward of a worker."""
         if self.chunks == 1:
             return worker, n
-        group, place = divmod(n, self.workers)
-        turn, chunk = divmod(group, self.chunks)
-        return chunk * self.workers + worker, turn * self.workers + place
+        chunk, mb = interleaved_turn(n, self.workers, self.chunks)
+        return chunk * self.workers + worker, mb
 
     def backward(self, worker: int, n: int) -> tuple[int, int]:
         """Stage and micro-batch of the n-th backward of a worker."""
@@ -88,20 +89,10 @@ class Routine(NamedTuple):
 
     def program(self, worker: int) -> Iterator[tuple[int, Op]]:
         """Stage and operation, one after the other; the update of a worker with several stages names the first."""
-        n, ahead, late = self.rounds, self.ahead(worker), self.late(worker)
-        for r in range(-ahead, n + late):
-            if 0 <= r + ahead < n:
-                stage, mb = self.forward(worker, r + ahead)
-                yield stage, Op("F", mb)
-            if 0 <= r < n:
-                stage, mb = self.backward(worker, r)
-                yield stage, Op("I" if self.split else "B", mb)
-            if 0 <= r - late < n:
-                stage, mb = self.backward(worker, r - late)
-                if self.split:
-                    yield stage, Op("W", mb)
-                if self.updates(r - late):
-                    yield worker, Op("U", mb)
+        ahead, late = self.ahead(worker), self.late(worker)
+        for kind, n in rounds(self.rounds, ahead, late=late, split=self.split, every=self.every):
+            stage, mb = self.forward(worker, n) if kind == "F" else self.backward(worker, n)
+            yield worker if kind == "U" else stage, Op(kind, mb)
 
 
 def routine(name: str, workers: int, micro_batches: int, *, chunks: int = 2, slack: int = 2, every: int = 1) -> Routine:
@@ -126,7 +117,8 @@ def routine(name: str, workers: int, micro_batches: int, *, chunks: int = 2, sla
                 f"interleaved: {micro_batches} micro-batches are no multiple of {workers} workers, which its groups "
                 f"need; give micro_batches={-(-micro_batches // workers) * workers}"
             )
-        return Routine(workers, micro_batches, slack=2, lead=(chunks - 1) * workers, chunks=chunks)
+        slack, groups = interleaved_lead(chunks)
+        return Routine(workers, micro_batches, slack, lead=groups * workers, chunks=chunks)
     raise ValueError(f"there is no routine {name!r}; there are {', '.join(NAMES)}")
 
 
@@ -136,12 +128,14 @@ def read(schedule: Schedule, stages: int, micro_batches: int) -> Routine:
     Raises ValueError if the programs are not rounds.
     """
     programs = [list(until(schedule(s, stages), micro_batches)) for s in range(stages)]
-    # a round begins with its F, so the F in front of the first B belongs to it
-    ahead = [next((n for n, op in enumerate(program) if op.kind == "B"), 1) - 1 for program in programs]
+    # a round begins with its F, so the F in front of the first B, or I, belongs to it
+    ahead = [next((n for n, op in enumerate(program) if op.kind in "BI"), 1) - 1 for program in programs]
     gaps = [(a - b, a < micro_batches - 1) for a, b in pairwise(ahead)]
     seen = [gap for gap, whole in gaps if whole] or [max((gap for gap, _ in gaps), default=1) or 1]
     updated = [op.mb + 1 for op in programs[0] if op.kind == "U"]
-    found = Routine(stages, micro_batches, seen[-1], ahead[-1], every=updated[0] if len(updated) > 1 else 0)
+    split = any(op.kind == "I" for op in programs[0])
+    every = updated[0] if len(updated) > 1 else 0
+    found = Routine(stages, micro_batches, seen[-1], ahead[-1], split=split, every=every)
     for s, program in enumerate(programs):
         if [op for _, op in found.program(s)] != program:
             raise ValueError(

@@ -31,6 +31,7 @@ class Ledger(Sequence[Record]):
     def __init__(self, limit: int = 1_000_000) -> None:
         self.limit = limit
         self._who, self._mb, self._version = array("i"), array("q"), array("q")
+        self._gone = 0  # records that were trimmed
         self._due: deque[tuple[int, Callable[[], Columns]]] = deque()  # the newest records, not written yet
 
     @classmethod
@@ -101,8 +102,20 @@ class Ledger(Sequence[Record]):
             self._trim()
 
     def _trim(self) -> None:
+        self._gone += len(self._who) - self.limit
         for column in (self._who, self._mb, self._version):
             del column[: -self.limit]
+
+    def mark(self) -> int:
+        """A number for how far the records go now."""
+        self._write()
+        return self._gone + len(self._who)
+
+    def go_back(self, mark: int) -> None:
+        """Drop all records since the mark."""
+        self._write()
+        for column in (self._who, self._mb, self._version):
+            del column[max(0, mark - self._gone) :]
 
     def forget(self, first: int) -> None:
         """Drop the newest records, those of the micro-batches from `first` on."""

@@ -98,7 +98,8 @@ class WireLink:
     ) -> None:
         self.box: dict[Name, Message] = {}
         self.worker, self.owner, self.out, self.into, self.watched, self.mark = worker, owner, out, into, watched, mark
-        self.marks: dict[int, int] = {}  # of the micro-batches whose forward is still to come here
+        self.marks: dict[int, int] = {}  # of the micro-batches whose last forward is still to come here
+        self._told: dict[Name, int] = {}  # the marks of activations that were not received yet
         self.last = max(s for s, w in enumerate(owner) if w == worker)
         self.blocked: Callable[[], None] = lambda: None  # called when this worker has to wait for another
 
@@ -113,7 +114,9 @@ class WireLink:
         if receiver == self.worker:
             self.box[kind, stage, mb] = tensor
         else:
-            mark = self.marks.pop(mb, 0) if kind == "F" else 0
+            mark = 0
+            if kind == "F":
+                mark = self.marks.pop(mb, 0) if stage == self.last + 1 else self.marks.get(mb, 0)
             # a neighbour that has finished needs no more; if it finished too early, the worker that waits for it fails
             with self.watched(receiver, (kind, stage, mb)), suppress(ConnectionError):
                 self.out[receiver].send((kind, stage, mb), tensor, mark)
@@ -124,15 +127,17 @@ class WireLink:
 
     def wait(self, kind: str, stage: int, mb: int) -> None:
         name = (kind, stage, mb)
-        if name in self.box:
-            return
-        worker = self.owner[stage + 1 if kind == "B" else stage - 1]
-        with self.watched(worker, name):
-            while name not in self.box:
-                key, tensor, mark = self.into[worker].recv()
-                self.box[key] = tensor
-                if key[0] == "F" and self.mark is not None:
-                    self.compare(key[2], self._mark(key[2]) ^ mark, f"worker {worker}")
+        if name not in self.box:
+            worker = self.owner[stage + 1 if kind == "B" else stage - 1]
+            with self.watched(worker, name):
+                while name not in self.box:
+                    key, tensor, mark = self.into[worker].recv()
+                    self.box[key] = tensor
+                    if key[0] == "F" and self.mark is not None:
+                        self._told[key] = mark
+        if name in self._told:  # not before: a worker may be told of micro-batches that it was not given yet
+            sender = self.owner[stage - 1]
+            self.compare(mb, self._mark(stage, mb) ^ self._told.pop(name), f"worker {sender}")
 
     def compare(self, mb: int, differs: int, other: str) -> None:
         """Raise `OtherBatch` if the mark of a micro-batch differs from that of another rank."""
@@ -155,9 +160,10 @@ class WireLink:
             "pipe.optimizers, or step schedulers, alike on every rank"
         )
 
-    def _mark(self, mb: int) -> int:
-        """Return the mark to send on with the activation; the last worker drops it."""
-        return self.marks.pop(mb, 0) if self.last == len(self.owner) - 1 else self.marks.get(mb, 0)
+    def _mark(self, stage: int, mb: int) -> int:
+        """Return the mark to send on with the activation; the worker of the last stage drops it with its last one."""
+        ends = self.last == len(self.owner) - 1 and self.owner[stage:] == [self.worker] * len(self.owner[stage:])
+        return self.marks.pop(mb, 0) if ends else self.marks.get(mb, 0)
 
 
 class Closed(Exception):
@@ -167,8 +173,9 @@ class Closed(Exception):
 class ThreadWire:
     """A bounded queue between two threads of one process; tensors are handed over, not copied.
 
-    bound: how many messages it holds before its sender waits. It must be at least as many as the schedule lets the
-    sender run ahead, or sender and receiver would wait for each other. closed: once it is set, waiting raises `Closed`.
+    bound: how many messages it holds before its sender waits; 0: any number. It must be at least as many as the
+    schedule lets the sender run ahead, or sender and receiver would wait for each other. closed: once it is set,
+    waiting raises `Closed`.
     """
 
     def __init__(self, bound: int, closed: threading.Event) -> None:

@@ -18,7 +18,9 @@ from pipeback.runtime.undo import Dropped, Mark
 from pipeback.runtime.worker import Worker
 from pipeback.schedules.ops import Schedule
 from pipeback.schedules.order import Order, Wave
-from pipeback.schedules.programs import by_worker, fill_drain, flush
+from pipeback.schedules.placement import Placement
+from pipeback.schedules.programs import fill_drain, flush
+from pipeback.schedules.split import splits, whole
 from pipeback.stages.flight import Value
 from pipeback.stages.joint_optimizer import Options
 from pipeback.tensors.layout import Message
@@ -38,13 +40,14 @@ class Loop:
         order: Order,
         method: Method,
         replica: int = 0,
-        owner: Sequence[int] | None = None,
+        placement: Placement | None = None,
         at_once: bool = False,
     ) -> None:
-        """owner: the worker of each stage; given where a method with flushes runs `Method.by_worker` within a push.
+        """placement: where stages are; given where a method with flushes runs `Method.placed` within a push.
         at_once: a push admits all its micro-batches before any operation, so that the order can choose among more.
         """
-        self.worker, self.order, self.method, self.replica, self.owner = worker, order, method, replica, owner
+        self.worker, self.order, self.method, self.replica = worker, order, method, replica
+        self.placement = placement
         self.at_once = at_once
         # whether something else waits to be done; None: the caller asks for what is left of a push
         self.more: Callable[[], bool] | None = None
@@ -61,11 +64,11 @@ class Loop:
         """Admit micro-batches one by one, and do every operation that may then run."""
         order, worker, link = self.order, self.worker, self.worker.link
         self._look()
-        able = self.inline and undo.able(worker, order) and self.owner is None
+        able = self.inline and undo.able(worker, order) and self.placement is None
         first = mark = self._mark(0) if able else None
         if self.fresh:
             self._begin(len(batches), at_once=self.at_once)
-        elif (self.owner is not None or self.at_once) and order.empty:
+        elif (self.placement is not None or self.at_once) and order.empty:
             order.restart(
                 self._schedule(len(batches), at_once=self.at_once)
             )  # the last push or this one may be part of a flush
@@ -122,7 +125,7 @@ class Loop:
             return
         mark.restore(self.worker)
         self.fresh, self.pushed = mark.more
-        self.order.resume(self.method.schedule_at(mark.order["start"], self.pushed), mark.order)
+        self.order.resume(self._of_method(mark.order["start"], self.pushed), mark.order)
         self._remember()
         if self.method.flush_each_push and not whole:
             self.drain()
@@ -141,7 +144,7 @@ class Loop:
         undo.forget(worker, order.arrived)
         if order.arrived == order.start:  # the schedule was begun with this push
             state, self.pushed, (worker.start, worker.base, worker.entered) = self._before
-            order.resume(self.method.schedule_at(state["start"], self.pushed), state)
+            order.resume(self._of_method(state["start"], self.pushed), state)
             self.fresh = True
         elif order.start == came:
             self.pushed = order.arrived - came
@@ -154,9 +157,16 @@ class Loop:
         if isinstance(error, KeyboardInterrupt):
             _, s, i = failed
             told, cause = f"{self.worker.stages[s].label}, micro-batch {i}: the forward was stopped", error
+        operation, stage, mb = (
+            ("forward", *failed[1:])
+            if isinstance(error, KeyboardInterrupt)
+            else (error.operation, error.stage, error.micro_batch)
+        )
         rest = f", nor on the {pushed - before - 1} behind it, but on the {before} before it" if pushed > 1 else ""
         rest = ", nor on the others of this push" if whole and pushed > 1 else rest
-        raise Dropped(f"{told}; nothing was trained on it{rest}, and others may be pushed") from cause
+        raise Dropped(
+            f"{told}; nothing was trained on it{rest}, and others may be pushed", operation, stage, mb
+        ) from cause
 
     def drain(self) -> None:
         """Finish the micro-batches in flight; the schedule begins anew with the next one."""
@@ -294,12 +304,17 @@ class Loop:
 
         at_once: all forwards come first, so that weights are fetched to the device once for F and once for B.
         """
-        schedule = self.method.schedule_at(self.order.arrived, pushed)
+        schedule = self._of_method(self.order.arrived, pushed)
         if pushed % flush(schedule):
             return schedule
         if at_once and self.method.by_worker:
             return fill_drain(flush(schedule))
-        return schedule if self.owner is None else by_worker(schedule, self.owner)
+        return schedule if self.placement is None else self.method.placed(schedule, self.placement)
+
+    def _of_method(self, start: int, pushed: int) -> Schedule:
+        """Return the method's schedule, with whole backwards where the worker cannot split them."""
+        schedule = self.method.schedule_at(start, pushed)
+        return whole(schedule) if self.worker.split is None and splits(schedule) else schedule
 
     # -- progress ------------------------------------------------------------------------------------------------
 
@@ -307,12 +322,10 @@ class Loop:
         """Return the messages to own stages that were not received, by name; no operation may be running."""
         link, order = self.worker.link, self.order
         for s in self.worker.stages:
-            if s:
-                for mb in range(order.forwards[s], order.forwards[s - 1]):
-                    link.wait("F", s, order.start + mb)
-            if s < self.worker.count - 1:
-                for mb in range(order.backwards[s], order.backwards[s + 1]):
-                    link.wait("B", s, order.start + mb)
+            for mb in range(order.forwards[s], order.forwards[s - 1]) if s else ():
+                link.wait("F", s, order.start + mb)
+            for mb in range(order.backwards[s], order.backwards[s + 1]) if s < self.worker.count - 1 else ():
+                link.wait("B", s, order.start + mb)
         return dict(link.box)
 
     def progress(self, number: Callable[[Options], int]) -> dict[str, Any]:
@@ -334,7 +347,7 @@ class Loop:
         """Continue from saved `progress`, with the entries that all workers remembered."""
         worker = self.worker
         self.pushed = saved.get("pushed", 1)
-        self.order.resume(self.method.schedule_at(saved["order"]["start"], self.pushed), saved["order"])
+        self.order.resume(self._of_method(saved["order"]["start"], self.pushed), saved["order"])
         self.fresh, worker.start, worker.base = saved["fresh"], saved["start"], saved["base"]
         worker.entered = saved["entered"]
         worker.entries = {int(i): v for i, v in saved["entries"].items()}

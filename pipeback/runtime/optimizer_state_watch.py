@@ -31,7 +31,7 @@ class OptimizerStateWatch:
         self._stages = [stage for stage in stages if stage.weights]
         self._known: list[list[Any]] = [[] for _ in self._stages]
         self._stays = False  # whether updates have created all entries of the states
-        self._glance = _Glance(())
+        self._glance = Glance(())
         begin = method.init([torch.empty(0)])
         # the names in a chain of methods have numbers
         self._names = [name for name, v in begin.items() if name.rpartition("/")[2] == "velocity" and v == [None]]
@@ -52,7 +52,7 @@ class OptimizerStateWatch:
             self._stays = all(map(_same, now, self._known)) and all(stage.version for stage in self._stages)
             self._known = now
             if self._stays:
-                self._glance = _Glance(self._stages)
+                self._glance = Glance(self._stages)
 
     def _take_anew(self, stage: Stage, known: list[Any]) -> None:
         state, first = stage.optimizer.state, stage.weights[0]
@@ -67,7 +67,7 @@ class OptimizerStateWatch:
                 stage.put_state({**stage.state, name: velocities})
 
 
-class _Glance:
+class Glance:
     """A record of the optimizer states of these stages, which is compared with them in one pass."""
 
     def __init__(self, stages: Sequence[Stage]) -> None:

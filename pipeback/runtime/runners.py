@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -152,6 +153,19 @@ class TickLoop(EventLoop):
 
     def _arrived(self, mb: int, loss: Tensor) -> None:
         self.due.pop(mb)[mb] = loss
+
+
+def weakly(method: Callable[[Callable[[], bool]], None]) -> Callable[[Callable[[], bool]], None]:
+    """A method of an object that this reference does not keep alive."""
+    held = weakref.WeakMethod(method)
+
+    def call(done: Callable[[], bool]) -> None:
+        there = held()
+        if there is None:
+            raise RuntimeError("the pipeline is gone, and with it what was pushed and not done")
+        there(done)
+
+    return call
 
 
 class Commands(queue.Queue[Any]):

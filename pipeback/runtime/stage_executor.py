@@ -9,9 +9,12 @@ import torch
 from torch import Tensor
 
 from pipeback.errors import StageError
+from pipeback.runtime.executor import SplitOperations
+from pipeback.runtime.split_executor import SplitExecutor
 from pipeback.runtime.worker import Worker
 from pipeback.schedules.order import Ops, Order
 from pipeback.schedules.spans import TickSpan
+from pipeback.stages.failed_graph import failed
 from pipeback.stages.flight import Flight, weighed
 from pipeback.stages.gradients import differentiate
 from pipeback.stages.stage import Stage
@@ -21,10 +24,12 @@ class StageExecutor:
     """The executor of the stages of `worker`; F is the forward, B the backward of a micro-batch at one stage."""
 
     as_one = False  # each operation is a call
+    whole = ""
     undoes = True  # every operation leaves its results in the stages and the link
 
     def __init__(self, worker: Worker) -> None:
         self.worker, self.stages, self.link = worker, worker.stages, worker.link
+        self.split: SplitOperations | None = SplitExecutor(worker)
         self.apart = any(stage.keeping is not None and stage.keeping.apart for stage in self.stages.values())
 
     def record(self, on: bool) -> None:
@@ -61,7 +66,7 @@ class StageExecutor:
             if not stage.last:
                 link.send("F", s + 1, i, y)
             elif worker.check_finite and stage.judges and not torch.isfinite(y):
-                raise StageError(self._first_bad(i, y))
+                raise self._first_bad(i, y)
             else:
                 worker.report(i, y)
             if s == worker.last:
@@ -73,9 +78,10 @@ class StageExecutor:
         worker, link, stages = self.worker, self.link, self.stages
         roots: list[Any] = []
         seeds: list[Tensor] = []
-        flights = []
+        flights, graphs = [], []
         for s, i in ops:
             stage = stages[s]
+            before = len(roots)
             grad = None if stage.judges else link.recv("B", s, i)
             if worker.samples and stage.last:
                 grad = weighed(stage.flights[i].output, worker.sizes[i])
@@ -83,11 +89,13 @@ class StageExecutor:
                 flights.append(stage.begin_backward(i, grad, roots, seeds))
             except Exception as error:
                 raise worker.failure("backward", stage, i, error) from error
+            graphs.append(slice(before, len(roots)))
         try:
             leaves = [leaf for flight in flights for leaf in flight.leaves]
             differentiate(roots, seeds, leaves, [stages[s].gradients for s, _ in ops])
         except Exception as error:
-            raise StageError(self._culprit(ops, flights, error)) from error
+            s, i = ops[failed([roots[graph] for graph in graphs], error)]
+            raise worker.failure("backward", stages[s], i, error) from error
         for (s, i), flight in zip(ops, flights, strict=True):
             stage = stages[s]
             upstream = stage.end_backward(flight)
@@ -117,30 +125,24 @@ class StageExecutor:
 
     # -- errors --------------------------------------------------------------------------------------------------
 
-    def bad_loss(self, i: int, loss: Tensor) -> str:
-        """Say which micro-batch has a loss that is not finite."""
-        return f"{self.stages[self.worker.last].label}, micro-batch {i}: the loss is {loss.item()}; {_CURE}"
+    def bad_loss(self, i: int, loss: Tensor) -> StageError:
+        """The error of a micro-batch whose loss is not finite."""
+        last = self.stages[self.worker.last]
+        return self._not_finite(last, i, f"the loss is {loss.item()}")
 
-    def _culprit(self, ops: Ops, flights: Sequence[Flight], error: Exception) -> str:
-        """Name the backward of a joined call that failed.
-
-        Autograd goes from the newest graph to the oldest, and a finished graph has given its input a gradient. So the
-        newest unfinished graph has failed.
-        """
-        undone = [op for op, f in zip(ops, flights, strict=True) if all(x.grad is None for x in f.leaves)]
-        s, i = max(undone or ops[:1], key=lambda op: (op[1], op[0]))
-        return f"{self.stages[s].label}, micro-batch {i}: the backward failed: {error}"
-
-    def _first_bad(self, i: int, loss: Tensor) -> str:
+    def _first_bad(self, i: int, loss: Tensor) -> StageError:
         for s in sorted(self.stages):
             flight = self.stages[s].flights.get(i)
             if flight is None or s == self.worker.last:
                 continue
             given = self.stages[s + 1].flights[i].leaves  # not every flight keeps its own output
             if not all(bool(torch.isfinite(part).all()) for part in given):
-                where = self.stages[s].label
-                return f"{where}, micro-batch {i}: the output is not finite (the loss is {loss.item()}); {_CURE}"
+                return self._not_finite(self.stages[s], i, f"the output is not finite (the loss is {loss.item()})")
         return self.bad_loss(i, loss)
+
+    @staticmethod
+    def _not_finite(stage: Stage, i: int, found: str) -> StageError:
+        return StageError(f"{stage.label}, micro-batch {i}: {found}; {_CURE}", "forward", stage.index, i)
 
 
 _CURE = "lower the learning rate, set clip_norm=, or train on with debug=pipeback.Debug(check_finite=False)"

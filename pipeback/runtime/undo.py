@@ -35,6 +35,7 @@ class Mark:
         self.worker = worker.start, worker.base, worker.entered
         self.stages = list(map(_STANDS, _in(worker)))
         self.flights = [len(flights) for *_, flights in self.stages]
+        self.waiting = [len(stage.gradients.split.waiting) for stage in _in(worker)]  # between I and W
         self._homes = [at for s in _in(worker) for at in s.learnt.changing if at[0].get(at[1]) is not None]
         buffers = [owner[key] for owner, key in self._homes]
         same = len(buffers) == len(self._buffers) and all(map(is_, buffers, self._buffers))
@@ -48,7 +49,7 @@ class Mark:
     @property
     def empty(self) -> bool:
         """Whether nothing was in flight, and no gradient waited for its update."""
-        return not any(self.flights) and not any(count for _, _, count, *_ in self.stages)
+        return not any((*self.flights, *self.waiting)) and not any(count for _, _, count, *_ in self.stages)
 
     def within_reach(self, worker: Worker) -> bool:
         """Whether no stage has, since the mark, updated its weights or run the backward of an earlier micro-batch."""

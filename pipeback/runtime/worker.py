@@ -3,7 +3,8 @@
 Before an operation it has the weights put into place, and its executor does the operation on them.
 
 The operations of a wave, all F (forward), B (backward) or U (update), are of different stages, so they may be joined
-into one autograd call or one optimizer step. This changes no bit, and saves the overhead of Python per stage.
+into one autograd call or one optimizer step. This changes no bit, and saves the overhead of Python per stage. Those of
+a split backward, I and W, are done one by one.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from torch import Tensor
 from pipeback.errors import StageError
 from pipeback.methods.base import Method, When, overrides
 from pipeback.private import hooked
+from pipeback.runtime.executor import Executor
 from pipeback.runtime.ledger import Ledger
 from pipeback.runtime.link import StageLink
 from pipeback.runtime.optimizer_state_watch import OptimizerStateWatch
@@ -27,9 +28,7 @@ from pipeback.runtime.staleness import Watch
 from pipeback.runtime.weight_provider import HookCall, ResidentWeights, WeightProvider, forget_casts
 from pipeback.runtime.weight_write_watch import WeightWriteWatch
 from pipeback.schedules.ops import Kind
-from pipeback.schedules.order import Ops, Order, Wave
-from pipeback.schedules.spans import TickSpan
-from pipeback.stages.flight import Flight
+from pipeback.schedules.order import Ops, Wave
 from pipeback.stages.gradients import GradientSums
 from pipeback.stages.joint_optimizer import Options, joinable
 from pipeback.stages.stage import Stage
@@ -37,44 +36,6 @@ from pipeback.stages.team import StageGroup
 from pipeback.tensors.weight_list import Weights, copy
 
 _Step = tuple[StageGroup, int, Sequence[Options], When | None]  # who steps, and with the options of which micro-batch
-
-
-class Executor(Protocol):
-    """How a worker's operations are done on the weights in place: stage by stage, or those of several stages as one."""
-
-    apart: bool  # whether the backwards of a wave are done one by one
-    as_one: bool  # whether the operations of a wave are one call
-    undoes: bool  # whether a micro-batch whose forward fails can be taken back (`undo`)
-
-    def record(self, on: bool) -> None:
-        """Begin or end measuring operations; raises ValueError if they cannot be measured one by one."""
-
-    def leap(self, order: Order, span: TickSpan) -> int:
-        """Do as many ticks of a span as possible without any work per stage; return their number."""
-
-    def land(self) -> None:
-        """Let stages and worker know of the ticks that were leapt."""
-
-    def look(self) -> None:
-        """Note that micro-batches may have come, and that the user may have changed optimizers or their state."""
-
-    def forward(self, ops: Ops) -> list[Flight]:
-        """Do F of each (stage, micro-batch); return the new flights, in the same order."""
-
-    def backward(self, ops: Ops) -> None:
-        """Do B of each (stage, micro-batch)."""
-
-    def update(self, ops: Ops) -> Ops:
-        """Do U of the stages that are updated as one; return the operations that are left."""
-
-    def spread(self) -> None:
-        """Hand the stages their gradients, if those of several stages are kept together."""
-
-    def take_up(self) -> None:
-        """Go on after a state was put into the stages, and messages into the link."""
-
-    def use(self, stacks: Sequence[Any]) -> None:
-        """Run the stages of these stacks as one from now on, and all others one by one."""
 
 
 class Worker:
@@ -122,6 +83,8 @@ class Worker:
         self.first, self.last = min(self.stages), max(self.stages)
         self.outside = OptimizerStateWatch(stages, method), WeightWriteWatch(stages)  # they notice changes by the user
         self.executor = executor(self)
+        self.whole = self.executor.whole or ("" if self.residence.joins else "its weights live in a store")
+        self.split = None if self.whole else self.executor.split
 
     def look(self) -> None:
         """Note that micro-batches may have come, and that the user may have changed optimizers or their state."""
@@ -147,6 +110,8 @@ class Worker:
                 if not ops:
                     continue
             do = self.forward if kind == "F" else self.backward if kind == "B" else self._update
+            if kind in ("I", "W"):
+                do = self.of_input if kind == "I" else self.of_weights
             if not self.tracing and self.replicas is None:
                 if self.executor.apart and kind == "B":
                     for op in ops:
@@ -170,8 +135,8 @@ class Worker:
 
     def _await(self, kind: str, s: int, i: int) -> None:
         """Wait for the input of an operation from another worker."""
-        if kind == "F" or (kind == "B" and not self.stages[s].judges):
-            self.link.wait(kind, s, i)
+        if kind == "F" or (kind in ("B", "I") and not self.stages[s].judges):
+            self.link.wait("F" if kind == "F" else "B", s, i)
 
     def _measured(self, do: Callable[[Ops], None], s: int, kind: str, i: int) -> None:
         begin = time.perf_counter()
@@ -214,14 +179,29 @@ class Worker:
 
     def backward(self, ops: Ops) -> None:
         """Do B of each (stage, micro-batch)."""
+        self._backward("B", ops, self.executor.backward)
+
+    def of_input(self, ops: Ops) -> None:
+        """Do I of each (stage, micro-batch); in records it stands for B, since W needs no weights."""
+        assert self.split is not None
+        self._backward("I", ops, self.split.of_input)
+
+    def of_weights(self, ops: Ops) -> None:
+        """Do W of each (stage, micro-batch)."""
+        assert self.split is not None
+        if self.began is not None:
+            self.began(("W", *ops[-1]))
+        self.split.of_weights(ops)
+
+    def _backward(self, kind: Kind, ops: Ops, do: Callable[[Ops], None]) -> None:
         stages = self.stages
         if self.watch is not None:
             self.watch.backward([(stages[s], i) for s, i in ops])
         held, versions = self.residence.backward(ops)
         if self.began is not None:
-            self.began(("B", *ops[-1]))
+            self.began((kind, *ops[-1]))
         try:
-            self.executor.backward(ops)
+            do(ops)
         finally:
             if held:
                 self.residence.after_backward(held)
@@ -370,4 +350,4 @@ class Worker:
     def failure(self, what: str, stage: Stage, mb: int, error: BaseException) -> StageError:
         """Remember the operation that failed, and return an error that names it."""
         self.failed = what, stage.index, mb
-        return StageError(f"{stage.label}, micro-batch {mb}: the {what} failed: {error}")
+        return StageError(f"{stage.label}, micro-batch {mb}: the {what} failed: {error}", what, stage.index, mb)

@@ -1,6 +1,6 @@
 """Operations: what one stage does, as data: the forward F and the backward B of a micro-batch, and the update U.
 
-A planner also splits B into I, the gradient of the input, and W, the gradient of the weights.
+A schedule may split B into I, the gradient of the input, and W, the gradient of the weights, which comes later.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ Schedule = Callable[[int, int], Iterator[Op]]
 def until(program: Iterator[Op], n: int, backwards: int = 0, updated: int = 0) -> Iterator[Op]:
     """The operations of `program` on the first n micro-batches, and the update that completes them.
 
-    backwards, updated: how far a program that has begun has come: so many micro-batches have gone backward, and the
-    first `updated` of them are in the weights. If the end falls inside a flush or a group, its update follows the last
-    backward and names micro-batch n − 1, so that no gradient is lost.
+    backwards, updated: how far a program that has begun has come: so many micro-batches have gone backward (B, or W
+    where it is split), and the first `updated` of them are in the weights. If the end falls inside a flush or a group,
+    its update follows the last backward and names micro-batch n − 1, so that no gradient is lost.
 
     >>> from pipeback.schedules.programs import fill_drain
     >>> " ".join(map(str, until(fill_drain(2)(0, 1), 3)))
@@ -42,7 +42,7 @@ def until(program: Iterator[Op], n: int, backwards: int = 0, updated: int = 0) -
             updated = op.mb + 1
             yield op
         elif op.mb < n:
-            backwards += op.kind == "B"
+            backwards += op.kind in ("B", "W")
             yield op
     if updated < n:
         yield Op("U", n - 1)

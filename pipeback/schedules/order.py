@@ -1,6 +1,7 @@
 """Order: which operation may run next: a deterministic order over all stages, the same on every worker.
 
-An operation is F (a forward), B (a backward) or U (an update). Any order that respects the programs of the stages and
+An operation is F (a forward), B (a backward) or U (an update); B may be split into I, the gradient of the input, and W,
+that of the weights. Any order that respects the programs of the stages and
 the flow of data gives the same weights, bit for bit. The default makes groups: forwards from the first stage to the
 last, then all backwards that are ready as one wave, then all updates as one.
 """
@@ -10,13 +11,17 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, islice
+from itertools import chain, starmap
 from operator import add
 from typing import Any, NamedTuple
 
+from pipeback.schedules.foreseen import Foreseen
 from pipeback.schedules.ops import Kind, Op, Schedule, until
+from pipeback.schedules.placement import Placed
 from pipeback.schedules.programs import Flowing
 from pipeback.schedules.spans import TickSpan, next_span
+from pipeback.schedules.split import after, splits
+from pipeback.schedules.worker_turns import Turns, by_worker
 
 Ops = Sequence[tuple[int, int]]  # (stage, micro-batch)
 
@@ -45,9 +50,9 @@ class Order:
     sticky      one operation, of the same stage until it is blocked
     random      one operation, by a seeded draw
     streaming   as sticky; once blocked, one of the last `near` stages that were run, else the one that has most to do
-    skewed      ticks; at each, a stage does at most one forward, one backward and one update, of what its neighbours
-                gave it at earlier ticks, so that no operation feeds another. `advance` leaves undone what the first
-                stage need not wait for, and `rest` does it
+    skewed      ticks; at each, a stage does at most one operation of each kind, of what its neighbours gave it at
+                earlier ticks, so that no operation feeds another. `advance` leaves undone what the first stage need not
+                wait for, and `rest` does it
     """
 
     def __init__(
@@ -70,16 +75,21 @@ class Order:
         """Begin `schedule` anew at the next micro-batch that arrives; the pipeline must be empty."""
         n = self.stages
         self.start = self.arrived  # the programs count micro-batches from here
+        self._back: Kind = "I" if splits(schedule) else "B"  # what another stage waits for
         self._flow = schedule if isinstance(schedule, Flowing) and schedule.every == 1 else None
         self._repeated: list[Wave] | None = None  # the waves of the last micro-batch, if the next has the same
         self._owed = 0  # micro-batches for which that was so, and by which the programs have not been advanced
         self._leapt = [0] * n  # rounds of each stage that `leap` has done, and by which they have not been either
+        self._turns: list[Turns] = []  # of each worker, where these decide and not the policy
+        if isinstance(schedule, Placed):
+            self._turns = [Turns(schedule.turns(worker)) for worker in range(schedule.placement.workers)]
         self._programs: list[Iterator[Op]] = [schedule(s, n) for s in range(n)]
         if self.policy == "streaming":
-            self._programs = [_Foreseen(program) for program in self._programs]
+            self._programs = [Foreseen(program) for program in self._programs]
         self._heads: list[Op | None] = [next(program) for program in self._programs]
-        self._fetched = [1] * n  # operations taken from each program, the head included
+        self._fetched = [1] * n  # operations taken from each program, the head included, W left out
         self.forwards, self.backwards, self.updated = [0] * n, [0] * n, [0] * n  # micro-batches since the start
+        self.finished = [0] * n if self._back == "I" else self.backwards  # those whose W has been done
 
     @property
     def empty(self) -> bool:
@@ -127,10 +137,10 @@ class Order:
         """Yield the waves that finish all that has arrived, with its last update; `restart` begins again."""
         yield from self.advance(arrived)
         yield from self.rest()
-        n = arrived - self.start
+        n, self._turns = arrived - self.start, []
         for s, program in enumerate(self._programs):
-            rest = until(self._rest(s, program), n, self.backwards[s], self.updated[s])
-            self._programs[s] = _Foreseen(rest) if self.policy == "streaming" else rest
+            rest = until(self._rest(s, program), n, self.finished[s], self.updated[s])
+            self._programs[s] = Foreseen(rest) if self.policy == "streaming" else rest
             self._heads[s] = next(self._programs[s], None)
         yield from self._ticks() if self.policy == "skewed" else self._waves()
         if not self.empty:
@@ -154,9 +164,10 @@ class Order:
         self.arrived = state["arrived"]
         for s, fetched in enumerate(state["fetched"]):
             if fetched > 1:
-                self._heads[s] = next(islice(self._programs[s], fetched - 2, None))
+                self._heads[s], self.finished[s] = after(self._programs[s], fetched - 2)
         self._fetched = list(state["fetched"])
         self.forwards, self.backwards = list(state["forwards"]), list(state["backwards"])
+        self.finished = self.finished if self._back == "I" else self.backwards
         self.updated = list(state["updated"])
 
     def withdraw(self) -> None:
@@ -181,7 +192,7 @@ class Order:
         kind, i = head
         if kind == "F":
             return i < (self.forwards[s - 1] if s else self.arrived - self.start)
-        if kind == "B":
+        if kind in ("B", "I"):
             return s == self.stages - 1 or i < self.backwards[s + 1]
         return True
 
@@ -193,10 +204,12 @@ class Order:
         kind, i = head
         if kind == "F":
             done, turn = self.forwards, self.forwards[s]
-        elif kind == "B":
+        elif kind in ("B", "I"):
             done, turn = self.backwards, self.backwards[s] if i < self.forwards[s] else -1
+        elif kind == "W":
+            done, turn = self.finished, self.finished[s] if i < self.backwards[s] else -1
         else:
-            done, turn = self.updated, self.backwards[s] - 1
+            done, turn = self.updated, self.finished[s] - 1
         if i != turn:
             raise RuntimeError(
                 f"stage {s}: {head} is out of turn; a program takes micro-batches in order, forward before backward, "
@@ -204,15 +217,16 @@ class Order:
             )
         done[s] = i + 1
         self._heads[s] = next(self._programs[s], None)
-        self._fetched[s] += 1
+        self._fetched[s] += kind != "W"
         return s, i + self.start
 
     def _waves(self) -> Iterator[Wave]:
-        if self.policy != "grouped":
-            yield from self._singles()
+        if self._turns or self.policy != "grouped":
+            in_turn = starmap(Wave, by_worker(self._turns, self._heads, self._ready, self._take))
+            yield from in_turn if self._turns else self._singles()
             return
         heads, take, last = self._heads, self._take, self.stages - 1
-        forwards, backwards = self.forwards, self.backwards
+        forwards, backwards, back = self.forwards, self.backwards, self._back
         while True:
             ops: list[tuple[int, int]] = []
             upstream = self.arrived - self.start  # forwards that the stage before has done
@@ -225,10 +239,13 @@ class Order:
                 continue
             # from the first stage on, so that a backward counts what its neighbour had done before this wave
             for s, head in enumerate(heads):
-                if head is not None and head[0] == "B" and (s == last or head[1] < backwards[s + 1]):
+                if head is not None and head[0] == back and (s == last or head[1] < backwards[s + 1]):
                     ops.append(take(s, head))
             if ops:
-                yield Wave("B", ops)
+                yield Wave(back, ops)
+                continue
+            if back == "I" and (ops := self._late()):
+                yield Wave("W", ops)
                 continue
             for s, head in enumerate(heads):
                 if head is not None and head[0] == "U":
@@ -294,14 +311,22 @@ class Order:
             if ops:
                 busy, self._handed = True, ops
                 yield Wave("F", ops)
-            ops = [take(s, h) for s, h in enumerate(heads) if h is not None and h[0] == "B" and h[1] < back[s]]
+            kind = self._back
+            ops = [take(s, h) for s, h in enumerate(heads) if h is not None and h[0] == kind and h[1] < back[s]]
             if ops:
                 busy = True
-                yield Wave("B", ops)
+                yield Wave(kind, ops)
+            if kind == "I" and (ops := self._late()):
+                busy = True
+                yield Wave("W", ops)
             ops = [take(s, h) for s, h in enumerate(heads) if h is not None and h[0] == "U"]
             if ops:
                 busy = True
                 yield Wave("U", ops)
+
+    def _late(self) -> list[tuple[int, int]]:
+        """Take the W of every stage that has one."""
+        return [self._take(s, head) for s, head in enumerate(self._heads) if head is not None and head.kind == "W"]
 
     def _idles(self) -> bool:
         """Whether the first stage awaits input."""
@@ -360,13 +385,10 @@ class Order:
     def _run(self, s: int) -> int:
         """How many operations stage s could do in a row now."""
         head, program = self._heads[s], self._programs[s]
-        assert head is not None and isinstance(program, _Foreseen)
+        assert head is not None and isinstance(program, Foreseen)
         forwards = self.forwards[s - 1] if s else self.arrived - self.start
         backwards = self.backwards[s + 1] if s + 1 < self.stages else forwards
-        for n, op in enumerate((head, *program.look(FAR))):
-            if (op.kind == "F" and op.mb >= forwards) or (op.kind == "B" and op.mb >= backwards):
-                return n
-        return FAR
+        return program.run(head, forwards, backwards, FAR)
 
     def _rest(self, s: int, program: Iterator[Op]) -> Iterator[Op]:
         head = self._heads[s]
@@ -376,24 +398,3 @@ class Order:
 
     def _where(self) -> str:
         return ", ".join(f"stage {s} waits for {h}" for s, h in enumerate(self._heads) if h is not None)
-
-
-class _Foreseen(Iterator[Op]):
-    """A program whose next operations can be looked at in advance."""
-
-    def __init__(self, program: Iterator[Op]) -> None:
-        self._program = program
-        self._seen: deque[Op] = deque()
-
-    def __next__(self) -> Op:
-        return self._seen.popleft() if self._seen else next(self._program)
-
-    def look(self, most: int) -> Iterator[Op]:
-        """Yield the next operations without taking them, `most` at most."""
-        for n in range(most):
-            if n == len(self._seen):
-                op = next(self._program, None)
-                if op is None:
-                    return
-                self._seen.append(op)
-            yield self._seen[n]

@@ -16,7 +16,8 @@ from itertools import count
 from pipeback.schedules.ops import Op, Schedule
 
 
-def _positive(name: str, value: int, least: int = 1) -> int:
+def positive(name: str, value: int, least: int = 1) -> int:
+    """Return an option that must be a whole number; raises ValueError, which names it, if it is not."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name} must be a whole number of at least {least}, but is {value!r}")
     return value
@@ -31,7 +32,7 @@ def fill_drain(micro_batches: int) -> Schedule:
     # fill_drain(4):  0 │ F0 F1 F2 F3 .  .  .  .  B0 B1 B2 B3
     #                 1 │ .  F0 F1 F2 F3 .  .  B0 B1 B2 B3 .
     #                 2 │ .  .  F0 F1 F2 F3 B0 B1 B2 B3 .  .
-    return partial(_fill_drain, _positive("micro_batches", micro_batches))
+    return partial(_fill_drain, positive("micro_batches", micro_batches))
 
 
 def _fill_drain(m: int, stage: int, stages: int) -> Iterator[Op]:
@@ -50,7 +51,7 @@ def one_f_one_b(micro_batches: int) -> Schedule:
     # one_f_one_b(4): 0 │ F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3
     #                 1 │ .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .
     #                 2 │ .  .  F0 B0 F1 B1 F2 B2 F3 B3 .  .
-    return partial(_one_f_one_b, _positive("micro_batches", micro_batches))
+    return partial(_one_f_one_b, positive("micro_batches", micro_batches))
 
 
 def _one_f_one_b(m: int, stage: int, stages: int) -> Iterator[Op]:
@@ -100,7 +101,7 @@ def flowing(slack: int = 2, every: int = 1) -> Schedule:
     # flowing(1):     0 │ F0 F1 F2 .  .  B0 F3 B1 F4 B2 ...
     #                 1 │ .  F0 F1 .  B0 F2 B1 F3 B2 F4 ...
     #                 2 │ .  .  F0 B0 F1 B1 F2 B2 F3 B3 ...
-    return Flowing(_positive("slack", slack, least=0), _positive("every", every))
+    return Flowing(positive("slack", slack, least=0), positive("every", every))
 
 
 @dataclass(frozen=True)

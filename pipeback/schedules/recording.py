@@ -126,9 +126,14 @@ class Recording(Sequence[Slot]):
         ]  # fmt: skip
         return Recording(tracks, self.owner, self.name)
 
+    @property
+    def split(self) -> bool:
+        """Whether backwards are two operations, I and W."""
+        return any(slot.op.kind == "I" for track in self.tracks for slot in track.slots)
+
     def costs(self) -> list[dict[str, Time]]:
-        """Mean seconds of F, B and U of every stage."""
-        sums = [{kind: [0.0, 0] for kind in "FBU"} for _ in self.owner]
+        """Mean seconds of F, B (or I and W) and U of every stage."""
+        sums = [{kind: [0.0, 0] for kind in ("FIWU" if self.split else "FBU")} for _ in self.owner]
         for start, end, stage, op in self:
             entry = sums[stage][op.kind]
             entry[0] += float(end - start)

@@ -1,6 +1,7 @@
 """Timeline: when operations run under given costs; delays and horizons, counted on the programs themselves.
 
 An operation is the forward (F) or backward (B) of a micro-batch at a stage, or the update (U) of the stage's weights.
+B may be split into I, the gradient of the input, and W, that of the weights.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from itertools import islice, repeat
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from pipeback.schedules.ops import Op, Schedule, until
+from pipeback.schedules.placement import Placed
 from pipeback.schedules.programs import Flowing, flushed_in_flight
+from pipeback.schedules.split import Late, zero_bubble_in_flight
 
 if TYPE_CHECKING:
     from fractions import Fraction  # alone, since its decimals take long to import
@@ -36,7 +39,7 @@ class Horizon(NamedTuple):
     backward: int
 
 
-UNIT: Mapping[str, Time] = {"F": 1, "B": 1, "U": 0}
+UNIT: Mapping[str, Time] = {"F": 1, "B": 1, "I": 1, "W": 1, "U": 0}
 
 
 def timeline(
@@ -45,19 +48,27 @@ def timeline(
     micro_batches: int,
     costs: Mapping[str, Time] | Sequence[Mapping[str, Time]] = UNIT,
     workers: Sequence[int] | None = None,
+    message: Time = 0,
 ) -> Iterator[Slot]:
     """Run `micro_batches` through the schedule, each operation as early as programs, data and workers allow.
 
-    costs: the times of F, B and U, one mapping for all stages or one per stage.
+    costs: the times of F, B (or I and W) and U, one mapping for all stages or one per stage.
     workers: the worker of each stage; None: one worker per stage. A worker runs one operation at a time: of those that
     are ready, the one that can start first; then a backward before a forward; then that of the oldest micro-batch.
-    Yields slots in order of their start. Sending takes no time.
+    A `Placed` schedule has workers and an order of its own.
+    message: the time from the end of F, B or I until the next stage has what it gives, if another worker does it; the
+    sender goes on meanwhile.
+    Yields slots in order of their start.
     """
+    if isinstance(schedule, Placed):
+        each = range(schedule.placement.workers)
+        mine = [schedule.until(worker, micro_batches) for worker in each]
+        return play(mine, list(each), stages, costs, message=message, owner=schedule.placement.owner)
     owner = list(range(stages)) if workers is None else list(workers)
     if len(owner) != stages:
         raise ValueError(f"workers needs one entry per stage: {stages}, not {len(owner)}; give the worker of each")
     programs = [zip(repeat(s), until(schedule(s, stages), micro_batches)) for s in range(stages)]
-    return play(programs, owner, stages, costs)
+    return play(programs, owner, stages, costs, message=message, owner=owner)
 
 
 Place = tuple[str, int, int]  # (kind, stage, micro-batch)
@@ -69,13 +80,17 @@ def play(
     stages: int,
     costs: Mapping[str, Time] | Sequence[Mapping[str, Time]] = UNIT,
     done: Iterable[Place] = (),
+    *,
+    message: Time = 0,
+    owner: Sequence[int] | None = None,
 ) -> Iterator[Slot]:
     """Do each program in its own order, each operation as early as data and workers allow.
 
     programs: of (stage, operation), one per stage as schedules have it, or one per worker.
     workers: the worker that does each program.
     done: operations that had ended before the first one, so that their outputs are there.
-    Yields slots in order of their start. Sending takes no time. Raises RuntimeError if all wait for each other.
+    message: see `timeline`. owner: the worker of each stage; None: each stage has one of its own.
+    Yields slots in order of their start. Raises RuntimeError if all wait for each other.
     """
     per_stage = [costs] * stages if isinstance(costs, Mapping) else list(costs)
     if len(per_stage) != stages:
@@ -100,8 +115,10 @@ def play(
             blocked.setdefault(before, []).append(n)
             return
         begin = 0 if before is None else ended[before]
+        if message and before is not None and (owner is None or owner[before[1]] != owner[s]):
+            begin += message
         # the oldest micro-batch first, so that what a neighbour waits for leaves early
-        heappush(ready, (max(begin, free[workers[n]]), "UBF".index(op.kind), op.mb, n))
+        heappush(ready, (max(begin, free[workers[n]]), _FIRST.index(op.kind), op.mb, n))
 
     for n in range(len(heads)):
         come(n)
@@ -126,12 +143,15 @@ def play(
         raise RuntimeError(f"the schedule deadlocks, waiting: {waiting}")
 
 
+_FIRST = "UBIFW"  # of operations that could start together: a neighbour waits for B and I, and nobody for W
+
+
 def needs(op: Op, s: int, stages: int) -> Place | None:
     """The operation of another stage whose output `op` at stage s takes; None if there is none."""
     if op.kind == "F" and s > 0:
         return "F", s - 1, op.mb
-    if op.kind == "B" and s < stages - 1:
-        return "B", s + 1, op.mb
+    if op.kind in ("B", "I") and s < stages - 1:
+        return op.kind, s + 1, op.mb
     return None
 
 
@@ -151,12 +171,16 @@ def bubble(slots: Iterable[Slot], workers: Sequence[int] | None = None) -> float
 
 
 def delays(schedule: Schedule, stages: int) -> list[int]:
-    """The delay of each stage: its updates between F(i) and B(i) in the steady state; within a group, the largest."""
+    """The delay of each stage: its updates between F(i) and B(i), or W(i) if B is split, in the steady state; within a
+    group, the largest.
+    """
     return [counted.delay for counted in _all_steady(schedule, stages)]
 
 
 def in_flight(schedule: Schedule, stages: int) -> list[int]:
-    """For each stage, the most micro-batches between their forward and their backward in the steady state."""
+    """For each stage, the most micro-batches between their forward and their backward (to its end, if it is split) in
+    the steady state.
+    """
     return [counted.in_flight for counted in _all_steady(schedule, stages)]
 
 
@@ -178,12 +202,13 @@ def horizons(schedule: Schedule, stages: int, costs: Mapping[str, Time] = UNIT) 
             updates[slot.stage].append(slot.end)
         elif slot.op.mb == i:
             start[slot.op.kind, slot.stage] = slot.start
-    target = start["B", 0]
+    back = "I" if ("I", 0) in start else "B"
+    target = start[back, 0]
 
     def ahead(kind: str, s: int) -> int:
         return sum(start[kind, s] < end < target for end in updates[s])
 
-    return [Horizon(ahead("F", s), ahead("B", s)) for s in range(stages)]
+    return [Horizon(ahead("F", s), ahead(back, s)) for s in range(stages)]
 
 
 class _Steady(NamedTuple):
@@ -200,7 +225,11 @@ def _all_steady(schedule: Schedule, stages: int) -> tuple[_Steady, ...]:
     if isinstance(schedule, Flowing):
         ahead = [schedule.slack * (stages - 1 - s) for s in range(stages)]
         return tuple(_Steady(-(-n // schedule.every), n + 1) for n in ahead)
-    flushed = [flushed_in_flight(schedule, s, stages) for s in range(stages)]
+    if isinstance(schedule, Late):
+        ahead = [schedule.slack * (stages - 1 - s) + schedule.late for s in range(stages)]
+        return tuple(_Steady(n, n + 1) for n in ahead)
+    known = flushed_in_flight, zero_bubble_in_flight
+    flushed = [next((n for count in known if (n := count(schedule, s, stages))), None) for s in range(stages)]
     if None not in flushed:
         return tuple(_Steady(0, n) for n in flushed if n is not None)
     return tuple(_steady(schedule, s, stages) for s in range(stages))
@@ -220,10 +249,10 @@ def _steady(schedule: Schedule, stage: int, stages: int) -> _Steady:
                 seen[i] = updates
                 running += 1
                 most = max(most, running) if n >= window // 2 else most
-            elif kind == "B":
+            elif kind in ("B", "W"):
                 delay = max(delay, updates - seen.pop(i)) if n >= window // 2 else delay
                 running -= 1
-            else:
+            elif kind == "U":
                 updates += 1
         found.append(_Steady(delay, most))
         if len(found) > 16:

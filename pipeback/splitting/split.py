@@ -35,6 +35,7 @@ class Split:
     model: nn.Module  # the model that was split
     program: TracedModel | None = None  # None unless a forward was traced
     reasons: dict[str, str] = field(default_factory=dict)  # why a rung did not apply, by its letter
+    spread: Any = None  # how its weights were spread over ranks before it was split (tensor_parallel.spread)
 
     def __str__(self) -> str:
         reasons = "".join(f"\n  not {letter}: {reason}" for letter, reason in self.reasons.items())

@@ -23,8 +23,8 @@ class Flight:
     """A micro-batch between its forward and its backward at one stage."""
 
     __slots__ = (
-        "again", "autocast", "caught", "entry", "leaves", "options", "output", "owned", "row", "target", "tuple_input",
-        "version",
+        "again", "autocast", "caught", "entry", "heard", "leaves", "options", "output", "owned", "row", "target",
+        "tuple_input", "version",
     )  # fmt: skip
 
     def __init__(self, leaves: tuple[Tensor, ...], output: Value, target: Any, version: int, tuple_input: bool) -> None:
@@ -37,9 +37,17 @@ class Flight:
         self.owned: Weights | None = None  # shifted weights that B will need again
         self.options: Any = None  # the optimizers' options when the micro-batch was pushed
         self.entry = 0
+        self.heard = False  # whether its forward has registered hooks
         self.again: Repetition | None = None  # gives B the output, if F has kept no graph
         self.caught: list[Tensor | None] | None = None  # gradients whose strides differ from their leaf's
         self.row: StackedFlight | None = None  # where a stack keeps it, if one has done F
+
+    def upstream(self) -> Value:
+        """The gradient for the stage before, None if it has none."""
+        grads = [x.grad for x in self.leaves]
+        if self.caught is not None:
+            grads = [mine if odd is None else odd for mine, odd in zip(grads, self.caught, strict=True)]
+        return tuple(grads) if self.tuple_input else grads[0]
 
     def listen(self) -> None:
         """Catch gradients whose strides differ from their leaf's. `.grad` would be a copy with the leaf's strides, on

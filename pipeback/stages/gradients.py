@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeback.private import gradient_hooks, identity, run_backward
+from pipeback.stages.postponed import SplitBackward
 
 
 class GradientSums(NamedTuple):
@@ -45,6 +46,7 @@ class Gradients:
         self.values: list[Tensor | None] = [None] * len(params)
         self.count = 0.0  # micro-batches (or samples) that they are summed of
         self._shown = False
+        self.split = SplitBackward()  # those that are still to come
 
     def lend(self) -> None:
         """Before B: put the sums where autograd adds to them."""
@@ -188,10 +190,10 @@ def _handed_over(
         tuple(roots), tuple(seeds), False, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
     )
     # one tensor may be the gradient of several leaves, where autograd would have made a copy
-    seen = {identity(g) for g in seeds if g.layout is torch.strided}
+    seen = identities(seeds)
     grads: dict[int, Tensor | None] = {}
     for leaf, g in zip(inputs, found, strict=True):
-        grads[id(leaf)] = None if g is None else _own(leaf, g.detach(), seen)
+        grads[id(leaf)] = None if g is None else own(leaf, g.detach(), seen)
     for leaf in leaves:
         if leaf.requires_grad:
             leaf.grad = grads[id(leaf)]
@@ -200,7 +202,12 @@ def _handed_over(
         each.show()
 
 
-def _own(leaf: Tensor, gradient: Tensor, seen: set[int]) -> Tensor:
+def identities(tensors: Iterable[Tensor]) -> set[int]:
+    """The memory that these tensors lie in."""
+    return {identity(t) for t in tensors if t.layout is torch.strided}
+
+
+def own(leaf: Tensor, gradient: Tensor, seen: set[int]) -> Tensor:
     """Return the gradient as autograd would put it into `.grad`: with the leaf's strides, in memory of its own."""
     if gradient.layout is not torch.strided:
         return gradient

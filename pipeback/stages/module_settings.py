@@ -63,6 +63,11 @@ class Settings:
         other._values = list(values)
         return other
 
+    def put(self) -> None:
+        """Set the attributes to the values that were read."""
+        for home, key, value in zip(self._homes, self._keys, self._values, strict=True):
+            home[key] = value
+
     @contextmanager
     def restored(self) -> Iterator[None]:
         """A context within which the attributes have the values that were read."""

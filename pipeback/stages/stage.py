@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeback.methods.base import Method, State
+from pipeback.private import registered
 from pipeback.stages.device_slot import DeviceSlot
 from pipeback.stages.flight import ActivationPolicy, Flight, Value, begins, for_loss, laid_alike, reported, weighed
 from pipeback.stages.gradients import Gradients, GradientSums, averaged, differentiate, nothing, sparse_rows
@@ -75,8 +76,7 @@ class Stage:
         self._begin_anew = (lambda: optimizer(list(self.weights)).state) if any(self.optimizer.state.values()) else dict
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # a twin steps; schedulers need not warn
         self.optimizer.zero_grad = nothing  # type: ignore[method-assign]  # its weights have a gradient while it steps
-        self.state: State = {}
-        self.version = 0
+        self.version, self.state = 0, State()
         self.versions = Versions(method.history(index, stages), method.needs_used)
         self.flights: dict[int, Flight] = {}
         self.peak_flights = 0
@@ -133,7 +133,7 @@ class Stage:
 
     def let_go(self) -> None:
         """Keep only shapes, since another rank holds this stage."""
-        self.flights = {}  # graphs refer to the weights
+        self.put_flights({})  # graphs refer to the weights
         self.optimizer.state.clear()
         self.state = {}
         self.versions.put({})
@@ -196,15 +196,17 @@ class Stage:
     def forward(self, mb: int, x: Value, target: Any = None) -> Value:
         """F(mb), on the present weights; returns the output, which on the last stage (the loss) has no graph."""
         leaves, given = self.enter(x)
+        before = registered()
         if self.keeping is None:
             output = self.compute(given, target)
-            self.flights[mb] = Flight(leaves, output, target, self.version, type(x) is tuple)
+            flight = Flight(leaves, output, target, self.version, type(x) is tuple)
         else:
             flight = Flight(leaves, None, target, self.version, type(x) is tuple)
             output = self.keeping.forward(self, flight, given)
-            self.flights[mb] = flight
-        self.listen(self.flights[mb])
-        self.peak_flights = max(self.peak_flights, len(self.flights))
+        self.flights[mb] = flight
+        flight.heard = not 0 <= before == registered()
+        self.listen(flight)
+        self.note_flights(len(self.flights) + len(self.gradients.split.waiting))
         return reported(output) if self.last else output
 
     def listen(self, flight: Flight) -> None:
@@ -264,7 +266,6 @@ class Stage:
     def begin_backward(self, mb: int, grad: Value, roots: list[Any], seeds: list[Tensor]) -> Flight:
         """Append the tensors that B(mb) differentiates, and their gradients (on the last stage None means 1)."""
         flight, alike = self.flights.pop(mb), True
-        self.options = flight.options
         self.versions.hand(mb, flight)
         output = flight.output if flight.again is None else flight.again(self, flight)
         if grad is None and self.judges:
@@ -283,17 +284,13 @@ class Stage:
     def end_backward(self, flight: Flight) -> Value:
         """Count the micro-batch; return the gradient for the stage before, None if it has none."""
         self.gradients.count_more(1)
-        grads = [x.grad for x in flight.leaves]
-        if flight.caught is not None:
-            grads = [own if odd is None else odd for own, odd in zip(grads, flight.caught, strict=True)]
-        return tuple(grads) if flight.tuple_input else grads[0]
+        self.options = flight.options
+        return flight.upstream()
 
     def average(
         self, sums: GradientSums, clip_norm: float | None, clip_value: float | None = None
     ) -> tuple[Sequence[Tensor | None], Tensor | None]:
-        """Return the gradient sums, divided once by the true count and clipped, in the type of the weights; and whether
-        they were clipped, as a 0-d tensor, None if there is no limit.
-        """
+        """Return what `averaged` makes of these sums, in the type of the weights."""
         masters = self.weights if self.masters.weights else None
         apart = self.home.share or self.home.shards
         return averaged(sums, clip_norm, clip_value, masters, None if apart is None else apart.norm)
@@ -306,8 +303,9 @@ class Stage:
 
     def added_bytes(self, before: Stage | None) -> int:
         """The bytes that a micro-batch adds on the device. before: the stage before, if it is in this process."""
-        shares = before is not None and before.stack is None
-        return self.learnt.activation_bytes - shares * self.learnt.handed_bytes
+        # where backwards are split, this stage may hold what was handed to it for longer than the stage before
+        late = self.gradients.split.peak or before is None or before.stack is not None
+        return self.learnt.activation_bytes - (0 if late else self.learnt.handed_bytes)
 
     def work_on(self, device: torch.device) -> None:
         """Set the device of a stage without weights, which is that of its input."""
@@ -349,8 +347,7 @@ class Stage:
 
     def note_flights(self, number: int) -> None:
         """Note that so many micro-batches have been in flight at once."""
-        if number > self.peak_flights:
-            self.peak_flights = number
+        self.peak_flights = max(self.peak_flights, number)
 
     def went_backward(self, options: Any) -> None:
         """Note the options under which the last micro-batch that went backward had been pushed."""
@@ -359,6 +356,7 @@ class Stage:
     def put_flights(self, flights: dict[int, Flight]) -> None:
         """Replace the micro-batches in flight."""
         self.flights = flights
+        self.gradients.split.forget(0)
 
     def stand_at(self, version: int, options: Any) -> None:
         """Set the number of updates, and the options of the last micro-batch that went backward."""
@@ -368,6 +366,7 @@ class Stage:
         """Forget the micro-batches from `first` on, and restore the stage's state of before they came."""
         for mb in [mb for mb in self.flights if mb >= first]:
             del self.flights[mb]
+        self.gradients.split.forget(first)
         self.random.go_to(stream)
         self.gradients.count_anew(count)
         self.options, self.peak_flights = options, peak

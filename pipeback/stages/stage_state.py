@@ -1,9 +1,9 @@
 """The state of a stage as tensors by name and plain values, and back: one layout for every runtime and store.
 
 Tensor names: weight/NAME, buffer/NAME, mask/V/N (the packed index of survivors), optimizer/N/KEY, counted/N,
-method/KEY/N, grad/N, version/V/N, random, flight/I/{x,target,saved,used,loss,random}/N, flight/I/buffer/NAME and
-message/KIND/I/N, where N counts the weights or the parts of a value, V the versions and I the micro-batches. Everything
-else is JSON: numbers, strings, lists and dictionaries.
+method/KEY/N, grad/N, late/I/N, version/V/N, random, flight/I/{x,target,saved,used,loss,random}/N,
+flight/I/buffer/NAME and message/KIND/I/N, where N counts the weights or the parts of a value, V the versions and I the
+micro-batches. Everything else is JSON: numbers, strings, lists and dictionaries.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeback.stages import saved_graph
+from pipeback.stages import saved_graph, split_backward
 from pipeback.stages.flight import Flight, grown
 from pipeback.stages.module_settings import Settings
 from pipeback.stages.optimizer_counters import restore, saved
+from pipeback.stages.postponed import Postponed
 from pipeback.stages.recompute import Recomputation, versions
 from pipeback.stages.recomputed_functions import Afresh, as_it_was
 from pipeback.stages.stage import Stage
@@ -43,6 +44,7 @@ def save(
     messages: those sent to this stage and not yet received. number: numbers the options of a flight. copy: whether to
     copy weights and state; otherwise the tensors in use are returned, which need not be in memory.
     """
+    split_backward.finish(stage)  # no graph has to be saved of what has gone back to the input
     mine: Callable[[Tensor], Tensor] = copies.replica if copy else Tensor.detach
     tensors: Tensors = {}
     plain: Plain = {
@@ -83,6 +85,8 @@ def save(
     plain["grads"] = list(sums)
     _put(tensors, "grad", sums, mine)
     plain["options"] = None if stage.options is None else number(stage.options)
+    if late := stage.gradients.split.waiting:
+        plain["late"] = [_save_late(mb, rest, tensors, number, mine) for mb, rest in sorted(late.items())]
     for version, weights in stage.versions.kept.items():
         _put(tensors, f"version/{version}", {str(n): w for n, w in enumerate(weights)}, mine)
     plain["versions"] = sorted(stage.versions.kept)
@@ -102,6 +106,15 @@ def save(
         [kind, mb, _save_value(tensors, f"message/{kind}/{mb}", value)] for (kind, _, mb), value in messages.items()
     ]
     return tensors, plain
+
+
+def _save_late(
+    mb: int, rest: Postponed, tensors: Tensors, number: Callable[[Any], int], mine: Callable[[Tensor], Tensor]
+) -> list[Any]:
+    """The gradients of a micro-batch that wait for W: its number, which weights have one, options, count."""
+    there = {str(n): g for n, g in enumerate(rest.found or ()) if g is not None}
+    _put(tensors, f"late/{mb}", there, mine)
+    return [mb, list(there), number(rest.options), rest.number]
 
 
 def _save_due(due: Due | None, tensors: Tensors, mine: Callable[[Tensor], Tensor]) -> list[int] | None:
@@ -216,6 +229,10 @@ def load_flights(
         stage.stack.restart(stage)
     flights = sorted(((int(mb), p) for mb, p in plain["flights"].items()), key=lambda pair: pair[0])
     stage.put_flights({mb: _load_flight(stage, mb, p, tensors, options) for mb, p in flights})
+    for mb, there, which, number in plain.get("late", ()):
+        names = [f"late/{mb}/{n}" if str(n) in there else None for n in range(len(stage.params))]
+        found = [None if name is None else _home(stage, tensors[name]) for name in names]
+        stage.gradients.split.wait(mb, Postponed(None, ((), ()), options[which], number, found))
     return {
         (kind, stage.index, mb): _load_value(stage, tensors, f"message/{kind}/{mb}", shape)
         for kind, mb, shape in plain["messages"]

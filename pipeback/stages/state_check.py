@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeback.counts import counted
 from pipeback.stages.masters import HALF
 from pipeback.stages.stage import Stage
 
@@ -22,6 +23,7 @@ def check(stage: Stage, tensors: Mapping[str, Tensor], plain: dict[str, Any]) ->
     """Raise `Corrupt` unless the weights and buffers of the state are this stage's, by name and shape, and the same
     weights train. Values that belong to a weight are stored by its number among those that do.
     """
+    _check_ranks(stage, plain)
     whole = named(stage)
     if not stage.masters.wanted:
         whole["weight"] = dict(stage.module.named_parameters())  # in a store there may be other shapes
@@ -62,6 +64,25 @@ def check(stage: Stage, tensors: Mapping[str, Tensor], plain: dict[str, Any]) ->
         raise Corrupt(
             f"{stage.label}: weight {different[0]!r} {here} here, but was {there} in the state; set requires_grad as "
             "it was, and build a new Pipeline"
+        )
+
+
+def _check_ranks(stage: Stage, plain: dict[str, Any]) -> None:
+    """Raise `Corrupt` if micro-batches in flight hold activations that were spread over another number of ranks."""
+    shards = stage.home.shards
+    here, there = 1 if shards is None else shards.count, plain.get("ranks", 1)
+    if plain.get("shards", here) != here:
+        raise Corrupt(
+            f"{stage.label}: this store has one of {plain['shards']} shards of its weights, but "
+            f"{counted(here, 'rank')} would go on here; build the pipeline with tensor_parallel={plain['shards']}, or "
+            "load a checkpoint"
+        )
+    graphs = any(flight.get("again") is None for flight in plain["flights"].values())
+    if here != there and ("ranks" in plain or (graphs and shards is not None and shards.cuts)):
+        raise Corrupt(
+            f"{stage.label}: its micro-batches in flight hold activations as {counted(there, 'rank')} computed them, "
+            f"and here {counted(here, 'rank')} would go on; build the pipeline with tensor_parallel={there}, or call "
+            "pipe.drain() there before the state is taken"
         )
 
 

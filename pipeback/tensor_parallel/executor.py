@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from pipeback.runtime.executor import SplitOperations
 from pipeback.runtime.link import WireLink
 from pipeback.runtime.stage_executor import StageExecutor
 from pipeback.runtime.worker import Worker
@@ -21,6 +22,8 @@ class TensorExecutor:
 
     apart = True  # backwards one by one, in the order in which the other ranks do them
     as_one = False  # each operation is a call
+    split: SplitOperations | None = None
+    whole = "several ranks compute it together"  # and both parts of a backward would exchange tensors
     undoes = False  # another rank of the group may have gone on
 
     def __init__(self, worker: Worker, group: TensorGroup) -> None:

@@ -100,7 +100,7 @@ def styles(model: nn.Module, plan: Plan | None, count: int) -> dict[str, Style]:
         )
     paths, found = [path for path, _ in model.named_modules() if path], dict[str, Style]()
     for key, value in plan.items():
-        style = _style(key, value)
+        style = style_of(key, value)
         matching = [path for path in paths if _pattern(key).fullmatch(path)]
         if not matching:
             near = get_close_matches(key, paths, n=1, cutoff=0.3)
@@ -115,20 +115,28 @@ def _pattern(key: str) -> re.Pattern[str]:
     return re.compile(r"(?:.+\.)?" + text.removeprefix(r"[^.]+\.") if key.startswith("*.") else text)
 
 
-def _style(key: str, value: Any) -> Style:
+def style_of(key: str, value: Any) -> Style:
+    """The style that a plan gives to a module. Raises ValueError or TypeError naming the entry."""
     if isinstance(value, str) and value in WORDS:
         return WORDS[value]
     if isinstance(value, (ByColumns, ByRows, Local, Experts)):
         return value
     kind = type(value)
     if kind.__module__.startswith("torch.distributed.tensor.parallel") and kind.__name__ in _TORCH:
-        if vars(value) != vars(kind()):
-            raise ValueError(
-                f"plan: {key!r} has a {kind.__name__} with layouts of its own, but only the default ones are known; "
-                'leave them out, or use "colwise_gather_output" for an output that all ranks have'
-            )
-        return _TORCH[kind.__name__]
+        plain, whole = _layouts(kind()), _layouts(kind(output_layouts=kind().input_layouts[0]))
+        if _layouts(value) == plain:
+            return _TORCH[kind.__name__]
+        if kind.__name__ == "ColwiseParallel" and _layouts(value) == whole:
+            return ByColumns(assembled=True)
+        raise ValueError(
+            f"plan: {key!r} has a {kind.__name__} with layouts of its own, but only the default ones are known; "
+            'leave them out, or use "colwise_gather_output" for an output that all ranks have'
+        )
     raise TypeError(
         f"plan: the style of {key!r} must be one of {', '.join(map(repr, WORDS))}, a style of "
         f"pipeback.tensor_parallel, or a ColwiseParallel or RowwiseParallel of torch, but is {value!r}"
     )
+
+
+def _layouts(style: Any) -> tuple[Any, ...]:
+    return style.input_layouts, style.output_layouts, style.use_local_output

@@ -19,6 +19,7 @@ from pipeback.tensor_parallel.cuts import Cut
 from pipeback.tensor_parallel.group import TensorGroup
 from pipeback.tensor_parallel.plans import ByColumns, Experts, Local, Plan, Style, styles
 from pipeback.tensor_parallel.sharding import Sharding
+from pipeback.tensor_parallel.whole_updates import WholeUpdates
 
 
 class _Changed(NamedTuple):
@@ -59,19 +60,18 @@ class Spread:
             self.blocks[path] = module
             inner = experts.inside(module)
             self._change(f"{path}.experts", inner, type(inner), *experts.shard(inner, self.group.count))
-            new = {"tensor_group": self.group, "capacity": style.capacity, "load": experts.ExpertLoad()}
-            self._change(path, module, _mixed(experts.SpreadExperts, module), {}, {}, new)
+            new = {"tensor_group": self.group, "load": experts.ExpertLoad()}
+            kind = _mixed(experts.SpreadExperts, module, capacity=style.capacity)
+            self._change(path, module, kind, {}, {}, new)
         else:
             columns = isinstance(style, ByColumns)
             cuts = layers.cuts_of(module, columns=columns, parts=style.parts if isinstance(style, ByColumns) else 1)
             numbers = layers.attributes(module, self.group.count, columns=columns)
-            new = {"tensor_group": self.group}
             if isinstance(style, ByColumns):
-                kind = _mixed(layers.CutByColumns, module)
-                new["assembled"] = style.assembled
+                kind = _mixed(layers.CutByColumns, module, assembled=style.assembled)
             else:
-                kind, new["transposed"] = _mixed(layers.CutByRows, module), layers.transposed(module)
-            self._change(path, module, kind, numbers, cuts, new)
+                kind = _mixed(layers.CutByRows, module, transposed=layers.transposed(module))
+            self._change(path, module, kind, numbers, cuts, {"tensor_group": self.group})
 
     def _change(
         self, path: str, module: nn.Module, kind: type[nn.Module], values: dict[str, Any], cuts: dict[str, Cut],
@@ -91,10 +91,15 @@ class Spread:
             setattr(module, name, value)
         module.__class__ = kind
 
-    def stages(self, stages: Sequence[Stage]) -> None:
-        """Tell the stages of their shards. Raises ValueError for an optimizer that looks at whole weights."""
+    def stages(self, stages: Sequence[Stage], method: Any) -> Any:
+        """Tell the stages of their shards; return the method as they run it: one that looks at whole weights sees them.
+
+        Raises ValueError for an optimizer that looks at whole weights.
+        """
+        updates = None if method.elementwise else WholeUpdates(method, self.group)
         for stage in stages:
-            sharding = Sharding(list(stage.module.named_parameters()), self.cuts, self.group)
+            routed = any(isinstance(module, experts.SpreadExperts) for module in stage.module.modules())
+            sharding = Sharding(list(stage.module.named_parameters()), self.cuts, self.group, routed)
             if sharding.cuts and not separable(stage.optimizer):
                 raise ValueError(
                     f"tensor_parallel: {type(stage.optimizer).__name__} of {stage.label} may look at whole matrices, "
@@ -102,6 +107,9 @@ class Spread:
                     "AdamW, or leave tensor_parallel out"
                 )
             stage.home.spread(sharding)
+            if updates is not None:
+                updates.begin(stage, sharding)
+        return method if updates is None else updates.seeing
 
     def undo(self) -> None:
         """Put the model back as it was, after an error."""
@@ -127,8 +135,10 @@ def spread(model: nn.Module | Sequence[nn.Module], plan: Plan | None, group: Ten
     return Spread(root, plan, group).on(root)
 
 
-def _mixed(mixin: type, module: nn.Module) -> type[nn.Module]:
-    return type(f"{mixin.__name__}{type(module).__name__}", (mixin, type(module)), {"__module__": mixin.__module__})
+def _mixed(mixin: type, module: nn.Module, **numbers: Any) -> type[nn.Module]:
+    """A class for a module that is spread. Its numbers are of the class: a state knows those of a module alone."""
+    own = {"__module__": mixin.__module__, **numbers}
+    return type(f"{mixin.__name__}{type(module).__name__}", (mixin, type(module)), own)
 
 
 def _empty(p: nn.Parameter, shape: torch.Size) -> nn.Parameter:

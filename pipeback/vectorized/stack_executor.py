@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pipeback.errors import StageError
+from pipeback.runtime.executor import SplitOperations
 from pipeback.runtime.stage_executor import StageExecutor
 from pipeback.runtime.worker import Worker
 from pipeback.schedules.order import Ops, Order
@@ -26,6 +27,8 @@ class StackExecutor:
     apart = False  # the backwards of a wave are one call
     undoes = False  # nothing puts the rows of a stack back
     as_one = True  # the operations of a wave are one call
+    split: SplitOperations | None = None
+    whole = "stages of its worker run as one"
 
     def __init__(self, worker: Worker, *, stacks: Sequence[Stack]) -> None:
         self.worker, self.stages, self.link, self.stacks = worker, worker.stages, worker.link, list(stacks)
@@ -66,7 +69,7 @@ class StackExecutor:
     def judged(self, i: int, loss: Tensor) -> None:
         """Take the loss of a micro-batch from the last stage."""
         if self.worker.check_finite and not torch.isfinite(loss):
-            raise StageError(self._one_by_one.bad_loss(i, loss))
+            raise self._one_by_one.bad_loss(i, loss)
         self.worker.report(i, loss)
 
     def forward(self, ops: Ops) -> list[Flight]:
@@ -165,4 +168,5 @@ class StackExecutor:
 
     def _failed_rows(self, what: str, stack: Stack, ops: Ops, error: Exception) -> StageError:
         mbs = ", ".join(str(i) for _, i in ops)
-        return StageError(f"{stack.name}, micro-batches {mbs}: the {what} failed: {error}")
+        s, i = ops[0] if len(ops) == 1 else (None, None)
+        return StageError(f"{stack.name}, micro-batches {mbs}: the {what} failed: {error}", what, s, i)

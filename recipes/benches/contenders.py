@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
 from torch.nn.functional import mse_loss
 
 import pipeback
@@ -19,6 +26,12 @@ from pipeback.recipes.benches.network import sgd
 RANKS = 2
 PEERS = {"gpipe": ScheduleGPipe, "one_f_one_b": Schedule1F1B}
 FLUSHES = (4, 8)  # micro-batches between two steps
+# those whose backward is split, or whose ranks hold two parts each: the parts of the two ranks
+MORE_PEERS = {
+    "interleaved": (ScheduleInterleaved1F1B, ((0, 2), (1, 3))),
+    "zb_h1": (ScheduleInterleavedZeroBubble, ((0,), (1,))),
+    "zb_v": (ScheduleZBVZeroBubble, ((0, 3), (1, 2))),
+}
 
 
 class Task(Protocol):
@@ -99,6 +112,14 @@ def together(case: Case, rank: int) -> dict[str, Contender]:
             few = max(flush, case.turn // 3 // flush * flush)  # flushes are alike, so fewer will do
             some[f"{name} {flush}"] = pipelined(case, name, few, flush)
             some[f"{schedule.__name__} {flush}"] = peer(case, rank, schedule, flush, few, halves(case.layers))
+    flush = FLUSHES[-1]
+    few = max(flush, case.turn // 3 // flush * flush)
+    for name, (looped, parts) in MORE_PEERS.items():
+        if name in methods.available():
+            some[f"{name} {flush}"] = pipelined(case, name, few, flush)
+        count = sum(map(len, parts))
+        owner = [layer * count // case.layers for layer in range(case.layers)]
+        some[f"{looped.__name__} {flush}"] = peer(case, rank, looped, flush, few, owner, parts)
     return some
 
 
@@ -230,21 +251,28 @@ def halves(layers: int) -> list[int]:
     return [layer * RANKS // layers for layer in range(layers)]
 
 
-def peer(task: Task, rank: int, schedule: Any, flush: int, turn: int, owner: list[int]) -> Contender:
-    """torch.distributed.pipelining: a step ends each flush. owner: the rank of each of the model's stages."""
-    part = Part(*(stage for stage, who in zip(task.model(), owner, strict=True) if who == rank))
-    stage = PipelineStage(part, rank, RANKS, torch.device("cpu"), group=dist.group.WORLD)
-    steps = schedule(stage, n_microbatches=flush, loss_fn=task.loss)
-    optimizer = sgd(part.parameters())
+def peer(
+    task: Task, rank: int, schedule: Any, flush: int, turn: int, owner: list[int], parts: Sequence[Sequence[int]] = ()
+) -> Contender:
+    """torch.distributed.pipelining: a step ends each flush.
+
+    owner: the part of each of the model's stages. parts: those of each rank; (): each rank has one.
+    """
+    layers, count = task.model(), max(owner) + 1
+    mine = {n: Part(*(stage for stage, who in zip(layers, owner, strict=True) if who == n)) for n in range(count)}
+    mine = {n: mine[n] for n in (parts[rank] if parts else (rank,))}
+    stages = [PipelineStage(part, n, count, torch.device("cpu"), group=dist.group.WORLD) for n, part in mine.items()]
+    steps = schedule(stages if parts else stages[0], n_microbatches=flush, loss_fn=task.loss)
+    optimizer = sgd([weight for part in mine.values() for weight in part.parameters()])
     x, y = task.data(flush)
+    given: tuple[Any, ...] = (x,) if 0 in mine else ()
+    judged: dict[str, Any] = {"target": y, "losses": []} if count - 1 in mine else {}
 
     def run() -> float:
         begin = time.perf_counter()
         for _ in range(turn // flush):
-            if rank == 0:
-                steps.step(x)
-            else:
-                steps.step(target=y, losses=[])
+            steps.step(*given, **judged)
+            judged.get("losses", []).clear()
             optimizer.step()
             optimizer.zero_grad()
         return time.perf_counter() - begin

@@ -47,6 +47,7 @@ def create(name: str, stages: int, **given: Any) -> pipeback.Method:
     options: dict[str, dict[str, int]] = {
         "pipemare": {"anneal": 10_000}, "pipedream_2bw": {"micro_batches": stages},
         "gpipe": {"micro_batches": 32}, "one_f_one_b": {"micro_batches": 32},
+        "interleaved": {"micro_batches": 32}, "looped_bfs": {"micro_batches": 32}, "zb_v": {"micro_batches": 32},
     }  # fmt: skip
     return methods.create(name, **options.get(name, {}) | given)
 

@@ -3,7 +3,7 @@
 The ideal is two independent single-process copies that run at once: together they do twice the micro-batches of one
 under the same contention. All contenders take turns within the same two processes. The peers, of
 torch.distributed.pipelining, step once per flush of 4 or 8 micro-batches, as our gpipe and one_f_one_b beside them; pb
-steps after every one.
+steps after every one. With 8 there are also schedules whose ranks hold two parts each, or whose backward is split.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable
 
-from pipeback.recipes.benches.contenders import FLUSHES, PEERS, Case, alone, together
+from pipeback.recipes.benches.contenders import FLUSHES, MORE_PEERS, PEERS, Case, alone, together
 from pipeback.recipes.benches.turns import Rates, everywhere, join, on_ranks, spread, take_turns
 from pipeback.recipes.markdown import table
 
@@ -59,6 +59,14 @@ def tables(rates: Rates) -> tuple[str, str]:
         for name, peer in PEERS.items():
             ours, theirs = f"{name} {flush}", f"{peer.__name__} {flush}"
             beside.append([ours, theirs, over(rates[ours], rates[theirs])])
+    flush = FLUSHES[-1]
+    for name, (schedule, _) in MORE_PEERS.items():
+        if f"{name} {flush}" in rates:
+            ours, theirs = f"{name} {flush}", f"{schedule.__name__} {flush}"
+            beside.append([ours, theirs, over(rates[ours], rates[theirs])])
+    flushing = {name: some for name, some in rates.items() if name.endswith(f" {flush}")}
+    best = max(flushing, key=lambda name: statistics.median(flushing[name]))
+    beside.append(["pb, shared_memory", f"the best at {flush}: {best}", over(rates["pb, shared_memory"], rates[best])])
     return (
         table(["", "ms/micro-batch", "of two copies"], rows),
         table(["", "over", "samples per second"], beside, left=(0, 1)),

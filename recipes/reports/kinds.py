@@ -12,6 +12,7 @@ from pipeback.recipes.reports.runs import Method
 from pipeback.recipes.reports.style import NARROW, SIZE, WIDE
 from pipeback.schedules.ops import Schedule
 from pipeback.schedules.programs import fill_drain, flowing, one_f_one_b
+from pipeback.schedules.split import zb_h1, zb_h2
 from pipeback.schedules.timeline import bubble, timeline
 
 STAGES, MICRO_BATCHES = 4, 8
@@ -30,6 +31,8 @@ class Kind(NamedTuple):
 KINDS = (
     Kind("", "fill, drain, update", fill_drain(STAGES), ("gpipe",)),
     Kind("", "early backwards, the same bubble", one_f_one_b(STAGES), ("one_f_one_b",)),
+    Kind("", "a split backward, a smaller bubble", zb_h1(STAGES), ("zb_h1",)),
+    Kind("", "a split backward, no bubble", zb_h2(STAGES), ("zb_h2",)),
     Kind("slack 1", "never flushed, D = S − 1 − s", flowing(1), ("pipedream", "spectrain")),
     Kind("slack 2", "never flushed, D = 2(S − 1 − s)", flowing(2),
          ("pb", "sc", "lwp", "lwp_w_sc", "cerebras", "pipemare")),

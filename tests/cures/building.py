@@ -177,6 +177,16 @@ ROWS: dict[str, Row] = {
         lambda: trains(store=pipeback.Streaming(sparsity="magnitude")),
     ),
     "compile": Row(lambda: build(compile=3), "compile must be True, False or a dict", lambda: trains(compile=False)),
+    "watch with states that are kept": Row(
+        lambda: build(debug=pipeback.Debug(take_back=3)).watch(),
+        "take_back: watch would see micro-batches twice that are trained again; build the pipeline without take_back",
+        lambda: build(debug=pipeback.Debug()).watch(),
+    ),
+    "states that are kept without a loss": Row(
+        lambda: build(loss=None, debug=pipeback.Debug(take_back=3)),
+        "take_back=3 does not go with loss=None; use a loss, and push, or leave take_back out",
+        lambda: trains(debug=pipeback.Debug(take_back=3)),
+    ),
     "watch with workers": Row(
         lambda: build(workers=2).watch(),
         "watch does not follow threads; use workers=None and no replicas",

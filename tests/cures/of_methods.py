@@ -91,6 +91,36 @@ ROWS: dict[str, Row] = {
         "slack must be a whole number of at least 0",
         lambda: trains(method=methods.create("pb", slack=0)),
     ),
+    "chunks": Row(
+        lambda: methods.create("interleaved", chunks=0),
+        "chunks must be a whole number of at least 1",
+        lambda: trains(method=methods.create("interleaved", chunks=1)),
+    ),
+    "more parts than stages": Row(
+        lambda: build(method=methods.create("looped_bfs", chunks=3), workers=2),
+        r"LoopedBFS\(chunks=3, .*puts 3 parts of the stages on each worker, but 2 workers share 4 stages; use at most "
+        "1 worker, or chunks=2",
+        lambda: [
+            trains(method=methods.create("looped_bfs", chunks=3), workers=1),
+            trains(method=methods.create("looped_bfs", chunks=2), workers=2),
+        ],
+    ),
+    "more halves of a V than stages": Row(
+        lambda: build(method=methods.create("pb", placement="v"), workers=3),
+        r"placement='v'.*\) puts 2 parts of the stages on each worker, but 3 workers share 4 stages; use at most "
+        "2 workers$",
+        lambda: trains(method=methods.create("pb", placement="v"), workers=2),
+    ),
+    "another placement": Row(
+        lambda: methods.create("pb", placement="loop"),
+        "pb: placement must be 'neighbours' or 'v', not 'loop'",
+        lambda: [trains(method=methods.create("pb", placement=p), workers=2) for p in ("neighbours", "v")],
+    ),
+    "parts that run as one": Row(
+        lambda: build(method="interleaved", workers=2, vectorize="auto"),
+        "placement='loop' on several workers does not go with vectorize='auto'; use vectorize=False$",
+        lambda: trains(method="interleaved", workers=2, vectorize=False),
+    ),
     "two schedules": Row(
         lambda: pipeback.chain(methods.create("lwp", form="weight", slack=1), methods.create("sc")),
         "different schedules; give both the same slack=",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -49,6 +50,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     *[({"loss": None, name: value}, f"loss=None does not go with {name}=") for name, value in (
         ("micro_batch_size", 2), ("weights", "samples"), ("check_finite", True), ("replicas", 2),
     )],
+    ({"take_back": 3, "vectorize": True}, "take_back=3 does not go with vectorize="),
     ({"masters": True, "store": "host"}, "masters=True does not go with store="),
     ({"vectorize": True, "method": "sgd", "model": nn.Sequential(nn.Linear(6, 6))},
      "vectorize=True: no stages are alike"),
@@ -90,7 +92,9 @@ def test_every_word_that_is_named(name):
             trains(**grouped({"model": network(4), **more, name: value}))
 
 
-@pytest.mark.parametrize("name", ["micro_batch_size", "workers", "replicas", "clip_norm", "clip_value", "timeout"])
+@pytest.mark.parametrize(
+    "name", ["micro_batch_size", "workers", "replicas", "clip_norm", "clip_value", "timeout", "take_back"]
+)
 @pytest.mark.parametrize("value", [0, -1])
 def test_the_least_number(name, value):
     told = refused(lambda: build(**grouped({name: value})), f"{name.removeprefix('clip_')} must be .* but is {value}")
@@ -151,6 +155,7 @@ def test_what_could_not_be_taken_back():
     refused(lambda: push(9), r"stage 2 \(2\), micro-batch 5: .* 9 is out of bounds")
     says = (
         r"closed: stage 2 .*load_state_dict\(\) reopens it with a state of pipe.state_dict\(\) from before.*shown\(\)"
+        r".*built with debug=pipeback.Debug\(take_back=100\), which keeps a state every 100 pushes"
     )
     refused(lambda: push(3), says)
     with pipe.shown():
@@ -159,6 +164,58 @@ def test_what_could_not_be_taken_back():
     push(3)
     assert pipe.arrived == 6
     pipe.close()
+    pipe, _, push = out_of_range(workers=2, debug=pipeback.Debug(take_back=100))
+    refused(lambda: push(9), "stage 2 .* 9 is out of bounds.*; push 5 was left out, as if it had not come")
+    push(3)
+    assert pipe.arrived == 6
+    pipe.close()
+
+
+class Armed(torch.autograd.Function):
+    """Its backward fails for negative micro-batches."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.bad = bool((x < -100).all())
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if ctx.bad:
+            raise ValueError("bad values")
+        return gradient
+
+
+class Last(nn.Module):
+    def forward(self, x):
+        return Armed.apply(x)
+
+
+def test_what_came_before_weights_were_written_is_not_taken_back():
+    def fails(drains):
+        model = nn.Sequential(nn.Sequential(nn.Linear(6, 6), Last()), nn.Linear(6, 6), nn.Linear(6, 6))
+        nn.init.constant_(model[0][0].weight, 1.0)
+        pipe = build(model, method="pb", workers=2, debug=pipeback.Debug(take_back=100))
+        pipe.push(BATCH, BATCH)
+        pipe.push(torch.full((4, 6), -1e4), BATCH)
+        with suppress(pipeback.PushLeftOut):
+            (pipe.drain if drains else pipe.wait)()
+        with torch.no_grad():
+            pipe.model[2].weight.mul_(0.5)
+        try:
+            for _ in range(2):
+                with suppress(pipeback.StageError):
+                    for _ in range(8):
+                        pipe.push(BATCH, BATCH)
+                    pipe.wait()  # the worker may be behind
+        finally:
+            closed = pipe.closed
+            pipe.close()
+        return closed
+
+    says = r"take_back did not help, since the micro-batch came before the first state.*call drain\(\) before you do so"
+    refused(lambda: fails(drains=False), says)
+    assert not fails(drains=True)
 
 
 def test_commit_with_a_folder(tmp_path):

@@ -214,6 +214,8 @@ ROWS: dict[str, Row] = {
             ("device", {"store": pipeback.Streaming("host", device="cpu")}, {"accelerator": "cpu"}),
             ("check_finite", {"debug": pipeback.Debug(check_finite=True)},
              {"where": partial(strategy, "pb", debug=pipeback.Debug(check_finite=False))}),
+            ("take_back", {"debug": pipeback.Debug(take_back=3)},
+             {"where": partial(strategy, "pb", debug=pipeback.Debug(take_back=None))}),
         )
     },
 }  # fmt: skip

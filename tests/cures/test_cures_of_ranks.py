@@ -103,6 +103,10 @@ def watched(rank: int, some: bool) -> None:
     pushed(pipe, lambda: pipe.watch())
 
 
+def kept(rank: int, some: bool) -> None:
+    pushed(built(debug=pipeback.Debug(take_back=3 if some else None)))
+
+
 def sparse(rank: int, some: bool) -> None:
     store = pipeback.Streaming("host", sparsity="set")
     pushed(built(replicas=2, store=store if some else None))
@@ -113,6 +117,21 @@ def sparse(rank: int, some: bool) -> None:
 class Whole(torch.optim.SGD):
     def step(self, closure: Any = None) -> Any:
         return super().step(closure)
+
+
+def linked(rank: int, some: bool) -> None:
+    link = pipeback.Processes(timeout=TIMEOUT, link="nccl" if some else "gloo")
+    pushed(built(method="looped_bfs", workers=link))
+
+
+def far_loss(rank: int, some: bool) -> None:
+    method = pipeback.methods.create("pb", placement="v" if some else "neighbours")
+    pipe = built(loss=None, method=method)
+    for x, _ in data(4):
+        output = pipe.forward(x)
+        pipe.backward(None if output is None else torch.zeros_like(output))
+        pipe.step()
+    pipe.close()
 
 
 def whole(rank: int, some: bool) -> None:
@@ -218,7 +237,10 @@ ROWS: dict[Callable[[int, bool], None], str] = {
     other_batch: "every rank must push the same data, in the same order",
     forgotten: "forget: the other ranks are ahead already; give backward a gradient of zeros",
     watched: "watch measures whole weights, of which a rank's store has a slice; use store=None",
+    kept: "take_back=3: the ranks of other processes could not go back to a state; leave take_back out, and load the",
     sparse: "a store splits weights over the ranks of the replicas, but not sparse ones; use store=None",
+    linked: r"parts of the stages each do not exchange tensors by NCCL; use workers=pipeback.Processes\(link='gloo'\)",
+    far_loss: "loss=None over several ranks does not go with placement='v'; use placement='neighbours'",
     whole: "may look at whole matrices, but every replica's store keeps a slice of them; use one of torch",
     braked: "looks at whole weights, but every replica's store keeps a slice of them; use store=None, or one replica",
     meshed: r"mesh has 3 dimensions; use \(replicas, workers\), or \(workers,\)",

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-from torch.distributed.tensor.placement_types import Replicate
+from torch.distributed.tensor.placement_types import Shard
 
 import pipeback
 from pipeback.tensor_parallel import ByColumns, Experts, Local
@@ -21,7 +21,8 @@ from pipeback.tensor_parallel.group import TensorGroup
 from pipeback.tensor_parallel.spread import spread
 from tests.laws.cases import OPTIMIZERS, data
 from tests.processes.crew import Crew
-from tests.processes.tensor_cases import PERCEPTRON, perceptron
+from tests.processes.tensor_cases import PERCEPTRON, made_of, perceptron
+from tests.processes.tensor_cases import made as tensor_made
 from tests.processes.tensor_families import mixtral
 
 
@@ -71,12 +72,12 @@ PLANS: dict[str, tuple[Callable[[], nn.Module], Any, str, Callable[[], nn.Module
         perceptron, {"*.up": "columnwise"}, "plan: the style of '*.up'", perceptron, PERCEPTRON,
     ),
     "layouts": (
-        perceptron, {"*.up": ColwiseParallel(output_layouts=Replicate())},
+        perceptron, {"*.up": ColwiseParallel(input_layouts=Shard(0))},
         "has a ColwiseParallel with layouts of its own, but only the default ones are known", perceptron,
         {"*.up": "colwise_gather_output"},
     ),
     "layouts left out": (
-        perceptron, {"*.up": ColwiseParallel(output_layouts=Replicate())}, "leave them out, or use", perceptron,
+        perceptron, {"*.up": ColwiseParallel(input_layouts=Shard(0))}, "leave them out, or use", perceptron,
         {"*.up": ColwiseParallel(), "*.down": RowwiseParallel()},
     ),
     "no layer": (perceptron, {"0": "colwise"},
@@ -138,7 +139,7 @@ def made(rank: int, some: dict[str, Any]) -> Any:
     optimizer = some.pop("optimizer", "momentum")
     options: dict[str, Any] = {"method": "pb", "optimizer": OPTIMIZERS.get(optimizer, torch.optim.Adafactor)}
     options["tensor_parallel"] = pipeback.TensorParallel(some.pop("size", 2), some.pop("plan", PERCEPTRON))
-    mesh, then = some.pop("mesh", None), some.pop("then", None)
+    mesh = some.pop("mesh", None)
     if mesh is not None:
         mesh = init_device_mesh("cpu", mesh, mesh_dim_names=some.pop("names", None))
     try:
@@ -147,10 +148,6 @@ def made(rank: int, some: dict[str, Any]) -> Any:
         )
         for x, y in data(4, dtype=torch.float64):
             pipe.push(x, y)
-        if then == "drain":
-            pipe.drain()
-        if then:
-            pipe.state_dict()
         pipe.drain()
         pipe.close()
     except (ValueError, TypeError) as error:
@@ -173,28 +170,14 @@ RANKS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
         {"mesh": (1, 2), "names": ("tp", "pp")}, "mesh has the names ('tp', 'pp'), but with tensor_parallel=2",
         {"mesh": (1, 2), "names": ("pp", "tp")},
     ),
-    "flying": (
-        {"then": "state"}, "hold activations that are spread over ranks; call pipe.drain() before the state is taken",
-        {"then": "drain"},
-    ),
-    "recompute": (
-        {"then": "state"}, 'or build the pipeline with activations="recompute"',
-        {"then": "state", "activations": "recompute"},
-    ),
     "optimizer": (
         {"optimizer": "adafactor"},
         "may look at whole matrices, but every rank has a shard of them; use one of torch.optim's",
         {"optimizer": "adamw"},
     ),
-    "method": (
-        {"method": "eigendelay", "optimizer": "adamw"},
-        "looks at whole weights, but tensor_parallel gives each rank a shard of them; leave tensor_parallel out",
-        {"optimizer": "adamw"},
-    ),
     "vectorize": ({"vectorize": True}, "vectorize=True", {"vectorize": False}),
     "compile": ({"compile": True}, "compile=True", {"compile": False}),
     "sparsity": ({"store": pipeback.Streaming(sparsity="set")}, "sparsity", {"store": "host"}),
-    "disk": ({"store": "disk:/tmp/none"}, 'store="host"', {"store": "host"}),
 }  # fmt: skip
 
 
@@ -229,6 +212,81 @@ def test_a_split(crew):
     for found in crew.run(split_before, True, each=range(2)):
         assert "but model is a Split already; give the model itself with stages= and example=" in found
     assert crew.run(split_before, False, each=range(2)) == [None, None]
+
+
+def routed(rank: int, how: str) -> str:
+    """Take a state while tokens are on the way to experts."""
+    pipe, batches = made_of(mixtral, 2, activations="recompute" if how == "recompute" else "device")
+    for x, y in batches[:4]:
+        pipe.push(x, y)
+    if how == "drain":
+        pipe.drain()
+    try:
+        pipe.state_dict()
+    except ValueError as error:
+        return str(error)
+    pipe.close()
+    return ""
+
+
+def test_tokens_in_flight(crew):
+    says = 'call pipe.drain() before the state is taken, or build the pipeline with activations="recompute"'
+    for found in crew.ranks(2).run(routed, "broken", each=range(2)):
+        assert "hold tokens that have travelled to experts on other ranks" in found and says in found
+    crew.again()
+    for how in ("drain", "recompute"):
+        assert crew.ranks(2).run(routed, how, each=range(2)) == ["", ""]
+        crew.again()
+
+
+def flown(drain: bool) -> Any:
+    pipe = tensor_made("pb", 2)
+    for x, y in data(6, dtype=torch.float64):
+        pipe.push(x, y)
+    if drain:
+        pipe.drain()
+    state = pipe.state_dict()
+    pipe.close()
+    return state
+
+
+def taken_up(state: Any) -> None:
+    pipe = tensor_made("pb", 2)
+    pipe.load_state_dict(state)
+    pipe.drain()
+    pipe.close()
+
+
+def test_other_shards(crew):
+    states = crew.ranks(2).run(flown, False)
+    with pytest.raises(ValueError, match=r"build the pipeline with tensor_parallel=2, or call pipe.drain\(\) there"):
+        tensor_made("pb", 1).load_state_dict(states[0])
+    tensor_made("pb", 1).load_state_dict(crew.run(flown, True)[0])
+    assert crew.run(taken_up, states[0]) == [None, None]
+
+
+def stored(folder: str, tensor: int) -> str:
+    """Train from a store on disk, commit, and close."""
+    try:
+        pipe = tensor_made("pb", tensor, store=f"disk:{folder}", workers=pipeback.Processes(timeout=20.0))
+    except pipeback.StoreError as error:
+        return str(error)
+    for x, y in data(6, dtype=torch.float64):
+        pipe.push(x, y)
+    pipe.commit()
+    pipe.close()
+    return ""
+
+
+def test_other_shards_in_a_store(crew, tmp_path):
+    crew, folder = crew.ranks(2), str(tmp_path)
+    assert crew.run(stored, folder, 2) == ["", ""]
+    found = crew.run(stored, folder, 1)
+    crew.again()
+    says = "build the pipeline with tensor_parallel=2, or load a checkpoint"
+    assert all("this store has one of 2 shards of its weights, but 1 rank would go on here" in text for text in found)
+    assert all(says in text for text in found)
+    assert crew.ranks(2).run(stored, folder, 2) == ["", ""]
 
 
 def other_data(rank: int, some: bool) -> Any:

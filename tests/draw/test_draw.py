@@ -11,6 +11,7 @@ import pytest
 from pipeback import draw
 from pipeback.draw import perfetto as traces
 from pipeback.draw.worker_bands import beside
+from pipeback.recipes import draw as command
 from pipeback.schedules.ops import Op
 from pipeback.schedules.programs import fill_drain, flowing, one_f_one_b
 from pipeback.schedules.recording import Recording, Track
@@ -219,3 +220,24 @@ def test_options_may_be_written_in_three_ways():
     assert recipe.parsed(other) == wanted
     assert recipe.parsed(["pb", "--run", "window=5", "micro_batches=20"])["window"] == 5  # as a message names it
     assert wanted["ranks"] == 2 and recipe.parsed(["pb", "--run", "stages=1"])["ranks"] == 1
+
+
+def test_workers_of_several_parts_in_text_and_pictures(capsys, tmp_path):
+    """The command draws one row per stage and counts idle times per worker; a run names the stages of each."""
+    command.show(command.parsed(["method=interleaved,one_f_one_b", "stages=4", "micro_batches=4", "flush=4"]))
+    told = capsys.readouterr().out
+    assert "interleaved: delays [0, 0, 0, 0], idle 11.1% over 4 micro-batches, workers of stages [0, 1, 0, 1]" in told
+    assert "0 │ F0 F1 .  .  F2 .  F3 .  .  B0 .  B1 .  .  .  .  B2 B3" in told
+    with pytest.raises(ValueError, match="stages=5 are no multiple of the 2 that each worker holds; write stages=6$"):
+        command.show(command.parsed(["method=looped_bfs", "stages=5"]))
+    command.show(command.parsed(["method=looped_bfs", "stages=6", f"out={tmp_path / 'bfs.png'}"]))
+    assert (tmp_path / "bfs.png").stat().st_size > 3000
+    pipe = pipeline(network(4), "interleaved", micro_batch_size=1, workers=2)
+    pipe.record()
+    pipe.push(*data(1, samples=4)[0])
+    written = draw.trace(pipe, tmp_path / "run.json")
+    names = [event["args"]["name"] for event in written["traceEvents"] if event["name"] == "process_name"]
+    assert [name.rpartition(": ")[2] for name in names] == ["stages 0, 2", "stages 1, 3"]
+    check_events(written, pipe.owner)
+    pipe.close()
+    plt.close("all")

@@ -92,8 +92,18 @@ METHODS: dict[str, Pair] = {
     **PAIRS,
     "gpipe": Pair(lambda _: create("gpipe"), lambda w, r, **k: Recurrence(w, r, slack=0, every=None, **k)),
     "one_f_one_b": Pair(lambda _: create("one_f_one_b"), lambda w, r, **k: Recurrence(w, r, slack=0, every=None, **k)),
+    "zb_h1": Pair(lambda _: create("zb_h1"), lambda w, r, **k: Recurrence(w, r, slack=0, every=None, **k)),
+    "zb_h2": Pair(lambda _: create("zb_h2"), lambda w, r, **k: Recurrence(w, r, slack=0, every=None, **k)),
+    "interleaved": Pair(
+        lambda stages: create("interleaved", chunks=max(1, stages // 3)),
+        lambda w, r, **k: Recurrence(w, r, slack=0, every=None, **k),
+    ),
+    "looped_bfs": Pair(
+        lambda stages: create("looped_bfs", chunks=max(1, stages // 3)),
+        lambda w, r, **k: Recurrence(w, r, slack=0, every=None, **k),
+    ),
 }
-EACH_PUSH = ("gpipe", "one_f_one_b")  # whose flush is a push
+EACH_PUSH = ("gpipe", "one_f_one_b", "zb_h1", "zb_h2", "interleaved", "looped_bfs")  # whose flush is a push
 
 
 def optimizers(method: str) -> list[str]:

@@ -213,7 +213,6 @@ MODELS: dict[str, Callable[[int, int], list[nn.Module]]] = {
 FOLLOWED = ("followed", "counted")  # forms
 RANDOM = ("dropping", "batch")
 WHOLE = ("indices", "sparse")  # which take x (N,) of whole numbers below 9
-UNLIKE = ("scaled",)  # whose stages look alike, and are not
 # whose stages may run as one
 ALIKE = (
     "linear",
@@ -223,6 +222,7 @@ ALIKE = (
     "depthwise",
     "in place",
     "frozen",
+    "scaled",  # every other one; neighbours only look alike
 )
 
 

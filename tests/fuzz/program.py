@@ -18,7 +18,7 @@ from torch import Tensor
 from tests.laws.reference import Recurrence
 
 from .cases import EACH_PUSH, METHODS, OPTIMIZERS, stepping
-from .models import FOLLOWED, RANDOM, UNLIKE, WHOLE, WIDTH, stages, trained
+from .models import FOLLOWED, RANDOM, WHOLE, WIDTH, stages, trained
 from .odd_options import NAMES
 from .oracle import Network
 
@@ -67,7 +67,7 @@ class Program:
             return NAMES.get(self.odd[0], self.odd[0])
         if self.optimizer == "halved" and stepping(self.method):
             return "Halved"
-        return "as one" if self.model in UNLIKE and self.runtime.get("vectorize") is True else ""
+        return ""
 
     @property
     def has_equations(self) -> bool:
@@ -86,6 +86,7 @@ class Program:
                     run.call(name, f"{n} {name}", *values)
                 run.look(f"{len(self.calls)} end")
                 run.check_random()
+                run.check_alike()
                 # read last: reading a lazy loss waits, which would hide what depends on when things are done
                 return [(at, v.detach().clone() if isinstance(v, Tensor) else v) for at, v in run.seen]
             finally:

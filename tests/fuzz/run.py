@@ -18,7 +18,7 @@ from tests.helpers.long_forms import grouped
 
 from .calls import CALLS
 from .cases import METHODS, OPTIMIZERS
-from .models import FOLLOWED, LOSSES, WHOLE, blocks, build, stages
+from .models import FOLLOWED, LOSSES, WHOLE, Scaled, blocks, build, stages
 from .program import CLEARED, Program, Seen
 
 
@@ -76,6 +76,12 @@ class Run:
     def check_random(self) -> None:
         """Nobody has drawn from the caller's generator."""
         assert torch.equal(torch.get_rng_state(), self.random), "training drew from the caller's generator"
+
+    def check_alike(self) -> None:
+        """Stages that run as one have the same constants, of which no weight tells."""
+        for stack in self.pipe._engine.setting.stacks:
+            found = {tuple(m.by for m in s.module.modules() if isinstance(m, Scaled)) for s in stack.stages}
+            assert len(found) == 1, f"stages with the constants {found} are taken for alike"
 
     def close(self) -> None:
         with suppress(Exception):

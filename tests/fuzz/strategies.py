@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from .cases import METHODS, OPTIMIZERS, allows, optimizers, stepping
-from .models import ALIKE, FOLLOWED, MODELS, RANDOM, UNLIKE
+from .models import ALIKE, FOLLOWED, MODELS, RANDOM
 from .odd_options import ODD
 from .pending import PENDING
 from .program import Program
@@ -40,7 +40,7 @@ def _options(draw: st.DrawFn) -> dict[str, Any]:
 def _runtime(draw: st.DrawFn, model: str, stages: int, options: dict[str, Any]) -> dict[str, Any]:
     """Options that change no number."""
     if stages > 3 and not options.get("replicas") and draw(st.sampled_from([False] * 8 + [True])):
-        return {"vectorize": draw(st.sampled_from([True, "auto"])) if model in ALIKE + UNLIKE else "auto"}
+        return {"vectorize": draw(st.sampled_from([True, "auto"])) if model in ALIKE else "auto"}
     found: dict[str, Any] = {}
     if draw(st.booleans()):
         found["order"] = draw(st.sampled_from(["upstream", "sticky", "random", "skewed"]))
@@ -114,7 +114,8 @@ def _changing(program: dict[str, Any], samples: st.SearchStrategy[int]) -> list[
     batch = program["model"] == "batch"  # whose statistics need two samples for each replica
     if inside and not (batch and program["options"].get("replicas")):
         found += [_call("forms")]
-    kept = program["runtime"].get("vectorize") or program["runtime"].get("activations") == "host"
+    runtime = program["runtime"]
+    kept = runtime.get("vectorize") or runtime.get("activations") == "host" or runtime.get("order") == "skewed"
     if inside and not batch and not kept:  # casts that are kept, or cannot be made anew, are refused
         found += [_call("cast", samples)]
     if inside and program["model"] not in RANDOM:

@@ -20,7 +20,18 @@ CASES: dict[str, Callable[[int], pipeback.Method]] = {
     "gpipe-4": lambda S: methods.create("gpipe", micro_batches=4),
     "one_f_one_b": lambda S: methods.create("one_f_one_b"),
     "one_f_one_b-3": lambda S: methods.create("one_f_one_b", micro_batches=3),
+    "zb_h1": lambda S: methods.create("zb_h1"),
+    "zb_h1-4": lambda S: methods.create("zb_h1", micro_batches=4),
+    "zb_h2": lambda S: methods.create("zb_h2"),
+    "zb_h2-7": lambda S: methods.create("zb_h2", micro_batches=7),
+    "interleaved": lambda S: methods.create("interleaved"),
+    "interleaved-4": lambda S: methods.create("interleaved", micro_batches=4),
+    "looped_bfs": lambda S: methods.create("looped_bfs"),
+    "looped_bfs-3": lambda S: methods.create("looped_bfs", micro_batches=3),
+    "zb_v": lambda S: methods.create("zb_v"),
+    "zb_v-4": lambda S: methods.create("zb_v", micro_batches=4),
     "pb": lambda S: methods.create("pb"),
+    "pb-v": lambda S: methods.create("pb", placement="v"),
     "pb-slack1": lambda S: methods.create("pb", slack=1),
     "pipedream": lambda S: methods.create("pipedream"),
     "pipedream-slack2": lambda S: methods.create("pipedream", slack=2),
@@ -59,6 +70,10 @@ CASES: dict[str, Callable[[int], pipeback.Method]] = {
     "eigendelay-one-side": lambda S: methods.create("eigendelay", sides=1, predict=False, refresh=4),
 }
 
+# methods that update between the two parts of a backward, which cannot run everywhere: stages that run as one, a store
+# and several ranks per stage refuse them
+LATE: dict[str, Callable[[int], pipeback.Method]] = {"pb-late": lambda S: methods.create("pb", late=2)}
+
 # any basis of a null space is as good as another: the last bits choose one, and what follows depends on it. So laws
 # that hold to a tolerance are not asked of these with few samples (`test_eigendelay` has them with many); those of bits
 # are
@@ -67,8 +82,8 @@ STEADY = [case for case in CASES if case not in SENSITIVE]
 
 # one of each kind, where all of them would take long
 FEW = (
-    "gpipe-4", "one_f_one_b-3", "pb", "pipedream-vertical", "pipedream_2bw", "pipemare-t3", "spectrain-v2", "cerebras",
-    "lwp-weight+sc", "pipeoptim-xpipe", "gap_aware", "msnag", "eigendelay",
+    "gpipe-4", "one_f_one_b-3", "zb_h1-4", "interleaved-4", "pb", "pb-v", "pipedream-vertical", "pipedream_2bw",
+    "pipemare-t3", "spectrain-v2", "cerebras", "lwp-weight+sc", "pipeoptim-xpipe", "gap_aware", "msnag", "eigendelay",
 )  # fmt: skip
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -101,6 +116,11 @@ def allowed(case: str, optimizer: str) -> bool:
     if case in MOMENT_ONLY and optimizer not in ("momentum", "adam", "adamw"):
         return optimizer == "sgd" and case != "braking"
     return case not in SPIKED or optimizer in ("sgd", "momentum", "adam", "adamw")
+
+
+def placeable(case: str, workers: int) -> bool:
+    """Whether there are as many stages as a case wants on so many workers."""
+    return workers == 1 or workers * CASES[case](STAGES).chunks <= STAGES
 
 
 def suited(case: str) -> str:
@@ -171,9 +191,9 @@ def everything(pipe: pipeback.Pipeline) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def flushes(**options: Any) -> list[torch.Tensor]:
-    """1F1B in flushes of four: whole ones in a push and parts of one; losses, and what is held after each push."""
-    method = methods.create("one_f_one_b", micro_batches=4)
+def flushes(name: str = "one_f_one_b", **options: Any) -> list[torch.Tensor]:
+    """A method in flushes of four: whole ones in a push and parts of one; losses, and what is held after each push."""
+    method = methods.create(name, micro_batches=4)
     pipe = pipeline(network(), method, micro_batch_size=3, **options)
     found = []
     for x, y in ((torch.cat(x), torch.cat(y)) for x, y in (zip(*data(n, seed=n), strict=True) for n in FLUSHES)):

@@ -188,6 +188,8 @@ PAIRS = {
     "gpipe-8": flushed("gpipe", 8),
     "one_f_one_b-2": flushed("one_f_one_b", 2),
     "one_f_one_b-5": flushed("one_f_one_b", 5),
+    "zb_h1-3": flushed("zb_h1", 3),
+    "zb_h2-8": flushed("zb_h2", 8),
     "pb-0": plain("pb", Recurrence, 0),
     "pb-1": plain("pb", Recurrence, 1),
     "pb-2": plain("pb", Recurrence, 2),

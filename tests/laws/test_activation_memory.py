@@ -3,11 +3,16 @@ during forwards, what is still there after a push, whoever holds it.
 """
 
 import gc
+from itertools import accumulate
 
 import pytest
 import torch
 from torch import nn
 
+from pipeback import methods
+from pipeback.schedules.programs import flowing
+from pipeback.schedules.split import splits
+from pipeback.schedules.timeline import in_flight
 from pipeback.stages.stage import Stage
 from tests.helpers.live_storages import LiveStorages
 from tests.laws.cases import CASES, STAGES, data, network, pipeline, suited
@@ -66,7 +71,8 @@ def made(monkeypatch):
 def stated(pipe):
     """The bytes of activations, computed as for `Pipeline.memory`, but for those in flight now."""
     stages = pipe._engine.stages
-    return [stage.added_bytes(stages[n - 1] if n else None) * len(stage.flights) for n, stage in enumerate(stages)]
+    held = [len(stage.flights) + len(stage.gradients.split.waiting) for stage in stages]
+    return [stage.added_bytes(stages[n - 1] if n else None) * held[n] for n, stage in enumerate(stages)]
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -78,7 +84,11 @@ def test_what_is_held_is_what_is_stated(case, model, made):
         pipe.push(x, y)
         given = x.nbytes * len(stages[0].flights) + y.nbytes * len(stages[-1].flights)  # which the user has made
         held = made.alive()
-        assert sum(held.values()) == sum(stated(pipe)) - given, {made.made_by(key): n for key, n in held.items()}
+        names = {made.made_by(key): n for key, n in held.items()}
+        if splits(pipe.method.schedule):  # of what stages share, and of what a graph saves, I needs more than W
+            assert sum(held.values()) <= sum(stated(pipe)), names
+        else:
+            assert sum(held.values()) == sum(stated(pipe)) - given, names
         peak = max(peak, sum(stated(pipe)))
     assert pipe.memory().activations >= peak
 
@@ -101,3 +111,20 @@ def test_once_full_the_peak_is_what_is_counted(case, model, made, monkeypatch):
     for x, y in data(COUNT):
         pipe.push(x, y)
     assert max(found) == pipe.memory().activations
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_a_v_evens_out_the_activations_of_workers(workers):
+    """PB: micro-batches in flight at the peak, over both stages of a worker, as its operations come."""
+    stages = 2 * workers
+    pipe = pipeline(network(stages), methods.create("pb", placement="v"), workers=workers)
+    pipe.record()
+    for x, y in data(3 * stages):
+        pipe.push(x, y)
+    pipe.wait()
+    for track in pipe.recorded.tracks:
+        assert max(accumulate({"F": 1, "B": -1, "U": 0}[slot.op.kind] for slot in track.slots)) == 2 * stages
+    pipe.close()
+    each = in_flight(flowing(2), stages)
+    apart = [sum(each[2 * worker : 2 * worker + 2]) for worker in range(workers)]  # of neighbours
+    assert apart[0] == 4 * stages - 4 and apart[-1] == 4

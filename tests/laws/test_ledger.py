@@ -3,6 +3,7 @@
 import pytest
 
 import pipeback
+from pipeback.runtime.ledger import Ledger
 from pipeback.schedules.ops import until
 from tests.laws.cases import CASES, STAGES, data, network, pipeline
 
@@ -100,3 +101,19 @@ def test_versions_go_on_after_a_drain():
                 "pipedream_2bw": base,
             }[case]
             assert found[s, "F", i] == wanted, (case, s)
+
+
+def test_it_goes_back_to_a_mark_also_after_it_was_trimmed():
+    ledger = Ledger(limit=4)
+    for mb in range(6):
+        ledger.add("F", [0], [mb], [0])
+    there = ledger.mark()
+    for mb in range(6, 9):
+        ledger.add("F", [0], [mb], [0])
+    assert [record.mb for record in ledger] == [5, 6, 7, 8]
+    ledger.go_back(there)
+    assert [record.mb for record in ledger] == [4, 5]
+    for mb in range(6, 20):
+        ledger.add("F", [0], [mb], [0])
+    ledger.go_back(there)
+    assert list(ledger) == []

@@ -13,7 +13,10 @@ from tests.laws.cases import CASES, FEW, OPTIMIZERS, allowed, data, network, pip
 # 2BW's delay is one group at every stage, also at the only one; its own law is the version function
 # and EigenDelay turns matrices at every stage (`test_eigendelay`)
 FREE = [case for case in CASES if case != "pipedream_2bw" and "horizon" not in case and "eigendelay" not in case]
-GROUPS = {"gpipe-4": 4, "one_f_one_b-3": 3, "pipemare-t3": 2, "pipeoptim-xpipe": 3}
+GROUPS = {
+    "gpipe-4": 4, "one_f_one_b-3": 3, "zb_h1-4": 4, "zb_h2-7": 7, "interleaved-4": 4, "looped_bfs-3": 3, "zb_v-4": 4,
+    "pipemare-t3": 2, "pipeoptim-xpipe": 3,
+}  # fmt: skip
 
 
 def plain(optimizer, batches, group, *, scheduler=None, clip_norm=None):

@@ -217,7 +217,7 @@ def test_rates_remembered_in_flight_are_saved():
     assert torch.equal(everything(whole), everything(other))
 
 
-@pytest.mark.parametrize("case", ["pb", "pipedream", "gpipe-4", "one_f_one_b-3"])
+@pytest.mark.parametrize("case", ["pb", "pipedream", "gpipe-4", "one_f_one_b-3", "zb_h1-4"])
 def test_slices_of_a_batch_in_flight(case):
     """A slice seldom begins where an allocation does, and kernels round otherwise at other places."""
     generator = torch.Generator().manual_seed(3)

@@ -8,8 +8,10 @@ from torch import nn
 
 import pipeback
 from pipeback import methods
+from pipeback.schedules.placement import Placed
+from pipeback.schedules.worker_programs import interleaved, looped_bfs, zb_v
 from tests.helpers.choice import mostly_rare
-from tests.laws.cases import CASES, FEW, STAGES, data, everything, flushes, network, pipeline
+from tests.laws.cases import CASES, FEW, STAGES, data, everything, flushes, network, pipeline, placeable
 
 
 @pytest.mark.parametrize(
@@ -29,7 +31,7 @@ def test_threads_equal_the_event_loop(case, every):
         return result
 
     expected = run(None)
-    for workers in (1, 2, 4) if every else (2,):
+    for workers in [n for n in ((1, 2, 4) if every else (2,)) if placeable(case, n)]:
         for found, wanted in zip(run(workers), expected, strict=True):
             assert torch.equal(found, wanted), f"{workers} workers differ from the event loop"
 
@@ -97,10 +99,13 @@ def test_random_layers_leave_the_callers_generator_alone():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_whole_flushes_and_parts_of_them_agree():
-    expected = flushes()
-    for workers in (2, 3):
-        for n, (found, wanted) in enumerate(zip(flushes(workers=workers), expected, strict=True)):
+@pytest.mark.parametrize("name", ["one_f_one_b", "interleaved", "looped_bfs", "zb_v"])
+def test_whole_flushes_and_parts_of_them_agree(name):
+    """Interleaved 1F1B, looped BFS and ZB-V have on one worker, and within a flush, what 1F1B, GPipe and ZB-H1 have."""
+    within = {"looped_bfs": "gpipe", "zb_v": "zb_h1"}
+    expected = flushes(within.get(name, "one_f_one_b"))
+    for workers in (None, 2, 3) if name == "one_f_one_b" else (None, 2):
+        for n, (found, wanted) in enumerate(zip(flushes(name, workers=workers), expected, strict=True)):
             assert torch.equal(found, wanted), f"{workers} workers differ from the event loop at {n}"
 
 
@@ -118,3 +123,22 @@ def test_the_forwards_of_a_whole_flush_run_ahead_by_workers(pushed, ahead):
     most = max(kinds[:n].count("F") - kinds[:n].count("B") for n in range(len(kinds)))
     pipe.close()
     assert most == ahead
+
+
+@pytest.mark.parametrize("pushed", [4, 6, 7, 2, 1])
+@pytest.mark.parametrize("name", ["interleaved", "looped_bfs", "zb_v"])
+def test_each_worker_does_its_chunks_in_the_published_order(name, pushed):
+    """Eight stages in four parts on two threads; three pushes, each a flush of any length."""
+    programs = {"interleaved": interleaved, "looped_bfs": looped_bfs, "zb_v": zb_v}
+    x, y = (torch.cat(some) for some in zip(*data(3 * pushed), strict=True))
+    expected = pipeline(network(8), "gpipe", micro_batch_size=3)
+    pipe = pipeline(network(8), name, micro_batch_size=3, workers=2)
+    pipe.record()
+    for a, b in zip(x.split(3 * pushed), y.split(3 * pushed), strict=True):
+        assert torch.equal(pipe.push(a, b), expected.push(a, b))
+    pipe.wait()
+    placed = Placed(programs[name](pushed), pipe._engine.holding.placement())
+    for worker, track in enumerate(pipe.recorded.tracks):
+        assert [(slot.stage, slot.op) for slot in track.slots] == list(placed.until(worker, 3 * pushed))
+    assert torch.equal(everything(pipe), everything(expected))
+    pipe.close()

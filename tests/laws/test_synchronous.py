@@ -7,6 +7,8 @@ from torch import nn
 import pipeback
 from tests.laws.cases import OPTIMIZERS, data, network, pipeline, weights
 
+FLUSHING = ["gpipe", "one_f_one_b", "zb_h1", "zb_h2", "interleaved", "looped_bfs", "zb_v"]
+
 
 def summed(batches, sizes, optimizer, *, by_samples=False):
     """The reference: gradients of a flush summed in micro-batch order, divided once by the count."""
@@ -28,7 +30,7 @@ def summed(batches, sizes, optimizer, *, by_samples=False):
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("name", ["gpipe", "one_f_one_b"])
+@pytest.mark.parametrize("name", FLUSHING)
 @pytest.mark.parametrize("flush", [1, 3, 5, 8])
 def test_flushes_across_pushes_with_a_ragged_end(name, flush, optimizer):
     batches = data(13)
@@ -40,7 +42,7 @@ def test_flushes_across_pushes_with_a_ragged_end(name, flush, optimizer):
     assert torch.equal(weights(pipe), summed(batches, sizes, optimizer))
 
 
-@pytest.mark.parametrize("name", ["gpipe", "one_f_one_b"])
+@pytest.mark.parametrize("name", FLUSHING)
 def test_none_is_one_flush_a_push_whatever_its_length(name):
     batches = data(9)
     pipe = pipeline(network(), name, micro_batch_size=3)
@@ -50,7 +52,7 @@ def test_none_is_one_flush_a_push_whatever_its_length(name):
     assert torch.equal(weights(pipe), summed(batches, [4, 1, 3, 1], "momentum"))
 
 
-@pytest.mark.parametrize("name", ["gpipe", "one_f_one_b"])
+@pytest.mark.parametrize("name", FLUSHING)
 def test_whole_batch_in_float64(name):
     """Against plain training on the whole batch, which sums in another order: 1e-12."""
     model, pipe = network(dtype=torch.float64), pipeline(network(dtype=torch.float64), name, micro_batch_size=2)
@@ -80,3 +82,14 @@ def test_short_last_micro_batch_weighs_equally_or_by_samples():
     assert torch.equal(weights(equal), summed(pieces, [3], "momentum"))
     torch.testing.assert_close(weights(samples), summed(pieces, [3], "momentum", by_samples=True), rtol=1e-6, atol=1e-7)
     assert not torch.equal(weights(equal), weights(samples))
+
+
+@pytest.mark.parametrize("options", [{}, {"workers": 2}, {"debug": pipeback.Debug(order="skewed")}], ids=str)
+def test_an_update_of_one_micro_batch_needs_no_weights(options):
+    """Whatever its size, it has the bits of plain training, which neither multiplies by samples nor divides by them."""
+    batches = [data(1, samples=size, seed=size)[0] for size in (3, 5, 4, 7, 1, 6)]
+    pipe = pipeline(network(), "sgd", micro_batch_size=pipeback.MicroBatches(weights="samples"), **options)
+    for x, y in batches:
+        pipe.push(x, y)
+    pipe.drain()
+    assert torch.equal(weights(pipe), summed(batches, [1] * 6, "momentum"))

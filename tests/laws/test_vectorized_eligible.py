@@ -136,6 +136,9 @@ def test_what_a_run_as_one_cannot_do():
         pipe.record()
     with torch.autocast("cpu"), pytest.raises(ValueError, match="vectorize: autocast does not reach stages"):
         pipe.push(*doubles(1)[0])
+    skewed = pipeline(network(), "pb", debug=pipeback.Debug(order="skewed"))
+    with torch.autocast("cpu"), pytest.raises(ValueError, match='with order="skewed" a push leaves work to later'):
+        skewed.push(*doubles(1)[0])
     hooked = model()
     hooked[2].register_forward_hook(lambda *_: None)
     with pytest.raises(ValueError, match="there are hooks on their modules"):
@@ -162,20 +165,21 @@ def test_auto_asks_for_more_where_ticks_cost_more(case, gain, as_one, monkeypatc
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "told"),
     [
-        {"clip_norm": 1.0},
-        {"micro_batch_size": pipeback.MicroBatches(weights="samples")},
-        {"optimizer": partial(torch.optim.RMSprop, lr=0.01)},
+        ({"clip_norm": 1.0}, "which pays from 2 on"),
+        ({"optimizer": partial(torch.optim.RMSprop, lr=0.01)}, "which pays from 2 on"),
+        # a micro-batch for itself needs no weight in the mean
+        ({"micro_batch_size": pipeback.MicroBatches(weights="samples")}, "as one, "),
     ],
-    ids=["clipped", "samples", "RMSprop"],
+    ids=["clipped", "RMSprop", "samples"],
 )
-def test_auto_asks_for_more_where_options_forbid_whole_ticks(options, monkeypatch):
+def test_auto_asks_for_more_where_options_forbid_whole_ticks(options, told, monkeypatch):
     monkeypatch.setattr(Stack, "gain", lambda stack, steps: 1.5)
     given = {"loss": mse_loss, "optimizer": OPTIMIZERS["momentum"], **options}
     pipe = pipeback.Pipeline(model(), method="pb", vectorize="auto", **given)
     pipe.push(*doubles(1)[0])
-    assert "which pays from 2 on" in pipe.vectorized["stages 1 … 5"]
+    assert told in pipe.vectorized["stages 1 … 5"]
 
 
 @pytest.mark.parametrize("vectorize", [True, "auto"])

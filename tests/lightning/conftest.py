@@ -10,7 +10,7 @@ from tests.processes.crew import Crew
 
 @pytest.fixture(scope="package")
 def crew() -> Iterator[Crew]:
-    with Crew(3) as crew:
+    with Crew(4) as crew:
         yield crew
 
 

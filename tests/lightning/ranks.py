@@ -30,6 +30,11 @@ def plateau(optimizer, interval="epoch"):
     return {"scheduler": scheduler, "monitor": "train/loss", "interval": interval}
 
 
+def plateau_of_error(optimizer):
+    scheduler = ReduceLROnPlateau(optimizer, patience=0, threshold=1e9, factor=0.5)
+    return {"scheduler": scheduler, "monitor": "train/error"}
+
+
 def drawing():
     """Batch statistics, dropout, and a table that is no weight."""
     torch.manual_seed(3)

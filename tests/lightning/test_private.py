@@ -114,3 +114,10 @@ def test_where_a_module_holds_its_trainer():
     module = Regression()
     module.trainer = given = trainer()
     assert vars(module)[lightning_internals.TRAINER] is given
+
+
+def test_a_module_shows_the_mesh_that_it_was_given():
+    module, mesh = Regression(), object()
+    assert module.device_mesh is None
+    lightning_internals.show_mesh(module, mesh)
+    assert module.device_mesh is mesh

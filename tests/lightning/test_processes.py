@@ -33,6 +33,10 @@ CASES = {
         2, dict(method="gpipe", given={"micro_batch_size": 2}, data=partial(loader, samples=5),
                 accumulate_grad_batches=5),
     ),
+    "interleaved slices": (
+        2, dict(method="interleaved", given={"micro_batch_size": 2}, data=partial(loader, samples=5),
+                accumulate_grad_batches=5),
+    ),
     "pipedream_2bw, accumulated": (2, dict(method="pipedream_2bw", accumulate_grad_batches=6)),
     "pipemare": (2, dict(method=("pipemare", {"anneal": 10}), val=partial(loader, 2), val_check_interval=0.25)),
     "drained at validation": (

@@ -12,8 +12,10 @@ from tests.helpers.processes import in_a_new_process
 from tests.laws.cases import CASES, data, network, pipeline, weights
 
 NAMES = [
-    "sgd", "gpipe", "one_f_one_b", "pb", "pipedream", "pipedream_2bw", "pipemare", "spectrain", "lwp", "sc", "cerebras",
-    "ef", "pipeoptim", "msnag", "gap_aware", "dc_asgd", "braking", "staleness_lr", "eigendelay",
+    "sgd", "gpipe", "one_f_one_b", "zb_h1", "zb_h2", "interleaved", "looped_bfs", "zb_v", "pb", "pipedream",
+    "pipedream_2bw",
+    "pipemare", "spectrain", "lwp", "sc", "cerebras", "ef", "pipeoptim", "msnag", "gap_aware", "dc_asgd", "braking",
+    "staleness_lr", "eigendelay",
 ]  # fmt: skip
 
 

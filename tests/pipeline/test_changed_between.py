@@ -94,6 +94,61 @@ def test_replicas_follow_whatever_is_called_before_the_next_push(change, call):
     torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-9)
 
 
+def clear(pipe, before):
+    for optimizer in pipe.optimizers:
+        optimizer.state.clear()
+
+
+def clear_one(pipe, before):
+    pipe.optimizers[1].state.clear()
+
+
+def halve(pipe, before):
+    for optimizer in pipe.optimizers:
+        for entry in optimizer.state.values():
+            entry.get("momentum_buffer", entry.get("exp_avg")).mul_(0.5)
+
+
+def go_back(pipe, before):
+    for optimizer, state in zip(pipe.optimizers, before, strict=True):
+        optimizer.load_state_dict(state)
+
+
+OF_OPTIMIZERS = [
+    (change, *each)
+    for change in (clear, clear_one, halve, go_back)
+    for each in (
+        ("cerebras", "momentum", {}), ("cerebras", "momentum", {"vectorize": True}), ("pb", "adamw", {"workers": 2}),
+        ("pb", "adamw", {"vectorize": True}), ("gpipe", "momentum", {}),
+    )
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("saved", [False, True])
+@pytest.mark.parametrize(("change", "method", "optimizer", "options"), OF_OPTIMIZERS)
+def test_replicas_follow_the_state_of_the_users_optimizers(change, method, optimizer, options, saved):
+    """What a user does to an optimizer's state means every replica, and a state that is saved then can be loaded."""
+    found = []
+    for replicas in (None, 2):
+        pipe = pipeline(network(4).double(), method, optimizer, replicas=replicas, **options)
+        for n, (x, y) in enumerate(data(12, dtype=torch.float64)):
+            if n == 3:
+                pipe.wait()
+                before = copy.deepcopy([optimizer.state_dict() for optimizer in pipe.optimizers])
+            if n == 7:
+                pipe.wait()
+                change(pipe, before)
+                if saved:
+                    pipe.load_state_dict(pipe.state_dict())
+            pipe.push(*((x, y) if replicas is None else (torch.cat([x, x]), torch.cat([y, y]))))
+        pipe.drain()
+        found.append(weights(pipe))
+        held = [[w for stage in stages for w in stage.weights] for stages in pipe._engine.holding.everywhere]
+        for others in held[1:]:
+            assert all(map(torch.equal, held[0], others))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-9)
+
+
 def test_statistics_stay_each_replicas_own_and_a_state_is_exact():
     x, y = (torch.cat(part) for part in zip(*data(2), strict=True))
     found = []

@@ -99,7 +99,7 @@ def flush(pipe, xs):
 @pytest.mark.parametrize("at", [0, 2, STAGES - 1])
 @pytest.mark.parametrize("activations", ["device", "recompute", "host"])
 def test_every_stage(at, activations):
-    for method in ("pb", "one_f_one_b"):
+    for method in ("pb", "one_f_one_b", "zb_h2"):
         plain, hurt = (made(method, at=at, activations=activations) for _ in range(2))
         for n, (x, y) in enumerate(batches(10)):
             if n in (3, 8):
@@ -123,7 +123,7 @@ def flushes_that_fail(plain, hurt, at):
 
 
 @pytest.mark.filterwarnings("ignore:.*takes its statistics")
-@pytest.mark.parametrize("method", ["gpipe", "one_f_one_b"])
+@pytest.mark.parametrize("method", ["gpipe", "one_f_one_b", "zb_h1"])
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_flush_that_is_a_push_is_taken_back_as_a_whole(method, backward):
     at = 0 if backward else None

@@ -85,3 +85,16 @@ def test_losses_on_a_device_are_looked_at_together():
     watch = LossWatch(stops=True)
     for n in range(AT_ONCE - 1):
         watch.see(n, torch.empty((), device=device))
+
+
+@pytest.mark.filterwarnings("ignore:the loss of push 0 is NaN")
+def test_what_is_trained_again_is_looked_at_again_and_counts_once():
+    watch = LossWatch(stops=True)
+    watch.see(0, NAN)
+    there = watch.mark()
+    for _ in range(3):
+        watch.see(1, NAN)
+        watch.go_back(there)
+    watch.see(1, NAN)
+    with pytest.raises(FloatingPointError, match="push 0, 1 and 2"):
+        watch.see(2, NAN)

@@ -54,7 +54,7 @@ def test_three_parts_are_a_push(case, optimizer, step):
     assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("case", ["gpipe", "one_f_one_b"])
+@pytest.mark.parametrize("case", ["gpipe", "one_f_one_b", "zb_h1"])
 @pytest.mark.parametrize("expected", [4, 9])
 def test_a_flush_ends_with_step(case, expected):
     batches = data(8)
@@ -222,7 +222,10 @@ def train_together(pipe, batches, count, expected):
 
 
 @pytest.mark.parametrize("store", [None, "host"])
-@pytest.mark.parametrize(("case", "count"), [("gpipe", 4), ("one_f_one_b", 4), ("gpipe-4", 4), ("one_f_one_b-3", 3)])
+@pytest.mark.parametrize(
+    ("case", "count"),
+    [("gpipe", 4), ("one_f_one_b", 4), ("gpipe-4", 4), ("one_f_one_b-3", 3), ("zb_h1-4", 4), ("zb_h2", 4)],
+)
 def test_many_at_once_are_one_after_the_other(case, count, store):
     batches = data(24)
     one, many = outside(case), outside(case, store=store)
@@ -267,7 +270,7 @@ def test_no_flush_of_so_many(case, count):
     train(pipe, data(3))  # and nothing has happened
 
 
-@pytest.mark.parametrize("case", ["gpipe", "one_f_one_b", "gpipe-4"])
+@pytest.mark.parametrize("case", ["gpipe", "one_f_one_b", "gpipe-4", "zb_h2"])
 def test_a_state_taken_within_a_flush(case):
     """As Lightning takes one between the batches that an update accumulates."""
     whole, first, second = outside(case), outside(case), outside(case)

@@ -9,10 +9,12 @@ from torch import nn
 from pipeback.pipeline.replica_sync import ReplicaSync
 from pipeback.private import keep_versions
 
+HOME, NONE = SimpleNamespace(slot=None), SimpleNamespace(state={})
+
 
 def sync():
     norms = [nn.BatchNorm1d(3) for _ in range(2)]
-    found = ReplicaSync([[SimpleNamespace(module=norm, home=SimpleNamespace(slot=None))] for norm in norms])
+    found = ReplicaSync([[SimpleNamespace(module=norm, weights=[], home=HOME, optimizer=NONE)] for norm in norms])
     found.follow(lambda: None, lambda: None)
     norms[1].running_mean.fill_(7.0)  # statistics of its own
     return found, *norms

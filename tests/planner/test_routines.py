@@ -5,11 +5,14 @@ import pytest
 from pipeback.planner.routines import NAMES, read, routine
 from pipeback.schedules.ops import Op, until
 from pipeback.schedules.programs import fill_drain, flowing, one_f_one_b
+from pipeback.schedules.split import zb_h1, zb_h2
 
 SIZES = [(1, 1), (1, 5), (2, 1), (2, 7), (3, 2), (4, 4), (5, 3), (6, 20)]
 SCHEDULES = {
     "fill_drain": lambda m: (fill_drain(m), {}),
     "one_f_one_b": lambda m: (one_f_one_b(m), {}),
+    "zb_h1": lambda m: (zb_h1(m), {}),
+    "zb_h2": lambda m: (zb_h2(m), {}),
     **{
         f"flowing({slack}, {every})": lambda m, slack=slack, every=every: (
             flowing(slack, every),

@@ -10,6 +10,7 @@ from pipeback.planner.routines import NAMES, routine
 from pipeback.planner.simulation import simulate
 from pipeback.planner.sweeps import StageTimes
 from pipeback.schedules.programs import fill_drain, flowing, one_f_one_b
+from pipeback.schedules.split import zb_h1, zb_h2
 from pipeback.schedules.timeline import bubble, timeline
 
 
@@ -31,6 +32,8 @@ def drawn(seed, stages, messages=True, alike=False):
 SCHEDULES = {
     "fill_drain": lambda m: (fill_drain(m), {}),
     "one_f_one_b": lambda m: (one_f_one_b(m), {}),
+    "zb_h1": lambda m: (zb_h1(m), {}),
+    "zb_h2": lambda m: (zb_h2(m), {}),
     "flowing 0": lambda m: (flowing(0), {"slack": 0}),
     "flowing 1, 3": lambda m: (flowing(1, 3), {"slack": 1, "every": 3}),
     "flowing 2": lambda m: (flowing(2), {}),
@@ -43,7 +46,11 @@ def test_it_agrees_with_the_timeline(name, stages, m):
     """Where both can: one stage per worker, and messages that take no time. The times are equal, not close."""
     schedule, options = SCHEDULES[name](m)
     times = drawn(f"{name} {stages} {m}", stages, messages=False)
-    costs = [{"F": t.forward, "B": t.input_gradient + t.weight_gradient, "U": t.update} for t in times]
+    costs = [
+        {"F": t.forward, "B": t.input_gradient + t.weight_gradient, "U": t.update, "I": t.input_gradient,
+         "W": t.weight_gradient}
+        for t in times
+    ]  # fmt: skip
     wanted = list(timeline(schedule, stages, m, costs))
     found = simulate(routine(name.partition(" ")[0], stages, m, **options), times, slots=True)
     assert sorted(found.slots) == sorted(wanted)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.laws.cases import CASES, STAGES, data, network, pipeline
+from tests.laws.cases import CASES, LATE, STAGES, data, network, pipeline
 
 
 def drawing(width: int = 6) -> nn.Sequential:
@@ -65,7 +65,7 @@ def train(
     replica: of several, which push their halves (thirds, …) of the batches; None: all is pushed here.
     """
     torch.manual_seed(7)
-    pipe = pipeline(MODELS[model](), CASES[case](STAGES), **options)
+    pipe = pipeline(MODELS[model](), (CASES | LATE)[case](STAGES), **options)
     batches = data(pushes, samples=samples)
     x0 = batches[0][0]
     if replica is not None:

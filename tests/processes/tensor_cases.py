@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -26,15 +27,25 @@ OWN = {
 PERCEPTRON = {"*.up": "colwise", "*.down": "rowwise"}
 
 
-def perceptron(stages: int = 5) -> nn.Sequential:
+def perceptron(stages: int = 5, inner: int = 8, norm: bool = True) -> nn.Sequential:
     """A hidden layer and a norm a stage, in float64."""
     torch.manual_seed(3)
 
     def block() -> nn.Sequential:
-        parts = {"up": nn.Linear(6, 8), "tanh": nn.Tanh(), "down": nn.Linear(8, 6), "norm": nn.LayerNorm(6)}
-        return nn.Sequential(OrderedDict(parts))
+        parts = {"up": nn.Linear(6, inner), "tanh": nn.Tanh(), "down": nn.Linear(inner, 6)}
+        return nn.Sequential(OrderedDict(parts | ({"norm": nn.LayerNorm(6)} if norm else {})))
 
     return nn.Sequential(*[block() for _ in range(stages)]).double()
+
+
+def square(inner: int = 6) -> nn.Sequential:
+    """A perceptron whose gradients have no null space, with many samples: any basis of one is as good as another."""
+    return perceptron(inner=inner, norm=False)
+
+
+def calm(parameters: Any) -> torch.optim.Optimizer:
+    """Small steps, and no entry is divided by next to nothing: the basis of a gradient amplifies rounding."""
+    return torch.optim.AdamW(parameters, lr=1e-4, betas=(0.8, 0.95), eps=1e-2)
 
 
 def language_model() -> nn.Sequential:
@@ -53,12 +64,26 @@ def loss(y: Any, target: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, -2), target.flatten())
 
 
-def made(case: str, tensor: int, plan: Any = PERCEPTRON, **options: Any) -> pipeback.Pipeline:
+def separate() -> nn.Sequential:
+    """The perceptron with a stage per layer, so that what travels between stages is spread, too."""
+
+    class Named(nn.Sequential):
+        """So that a plan finds the layer by the name within it."""
+
+    blocks = perceptron(2)
+    return nn.Sequential(
+        *[Named(OrderedDict({name: layer})) for block in blocks for name, layer in block.named_children()]
+    )
+
+
+def made(
+    case: str, tensor: int, plan: Any = PERCEPTRON, model: Callable[[], nn.Sequential] = perceptron, **options: Any
+) -> pipeback.Pipeline:
     """The perceptron under a method; tensor: ranks that compute a stage together, 1 in one process."""
     if tensor > 1:
         options["tensor_parallel"] = pipeback.TensorParallel(tensor, plan)
     options.setdefault("optimizer", OPTIMIZERS[suited(case)])
-    return pipeback.Pipeline(perceptron(), loss=nn.functional.mse_loss, method=CASES[case](5), **options)
+    return pipeback.Pipeline(model(), loss=nn.functional.mse_loss, method=CASES[case](5), **options)
 
 
 def found(pipe: pipeback.Pipeline, batches: list[Any]) -> dict[str, Any]:
@@ -79,8 +104,8 @@ def found(pipe: pipeback.Pipeline, batches: list[Any]) -> dict[str, Any]:
     return result
 
 
-def train(case: str, tensor: int = 1, **options: Any) -> dict[str, Any]:
-    return found(made(case, tensor, **options), data(MICRO_BATCHES, dtype=torch.float64))
+def train(case: str, tensor: int = 1, samples: int = 3, **options: Any) -> dict[str, Any]:
+    return found(made(case, tensor, **options), data(MICRO_BATCHES, samples=samples, dtype=torch.float64))
 
 
 def made_of(
@@ -115,9 +140,9 @@ def loaded(capacity: float) -> tuple[dict[str, Any], dict[str, tuple[list[int], 
     return found(pipe, batches[:1]), load
 
 
-def saved(case: str, tensor: int, folder: str, flying: bool) -> dict[str, Any]:
-    """The state after some micro-batches, which is written to a folder, too."""
-    pipe = made(case, tensor, activations="recompute" if flying else "device")
+def saved(case: str, tensor: int, folder: str, flying: str | None, model: Any = perceptron) -> dict[str, Any]:
+    """The state after some micro-batches, which is written to a folder, too. flying: how those in flight are kept."""
+    pipe = made(case, tensor, activations=flying or "device", model=model)
     for x, y in data(10, dtype=torch.float64):
         pipe.push(x, y)
     if not flying:
@@ -128,13 +153,26 @@ def saved(case: str, tensor: int, folder: str, flying: bool) -> dict[str, Any]:
     return state
 
 
-def resumed(case: str, tensor: int, source: Any, flying: bool) -> dict[str, Any]:
-    pipe = made(case, tensor, activations="recompute" if flying else "device")
+def resumed(case: str, tensor: int, source: Any, flying: str | None, model: Any = perceptron) -> dict[str, Any]:
+    pipe = made(case, tensor, activations=flying or "device", model=model)
     if isinstance(source, dict):
         pipe.load_state_dict(source)
     else:
         checkpoint.load(pipe, source)
     return found(pipe, data(20, dtype=torch.float64)[10:])
+
+
+def on_disk(case: str, tensor: int, folder: str, count: int, within: int = 10) -> dict[str, Any]:
+    """Train from a store on disk, and commit with micro-batches in flight; then go on from what was committed."""
+    batches = data(count, dtype=torch.float64)
+    pipe = made(case, tensor, store=f"disk:{folder}")
+    for x, y in batches[:within]:
+        pipe.push(x, y)
+    pipe.commit()
+    pipe.close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it goes on
+        return found(made(case, tensor, store=f"disk:{folder}"), batches[within:])
 
 
 def far(mine: dict[str, Any], wanted: dict[str, Any], within: float = 1e-10) -> list[str]:

@@ -11,7 +11,7 @@ from torch import nn
 
 import pipeback
 from tests.helpers.choice import mostly_rare, rare
-from tests.laws.cases import CASES, FEW, data, flushes, pipeline
+from tests.laws.cases import CASES, FEW, data, flushes, pipeline, placeable
 from tests.processes.cases import differences, drawing, flat, sets_modes, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*takes its statistics")
@@ -21,6 +21,8 @@ def odd_cases(crew, model, cases, **options):
     """What differs from the event loop, by case and rank."""
     found = {}
     for case in cases:
+        if not placeable(case, crew.size):
+            continue
         wanted = train(model, case, **{k: v for k, v in options.items() if k != "workers"})
         for rank, result in enumerate(crew.run(train, model, case, **options)):
             if odd := differences(result, wanted):

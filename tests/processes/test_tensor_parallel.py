@@ -10,14 +10,19 @@ from tests.laws.cases import CASES, STAGES
 from tests.processes import tensor_families
 from tests.processes.tensor_cases import (
     OWN,
+    calm,
     far,
     found,
     language_model,
     loaded,
     made_of,
+    on_disk,
+    perceptron,
     replicated,
     resumed,
     saved,
+    separate,
+    square,
     train,
     train_model,
 )
@@ -44,6 +49,20 @@ def odd_cases(crew, cases, tensor, **options):
 def test_every_method_equals_one_process(crew, tensor, cases):
     """Four ranks: 2 workers × 2 shards, and 1 × 4; 50 micro-batches."""
     assert odd_cases(crew.ranks(4), cases, tensor) == {}
+
+
+@pytest.mark.parametrize("options", [{}, rare({"store": "host"}), rare({"clip_norm": 0.1})])
+def test_methods_that_look_at_whole_weights(crew, options):
+    """They update whole weights on every rank."""
+    options = {"samples": 64, "model": square, **options}
+    assert odd_cases(crew.ranks(4), ["braking"], 2, **options) == {}
+    assert odd_cases(crew.ranks(4), ["eigendelay"], 2, optimizer=calm, **options) == {}
+
+
+@pytest.mark.parametrize(("tensor", "cases"), [rare(2, WHOLE), rare(4, ["braking", "eigendelay-one-side"])])
+def test_every_method_that_looks_at_whole_weights(crew, tensor, cases):
+    options = {"samples": 64, "model": partial(square, 6 if tensor == 2 else 8), "optimizer": calm}
+    assert odd_cases(crew.ranks(4), cases, tensor, **options) == {}
 
 
 @pytest.mark.parametrize("options", [{"clip_norm": 0.05}, {"store": "host"}, {"activations": "recompute"}])
@@ -85,7 +104,7 @@ def test_experts_that_are_full_drop_what_comes_later(crew):
         assert dropped > 0 and max(tokens) <= len(batches) * 4
 
 
-@pytest.mark.parametrize("flying", [False, True])
+@pytest.mark.parametrize("flying", [None, "recompute"])
 @pytest.mark.parametrize("case", ["cerebras", rare("pipemare"), rare("pipeoptim"), rare("ef")])
 def test_a_state_loads_on_any_mesh(crew, tmp_path, case, flying):
     """Saved under 2 × 2, it goes on in one process and under 1 × 4, and back."""
@@ -98,6 +117,49 @@ def test_a_state_loads_on_any_mesh(crew, tmp_path, case, flying):
     for tensor, source in ((2, one), (4, states[1]), (2, alone), (4, mesh)):
         for result in crew.run(resumed, case, tensor, source, flying):
             assert far(result, wanted) == []
+
+
+def refused(*arguments):
+    try:
+        resumed(*arguments)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("case", ["cerebras", *map(rare, ["pb", "pipemare", "pipedream", "ef"])])
+@pytest.mark.parametrize(
+    ("model", "flying"), [(perceptron, "device"), rare(separate, "device"), (separate, "recompute")]
+)
+def test_micro_batches_in_flight_go_on_with_as_many_shards(crew, tmp_path, case, model, flying):
+    """Their graphs hold what each rank has computed. The number of workers may be another; that of shards may not."""
+    folder = str(tmp_path)
+    wanted = resumed(case, 1, saved(case, 1, str(tmp_path / "alone"), flying, model), flying, model)
+    states = crew.ranks(4).run(saved, case, 2, folder, flying, model)
+    for ranks, source in ((4, states[0]), (4, folder), (2, folder)):
+        for result in crew.ranks(ranks).run(resumed, case, 2, source, flying, model):
+            assert far(result, wanted) == []
+    told = "its micro-batches in flight hold activations as 2 ranks computed them, and here 1 rank would go on"
+    assert told in refused(case, 1, folder, flying, model)
+    crew = crew.ranks(4)
+    assert all("as 2 ranks computed them" in text for text in crew.run(refused, case, 4, folder, flying, model))
+    crew.again()
+
+
+@pytest.mark.parametrize("case", ["cerebras", *map(rare, ["pipedream", "pipemare", "gpipe-4"])])
+def test_a_store_on_disk_has_the_shards_of_its_rank(crew, tmp_path, case):
+    wanted = resumed(case, 1, saved(case, 1, str(tmp_path / "alone"), "device"), "device")
+    folder = str(tmp_path / "store")
+    for result in crew.ranks(4).run(on_disk, case, 2, folder, 20):
+        assert far(result, wanted) == []
+    assert sorted(path.name for path in (tmp_path / "store").iterdir()) == [f"rank-{n}" for n in range(4)]
+
+
+def test_micro_batches_in_flight_of_one_process_do_not_go_on_in_shards(crew, tmp_path):
+    saved("cerebras", 1, str(tmp_path), "device")
+    told = "its micro-batches in flight hold activations as 1 rank computed them, and here 2 ranks would go on"
+    assert all(told in text for text in crew.ranks(4).run(refused, "cerebras", 2, str(tmp_path), "device"))
+    crew.again()
 
 
 def test_replicas_whose_stages_are_spread(crew):

@@ -83,9 +83,11 @@ def test_processes_take_turns(capfd, monkeypatch):
     processes.main(2, [Case("tiny", width=8, length=4, samples=2, turn=16, layers=4)])
     out = capfd.readouterr().out
     assert "4 transformer layers of width 8, sequence 4, micro-batch 2" in out
-    for name in ("two plain loops", "pb, threads", "pb, gloo", "pb, shared_memory", "gpipe 8", "Schedule1F1B 4"):
+    for name in ("two plain loops", "pb, threads", "pb, gloo", "pb, shared_memory", "gpipe 8", "Schedule1F1B 4",
+                 "interleaved 8", "ScheduleInterleaved1F1B 8", "zb_h1 8", "ScheduleInterleavedZeroBubble 8",
+                 "ScheduleZBVZeroBubble 8"):  # fmt: skip
         assert f"\n| {name} " in out, name
-    assert "| the better peer at 4 " in out and "| ScheduleGPipe 8 " in out
+    assert "| the better peer at 4 " in out and "| the best at 8: " in out and "| ScheduleGPipe 8 " in out
     assert re.search(r"Weights that a rank holds, of 0.0 MB: \d+.\d%, \d+.\d%\.\n", out)
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from pipeback.schedules.ops import Op, until
 from pipeback.schedules.order import POLICIES, Order, Wave
 from pipeback.schedules.programs import fill_drain, flowing, one_f_one_b
+from pipeback.schedules.split import late, zb_h1, zb_h2
 
 
 def flat(waves):
@@ -27,12 +28,15 @@ def test_the_steady_state_is_one_wave_of_each_kind():
     ]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     st.one_of(
         st.builds(fill_drain, st.integers(1, 5)),
         st.builds(one_f_one_b, st.integers(1, 5)),
         st.builds(flowing, st.integers(0, 2), st.integers(1, 4)),
+        st.builds(zb_h1, st.integers(1, 6)),
+        st.builds(zb_h2, st.integers(1, 6)),
+        st.builds(late, st.integers(0, 2), st.integers(1, 3)),
     ),
     st.integers(1, 5),
     st.lists(st.integers(1, 4), min_size=1, max_size=5),
@@ -52,12 +56,12 @@ def test_every_policy_runs_the_programs_and_nothing_else(schedule, stages, pushe
     for s, op in done:
         if op.kind == "F" and s:
             assert (s - 1, op) in seen
-        if op.kind == "B" and s < stages - 1:
+        if op.kind in "BI" and s < stages - 1:
             assert (s + 1, op) in seen
         seen.add((s, op))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 2), st.integers(1, 4), st.integers(1, 12), st.integers(0, 3))
 def test_the_quiet_state_does_not_depend_on_the_order(slack, stages, arrived, seed):
     """After n arrivals the set of operations done is the same under every policy."""
@@ -189,3 +193,22 @@ def test_a_program_out_of_turn_is_named():
 def test_an_unknown_policy_is_refused():
     with pytest.raises(ValueError, match="choose one of grouped, upstream, sticky, random"):
         Order(flowing(1), 2, policy="fast")
+
+
+@given(
+    st.one_of(st.builds(zb_h1, st.integers(1, 6)), st.builds(zb_h2, st.integers(1, 6)), st.builds(late)),
+    st.integers(1, 4),
+    st.integers(1, 9),
+    st.sampled_from(POLICIES),
+)
+def test_a_split_program_is_resumed_where_its_last_w_may_have_been_done(schedule, stages, arrived, policy):
+    one, other = Order(schedule, stages, policy=policy), Order(schedule, stages, policy=policy)
+    done = flat(chain(one.advance(arrived), one.rest()))
+    other.resume(schedule, one.state())
+    rest, again = flat(one.close(arrived)), flat(other.close(arrived))
+    for s in range(stages):
+        assert [op for op in again if op[0] == s and op[1].kind != "W"] == [
+            op for op in rest if op[0] == s and op[1].kind != "W"
+        ]
+    once = set(done) & set(again)
+    assert all(op.kind == "W" for _, op in once) and set(again) - once == set(rest)

@@ -8,8 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeback.draw.figures import grid
+from pipeback.planner.published import rows
 from pipeback.schedules.ops import Op, until
 from pipeback.schedules.programs import fill_drain, flowing, one_f_one_b
+from pipeback.schedules.split import late, whole, zb_h1, zb_h2
 from pipeback.schedules.timeline import Horizon, bubble, delays, horizons, in_flight, timeline
 
 GRIDS = {
@@ -27,6 +29,30 @@ GRIDS = {
         0 │ F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3
         1 │ .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .
         2 │ .  .  F0 B0 F1 B1 F2 B2 F3 B3 .  .
+        """,
+    ),
+    "zb_h1(4)": (
+        zb_h1(4),
+        """
+        0 │ F0 F1 F2 .  .  I0 W0 F3 I1 W1 I2 W2 I3 W3
+        1 │ .  F0 F1 .  I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
+        2 │ .  .  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
+        """,
+    ),
+    "zb_h2(6)": (
+        zb_h2(6),
+        """
+        0 │ F0 F1 F2 F3 F4 I0 W0 F5 I1 W1 I2 W2 I3 W3 I4 W4 I5 W5 .  .
+        1 │ .  F0 F1 F2 I0 F3 I1 F4 I2 W0 F5 I3 W1 I4 W2 I5 W3 W4 W5 .
+        2 │ .  .  F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 F5 I5 W1 W2 W3 W4 W5
+        """,
+    ),
+    "late(1)": (
+        late(1),
+        """
+        0 │ F0 F1 F2 .  .  I0 F3 I1 W0 F4 I2 W1 F5 I3 …
+        1 │ .  F0 F1 .  I0 F2 I1 W0 F3 I2 W1 F4 I3 W2 …
+        2 │ .  .  F0 I0 F1 I1 W0 F2 I2 W1 F3 I3 W2 F4 …
         """,
     ),
     "flowing(2)": (
@@ -52,8 +78,8 @@ GRIDS = {
 def test_grids(name):
     schedule, picture = GRIDS[name]
     wanted = [line.strip() for line in picture.strip().splitlines()]
-    flows = name.startswith("flowing")
-    found = grid(schedule, 3, 8 if flows else 4, width=10 if flows else None)
+    width = {"flowing": 10, "late": 14}.get(name.partition("(")[0])
+    found = grid(schedule, 3, 8 if width else int(name[-2]), width=width)
     assert found.splitlines() == wanted
 
 
@@ -73,37 +99,46 @@ SCHEDULES = st.one_of(
     st.builds(fill_drain, st.integers(1, 6)),
     st.builds(one_f_one_b, st.integers(1, 6)),
     st.builds(flowing, st.integers(0, 3), st.integers(1, 5)),
+    st.builds(zb_h1, st.integers(1, 6)),
+    st.builds(zb_h2, st.integers(1, 6)),
+    st.builds(late, st.integers(0, 3), st.integers(1, 4)),
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(SCHEDULES, st.integers(1, 5), st.integers(0, 14))
 def test_until_is_complete_and_in_order(schedule, stages, n):
     for s in range(stages):
         ops = list(until(schedule(s, stages), n))
-        assert [op.mb for op in ops if op.kind == "F"] == list(range(n))
-        assert [op.mb for op in ops if op.kind == "B"] == list(range(n))
+        split = any(op.kind == "I" for op in ops)
+        for kind in "FIW" if split else "FB":
+            assert [op.mb for op in ops if op.kind == kind] == list(range(n))
         updates = [op.mb for op in ops if op.kind == "U"]
         assert updates == sorted(set(updates)) and (not n or updates[-1] == n - 1)
         for at, op in enumerate(ops):
-            if op.kind == "B":
+            if op.kind in "BI":
                 assert Op("F", op.mb) in ops[:at]
+            if op.kind == "W":
+                assert Op("I", op.mb) in ops[:at]
             if op.kind == "U":
-                assert ops[at - 1] == Op("B", op.mb)
+                assert ops[at - 1] == Op("W" if split else "B", op.mb)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(SCHEDULES, st.integers(1, 5), st.integers(1, 12))
 def test_a_timeline_respects_programs_and_data(schedule, stages, n):
     end = {}
-    for slot in timeline(schedule, stages, n, {"F": 2, "B": 3, "U": Fraction(1, 2)}):
+    costs = {"F": 2, "B": 3, "I": 2, "W": Fraction(4, 3), "U": Fraction(1, 2)}
+    for slot in timeline(schedule, stages, n, costs, message=Fraction(1, 5)):
         kind, i = slot.op
         if kind == "F" and slot.stage:
-            assert end["F", slot.stage - 1, i] <= slot.start
-        if kind == "B" and slot.stage < stages - 1:
-            assert end["B", slot.stage + 1, i] <= slot.start
+            assert end["F", slot.stage - 1, i] + Fraction(1, 5) <= slot.start
+        if kind in "BI" and slot.stage < stages - 1:
+            assert end[kind, slot.stage + 1, i] + Fraction(1, 5) <= slot.start
+        if kind == "W":
+            assert end["I", slot.stage, i] <= slot.start
         end[kind, slot.stage, i] = slot.end
-    assert sum(kind == "B" for kind, _, _ in end) == stages * n
+    assert sum(kind in "BW" for kind, _, _ in end) == stages * n
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 7])
@@ -112,7 +147,12 @@ def test_delays_are_counted(stages):
         wanted = [slack * (stages - 1 - s) for s in range(stages)]
         assert delays(flowing(slack), stages) == wanted
         assert in_flight(flowing(slack), stages) == [d + 1 for d in wanted]
+    for n in (1, 3):
+        assert delays(late(2, n), stages) == [2 * (stages - 1 - s) + n for s in range(stages)]
     assert delays(fill_drain(4), stages) == delays(one_f_one_b(4), stages) == [0] * stages
+    assert delays(zb_h1(4), stages) == delays(zb_h2(4), stages) == [0] * stages
+    assert in_flight(zb_h1(99), stages) == [stages] * stages  # as many as 1F1B at the first stage, and at all of them
+    assert in_flight(zb_h2(99), stages) == [2 * stages - 1] * stages
     assert in_flight(fill_drain(5), stages) == [5] * stages
     assert in_flight(one_f_one_b(5), stages) == [min(5, stages - s) for s in range(stages)]
 
@@ -126,7 +166,8 @@ def test_delays_within_a_group_are_the_largest():
 def test_what_is_computed_is_what_is_counted(stages):
     """Of a function of which nothing is known, the program is counted."""
     known = [flowing(slack, every) for slack in range(4) for every in (1, 2, 5, 30)]
-    known += [make(m) for make in (fill_drain, one_f_one_b) for m in (1, 2, 5, 30)]
+    known += [make(m) for make in (fill_drain, one_f_one_b, zb_h1, zb_h2) for m in (1, 2, 5, 30)]
+    known += [late(slack, n) for slack in range(3) for n in (1, 2, 5)]
     for schedule in known:
         unknown = lambda s, S, of=schedule: of(s, S)  # noqa: E731
         assert delays(schedule, stages) == delays(unknown, stages), schedule
@@ -197,3 +238,34 @@ def test_programs_are_endless():
 def test_nonsense_is_refused(build):
     with pytest.raises(ValueError, match=r"must be a whole number of at least \d, but is"):
         build()
+
+
+@pytest.mark.parametrize("row", rows("zero_bubble"), ids=lambda row: f"{row['model']}-{row['micro_batches']}")
+def test_published_bubbles(row):
+    """Qi et al., Table 9, on the timelines: the idle share of the stage that is longest at work, to four digits."""
+    f, i, w, comm = (Fraction(row[name]) for name in ("f_ms", "b_ms", "w_ms", "comm_ms"))
+    stages, m = int(row["stages"]), int(row["micro_batches"])
+    costs = {"F": f, "B": i + w, "I": i, "W": w, "U": 0}
+    for name, schedule in (("one_f_one_b", one_f_one_b), ("zb_h1", zb_h1), ("zb_h2", zb_h2)):
+        slots = list(timeline(schedule(m), stages, m, costs, message=comm))
+        spans = [[slot for slot in slots if slot.stage == s] for s in range(stages)]
+        longest = max(mine[-1].end - mine[0].start for mine in spans)
+        assert float(1 - m * (f + i + w) / longest) == pytest.approx(float(row[name]), abs=1e-4), name
+
+
+@pytest.mark.parametrize("stages, m", [(2, 2), (3, 6), (4, 12), (8, 24)])
+def test_bubbles_of_zero_bubble_schedules(stages, m):
+    """Table 2 of the paper, for any times of F ≥ W and I ≥ W: what a worker idles while it is at work."""
+    costs = {"F": 7, "B": 11, "I": 6, "W": 5, "U": 0}
+    for schedule, wanted in ((one_f_one_b, 7 + 11), (zb_h1, 7 + 6 - 5), (zb_h2, max(0, 7 + 6 - 2 * 5))):
+        slots = list(timeline(schedule(m), stages, m, costs))
+        first = [slot for slot in slots if slot.stage == 0]
+        idle = first[-1].end - first[0].start - m * 18
+        if m >= 2 * stages - 1 or schedule is not zb_h2:
+            assert idle == (stages - 1) * wanted, schedule
+    assert bubble(timeline(zb_h2(40 * stages), stages, 40 * stages)) < 1 / 40
+
+
+def test_a_schedule_with_whole_backwards():
+    for s in range(3):
+        assert text(until(whole(zb_h1(5))(s, 3), 12)) == text(until(one_f_one_b(5)(s, 3), 12))

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -148,7 +148,6 @@ def erk_by_bisection(shapes, density):
     return [min(1.0, high * r) for r in raw]
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.lists(st.integers(1, 40), min_size=2, max_size=4).map(tuple), min_size=1, max_size=8),
     st.floats(0.001, 1.0),
@@ -185,7 +184,6 @@ def test_survivors():
     assert survivors(1.0, 7) == 7 and survivors(0.5, 5) == 2 and survivors(0.5, 7) == 4  # half to even
 
 
-@settings(deadline=None)
 @given(st.data(), st.lists(st.integers(0, 4), min_size=1, max_size=40))
 def test_largest_takes_the_earlier_of_equals(data, scores):
     """Few values, so that nearly all are equal to others."""

@@ -12,7 +12,7 @@ from pipeback.splitting.partition import balance, split
 from tests.laws.cases import data, pipeline
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.lists(st.floats(0.1, 10), min_size=1, max_size=8), st.integers(1, 8))
 def test_balance_is_the_optimum(times, workers):
     n = len(times)

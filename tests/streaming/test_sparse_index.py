@@ -45,7 +45,7 @@ def masks(draw):
     return masked(size, places)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(masks())
 @example(masked(0, ()))
 @example(masked(1, ()))
@@ -64,7 +64,7 @@ def test_every_mask_comes_back(mask):
     assert len(packed) == length(mask) <= nbytes(len(mask), count)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.integers(1, 3000), st.floats(0, 1, allow_subnormal=False), st.integers(0, 1000))
 def test_dense_and_random_masks_come_back(size, density, seed):
     mask = torch.rand(size, generator=torch.Generator().manual_seed(seed)) < density

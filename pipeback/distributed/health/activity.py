@@ -85,4 +85,5 @@ def _words(what: Any) -> str:
         return what
     kind, stage, mb = what
     names = {"F": "forward", "B": "backward", "U": "update"}
+    names |= {"I": "gradient of the input", "W": "gradient of the weights"}
     return f"the {names.get(kind, kind)} of stage {stage}, micro-batch {mb}"

@@ -59,10 +59,15 @@ _unfinished: list[Any] = []
 
 
 class Meeting:
-    """All ranks of the Trainer. Every one makes the same calls in the same order."""
+    """All ranks of the Trainer. Every one makes the same calls in the same order.
 
-    def __init__(self, device: torch.device) -> None:
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+    tensor: how many neighbouring ranks are one worker of the pipeline, and compute its stages together.
+    """
+
+    def __init__(self, device: torch.device, tensor: int = 1) -> None:
+        self.rank, self.world, self.tensor = dist.get_rank(), dist.get_world_size(), tensor
+        self.workers, self.shard = self.world // tensor, self.rank % tensor
+        self.loss = self.rank < tensor  # whether this rank computes the loss
         self.device = device
         self.health: Health | None = None  # of the pipeline, while there is one
         self.rest: Callable[[], AbstractContextManager[Any]] = nullcontext  # around every wait
@@ -71,10 +76,15 @@ class Meeting:
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The ranks in the order of the pipeline: rank 0 is the last, for loggers and progress bars want the loss."""
+        """The ranks by worker and shard. Rank 0 is of the last worker, for loggers and progress bars want the loss."""
         if self._mesh is None:
-            self._mesh = DeviceMesh(self.device.type, list(reversed(range(self.world))))
+            self._mesh = DeviceMesh(self.device.type, self.table if self.tensor > 1 else self.table.flatten())
         return self._mesh
+
+    @property
+    def table(self) -> torch.Tensor:
+        """The ranks by worker and shard: shape (workers, tensor)."""
+        return torch.arange(self.world).view(self.workers, self.tensor).flip(0)
 
     def gather(self, what: str, value: Any = None, to: int | None = None) -> list[Any]:
         """Return what every rank gives, in the order of ranks; with `to`, the other ranks get an empty list.

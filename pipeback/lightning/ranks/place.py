@@ -7,6 +7,8 @@ the same batches, and rank 0 decides wherever ranks could decide differently.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,12 +20,15 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import CheckpointIO, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch.distributed.device_mesh import DeviceMesh
 
-from pipeback.lightning import random_state
+from pipeback.lightning import lightning_internals, option_checks, random_state
 from pipeback.lightning.ranks.launchers import LAUNCHERS, launcher
 from pipeback.lightning.ranks.meeting import Meeting, join
-from pipeback.pipeline.arguments import Processes
+from pipeback.lightning.ranks.parallelized import MESH, AbsentMesh, Parallelized
+from pipeback.pipeline.arguments import Processes, TensorParallel
 
 
 class Place(SingleDeviceStrategy):
@@ -33,6 +38,7 @@ class Place(SingleDeviceStrategy):
         self,
         start: str,
         processes: Processes,
+        tensor: TensorParallel,
         accelerator: Accelerator | None,
         checkpoint_io: CheckpointIO | None,
         precision_plugin: Precision | None,
@@ -40,11 +46,12 @@ class Place(SingleDeviceStrategy):
         super().__init__("cpu", accelerator, checkpoint_io, precision_plugin)
         if start not in LAUNCHERS:
             raise ValueError(f"launcher must be one of {', '.join(LAUNCHERS)}, but is {start!r}")
-        self.start, self.processes = start, processes
+        self.start, self.processes, self.tensor = start, processes, tensor
         self.cluster_environment: ClusterEnvironment | None = None
         self.num_nodes = 1
         self.alone = False  # whether this process validates alone, as the one that starts the others does
         self.meeting: Meeting | None = None
+        self.parallelized = Parallelized()
         self.lost = False  # whether weights are not in the module, but on ranks that have failed, or in files
         self._devices: list[torch.device] = []
 
@@ -104,6 +111,7 @@ class Place(SingleDeviceStrategy):
 
     def setup_environment(self) -> None:
         if self.several and not self.alone:
+            option_checks.mesh(self.tensor, self.ranks)
             self.set_world_ranks()
         super().setup_environment()
         if self.several and not self.alone and self.meeting is None:
@@ -112,9 +120,26 @@ class Place(SingleDeviceStrategy):
             timeout = self.processes.timeout
             seconds = timeout if self.launcher is None else max(timeout, 300.0)
             join(self.cluster_environment, self.root_device, seconds)
-            self.meeting = Meeting(self.root_device)
+            self.meeting = Meeting(self.root_device, self.tensor.size)
             # all ranks see the same data, so that there is nothing to accumulate
             warnings.filterwarnings("ignore", ".*sync_dist=True.* when logging on epoch level")
+        module = self.lightning_module
+        if self.tensor.size > 1 and module is not None and is_overridden("configure_model", module):
+            sizes = dict(zip(MESH, (1, self.ranks // self.tensor.size, self.tensor.size), strict=True))
+            whole = None if self.meeting is None else self.meeting.table[None]
+            mesh = AbsentMesh(sizes) if whole is None else DeviceMesh(self.root_device.type, whole, mesh_dim_names=MESH)
+            lightning_internals.show_mesh(module, mesh)
+
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Hear which modules `configure_model` wants to be cut, if devices compute stages together."""
+        module = self.lightning_module
+        with (
+            nullcontext()
+            if self.tensor.size == 1 or module is None
+            else self.parallelized.hearing(module, self.tensor.size)
+        ):
+            yield
 
     # -- meeting -------------------------------------------------------------------------------------------------
 

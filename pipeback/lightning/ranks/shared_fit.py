@@ -1,8 +1,11 @@
 """A fit that several ranks share: each holds some neighbouring stages; rank 0 has the last ones and the loss.
 
-Rank 0 runs `training_step` to its end. On the others it ends where it calls the model: the micro-batch is then in the
-pipeline, and Lightning gets a loss of zero, whose backward runs B and U of the rank's stages. When the model is called
-without gradients, as in validation, the pipeline evaluates it, and every rank gets the output.
+With `tensor_parallel`, neighbouring ranks are one worker, and hold shards of its stages. Those of the last worker all
+compute the loss; rank 0 is one of them.
+
+A rank with the loss runs `training_step` to its end. On the others it ends where it calls the model: the micro-batch
+is then in the pipeline, and Lightning gets a loss of zero, whose backward runs B and U of the rank's stages. When the
+model is called without gradients, as in validation, the pipeline evaluates it, and every rank gets the output.
 """
 
 from __future__ import annotations
@@ -25,10 +28,11 @@ from pipeback.lightning.fit import Fit
 from pipeback.lightning.fit_state import FitState, without
 from pipeback.lightning.one_device import trained
 from pipeback.lightning.ranks.dtype_turns import DtypeTurns
+from pipeback.lightning.ranks.fit_shards import FitShards
 from pipeback.lightning.ranks.meeting import Meeting
 from pipeback.lightning.ranks.module_shell import ModuleShell
 from pipeback.lightning.ranks.rank_sync import agree
-from pipeback.pipeline.arguments import Clipping, Processes
+from pipeback.pipeline.arguments import Clipping, Processes, TensorParallel
 from pipeback.pipeline.pipeline import Pipeline
 from pipeback.private import pytree
 from pipeback.splitting.split import Split
@@ -45,9 +49,12 @@ class SharedFit:
         module: LightningModule,
         found: TrainedModule,
         optimizer: torch.optim.Optimizer,
+        tensor: TensorParallel,
     ) -> None:
         self.meeting, self.processes, self.module, self.found = meeting, processes, module, found
         self.failed = False
+        self.tensor = tensor
+        self.shards = FitShards(tensor, meeting.shard)
         self._pipe: Pipeline | None = None
         self._hollow: ModuleShell
         self._let_go: Callable[[], None] = _nothing
@@ -65,9 +72,10 @@ class SharedFit:
 
     def split(self, example: Any) -> Split:
         hollow = self._hollow = ModuleShell(self.found, self.module)
-        split = hollow.split or self.found.cut(hollow.copy, example)
-        if len(split.parts) < self.meeting.world:
-            raise ValueError(find_stages.few(self.found.name, len(split.parts), self.meeting.world))
+        spread = self.shards.spread(hollow.copy, self.found.module)
+        split = replace(hollow.split or self.found.cut(hollow.copy, example), spread=spread)
+        if len(split.parts) < self.meeting.workers:
+            raise ValueError(find_stages.few(self.found.name, len(split.parts), self.meeting.workers))
         for part in split.parts:
             self._turns.guard(part.module)
         return split
@@ -77,10 +85,14 @@ class SharedFit:
         known = {id(mine): theirs for mine, theirs in copied}
         return [[known[id(p)] for p in stage] for stage in trained(split)]
 
+    def piece(self, p: nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
+        return self.shards.piece(p, state)
+
     def pipeline(self, split: Split, **options: Any) -> Pipeline:
         clipping: Clipping = options["clip_norm"]
         self._clip = clipping.norm, clipping.value
         processes = replace(self.processes, mesh=self.meeting.mesh)
+        options["tensor_parallel"] = self.tensor  # its plan may be that of configure_model
         pipe = self._pipe = Pipeline(split, loss=None, workers=processes, **options)
         assert isinstance(pipe.ranks, Ranks)
         self.meeting.health = pipe.ranks.health
@@ -109,7 +121,7 @@ class SharedFit:
         if not self.hollow:
             self._hollow.check()
             self._empty(fit)
-        return outputs if self.meeting.rank == 0 else None
+        return outputs if self.meeting.loss else None
 
     def forget(self, pipe: Pipeline) -> None:
         raise RuntimeError(
@@ -140,9 +152,10 @@ class SharedFit:
 
     def _fill(self, state: FitState, to: int | None) -> None:
         """Give the module its values on the rank `to`; None: on all ranks."""
+        self._meet("the shards of the weights")
         with state.shown():
-            mine = self._hollow.values()
-        parts = self.meeting.gather("the weights of all stages", mine, to)
+            mine = self.shards.whole(self._hollow.values())
+        parts = self.meeting.gather("the weights of all stages", {} if self.meeting.shard else mine, to)
         if parts:
             values = {name: value for part in parts for name, value in part.items()}
             self._hollow.fill(values, self.module.device)
@@ -200,28 +213,37 @@ class SharedFit:
     def _optimizer_states(self, state: FitState) -> dict[int, Any]:
         """The optimizer's state by parameter, in the order of a single device; on rank 0."""
         fit = state.fit
+        weights = [p for group in fit.optimizer.param_groups for p in group["params"]]
+        self._meet("the shards of the optimizer's state")
         with state.shown():
-            mine = fit.twins.state_dict()["state"]
-            parts = self.meeting.gather("the optimizer's state", _to("cpu", mine), 0)
+            mine = self.shards.states(fit.twins.state_dict()["state"], weights)
+            parts = self.meeting.gather("the optimizer's state", {} if self.meeting.shard else _to("cpu", mine), 0)
         every = {n: found for part in parts for n, found in part.items()}
         return {n: every[n] for n in fit.optimizer.state_dict()["state"] if n in every}
 
     def in_flight(self, state: FitState) -> dict[str, Any]:
         fit = state.fit
         assert fit.pipe is not None
+        self._meet("the shards in flight")
         with fit.at_work():
             mine, plain = fit.pipe.share(), fit.pipe.plain()
         left_out = state.left_out
         mine = mine._replace(parts=[part._replace(tensors=without(left_out, part.tensors)) for part in mine.parts])
-        shares = self.meeting.gather("the micro-batches in flight", mine, 0)
-        return pipeline_state.merge(shares[::-1], plain) if shares else {}
+        shares = self.meeting.gather("the micro-batches in flight", None if self.meeting.shard else mine, 0)
+        return pipeline_state.merge([each for each in shares[::-1] if each is not None], plain) if shares else {}
 
     def fresh(self, pipe: Pipeline) -> dict[str, Any]:
+        self._meet("the shards of a new pipeline")
         return pipeline_state.merge([pipe.share()], pipe.plain())
 
     def taken_up(self, fit: Fit, section: dict[str, Any]) -> None:
         if section["state"]["plain"]["loops"]:
             self._empty(fit)
+
+    def _meet(self, what: str) -> None:
+        """Wait for ranks that may still be in code of their own, before shards are exchanged within a time limit."""
+        if self.shards.size > 1:
+            self.meeting.gather(what)
 
 
 def _nothing() -> None:

@@ -105,7 +105,7 @@ class EagerTick:
         room.put(f, sent[outputs:])
 
     def _failed(self, what: str, tick: int, error: Exception) -> StageError:
-        return StageError(f"{self.name(tick)}: the {what} failed: {error}")
+        return StageError(f"{self.name(tick)}: the {what} failed: {error}", what)
 
 
 def drifted(

@@ -1,0 +1,60 @@
+"""Executor: how a worker's operations are done on the weights in place, as protocols."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from pipeback.schedules.order import Ops, Order
+from pipeback.schedules.spans import TickSpan
+from pipeback.stages.flight import Flight
+
+
+class SplitOperations(Protocol):
+    """How backwards are done in two: I, the gradient of the input, and W, that of the weights."""
+
+    def of_input(self, ops: Ops) -> None:
+        """Do I of each (stage, micro-batch)."""
+
+    def of_weights(self, ops: Ops) -> None:
+        """Do W of each (stage, micro-batch)."""
+
+
+class Executor(Protocol):
+    """How a worker's operations are done on the weights in place: stage by stage, or those of several stages as one."""
+
+    apart: bool  # whether the backwards of a wave are done one by one
+    as_one: bool  # whether the operations of a wave are one call
+    split: SplitOperations | None  # does I and W; None: it cannot split a backward
+    whole: str  # why it cannot
+    undoes: bool  # whether a micro-batch whose forward fails can be taken back (`undo`)
+
+    def record(self, on: bool) -> None:
+        """Begin or end measuring operations; raises ValueError if they cannot be measured one by one."""
+
+    def leap(self, order: Order, span: TickSpan) -> int:
+        """Do as many ticks of a span as possible without any work per stage; return their number."""
+
+    def land(self) -> None:
+        """Let stages and worker know of the ticks that were leapt."""
+
+    def look(self) -> None:
+        """Note that micro-batches may have come, and that the user may have changed optimizers or their state."""
+
+    def forward(self, ops: Ops) -> list[Flight]:
+        """Do F of each (stage, micro-batch); return the new flights, in the same order."""
+
+    def backward(self, ops: Ops) -> None:
+        """Do B of each (stage, micro-batch)."""
+
+    def update(self, ops: Ops) -> Ops:
+        """Do U of the stages that are updated as one; return the operations that are left."""
+
+    def spread(self) -> None:
+        """Hand the stages their gradients, if those of several stages are kept together."""
+
+    def take_up(self) -> None:
+        """Go on after a state was put into the stages, and messages into the link."""
+
+    def use(self, stacks: Sequence[Any]) -> None:
+        """Run the stages of these stacks as one from now on, and all others one by one."""
