@@ -195,7 +195,7 @@ def _along_one(methods: Sequence[Method]) -> bool:
     velocities = ["velocity" in method.init([]) for method in methods]
     stashed = [one is not None and one.used for one in each]
     first = stashed.index(True) if any(stashed) else len(methods)
-    after = any(one is None or (any(one.back) and not one.used) for one in each[first:])
+    after = any(one is None or (bool(one.back) and not one.used) for one in each[first:])
     return sum(deltas) + any(velocities) < 2 and not after
 
 

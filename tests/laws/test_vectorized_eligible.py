@@ -193,6 +193,26 @@ def test_the_callers_random_state_stays(case, vectorize, leapt):
     assert torch.equal(torch.get_rng_state(), state) and sum(leapt) > 30
 
 
+@pytest.mark.parametrize(("case", "apart"), [("pb", True), ("dc_asgd", False)])
+def test_auto_keeps_rows_where_the_method_steps_them(case, apart, monkeypatch):
+    """Graphs of single stages, even if faster, would have an update each."""
+    monkeypatch.setattr(Stack, "gain", lambda stack, steps: 1.5)
+    monkeypatch.setattr(Stack, "faster_apart", lambda stack, by: True)
+    pipe = pipeline(model(), CASES[case](S), vectorize="auto")
+    pipe.push(*doubles(1)[0])
+    assert ("stage 3" in pipe.vectorized) == apart
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [("pipedream-vertical", "its forwards run on older weights"), ("pipemare-t3", "it updates once in 2 micro-batches"),
+     ("gpipe-4", "between its flushes"), ("sgd", "at slack=0")],
+)  # fmt: skip
+def test_why_no_tick_is_one_function(case, reason):
+    pipe = trained(case, some=doubles(3), vectorize=True)[0]
+    assert all(f"no tick is one function: {reason}" in told for told in pipe.vectorized.values())
+
+
 def test_auto_tells_what_it_measured():
     pipe = trained("pb", some=doubles(9), vectorize="auto")[0]
     assert len(pipe.vectorized) == 2 and all("times as fast" in told for told in pipe.vectorized.values())

@@ -60,8 +60,12 @@ def test_chains(name, leapt):
 
 @pytest.mark.parametrize(
     "apart",
-    [(("lwp", {}), ("lwp", {"form": "weight"})), (("pipedream", {"slack": 2}), ("spectrain", {"slack": 2}))],
-    ids=["two directions", "a shift of what F used"],
+    [
+        (("lwp", {}), ("lwp", {"form": "weight"})),
+        (("pipedream", {"slack": 2}), ("spectrain", {"slack": 2})),
+        (("dc_asgd", {"slack": 2}), ("sc", {})),
+    ],
+    ids=["two directions", "a shift of what F used", "a step that takes no rows"],
 )
 def test_chains_that_are_no_correction_call_hooks(apart, leapt):
     one, other = pipelines(chained(*apart))

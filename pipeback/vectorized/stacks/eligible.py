@@ -11,6 +11,8 @@ import torch
 from pipeback.methods.base import Method, When, described
 from pipeback.schedules.programs import Flowing
 
+AMONG = 3  # stages, of which a method is asked what it keeps
+
 
 def leaps(method: Method) -> bool:
     """Whether a method has ticks at which every stage, or every second one, does the same without calling hooks."""
@@ -26,9 +28,17 @@ def why_not(method: Method) -> str | None:
         return f"it updates once in {schedule.every} micro-batches, so that ticks differ"
     if not schedule.turns:
         return f"at slack={schedule.slack} stages are not busy at the same ticks"
+    if any(method.history(s, AMONG) for s in range(AMONG)):
+        return "its forwards run on older weights than the newest, and no tick looks for these"
     if not described(method) or (method.copies == "stash" and not stashes(method)):
         return "its weights or its update are more than a `pipeback.methods.base.Correction` can say"
     return None
+
+
+def steps_rows(method: Method) -> bool:
+    """Whether a tick calls the method's own update with rows."""
+    correction = method.correction(When(0, 1, 0, 0, 0), {})
+    return correction is not None and correction.own
 
 
 def stashes(method: Method) -> bool:

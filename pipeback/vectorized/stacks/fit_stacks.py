@@ -13,7 +13,7 @@ from pipeback.schedules.order import Order
 from pipeback.stages.joint_optimizer import Options
 from pipeback.stages.stage import Stage
 from pipeback.vectorized.stacks.choose_stacks import Shaper
-from pipeback.vectorized.stacks.eligible import why_not
+from pipeback.vectorized.stacks.eligible import steps_rows, why_not
 from pipeback.vectorized.stacks.stack import Stack
 from pipeback.vectorized.stacks.stage_inputs import StageInputs
 from pipeback.vectorized.tracing.capture import Unfit, Unlike
@@ -137,7 +137,8 @@ def _divided(
                 pays, told = _judged(stack, asked, shaper, leap=leap)
                 told += "" if leap else f"; no tick is one function: {reason}"
                 timed = asked.vectorize == "auto" and not torch.are_deterministic_algorithms_enabled()
-                apart = apart and timed and (not pays or stack.faster_apart(CLEARLY))
+                # an update with rows, which is not timed, saves more than graphs of single stages do
+                apart = apart and timed and (not pays or (not steps_rows(asked.method) and stack.faster_apart(CLEARLY)))
         if apart:
             waiting[:0] = [shaper.stack([stage]) for stage in stack.stages]
             continue
