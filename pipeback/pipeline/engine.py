@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from pipeback.distributed.rank_runner import RankRunner
 from pipeback.distributed.ranks import Ranks, SingleProcess
+from pipeback.errors import StageError
 from pipeback.pipeline.arguments import Clipping
 from pipeback.pipeline.build import Built, telling
 from pipeback.pipeline.closed_message import BEFORE_THE_STATES, TAKE_BACK, closed
@@ -253,7 +254,9 @@ class Engine:
     def reopen(self) -> None:
         """Stop, because a state will be loaded; micro-batches in flight are lost."""
         if self.error is None:
-            self.wait()
+            with suppress(StageError):  # a worker has failed meanwhile, in what the state replaces
+                self.wait()
+        if self.error is None:
             self.ranks.gather(None, "load_state_dict()")  # nobody waits for a message any more
         self.stop()
         if self.kept is not None:

@@ -46,6 +46,18 @@ def test_another_form_is_refused_before_anything_is_let_in(options):
 
 
 @pytest.mark.parametrize("options", RUNTIMES, ids=str)
+def test_a_state_reopens_at_once_what_only_a_loss_has_told(options):
+    pipe, other = build(options), build(options)
+    for _ in range(6):
+        pipe.push(X, Y), other.push(X, Y)
+    state = pipe.state_dict()
+    with pytest.raises(StageError, match=r"stage 3 .*Target \d is out of bounds"):
+        float(pipe.push(X, Y + 7))
+    pipe.load_state_dict(state)
+    assert trained_on(pipe, other)
+
+
+@pytest.mark.parametrize("options", RUNTIMES, ids=str)
 def test_a_bad_value_leaves_the_state_before_it_or_closes_what_a_state_reopens(options):
     pipe, other = build(options), build(options)
     for _ in range(6):
