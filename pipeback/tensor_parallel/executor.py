@@ -73,7 +73,8 @@ class TensorExecutor:
         """Raise `OtherBatch` if ranks of the group were given different micro-batches; later workers compare theirs."""
         link = self.link
         assert isinstance(link, WireLink)
-        mine = link.marks.pop(mb, 0) if link.last == self.worker.count - 1 else link.marks.get(mb, 0)
+        alone = len(set(link.owner)) == 1  # otherwise a mark is needed until the last forward here
+        mine = link.marks.pop(mb, 0) if alone else link.marks.get(mb, 0)
         for theirs in self.group.gather(torch.tensor([mine >> 62, mine & _LOW])):
             high, low = theirs.tolist()
             link.compare(mb, mine ^ (high << 62 | low), f"another rank of worker {link.worker}")

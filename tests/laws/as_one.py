@@ -55,9 +55,9 @@ class Twice(nn.Module):
 OWN = ("ef", "ef-horizon1", "pipeoptim", "msnag", "msnag-stash", "gap_aware", "dc_asgd", "dc_asgd-adaptive", "braking",
        "dc_asgd+pipeoptim", "gap_aware+msnag", "staleness_lr+ef")  # fmt: skip
 TURNED = ("eigendelay", "eigendelay-stash", "eigendelay-one-side")  # the same, in bases of their own
-LEAP = ("pb", "pb-slack1", "lwp", "lwp-horizon3", "sc", "sc-horizon2", "cerebras", "spectrain", "spectrain-slack2",
-        "pipedream", "pipedream-slack2", "pipemare", "pipemare-t1", "pipemare-t2", "staleness_lr", "spectrain-v2",
-        "lwp-weight", "lwp-weight+sc", *OWN)  # fmt: skip
+LEAP = ("pb", "pb-v", "pb-slack1", "lwp", "lwp-horizon3", "sc", "sc-horizon2", "cerebras", "spectrain",
+        "spectrain-slack2", "pipedream", "pipedream-slack2", "pipemare", "pipemare-t1", "pipemare-t2", "staleness_lr",
+        "spectrain-v2", "lwp-weight", "lwp-weight+sc", *OWN)  # fmt: skip
 
 
 def pushed(pipe, sizes=(9, 1, 23, 2, 15), before=lambda n: None):

@@ -71,7 +71,7 @@ def weights(module):
     return torch.cat([value.detach().flatten().double() for value in module.state_dict().values()])
 
 
-def dropout_network():
+def dropout_network(blocks=2):
     torch.manual_seed(0)
     block = lambda: nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Dropout(0.3))  # noqa: E731
-    return nn.Sequential(block(), block(), nn.Linear(6, 6))
+    return nn.Sequential(*[block() for _ in range(blocks)], nn.Linear(6, 6))

@@ -52,7 +52,8 @@ def trained(method, model=dropout_network, **options):
 @pytest.mark.parametrize("size", [None, 2])
 def test_every_method_is_the_event_loop(case, size):
     method = partial(CASES[case], STAGES)
-    (wanted, _), (found, where) = (trained(method(), micro_batch_size=size, workers=n) for n in (None, 2))
+    model = partial(dropout_network, 2 * method().chunks)  # a stage at least for every part of each worker
+    (wanted, _), (found, where) = (trained(method(), model, micro_batch_size=size, workers=n) for n in (None, 2))
     assert set(where.pipeline.owner) == {0, 1}
     assert len(found) == len(wanted) and all(map(torch.equal, found, wanted))
 
