@@ -45,7 +45,12 @@ def odd_cases(crew, cases, tensor, **options):
 
 @pytest.mark.parametrize(
     ("tensor", "cases"),
-    [(2, ["pb", "pipedream", "cerebras", "gpipe-4"]), (4, ["pb", "spectrain"]), rare(2, SPREAD), rare(4, SPREAD)],
+    [
+        (2, ["pb", "pipedream", "cerebras", "gpipe-4", "zb_v"]),
+        (4, ["pb", "spectrain"]),
+        rare(2, SPREAD),
+        rare(4, SPREAD),
+    ],
 )
 def test_every_method_equals_one_process(crew, tensor, cases):
     """Four ranks: 2 workers × 2 shards, and 1 × 4; 50 micro-batches."""
