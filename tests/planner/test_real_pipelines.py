@@ -78,7 +78,7 @@ def test_bytes_are_those_of_training(name):
 
 @pytest.mark.parametrize("name", SPLIT)
 def test_a_split_backward_holds_more_than_published(name):
-    """The planner has what W needs according to the paper; the library keeps whole graphs, and gradients beside them."""
+    """The planner has what W needs according to the paper; the library keeps whole graphs, and gradients, until W."""
     pipe, model = trained(name)
     held = pipe.memory().activations
     graphs = held - sum(stage.gradients.split.bytes * stage.gradients.split.peak for stage in pipe._engine.stages)
