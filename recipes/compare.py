@@ -39,9 +39,12 @@ from pipeback.recipes.schemas import Compare, check
 from pipeback.recipes.train import as_yaml, quiet, task_of, trainer_of
 from pipeback.recipes.work import work
 
-ALL = ("sgd", "pb", "sc", "lwp", "lwp_w", "cerebras", "lwp_w_sc", "pipedream", "spectrain", "pipemare", "gpipe",
-       "one_f_one_b", "zb_h1", "zb_h2", "interleaved", "looped_bfs", "zb_v", "pipedream_2bw", "pipedream_slack2", "spectrain_slack2", "ef", "pipeoptim", "xpipe", "msnag",
-       "gap_aware", "dc_asgd", "dc_asgd_a", "braking", "staleness_lr", "eigendelay")  # fmt: skip
+ALL = (
+    "sgd", "pb", "sc", "lwp", "lwp_w", "cerebras", "lwp_w_sc", "pipedream", "spectrain", "pipemare", "gpipe",
+    "one_f_one_b", "zb_h1", "zb_h2", "interleaved", "looped_bfs", "zb_v", "pipedream_2bw", "pipedream_slack2",
+    "spectrain_slack2", "ef", "pipeoptim", "xpipe", "msnag", "gap_aware", "dc_asgd", "dc_asgd_a", "braking",
+    "staleness_lr", "eigendelay",
+)  # fmt: skip
 FEW = ("sgd", "pb", "cerebras", "gpipe")
 OWN = re.compile(r"(methods|seeds|seed|jobs|again|out)=")  # options that are not passed on to `train` unchanged
 
