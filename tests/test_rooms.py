@@ -184,6 +184,7 @@ PARTS = {
     "gradients",
     "rates",
     "option_checks",
+    "flushing",
 }  # what methods share
 
 

@@ -10,20 +10,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeback.methods.base import Method
-from pipeback.schedules.ops import Schedule
+from pipeback.methods.flushing import Flushing
 from pipeback.schedules.programs import fill_drain
 
 
 @dataclass(repr=False)
-class GPipe(Method):
+class GPipe(Flushing):
     """micro_batches: M, micro-batches per flush, counted across pushes; None: each push is one flush."""
 
-    micro_batches: int | None = None
-
-    def __post_init__(self) -> None:
-        self.schedule = fill_drain(1 if self.micro_batches is None else self.micro_batches)
-        self.flush_each_push = self.micro_batches is None
-
-    def schedule_at(self, start: int, pushed: int) -> Schedule:
-        return fill_drain(pushed) if self.micro_batches is None else self.schedule
+    by_number = staticmethod(fill_drain)

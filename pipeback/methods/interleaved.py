@@ -13,31 +13,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeback.methods.base import Method
+from pipeback.methods.flushing import Flushing
 from pipeback.schedules.ops import Schedule
 from pipeback.schedules.placement import Placed, Placement
-from pipeback.schedules.programs import flush, one_f_one_b, positive
+from pipeback.schedules.programs import flush, one_f_one_b
 from pipeback.schedules.worker_programs import interleaved
 
 
 @dataclass(repr=False)
-class Interleaved(Method):
+class Interleaved(Flushing):
     """chunks: v, parts of the stages that each worker holds. micro_batches: M, micro-batches per flush, counted across
     pushes; None: each push is one flush.
     """
 
     chunks: int = 2
-    micro_batches: int | None = None
+
+    by_number = staticmethod(one_f_one_b)
     by_worker = True
     placement = "loop"
-
-    def __post_init__(self) -> None:
-        positive("chunks", self.chunks)
-        self.schedule = one_f_one_b(1 if self.micro_batches is None else self.micro_batches)
-        self.flush_each_push = self.micro_batches is None
-
-    def schedule_at(self, start: int, pushed: int) -> Schedule:
-        return one_f_one_b(pushed) if self.micro_batches is None else self.schedule
 
     def placed(self, schedule: Schedule, placement: Placement) -> Schedule:
         return Placed(interleaved(flush(schedule)), placement)

@@ -13,31 +13,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeback.methods.base import Method
+from pipeback.methods.flushing import Flushing
 from pipeback.schedules.ops import Schedule
 from pipeback.schedules.placement import Placed, Placement
-from pipeback.schedules.programs import fill_drain, flush, positive
+from pipeback.schedules.programs import fill_drain, flush
 from pipeback.schedules.worker_programs import looped_bfs
 
 
 @dataclass(repr=False)
-class LoopedBFS(Method):
+class LoopedBFS(Flushing):
     """chunks: v, parts of the stages that each worker holds. micro_batches: M, micro-batches per flush, counted across
     pushes; None: each push is one flush.
     """
 
     chunks: int = 2
-    micro_batches: int | None = None
+
+    by_number = staticmethod(fill_drain)
     by_worker = True
     placement = "loop"
-
-    def __post_init__(self) -> None:
-        positive("chunks", self.chunks)
-        self.schedule = fill_drain(1 if self.micro_batches is None else self.micro_batches)
-        self.flush_each_push = self.micro_batches is None
-
-    def schedule_at(self, start: int, pushed: int) -> Schedule:
-        return fill_drain(pushed) if self.micro_batches is None else self.schedule
 
     def placed(self, schedule: Schedule, placement: Placement) -> Schedule:
         return Placed(looped_bfs(flush(schedule)), placement)

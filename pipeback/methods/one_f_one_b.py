@@ -12,21 +12,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeback.methods.base import Method
-from pipeback.schedules.ops import Schedule
+from pipeback.methods.flushing import Flushing
 from pipeback.schedules.programs import one_f_one_b
 
 
 @dataclass(repr=False)
-class OneForwardOneBackward(Method):
+class OneForwardOneBackward(Flushing):
     """micro_batches: M, micro-batches per flush, counted across pushes; None: each push is one flush."""
 
-    micro_batches: int | None = None
+    by_number = staticmethod(one_f_one_b)
     by_worker = True  # else stages of one worker would run as many forwards ahead as if each had a worker of its own
-
-    def __post_init__(self) -> None:
-        self.schedule = one_f_one_b(1 if self.micro_batches is None else self.micro_batches)
-        self.flush_each_push = self.micro_batches is None
-
-    def schedule_at(self, start: int, pushed: int) -> Schedule:
-        return one_f_one_b(pushed) if self.micro_batches is None else self.schedule

@@ -13,21 +13,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeback.methods.base import Method
-from pipeback.schedules.ops import Schedule
+from pipeback.methods.flushing import Flushing
 from pipeback.schedules.split import zb_h1
 
 
 @dataclass(repr=False)
-class ZeroBubbleH1(Method):
+class ZeroBubbleH1(Flushing):
     """micro_batches: M, micro-batches per flush, counted across pushes; None: each push is one flush."""
 
-    micro_batches: int | None = None
+    by_number = staticmethod(zb_h1)
     by_worker = True  # as with 1F1B
-
-    def __post_init__(self) -> None:
-        self.schedule = zb_h1(1 if self.micro_batches is None else self.micro_batches)
-        self.flush_each_push = self.micro_batches is None
-
-    def schedule_at(self, start: int, pushed: int) -> Schedule:
-        return zb_h1(pushed) if self.micro_batches is None else self.schedule

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeback.methods.base import Method
+from pipeback.methods.flushing import Flushing
 from pipeback.schedules.ops import Schedule
 from pipeback.schedules.placement import Placed, Placement
 from pipeback.schedules.programs import flush
@@ -23,20 +23,13 @@ from pipeback.schedules.worker_programs import zb_v
 
 
 @dataclass(repr=False)
-class ZeroBubbleV(Method):
+class ZeroBubbleV(Flushing):
     """micro_batches: M, micro-batches per flush, counted across pushes; None: each push is one flush."""
 
-    micro_batches: int | None = None
+    by_number = staticmethod(zb_h1)
     by_worker = True
     placement = "v"
     chunks = 2
-
-    def __post_init__(self) -> None:
-        self.schedule = zb_h1(1 if self.micro_batches is None else self.micro_batches)
-        self.flush_each_push = self.micro_batches is None
-
-    def schedule_at(self, start: int, pushed: int) -> Schedule:
-        return zb_h1(pushed) if self.micro_batches is None else self.schedule
 
     def placed(self, schedule: Schedule, placement: Placement) -> Schedule:
         return Placed(zb_v(flush(schedule), splits(schedule)), placement)

@@ -90,8 +90,8 @@ class PipelineOptions(NamedTuple):
         check_workers(stages, ranks, self.threads)
         check_placement(method, stages, max(ranks, self.threads or 1))
         if method.chunks > 1 and max(ranks, self.threads or 1) > 1:
-            beside = [("vectorize", self.vectorize, False, "vectorize=False")]
-            check_goes_with(f"placement={method.placement!r} on several workers", "", beside)
+            as_one = [("vectorize", self.vectorize, False, "vectorize=False")]
+            check_goes_with(f"placement={method.placement!r} on several workers", "", as_one)
             apart = method.placement == "v" and ranks > 1  # the loss is then on the first rank, not on the last one
             given = ("placement", method.placement if apart else "neighbours", "neighbours", "placement='neighbours'")
             check_goes_with("loss=None over several ranks", "", [given] if self.loss is None else [])

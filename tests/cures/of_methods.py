@@ -98,7 +98,7 @@ ROWS: dict[str, Row] = {
     ),
     "more parts than stages": Row(
         lambda: build(method=methods.create("looped_bfs", chunks=3), workers=2),
-        r"LoopedBFS\(chunks=3, .*puts 3 parts of the stages on each worker, but 2 workers share 4 stages; use at most "
+        r"LoopedBFS\(.*chunks=3\) puts 3 parts of the stages on each worker, but 2 workers share 4 stages; use at most "
         "1 worker, or chunks=2",
         lambda: [
             trains(method=methods.create("looped_bfs", chunks=3), workers=1),
