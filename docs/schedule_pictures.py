@@ -1,5 +1,7 @@
 """The picture of schedules that fill the bubble of a flush, one row per worker; see `pictures`."""
 
+from itertools import accumulate
+
 from matplotlib import pyplot as plt
 from matplotlib.patches import Patch, Rectangle
 
@@ -65,6 +67,23 @@ def flushes():
     return figure
 
 
+def held(schedule, costs, stages):
+    """The most micro-batches between F and the end of their backward, at each worker; of a part of two, a half each."""
+    slots = list(timeline(schedule, stages, 8 * FLUSH, costs))
+    last = "W" if any(slot.op.kind == "W" for slot in slots) else "B"
+    each = stages // WORKERS
+    owner = schedule.placement.owner if isinstance(schedule, Placed) else [s // each for s in range(stages)]
+    found = []
+    for worker in range(WORKERS):
+        mine = [slot for slot in slots if owner[slot.stage] == worker]
+        steps = [(slot.start, 1) for slot in mine if slot.op.kind == "F"]
+        steps += [(slot.end, -1) for slot in mine if slot.op.kind == last]
+        found.append(max(accumulate(step for _, step in sorted(steps))) / each)
+    return found
+
+
 if __name__ == "__main__":
     for name, (schedule, costs) in found().items():
-        print(f"{name:12} {idle(schedule, costs):.4f}")
+        stages = 2 * WORKERS if isinstance(schedule, Placed) else WORKERS
+        print(f"{name:12} {idle(schedule, costs):.4f} idle, held:", *held(schedule, costs, stages))
+    print("pb with two stages per worker, held:", *held(pipeback.schedules.flowing(2), HALF, 2 * WORKERS))
