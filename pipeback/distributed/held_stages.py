@@ -155,6 +155,18 @@ class HeldStages:
         if self.spread is not None and isinstance(self.ranks, Ranks):
             self.spread.group.join(self.ranks, next(p.device for s in self.stages for p in s.module.parameters()))
 
+    def meet_again(self, *, back: bool = False) -> None:
+        """Meet the other ranks anew after an error; every rank calls it. back: to go back to a state they keep."""
+        ranks = self.ranks
+        assert isinstance(ranks, Ranks)
+        if back:
+            self.ranks = ranks.anew()
+        else:
+            ranks.leave()  # what has failed, or left, is told once
+            self.ranks = Ranks(ranks.mesh, ranks.timeout, tensor=ranks.tensor)
+            self.ranks.goes_back = ranks.goes_back
+        self.meet()
+
     def together(self) -> AbstractContextManager[None]:
         """A context in which the ranks that compute stages together communicate."""
         return nullcontext() if self.spread is None else self.spread.group.together()
