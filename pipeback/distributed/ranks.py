@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from pipeback.distributed.board import REFUSED, Board
 from pipeback.distributed.health.health import Failed, Health
 from pipeback.distributed.health.heartbeat import RankIdentity, host_store, join_store, my_facts, one_host
 from pipeback.distributed.join import join, layout, wanted
@@ -37,7 +38,6 @@ _built: list[Any] = [lambda: None, 0]
 _left: dict[str, Ranks] = {}  # those that this process has left, and whose groups still stand, by their number
 
 PATIENT = 7 * 24 * 3600.0  # seconds; the timeout of groups whose waits `Health` ends
-REFUSED = "refused"  # the key on the board that says which rank does not come, and why
 SLOW = 15.0  # additional seconds for first connections, in which the store asks a name service, which may be slow
 
 
@@ -89,7 +89,7 @@ class Ranks:
         which meet anew. Raises RankError naming one that does not come then.
         """
         self.timeout, self.mesh, self.tensor = timeout, mesh, tensor
-        self._after, self.goes_back = after, after is not None
+        self.goes_back = after is not None
         self.rank = dist.get_rank()
         self.everyone = [rank for row in mesh for rank in row]
         self.place = self.everyone.index(self.rank)
@@ -104,9 +104,9 @@ class Ranks:
         else:  # a number of their own: meanwhile this rank may have built other pipelines than the others
             self._board, self._rounds = after._board, after._rounds + 1
             self.number = f"{after.number.partition('+')[0]}+{self._rounds}"
-        self._groups, self._meetings = list[dist.ProcessGroup](), 0
-        store, self.facts = self._come()
-        self._after = None
+        self._groups, self._meetings, self._has_left = list[dist.ProcessGroup](), 0, False
+        self.facts: dict[int, RankIdentity]
+        store, self.facts = self._come() if after is None else (self._come_again(after.facts), after.facts)
         self.health = Health(store, self.rank, self.everyone, self.facts, timeout)
         self.control = self.group(self.everyone, "gloo")
         self._sums: RankReplicas | None = None
@@ -114,74 +114,43 @@ class Ranks:
 
     def _come(self) -> tuple[dist.Store, dict[int, RankIdentity]]:
         """Return the pipeline's store and the facts of all ranks. Raises RuntimeError naming ranks that do not come."""
-        first = self.everyone[0]
-        board = dist.PrefixStore(f"after {self._rounds}", self._board) if self._rounds else self._board
+        first, board = self.everyone[0], Board(self._board, self.rank, self.everyone)
         mine = json.dumps((my_facts(), sorted(_left)))
-        told = {rank: json.loads(text) for rank, text in self._all(board, "hello", mine, self.timeout).items()}
+        told = {rank: json.loads(text) for rank, text in board.all("hello", mine, self.timeout).items()}
         facts = {rank: RankIdentity(*identity) for rank, (identity, _) in told.items()}
         if self.rank == first:
             store, address = host_store(self.timeout + SLOW, near=one_host(facts.values()))
             board.set("address", address)
         else:
             near = one_host([facts[first], facts[self.rank]])
-            store = join_store(board.get("address").decode(), self.timeout + SLOW, near)
-        self._all(board, "ready", "", self.timeout + SLOW)
+            store = join_store(board.get("address"), self.timeout + SLOW, near)
+        board.all("ready", "", self.timeout + SLOW)
         self._end_left([left for _, left in told.values()])
         return store, facts
 
-    def _all(self, board: dist.Store, what: str, mine: str, seconds: float) -> dict[int, bytes]:
-        """Return the text that every rank has written on the board.
-
-        Raises RuntimeError naming ranks that have not, and RankError at once if a rank writes that it will not come.
-        """
-        board.set(f"{what} {self.rank}", mine)
-        names, deadline = {rank: f"{what} {rank}" for rank in self.everyone}, time.monotonic() + seconds
-        with suppress(RuntimeError):
-            while not board.check(list(names.values())) and time.monotonic() < deadline:
-                if board.check([REFUSED]) or self._gone():
-                    break
-                time.sleep(0.01)
-        missing = [rank for rank, name in names.items() if not board.check([name])]
-        if missing and self._after is not None:
-            raise self._does_not_come(board, missing, seconds)
-        if missing and board.check([REFUSED]):
-            refused, why = json.loads(board.get(REFUSED))
-            raise RankError(f"rank {refused} does not come to build the pipeline: {why}", refused)
-        if missing:
-            raise RuntimeError(
-                f"{_ranks(missing)} did not come to build the pipeline within {seconds:g} s; every rank must call "
-                "Pipeline(...), as often as the others (workers=pipeback.Processes(timeout=...) is the time they have)"
-            )
-        return {rank: board.get(name) for rank, name in names.items()}
-
-    def _gone(self) -> list[int]:
-        """The ranks that have ended since one of them failed."""
-        facts = {} if self._after is None else self._after.facts
-        return [rank for rank in self.others if rank in facts and facts[rank].gone(facts[self.rank].place)]
-
-    def _does_not_come(self, board: dist.Store, missing: Sequence[int], seconds: float) -> RankError:
-        """The error where ranks do not come to go back; those that come later end with it, too."""
-        gone = [rank for rank in self._gone() if rank in missing]
-        rank = (gone or missing)[0]
-        why = (
-            "its process has ended (killed by a signal, out of memory?)" if gone else
-            f"it has made no call of the pipeline for {seconds:g} s (workers=pipeback.Processes(timeout=...) is the "
-            "time that ranks have)"
-        )  # fmt: skip
-        told = json.dumps((rank, f"rank {rank} did not come to go back to the last state after an error: {why}"))
-        number, message = json.loads(board.compare_set(REFUSED, "", told))
-        return RankError(message, number)
+    def _come_again(self, facts: dict[int, RankIdentity]) -> dist.Store:
+        """Return a new store for ranks that are known. Raises RankError naming one that does not come."""
+        first, store, address = self.everyone[0], None, ""
+        board = Board(dist.PrefixStore(f"after {self._rounds}", self._board), self.rank, self.everyone, facts)
+        try:
+            if self.rank == first:
+                store, address = host_store(self.timeout + SLOW, near=one_host(facts.values()))
+            mine = json.dumps((address, sorted(_left)))
+            told = {rank: json.loads(text) for rank, text in board.all("hello", mine, self.timeout).items()}
+            near = one_host([facts[first], facts[self.rank]])
+            store = store or join_store(told[first][0], self.timeout + SLOW, near)
+            board.all("ready", "", self.timeout + SLOW)
+        except RankError:
+            raise
+        except (RuntimeError, ConnectionError) as error:
+            raise RankError(f"the ranks do not reach rank {first} to go back after an error: {error}", first) from error
+        self._end_left([left for _, left in told.values()])
+        return store
 
     def anew(self) -> Ranks:
         """These ranks after one of them has failed: all of them call this, and have new connections that are empty."""
         self.leave()
-        try:
-            return Ranks(self.mesh, self.timeout, tensor=self.tensor, after=self)
-        except RankError:
-            raise
-        except (RuntimeError, ConnectionError) as error:
-            first = self.everyone[0]
-            raise RankError(f"the ranks do not reach rank {first} to go back after an error: {error}", first) from error
+        return Ranks(self.mesh, self.timeout, tensor=self.tensor, after=self)
 
     def group(self, ranks: Sequence[int], backend: str, seconds: float | None = None) -> dist.ProcessGroup:
         """Return a process group of these ranks, all of which call this. seconds: the time limit of its operations."""
@@ -281,7 +250,8 @@ class Ranks:
         before that, another rank may still receive what this one has sent.
         """
         self.health.leave()
-        _left[self.number] = self
+        if not self._has_left:
+            self._has_left, _left[self.number] = True, self
 
     def _end_left(self, by_all: Iterable[Collection[str]]) -> None:
         """End the process groups, and with them the threads, of earlier pipelines. by_all: those that each rank of this
@@ -393,7 +363,3 @@ def _board() -> dist.Store:
 
 def _attempt() -> str:
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))

@@ -30,8 +30,8 @@ def closed(error: BaseException, otherwise: str = "") -> RuntimeError:
         )
     if isinstance(error, RankError) and error.operation is not None:
         return RuntimeError(
-            f"the pipeline is closed: {error}; other stages had gone on meanwhile; {_REOPENS} on all ranks, with a state "
-            f"of pipe.state_dict() from before, as pipeback.checkpoint.load does{otherwise}"
+            f"the pipeline is closed: {error}; other stages had gone on meanwhile; {_REOPENS} on all ranks {_BEFORE}"
+            f"{otherwise}"
         )
     if isinstance(error, Exception):
         return RuntimeError(f"the pipeline is closed: {str(error) or name}; {_REOPENS}")

@@ -109,3 +109,83 @@ def test_every_method_and_link(crew, ranks, case, link):
         pytest.skip("more parts than stages")
     at, backward, every = places(case)
     compared(crew, ranks, case, at, backward, every=every, link=link)
+
+
+@pytest.mark.parametrize("case", ["pb", rare("cerebras"), rare("one_f_one_b-3"), rare("zb_v")])
+def test_who_waits_after_each_push(crew, case):
+    at, backward, every = places(case)
+    compared(crew, 2, case, at, backward, every=every, waits=True)
+
+
+@pytest.mark.parametrize("link", ["shared_memory", rare("gloo")])
+def test_several_at_once_and_one_after_the_other(crew, link):
+    compared(crew, 2, "pb", 0, True, gone=(4, 5, 13), every=4, link=link)
+
+
+@pytest.mark.soak
+def test_many_at_once(crew):
+    compared(crew, 2, "pb", 0, True, gone=(4, 5, 6, 13), every=4)
+    compared(crew, 2, "cerebras", None, False, gone=(1, 2, 3), every=4)
+    compared(crew, 3, "pb", 2, False, gone=(4, 5, 7, 8), every=3)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"store": "host"},
+        {"activations": "recompute"},
+        rare({"activations": "host"}),
+        {"micro_batch_size": pipeback.MicroBatches(3, weights="samples")},
+        {"optimizer": "adamw"},
+        rare({"clip_norm": 0.1}),
+        rare({"store": pipeback.Streaming("host", sparsity="set"), "case": "pipedream"}),
+    ],
+    ids=str,
+)
+def test_options(crew, options):
+    options = dict(options)
+    compared(crew, 2, options.pop("case", "pb"), 0, True, every=3, **options)
+
+
+# -- replicas ----------------------------------------------------------------------------------------------------------
+
+
+def share(value, replica, replicas):
+    return value.chunk(replicas)[replica]
+
+
+def of_a_replica(rank, ranks, replicas, case, gone, count, link, **options):
+    """Every replica pushes its own share; what is bad in one is left out in all."""
+    replica = rank // (ranks // replicas)
+    workers = pipeback.Processes(timeout=TIMEOUT, link=link)
+    pipe = made(case, 1, True, workers=workers, replicas=replicas, **options)
+    pushes = [tuple(share(value, replica, replicas) for value in push) for push in data(count, 8)]
+    worse = tuple(share(value, replica, replicas) for value in bad(1))
+    pushes = [worse if n in gone and n % replicas == replica else push for n, push in enumerate(pushes)]
+    _, told = trained(pipe, pushes, rank)
+    flying = everything(pipe)
+    pipe.drain()
+    end = everything(pipe)
+    pipe.close()
+    return told, flying, end
+
+
+@pytest.mark.parametrize(("ranks", "replicas", "case", "link"), [
+    (2, 2, "pb", "shared_memory"), (4, 2, "cerebras", "shared_memory"), (4, 2, "gpipe-4", "gloo"),
+    *(rare(ranks, replicas, case, link) for ranks, replicas in ((2, 2), (4, 2), (3, 3))
+      for case in ("pb", "pipedream", "zb_h1-4", "pipedream_2bw") for link in ("shared_memory", "gloo")),
+])  # fmt: skip
+def test_replicas(crew, ranks, replicas, case, link):
+    gone, count = (5, 12), 26
+    pipe = made(case, 1, True, every=None, replicas=replicas, workers=ranks // replicas)
+    for n, push in enumerate(data(count, 8)):
+        if n not in gone:
+            pipe.push(*push)
+    flying = everything(pipe)
+    pipe.drain()
+    end = everything(pipe)
+    pipe.close()
+    found = crew.ranks(ranks).run(of_a_replica, ranks, replicas, case, gone, count, link, each=range(ranks))
+    for told, *states in found:
+        assert told == found[0][0] and len(told) == 2
+        assert torch.equal(states[0], flying) and torch.equal(states[1], end)
