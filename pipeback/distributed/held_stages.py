@@ -55,6 +55,7 @@ class HeldStages:
         self.stages = everywhere[0]
         self.compute: torch.device | None = None  # the device where stages of a store compute; None: that of the module
         self.seconds = [1.0] * len(self.stages)  # seconds of F (forward) and B (backward) of each stage, once measured
+        self._shared_by = self.seconds  # those by which the stages were shared out
         self.owner: list[int] | None = None  # the worker of each stage, once each process holds its own only
 
     @property
@@ -164,7 +165,7 @@ class HeldStages:
         else:
             ranks.leave()  # what has failed, or left, is told once
             self.ranks = Ranks(ranks.mesh, ranks.timeout, tensor=ranks.tensor)
-            self.ranks.goes_back = ranks.goes_back
+            self.ranks.goes_back, self.ranks.guard = ranks.goes_back, ranks.guard
         self.meet()
 
     def together(self) -> AbstractContextManager[None]:
@@ -214,7 +215,9 @@ class HeldStages:
         """Keep this rank's stages only, over processes. values: whether stages from the meta device are initialised."""
         if not self.ranks.several:
             return
-        self.owner = self.balance()
+        if values and self.owner is not None:
+            self.seconds = self._shared_by  # a state of before the first push was loaded: stages stay where they are
+        self.owner, self._shared_by = self.balance(), self.seconds
         for stage, worker in zip(self.stages, self.owner, strict=True):
             if worker != self.ranks.index:
                 if stage.here:

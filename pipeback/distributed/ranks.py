@@ -77,6 +77,7 @@ class Ranks:
 
     goes_back: whether they go back to a state when an operation fails (`take_back`). Then a call that returns on one
     rank returns on all, or is told of the failure on all (`meet`), and every wait ends as soon as a rank has failed.
+    guard: does what it is given, a meeting, and goes back if that raises the failure.
     """
 
     several = True
@@ -90,6 +91,7 @@ class Ranks:
         """
         self.timeout, self.mesh, self.tensor = timeout, mesh, tensor
         self.goes_back = after is not None
+        self.guard: Callable[[Callable[[], object]], None] = _plainly if after is None else after.guard
         self.rank = dist.get_rank()
         self.everyone = [rank for row in mesh for rank in row]
         self.place = self.everyone.index(self.rank)
@@ -301,9 +303,12 @@ class Ranks:
     def meet(self, what: str) -> None:
         """If they go back after an error: return on all ranks, or raise the error on all. Every rank calls it."""
         if self.goes_back:
-            with self.health.calling(what), self.health.waiting(self.others, what):
-                self.health.meet(f"{what} {self._meetings}")
-            self._meetings += 1
+            self.guard(partial(self._meet, what))
+
+    def _meet(self, what: str) -> None:
+        with self.health.calling(what), self.health.waiting(self.others, what):
+            self.health.meet(f"{what} {self._meetings}")
+        self._meetings += 1
 
     def agree(self, facts: dict[str, Any]) -> None:
         """Raise ValueError on every rank if a rank has other facts (options, model, versions) than the first one."""
@@ -317,6 +322,10 @@ class Ranks:
                         f"rank {rank} has {key} {theirs.get(key)}, rank {self.everyone[0]} has {value}; "
                         "start the same script with the same options and versions on every rank"
                     )
+
+
+def _plainly(call: Callable[[], object]) -> None:
+    call()
 
 
 def meet(mesh: DeviceMesh | None, replicas: int | None, timeout: float, tensor: int = 1) -> Ranks | SingleProcess:

@@ -197,7 +197,7 @@ class Engine:
             self.open()
             if self.runtime is not None:
                 self._followers.follow(self.join, partial(self.do, self.runtime.drain))
-                self.meet("drain()")
+                self.ranks.meet("drain()")
                 self.modes.done()
                 if self.kept is not None:
                     self.kept.forget()
@@ -208,10 +208,10 @@ class Engine:
         if isinstance(self.runtime, Threads | RankRunner):
             self.do(self.runtime.join)
 
-    def meet(self, what: str) -> None:
-        """End a call: if ranks go back after an error, it returns on all of them, or on none."""
+    def guard(self, meet: Callable[[], object]) -> None:
+        """Meet the other ranks; an error of theirs is one of this pipeline."""
         with self.lock:
-            self.do(partial(self.ranks.meet, what), harmless=(KeyboardInterrupt,))
+            self.do(meet, harmless=(KeyboardInterrupt,))
 
     def clip(self, norm: float | None, value: float | None) -> None:
         """As `Pipeline.clip`."""

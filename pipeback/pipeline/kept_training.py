@@ -103,7 +103,7 @@ class KeptTraining:
         engine = self._engine
         engine.wait()
         if together:
-            engine.meet("push()")
+            engine.ranks.meet("push()")
             self._met = engine.progress.pushes
         done = self._done()
         flights = [push for push in self.pushes if push.first + push.count > done and push.first < engine.arrived]

@@ -39,7 +39,7 @@ class TakeBack:
         self._now: KeptPush | None = None  # the push that is being let in
         self._busy = False
         if isinstance(engine.ranks, Ranks):
-            engine.ranks.goes_back = True
+            engine.ranks.goes_back, engine.ranks.guard = True, _weakly(engine)
             # before `RankRunner`, which only waits
             at_exit = Finalize(None, _finish, args=(weakref.ref(self),), exitpriority=21)
             weakref.finalize(self, at_exit.cancel).atexit = False
@@ -113,7 +113,7 @@ class TakeBack:
         while True:
             try:
                 self._engine.wait()
-                self._engine.meet(what)
+                self._engine.ranks.meet(what)
                 return
             except PushLeftOut as error:
                 if warn:
@@ -126,6 +126,8 @@ class TakeBack:
 
         Returns why that cannot be done, for the message of the closed pipeline.
         """
+        if isinstance(error, PushLeftOut):
+            raise error  # all is well again
         if self._busy:
             return ""
         stopped = isinstance(error, KeyboardInterrupt)
@@ -205,6 +207,20 @@ class TakeBack:
                         return  # the user learns of it when the push comes
                     raise
             raise error
+
+
+def _weakly(engine: Engine) -> Callable[[Callable[[], object]], None]:
+    """The guard of an engine, which it does not keep alive."""
+    guard = weakref.WeakMethod(engine.guard)
+
+    def call(meet: Callable[[], object]) -> None:
+        there = guard()
+        if there is None:
+            meet()
+        else:
+            there(meet)
+
+    return call
 
 
 def _finish(kept: weakref.ref[TakeBack]) -> None:
