@@ -7,13 +7,16 @@ import re
 import signal
 import time
 import warnings
+from multiprocessing.util import Finalize
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import pipeback
 from pipeback.distributed.held_stages import HeldStages
 from tests.helpers.choice import rare
+from tests.helpers.processes import forked
 from tests.laws.cases import data, everything
 from tests.laws.test_take_back import bad, made
 from tests.processes.crew import Failed
@@ -192,6 +195,42 @@ def test_closing_warns_of_what_is_left_out(crew):
         assert len(told) == 1 and "push 5 was left out" in told[0]
 
 
+def ends_its_script(rank, store, folder):
+    """The last push fails after the script has made its last call."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    torch.set_num_threads(1)
+    pipe = built(0, True, every=4)
+    for n, push in enumerate(data(12, 8)):
+        pipe.push(*(bad(0) if n == 3 else push))
+        if n == 11 and rank == 0:
+            time.sleep(0.5)
+
+    def write():
+        torch.save([pipe.pushes, *(p.detach() for stage in pipe._engine.holding.mine for p in stage.weights)], path)
+
+    path = f"{folder}/{rank}.pt"
+    Finalize(None, write, exitpriority=15)  # after all was done, and before the rank leaves
+
+
+def test_the_end_of_a_script_waits_until_all_is_trained(tmp_path):
+    plain = made("pb", 0, True, every=None, workers=2)
+    for n, push in enumerate(data(12, 8)):
+        if n != 3:
+            plain.push(*push)
+    plain.wait()
+    wanted = [p.detach() for stage in plain._engine.stages for p in stage.weights]
+    ranks = [forked().Process(target=ends_its_script, args=(r, f"{tmp_path}/store", str(tmp_path))) for r in (0, 1)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(60)
+        assert rank.exitcode == 0
+    (pushes, *first), (again, *last) = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    assert pushes == again == 11
+    assert all(torch.equal(p, q) for p, q in zip([*first, *last], wanted, strict=True))
+    plain.close()
+
+
 # -- what ends all ranks ----------------------------------------------------------------------------------------------
 
 
@@ -303,3 +342,33 @@ def test_ranks_keep_states_alike(crew):
     with pytest.raises(Failed, match="rank 1 has take_back 4, rank 0 has 3; start the same script"):
         crew.run(other_options, each=range(2))
     crew.again()
+
+
+def stopped(rank):
+    """Ctrl-C on one rank; how each ends, and what it then says."""
+    pipe = built(0, False, timeout=4.0, every=4)
+    try:
+        for n, push in enumerate(data(40, 8)):
+            if n == 7 and rank == 0:
+                pipe._engine.runtime.tell = stop
+            pipe.push(*push)
+        pipe.wait()
+    except BaseException as error:
+        with pytest.raises(RuntimeError) as closed:
+            pipe.push(*data(1, 8)[0])
+        return type(error).__name__, str(error), str(closed.value)
+    return None
+
+
+def stop(command):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.soak
+def test_ctrl_c_on_a_rank_ends_all(crew):
+    crew = crew.ranks(2)
+    (kind, _, closed), (other, told, _) = crew.run(stopped, each=range(2))
+    crew.again()
+    assert kind == "KeyboardInterrupt" and "KeyboardInterrupt came in the middle of its work" in closed
+    assert "take_back" not in closed
+    assert other == "RankError" and told.startswith("rank 0")
