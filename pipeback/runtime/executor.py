@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from pipeback.schedules.flushes import FlushSpan
 from pipeback.schedules.order import Ops, Order
 from pipeback.schedules.spans import TickSpan
 from pipeback.stages.flight import Flight
@@ -32,8 +33,8 @@ class Executor(Protocol):
     def record(self, on: bool) -> None:
         """Begin or end measuring operations; raises ValueError if they cannot be measured one by one."""
 
-    def leap(self, order: Order, span: TickSpan) -> int:
-        """Do as many ticks of a span as possible without any work per stage; return their number."""
+    def leap(self, order: Order, span: TickSpan | FlushSpan) -> int:
+        """Do as many ticks of a span as possible without any work per stage, or a flush; return their number."""
 
     def land(self) -> None:
         """Let stages and worker know of the ticks that were leapt."""

@@ -12,6 +12,7 @@ from pipeback.errors import StageError
 from pipeback.runtime.executor import SplitOperations
 from pipeback.runtime.split_executor import SplitExecutor
 from pipeback.runtime.worker import Worker
+from pipeback.schedules.flushes import FlushSpan
 from pipeback.schedules.order import Ops, Order
 from pipeback.schedules.spans import TickSpan
 from pipeback.stages.failed_graph import failed
@@ -35,7 +36,7 @@ class StageExecutor:
     def record(self, on: bool) -> None:
         """Do nothing: the worker measures each operation."""
 
-    def leap(self, order: Order, span: TickSpan) -> int:
+    def leap(self, order: Order, span: TickSpan | FlushSpan) -> int:
         """Return 0: each operation is done by itself."""
         return 0
 

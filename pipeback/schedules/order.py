@@ -15,7 +15,8 @@ from itertools import chain, starmap
 from operator import add
 from typing import Any, NamedTuple
 
-from pipeback.schedules.foreseen import Foreseen
+from pipeback.schedules.flushes import Flushes, FlushSpan, in_flushes, next_flush
+from pipeback.schedules.foreseen import Foreseen, richest
 from pipeback.schedules.ops import Kind, Op, Schedule, until
 from pipeback.schedules.placement import Placed
 from pipeback.schedules.programs import Flowing
@@ -66,8 +67,8 @@ class Order:
         self._last = 0
         self._random = random.Random(seed)
         self._handed: Ops = ()  # the forwards of the last tick, which may not have been done yet
-        # does ticks at which stages do the same, and says how many; and is told when others follow
-        self.leap: Callable[[TickSpan], int] | None = None
+        # does ticks at which stages do the same, or a flush, and says how many; and is told when others follow
+        self.leap: Callable[[TickSpan | FlushSpan], int] | None = None
         self.landed: Callable[[], None] = lambda: None
         self.restart(schedule)
 
@@ -76,7 +77,8 @@ class Order:
         n = self.stages
         self.start = self.arrived  # the programs count micro-batches from here
         self._back: Kind = "I" if splits(schedule) else "B"  # what another stage waits for
-        self._flow = schedule if isinstance(schedule, Flowing) and schedule.every == 1 else None
+        flushes = in_flushes(schedule) if self.policy == "skewed" else None
+        self._flow = flushes or (schedule if isinstance(schedule, Flowing) and schedule.every == 1 else None)
         self._repeated: list[Wave] | None = None  # the waves of the last micro-batch, if the next has the same
         self._owed = 0  # micro-batches for which that was so, and by which the programs have not been advanced
         self._leapt = [0] * n  # rounds of each stage that `leap` has done, and by which they have not been either
@@ -151,7 +153,7 @@ class Order:
         return {
             "arrived": self.arrived,
             "start": self.start,
-            "fetched": [a + 3 * (self._owed + b) for a, b in zip(self._fetched, self._leapt, strict=True)],
+            "fetched": [a + self._ops(self._owed + b) for a, b in zip(self._fetched, self._leapt, strict=True)],
             "forwards": list(self.forwards),
             "backwards": list(self.backwards),
             "updated": list(self.updated),
@@ -288,7 +290,11 @@ class Order:
         for s, first in enumerate(self.backwards):
             self._programs[s] = self._flow.rounds(s, self.stages, first)
             self._heads[s] = next(self._programs[s])
-            self._fetched[s] += 3 * done[s]
+            self._fetched[s] += self._ops(done[s])
+
+    def _ops(self, rounds: int) -> int:
+        """The operations of so many rounds: F, B and, after every so many, U."""
+        return 2 * rounds + (rounds // self._flow.every if self._flow is not None else 0)
 
     def _ticks(self, done: Callable[[], bool] | None = None, *, until_input: bool = False) -> Iterator[Wave]:
         """Yield the waves of ticks while anything can be done. until_input: stop once the first stage awaits input."""
@@ -334,12 +340,13 @@ class Order:
             return self.forwards[0] >= self.arrived - self.start
         return self._heads[0] is not None and self._awaits_input(0, self._heads[0])
 
-    def _span(self) -> TickSpan | None:
-        turns = 0 if self._flow is None else self._flow.turns
-        arrived = self.arrived - self.start
-        return next_span(turns, self.forwards, self.backwards, self.updated, arrived) if turns else None
+    def _span(self) -> TickSpan | FlushSpan | None:
+        flow, counts = self._flow, (self.forwards, self.backwards, self.updated, self.arrived - self.start)
+        if isinstance(flow, Flushes):
+            return next_flush(flow.every, *counts)
+        return next_span(flow.turns, *counts) if flow is not None and flow.turns else None
 
-    def skip(self, span: TickSpan, ticks: int) -> None:
+    def skip(self, span: TickSpan | FlushSpan, ticks: int) -> None:
         """Count as done so many ticks of a span."""
         every, step = span.stages, span.stages.step
         counts = self.forwards, self.backwards, self.updated, self._leapt
@@ -367,20 +374,11 @@ class Order:
             elif self.policy != "upstream" and self._last in ready:
                 s = self._last
             else:
-                s = self._richest(ready) if self.policy == "streaming" else ready[0]
+                s = richest(ready, self._near, self._run) if self.policy == "streaming" else ready[0]
             self._last = s
             head = self._heads[s]
             assert head is not None  # it is ready
             yield Wave(head.kind, [self._take(s, head)])
-
-    def _richest(self, ready: list[int]) -> int:
-        """The stage to run next: one that ran lately, whose weights may still be here, else the one with most to do."""
-        near = [s for s in ready if s in self._near]
-        best = max(near or ready, key=self._run)
-        if best in self._near:
-            self._near.remove(best)
-        self._near.append(best)
-        return best
 
     def _run(self, s: int) -> int:
         """How many operations stage s could do in a row now."""

@@ -11,9 +11,11 @@ from pipeback.errors import StageError
 from pipeback.runtime.executor import SplitOperations
 from pipeback.runtime.stage_executor import StageExecutor
 from pipeback.runtime.worker import Worker
+from pipeback.schedules.flushes import FlushSpan
 from pipeback.schedules.order import Ops, Order
 from pipeback.schedules.spans import TickSpan
 from pipeback.stages.flight import Flight
+from pipeback.vectorized.flushes.whole_flush import WholeFlush
 from pipeback.vectorized.stacks.stack import Stack
 from pipeback.vectorized.ticks.steady import Steady
 
@@ -36,25 +38,40 @@ class StackExecutor:
         self._of = {stage.index: stack for stack in stacks for stage in stack.stages}
         self._mixed = False  # whether some flights of stacked stages are autograd graphs, from a state
         self._steady: Steady | None = None
+        self._whole: WholeFlush | None = None
+        self._flushes = False  # whether it can do whole flushes
 
     def record(self, on: bool) -> None:
         """Raise ValueError if operations are to be measured."""
         if on:
             raise ValueError("record: stages that run as one cannot be measured apart; build it with vectorize=False")
 
-    def leap(self, order: Order, span: TickSpan) -> int:
-        """Do as many ticks of a span as possible without any work per stage; return their number.
+    def leap(self, order: Order, span: TickSpan | FlushSpan) -> int:
+        """Do as many ticks of a span as possible without any work per stage, or a flush; return their number.
 
         The order counts them. `land` comes before anything else is done.
         """
         worker = self.worker
         watched = worker.watch is not None and worker.watch.busy
-        seen = worker.replicas or watched or worker.tracing or worker.samples
-        if seen or worker.clip_norm or worker.clip_value or worker.early or self._mixed or not self.stacks:
+        if worker.replicas or watched or worker.tracing or worker.early or not self.stacks:
+            return 0
+        if isinstance(span, FlushSpan):
+            return self._flush(order, span)
+        if worker.samples or worker.clip_norm or worker.clip_value or self._mixed:
             return 0
         if self._steady is None:
             self._steady = Steady(worker, self.judged, self.stacks)
         return self._steady.run(order, span)
+
+    def _flush(self, order: Order, span: FlushSpan) -> int:
+        worker = self.worker
+        if self._whole is None:
+            self._whole = WholeFlush(worker, self._one_by_one, self.stacks, self.judged)
+            self._flushes = self._whole.able
+        if not self._flushes:
+            return 0
+        self._whole.run(order.start + order.updated[0], span.ticks, worker.method.schedule_at(order.start, span.ticks))
+        return span.ticks
 
     def land(self) -> None:
         """Let stages and worker know of the ticks that were leapt."""
@@ -160,7 +177,7 @@ class StackExecutor:
         self.land()
         self.stacks = list(stacks)
         self._of = {stage.index: stack for stack in self.stacks for stage in stack.stages}
-        self._steady = None
+        self._steady = self._whole = None
 
     def _look(self) -> None:
         some = (self.stages[s] for s in self._of)

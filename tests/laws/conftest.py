@@ -2,6 +2,7 @@
 
 import pytest
 
+from pipeback.vectorized.flushes.whole_flush import WholeFlush
 from pipeback.vectorized.ticks.steady import Steady
 
 
@@ -23,4 +24,17 @@ def leapt(monkeypatch):
         return found[-1]
 
     monkeypatch.setattr(Steady, "run", counted)
+    return found
+
+
+@pytest.fixture
+def flushed(monkeypatch):
+    """The micro-batches of every flush that was done as a whole."""
+    found, run = [], WholeFlush.run
+
+    def counted(self, first, count, schedule):
+        run(self, first, count, schedule)
+        found.append(count)
+
+    monkeypatch.setattr(WholeFlush, "run", counted)
     return found

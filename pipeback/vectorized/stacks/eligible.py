@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from pipeback.methods.base import Method, When, described
+from pipeback.methods.base import Method, When, described, overrides
+from pipeback.schedules.flushes import in_flushes
 from pipeback.schedules.programs import Flowing
 
 AMONG = 3  # stages, of which a method is asked what it keeps
@@ -17,6 +18,12 @@ AMONG = 3  # stages, of which a method is asked what it keeps
 def leaps(method: Method) -> bool:
     """Whether a method has ticks at which every stage, or every second one, does the same without calling hooks."""
     return why_not(method) is None
+
+
+def flushes(method: Method) -> bool:
+    """Whether a method consists of flushes, within which a stage can do all micro-batches at once."""
+    shifts = overrides(method, "forward_weights") or overrides(method, "backward_weights")
+    return in_flushes(method.schedule) is not None and method.copies == "live" and not shifts
 
 
 def why_not(method: Method) -> str | None:

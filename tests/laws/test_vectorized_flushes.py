@@ -1,0 +1,209 @@
+"""Law: flushes that are done as a whole, each stage on all micro-batches at once, are the event loop to rounding."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, mse_loss
+
+import pipeback
+from tests.helpers.choice import mostly_rare
+from tests.laws.as_one import FLUSH, S, Twice, block, doubles, model, pipelines, pushed, same
+from tests.laws.cases import CASES, OPTIMIZERS, everything, pipeline, weights
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*takes its statistics")
+USUAL = ("gpipe", "gpipe-4", "one_f_one_b", "one_f_one_b-3", "zb_h1-4")
+
+
+@pytest.mark.parametrize("case", mostly_rare(FLUSH, *USUAL))
+def test_many_micro_batches_a_push(case, flushed):
+    one, other = pipelines(case)
+    same(pushed(other), pushed(one))
+    assert sorted(other.ledger) == sorted(one.ledger) and sum(flushed) > 20
+    if not case.startswith("zb"):  # where the event loop splits backwards, and so holds more
+        assert [s.peak_flights for s in other._engine.stages] == [s.peak_flights for s in one._engine.stages]
+
+
+@pytest.mark.parametrize(("case", "optimizer"), [("gpipe-4", "momentum"), ("one_f_one_b", "adamw")])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"clip_norm": 0.02},
+        {"clip_norm": pipeback.Clipping(value=0.01)},
+        {"micro_batch_size": 2},
+        {"micro_batch_size": pipeback.MicroBatches(2, weights="samples")},
+        {"activations": "recompute"},
+    ],
+    ids=str,
+)
+def test_options(case, optimizer, options, flushed):
+    """Micro-batches of two, of which some are short, of another form."""
+    one, other = pipelines(case, optimizer, **options)
+    same(pushed(other, (9, 1, 23, 4)), pushed(one, (9, 1, 23, 4)))
+    assert sum(flushed) > 20
+
+
+@pytest.mark.parametrize("case", mostly_rare(FLUSH, "gpipe-4", "one_f_one_b-3", "zb_h1-4"))
+@pytest.mark.parametrize("saved", [False, True])
+def test_states_in_flight_go_on(case, saved, flushed):
+    """Saved by one and the other, at the end of a flush and amid one."""
+    x, y = (torch.cat(some) for some in zip(*doubles(40), strict=True))
+    for at in (24, 30):
+        pipes = list(pipelines(case))
+        whole, before, after = pipes[0], list(pipelines(case))[saved], pipes[1]
+        for pipe in (whole, before):
+            pipe.push(x[: 3 * at], y[: 3 * at])
+        after.load_state_dict(before.state_dict())
+        for pipe in (whole, after):
+            pipe.push(x[3 * at :], y[3 * at :])
+        same([weights(after)], [weights(whole)])
+        whole.drain()
+        after.drain()
+        same([weights(after)], [weights(whole)])
+    assert flushed
+
+
+class Noisy(nn.Module):
+    """Draws random numbers, and keeps statistics of the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.2))
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+class Doubled(nn.Module):
+    def forward(self, x):
+        return x, 2 * x
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, pair):
+        return self.linear(pair[0]), pair[1]
+
+
+class Summed(nn.Module):
+    def forward(self, pair):
+        return pair[0] + pair[1]
+
+
+def mixed():
+    """Two that run one micro-batch after the other, among others."""
+    torch.manual_seed(0)
+    return nn.Sequential(block(), Noisy(), block(), Doubled(), Pair(), Summed(), Noisy(), nn.Linear(6, 6)).double()
+
+
+def of_pictures():
+    torch.manual_seed(0)
+    convolution = lambda: nn.Sequential(nn.Conv1d(2, 2, 3, padding=1), nn.GroupNorm(1, 2), nn.ReLU())  # noqa: E731
+    return nn.Sequential(
+        nn.Unflatten(1, (2, 3)), convolution(), convolution(), nn.Sequential(nn.Flatten(), nn.Linear(6, 6))
+    ).double()  # fmt: skip
+
+
+@pytest.mark.parametrize("build", [mixed, of_pictures, partial(model, make=Twice)], ids=["mixed", "pictures", "Twice"])
+@pytest.mark.parametrize("case", ["gpipe", "one_f_one_b-3"])
+def test_stages_of_all_kinds(case, build, flushed):
+    found = []
+    for vectorize in (False, True):
+        torch.manual_seed(0)  # random streams begin with it
+        pipe = pipeline(build(), CASES[case](S), micro_batch_size=3, vectorize=vectorize)
+        found.append([*pushed(pipe), everything(pipe)])
+    same(*reversed(found))
+    assert sum(flushed) > 20
+
+
+def test_words_and_classes(flushed):
+    """Indices go in, and classes are the targets; the rates change at every push."""
+    found = []
+    for vectorize in (False, True):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Embedding(9, 6), *(block() for _ in range(3)), nn.Linear(6, 5)).double()
+        pipe = pipeback.Pipeline(
+            net, loss=cross_entropy, optimizer=OPTIMIZERS["momentum"], method="one_f_one_b", micro_batch_size=2,
+            vectorize=vectorize,
+        )  # fmt: skip
+        generator = torch.Generator().manual_seed(0)
+        losses = []
+        for n in range(5):
+            for optimizer in pipe.optimizers:
+                optimizer.param_groups[0]["lr"] = 0.02 / (1 + n)
+            x, y = (torch.randint(0, most, (16,), generator=generator) for most in (9, 5))
+            losses.append(pipe.push(x, y).double() + 0)
+        found.append([torch.stack(losses), weights(pipe)])
+    same(*found)
+    assert flushed == [8] * 5
+
+
+def test_a_loss_of_the_users_own(flushed):
+    """It is asked for every micro-batch."""
+    seen = []
+
+    def loss(output, target):
+        seen.append(len(output))
+        return mse_loss(output, target) * (1 + (output > 0).sum())
+
+    found = []
+    for vectorize in (False, True):
+        pipe = pipeback.Pipeline(
+            model(), loss=loss, optimizer=OPTIMIZERS["momentum"], method="gpipe", micro_batch_size=3,
+            vectorize=vectorize,
+        )  # fmt: skip
+        found.append(pushed(pipe))
+    same(*reversed(found))
+    assert sum(flushed) == 50 and len(seen) >= 100
+
+
+def test_a_loss_that_is_not_finite_changes_nothing(flushed):
+    _, pipe = pipelines("gpipe", debug=pipeback.Debug(check_finite=True))
+    xs, ys = map(torch.cat, zip(*doubles(8), strict=True))
+    pipe.push(xs, ys)
+    before = weights(pipe)
+    xs[7] = float("inf")
+    with pytest.raises(pipeback.StageError, match="micro-batch 10: the loss is nan"):
+        pipe.push(xs, ys)
+    assert flushed == [8] and torch.equal(weights(pipe), before)
+
+
+def test_memory_is_that_of_the_schedule(flushed):
+    """1F1B holds fewer micro-batches than GPipe; what a flush holds at once is no more."""
+    held = {}
+    for name in ("gpipe", "one_f_one_b"):
+        for vectorize in (False, True):
+            pipe = pipeline(model(), name, micro_batch_size=3, vectorize=vectorize)
+            pushed(pipe, (32, 32))
+            stages = pipe._engine.stages[:-1]
+            held[name, vectorize] = sum(
+                stage.stack.flushed if vectorize else stage.learnt.activation_bytes * stage.peak_flights
+                for stage in stages
+            )
+    assert held["one_f_one_b", True] < 0.2 * held["gpipe", True]
+    for name in ("gpipe", "one_f_one_b"):
+        assert 0 < held[name, True] <= held[name, False]
+
+
+def test_the_training_mode_and_hooks_are_seen(flushed):
+    """Graphs are of the mode in which micro-batches come, and hooks on the last stage are called."""
+    found, heard = [], []
+    for vectorize in (False, True):
+        net = model()
+        net[-1] = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.0))
+        net.double()
+        pipe = pipeline(net, "gpipe", micro_batch_size=3, vectorize=vectorize)
+        losses = []
+        for n, (x, y) in enumerate(
+            zip(*(v.split(24) for v in map(torch.cat, zip(*doubles(32), strict=True))), strict=True)
+        ):
+            if n == 2:
+                pipe._engine.stages[-1].module.register_forward_hook(lambda *_: heard.append(0))
+            losses.append(pipe.push(x, y).double() + 0)
+        found.append([torch.stack(losses), weights(pipe)])
+    same(*found)
+    assert len(heard) == 2 * 16
